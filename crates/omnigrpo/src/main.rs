@@ -1,0 +1,2 @@
+//! The `omnigrpo` program.
+fn main() {}
