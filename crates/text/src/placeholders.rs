@@ -1,0 +1,153 @@
+//! `<image>`, `<video>` and `<audio>` in a dataset's text → parts.
+//!
+//! Rules: the k-th placeholder of a kind stands for the k-th medium of that kind; the text around stays verbatim. Media
+//! of a kind that no placeholder mentions are put before the text: images, then videos, then sound. Some placeholders
+//! but not as many as media is an error, never a guess.
+
+use crate::{MediumKind, Part, Result, Role, TextError, Turn};
+
+/// How many media of each kind a row has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MediaCounts {
+    /// Pictures.
+    pub images: usize,
+    /// Clips.
+    pub videos: usize,
+    /// Sounds.
+    pub audios: usize,
+}
+
+const KINDS: [(MediumKind, &str); 3] =
+    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
+
+impl MediaCounts {
+    fn of(&self, kind: MediumKind) -> usize {
+        match kind {
+            MediumKind::Image => self.images,
+            MediumKind::Video => self.videos,
+            MediumKind::Audio => self.audios,
+        }
+    }
+}
+
+/// Splits one text into parts.
+///
+/// # Errors
+/// [`TextError::PlaceholderCount`] if a kind has some placeholders, but not one per medium.
+pub fn split_placeholders(text: &str, media: MediaCounts) -> Result<Vec<Part>> {
+    let turns = split_conversation(&[(Role::User, text.to_owned())], media)?;
+    Ok(turns.into_iter().flat_map(|turn| turn.parts).collect())
+}
+
+/// Splits a conversation into turns of parts. Placeholders count in user turns only: the same literal in a system or
+/// assistant turn is text. Media without placeholders go before the text of the first user turn.
+///
+/// # Errors
+/// [`TextError::PlaceholderCount`] as for [`split_placeholders`], counted over all user turns;
+/// [`TextError::Conversation`] if there are media and no user turn to hold them.
+pub fn split_conversation(turns: &[(Role, String)], media: MediaCounts) -> Result<Vec<Turn>> {
+    let users = || turns.iter().filter(|(role, _)| *role == Role::User);
+    let mut unmentioned = Vec::new();
+    for (kind, placeholder) in KINDS {
+        let (got, expected) =
+            (users().map(|(_, text)| text.matches(placeholder).count()).sum(), media.of(kind));
+        if got == 0 {
+            unmentioned.extend((0..expected).map(|index| Part::Medium { kind, index }));
+        } else if got != expected {
+            return Err(TextError::PlaceholderCount { kind, placeholder, got, expected });
+        }
+    }
+    if !unmentioned.is_empty() && users().next().is_none() {
+        return Err(TextError::Conversation { problem: "has media but no user turn to show them in" });
+    }
+
+    let mut next = [0usize; KINDS.len()];
+    let mut out = Vec::with_capacity(turns.len());
+    for (role, text) in turns {
+        let mut parts = Vec::new();
+        if *role == Role::User {
+            parts.append(&mut unmentioned);
+            let mut rest = text.as_str();
+            while let Some((at, which)) =
+                (0..KINDS.len()).filter_map(|k| rest.find(KINDS[k].1).map(|at| (at, k))).min()
+            {
+                let (kind, placeholder) = KINDS[which];
+                if at > 0 {
+                    parts.push(Part::Text(rest[..at].to_owned()));
+                }
+                parts.push(Part::Medium { kind, index: next[which] });
+                next[which] += 1;
+                rest = &rest[at + placeholder.len()..];
+            }
+            if !rest.is_empty() {
+                parts.push(Part::Text(rest.to_owned()));
+            }
+        } else {
+            parts.push(Part::Text(text.clone()));
+        }
+        out.push(Turn { role: *role, parts });
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(index: usize) -> Part {
+        Part::Medium { kind: MediumKind::Image, index }
+    }
+
+    fn text(text: &str) -> Part {
+        Part::Text(text.to_owned())
+    }
+
+    #[test]
+    fn placeholders_keep_order_and_text() {
+        let counts = MediaCounts { images: 2, videos: 1, audios: 0 };
+        let parts = split_placeholders("<image>\nA <video> b<image>", counts).unwrap();
+        let video = Part::Medium { kind: MediumKind::Video, index: 0 };
+        assert_eq!(parts, [image(0), text("\nA "), video, text(" b"), image(1)]);
+    }
+
+    #[test]
+    fn unmentioned_media_come_first() {
+        let counts = MediaCounts { images: 1, videos: 1, audios: 1 };
+        let parts = split_placeholders("What? <audio>", counts).unwrap();
+        let video = Part::Medium { kind: MediumKind::Video, index: 0 };
+        let audio = Part::Medium { kind: MediumKind::Audio, index: 0 };
+        assert_eq!(parts, [image(0), video, text("What? "), audio]);
+        assert_eq!(split_placeholders("", MediaCounts::default()).unwrap(), []);
+    }
+
+    #[test]
+    fn wrong_counts_are_errors() {
+        for (got, expected) in [(1, 2), (2, 1), (1, 0)] {
+            let counts = MediaCounts { images: expected, ..Default::default() };
+            match split_placeholders(&"<image>".repeat(got), counts) {
+                Err(TextError::PlaceholderCount { kind: MediumKind::Image, got: g, expected: e, .. }) => {
+                    assert_eq!((g, e), (got, expected));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn only_user_turns_hold_placeholders() {
+        let turns = [
+            (Role::System, "You see <image>.".to_owned()),
+            (Role::User, "one <image>".to_owned()),
+            (Role::Assistant, "<image> is a tag".to_owned()),
+            (Role::User, "<image> two".to_owned()),
+        ];
+        let counts = MediaCounts { images: 2, ..Default::default() };
+        let parts: Vec<_> =
+            split_conversation(&turns, counts).unwrap().into_iter().map(|t| t.parts).collect();
+        assert_eq!(parts[0], [text("You see <image>.")]);
+        assert_eq!(parts[1], [text("one "), image(0)]);
+        assert_eq!(parts[2], [text("<image> is a tag")]);
+        assert_eq!(parts[3], [image(1), text(" two")]);
+        assert!(split_conversation(&turns[..1], counts).is_err());
+    }
+}
