@@ -1,0 +1,355 @@
+//! What a reward is, what it may return, and how several rewards become one number per completion.
+//!
+//! Each reward declares its range and returns, per completion, one finite number in it or "not applicable". A wrong
+//! count, a number that is not finite or leaves the range, and a panic are errors that name the reward and the row;
+//! they are never turned into 0, since a silent 0 would be learned from.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+use crate::RewardError;
+
+/// Whether the completion is asked to think before it answers (`auto` is resolved per dataset entry before this).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Think {
+    /// `<think>…</think> <answer>…</answer>` is expected.
+    On,
+    /// `<answer>…</answer>` only.
+    Off,
+}
+
+/// Names one completion of a run. Keys the numbers of the `random` reward, so that they do not depend on batch
+/// composition, order or resume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RowKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Optimizer step (or rollout index) the completion belongs to.
+    pub step: u64,
+    /// Stable index of the dataset row.
+    pub row: u64,
+    /// Index of the completion within its group.
+    pub sample: u64,
+}
+
+/// One completion to score, with everything a reward may look at.
+#[derive(Debug, Clone, Copy)]
+pub struct RewardInput<'a> {
+    /// Text of the last user turn.
+    pub prompt: &'a str,
+    /// The completion as text, without its stop token.
+    pub completion: &'a str,
+    /// The completion as token ids.
+    pub completion_ids: &'a [u32],
+    /// Ground truth, verbatim (tags kept), where the row has one.
+    pub solution: Option<&'a str>,
+    /// Every column of the dataset row.
+    pub columns: &'a Map<String, Value>,
+    /// Whether thinking is expected.
+    pub think: Think,
+    /// Resolved paths of the row's media, in prompt order.
+    pub media_paths: &'a [PathBuf],
+    /// Which completion of the run this is.
+    pub key: RowKey,
+    /// The completion reached the length limit before it stopped.
+    pub truncated: bool,
+}
+
+/// A scoring function. Built-in rewards look at one completion at a time; a program or an endpoint gets the batch.
+pub trait Reward: Send + Sync {
+    /// Name in metrics (`rewards/<name>/mean`) and errors.
+    fn name(&self) -> &str;
+
+    /// Smallest and largest value it may return, inclusive; infinite where it has no bound.
+    fn range(&self) -> (f64, f64);
+
+    /// One value per completion, in order; `None` where the reward does not apply (no ground truth, for example).
+    ///
+    /// # Errors
+    /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
+}
+
+/// Scores of a batch: one row of `values` per reward, one entry per completion.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RewardMatrix {
+    /// Reward names, in the order asked for.
+    pub names: Vec<String>,
+    /// `values[reward][completion]`; unweighted, `None` where the reward does not apply.
+    pub values: Vec<Vec<Option<f64>>>,
+    /// Weight of each reward.
+    pub weights: Vec<f64>,
+    /// Weighted sum over the rewards that apply; `None` where none does.
+    pub total: Vec<Option<f64>>,
+}
+
+impl RewardMatrix {
+    /// Mean and population standard deviation of each reward over the completions it applies to; `None` where it
+    /// applies to none.
+    pub fn mean_and_std(&self) -> Vec<Option<(f64, f64)>> {
+        self.values.iter().map(|row| mean_and_std(row)).collect()
+    }
+}
+
+fn mean_and_std(row: &[Option<f64>]) -> Option<(f64, f64)> {
+    let given: Vec<f64> = row.iter().flatten().copied().collect();
+    if given.is_empty() {
+        return None;
+    }
+    let n = given.len() as f64;
+    let mean = given.iter().sum::<f64>() / n;
+    let variance = given.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
+    Some((mean, variance.sqrt()))
+}
+
+/// The rewards of a run, with their weights.
+pub struct RewardSet {
+    rewards: Vec<Box<dyn Reward>>,
+    weights: Vec<f64>,
+}
+
+impl std::fmt::Debug for RewardSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RewardSet").field("names", &self.names()).field("weights", &self.weights).finish()
+    }
+}
+
+impl RewardSet {
+    /// Puts rewards together. No weights means 1 for each.
+    ///
+    /// # Errors
+    /// A number of weights that differs from the number of rewards, a weight that is not finite, two rewards of one
+    /// name, no reward at all.
+    pub fn new(rewards: Vec<Box<dyn Reward>>, weights: &[f64]) -> Result<Self, RewardError> {
+        if rewards.is_empty() {
+            return Err(RewardError::NoRewards);
+        }
+        for (index, reward) in rewards.iter().enumerate() {
+            if rewards[..index].iter().any(|earlier| earlier.name() == reward.name()) {
+                return Err(RewardError::NameTwice { name: reward.name().to_owned() });
+            }
+        }
+        let weights = if weights.is_empty() { vec![1.0; rewards.len()] } else { weights.to_vec() };
+        if weights.len() != rewards.len() || !weights.iter().all(|w| w.is_finite()) {
+            let names = rewards.iter().map(|r| r.name().to_owned()).collect();
+            return Err(RewardError::Weights { weights, names });
+        }
+        Ok(Self { rewards, weights })
+    }
+
+    /// Names in the order asked for.
+    pub fn names(&self) -> Vec<&str> {
+        self.rewards.iter().map(|reward| reward.name()).collect()
+    }
+
+    /// Weights in the order of the names.
+    pub fn weights(&self) -> &[f64] {
+        &self.weights
+    }
+
+    /// Range of the weighted sum, for display and for early stopping at the best reachable score.
+    pub fn range(&self) -> (f64, f64) {
+        self.rewards.iter().zip(&self.weights).fold((0.0, 0.0), |(low, high), (reward, &weight)| {
+            let (a, b) = reward.range();
+            // A weight of 0 times an infinite bound would be NaN.
+            let (a, b) = if weight == 0.0 { (0.0, 0.0) } else { (a * weight, b * weight) };
+            (low + a.min(b), high + a.max(b))
+        })
+    }
+
+    /// Scores a batch with every reward.
+    ///
+    /// # Errors
+    /// What a reward reports; a panic inside it; a wrong number of values; a value that is not finite or lies outside
+    /// the declared range. Each names the reward and, where one row is to blame, that row.
+    pub fn score(&self, batch: &[RewardInput<'_>]) -> Result<RewardMatrix, RewardError> {
+        let mut values = Vec::with_capacity(self.rewards.len());
+        for reward in &self.rewards {
+            let scores = guarded(reward.as_ref(), batch)?;
+            check(reward.as_ref(), batch, &scores)?;
+            values.push(scores);
+        }
+        let total = (0..batch.len())
+            .map(|row| {
+                let mut applied = values
+                    .iter()
+                    .zip(&self.weights)
+                    .filter_map(|(scores, weight)| Some(scores[row]? * weight));
+                let first = applied.next()?;
+                Some(applied.fold(first, |sum, value| sum + value))
+            })
+            .collect();
+        let names = self.rewards.iter().map(|reward| reward.name().to_owned()).collect();
+        Ok(RewardMatrix { names, values, weights: self.weights.clone(), total })
+    }
+}
+
+/// Runs a reward so that a panic becomes an error. The row is found by scoring one by one, which only happens then.
+fn guarded(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+    let run = |rows: &[RewardInput<'_>]| catch_unwind(AssertUnwindSafe(|| reward.score(rows)));
+    let payload = match run(batch) {
+        Ok(result) => return result,
+        Err(payload) => payload,
+    };
+    let culprit = (0..batch.len()).find(|&index| run(&batch[index..=index]).is_err());
+    let what = payload
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".to_owned());
+    Err(RewardError::Panicked {
+        reward: reward.name().to_owned(),
+        row: culprit.map_or_else(|| "unknown".to_owned(), |index| row_name(index, &batch[index])),
+        what,
+    })
+}
+
+fn check(reward: &dyn Reward, batch: &[RewardInput<'_>], scores: &[Option<f64>]) -> Result<(), RewardError> {
+    if scores.len() != batch.len() {
+        return Err(RewardError::Count {
+            reward: reward.name().to_owned(),
+            got: scores.len(),
+            expected: batch.len(),
+        });
+    }
+    let (low, high) = reward.range();
+    for (index, score) in scores.iter().enumerate() {
+        let Some(value) = *score else { continue };
+        // A sum of weighted parts may pass its bound by rounding.
+        let slack = 1e-9 * (1.0 + value.abs());
+        if !value.is_finite() || value < low - slack || value > high + slack {
+            return Err(RewardError::Value {
+                reward: reward.name().to_owned(),
+                row: row_name(index, &batch[index]),
+                value,
+                low,
+                high,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// How errors name a row: its place in the batch, and the dataset row and sample behind it.
+pub(crate) fn row_name(index: usize, input: &RewardInput<'_>) -> String {
+    format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample)
+}
+
+/// A reward that is a pure function of one completion.
+pub(crate) struct PerRow<F> {
+    /// Name in metrics and errors.
+    pub name: &'static str,
+    /// Declared range.
+    pub range: (f64, f64),
+    /// The function; its error is what is wrong with the row.
+    pub score: F,
+}
+
+impl<F> Reward for PerRow<F>
+where
+    F: Fn(&RewardInput<'_>) -> Result<Option<f64>, String> + Send + Sync,
+{
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn range(&self) -> (f64, f64) {
+        self.range
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let score = |(index, input): (usize, &RewardInput<'_>)| {
+            (self.score)(input).map_err(|what| RewardError::Row {
+                reward: self.name.to_owned(),
+                row: row_name(index, input),
+                what,
+            })
+        };
+        batch.iter().enumerate().map(score).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Row;
+
+    fn fixed(name: &'static str, range: (f64, f64), values: Vec<Option<f64>>) -> Box<dyn Reward> {
+        struct Fixed(&'static str, (f64, f64), Vec<Option<f64>>);
+        impl Reward for Fixed {
+            fn name(&self) -> &str {
+                self.0
+            }
+            fn range(&self) -> (f64, f64) {
+                self.1
+            }
+            fn score(&self, _: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+                Ok(self.2.clone())
+            }
+        }
+        Box::new(Fixed(name, range, values))
+    }
+
+    fn three() -> Vec<Row> {
+        (0..3).map(|i| Row::new("q", "c", "s").sample(i)).collect()
+    }
+
+    #[test]
+    fn total_is_the_weighted_sum_of_what_applies() {
+        let rewards = vec![
+            fixed("a", (0.0, 1.0), vec![Some(1.0), None, None]),
+            fixed("b", (0.0, 3.0), vec![Some(3.0), Some(1.5), None]),
+        ];
+        let set = RewardSet::new(rewards, &[0.5, 2.0]).unwrap();
+        let rows = three();
+        let batch: Vec<_> = rows.iter().map(Row::input).collect();
+        let matrix = set.score(&batch).unwrap();
+        assert_eq!(matrix.total, vec![Some(6.5), Some(3.0), None]);
+        assert_eq!(matrix.mean_and_std(), vec![Some((1.0, 0.0)), Some((2.25, 0.75))]);
+        assert_eq!(set.range(), (0.0, 6.5));
+    }
+
+    #[test]
+    fn wrong_count_nan_and_range_name_the_reward_and_the_row() {
+        let rows = three();
+        let batch: Vec<_> = rows.iter().map(Row::input).collect();
+        let message = |values: Vec<Option<f64>>| {
+            let set = RewardSet::new(vec![fixed("mine", (0.0, 1.0), values)], &[]).unwrap();
+            set.score(&batch).unwrap_err().to_string()
+        };
+        let count = message(vec![Some(1.0)]);
+        assert!(count.contains("mine") && count.contains("1 value") && count.contains('3'), "{count}");
+        let nan = message(vec![Some(1.0), Some(f64::NAN), None]);
+        assert!(nan.contains("mine") && nan.contains("row 1 (dataset row 0, sample 1)"), "{nan}");
+        let high = message(vec![Some(1.0), None, Some(1.5)]);
+        assert!(high.contains("row 2") && high.contains("1.5") && high.contains("0..=1"), "{high}");
+    }
+
+    #[test]
+    fn a_panic_becomes_an_error_that_names_the_row() {
+        let score = |input: &RewardInput<'_>| {
+            assert!(input.key.sample != 2, "sample two is cursed");
+            Ok(Some(0.0))
+        };
+        let set =
+            RewardSet::new(vec![Box::new(PerRow { name: "cursed", range: (0.0, 1.0), score })], &[]).unwrap();
+        let rows = three();
+        let batch: Vec<_> = rows.iter().map(Row::input).collect();
+        let error = set.score(&batch).unwrap_err().to_string();
+        assert!(error.contains("cursed") && error.contains("row 2"), "{error}");
+        assert!(error.contains("sample two is cursed"), "{error}");
+    }
+
+    #[test]
+    fn weights_must_match_and_names_must_differ() {
+        let two = || vec![fixed("a", (0.0, 1.0), vec![]), fixed("b", (0.0, 1.0), vec![])];
+        let error = RewardSet::new(two(), &[1.0]).unwrap_err().to_string();
+        assert!(error.contains("a, b"), "{error}");
+        assert!(RewardSet::new(two(), &[1.0, f64::INFINITY]).is_err());
+        let twice = vec![fixed("a", (0.0, 1.0), vec![]), fixed("a", (0.0, 1.0), vec![])];
+        assert!(RewardSet::new(twice, &[]).unwrap_err().to_string().contains("name=spec"));
+        assert!(RewardSet::new(vec![], &[]).is_err());
+    }
+}

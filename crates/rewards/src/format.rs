@@ -1,0 +1,225 @@
+//! `format`: does the completion have the shape that was asked for? Range [0, 1]; `tags3` [0, 3].
+//!
+//! Sources: strict, R1-V `grpo.py` and qwen-vl-finetune's later form; graded, qwen-vl-finetune's first form; tags3,
+//! the ViVQA-X fork of VLM-R1. Differences by design: their expressions let repeated blocks and empty answers pass,
+//! and `tags3` has no lower bound; `strict` here wants exactly one pair of each expected tag around something, and
+//! `tags3` stops at 0. `Compat::S3Format`, `Compat::S4Format` and the mode `r1v` bring the literal forms back.
+
+use std::sync::LazyLock;
+
+use regex::Regex;
+
+use crate::contract::PerRow;
+use crate::tags::{Tag, content, tags};
+use crate::{AnswerPolicy, Compat, FormatMode, Reward, RewardError, RewardInput, RewardOptions, Think};
+
+pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
+    let mode = options.format_mode;
+    let s3 = options.compat.contains(&Compat::S3Format);
+    let s4 = options.compat.contains(&Compat::S4Format);
+    let range = match mode {
+        FormatMode::Tags3 if s4 => (f64::NEG_INFINITY, 3.0),
+        FormatMode::Tags3 => (0.0, 3.0),
+        FormatMode::Strict | FormatMode::Graded | FormatMode::R1v => (0.0, 1.0),
+    };
+    let score = move |input: &RewardInput<'_>| {
+        let text = input.completion;
+        let value = match mode {
+            FormatMode::Strict if s3 => f64::from(full_match(text.trim(), input.think)),
+            FormatMode::Strict => f64::from(strict(text, input.think)),
+            FormatMode::Graded => graded(text, input.think),
+            FormatMode::Tags3 if s4 => tags3(text),
+            FormatMode::Tags3 => tags3(text).max(0.0),
+            FormatMode::R1v => f64::from(full_match(text, input.think)),
+        };
+        Ok(Some(value))
+    };
+    Ok(Box::new(PerRow { name: "format", range, score }))
+}
+
+/// Exactly `<think>…</think> <answer>…</answer>` (or the answer alone), white space around it aside, every tag in
+/// lower case, nothing nested, and an answer that is not blank.
+fn strict(text: &str, think: Think) -> bool {
+    const BOTH: [(&str, bool); 4] = [("think", false), ("think", true), ("answer", false), ("answer", true)];
+    let expected = match think {
+        Think::On => &BOTH[..],
+        Think::Off => &BOTH[2..],
+    };
+    let text = text.trim();
+    let mut found: [Option<Tag<'_>>; 4] = [None; 4];
+    let mut count = 0;
+    for tag in tags(text, &["think", "answer"]) {
+        let lower = !text[tag.start..tag.end].bytes().any(|b| b.is_ascii_uppercase());
+        if !lower || expected.get(count) != Some(&(tag.name, tag.close)) {
+            return false;
+        }
+        found[count] = Some(tag);
+        count += 1;
+    }
+    // The gaps that must be blank: before the first tag, between the pairs, after the last.
+    let blank = |from: usize, to: usize| text[from..to].trim().is_empty();
+    match (think, found) {
+        (Think::On, [Some(a), Some(b), Some(c), Some(d)]) => {
+            a.start == 0 && blank(b.end, c.start) && d.end == text.len() && !blank(c.end, d.start)
+        }
+        (Think::Off, [Some(a), Some(b), None, None]) => {
+            a.start == 0 && b.end == text.len() && !blank(a.end, b.start)
+        }
+        _ => false,
+    }
+}
+
+/// The expressions of R1-V (both tags) and of qwen-vl-finetune's no-think sets (the answer alone).
+fn full_match(text: &str, think: Think) -> bool {
+    // A constant expression that does not compile would be found by the first test.
+    static BOTH: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"(?s)\A<think>.*?</think>\s*<answer>.*?</answer>\z").ok());
+    static ANSWER: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"(?s)\A<answer>.*?</answer>\z").ok());
+    let expression = match think {
+        Think::On => &*BOTH,
+        Think::Off => &*ANSWER,
+    };
+    expression.as_ref().is_some_and(|expression| expression.is_match(text))
+}
+
+/// 0.3 for a think pair, 0.3 for an answer pair, 0.4 when the first think pair ends before the first answer pair
+/// starts. Without thinking: 0.6 for an answer pair and 0.4 more when there is no think tag.
+fn graded(text: &str, think: Think) -> f64 {
+    let thinks = first_pair(text, "think");
+    let answers = first_pair(text, "answer");
+    match think {
+        Think::On => {
+            let order = matches!((thinks, answers), (Some((_, end)), Some((start, _))) if end <= start);
+            (3 * u32::from(thinks.is_some()) + 3 * u32::from(answers.is_some()) + 4 * u32::from(order)) as f64
+                / 10.0
+        }
+        Think::Off => {
+            let clean = tags(text, &["think"]).next().is_none();
+            (6 * u32::from(answers.is_some()) + 4 * u32::from(answers.is_some() && clean)) as f64 / 10.0
+        }
+    }
+}
+
+/// First byte and end of the first `<name>…</name>`.
+fn first_pair(text: &str, name: &str) -> Option<(usize, usize)> {
+    let inside = content(text, name, AnswerPolicy::First)?;
+    let from = inside.as_ptr() as usize - text.as_ptr() as usize;
+    Some((from - name.len() - 2, from + inside.len() + name.len() + 3))
+}
+
+/// For each of think, answer, explain: 1 for a pair, else 0.5 for any open tag or exactly one close tag; less a third
+/// for each tag beyond one open and one close.
+fn tags3(text: &str) -> f64 {
+    let thirds: i64 = ["think", "answer", "explain"]
+        .iter()
+        .map(|name| {
+            let (mut opens, mut closes) = (0i64, 0i64);
+            for tag in tags(text, &[name]) {
+                *(if tag.close { &mut closes } else { &mut opens }) += 1;
+            }
+            // In sixths, so that whole and half points stay exact.
+            let base = if first_pair(text, name).is_some() {
+                6
+            } else if opens > 0 || closes == 1 {
+                3
+            } else {
+                0
+            };
+            base - 2 * (opens + closes - 2).max(0)
+        })
+        .sum();
+    thirds as f64 / 6.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Row;
+
+    /// Text, graded, then for thinking and no-thinking sets: the source's expression and our strict rule.
+    const TABLE: &[(&str, f64, [u8; 2], [u8; 2])] = &[
+        ("<think>a</think> <answer>(1) x</answer>", 1.0, [1, 1], [0, 0]),
+        ("<think>a</think><answer>(1)</answer>", 1.0, [1, 1], [0, 0]),
+        ("<answer>(1)</answer>", 0.3, [0, 0], [1, 1]),
+        ("<think>a</think>", 0.3, [0, 0], [0, 0]),
+        ("<answer>(1)</answer> <think>a</think>", 0.6, [0, 0], [0, 0]),
+        ("pre <think>a</think> <answer>(1)</answer> post", 1.0, [0, 0], [0, 0]),
+        ("<think>a</think> <answer>(1)</answer><answer>(2)</answer>", 1.0, [1, 0], [0, 0]),
+        ("<answer>x</answer><think>y</think><answer>z</answer>", 0.6, [0, 0], [1, 0]),
+        ("<think></think><answer></answer>", 1.0, [1, 0], [0, 0]),
+        (" \n<think>a</think>\n<answer>b</answer>\n", 1.0, [1, 1], [0, 0]),
+        // Not in the source's table.
+        ("<think>a<think>b</think></think><answer>c</answer>", 1.0, [1, 0], [0, 0]),
+        ("<think>a</think><answer>b<ANSWER>c</ANSWER></answer>", 1.0, [1, 0], [0, 0]),
+        ("<answer> \n </answer>", 0.3, [0, 0], [1, 0]),
+        ("", 0.0, [0, 0], [0, 0]),
+    ];
+
+    #[test]
+    fn golden_strict_and_graded() {
+        let with = |format_mode, compat: &[Compat]| RewardOptions {
+            format_mode,
+            compat: compat.iter().copied().collect(),
+            ..RewardOptions::default()
+        };
+        for &(text, graded, on, off) in TABLE {
+            for (think, [source, ours]) in [(Think::On, on), (Think::Off, off)] {
+                let row = Row::new("", text, "").think(think);
+                let strict = row.score("format", &with(FormatMode::Strict, &[]));
+                assert_eq!(strict, Some(f64::from(ours)), "{text} {think:?}");
+                let literal = row.score("format", &with(FormatMode::Strict, &[Compat::S3Format]));
+                assert_eq!(literal, Some(f64::from(source)), "{text} {think:?}");
+            }
+            let got = Row::new("", text, "").score("format", &with(FormatMode::Graded, &[]));
+            assert_eq!(got, Some(graded), "{text}");
+        }
+    }
+
+    #[test]
+    fn r1v_does_not_strip() {
+        let options = RewardOptions { format_mode: FormatMode::R1v, ..RewardOptions::default() };
+        let score = |text| Row::new("", text, "").score("format", &options);
+        assert_eq!(score("<think>a</think>\n<answer>b</answer>"), Some(1.0));
+        assert_eq!(score("\n<think>a</think>\n<answer>b</answer>"), Some(0.0));
+        assert_eq!(score("<think>a</think>\n<answer>b</answer>\n"), Some(0.0));
+        assert_eq!(score("<think></think><answer></answer>"), Some(1.0));
+    }
+
+    #[test]
+    fn graded_without_thinking() {
+        let options = RewardOptions { format_mode: FormatMode::Graded, ..RewardOptions::default() };
+        let score = |text| Row::new("", text, "").think(Think::Off).score("format", &options);
+        assert_eq!(score("<answer>b</answer>"), Some(1.0));
+        assert_eq!(score("<think>a</think><answer>b</answer>"), Some(0.6));
+        assert_eq!(score("b"), Some(0.0));
+    }
+
+    #[test]
+    fn golden_tags3() {
+        let good = "<think>a</think><answer>b</answer><explain>c</explain>";
+        let table: &[(String, f64)] = &[
+            (good.to_owned(), 3.0),
+            ("x <explain>c</explain> y <answer>b</answer><think>a</think>".to_owned(), 3.0),
+            ("<answer>b</answer><explain>c</explain>".to_owned(), 2.0),
+            ("<think>a<answer>b</answer><explain>c</explain>".to_owned(), 2.5),
+            (format!("{good}<answer>b</answer>"), 3.0 - 2.0 / 3.0),
+            (good.repeat(3), -1.0),
+            ("</think></think><answer>b</answer><explain>c</explain>".to_owned(), 2.0),
+            ("plain text".to_owned(), 0.0),
+        ];
+        let literal = RewardOptions {
+            format_mode: FormatMode::Tags3,
+            compat: [Compat::S4Format].into(),
+            ..RewardOptions::default()
+        };
+        let ours = RewardOptions { format_mode: FormatMode::Tags3, ..RewardOptions::default() };
+        for (text, expected) in table {
+            let row = Row::new("", text, "");
+            let got = row.score("format", &literal).unwrap();
+            assert!((got - expected).abs() < 1e-12, "{text}: {got}");
+            let got = row.score("format", &ours).unwrap();
+            assert!((got - expected.max(0.0)).abs() < 1e-12, "{text}: {got}");
+        }
+    }
+}

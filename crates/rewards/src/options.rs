@@ -1,0 +1,238 @@
+//! Settings of the built-in rewards. One value of each, decided before training; rows may only choose their accuracy
+//! method (columns `accu_reward_method`, `reward_method`).
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::RewardError;
+use crate::cider::DocumentFrequencies;
+use crate::error::suggestion;
+use crate::external::ExternalOptions;
+
+/// An option with a fixed list of values, each with a name and one line of help.
+pub trait Named: Copy + PartialEq + 'static {
+    /// The option's name in errors.
+    const OPTION: &'static str;
+    /// Every value: name, value, help.
+    const ALL: &'static [(&'static str, Self, &'static str)];
+
+    /// The value's name.
+    fn name(self) -> &'static str {
+        Self::ALL.iter().find(|row| row.1 == self).map_or("", |row| row.0)
+    }
+
+    /// The value of a name.
+    ///
+    /// # Errors
+    /// A name that is not in the list.
+    fn from_name(name: &str) -> Result<Self, RewardError> {
+        let names = || Self::ALL.iter().map(|row| row.0);
+        Self::ALL.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|row| row.1).ok_or_else(|| {
+            RewardError::UnknownValue {
+                option: Self::OPTION,
+                value: name.to_owned(),
+                hint: suggestion(name, names()),
+                known: names().collect::<Vec<_>>().join(", "),
+            }
+        })
+    }
+}
+
+/// How the `format` reward looks at a completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FormatMode {
+    /// Exactly one pair of each expected tag, nothing around them, a non-empty answer.
+    #[default]
+    Strict,
+    /// Parts for each pair and for their order.
+    Graded,
+    /// Three tags, a third of the range each, with penalties for repeats.
+    Tags3,
+    /// The regular expression of R1-V.
+    R1v,
+}
+
+impl Named for FormatMode {
+    const OPTION: &'static str = "format_mode";
+    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+        (
+            "strict",
+            Self::Strict,
+            "1 for exactly one think and one non-empty answer pair with nothing around them",
+        ),
+        ("graded", Self::Graded, "0.3 think pair + 0.3 answer pair + 0.4 order"),
+        ("tags3", Self::Tags3, "0..3: one each for think, answer, explain, less 1/3 for each surplus tag"),
+        ("r1v", Self::R1v, "1 if the whole completion, unstripped, matches R1-V's expression"),
+    ];
+}
+
+/// How the `accuracy` reward compares an answer with the ground truth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AccuracyMode {
+    /// By the form of the ground truth and the question.
+    #[default]
+    Auto,
+    /// Equal texts after normalisation.
+    Label,
+    /// Emotion words with synonyms.
+    Emotion,
+    /// Multiple choice, all labels right.
+    McqExact,
+    /// Multiple choice, overlap of label sets.
+    McqIou,
+    /// 3 / 1.5 / 0 for short answers.
+    ShortText,
+    /// Numbers and simple formulas.
+    Math,
+    /// Yes or no.
+    YesNo,
+    /// Overlap of one box.
+    Iou,
+    /// COCO average precision of a list of boxes.
+    OdAp,
+    /// The same at an overlap of 0.5.
+    OdAp50,
+    /// Average precision, scaled down for surplus boxes.
+    OdLength,
+    /// Position and completeness of matched boxes.
+    WeightedSum,
+    /// Equal cleaned texts.
+    AllMatch,
+    /// VLM-R1's default: number, choice, else similarity of texts.
+    Fuzzy,
+    /// R1-V: mathematics, else the first tag's exact text.
+    R1v,
+}
+
+impl Named for AccuracyMode {
+    const OPTION: &'static str = "accuracy_mode";
+    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+        ("auto", Self::Auto, "by the ground truth: choice, box list, box, yes/no, number, else label"),
+        ("label", Self::Label, "equal after normalisation"),
+        ("emotion", Self::Emotion, "emotion words, synonyms count"),
+        ("mcq_exact", Self::McqExact, "multiple choice, all labels right"),
+        ("mcq_iou", Self::McqIou, "multiple choice, shared labels over all labels"),
+        (
+            "short_text",
+            Self::ShortText,
+            "3 equal, 1.5 half of the words, 0 else; yes/no words only when equal",
+        ),
+        ("math", Self::Math, "equal numbers or formulas"),
+        ("yes_no", Self::YesNo, "yes or no, English and Vietnamese"),
+        ("iou", Self::Iou, "overlap of one box"),
+        ("od_ap", Self::OdAp, "COCO AP of a list of labelled boxes"),
+        ("od_ap50", Self::OdAp50, "the same at overlap 0.5"),
+        ("odLength", Self::OdLength, "od_ap, times gold boxes over boxes when there are too many"),
+        ("weighted_sum", Self::WeightedSum, "0.7 position + 0.3 completeness of matched boxes"),
+        ("all_match", Self::AllMatch, "equal cleaned texts"),
+        ("fuzzy", Self::Fuzzy, "VLM-R1's default: number, choice letter, else similarity of texts"),
+        ("r1v", Self::R1v, "R1-V: mathematics, else exact text of the first answer tag"),
+    ];
+}
+
+/// Which `<answer>` counts when there are several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AnswerPolicy {
+    /// The last well-formed one.
+    #[default]
+    Last,
+    /// The first one, as most of the source systems do.
+    First,
+}
+
+impl Named for AnswerPolicy {
+    const OPTION: &'static str = "answer_policy";
+    const ALL: &'static [(&'static str, Self, &'static str)] =
+        &[("last", Self::Last, "the last answer tag"), ("first", Self::First, "the first answer tag")];
+}
+
+/// A source system's documented defect, reproduced on request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Compat {
+    /// `mcq_iou` scores 1 when neither side has an `(n)`.
+    S2Accuracy,
+    /// `mcq_exact` compares lists of `(n)`, else whole answer texts.
+    S3Accuracy,
+    /// `format strict` is a regular expression: repeats and empty tags pass.
+    S3Format,
+    /// `short_text` has no yes/no guard, no length guard and no Unicode normalisation.
+    S4Accuracy,
+    /// `format tags3` may fall below 0.
+    S4Format,
+    /// `mcq` and `yes_no` read letters and words as VLM-R1 does.
+    VlmR1Choice,
+    /// `iou` with `x2 - 1`, an overlap of one pixel counts 0.
+    VlmR1Iou,
+    /// `length` always takes the branch of a correct answer and rises again beyond the limit.
+    VlmR1Length,
+}
+
+impl Named for Compat {
+    const OPTION: &'static str = "compat";
+    const ALL: &'static [(&'static str, Self, &'static str)] = &[
+        ("s2_accuracy", Self::S2Accuracy, "mcq_iou: 1 when neither side has an (n)"),
+        ("s3_accuracy", Self::S3Accuracy, "mcq_exact: lists of (n), else whole answer texts"),
+        ("s3_format", Self::S3Format, "format strict: regular expression, repeats and empty tags pass"),
+        ("s4_accuracy", Self::S4Accuracy, "short_text: literal rule without guards"),
+        ("s4_format", Self::S4Format, "format tags3: may fall below 0"),
+        ("vlmr1_choice", Self::VlmR1Choice, "mcq, yes_no: VLM-R1's letter and word search"),
+        ("vlmr1_iou", Self::VlmR1Iou, "iou: x2-1 convention, one pixel of overlap counts 0"),
+        ("vlmr1_length", Self::VlmR1Length, "length: always as if correct, rises beyond the limit"),
+    ];
+}
+
+macro_rules! from_str {
+    ($($name:ty),*) => {$(
+        impl FromStr for $name {
+            type Err = RewardError;
+            fn from_str(name: &str) -> Result<Self, RewardError> {
+                Self::from_name(name)
+            }
+        }
+    )*};
+}
+from_str!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
+
+/// Settings of [`build`](crate::build).
+#[derive(Debug, Clone)]
+pub struct RewardOptions {
+    /// How `format` looks at a completion.
+    pub format_mode: FormatMode,
+    /// How `accuracy` compares, where the row does not say.
+    pub accuracy_mode: AccuracyMode,
+    /// Which answer tag counts.
+    pub answer_policy: AnswerPolicy,
+    /// Defects to reproduce.
+    pub compat: BTreeSet<Compat>,
+    /// One weight per reward; empty means 1 each.
+    pub weights: Vec<f64>,
+    /// `max_completion_length` of the run, tokens; `overlong` and `cosine` need it.
+    pub max_completion_tokens: usize,
+    /// Length of the ramp below the limit over which `overlong` falls to -1, tokens.
+    pub overlong_cache_tokens: usize,
+    /// n of the n-grams of `repetition`.
+    pub repetition_ngram: usize,
+    /// Document frequencies of the training references; `cider` needs them.
+    pub cider: Option<Arc<DocumentFrequencies>>,
+    /// Programs and endpoints.
+    pub external: ExternalOptions,
+}
+
+impl Default for RewardOptions {
+    /// The core defaults; 256 tokens as the length limit, a fifth of it as the ramp, 6-grams as in VLM-R1.
+    fn default() -> Self {
+        Self {
+            format_mode: FormatMode::default(),
+            accuracy_mode: AccuracyMode::default(),
+            answer_policy: AnswerPolicy::default(),
+            compat: BTreeSet::new(),
+            weights: Vec::new(),
+            max_completion_tokens: 256,
+            overlong_cache_tokens: 51,
+            repetition_ngram: 6,
+            cider: None,
+            external: ExternalOptions::default(),
+        }
+    }
+}
