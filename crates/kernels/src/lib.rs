@@ -1,1 +1,66 @@
-//! .
+//! CPU kernels over plain slices: the arithmetic of every op, without tensors, tapes or files.
+//!
+//! Every kernel works on row-major `f32` slices and accumulates in `f32`; weights may also be stored as `bf16`
+//! ([`Weight`]). Sizes are arguments. A slice that is shorter than its documented length is a bug of the caller: the
+//! kernels check lengths with `debug_assert!` and slice indexing, the crate above checks shapes and reports errors.
+//!
+//! Two promises hold for all kernels:
+//!
+//! * **Threads do not change bits.** Work is split over outputs, never over a sum, and partial sums are added in index
+//!   order, so the number of threads of the rayon pool has no influence on a result.
+//! * **One body for all instruction sets.** The best of AVX-512, AVX2 and portable code is chosen at run time. Results
+//!   may differ between them in the last bits, so exact repeatability is per CPU model.
+//!
+//! [`twin`] holds every op once more in plain `f64` loops; the tests compare the two.
+
+#[macro_use]
+mod simd;
+mod microkernel;
+mod parallel;
+
+pub mod activation;
+pub mod attention;
+pub mod embedding;
+pub mod linear;
+pub mod logprob;
+pub mod norm;
+pub mod optim;
+pub mod rope;
+pub mod twin;
+
+use half::bf16;
+
+/// A weight matrix `[n, k]`, row-major, in its storage dtype.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// bfloat16, widened exactly to `f32` before use.
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> Weight<'a> {
+    /// Number of elements, `n · k`.
+    #[must_use]
+    pub fn len(self) -> usize {
+        match self {
+            Self::F32(w) => w.len(),
+            Self::Bf16(w) => w.len(),
+        }
+    }
+
+    /// Whether there are no elements.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Rows `start..end` of a matrix with `k` columns.
+    #[must_use]
+    pub fn rows(self, start: usize, end: usize, k: usize) -> Weight<'a> {
+        match self {
+            Self::F32(w) => Self::F32(&w[start * k..end * k]),
+            Self::Bf16(w) => Self::Bf16(&w[start * k..end * k]),
+        }
+    }
+}

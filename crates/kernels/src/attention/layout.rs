@@ -1,0 +1,234 @@
+//! Which query rows see which key rows.
+
+use std::ops::Range;
+
+use thiserror::Error;
+
+/// A run of consecutive query rows and the key rows they see.
+///
+/// Every query of the run sees all of `keys[..last]`. Of the last key range it sees all rows, or, if `causal`, the first
+/// `i + 1 + (len_last − n_queries)` rows for the `i`-th of `n_queries` queries, so that the last query sees all of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct QueryRange {
+    /// Query rows.
+    pub queries: Range<usize>,
+    /// Key rows, in the order in which they are visited.
+    pub keys: Vec<Range<usize>>,
+    /// Whether the last key range is causal.
+    pub causal: bool,
+}
+
+impl QueryRange {
+    /// How many rows of the last key range the `i`-th query sees.
+    #[inline]
+    pub(crate) fn seen_of_last(&self, i: usize) -> usize {
+        let len = self.keys.last().map_or(0, ExactSizeIterator::len);
+        if self.causal { (i + 1 + len).saturating_sub(self.queries.len()) } else { len }
+    }
+}
+
+/// The attention pattern of one call: causal text, shared prefix with suffixes, vision windows, decode.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttentionLayout {
+    /// Query ranges; together they cover every query row once.
+    pub ranges: Vec<QueryRange>,
+}
+
+/// A layout that does not fit its rows.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum LayoutError {
+    /// Query ranges overlap, leave a gap, or do not end at the last row.
+    #[error(
+        "attention layout: query rows {got:?} follow row {expected}; ranges must cover 0..{rows} once, without gap"
+    )]
+    Queries {
+        /// The first range that does not continue the cover (in order of their starts).
+        got: Range<usize>,
+        /// Where it should start.
+        expected: usize,
+        /// Number of query rows.
+        rows: usize,
+    },
+    /// A key range is reversed or reaches beyond the last key row.
+    #[error("attention layout: query rows {queries:?} see key rows {got:?}, but there are {rows} key rows")]
+    Keys {
+        /// The query range.
+        queries: Range<usize>,
+        /// Its key range.
+        got: Range<usize>,
+        /// Number of key rows.
+        rows: usize,
+    },
+    /// Two key ranges of one query range overlap, so a key would count twice.
+    #[error("attention layout: query rows {queries:?} see key rows {first:?} and {second:?}, which overlap")]
+    Overlap {
+        /// The query range.
+        queries: Range<usize>,
+        /// One key range.
+        first: Range<usize>,
+        /// The other.
+        second: Range<usize>,
+    },
+    /// A query sees no key, so its softmax is undefined.
+    #[error("attention layout: query row {query} sees no key row; give it at least one")]
+    Blind {
+        /// The first such query row.
+        query: usize,
+    },
+}
+
+impl AttentionLayout {
+    /// One causal sequence of `n` rows.
+    #[must_use]
+    pub fn causal(n: usize) -> Self {
+        Self { ranges: vec![QueryRange { queries: 0..n, keys: vec![0..n], causal: true }] }
+    }
+
+    /// Consecutive blocks, each seeing itself completely (images, frames, windows).
+    #[must_use]
+    pub fn full_blocks(lens: &[usize]) -> Self {
+        let mut start = 0;
+        let ranges = lens.iter().map(|&len| {
+            let rows = start..start + len;
+            start += len;
+            QueryRange { queries: rows.clone(), keys: vec![rows], causal: false }
+        });
+        Self { ranges: ranges.collect() }
+    }
+
+    /// A causal prefix followed by suffixes, each of which sees the whole prefix and then itself causally.
+    #[must_use]
+    pub fn prefix_suffixes(prefix_len: usize, suffix_lens: &[usize]) -> Self {
+        let mut layout = Self::default();
+        layout.push_group(0, prefix_len, suffix_lens);
+        layout
+    }
+
+    /// Several groups of prefix and suffixes, one after the other in one stream.
+    #[must_use]
+    pub fn groups(groups: &[(usize, Vec<usize>)]) -> Self {
+        let mut layout = Self::default();
+        let mut start = 0;
+        for (prefix_len, suffix_lens) in groups {
+            start = layout.push_group(start, *prefix_len, suffix_lens);
+        }
+        layout
+    }
+
+    /// Appends a group that starts at row `start`; returns its end.
+    fn push_group(&mut self, start: usize, prefix_len: usize, suffix_lens: &[usize]) -> usize {
+        let prefix = start..start + prefix_len;
+        let mut end = prefix.end;
+        self.ranges.push(QueryRange { queries: prefix.clone(), keys: vec![prefix.clone()], causal: true });
+        for len in suffix_lens {
+            let own = end..end + len;
+            end = own.end;
+            self.ranges.push(QueryRange {
+                queries: own.clone(),
+                keys: vec![prefix.clone(), own],
+                causal: true,
+            });
+        }
+        end
+    }
+
+    /// Checks the layout against the number of query and key rows.
+    ///
+    /// # Errors
+    /// Query rows not covered exactly once, key rows out of bounds or counted twice, a query that sees nothing.
+    pub fn validate(&self, num_q: usize, num_k: usize) -> Result<(), LayoutError> {
+        let mut by_start: Vec<&QueryRange> = self.ranges.iter().filter(|r| r.queries != (0..0)).collect();
+        by_start.sort_by_key(|r| (r.queries.start, r.queries.end));
+        let mut expected = 0;
+        for range in by_start {
+            if range.queries.start != expected || range.queries.end < expected || range.queries.end > num_q {
+                return Err(LayoutError::Queries { got: range.queries.clone(), expected, rows: num_q });
+            }
+            expected = range.queries.end;
+        }
+        if expected != num_q {
+            return Err(LayoutError::Queries { got: num_q..num_q, expected, rows: num_q });
+        }
+        for range in &self.ranges {
+            let queries = || range.queries.clone();
+            for (i, keys) in range.keys.iter().enumerate() {
+                if keys.start > keys.end || keys.end > num_k {
+                    return Err(LayoutError::Keys { queries: queries(), got: keys.clone(), rows: num_k });
+                }
+                for other in &range.keys[..i] {
+                    if keys.start.max(other.start) < keys.end.min(other.end) {
+                        let (first, second) = (other.clone(), keys.clone());
+                        return Err(LayoutError::Overlap { queries: queries(), first, second });
+                    }
+                }
+            }
+            let before: usize = range.keys.iter().rev().skip(1).map(ExactSizeIterator::len).sum();
+            if !range.queries.is_empty() && before + range.seen_of_last(0) == 0 {
+                return Err(LayoutError::Blind { query: range.queries.start });
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of query-key pairs; the forward pass costs `4 · head_dim` floating-point operations per pair and head.
+    #[must_use]
+    pub fn pairs(&self) -> u64 {
+        let of_range = |range: &QueryRange| {
+            let before: usize = range.keys.iter().rev().skip(1).map(ExactSizeIterator::len).sum();
+            (0..range.queries.len()).map(|i| (before + range.seen_of_last(i)) as u64).sum::<u64>()
+        };
+        self.ranges.iter().map(of_range).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constructors_place_rows() {
+        let layout = AttentionLayout::groups(&[(2, vec![1, 3]), (1, vec![2])]);
+        let expected = [
+            (0..2, vec![0..2]),
+            (2..3, vec![0..2, 2..3]),
+            (3..6, vec![0..2, 3..6]),
+            (6..7, vec![6..7]),
+            (7..9, vec![6..7, 7..9]),
+        ];
+        for (range, (queries, keys)) in layout.ranges.iter().zip(expected) {
+            assert_eq!((&range.queries, &range.keys, range.causal), (&queries, &keys, true));
+        }
+        assert_eq!(layout.validate(9, 9), Ok(()));
+        assert_eq!(AttentionLayout::prefix_suffixes(2, &[1, 3]).ranges, layout.ranges[..3]);
+        assert_eq!(AttentionLayout::full_blocks(&[2, 1]).ranges[1].keys, vec![2..3]);
+    }
+
+    #[test]
+    fn pairs_are_counted() {
+        assert_eq!(AttentionLayout::causal(4).pairs(), 10);
+        assert_eq!(AttentionLayout::full_blocks(&[2, 3]).pairs(), 13);
+        // Prefix 3: 6 pairs; suffix 2: (3 + 1) + (3 + 2).
+        assert_eq!(AttentionLayout::prefix_suffixes(3, &[2]).pairs(), 15);
+        // Two new queries after three cached rows: 4 + 5.
+        let cached = QueryRange { queries: 0..2, keys: vec![0..5], causal: true };
+        assert_eq!(AttentionLayout { ranges: vec![cached] }.pairs(), 9);
+    }
+
+    #[test]
+    fn bad_layouts_are_refused() {
+        let one =
+            |queries, keys, causal| AttentionLayout { ranges: vec![QueryRange { queries, keys, causal }] };
+        assert!(matches!(
+            AttentionLayout::causal(4).validate(5, 5),
+            Err(LayoutError::Queries { expected: 4, .. })
+        ));
+        assert!(matches!(AttentionLayout::causal(4).validate(4, 3), Err(LayoutError::Keys { rows: 3, .. })));
+        assert!(matches!(
+            one(0..2, vec![0..3, 2..4], false).validate(2, 4),
+            Err(LayoutError::Overlap { .. })
+        ));
+        assert!(matches!(one(0..2, vec![], false).validate(2, 4), Err(LayoutError::Blind { query: 0 })));
+        assert!(matches!(one(0..3, vec![0..2], true).validate(3, 4), Err(LayoutError::Blind { query: 0 })));
+        assert_eq!(one(0..0, vec![], false).validate(0, 0), Ok(()));
+    }
+}

@@ -1,0 +1,1 @@
+//! Small matrix products with a summation order fixed by the inner dimension alone.
