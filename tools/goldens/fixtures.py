@@ -30,6 +30,8 @@ OUT = Path(__file__).resolve().parents[2] / "crates/models/tests/golden"
 CHECKPOINTS = OUT / "checkpoints"
 MEDIA = OUT / "media"
 
+FRAMES = [f"frames/{t:04}.png" for t in range(8)]
+
 VOCAB = 320
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 16
 # Vocabulary: 256 bytes, NUM_MERGES merges, then these; the rest of the 320 rows is unused, as in the published models.
@@ -47,7 +49,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 # The published layout leaves `lm_head.weight` out of a tied checkpoint.
 NAMES = tuple(f"{f}_{t}" for f in FAMILIES for t in ("tied", "untied"))
 # Chosen so that every greedy step of every case is decided clearly and no control token appears.
-SEEDS = dict(zip(NAMES, (33, 20, 21, 20)))
+SEEDS = dict(zip(NAMES, (41, 21, 47, 20)))
 
 
 def family_of(name: str) -> str:
@@ -70,8 +72,8 @@ def hub_config(name: str) -> dict:
         return dict(
             architectures=["Qwen2VLForConditionalGeneration"], model_type="qwen2_vl", **shared,
             vision_config=dict(
-                depth=2, embed_dim=16, hidden_size=64, num_heads=2, mlp_ratio=4, in_chans=3, in_channels=3,
-                patch_size=14, spatial_merge_size=2, spatial_patch_size=14, temporal_patch_size=2,
+                depth=2, embed_dim=16, hidden_size=64, num_heads=2, mlp_ratio=4, in_chans=3, patch_size=14,
+                spatial_merge_size=2, spatial_patch_size=14, temporal_patch_size=2,
             ),
         )
     return dict(
@@ -102,6 +104,14 @@ def parameters(model) -> dict:
     return {published(n): p for n, p in model.named_parameters()}
 
 
+def gain(name: str) -> float:
+    """Weight scale: strong decoder branches, or a tied head only repeats the last token; a calm tower under a loud
+    merger, so that media change the answer while float32 stays well inside the tolerances."""
+    if "visual" in name:
+        return 1.5 if "merger" in name else 0.8
+    return 2.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
+
+
 def new_model(name: str):
     """Random weights with a useful spread: no bias is 0, no norm weight is 1, logits differ by more than rounding."""
     config_class, model_class = model_classes(family_of(name))
@@ -119,9 +129,7 @@ def new_model(name: str):
             elif "embed_tokens" in n or "lm_head" in n:
                 p.copy_(0.35 * noise)
             else:
-                # Strong residual branches in the decoder, or a tied head would only repeat the last token.
-                gain = 3.0 if n.endswith(("o_proj.weight", "down_proj.weight")) and "language" in n else 1.2
-                p.copy_(noise * (gain / math.sqrt(p[0].numel())))
+                p.copy_(noise * (gain(n) / math.sqrt(p[0].numel())))
     return model
 
 
@@ -233,7 +241,8 @@ def position_ids(ids, family, image_grids=(), video_grids=(), second_per_grid=()
             if family == "qwen2_vl":
                 step = k
             else:
-                step = math.floor(k * tokens_per_second * seconds)
+                # In float32, as transformers does: 1/3 s and the like must not land one below.
+                step = math.floor(np.float32(k) * (np.float32(tokens_per_second) * np.float32(seconds)))
             out += [(start + step, start + y, start + x) for y in range(h) for x in range(w)]
         i += int(t) * h * w
         start = max(max(p) for p in out) + 1

@@ -3,8 +3,16 @@
 import fixtures
 import make_cases
 import make_checkpoints
+import make_packed
+import make_positions
+import make_published
+import make_replay
 
 if __name__ == "__main__":
     fixtures.make_media()
     make_checkpoints.main()
+    make_positions.main()
     make_cases.main()
+    make_packed.main()
+    make_replay.main()
+    make_published.main()

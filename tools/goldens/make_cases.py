@@ -1,18 +1,17 @@
 """Cases A-E: inputs, positions, vision stages, logits, greedy continuation and gradients for both families."""
 
-import json
-
 import torch
 from fixtures import (
-    CHECKPOINTS, EOT, ID, IM_END, IMG, MEDIA, NAMES, OUT, VE, VID, VS, extend, family_of, gradients, load_model,
+    CHECKPOINTS, EOT, FRAMES, ID, IM_END, IMG, MEDIA, NAMES, OUT, VE, VID, VS, extend, family_of, gradients, load_model,
     open_rgb, position_ids, process_frames, process_images, save_tensors, tf5_position_ids, write_json,
 )
 from jinja2 import Environment
 from make_checkpoints import CHAT_TEMPLATE, build_tokenizer
+from transformers import AutoProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 CASES = OUT / "cases"
 GREEDY_TOKENS = 12
-FRAMES = [f"frames/{t:04}.png" for t in range(8)]
 
 
 def render(messages) -> str:
@@ -52,7 +51,7 @@ def as_u8(pixels):
 
 
 def build_inputs():
-    """Case name -> inputs shared by both families. Pixel rows are stored as u8; C holds the f32 rows as well."""
+    """Case name -> inputs shared by both families. Pixel rows are stored as u8, which give the f32 bits back."""
     tokenizer = build_tokenizer()
     encode = lambda s: tokenizer.encode(s, add_special_tokens=False).ids
     generator = torch.Generator().manual_seed(11)
@@ -195,8 +194,7 @@ def run_case(model, name, case, inputs):
     loss.backward()
     out["logits"] = logits if case == "A" and name.endswith("_tied") else rows
     out["logp"], out["loss"] = logp, loss.reshape(1)
-    full = (case == "A" and name.endswith("_tied")) or (case == "B" and name == "qwen2_5_vl_tied")
-    out |= gradients(model, full)
+    out |= gradients(model, full=case == "A" and name.endswith("_tied"))
 
     tokens, margins = greedy(model, prompt, positions, kwargs)
     print(f"{name} {case}: L={len(prompt)} loss={float(loss.detach()):.3f} min margin={min(margins):.4f} {tokens}")
@@ -206,8 +204,21 @@ def run_case(model, name, case, inputs):
     return out
 
 
+def check_against_processor(inputs):
+    """Case C is what the checkpoint's own processor makes of the message."""
+    processor = AutoProcessor.from_pretrained(CHECKPOINTS / "qwen2_5_vl_tied")
+    processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(CHECKPOINTS / "qwen2_5_vl_tied")
+    messages = user({"type": "image"}, text("\nWhat is shown in the image?"))
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    out = processor(text=[prompt], images=[open_rgb(MEDIA / "shapes.png")], return_tensors="pt")
+    assert out["input_ids"][0].tolist() == inputs["ids"]
+    assert torch.equal(out["pixel_values"], inputs["image_f32"])
+    assert out["image_grid_thw"].tolist() == inputs["images"]
+
+
 def main():
     cases = build_inputs()
+    check_against_processor(cases["C"])
     for case, inputs in cases.items():
         tensors = {
             "prompt_ids": torch.tensor(inputs["ids"]),
@@ -217,7 +228,7 @@ def main():
             "image_grid": torch.tensor(inputs["images"], dtype=torch.int64).view(-1, 3),
             "video_grid": torch.tensor(inputs["videos"], dtype=torch.int64).view(-1, 3),
         }
-        tensors |= {k: inputs[k] for k in ("image_u8", "video_u8", "image_f32") if k in inputs}
+        tensors |= {k: inputs[k] for k in ("image_u8", "video_u8") if k in inputs and case != "D2"}
         save_tensors(CASES / f"{case}.safetensors", tensors)
     for name in NAMES:
         model = load_model(name)
