@@ -3,7 +3,7 @@
 import torch
 from fixtures import (
     CHECKPOINTS, EOT, FRAMES, ID, IM_END, IMG, MEDIA, NAMES, OUT, VE, VID, VS, extend, family_of, gradients, load_model,
-    open_rgb, position_ids, process_frames, process_images, save_tensors, tf5_position_ids, write_json,
+    open_rgb, position_ids, process_frames, process_images, save_tensors, tf5_position_ids,
 )
 from jinja2 import Environment
 from make_checkpoints import CHAT_TEMPLATE, build_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from fixtures import (
     ADDED, CHECKPOINTS, EOT, ID, IM_END, MAX_PIXELS, MIN_PIXELS, NAMES, NUM_MERGES, SPECIAL, VOCAB, family_of,
-    hub_config, load_model, model_classes, new_model, parameters, save_tensors, write_json,
+    hub_config, load_model, new_model, parameters, save_tensors, write_json,
 )
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 

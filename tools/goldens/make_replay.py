@@ -17,7 +17,7 @@ STEPS = 3
 HYPER = dict(
     learning_rate=1e-3, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
     weight_decay=0.1, max_grad_norm=1.0, beta=0.04, epsilon=0.2, loss_type="grpo", scale_rewards="group",
-    temperature=1.0, num_generations=3, prompts_per_step=3,
+    use_bias_correction_kl=False, temperature=1.0, num_generations=3, prompts_per_step=3,
 )
 VIDEO_LIMITS = dict(fps=2.0, min_pixels=3136, max_pixels=12544)
 
@@ -102,6 +102,17 @@ def all_logps(model, prepared):
     return out
 
 
+def grpo_terms(logps, ref, advantages):
+    """Policy and KL term of on-policy GRPO: means over completions of token means."""
+    policy, kl = [], []
+    for lp, r, a in zip(logps, ref, advantages):
+        ratio = (lp - lp.detach()).exp()
+        clipped = ratio.clamp(1 - HYPER["epsilon"], 1 + HYPER["epsilon"])
+        policy.append(-torch.minimum(ratio * a, clipped * a).mean())
+        kl.append(((r - lp).exp() - (r - lp) - 1).mean())
+    return torch.stack(policy).mean(), torch.stack(kl).mean()
+
+
 def train(model, prepared):
     """Runs the steps in place; returns per-step records and the reference log-probs."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
@@ -120,13 +131,7 @@ def train(model, prepared):
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         logps = all_logps(model, prepared)
-        policy, kl = [], []
-        for lp, r, a in zip(logps, ref, advantages):
-            ratio = (lp - lp.detach()).exp()
-            clipped = ratio.clamp(1 - HYPER["epsilon"], 1 + HYPER["epsilon"])
-            policy.append(-torch.minimum(ratio * a, clipped * a).mean())
-            kl.append(((r - lp).exp() - (r - lp) - 1).mean())
-        policy, kl = torch.stack(policy).mean(), torch.stack(kl).mean()
+        policy, kl = grpo_terms(logps, ref, advantages)
         loss = policy + HYPER["beta"] * kl
         loss.backward()
         assert all(p.grad is not None for p in names.values())
