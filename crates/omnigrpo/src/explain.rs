@@ -1,0 +1,283 @@
+//! Errors for people, `--print_config` and the reference page of the flags.
+
+use std::fmt;
+
+use crate::flags::{FLAGS, Fallback, Flag, Kind, Section, Verb};
+use crate::values::{Origin, Resolved, Value};
+
+/// The exit code of a command line or file of settings that cannot be used.
+pub const EXIT_USAGE: u8 = 2;
+/// The exit code of a run that failed.
+pub const EXIT_FAILURE: u8 = 1;
+
+/// One error as the user sees it: what is wrong, where, what was found, what would be right, what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem(Box<Parts>);
+
+// Boxed so that results stay small.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Parts {
+    what: String,
+    place: Option<String>,
+    got: Option<String>,
+    expected: Option<String>,
+    help: Option<String>,
+    exit_code: u8,
+}
+
+impl Problem {
+    /// A mistake in the settings.
+    pub fn usage(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_USAGE, ..Parts::default() }))
+    }
+
+    /// A failure of the run.
+    pub fn failure(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
+    }
+
+    /// What a verb failed with: a problem of its own, or any error with its chain of causes.
+    pub fn from_error(error: &anyhow::Error) -> Self {
+        if let Some(problem) = error.downcast_ref::<Self>() {
+            return problem.clone();
+        }
+        let mut causes = error.chain().skip(1).map(ToString::to_string).collect::<Vec<_>>();
+        causes.dedup();
+        let problem = Self::failure(error.to_string());
+        if causes.is_empty() { problem } else { problem.got(causes.join(": ")) }
+    }
+
+    /// Where: a flag, or `file:line:column`.
+    pub fn at(mut self, place: impl Into<String>) -> Self {
+        self.0.place = Some(place.into());
+        self
+    }
+
+    /// What was found.
+    pub fn got(mut self, got: impl Into<String>) -> Self {
+        self.0.got = Some(got.into());
+        self
+    }
+
+    /// What would be right.
+    pub fn expected(mut self, expected: impl Into<String>) -> Self {
+        self.0.expected = Some(expected.into());
+        self
+    }
+
+    /// What to do.
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        self.0.help = Some(help.into());
+        self
+    }
+
+    /// The exit code of the process.
+    pub fn exit_code(&self) -> u8 {
+        self.0.exit_code
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}", self.0.what)?;
+        let lines = [
+            ("at", &self.0.place),
+            ("got", &self.0.got),
+            ("expected", &self.0.expected),
+            ("help", &self.0.help),
+        ];
+        for (label, text) in lines {
+            if let Some(text) = text {
+                // Continuation lines line up under the text.
+                write!(f, "\n{label:>10}: {}", text.replace('\n', "\n            "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problem {}
+
+/// How the value of a flag is written.
+pub fn expected(kind: &Kind) -> String {
+    match kind {
+        Kind::Bool => "true or false".into(),
+        Kind::Int { min, max } => match (*min, *max) {
+            (min, max) if max >= 1 << 30 => format!("a whole number from {min} up"),
+            (min, max) => format!("a whole number from {min} to {max}"),
+        },
+        Kind::Float { min, max } => match (*min, *max) {
+            (min, max) if max >= 1e9 && min <= -1e9 => "a number".into(),
+            (min, max) if max >= 1e9 => format!("a number from {min} up"),
+            (min, max) => format!("a number from {min} to {max}"),
+        },
+        Kind::Fraction => "a share from 0 to 1, or a percentage such as `5%`".into(),
+        Kind::Text => "a text".into(),
+        Kind::Path => "a path".into(),
+        Kind::Choice(names) => format!("one of {}", names.join(", ")),
+        Kind::Choices(names) => format!("some of {}", names.join(", ")),
+        Kind::Words => "words with spaces or commas between them".into(),
+        Kind::Floats => "numbers with spaces or commas between them".into(),
+        Kind::Paths => "paths with spaces, commas or colons between them".into(),
+        Kind::Specs => "reward names, `cmd:PROGRAM` or `http://…`".into(),
+        Kind::Texts => "texts, one per argument".into(),
+        Kind::Object => "a JSON object".into(),
+    }
+}
+
+/// The placeholder of a flag's value in the help.
+pub const fn placeholder(kind: &Kind) -> &'static str {
+    match kind {
+        Kind::Bool => "BOOL",
+        Kind::Int { .. } => "N",
+        Kind::Float { .. } | Kind::Fraction => "X",
+        Kind::Text => "TEXT",
+        Kind::Path => "PATH",
+        Kind::Choice(_) => "NAME",
+        Kind::Choices(_) | Kind::Words => "NAME,…",
+        Kind::Floats => "X,…",
+        Kind::Paths => "PATH,…",
+        Kind::Specs => "REWARD,…",
+        Kind::Texts => "TEXT…",
+        Kind::Object => "JSON",
+    }
+}
+
+/// Help text of a flag: what it does, its names, its default.
+pub fn help(flag: &Flag, verb: Verb) -> String {
+    let mut text = flag.help.to_string();
+    if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+        text.push_str(&format!(" [{}]", names.join("|")));
+    }
+    let default = default_text(flag, verb);
+    if !default.is_empty() {
+        text.push_str(&format!(" [default: {default}]"));
+    }
+    text
+}
+
+fn default_text(flag: &Flag, verb: Verb) -> String {
+    if flag.required.contains(&verb) {
+        return String::new();
+    }
+    match flag.default_for(verb) {
+        Fallback::Is(text) => text.replace(',', " "),
+        Fallback::Unset(text) => text.to_string(),
+    }
+}
+
+/// A YAML scalar or flow sequence that reads back as the same value, also with YAML 1.1 readers.
+pub fn yaml(value: &Value) -> String {
+    match value {
+        Value::Bool(v) => v.to_string(),
+        Value::Int(v) => v.to_string(),
+        Value::Float(v) => yaml_float(*v),
+        Value::Text(v) => yaml_text(v),
+        Value::Texts(v) => format!("[{}]", v.iter().map(|t| yaml_text(t)).collect::<Vec<_>>().join(", ")),
+        Value::Floats(v) => format!("[{}]", v.iter().map(|x| yaml_float(*x)).collect::<Vec<_>>().join(", ")),
+        // JSON is YAML.
+        Value::Object(v) => serde_json::Value::Object(v.clone()).to_string(),
+    }
+}
+
+fn yaml_float(v: f64) -> String {
+    let text = format!("{v:?}");
+    // YAML 1.1 reads `1e-6` as a text for want of a point.
+    match text.split_once('e') {
+        Some((mantissa, exponent)) if !mantissa.contains('.') => format!("{mantissa}.0e{exponent}"),
+        _ => text,
+    }
+}
+
+fn yaml_text(text: &str) -> String {
+    let plain = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/' || c == '_')
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || "_-./%".contains(c))
+        && !["true", "false", "yes", "no", "on", "off", "null", "y", "n"]
+            .contains(&text.to_ascii_lowercase().as_str());
+    if plain { text.to_string() } else { serde_json::Value::from(text).to_string() }
+}
+
+/// The resolved settings of a run as a file for `--config`, with a comment on each source.
+pub fn print_config(resolved: &Resolved) -> String {
+    let mut out = format!("# omnigrpo {}\n", resolved.verb.name());
+    for note in &resolved.notes {
+        out.push_str(&format!("# {note}\n"));
+    }
+    for section in Section::ALL {
+        let mut lines = Vec::new();
+        for flag in FLAGS.iter().filter(|f| f.section == *section && f.verbs.contains(&resolved.verb)) {
+            if flag.command_line_only || flag.name == "preset" {
+                continue;
+            }
+            let idle = resolved.idle.iter().find(|(name, _)| *name == flag.name);
+            lines.push(match (idle, resolved.values.lookup(flag.name)) {
+                (Some((_, why)), _) => (format!("# {}:", flag.name), format!("no effect: {why}")),
+                (None, Some((value, origin))) => (format!("{}: {}", flag.name, yaml(value)), source(origin)),
+                (None, None) => (format!("# {}:", flag.name), unset(flag, resolved.verb)),
+            });
+        }
+        if lines.is_empty() {
+            continue;
+        }
+        out.push_str(&format!("\n# {}\n", section.title()));
+        for (setting, comment) in lines {
+            out.push_str(&format!("{setting:<44} # {comment}\n"));
+        }
+    }
+    out
+}
+
+fn unset(flag: &Flag, verb: Verb) -> String {
+    match default_text(flag, verb) {
+        text if text.is_empty() => "not set".into(),
+        text => format!("not set: {text}"),
+    }
+}
+
+fn source(origin: &Origin) -> String {
+    match origin {
+        Origin::Default => "default".into(),
+        Origin::Preset(name) => format!("preset {name}"),
+        Origin::Config(place) => format!("config {place}"),
+        Origin::Flag => "flag".into(),
+    }
+}
+
+/// The reference page `docs/flags.md`.
+#[cfg(test)]
+pub fn reference() -> String {
+    let mut out = String::from(
+        "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
+         of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
+         A setting that would have no effect in the run is an error.\n",
+    );
+    for section in Section::ALL {
+        out.push_str(&format!(
+            "\n## {}\n\n| setting | value | default | verbs |\n|---|---|---|---|\n",
+            section.title()
+        ));
+        for flag in FLAGS.iter().filter(|f| f.section == *section) {
+            let mut name =
+                if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
+            for alias in flag.aliases {
+                name.push_str(&format!(", `{alias}`"));
+            }
+            let mut default = match flag.default {
+                Fallback::Is("") | Fallback::Unset("") => "none".to_string(),
+                Fallback::Is(text) => format!("`{}`", text.replace(',', " ")),
+                Fallback::Unset(text) => text.to_string(),
+            };
+            for (verb, text) in flag.verb_defaults {
+                default.push_str(&format!("; {} `{text}`", verb.name()));
+            }
+            let verbs = if flag.verbs.len() == Verb::ALL.len() {
+                "all".to_string()
+            } else {
+                flag.verbs.iter().map(|v| v.name()).collect::<Vec<_>>().join(", ")
+            };
+            let cells = [name, format!("{} ({})", flag.help, expected(&flag.kind)), default, verbs];
+            out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
+        }
+    }
+    out
+}

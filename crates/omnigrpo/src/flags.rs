@@ -1,0 +1,662 @@
+//! The table of flags: one row per setting.
+//!
+//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
+//! mean" all read this table. Names are those of `transformers` and TRL with underscores; the names of the source
+//! systems are aliases. A row is read exactly once, in `settings.rs`, and a test fails if it is not.
+
+use crate::settings::{
+    AccuracyMode, Advantage, Compat, EvalStrategy, FormatMode, FrameSampling, ImportanceLevel, Kl, LogSink,
+    LossAgg, LossType, LrScheduler, MultiObjective, QuestionTemplate, SaveStrategy, ScaleRewards, ThinkMode,
+    TorchDtype,
+};
+
+/// A command of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verb {
+    /// GRPO training.
+    Train,
+    /// Supervised fine-tuning.
+    Sft,
+    /// Completions for rows or for one prompt.
+    Generate,
+    /// Log-probabilities of given completions.
+    Score,
+    /// Evaluation on a dataset.
+    Eval,
+    /// Reads every row and medium header and reports problems.
+    DataCheck,
+    /// Prints what the model will see of a row.
+    DataShow,
+    /// Rewrites a published dataset as rows.
+    DataConvert,
+    /// Lists the reward functions.
+    RewardsList,
+    /// Scores rows that carry completions.
+    RewardsRun,
+    /// Checks the machine.
+    Doctor,
+    /// Trains the embedded model on the generated task.
+    Demo,
+    /// Measures a training step.
+    Bench,
+}
+
+use Verb::{
+    Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score,
+    Sft, Train,
+};
+
+impl Verb {
+    /// Every verb, in the order of the help.
+    pub const ALL: &'static [Self] = &[
+        Train,
+        Sft,
+        Generate,
+        Score,
+        Eval,
+        DataCheck,
+        DataShow,
+        DataConvert,
+        RewardsList,
+        RewardsRun,
+        Doctor,
+        Demo,
+        Bench,
+    ];
+
+    /// The words that name the verb on the command line.
+    pub const fn words(self) -> &'static [&'static str] {
+        match self {
+            Train => &["train"],
+            Sft => &["sft"],
+            Generate => &["generate"],
+            Score => &["score"],
+            Eval => &["eval"],
+            DataCheck => &["data", "check"],
+            DataShow => &["data", "show"],
+            DataConvert => &["data", "convert"],
+            RewardsList => &["rewards", "list"],
+            RewardsRun => &["rewards", "run"],
+            Doctor => &["doctor"],
+            Demo => &["demo"],
+            Bench => &["bench"],
+        }
+    }
+
+    /// The verb as typed, e.g. `data check`.
+    pub fn name(self) -> String {
+        self.words().join(" ")
+    }
+
+    /// One line for the help.
+    pub const fn about(self) -> &'static str {
+        match self {
+            Train => {
+                "Train a checkpoint with GRPO: sample a group of answers per question, score them, improve"
+            }
+            Sft => "Fine-tune a checkpoint on the answers a dataset gives",
+            Generate => "Write completions for rows of a file, or for one prompt on the terminal",
+            Score => "Write the log-probability of every token of given completions",
+            Eval => "Evaluate a checkpoint on a dataset: rewards, accuracy, tables per category",
+            DataCheck => "Read every row and medium header; report all problems and the longest prompts",
+            DataShow => "Print the rendered prompt, frame times, sizes and token counts of a row",
+            DataConvert => "Convert a published dataset to rows this program reads",
+            RewardsList => "List the reward functions with their ranges and sources",
+            RewardsRun => "Score rows that carry completions with reward functions",
+            Doctor => "Check this machine and, if given, a checkpoint directory",
+            Demo => "Train the embedded small model on a generated visual task and show before and after",
+            Bench => "Measure a training step by phase",
+        }
+    }
+}
+
+/// What a setting holds, and how text becomes it.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    /// `--flag`, or true, false, yes, no, 1, 0.
+    Bool,
+    /// A whole number within bounds, both included.
+    Int { min: i64, max: i64 },
+    /// A finite number within bounds, both included.
+    Float { min: f64, max: f64 },
+    /// A share of 1, written `0.05` or `5%`.
+    Fraction,
+    /// Any text.
+    Text,
+    /// A file or directory.
+    Path,
+    /// One of the names.
+    Choice(&'static [&'static str]),
+    /// Several of the names; spaces or commas between them.
+    Choices(&'static [&'static str]),
+    /// Words; spaces or commas between them.
+    Words,
+    /// Numbers; spaces or commas between them.
+    Floats,
+    /// Paths; spaces (several arguments), commas or colons between them.
+    Paths,
+    /// Names of rewards as `Words`, but a program (`cmd:…`) or an address (`http://…`) is kept whole.
+    Specs,
+    /// Texts taken whole, one per argument.
+    Texts,
+    /// A JSON object, or a mapping in YAML.
+    Object,
+}
+
+impl Kind {
+    /// True if several values may be given.
+    pub const fn is_list(&self) -> bool {
+        matches!(
+            self,
+            Self::Choices(_) | Self::Words | Self::Floats | Self::Paths | Self::Specs | Self::Texts
+        )
+    }
+}
+
+/// The value of a setting nobody gave.
+#[derive(Clone, Copy, Debug)]
+pub enum Fallback {
+    /// This text, read as the flag's value would be.
+    Is(&'static str),
+    /// No value; the words say what happens then.
+    Unset(&'static str),
+}
+
+/// A heading of the help.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    /// What the verb reads and writes.
+    Io,
+    /// The checkpoint and its precision.
+    Model,
+    /// Where rows come from.
+    Data,
+    /// How images and videos are sized and sampled.
+    Media,
+    /// How rows become prompts.
+    Prompt,
+    /// How completions are scored.
+    Rewards,
+    /// How completions are sampled.
+    Rollout,
+    /// The GRPO objective.
+    Loss,
+    /// What is trained and how fast.
+    Optimizer,
+    /// Length, checkpoints, resuming.
+    Run,
+    /// Evaluation.
+    Evaluation,
+    /// Metrics and console.
+    Logging,
+    /// The program itself.
+    Program,
+}
+
+impl Section {
+    /// Every section, in the order of the help.
+    pub const ALL: &'static [Self] = &[
+        Self::Io,
+        Self::Model,
+        Self::Data,
+        Self::Media,
+        Self::Prompt,
+        Self::Rewards,
+        Self::Rollout,
+        Self::Loss,
+        Self::Optimizer,
+        Self::Run,
+        Self::Evaluation,
+        Self::Logging,
+        Self::Program,
+    ];
+
+    /// The heading.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::Io => "Input and output",
+            Self::Model => "Model",
+            Self::Data => "Data",
+            Self::Media => "Images and videos",
+            Self::Prompt => "Prompt",
+            Self::Rewards => "Rewards",
+            Self::Rollout => "Rollout",
+            Self::Loss => "Loss",
+            Self::Optimizer => "Optimizer",
+            Self::Run => "Run and checkpoints",
+            Self::Evaluation => "Evaluation",
+            Self::Logging => "Logging",
+            Self::Program => "Program",
+        }
+    }
+}
+
+/// One setting.
+#[derive(Clone, Copy, Debug)]
+pub struct Flag {
+    /// Canonical name, with underscores and without dashes in front.
+    pub name: &'static str,
+    /// Other accepted names.
+    pub aliases: &'static [&'static str],
+    /// What it holds.
+    pub kind: Kind,
+    /// Its value when nobody gives one.
+    pub default: Fallback,
+    /// Other defaults for some verbs.
+    pub verb_defaults: &'static [(Verb, &'static str)],
+    /// What it does, in which unit, and why.
+    pub help: &'static str,
+    /// Where the help shows it.
+    pub section: Section,
+    /// The verbs that take it.
+    pub verbs: &'static [Verb],
+    /// The verbs that cannot run without it.
+    pub required: &'static [Verb],
+    /// A word in its place instead of `--name`.
+    pub positional: bool,
+    /// Meaningful on the command line only, not as a key of a file.
+    pub command_line_only: bool,
+}
+
+impl Flag {
+    /// The default for a verb.
+    pub fn default_for(&self, verb: Verb) -> Fallback {
+        self.verb_defaults
+            .iter()
+            .find(|(of, _)| *of == verb)
+            .map_or(self.default, |(_, text)| Fallback::Is(text))
+    }
+
+    const fn alias(mut self, aliases: &'static [&'static str]) -> Self {
+        self.aliases = aliases;
+        self
+    }
+
+    const fn per_verb(mut self, defaults: &'static [(Verb, &'static str)]) -> Self {
+        self.verb_defaults = defaults;
+        self
+    }
+
+    const fn required(mut self, verbs: &'static [Verb]) -> Self {
+        self.required = verbs;
+        self
+    }
+
+    const fn positional(mut self) -> Self {
+        self.positional = true;
+        self
+    }
+
+    const fn command_line_only(mut self) -> Self {
+        self.command_line_only = true;
+        self
+    }
+}
+
+/// The flag of a name or alias; dashes count as underscores.
+pub fn find(name: &str) -> Option<&'static Flag> {
+    let name = name.replace('-', "_");
+    FLAGS.iter().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
+}
+
+/// The known name closest to `name` among the flags `keep` accepts, if it is close enough to be a slip.
+pub fn closest(name: &str, keep: impl Fn(&Flag) -> bool) -> Option<&'static str> {
+    let name = name.replace('-', "_");
+    FLAGS
+        .iter()
+        .filter(|flag| keep(flag))
+        .flat_map(|flag| std::iter::once(&flag.name).chain(flag.aliases))
+        .map(|known| (strsim::jaro_winkler(&name, known), *known))
+        .filter(|(score, _)| *score >= 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, known)| known)
+}
+
+/// Names users of other trainers write, and what to do here.
+pub const FOREIGN: &[(&[&str], &str)] = &[
+    (&["bf16", "fp16"], "use `--torch_dtype bfloat16` or `--torch_dtype float32`"),
+    (&["optim"], "leave it out: the optimizer is AdamW"),
+    (
+        &["format_reward_weight", "accuracy_reward_weight"],
+        "use `--reward_weights`, one number per reward of `--reward_funcs`",
+    ),
+    (&["max_new_tokens"], "use `--max_completion_length`"),
+    (
+        &["use_vllm", "vllm_mode"],
+        "leave it out: completions are sampled in the same process with the trained weights",
+    ),
+    (&["attn_implementation"], "leave it out: there is one attention implementation"),
+    (
+        &["overwrite_output_dir"],
+        "leave it out: `--resume_from_checkpoint never` starts anew and moves old checkpoints aside",
+    ),
+    (&["dataset_name"], "use `--train_file` or `--dataset_use`"),
+    (&["evaluation_strategy"], "use `--eval_strategy`"),
+    (
+        &["generation_batch_size", "steps_per_generation"],
+        "use `--per_device_train_batch_size` (prompts) and `--gradient_accumulation_steps`",
+    ),
+];
+
+const fn row(
+    name: &'static str,
+    kind: Kind,
+    default: Fallback,
+    section: Section,
+    verbs: &'static [Verb],
+    help: &'static str,
+) -> Flag {
+    Flag {
+        name,
+        aliases: &[],
+        kind,
+        default,
+        verb_defaults: &[],
+        help,
+        section,
+        verbs,
+        required: &[],
+        positional: false,
+        command_line_only: false,
+    }
+}
+
+use Fallback::{Is, Unset};
+use Kind::{
+    Bool, Choice, Choices, Float, Floats, Fraction, Int, Object, Path, Paths, Specs, Text, Texts, Words,
+};
+
+const fn int(min: i64, max: i64) -> Kind {
+    Int { min, max }
+}
+
+const fn float(min: f64, max: f64) -> Kind {
+    Float { min, max }
+}
+
+/// The bound of sizes and counts that have no natural one: far above use, below overflow.
+const MANY: i64 = 1 << 40;
+/// The bound of counts held in 32 bits.
+const COUNT: i64 = 1 << 30;
+/// The bound of rates and weights that have no natural one.
+const BIG: f64 = 1e9;
+
+const EVERY: &[Verb] = Verb::ALL;
+/// Verbs that load a model, or its processor if it is given.
+const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Doctor, Bench];
+/// Verbs that run a model.
+const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo, Bench];
+/// Verbs that read training rows.
+const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
+/// Verbs that read evaluation rows.
+const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
+/// Verbs that read rows with media.
+const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+/// Verbs that decide per row what to do with a bad one.
+const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
+/// Verbs with the GRPO objective.
+const GRPO: &[Verb] = &[Train, Demo, Bench];
+/// Verbs that score completions with rewards.
+const REWARDED: &[Verb] = &[Train, Eval, Demo, Bench, RewardsRun];
+/// Verbs that sample.
+const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo, Bench];
+/// Verbs that take optimizer steps.
+const STEPS: &[Verb] = &[Train, Sft, Demo, Bench];
+/// Verbs that run the whole loop with checkpoints.
+const LOOP: &[Verb] = &[Train, Sft, Demo];
+/// Verbs that evaluate on given data.
+const EVALUATES: &[Verb] = &[Train, Sft, Eval];
+/// Verbs that evaluate now and then.
+const PERIODIC: &[Verb] = &[Train, Sft];
+
+/// Every setting, by section.
+pub const FLAGS: &[Flag] = &[
+    // Input and output
+    row("format", Choice(&["vivqa-x"]), Unset(""), Section::Io, &[DataConvert], "Dataset to convert from.")
+        .positional()
+        .required(&[DataConvert]),
+    row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads; `score` and `rewards run` want `completions` in each.")
+        .required(&[Score, DataConvert, RewardsRun]),
+    row("output", Path, Unset("nothing is written"), Section::Io, &[Generate, Score, Eval, DataConvert, RewardsRun], "File to write, one JSON object per row; written whole or not at all.")
+        .required(&[Score, DataConvert, RewardsRun]),
+    row("prompt", Text, Unset(""), Section::Io, &[Generate], "Question to answer on the terminal instead of rows from `--input`."),
+    row("image", Texts, Is(""), Section::Io, &[Generate], "Image of `--prompt`; repeat or list for several, in order."),
+    row("video", Texts, Is(""), Section::Io, &[Generate], "Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several."),
+    row("row", int(0, MANY), Is("0"), Section::Io, &[DataShow], "Row to show, counted from 0 over all files."),
+    row("num_rows", int(1, COUNT), Is("1"), Section::Io, &[DataShow], "Rows to show from `--row` on."),
+    // Model
+    row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or a name in the local Hugging Face cache.")
+        .alias(&["model", "model_path"])
+        .required(&[Train, Sft, Generate, Score, Eval]),
+    row("torch_dtype", Choice(TorchDtype::NAMES), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
+        .alias(&["dtype"]),
+    row("pure_bf16", Bool, Is("false"), Section::Model, STEPS, "Update bfloat16 weights without float32 masters. Saves memory, but at small learning rates most updates round to nothing."),
+    row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo, Bench], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
+    row("gradient_checkpointing", Bool, Is("false"), Section::Model, STEPS, "Recompute blocks in the backward pass: less memory, about a third more time."),
+    // Data
+    row("train_file", Paths, Is(""), Section::Data, TRAIN_ROWS, "JSON or JSONL files of training rows."),
+    row("dataset_use", Words, Is(""), Section::Data, TRAIN_ROWS, "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns thinking off for its rows."),
+    row("dataset_registry", Path, Unset(""), Section::Data, EVAL_ROWS, "YAML or JSON file that maps dataset names to annotation files and media roots."),
+    row("data_file_paths", Paths, Is(""), Section::Data, TRAIN_ROWS, "Training files with one image folder each, joined by colons (the form of VLM-R1).")
+        .alias(&["data_paths"]),
+    row("eval_file", Paths, Is(""), Section::Data, EVAL_ROWS, "JSON or JSONL files of evaluation rows."),
+    row("eval_dataset_use", Words, Is(""), Section::Data, EVAL_ROWS, "Registry names of evaluation data, as in `--dataset_use`."),
+    row("val_split_ratio", Fraction, Is("0"), Section::Data, PERIODIC, "Share of the training rows held out for evaluation, chosen by the data seed."),
+    row("image_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
+    row("video_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative video paths."),
+    row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),
+    row("allow_urls", Bool, Is("false"), Section::Data, ROWS, "Fetch media given as http(s) addresses. Off, because a dataset should not be able to make this machine call others."),
+    row("strict_media", Bool, Is("false"), Section::Data, BAD_ROWS, "Stop at the first bad row instead of skipping it."),
+    row("max_skipped", Fraction, Is("0.05"), Section::Data, BAD_ROWS, "Share of bad rows above which the run stops: a broken dataset should not look like a small one."),
+    row("skip_data_check", Bool, Is("false"), Section::Data, &[Train, Sft], "Start without reading every row and medium header first."),
+    // Images and videos
+    row("min_pixels", int(1, MANY), Unset("the checkpoint's; 3136 for Qwen"), Section::Media, ROWS, "Fewest pixels of an image after resizing; sets the fewest vision tokens."),
+    row("max_pixels", int(1, MANY), Unset("the checkpoint's; 12845056 for Qwen"), Section::Media, ROWS, "Most pixels of an image after resizing; sets the most vision tokens and with them memory and time."),
+    row("frame_sampling", Choice(FrameSampling::NAMES), Is("qwen_vl_utils"), Section::Media, ROWS, "Rule that picks video frames: by rate (qwen_vl_utils), by interval (base_interval, as qwen-vl-finetune), or per segment from the row's `meta`."),
+    row("fps", float(1e-3, 1e3), Is("2.0"), Section::Media, ROWS, "Frames per second to sample from videos."),
+    row("nframes", int(1, COUNT), Unset("from `fps`"), Section::Media, ROWS, "Frames per video, instead of a rate."),
+    row("video_min_frames", int(1, COUNT), Is("4"), Section::Media, ROWS, "Fewest frames of a video.")
+        .alias(&["min_frames"]),
+    row("video_max_frames", int(1, COUNT), Is("8"), Section::Media, ROWS, "Most frames of a video; each pair of frames costs vision tokens.")
+        .alias(&["max_frames"]),
+    row("base_interval", float(1e-3, 1e6), Is("2"), Section::Media, ROWS, "Seconds between frames under `--frame_sampling base_interval`."),
+    row("video_min_frame_pixels", int(1, MANY), Unset("the rule's: 100352; base_interval 3136"), Section::Media, ROWS, "Fewest pixels of a video frame after resizing."),
+    row("video_max_frame_pixels", int(1, MANY), Unset("the rule's: 602112; base_interval 25088"), Section::Media, ROWS, "Most pixels of a video frame after resizing."),
+    row("total_pixels", int(1, MANY), Unset("90316800"), Section::Media, ROWS, "Most pixels of all frames of a video together; lowers the bound per frame of long videos."),
+    // Prompt
+    row("question_template", Choice(QuestionTemplate::NAMES), Is("none"), Section::Prompt, ROWS, "Sentence added to each question that asks for thinking and answer tags."),
+    row("system_prompt", Text, Unset("the row's or the template's"), Section::Prompt, ROWS, "System turn for rows that have none."),
+    row("chat_template_kwargs", Object, Unset("none"), Section::Prompt, ROWS, "Variables for the chat template, as a JSON object."),
+    row("max_prompt_length", int(1, COUNT), Unset("the model's limit"), Section::Prompt, RUNS_ROWS, "Most tokens of a prompt, vision tokens included. A longer one is a bad row; it is never cut, since a cut prompt trains on the wrong question.")
+        .alias(&["model_max_length"]),
+    // Rewards
+    row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, REWARDED, "Rewards to add up, by name (`rewards list`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
+        .alias(&["rewards"]),
+    row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each."),
+    row("format_mode", Choice(FormatMode::NAMES), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
+    row("accuracy_mode", Choice(AccuracyMode::NAMES), Is("auto"), Section::Rewards, REWARDED, "How the `accuracy` reward compares an answer; `auto` looks at the row. A row's `accu_reward_method` wins.")
+        .alias(&["reward_method", "accu_reward_method"]),
+    row("think", Choice(ThinkMode::NAMES), Is("auto"), Section::Rewards, REWARDED, "Whether a completion must think first; `auto` decides per dataset by its name."),
+    row("multi_objective_aggregation", Choice(MultiObjective::NAMES), Is("sum_then_normalize"), Section::Rewards, GRPO, "Normalise the weighted sum, or each reward before the sum."),
+    row("compat", Choices(Compat::NAMES), Is(""), Section::Rewards, REWARDED, "Known defects of the source systems to reproduce, for comparisons only."),
+    row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
+    row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program."),
+    // Rollout
+    row("num_generations", int(1, 4096), Is("8"), Section::Rollout, SAMPLES, "Completions sampled per prompt (G). Training compares them with each other, so it needs at least 2.")
+        .alias(&["grpo_sample_size", "num_samples", "g"])
+        .per_verb(&[(Generate, "1"), (Eval, "1")]),
+    row("temperature", float(0.0, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Sampling temperature; 0 takes the most likely token.")
+        .alias(&["generation_temperature"])
+        .per_verb(&[(Eval, "0")]),
+    row("top_p", float(1e-6, 1.0), Is("1.0"), Section::Rollout, SAMPLES, "Sample among the likeliest tokens that together have this probability; 1 is off.")
+        .alias(&["generation_top_p"]),
+    row("top_k", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "Sample among this many likeliest tokens; 0 is off. Never read from the checkpoint's generation_config.json."),
+    row("min_p", float(0.0, 1.0), Is("0"), Section::Rollout, SAMPLES, "Drop tokens below this share of the likeliest token's probability; 0 is off."),
+    row("repetition_penalty", float(0.01, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Divide the score of tokens already seen; 1 is off."),
+    row("logprob_temperature", float(0.01, 100.0), Unset("`temperature`, or 1 when that is 0"), Section::Rollout, &[Train, Generate, Score, Eval, Demo, Bench], "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The gap to the sampling distribution is logged."),
+    row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, SAMPLES, "Most tokens of a completion.")
+        .alias(&["generation_max_length"]),
+    row("min_completion_length", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "No stop token before this many tokens; benchmarks set it to the maximum."),
+    row("stop_strings", Texts, Is(""), Section::Rollout, SAMPLES, "Texts that end a completion, besides the model's stop tokens.")
+        .alias(&["stop"]),
+    row("batch_size", int(1, 65_536), Is("8"), Section::Rollout, &[Generate, Score, Eval], "Prompts worked on at a time; changes memory and speed, never the result."),
+    row("replay", Path, Unset("off"), Section::Rollout, &[Train], "Take completions and rewards from these rows instead of sampling, to compare with another trainer step by step."),
+    // Loss
+    row("loss_type", Choice(LossType::NAMES), Is("grpo"), Section::Loss, GRPO, "Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
+    row("beta", float(0.0, BIG), Is("0.04"), Section::Loss, GRPO, "Weight of the KL to the starting model; at 0 no reference is kept.")
+        .alias(&["grpo_beta"]),
+    row("grpo_alpha", float(0.0, BIG), Is("1.0"), Section::Loss, GRPO, "Factor of the advantage in the policy term."),
+    row("scale_rewards", Choice(ScaleRewards::NAMES), Unset("the recipe's; group for grpo"), Section::Loss, GRPO, "Divide centred rewards by the deviation of the group, of the batch, or not at all."),
+    row("advantage", Choice(Advantage::NAMES), Unset("the recipe's; group_std for grpo"), Section::Loss, GRPO, "Advantage of the source systems: sample deviation, centred only, or clamped population deviation."),
+    row("kl", Choice(Kl::NAMES), Unset("the recipe's; k3 for grpo"), Section::Loss, GRPO, "KL estimator: per token and never negative (k3), or the signed difference of whole completions (k1_seq)."),
+    row("use_bias_correction_kl", Bool, Is("false"), Section::Loss, GRPO, "Multiply the k3 estimate by the ratio, which makes its gradient unbiased."),
+    row("loss_agg", Choice(LossAgg::NAMES), Unset("the recipe's; seq_mean for grpo"), Section::Loss, GRPO, "How token losses become one number."),
+    row("importance_sampling_level", Choice(ImportanceLevel::NAMES), Unset("the recipe's; token for grpo"), Section::Loss, GRPO, "Ratio per token, or one per completion (GSPO)."),
+    row("epsilon", float(0.0, BIG), Unset("the recipe's; 0.2 for grpo"), Section::Loss, GRPO, "Lower clip distance of the ratio from 1."),
+    row("epsilon_high", float(0.0, BIG), Unset("`epsilon`, or the recipe's"), Section::Loss, GRPO, "Upper clip distance of the ratio from 1; for cispo the cap itself."),
+    row("delta", float(1.0, BIG), Unset("off"), Section::Loss, GRPO, "Upper bound of the unclipped ratio, for negative advantages."),
+    row("num_iterations", int(1, 1024), Is("1"), Section::Loss, GRPO, "Optimizer passes over each batch of completions."),
+    row("mask_truncated_completions", Bool, Is("false"), Section::Loss, GRPO, "Leave completions that hit the length limit out of the loss."),
+    row("entropy_coef", float(-BIG, BIG), Is("0"), Section::Loss, GRPO, "Weight of an entropy bonus."),
+    // Optimizer
+    row("learning_rate", float(0.0, 100.0), Is("1e-6"), Section::Optimizer, STEPS, "Peak learning rate of AdamW.")
+        .alias(&["lr"])
+        .per_verb(&[(Sft, "2e-5")]),
+    row("lr_scheduler_type", Choice(LrScheduler::NAMES), Is("linear"), Section::Optimizer, STEPS, "Course of the learning rate after warm-up.")
+        .alias(&["lr_scheduler"]),
+    row("warmup_ratio", Fraction, Is("0"), Section::Optimizer, STEPS, "Share of all steps over which the learning rate rises from 0."),
+    row("warmup_steps", int(0, COUNT), Is("0"), Section::Optimizer, STEPS, "Steps over which the learning rate rises from 0; wins over the ratio."),
+    row("weight_decay", float(0.0, BIG), Is("0"), Section::Optimizer, STEPS, "Decoupled decay, not applied to norms and biases."),
+    row("adam_beta1", float(0.0, 1.0), Is("0.9"), Section::Optimizer, STEPS, "Decay of AdamW's mean."),
+    row("adam_beta2", float(0.0, 1.0), Is("0.999"), Section::Optimizer, STEPS, "Decay of AdamW's squared mean."),
+    row("adam_epsilon", float(0.0, 1.0), Is("1e-8"), Section::Optimizer, STEPS, "Added to AdamW's denominator."),
+    row("max_grad_norm", float(0.0, BIG), Is("1.0"), Section::Optimizer, STEPS, "Norm the gradient is clipped to; 0 is off."),
+    row("mm_projector_lr", float(0.0, 100.0), Unset("`learning_rate`"), Section::Optimizer, STEPS, "Learning rate of the projector between tower and language model."),
+    row("vision_tower_lr", float(0.0, 100.0), Unset("`learning_rate`"), Section::Optimizer, STEPS, "Learning rate of the vision tower."),
+    row("tune_mm_llm", Bool, Is("true"), Section::Optimizer, STEPS, "Train the language model."),
+    row("tune_mm_mlp", Bool, Is("true"), Section::Optimizer, STEPS, "Train the projector."),
+    row("tune_mm_vision", Bool, Is("false"), Section::Optimizer, STEPS, "Train the vision tower. A frozen tower runs once per step and medium."),
+    row("freeze_vision_modules", Bool, Is("false"), Section::Optimizer, STEPS, "Freeze everything of the vision side that the source system's keyword names; for Qwen that includes the projector."),
+    row("per_device_train_batch_size", int(1, 65_536), Is("1"), Section::Optimizer, STEPS, "Prompts (not completions) worked on at a time."),
+    row("gradient_accumulation_steps", int(1, 65_536), Is("8"), Section::Optimizer, STEPS, "Batches of prompts per optimizer step."),
+    // Run and checkpoints
+    row("output_dir", Path, Unset(""), Section::Run, LOOP, "Run directory: metrics, rollouts, checkpoints, and at the end the model.")
+        .per_verb(&[(Demo, "runs/demo")]),
+    row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: checkpoints in `checkpoints/rl/NAME`, logs in `runs/NAME/log`."),
+    row("num_train_epochs", float(0.0, 1e6), Is("1"), Section::Run, &[Train, Sft, Demo], "Passes over the training rows."),
+    row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs; -1 is off."),
+    row("seed", int(0, i64::MAX), Is("42"), Section::Run, RUNS_MODEL, "Seed of everything random; the same seed gives the same run."),
+    row("data_seed", int(0, i64::MAX), Unset("`seed`"), Section::Run, &[Train, Sft, Demo], "Seed of the order of rows and of the held-out share."),
+    row("save_strategy", Choice(SaveStrategy::NAMES), Is("steps"), Section::Run, LOOP, "When to write a checkpoint."),
+    row("save_steps", int(1, COUNT), Is("100"), Section::Run, LOOP, "Optimizer steps between checkpoints."),
+    row("save_total_limit", int(1, COUNT), Unset("keep all"), Section::Run, LOOP, "Checkpoints to keep; the oldest goes first, the best stays."),
+    row("save_only_model", Bool, Is("false"), Section::Run, LOOP, "Write checkpoints without optimizer state: smaller, but they cannot be resumed."),
+    row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint if its settings are those of this run, `never` starts anew, a path resumes exactly that one."),
+    // Evaluation
+    row("eval_strategy", Choice(EvalStrategy::NAMES), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
+    row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),
+    row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, &[Train], "Completions per prompt in evaluation during training; more than 1 are sampled."),
+    row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric that names the best checkpoint; higher is better, except for a loss."),
+    row("category_column", Text, Unset("no table"), Section::Evaluation, EVALUATES, "Column of the rows by which accuracy is listed apart."),
+    // Logging
+    row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
+    row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
+    row("report_to", Choice(LogSink::NAMES), Is("jsonl"), Section::Logging, LOOP, "Where averaged metrics go besides the console."),
+    row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
+    row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
+    // Program
+    row("config", Path, Unset(""), Section::Program, EVERY, "YAML file of settings under the same names; flags win. Settings of other verbs in it are left alone, so one file can serve `data check` and `train`.")
+        .command_line_only(),
+    row("preset", Choice(crate::presets::NAMES), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
+    row("print_config", Bool, Is("false"), Section::Program, EVERY, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
+        .command_line_only(),
+    row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Doctor, Demo, Bench], "Threads for computing."),
+];
+
+/// Verbs that hold a rendered prompt against a limit.
+const RUNS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::config;
+    use crate::settings::{Environment, Settings};
+    use crate::values::{Origin, Values};
+
+    #[test]
+    fn names_are_unique_lower_case_and_sorted_into_the_sections_in_order() {
+        let mut seen = BTreeSet::new();
+        for flag in FLAGS {
+            for name in std::iter::once(&flag.name).chain(flag.aliases) {
+                assert!(seen.insert(*name), "`{name}` names two settings");
+                assert!(
+                    name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'),
+                    "{name}"
+                );
+            }
+        }
+        for (names, _) in FOREIGN {
+            for name in *names {
+                assert!(!seen.contains(name), "`{name}` is a setting, not a foreign name");
+            }
+        }
+        let order: Vec<usize> =
+            FLAGS.iter().map(|f| Section::ALL.iter().position(|s| *s == f.section).unwrap()).collect();
+        assert!(order.is_sorted());
+    }
+
+    #[test]
+    fn every_default_fits_its_kind_and_every_required_verb_takes_the_flag() {
+        for verb in Verb::ALL {
+            Values::defaults(*verb).unwrap();
+        }
+        for flag in FLAGS {
+            assert!(flag.required.iter().all(|v| flag.verbs.contains(v)), "{}", flag.name);
+            assert!(flag.verb_defaults.iter().all(|(v, _)| flag.verbs.contains(v)), "{}", flag.name);
+            assert!(!flag.verbs.is_empty() && flag.help.ends_with('.'), "{}", flag.name);
+        }
+    }
+
+    #[test]
+    fn settings_read_every_row_of_the_table() {
+        for verb in Verb::ALL {
+            let values = Values::defaults(*verb).unwrap();
+            Settings::from_values(&values, Environment::default()).unwrap();
+            // These act before there are settings.
+            assert_eq!(values.unread(), ["config", "preset", "print_config"], "{}", verb.name());
+        }
+    }
+
+    #[test]
+    fn every_rule_names_a_setting() {
+        for rule in crate::rules::IDLE {
+            assert!(FLAGS.iter().any(|flag| flag.name == rule.flag), "{}", rule.flag);
+        }
+    }
+
+    #[test]
+    fn presets_use_canonical_names_and_say_where_each_value_comes_from() {
+        for name in crate::presets::NAMES {
+            let text = crate::presets::text(name).unwrap();
+            config::parse(text, name, |_| Origin::Preset((*name).to_string())).unwrap();
+            for line in text.lines().filter(|line| !line.starts_with('#')) {
+                let (key, rest) = line.split_once(':').unwrap();
+                assert_eq!(find(key).unwrap().name, key, "{name}");
+                assert!(rest.contains(" # "), "{name}: `{key}` has no source");
+            }
+        }
+    }
+
+    #[test]
+    fn the_reference_page_is_current() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");
+        let page = crate::explain::reference();
+        if std::env::var_os("WRITE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        let found = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(found == page, "docs/flags.md is out of date: run the tests once with WRITE_DOCS=1");
+    }
+}

@@ -1,0 +1,254 @@
+//! Settings that contradict each other, and settings without effect in a run.
+
+use crate::explain::Problem;
+use crate::flags::Verb::{self, Demo, Eval, Generate, Train};
+use crate::settings::{
+    Advantage, EvalStrategy, FrameSampling, Kl, LossType, LrScheduler, SaveStrategy, Settings, TorchDtype,
+};
+
+/// A setting and the case in which nothing reads it.
+///
+/// Given by flag or file with a value other than its default it is an error then: the user expects something that
+/// will not happen. From a preset it is dropped.
+pub struct Idle {
+    /// The setting.
+    pub flag: &'static str,
+    /// Why it has no effect, if it has none.
+    pub when: fn(&Settings) -> Option<&'static str>,
+}
+
+const fn idle(flag: &'static str, when: fn(&Settings) -> Option<&'static str>) -> Idle {
+    Idle { flag, when }
+}
+
+fn no_clip(s: &Settings) -> Option<&'static str> {
+    match s.loss.loss_type {
+        LossType::Sapo => Some("the recipe sapo has a soft gate and no clip"),
+        LossType::S2 => Some("the recipe s2 has no ratio and no clip"),
+        LossType::S3 => Some("the recipe s3 has no clip"),
+        _ => None,
+    }
+}
+
+fn no_lower_clip(s: &Settings) -> Option<&'static str> {
+    no_clip(s).or_else(|| {
+        (s.loss.loss_type == LossType::Cispo).then_some("the recipe cispo caps the ratio from above only")
+    })
+}
+
+fn no_kl(s: &Settings) -> Option<&'static str> {
+    (s.loss.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
+}
+
+fn greedy(s: &Settings) -> Option<&'static str> {
+    (s.rollout.temperature == 0.0).then_some("`temperature` 0 takes the most likely token")
+}
+
+fn not_sampled(s: &Settings) -> Option<&'static str> {
+    s.rollout.replay.as_ref().map(|_| "with `replay` nothing is sampled")
+}
+
+fn no_eval_rows(s: &Settings) -> Option<&'static str> {
+    (!s.data.has_eval_rows())
+        .then_some("there is no evaluation data: give `eval_file`, `eval_dataset_use` or `val_split_ratio`")
+}
+
+fn no_reward(s: &Settings, name: &str) -> bool {
+    !s.rewards.reward_funcs.iter().any(|f| f == name)
+}
+
+/// Every such setting.
+pub const IDLE: &[Idle] = &[
+    idle("image", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
+    idle("video", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
+    idle("input", |s| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
+    idle("pure_bf16", |s| (s.model.torch_dtype == TorchDtype::Float32).then_some("`torch_dtype` is float32")),
+    idle("dataset_use", |s| {
+        (!s.data.train_file.is_empty() || !s.data.data_file_paths.is_empty())
+            .then_some("the training data are given as files")
+    }),
+    idle("data_file_paths", |s| {
+        (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")
+    }),
+    idle("dataset_registry", |s| {
+        (s.data.dataset_use.is_empty() && s.data.eval_dataset_use.is_empty())
+            .then_some("neither `dataset_use` nor `eval_dataset_use` names a dataset")
+    }),
+    idle("eval_dataset_use", |s| {
+        (!s.data.eval_file.is_empty()).then_some("`eval_file` gives the evaluation data")
+    }),
+    idle("val_split_ratio", |s| {
+        (!s.data.eval_file.is_empty() || !s.data.eval_dataset_use.is_empty())
+            .then_some("the evaluation data are given")
+    }),
+    idle("max_skipped", |s| s.data.strict_media.then_some("`strict_media` stops at the first bad row")),
+    idle("nframes", |s| {
+        (s.media.frame_sampling != FrameSampling::QwenVlUtils)
+            .then_some("only `frame_sampling qwen_vl_utils` reads it")
+    }),
+    idle("base_interval", |s| {
+        (s.media.frame_sampling == FrameSampling::QwenVlUtils).then_some("`frame_sampling` is qwen_vl_utils")
+    }),
+    idle("total_pixels", |s| {
+        (s.media.frame_sampling != FrameSampling::QwenVlUtils)
+            .then_some("only `frame_sampling qwen_vl_utils` reads it")
+    }),
+    idle("format_mode", |s| no_reward(s, "format").then_some("`reward_funcs` has no format")),
+    idle("accuracy_mode", |s| no_reward(s, "accuracy").then_some("`reward_funcs` has no accuracy")),
+    idle("top_p", |s| greedy(s).or_else(|| not_sampled(s))),
+    idle("top_k", |s| greedy(s).or_else(|| not_sampled(s))),
+    idle("min_p", |s| greedy(s).or_else(|| not_sampled(s))),
+    idle("repetition_penalty", not_sampled),
+    idle("min_completion_length", not_sampled),
+    idle("stop_strings", not_sampled),
+    idle("epsilon", no_lower_clip),
+    idle("epsilon_high", no_clip),
+    idle("delta", no_lower_clip),
+    idle("kl", no_kl),
+    idle("use_bias_correction_kl", |s| {
+        no_kl(s).or_else(|| (s.loss.kl == Some(Kl::K1Seq)).then_some("`kl k1_seq` has no ratio to correct"))
+    }),
+    idle("scale_rewards", |s| s.loss.advantage.map(|_| "`advantage` names the deviation too")),
+    idle("warmup_ratio", |s| (s.optim.warmup_steps > 0).then_some("`warmup_steps` wins").or_else(|| flat(s))),
+    idle("warmup_steps", flat),
+    idle("mm_projector_lr", |s| (!s.optim.tune_mm_mlp).then_some("`tune_mm_mlp` is false")),
+    idle("vision_tower_lr", |s| (!s.optim.tune_mm_vision).then_some("`tune_mm_vision` is false")),
+    idle("num_train_epochs", |s| s.run.max_steps.map(|_| "`max_steps` wins")),
+    idle("save_steps", |s| {
+        (s.run.save_strategy != SaveStrategy::Steps).then_some("`save_strategy` is not steps")
+    }),
+    idle("save_total_limit", |s| {
+        (s.run.save_strategy == SaveStrategy::No).then_some("`save_strategy` is no")
+    }),
+    idle("save_only_model", |s| (s.run.save_strategy == SaveStrategy::No).then_some("`save_strategy` is no")),
+    idle("eval_steps", |s| {
+        no_eval_rows(s).or_else(|| {
+            (s.eval.eval_strategy != EvalStrategy::Steps).then_some("`eval_strategy` is not steps")
+        })
+    }),
+    idle("eval_strategy", |s| no_eval_rows(s).filter(|_| s.eval.eval_strategy != EvalStrategy::No)),
+    idle("num_generations_eval", no_eval_rows),
+    idle("metric_for_best_model", no_eval_rows),
+];
+
+fn flat(s: &Settings) -> Option<&'static str> {
+    (s.optim.lr_scheduler_type == LrScheduler::Constant)
+        .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
+}
+
+/// What cannot be run at all.
+///
+/// # Errors
+/// The first contradiction.
+pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
+    let trains = matches!(verb, Train | Demo);
+    let flags = |wrong: bool, problem: Problem| if wrong { Err(problem) } else { Ok(()) };
+    flags(
+        trains && s.rollout.num_generations < 2,
+        Problem::usage("a group of one completion has nothing to compare with")
+            .got("`num_generations` 1")
+            .expected("`--num_generations` 2 or more")
+            .help("8 is the default"),
+    )?;
+    flags(
+        trains && s.rollout.temperature == 0.0 && s.rollout.replay.is_none(),
+        Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learnt")
+            .got("`temperature` 0")
+            .expected("`--temperature` above 0"),
+    )?;
+    flags(
+        matches!(verb, Eval | Generate) && s.rollout.num_generations > 1 && s.rollout.temperature == 0.0,
+        Problem::usage("at temperature 0 all completions of a prompt are equal")
+            .got(format!("`num_generations` {} and `temperature` 0", s.rollout.num_generations))
+            .expected("one completion, or `--temperature` above 0"),
+    )?;
+    flags(
+        s.rollout.min_completion_length > s.rollout.max_completion_length,
+        Problem::usage("the shortest completion is longer than the longest")
+            .got(format!(
+                "`min_completion_length` {}, `max_completion_length` {}",
+                s.rollout.min_completion_length, s.rollout.max_completion_length
+            ))
+            .expected("the minimum at most the maximum"),
+    )?;
+    flags(
+        s.rewards.reward_funcs.is_empty(),
+        Problem::usage("no reward")
+            .got("an empty `reward_funcs`")
+            .expected("at least one; `rewards list` shows them"),
+    )?;
+    flags(
+        s.rewards.reward_weights.len() != s.rewards.reward_funcs.len(),
+        Problem::usage("`reward_weights` and `reward_funcs` differ in number")
+            .got(format!(
+                "{} weights for {} rewards ({})",
+                s.rewards.reward_weights.len(),
+                s.rewards.reward_funcs.len(),
+                s.rewards.reward_funcs.join(", ")
+            ))
+            .expected("one weight per reward, in the same order"),
+    )?;
+    let media = &s.media;
+    flags(
+        media.video_min_frames > media.video_max_frames,
+        Problem::usage("the fewest frames are more than the most")
+            .got(format!(
+                "`video_min_frames` {}, `video_max_frames` {}",
+                media.video_min_frames, media.video_max_frames
+            ))
+            .expected("the minimum at most the maximum"),
+    )?;
+    for (low, high, min, max) in [
+        ("min_pixels", "max_pixels", media.min_pixels, media.max_pixels),
+        (
+            "video_min_frame_pixels",
+            "video_max_frame_pixels",
+            media.video_min_frame_pixels,
+            media.video_max_frame_pixels,
+        ),
+    ] {
+        if let (Some(min), Some(max)) = (min, max) {
+            flags(
+                min > max,
+                Problem::usage(format!("`{low}` is above `{high}`"))
+                    .got(format!("{min} and {max}"))
+                    .expected("the minimum at most the maximum"),
+            )?;
+        }
+    }
+    flags(
+        s.data.data_file_paths.len() != s.data.image_folders.len() && !s.data.data_file_paths.is_empty(),
+        Problem::usage("`data_file_paths` and `image_folders` differ in number")
+            .got(format!("{} files and {} folders", s.data.data_file_paths.len(), s.data.image_folders.len()))
+            .expected("one image folder per file, in the same order")
+            .help("`--train_file` takes any number of folders"),
+    )?;
+    flags(
+        !(s.optim.tune_mm_llm || s.optim.tune_mm_mlp || s.optim.tune_mm_vision),
+        Problem::usage("nothing to train")
+            .got("`tune_mm_llm`, `tune_mm_mlp` and `tune_mm_vision` all false")
+            .expected("at least one of them true"),
+    )?;
+    flags(
+        s.optim.freeze_vision_modules && s.optim.tune_mm_vision,
+        Problem::usage("the vision tower can not be both frozen and trained")
+            .got("`freeze_vision_modules` and `tune_mm_vision` both true")
+            .expected("one of them"),
+    )?;
+    flags(
+        s.loss.advantage.is_some_and(|a| a != Advantage::SampleStd)
+            && s.rewards.multi_objective_aggregation == crate::settings::MultiObjective::NormalizeThenSum,
+        Problem::usage("`multi_objective_aggregation normalize_then_sum` has its own advantage")
+            .got("`advantage` other than group_std")
+            .expected("one of the two"),
+    )?;
+    flags(
+        s.eval.eval_strategy == EvalStrategy::Steps && s.eval.eval_steps.is_none(),
+        Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`"),
+    )?;
+    flags(
+        s.run.save_strategy == SaveStrategy::Best && s.eval.eval_strategy == EvalStrategy::No,
+        Problem::usage("`save_strategy best` needs evaluations to compare")
+            .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`"),
+    )
+}

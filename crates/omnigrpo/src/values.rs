@@ -1,0 +1,357 @@
+//! Untyped values of the settings: text to value, layers of sources, lookup.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use serde_json::{Map, Value as Json};
+
+use crate::explain::{self, Problem};
+use crate::flags::{self, FLAGS, Fallback, Flag, Kind, Verb};
+use crate::settings::Settings;
+
+/// The value of a setting.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Of [`Kind::Bool`].
+    Bool(bool),
+    /// Of [`Kind::Int`].
+    Int(i64),
+    /// Of [`Kind::Float`] and [`Kind::Fraction`].
+    Float(f64),
+    /// Of texts, paths and choices.
+    Text(String),
+    /// Of lists, except numbers.
+    Texts(Vec<String>),
+    /// Of [`Kind::Floats`].
+    Floats(Vec<f64>),
+    /// Of [`Kind::Object`].
+    Object(Map<String, Json>),
+}
+
+/// Text as it came, before its kind is known.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Raw {
+    /// Arguments of a flag, or one scalar of a file. A list is split at its separators.
+    Arguments(Vec<String>),
+    /// A sequence in a file: its items are taken whole.
+    Items(Vec<String>),
+    /// A mapping in a file.
+    Object(Map<String, Json>),
+}
+
+/// Reads text as a kind. The error says what was found; [`explain::expected`] says what would be right.
+///
+/// # Errors
+/// The text that does not fit.
+pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
+    let texts = match (kind, raw) {
+        (Kind::Object, Raw::Object(map)) => return Ok(Value::Object(map.clone())),
+        (_, Raw::Object(_)) => return Err("a mapping".into()),
+        (_, Raw::Items(_)) if !kind.is_list() => return Err("a list".into()),
+        (_, Raw::Items(items)) => items.clone(),
+        (_, Raw::Arguments(arguments)) if kind.is_list() => {
+            arguments.iter().flat_map(|argument| split(kind, argument)).collect()
+        }
+        (_, Raw::Arguments(arguments)) => arguments.clone(),
+    };
+    if kind.is_list() {
+        return match kind {
+            Kind::Floats => texts
+                .iter()
+                .map(|t| float(t, f64::MIN, f64::MAX))
+                .collect::<Result<_, _>>()
+                .map(Value::Floats),
+            Kind::Choices(names) => {
+                texts.iter().map(|t| choice(t, names)).collect::<Result<_, _>>().map(Value::Texts)
+            }
+            _ if texts.iter().any(String::is_empty) => Err("an empty item".into()),
+            _ => Ok(Value::Texts(texts)),
+        };
+    }
+    let text = match texts.as_slice() {
+        [one] => one.as_str(),
+        [] => return Err("nothing".into()),
+        many => return Err(format!("{} values: `{}`", many.len(), many.join(" "))),
+    };
+    let quoted = || format!("`{text}`");
+    match kind {
+        Kind::Bool => match text.to_ascii_lowercase().as_str() {
+            "true" | "yes" | "1" => Ok(Value::Bool(true)),
+            "false" | "no" | "0" => Ok(Value::Bool(false)),
+            _ => Err(quoted()),
+        },
+        Kind::Int { min, max } => match text.parse::<i64>() {
+            Ok(v) if (*min..=*max).contains(&v) => Ok(Value::Int(v)),
+            _ => Err(quoted()),
+        },
+        Kind::Float { min, max } => float(text, *min, *max).map(Value::Float),
+        Kind::Fraction => match text.strip_suffix('%') {
+            Some(percent) => {
+                float(percent.trim(), 0.0, 100.0).map(|v| Value::Float(v / 100.0)).map_err(|_| quoted())
+            }
+            None => float(text, 0.0, 1.0).map(Value::Float),
+        },
+        Kind::Choice(names) => choice(text, names).map(Value::Text),
+        Kind::Path if text.is_empty() => Err("an empty path".into()),
+        Kind::Object => match serde_json::from_str(text) {
+            Ok(Json::Object(map)) => Ok(Value::Object(map)),
+            _ => Err(quoted()),
+        },
+        _ => Ok(Value::Text(text.to_string())),
+    }
+}
+
+fn float(text: &str, min: f64, max: f64) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(v) if v.is_finite() && (min..=max).contains(&v) => Ok(v),
+        _ => Err(format!("`{text}`")),
+    }
+}
+
+fn choice(text: &str, names: &[&str]) -> Result<String, String> {
+    // Choices are spelled with underscores or dashes, as flags are.
+    let same = |name: &&&str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
+    names.iter().find(same).map(|name| (*name).to_string()).ok_or_else(|| format!("`{text}`"))
+}
+
+fn split(kind: &Kind, text: &str) -> Vec<String> {
+    let pieces: Vec<&str> = match kind {
+        Kind::Texts if text.is_empty() => vec![],
+        Kind::Texts => vec![text],
+        // A program with arguments, or an address, may contain any separator.
+        Kind::Specs if text.starts_with("cmd:") || text.contains("://") => vec![text],
+        Kind::Paths => text.split([',', ':']).map(str::trim).collect(),
+        _ => text.split(|c: char| c == ',' || c.is_whitespace()).collect(),
+    };
+    pieces.into_iter().filter(|p| !p.is_empty()).map(String::from).collect()
+}
+
+/// Where a value comes from, weakest first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// The flag table.
+    Default,
+    /// A preset of this name.
+    Preset(String),
+    /// A file of settings: `file:line`.
+    Config(String),
+    /// The command line.
+    Flag,
+}
+
+/// A setting somebody gave, and where.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// Which setting.
+    pub flag: &'static Flag,
+    /// Its value.
+    pub value: Value,
+    /// From where.
+    pub origin: Origin,
+}
+
+impl Given {
+    /// Reads `raw` as the flag's kind.
+    ///
+    /// # Errors
+    /// A value that does not fit, with its place.
+    pub fn read(flag: &'static Flag, raw: &Raw, origin: Origin) -> Result<Self, Problem> {
+        match parse(&flag.kind, raw) {
+            Ok(value) => Ok(Self { flag, value, origin }),
+            Err(got) => {
+                let mut problem = Problem::usage(format!("wrong value for `{}`", flag.name))
+                    .got(got.clone())
+                    .expected(explain::expected(&flag.kind));
+                if let Some(place) = place(&origin) {
+                    problem = problem.at(place);
+                }
+                if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
+                    let near = names
+                        .iter()
+                        .map(|name| (strsim::jaro_winkler(got.trim_matches('`'), name), name))
+                        .filter(|(score, _)| *score > 0.8)
+                        .max_by(|a, b| a.0.total_cmp(&b.0));
+                    if let Some((_, name)) = near {
+                        problem = problem.help(format!("did you mean `{name}`?"));
+                    }
+                }
+                Err(problem)
+            }
+        }
+    }
+}
+
+/// Where a setting stands, for an error.
+pub fn place(origin: &Origin) -> Option<String> {
+    match origin {
+        Origin::Default | Origin::Flag => None,
+        Origin::Preset(name) => Some(format!("preset {name}")),
+        Origin::Config(place) => Some(place.clone()),
+    }
+}
+
+/// The value and origin of every setting of the table; a missing entry is an unset one.
+#[derive(Clone, Debug)]
+pub struct Values {
+    values: BTreeMap<&'static str, (Value, Origin)>,
+    read: RefCell<BTreeSet<&'static str>>,
+}
+
+impl Values {
+    /// The defaults of a verb.
+    ///
+    /// # Errors
+    /// A default that does not fit its kind, which the tests exclude.
+    pub fn defaults(verb: Verb) -> Result<Self, Problem> {
+        let mut values = BTreeMap::new();
+        for flag in FLAGS {
+            if let Fallback::Is(text) = flag.default_for(verb) {
+                let given = Given::read(flag, &Raw::Arguments(vec![text.to_string()]), Origin::Default)?;
+                values.insert(flag.name, (given.value, given.origin));
+            }
+        }
+        Ok(Self { values, read: RefCell::default() })
+    }
+
+    /// Puts a stronger layer's value in place.
+    pub fn set(&mut self, given: Given) {
+        self.values.insert(given.flag.name, (given.value, given.origin));
+    }
+
+    /// Puts the default of a verb back.
+    ///
+    /// # Errors
+    /// As [`Self::defaults`].
+    pub fn reset(&mut self, name: &'static str, verb: Verb) -> Result<(), Problem> {
+        self.values.remove(name);
+        if let Some(default) = Self::defaults(verb)?.values.remove(name) {
+            self.values.insert(name, default);
+        }
+        Ok(())
+    }
+
+    /// The value of a setting and its origin, if it has one.
+    pub fn lookup(&self, name: &str) -> Option<&(Value, Origin)> {
+        self.values.get(name)
+    }
+
+    /// The typed value of a setting.
+    ///
+    /// # Errors
+    /// A name or a type that the table does not have: a mistake in this program.
+    pub fn get<T: FromValue>(&self, name: &str) -> Result<T, Problem> {
+        let Some(flag) = flags::find(name).filter(|flag| flag.name == name) else {
+            return Err(Problem::failure(format!("no setting is called `{name}`")));
+        };
+        self.read.borrow_mut().insert(flag.name);
+        match self.values.get(name) {
+            Some((value, _)) => T::from_value(value),
+            None => T::from_unset(),
+        }
+        .ok_or_else(|| Problem::failure(format!("the setting `{name}` does not have the type it is read as")))
+    }
+
+    /// Settings of the table that nothing has read.
+    #[cfg(test)]
+    pub fn unread(&self) -> Vec<&'static str> {
+        let read = self.read.borrow();
+        FLAGS.iter().map(|flag| flag.name).filter(|name| !read.contains(name)).collect()
+    }
+}
+
+/// A type a setting is read as.
+pub trait FromValue: Sized {
+    /// `None` if the value has another type.
+    fn from_value(value: &Value) -> Option<Self>;
+
+    /// The value of an unset setting, if this type has one.
+    fn from_unset() -> Option<Self> {
+        None
+    }
+}
+
+impl FromValue for bool {
+    fn from_value(value: &Value) -> Option<Self> {
+        if let Value::Bool(v) = value { Some(*v) } else { None }
+    }
+}
+
+impl FromValue for f64 {
+    fn from_value(value: &Value) -> Option<Self> {
+        if let Value::Float(v) = value { Some(*v) } else { None }
+    }
+}
+
+macro_rules! whole_numbers {
+    ($($t:ty),+) => { $(
+        impl FromValue for $t {
+            fn from_value(value: &Value) -> Option<Self> {
+                if let Value::Int(v) = value { Self::try_from(*v).ok() } else { None }
+            }
+        }
+    )+ };
+}
+whole_numbers!(i64, u32, u64, usize);
+
+impl FromValue for String {
+    fn from_value(value: &Value) -> Option<Self> {
+        if let Value::Text(v) = value { Some(v.clone()) } else { None }
+    }
+}
+
+impl FromValue for PathBuf {
+    fn from_value(value: &Value) -> Option<Self> {
+        String::from_value(value).map(Self::from)
+    }
+}
+
+impl FromValue for Map<String, Json> {
+    fn from_value(value: &Value) -> Option<Self> {
+        if let Value::Object(v) = value { Some(v.clone()) } else { None }
+    }
+}
+
+impl FromValue for Vec<f64> {
+    fn from_value(value: &Value) -> Option<Self> {
+        if let Value::Floats(v) = value { Some(v.clone()) } else { None }
+    }
+}
+
+/// Types of the items of a list of texts.
+trait FromText: FromValue {}
+impl FromText for String {}
+impl FromText for PathBuf {}
+impl<T: crate::settings::Named> FromText for T {}
+
+impl<T: FromText> FromValue for Vec<T> {
+    fn from_value(value: &Value) -> Option<Self> {
+        let Value::Texts(texts) = value else { return None };
+        texts.iter().map(|text| T::from_value(&Value::Text(text.clone()))).collect()
+    }
+}
+
+impl<T: FromValue> FromValue for Option<T> {
+    fn from_value(value: &Value) -> Option<Self> {
+        T::from_value(value).map(Some)
+    }
+
+    fn from_unset() -> Option<Self> {
+        Some(None)
+    }
+}
+
+/// The settings of a run and how they came about.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// The verb they are for.
+    pub verb: Verb,
+    /// Value and origin of each.
+    pub values: Values,
+    /// Settings without effect in this run, and why.
+    pub idle: Vec<(&'static str, &'static str)>,
+    /// The typed form.
+    pub settings: Settings,
+    /// What the environment contributed.
+    pub notes: Vec<String>,
+}
