@@ -1,11 +1,33 @@
 //! Dataset files become [`Sample`]s, in a reproducible [`Order`].
+//!
+//! - [`DatasetSpec`], [`Registry`]: which files, where their media lie, which of their rows.
+//! - [`Dataset`]: an index over the files; [`Dataset::get`] reads one row of any format in [`FORMATS`].
+//! - [`Order`]: which row comes next; the same after a resume.
 
+//!
+//! A row that cannot be used is a [`RowError`] of that row. Paths never leave their [`Roots`].
+
+mod dataset;
+mod error;
+mod formats;
 mod order;
+mod question;
+mod registry;
+mod roots;
+mod rows;
 mod sample;
+mod sampling;
 
+pub use dataset::{Dataset, ReadOptions};
+pub use error::{DataError, PathProblem, RowError, RowProblem};
+pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};
 pub use order::{Order, OrderError, OrderState, split};
+pub use question::{QUESTION_TEMPLATES, QuestionTemplate};
+pub use registry::{DatasetSpec, Registry};
+pub use roots::Roots;
 pub use sample::{
     MediumOptions, MediumRef, MediumSource, Origin, RecordedCompletion, RecordedRewards, Sample, Segments,
     ThinkMode,
 };
+pub use sampling::{Amount, Sampling};

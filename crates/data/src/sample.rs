@@ -103,7 +103,7 @@ pub enum MediumSource {
 }
 
 /// How a medium is to be read. `None` leaves the choice to the run's settings. A message part's own value wins over
-/// the row's.
+/// the row's; defaults of the run go in by [`MediumOptions::or`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MediumOptions {
     /// Frames per second to sample (for a frame list: its own rate), > 0.
@@ -130,6 +130,28 @@ pub struct MediumOptions {
     pub video_end: Option<f64>,
     /// The clip is made of segments, each sampled on its own.
     pub segments: Option<Segments>,
+}
+
+impl MediumOptions {
+    /// These options, with `defaults` for what is open. Where one of `fps` and `nframes` is set, the other's default does
+    /// not apply.
+    pub fn or(&self, defaults: &Self) -> Self {
+        let rate_is_open = self.fps.is_none() && self.nframes.is_none();
+        Self {
+            fps: self.fps.or(defaults.fps.filter(|_| rate_is_open)),
+            nframes: self.nframes.or(defaults.nframes.filter(|_| rate_is_open)),
+            min_frames: self.min_frames.or(defaults.min_frames),
+            max_frames: self.max_frames.or(defaults.max_frames),
+            min_pixels: self.min_pixels.or(defaults.min_pixels),
+            max_pixels: self.max_pixels.or(defaults.max_pixels),
+            total_pixels: self.total_pixels.or(defaults.total_pixels),
+            resized_height: self.resized_height.or(defaults.resized_height),
+            resized_width: self.resized_width.or(defaults.resized_width),
+            video_start: self.video_start.or(defaults.video_start),
+            video_end: self.video_end.or(defaults.video_end),
+            segments: self.segments.clone().or_else(|| defaults.segments.clone()),
+        }
+    }
 }
 
 /// The `meta` column of clips that were cut together from several segments.

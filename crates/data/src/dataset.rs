@@ -1,0 +1,167 @@
+//! Several annotation files as one list of rows.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use crate::error::{DataError, RowError, RowProblem};
+use crate::formats::{self, Context, Format};
+use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
+use crate::registry::{DatasetSpec, is_yaml};
+use crate::roots::Resolver;
+use crate::rows::RowFile;
+use crate::sample::{Sample, ThinkMode};
+
+/// How rows are read, for all datasets of a run alike.
+#[derive(Debug, Clone)]
+pub struct ReadOptions {
+    /// Wording around the last question.
+    pub template: &'static QuestionTemplate,
+    /// Overrides every dataset's own think mode.
+    pub think: Option<ThinkMode>,
+    /// Whether media may be named by `http(s)` URL.
+    pub allow_urls: bool,
+    /// Seed of random sampling strategies.
+    pub seed: u64,
+}
+
+impl Default for ReadOptions {
+    /// Rows as they stand, think modes by dataset, no URLs, seed 0.
+    fn default() -> Self {
+        Self { template: &QUESTION_TEMPLATES[0], think: None, allow_urls: false, seed: 0 }
+    }
+}
+
+/// The rows of one or several datasets, read when asked for. What is kept in memory is 16 bytes per row.
+///
+/// Rows are numbered `0..len` in the order of the specs and files, after sampling; the numbers are the same whenever files,
+/// settings and seed are the same.
+pub struct Dataset {
+    parts: Vec<DatasetPart>,
+    template: &'static QuestionTemplate,
+}
+
+struct DatasetPart {
+    name: Arc<str>,
+    file: RowFile,
+    /// Rows of the file that take part, ascending; `None` for all.
+    chosen: Option<Vec<u64>>,
+    /// Rows of the parts before.
+    start: u64,
+    resolver: Resolver,
+    think: ThinkMode,
+    format: Option<&'static Format>,
+    columns: Map<String, Value>,
+}
+
+impl DatasetPart {
+    fn len(&self) -> u64 {
+        self.chosen.as_ref().map_or(self.file.len(), |rows| rows.len() as u64)
+    }
+}
+
+impl Dataset {
+    /// Indexes the files of all specs.
+    ///
+    /// # Errors
+    /// A file or root that cannot be read, a file that is no dataset, or no row in all of them together.
+    pub fn open(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Self, DataError> {
+        let mut parts = Vec::with_capacity(specs.len());
+        let mut start = 0;
+        for (number, spec) in specs.iter().enumerate() {
+            if is_yaml(&spec.file) {
+                let got = "a YAML file in place of annotations".to_owned();
+                return Err(DataError::UnknownFile { path: spec.file.clone(), got });
+            }
+            let file = RowFile::open(&spec.file)?;
+            let part = DatasetPart {
+                name: spec.name.as_str().into(),
+                chosen: spec.sampling.rows(file.len(), options.seed, number as u64),
+                file,
+                start,
+                resolver: Resolver::new(&spec.roots, &spec.file, options.allow_urls)?,
+                think: options.think.unwrap_or_else(|| spec.think_mode()),
+                format: spec.format,
+                columns: spec.columns.clone(),
+            };
+            start += part.len();
+            parts.push(part);
+        }
+        if start == 0 {
+            let files: Vec<_> = specs.iter().map(|spec| spec.file.display().to_string()).collect();
+            let files = if files.is_empty() { "no file".to_owned() } else { files.join(", ") };
+            return Err(DataError::Empty { files });
+        }
+        Ok(Self { parts, template: options.template })
+    }
+
+    /// Number of rows, at least 1.
+    #[expect(clippy::len_without_is_empty, reason = "an empty dataset is an error of `open`")]
+    pub fn len(&self) -> u64 {
+        self.parts.last().map_or(0, |part| part.start + part.len())
+    }
+
+    /// Name and number of rows of each dataset.
+    pub fn parts(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.parts.iter().map(|part| (&*part.name, part.len()))
+    }
+
+    /// Reads and parses a row. The media it names exist and lie inside their roots; they are not opened.
+    ///
+    /// # Errors
+    /// Whatever is wrong with this row; other rows are not affected.
+    pub fn get(&self, row: u64) -> Result<Sample, RowError> {
+        let Some((part, in_file)) = self.locate(row) else {
+            let problem = RowProblem::OutOfRange { len: self.len() };
+            return Err(RowError { row, file: Path::new("").into(), line: 0, problem });
+        };
+        let line = part.file.line(in_file);
+        let context = Context {
+            dataset: &part.name,
+            file: &part.file.path,
+            resolver: &part.resolver,
+            format: part.format,
+            template: self.template,
+            think: part.think,
+            columns: &part.columns,
+        };
+        part.file
+            .read(in_file)
+            .and_then(|bytes| formats::sample(&bytes, row, line, &context))
+            .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
+    }
+
+    /// A number that differs when files, sampling or their order differ (by names, rows' lengths and places; not by
+    /// their content). Kept in checkpoints to notice that a position belongs to other data.
+    pub fn fingerprint(&self) -> u64 {
+        // FNV-1a: the standard library's hasher may change between versions.
+        let mut hash = 0xcbf2_9ce4_8422_2325u64;
+        let mut add = |number: u64| {
+            for byte in number.to_le_bytes() {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        for part in &self.parts {
+            part.name.bytes().for_each(|byte| add(u64::from(byte)));
+            part.file.spans().for_each(|(offset, len_bytes)| {
+                add(offset);
+                add(u64::from(len_bytes));
+            });
+            add(part.len());
+            part.chosen.iter().flatten().for_each(|&row| add(row));
+        }
+        hash
+    }
+
+    fn locate(&self, row: u64) -> Option<(&DatasetPart, u64)> {
+        let after = self.parts.partition_point(|part| part.start <= row);
+        let part = self.parts.get(after.checked_sub(1)?)?;
+        let in_part = row - part.start;
+        let in_file = match &part.chosen {
+            Some(rows) => *rows.get(in_part as usize)?,
+            None => in_part,
+        };
+        (in_part < part.len()).then_some((part, in_file))
+    }
+}

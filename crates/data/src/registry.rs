@@ -1,0 +1,314 @@
+//! Which files make a dataset: named entries of a registry file, lists of files with a sampling strategy, or plain files.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::error::DataError;
+use crate::formats::Format;
+use crate::roots::Roots;
+use crate::sample::ThinkMode;
+use crate::sampling::{Amount, Sampling, is_percent};
+
+/// Longest registry or list file, bytes.
+const MAX_REGISTRY_BYTES: u64 = 16 << 20;
+
+/// One dataset of a run.
+#[derive(Debug, Clone)]
+pub struct DatasetSpec {
+    /// Its name, or the file's stem.
+    pub name: String,
+    /// The annotation file: `.json` or `.jsonl`.
+    pub file: PathBuf,
+    /// Where its media lie.
+    pub roots: Roots,
+    /// Which of its rows take part.
+    pub sampling: Sampling,
+    /// Whether completions are expected to think; `None`: unless the name contains `no_think`.
+    pub think: Option<ThinkMode>,
+    /// The format of its rows; `None`: told row by row.
+    pub format: Option<&'static Format>,
+    /// Columns that every row gets unless it has its own, such as `reward_method`.
+    pub columns: Map<String, Value>,
+}
+
+impl DatasetSpec {
+    /// A whole file, named after its stem.
+    pub fn file(file: impl Into<PathBuf>, roots: Roots) -> Self {
+        let file = file.into();
+        let name = file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        Self { name, file, roots, sampling: Sampling::All, think: None, format: None, columns: Map::new() }
+    }
+
+    /// The datasets of `--train_file` or `--data_file_paths`. Where as many roots as files are given, they belong
+    /// together pair by pair; else every root serves every file. A `.yaml` file is a list
+    /// `datasets: [{json_path, sampling_strategy, data_path}]` (VLM-R1), with paths relative to it.
+    ///
+    /// # Errors
+    /// A list that cannot be read or has unknown keys.
+    pub fn from_files(files: &[PathBuf], roots: &Roots) -> Result<Vec<Self>, DataError> {
+        let mut specs = Vec::new();
+        for (index, file) in files.iter().enumerate() {
+            let roots = roots.of_file(index, files.len());
+            if is_yaml(file) {
+                specs.extend(from_list(file, &roots)?);
+            } else {
+                specs.push(Self::file(file, roots));
+            }
+        }
+        Ok(specs)
+    }
+
+    /// The think mode after its rule.
+    pub(crate) fn think_mode(&self) -> ThinkMode {
+        let by_name =
+            if self.name.to_lowercase().contains("no_think") { ThinkMode::Off } else { ThinkMode::On };
+        self.think.unwrap_or(by_name)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct List {
+    datasets: Vec<ListEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListEntry {
+    json_path: PathBuf,
+    sampling_strategy: Option<String>,
+    data_path: Option<PathBuf>,
+}
+
+fn from_list(path: &Path, roots: &Roots) -> Result<Vec<DatasetSpec>, DataError> {
+    let list: List = read(path)?;
+    let entries = list.datasets.into_iter().map(|entry| {
+        let roots = entry.data_path.map_or_else(|| roots.clone(), |folder| Roots::all(beside(path, folder)));
+        let sampling = entry.sampling_strategy.as_deref().map_or(Ok(Sampling::All), Sampling::parse)?;
+        Ok(DatasetSpec { sampling, ..DatasetSpec::file(beside(path, entry.json_path), roots) })
+    });
+    entries.collect()
+}
+
+/// A file of named datasets (YAML or JSON):
+///
+/// ```yaml
+/// assembly_no_think:                   # contains no_think: completions are expected without <think>
+///   annotation_path: assembly.json     # relative to this file
+///   data_path: videos                  # where media paths begin; default: the annotation's folder
+///   sampling_strategy: random:50%      # all | first:N | end:N | random:N, N may be p%
+///   think: true                        # overrides the name's rule
+///   format: conversations              # default: told row by row
+///   columns: { reward_method: mcq }    # for rows without such a column
+/// ```
+#[derive(Debug)]
+pub struct Registry {
+    path: PathBuf,
+    entries: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    annotation_path: PathBuf,
+    data_path: Option<PathBuf>,
+    sampling_strategy: Option<String>,
+    think: Option<bool>,
+    format: Option<String>,
+    #[serde(default)]
+    columns: Map<String, Value>,
+}
+
+impl Registry {
+    /// Reads a registry file.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or has unknown or wrong keys.
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        Ok(Self { path: path.to_owned(), entries: read(path)? })
+    }
+
+    /// All names.
+    pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// The datasets of `--dataset_use`: names separated by commas, each with `%p` for a random share of its rows
+    /// (a whole number of percent, rounded down to rows; it wins over the entry's `sampling_strategy`). `fallback`
+    /// roots serve entries without `data_path`.
+    ///
+    /// # Errors
+    /// An unknown name (with a suggestion), an impossible share, or an entry with wrong values.
+    pub fn select(&self, dataset_use: &str, fallback: &Roots) -> Result<Vec<DatasetSpec>, DataError> {
+        let parts: Vec<_> = dataset_use.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+        if parts.is_empty() {
+            return Err(DataError::Setting {
+                setting: "dataset_use",
+                got: dataset_use.to_owned(),
+                expected: "names of the registry, separated by commas",
+            });
+        }
+        parts.into_iter().map(|part| self.select_one(part, fallback)).collect()
+    }
+
+    fn select_one(&self, part: &str, fallback: &Roots) -> Result<DatasetSpec, DataError> {
+        // A name may itself contain a `%`; only digits after the last one make a share.
+        let share = part
+            .rsplit_once('%')
+            .filter(|(_, digits)| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()));
+        let (name, percent) = match share {
+            Some((name, digits)) => (name, digits.parse::<f64>().ok()),
+            None => (part, None),
+        };
+        if percent.is_some_and(|percent| !is_percent(percent)) {
+            return Err(DataError::Setting {
+                setting: "dataset_use",
+                got: part.to_owned(),
+                expected: "name%p with 1 ≤ p ≤ 100",
+            });
+        }
+        let entry = self
+            .entries
+            .get(name)
+            .ok_or_else(|| DataError::unknown_name("dataset", name, self.names()))?
+            .clone();
+        let sampling = match (percent, entry.sampling_strategy.as_deref()) {
+            (Some(percent), _) => Sampling::Random(Amount::PercentDown(percent)),
+            (None, Some(text)) => Sampling::parse(text)?,
+            (None, None) => Sampling::All,
+        };
+        Ok(DatasetSpec {
+            name: name.to_owned(),
+            file: beside(&self.path, entry.annotation_path),
+            roots: entry
+                .data_path
+                .map_or_else(|| fallback.clone(), |folder| Roots::all(beside(&self.path, folder))),
+            sampling,
+            think: entry.think.map(|think| if think { ThinkMode::On } else { ThinkMode::Off }),
+            format: entry.format.as_deref().map(Format::named).transpose()?,
+            columns: entry.columns,
+        })
+    }
+}
+
+fn beside(file: &Path, path: PathBuf) -> PathBuf {
+    match file.parent() {
+        Some(folder) if path.is_relative() => folder.join(path),
+        _ => path,
+    }
+}
+
+pub(crate) fn is_yaml(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> Result<T, DataError> {
+    let metadata = std::fs::metadata(path).map_err(DataError::io("open", path))?;
+    let broken = |problem: String| DataError::Registry { path: path.to_owned(), problem };
+    if metadata.len() > MAX_REGISTRY_BYTES {
+        return Err(broken(format!(
+            "got {} bytes, expected at most {MAX_REGISTRY_BYTES}; is this an annotation file?",
+            metadata.len()
+        )));
+    }
+    let text = std::fs::read_to_string(path).map_err(DataError::io("read", path))?;
+    if is_yaml(path) {
+        serde_saphyr::from_str(&text).map_err(|error| broken(error.to_string()))
+    } else {
+        serde_json::from_str(&text).map_err(|error| broken(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REGISTRY: &str = "
+assy07_grpo:
+  annotation_path: ann/assy07.json
+  data_path: videos
+assy07_grpo_no_think:
+  annotation_path: /abs/no_think.jsonl
+  sampling_strategy: first:10
+  format: conversations
+  columns: {reward_method: mcq_iou}
+forced_no_think:
+  annotation_path: x.json
+  think: true
+";
+
+    fn registry(text: &str, name: &str) -> Result<(tempfile::TempDir, Registry), DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        Registry::open(&path).map(|registry| (folder, registry))
+    }
+
+    #[test]
+    fn names_shares_think_and_paths() {
+        let (folder, registry) = registry(REGISTRY, "registry.yaml").unwrap();
+        let fallback = Roots::all("media");
+        let specs =
+            registry.select("assy07_grpo%50, assy07_grpo_no_think,forced_no_think", &fallback).unwrap();
+        assert_eq!(specs[0].sampling, Sampling::Random(Amount::PercentDown(50.0)));
+        assert_eq!(specs[0].file, folder.path().join("ann/assy07.json"));
+        assert_eq!(specs[0].roots, Roots::all(folder.path().join("videos")));
+        assert_eq!(specs[1].file, PathBuf::from("/abs/no_think.jsonl"));
+        assert_eq!(specs[1].roots, fallback);
+        assert_eq!(specs[1].sampling, Sampling::First(Amount::Rows(10)));
+        assert_eq!(specs[1].format.map(|format| format.name), Some("conversations"));
+        assert_eq!(specs[1].columns["reward_method"], "mcq_iou");
+        // Decided per entry and not on the whole list.
+        let modes: Vec<_> = specs.iter().map(DatasetSpec::think_mode).collect();
+        assert_eq!(modes, [ThinkMode::On, ThinkMode::Off, ThinkMode::On]);
+    }
+
+    #[test]
+    fn wrong_names_and_shares_are_errors() {
+        let (_folder, registry) = registry(REGISTRY, "registry.yaml").unwrap();
+        let select = |text: &str| registry.select(text, &Roots::default()).unwrap_err().to_string();
+        let message = select("assy07_grop");
+        assert!(message.contains("did you mean `assy07_grpo`?"), "{message}");
+        assert!(!select("something_else_entirely").contains("did you mean"));
+        for text in ["assy07_grpo%0", "assy07_grpo%101", "", " , "] {
+            assert!(select(text).starts_with("dataset_use"), "{text}");
+        }
+        // `%` without digits belongs to the name.
+        assert!(select("assy07_grpo%x").contains("unknown dataset"));
+    }
+
+    #[test]
+    fn json_registries_and_unknown_keys() {
+        let (_folder, json) =
+            registry(r#"{"a": {"annotation_path": "a.json", "think": false}}"#, "r.json").unwrap();
+        assert_eq!(json.select("a", &Roots::default()).unwrap()[0].think_mode(), ThinkMode::Off);
+        let error = registry("a: {annotation_path: x, dat_path: y}", "r.yaml").unwrap_err().to_string();
+        assert!(error.contains("dat_path"), "{error}");
+        let (_folder, bad) = registry("a: {annotation_path: x, format: llava}", "r.yaml").unwrap();
+        assert!(
+            bad.select("a", &Roots::default())
+                .unwrap_err()
+                .to_string()
+                .contains("unknown dataset format `llava`")
+        );
+    }
+
+    #[test]
+    fn lists_name_files_and_strategies() {
+        let folder = tempfile::tempdir().unwrap();
+        let list = folder.path().join("list.yaml");
+        std::fs::write(&list, "datasets:\n  - json_path: a.json\n    sampling_strategy: random:20%\n  - json_path: b.jsonl\n    data_path: pics\n").unwrap();
+        let roots = Roots { images: vec!["one".into(), "two".into()], ..Roots::default() };
+        let specs = DatasetSpec::from_files(&["c.json".into(), list], &roots).unwrap();
+        let names: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        assert_eq!(names, ["c", "a", "b"]);
+        assert_eq!(specs[0].roots.images, [PathBuf::from("one")]);
+        assert_eq!(specs[1].roots.images, [PathBuf::from("two")]);
+        assert_eq!(specs[1].sampling, Sampling::Random(Amount::PercentUp(20.0)));
+        assert_eq!(specs[2].roots, Roots::all(folder.path().join("pics")));
+    }
+}

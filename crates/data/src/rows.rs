@@ -1,0 +1,361 @@
+//! An annotation file as rows: an index of byte offsets, so that files larger than memory can be drawn from in any
+//! order.
+//!
+//! JSON lines and JSON arrays are told apart by their first character. Only the frame is read when the file is
+//! opened (quotes and brackets of an array, ends of lines); what is wrong inside a row shows when that row is read. The file is
+//! read, not mapped: a file that shrinks while in use is an error of a row and not a crash.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::{DataError, RowProblem, shorten};
+
+/// Longest row, bytes.
+const MAX_ROW_BYTES: u32 = 64 << 20;
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+pub(crate) struct RowFile {
+    pub(crate) path: Arc<Path>,
+    file: Mutex<File>,
+    rows: Vec<RowSpan>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowSpan {
+    offset: u64,
+    /// `u32::MAX` for a row beyond the limit.
+    len_bytes: u32,
+    line: u32,
+}
+
+impl RowSpan {
+    fn new(offset: u64, end: u64, line: u64) -> Self {
+        let len_bytes =
+            u32::try_from(end - offset).ok().filter(|&len| len <= MAX_ROW_BYTES).unwrap_or(u32::MAX);
+        Self { offset, len_bytes, line: u32::try_from(line).unwrap_or(u32::MAX) }
+    }
+}
+
+impl RowFile {
+    pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
+        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let metadata = file.metadata().map_err(DataError::io("open", path))?;
+        if !metadata.is_file() {
+            return Err(DataError::UnknownFile { path: path.to_owned(), got: "no regular file".to_owned() });
+        }
+        let mut reader = BufReader::with_capacity(1 << 20, file);
+        let rows = index(&mut reader, path)?;
+        let file = Mutex::new(reader.into_inner());
+        Ok(Self { path: path.into(), file, rows })
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.rows.len() as u64
+    }
+
+    /// Line of the row's first character, from 1.
+    pub(crate) fn line(&self, row: u64) -> u64 {
+        self.rows.get(row as usize).map_or(0, |span| u64::from(span.line))
+    }
+
+    /// Lengths and places of all rows, for a fingerprint.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = (u64, u32)> {
+        self.rows.iter().map(|span| (span.offset, span.len_bytes))
+    }
+
+    pub(crate) fn read(&self, row: u64) -> Result<Vec<u8>, RowProblem> {
+        let Some(span) = self.rows.get(row as usize) else {
+            return Err(RowProblem::OutOfRange { len: self.len() });
+        };
+        if span.len_bytes == u32::MAX {
+            return Err(RowProblem::TooLong { limit_bytes: MAX_ROW_BYTES });
+        }
+        let mut bytes = vec![0; span.len_bytes as usize];
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.seek(SeekFrom::Start(span.offset))?;
+        file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+fn index(reader: &mut BufReader<File>, path: &Path) -> Result<Vec<RowSpan>, DataError> {
+    let io = || DataError::io("read", path);
+    let mut offset = 0;
+    if reader.fill_buf().map_err(io())?.starts_with(BYTE_ORDER_MARK) {
+        reader.consume(BYTE_ORDER_MARK.len());
+        offset = BYTE_ORDER_MARK.len() as u64;
+    }
+    let mut line = 1;
+    loop {
+        let Some(&byte) = reader.fill_buf().map_err(io())?.first() else { return Ok(Vec::new()) };
+        match byte {
+            b'{' => return index_lines(reader, path, offset, line),
+            b'[' => return index_array(reader, path, offset, line),
+            b'\n' => line += 1,
+            b' ' | b'\t' | b'\r' => {}
+            _ => {
+                let start = String::from_utf8_lossy(reader.buffer().get(..40).unwrap_or(reader.buffer()))
+                    .into_owned();
+                let got = format!("content that begins with {start:?}");
+                return Err(DataError::UnknownFile { path: path.to_owned(), got });
+            }
+        }
+        reader.consume(1);
+        offset += 1;
+    }
+}
+
+fn index_lines(
+    reader: &mut BufReader<File>,
+    path: &Path,
+    mut offset: u64,
+    mut line: u64,
+) -> Result<Vec<RowSpan>, DataError> {
+    let mut rows = Vec::new();
+    let (mut start, mut blank) = (offset, true);
+    loop {
+        let buffer = reader.fill_buf().map_err(DataError::io("read", path))?;
+        let num_bytes = buffer.len();
+        for piece in buffer.split_inclusive(|&byte| byte == b'\n') {
+            blank = blank && piece.iter().all(u8::is_ascii_whitespace);
+            offset += piece.len() as u64;
+            if piece.ends_with(b"\n") {
+                if !blank {
+                    rows.push(RowSpan::new(start, offset - 1, line));
+                }
+                (start, blank) = (offset, true);
+                line += 1;
+            }
+        }
+        if num_bytes == 0 {
+            if !blank {
+                rows.push(RowSpan::new(start, offset, line));
+            }
+            break;
+        }
+        reader.consume(num_bytes);
+    }
+    if path.extension().is_some_and(|extension| extension == "json") {
+        refuse_spread_object(reader, path, rows.first())?;
+    }
+    Ok(rows)
+}
+
+/// A `.json` file that begins with `{` is JSON lines under another name, unless its first line is only a part of a
+/// larger object: then no row could be read and the reason lies in the file, not in its rows.
+fn refuse_spread_object(
+    reader: &mut BufReader<File>,
+    path: &Path,
+    first: Option<&RowSpan>,
+) -> Result<(), DataError> {
+    let Some(first) = first.filter(|first| first.len_bytes <= MAX_ROW_BYTES) else { return Ok(()) };
+    let mut bytes = vec![0; first.len_bytes as usize];
+    reader.seek(SeekFrom::Start(first.offset)).map_err(DataError::io("read", path))?;
+    reader.read_exact(&mut bytes).map_err(DataError::io("read", path))?;
+    match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
+        Err(error) if error.is_eof() => Err(DataError::Syntax {
+            path: path.to_owned(),
+            line: u64::from(first.line),
+            problem:
+                "got one JSON object over several lines, expected an array of rows or one object per line"
+                    .to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn index_array(
+    reader: &mut BufReader<File>,
+    path: &Path,
+    mut offset: u64,
+    mut line: u64,
+) -> Result<Vec<RowSpan>, DataError> {
+    let mut rows = Vec::new();
+    let mut depth = 0u64;
+    let (mut in_string, mut escaped) = (false, false);
+    // Start and line of the element being read, its end so far.
+    let mut element: Option<(u64, u64)> = None;
+    let mut end = 0;
+    let mut after_comma = false;
+    let mut done = false;
+    let syntax =
+        |line, problem: &str| DataError::Syntax { path: path.to_owned(), line, problem: problem.to_owned() };
+    loop {
+        let buffer = reader.fill_buf().map_err(DataError::io("read", path))?;
+        let num_bytes = buffer.len();
+        if num_bytes == 0 {
+            break;
+        }
+        for &byte in buffer {
+            let at = offset;
+            offset += 1;
+            if in_string {
+                match byte {
+                    _ if escaped => escaped = false,
+                    b'\\' => escaped = true,
+                    b'"' => in_string = false,
+                    b'\n' => line += 1,
+                    _ => {}
+                }
+                end = offset;
+                continue;
+            }
+            match byte {
+                b'\n' => {
+                    line += 1;
+                    continue;
+                }
+                b' ' | b'\t' | b'\r' => continue,
+                _ if done => {
+                    return Err(syntax(
+                        line,
+                        "got something after the array's closing `]`, expected the end of the file",
+                    ));
+                }
+                b'[' if depth == 0 => {
+                    depth = 1;
+                    continue;
+                }
+                b',' | b']' if depth == 1 => {
+                    match element.take() {
+                        Some((start, start_line)) => rows.push(RowSpan::new(start, end, start_line)),
+                        None if byte == b']' && !after_comma => {}
+                        None => {
+                            return Err(syntax(
+                                line,
+                                "got an empty element in the array, expected a row before each `,` and after the last one",
+                            ));
+                        }
+                    }
+                    after_comma = byte == b',';
+                    done = byte == b']';
+                    continue;
+                }
+                b'}' if depth == 1 => {
+                    return Err(syntax(line, "got `}` without its `{`; is a row's bracket missing?"));
+                }
+                b'"' => in_string = true,
+                b'[' | b'{' => depth += 1,
+                b']' | b'}' => depth -= 1,
+                _ => {}
+            }
+            // A depth of 1 is the array's own; what opens an element has raised it already.
+            element.get_or_insert((at, line));
+            end = offset;
+        }
+        reader.consume(num_bytes);
+    }
+    if !done {
+        let last = rows.len();
+        return Err(syntax(
+            line,
+            &shorten(&format!(
+                "the array does not end (got {last} whole rows), expected `]`; is the file cut off?"
+            )),
+        ));
+    }
+    Ok(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(name: &str, content: &[u8]) -> Result<RowFile, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        RowFile::open(&path)
+    }
+
+    fn rows(name: &str, content: &str) -> Vec<(u64, String)> {
+        let file = open(name, content.as_bytes()).unwrap();
+        (0..file.len())
+            .map(|row| (file.line(row), String::from_utf8(file.read(row).unwrap()).unwrap()))
+            .collect()
+    }
+
+    fn owned(rows: &[(u64, &str)]) -> Vec<(u64, String)> {
+        rows.iter().map(|(line, text)| (*line, (*text).to_owned())).collect()
+    }
+
+    #[test]
+    fn lines_with_blanks_carriage_returns_and_no_final_newline() {
+        let got = rows("a.jsonl", "\n {\"a\":1}\r\n\n  \n{\"b\":\"x\"}\nnot json\n{\"c\":2}");
+        let expected = [(2, "{\"a\":1}\r"), (5, "{\"b\":\"x\"}"), (6, "not json"), (7, "{\"c\":2}")];
+        assert_eq!(got, owned(&expected));
+    }
+
+    #[test]
+    fn array_elements_keep_brackets_commas_and_quotes_inside() {
+        let text = "\u{feff}[ {\"a\": \"],\\\"}\"},\n\n{\"b\": [1, {\"c\": []}]}\n , 7, [[]] ]\n";
+        let expected = [(1, "{\"a\": \"],\\\"}\"}"), (3, "{\"b\": [1, {\"c\": []}]}"), (4, "7"), (4, "[[]]")];
+        assert_eq!(rows("a.json", text), owned(&expected));
+        assert_eq!(rows("a.json", "[]"), []);
+        assert_eq!(rows("a.json", ""), []);
+        assert_eq!(rows("a.json", "{\"a\":1}\n{\"a\":2}").len(), 2);
+    }
+
+    #[test]
+    fn broken_frames_name_the_line() {
+        let cases = [
+            ("[{\"a\":1},\n{\"b\":", 2, "does not end"),
+            ("[{},\n,{}]", 2, "empty element"),
+            ("[{},]", 1, "empty element"),
+            ("[{}}]", 1, "without its"),
+            ("[{}]\n[{}]", 2, "after the array"),
+            ("{\n\"a\": 1}", 1, "several lines"),
+        ];
+        for (text, expected_line, expected) in cases {
+            match open("a.json", text.as_bytes()) {
+                Err(DataError::Syntax { line, problem, .. }) => {
+                    assert_eq!(line, expected_line, "{text}");
+                    assert!(problem.contains(expected), "{text}: {problem}");
+                }
+                other => panic!("{text}: {:?}", other.map(|file| file.len())),
+            }
+        }
+        assert!(matches!(open("a.json", b"PAR1"), Err(DataError::UnknownFile { .. })));
+        assert!(matches!(RowFile::open(Path::new("/nonexistent.json")), Err(DataError::Io { .. })));
+        assert!(matches!(
+            RowFile::open(Path::new("/")),
+            Err(DataError::UnknownFile { .. } | DataError::Io { .. })
+        ));
+    }
+
+    #[test]
+    fn a_row_beyond_the_limit_costs_that_row() {
+        let span = RowSpan::new(5, 5 + u64::from(MAX_ROW_BYTES) + 1, 3);
+        assert_eq!(span.len_bytes, u32::MAX);
+        assert_eq!(RowSpan::new(5, 5 + u64::from(MAX_ROW_BYTES), 3).len_bytes, MAX_ROW_BYTES);
+    }
+
+    #[test]
+    fn a_file_that_shrank_is_an_error_of_the_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.jsonl");
+        std::fs::write(&path, "{\"a\":1}\n{\"b\":1}\n").unwrap();
+        let file = RowFile::open(&path).unwrap();
+        std::fs::write(&path, "{\"a\":1}\n").unwrap();
+        assert!(file.read(0).is_ok());
+        assert!(matches!(file.read(1), Err(RowProblem::Io(_))));
+    }
+
+    #[test]
+    fn ten_megabytes_index_quickly() {
+        let row = format!("{{\"id\": 1, \"text\": \"{}\"}}", "x".repeat(1000));
+        let lines = format!("{row}\n").repeat(10_000);
+        let array = format!("[{}{row}]", format!("{row},\n").repeat(9_999));
+        for (name, text) in [("a.jsonl", lines), ("a.json", array)] {
+            let started = std::time::Instant::now();
+            let file = open(name, text.as_bytes()).unwrap();
+            let secs = started.elapsed().as_secs_f64();
+            assert_eq!(file.len(), 10_000);
+            // Two orders of magnitude slower than it is, so that only a quadratic mistake fails on a busy machine.
+            assert!(secs < 5.0, "{name}: {secs} s");
+            assert_eq!(file.read(9_999).unwrap(), row.as_bytes());
+        }
+    }
+}
