@@ -1,1 +1,19 @@
-//! .
+//! Media files to pixels, frames and the patches that vision towers take.
+//!
+//! Knows files and pixels, no tensors. Everything here is a pure function of the file and the settings; nothing is random
+//! and nothing is cached. Files come from outside: every read and decode runs under [`Limits`].
+//!
+//! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
+//! * [`resize_bicubic`]: Pillow's resize, bit for bit.
+//! * [`qwen_vl`]: resizing rule, normalisation and patch order of Qwen2-VL and Qwen2.5-VL.
+
+mod error;
+mod image;
+mod limits;
+pub mod qwen_vl;
+mod resize;
+
+pub use crate::error::MediaError;
+pub use crate::image::{ImageInfo, Rgb8Image, load_image, load_image_bytes, probe_image};
+pub use crate::limits::Limits;
+pub use crate::resize::{resize_bicubic, resize_lanczos};

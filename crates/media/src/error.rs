@@ -1,0 +1,124 @@
+//! What can go wrong with a media file, said so that the owner of the file can act on it.
+
+use std::path::{Path, PathBuf};
+
+/// Failure of reading, checking, decoding or laying out one medium.
+///
+/// Every variant concerns one medium (or one setting); none of them poisons the process, so a caller may
+/// skip the row and go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MediaError {
+    /// The file is missing, unreadable, or not a regular file.
+    #[error("cannot read {}: {source}; check that the path exists and is readable", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A size goes over the limit in [`crate::Limits`].
+    #[error("{}: {what} is {got}, the limit is {max}; shrink the file or raise the limit", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The quantity, with its unit.
+        what: &'static str,
+        /// Its value.
+        got: u64,
+        /// The limit.
+        max: u64,
+    },
+    /// The content is no format that is read here.
+    #[error("{}: {got}; expected {expected}; convert the file", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What the content looks like.
+        got: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// The content is damaged.
+    #[error("{}: cannot decode: {reason}; the file is damaged or incomplete, replace it", path.display())]
+    Decode {
+        /// The file.
+        path: PathBuf,
+        /// The decoder's words.
+        reason: String,
+    },
+    /// The file holds fewer frames than its header promises.
+    #[error("{}: got {got} frames, expected {expected}; the video is truncated or damaged, replace it", path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Frames found.
+        got: u64,
+        /// Frames announced or asked for.
+        expected: u64,
+    },
+    /// `ffmpeg` or `ffprobe` is not installed.
+    #[error(
+        "{}: video files need the program `{program}`, which was not found; install ffmpeg (Debian/Ubuntu: \
+         `apt install ffmpeg`, macOS: `brew install ffmpeg`, conda: `conda install ffmpeg`) and put it on PATH",
+        path.display()
+    )]
+    ProgramMissing {
+        /// The video.
+        path: PathBuf,
+        /// The program.
+        program: &'static str,
+    },
+    /// `ffmpeg` or `ffprobe` ended with an error.
+    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the video is damaged or of an unsupported kind", path.display())]
+    ProgramFailed {
+        /// The video.
+        path: PathBuf,
+        /// The program.
+        program: &'static str,
+        /// Its exit status.
+        status: String,
+        /// The end of what it wrote to standard error.
+        stderr_tail: String,
+    },
+    /// `ffmpeg` or `ffprobe` did not end in time and was killed.
+    #[error("{}: `{program}` did not finish within {limit_secs} s and was killed; shorten the video or raise the limit", path.display())]
+    Timeout {
+        /// The video.
+        path: PathBuf,
+        /// The program.
+        program: &'static str,
+        /// The limit in seconds.
+        limit_secs: f64,
+    },
+    /// A picture of a shape the model cannot take.
+    #[error("{what}: got {got}, expected {expected}; crop or pad the picture")]
+    Shape {
+        /// What was looked at.
+        what: &'static str,
+        /// The value found.
+        got: String,
+        /// The values accepted.
+        expected: String,
+    },
+    /// A setting (processor file, sampling rule, limits) that makes no sense.
+    #[error("{what}: got {got}, expected {expected}")]
+    Setting {
+        /// The setting.
+        what: String,
+        /// The value found.
+        got: String,
+        /// The values accepted.
+        expected: String,
+    },
+}
+
+impl MediaError {
+    pub(crate) fn decode(path: &Path, reason: impl ToString) -> Self {
+        Self::Decode { path: path.to_owned(), reason: reason.to_string() }
+    }
+
+    pub(crate) fn setting(what: impl Into<String>, got: impl ToString, expected: impl Into<String>) -> Self {
+        Self::Setting { what: what.into(), got: got.to_string(), expected: expected.into() }
+    }
+}

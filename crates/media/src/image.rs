@@ -1,0 +1,226 @@
+//! Picture files to 8-bit RGB.
+//!
+//! Reads PNG, JPEG, WebP, GIF, BMP and TIFF (first frame of an animation), recognised by content. The result is
+//! what Pillow and the `transformers` image processors make of the same file:
+//!
+//! * transparency (RGBA, grey + alpha, palette or `tRNS`) is composited on white with Pillow's rounding;
+//! * one-channel pictures are repeated over three channels; 16-bit colour keeps the high byte; 16-bit grey without alpha
+//!   is clipped at 255, as Pillow's conversion of mode `I;16` to RGB does (not scaled);
+//! * the EXIF orientation is **not** applied, since Pillow does not apply it on `open`.
+//!
+//! Differences: lossy formats go through another decoder than Pillow's libjpeg-turbo and libwebp; JPEG pixels
+//! of smooth content differ by up to 3 of 255 levels. A JPEG without end marker is an error here, where the decoder would fill with grey.
+//!
+//! Source: `transformers` 5.23 `image_transforms.convert_to_rgb`, Pillow 13 `Convert.c`, `Paste.c`.
+
+use std::io::{BufReader, Cursor};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use image::{DynamicImage, ImageFormat, ImageReader};
+use rayon::prelude::*;
+
+use crate::{Limits, MediaError};
+
+/// The formats, as error messages name them.
+pub(crate) const IMAGE_FORMATS: &str = "a PNG, JPEG, WebP, GIF, BMP or TIFF image";
+
+/// An 8-bit RGB picture.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rgb8Image {
+    /// Width in pixels, at least 1.
+    pub width_px: u32,
+    /// Height in pixels, at least 1.
+    pub height_px: u32,
+    /// `[height, width, 3]`, row-major, R G B.
+    pub pixels: Vec<u8>,
+}
+
+impl Rgb8Image {
+    /// A picture from its pixels `[height, width, 3]`.
+    ///
+    /// # Errors
+    /// [`MediaError::Shape`] when a side is 0 or the length is not `height * width * 3`.
+    pub fn new(width_px: u32, height_px: u32, pixels: Vec<u8>) -> Result<Self, MediaError> {
+        let image = Self { width_px, height_px, pixels };
+        image.check()?;
+        Ok(image)
+    }
+
+    /// One colour everywhere.
+    ///
+    /// # Errors
+    /// [`MediaError::Shape`] when a side is 0.
+    pub fn filled(width_px: u32, height_px: u32, rgb: [u8; 3]) -> Result<Self, MediaError> {
+        Self::new(width_px, height_px, rgb.repeat(width_px as usize * height_px as usize))
+    }
+
+    /// Fails when the fields, which are public, do not agree.
+    pub(crate) fn check(&self) -> Result<(), MediaError> {
+        let expected = u64::from(self.width_px) * u64::from(self.height_px) * 3;
+        if expected == 0 || self.pixels.len() as u64 != expected {
+            return Err(MediaError::Shape {
+                what: "pixels of an RGB picture",
+                got: format!("{} bytes for {}x{}", self.pixels.len(), self.width_px, self.height_px),
+                expected: "width * height * 3 bytes, sides of at least 1".into(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Size and format of a picture, from its header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageInfo {
+    /// Width in pixels.
+    pub width_px: u32,
+    /// Height in pixels.
+    pub height_px: u32,
+    /// File format, by content.
+    pub format: ImageFormat,
+}
+
+/// Decodes a picture file.
+///
+/// # Errors
+/// A file that cannot be read, is over a limit, of another format, or damaged.
+pub fn load_image(path: &Path, limits: &Limits) -> Result<Rgb8Image, MediaError> {
+    decode(path, &limits.read(path)?, limits)
+}
+
+/// Decodes a picture held in memory; `name` stands for the path in errors.
+///
+/// # Errors
+/// As [`load_image`].
+pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
+    let path = Path::new(name);
+    Limits::check(path, "size in bytes", bytes.len() as u64, limits.max_file_bytes)?;
+    decode(path, bytes, limits)
+}
+
+/// Reads size and format from a picture's header, without decoding it. Damage further on stays unseen.
+///
+/// # Errors
+/// As [`load_image`], as far as the header tells.
+pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
+    let file = limits.open(path)?;
+    let reader = ImageReader::new(BufReader::new(file))
+        .with_guessed_format()
+        .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
+    let format = require_known(path, reader.format())?;
+    let (width_px, height_px) =
+        guarded(path, || reader.into_dimensions().map_err(|e| MediaError::decode(path, e)))?;
+    check_size(path, width_px, height_px, limits)?;
+    Ok(ImageInfo { width_px, height_px, format })
+}
+
+fn is_known(format: ImageFormat) -> bool {
+    use ImageFormat::{Bmp, Gif, Jpeg, Png, Tiff, WebP};
+    matches!(format, Png | Jpeg | WebP | Gif | Bmp | Tiff)
+}
+
+fn require_known(path: &Path, format: Option<ImageFormat>) -> Result<ImageFormat, MediaError> {
+    let got = match format {
+        Some(format) if is_known(format) => return Ok(format),
+        Some(format) => format!("the content is {format:?}"),
+        None => "the content is no known image format".into(),
+    };
+    Err(MediaError::Format { path: path.to_owned(), got, expected: IMAGE_FORMATS })
+}
+
+pub(crate) fn check_size(
+    path: &Path,
+    width_px: u32,
+    height_px: u32,
+    limits: &Limits,
+) -> Result<(), MediaError> {
+    let num_pixels = u64::from(width_px) * u64::from(height_px);
+    if num_pixels == 0 {
+        return Err(MediaError::decode(path, format!("empty picture ({width_px}x{height_px})")));
+    }
+    Limits::check(path, "number of pixels", num_pixels, limits.max_pixels)
+}
+
+/// The limits as the decoders know them.
+pub(crate) fn decoder_limits(limits: &Limits) -> image::Limits {
+    let mut out = image::Limits::default();
+    out.max_alloc = Some(limits.max_alloc_bytes);
+    out
+}
+
+/// Runs a decoder. The decoders are memory-safe but young: a panic inside one is a damaged file, not our end.
+pub(crate) fn guarded<T>(
+    path: &Path,
+    decode: impl FnOnce() -> Result<T, MediaError>,
+) -> Result<T, MediaError> {
+    catch_unwind(AssertUnwindSafe(decode))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder stopped on an internal error")))
+}
+
+fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
+    let format = require_known(path, image::guess_format(bytes).ok())?;
+    if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
+        return Err(MediaError::decode(path, "JPEG data ends before its end marker"));
+    }
+    let (width_px, height_px) = guarded(path, || {
+        ImageReader::with_format(Cursor::new(bytes), format)
+            .into_dimensions()
+            .map_err(|e| MediaError::decode(path, e))
+    })?;
+    check_size(path, width_px, height_px, limits)?;
+    guarded(path, || {
+        let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+        reader.limits(decoder_limits(limits));
+        rgb_from_dynamic(path, reader.decode().map_err(|e| MediaError::decode(path, e))?)
+    })
+}
+
+/// Whether an end-of-image marker follows the last start of scan. The JPEG decoder fills a cut file with grey.
+/// Inside a scan `FF` is never followed by `D9`, and a thumbnail's markers stand before the last scan.
+fn jpeg_has_end(bytes: &[u8]) -> bool {
+    let marker = |code: u8| move |pair: &[u8]| pair == [0xFF, code];
+    let Some(scan) = bytes.windows(2).rposition(marker(0xDA)) else { return false };
+    bytes[scan..].windows(2).any(marker(0xD9))
+}
+
+pub(crate) fn rgb_from_dynamic(path: &Path, image: DynamicImage) -> Result<Rgb8Image, MediaError> {
+    let (width_px, height_px) = (image.width(), image.height());
+    let high = |x: u16| (x >> 8) as u8;
+    let pixels = match image {
+        DynamicImage::ImageRgb8(b) => b.into_raw(),
+        DynamicImage::ImageRgba8(b) => on_white::<4>(b.as_raw()),
+        DynamicImage::ImageLuma8(b) => b.as_raw().iter().flat_map(|&v| [v; 3]).collect(),
+        DynamicImage::ImageLumaA8(b) => on_white::<2>(b.as_raw()),
+        DynamicImage::ImageRgb16(b) => b.as_raw().iter().copied().map(high).collect(),
+        DynamicImage::ImageRgba16(b) => {
+            on_white::<4>(&b.as_raw().iter().copied().map(high).collect::<Vec<_>>())
+        }
+        DynamicImage::ImageLumaA16(b) => {
+            on_white::<2>(&b.as_raw().iter().copied().map(high).collect::<Vec<_>>())
+        }
+        DynamicImage::ImageLuma16(b) => b.as_raw().iter().flat_map(|&v| [v.min(255) as u8; 3]).collect(),
+        other => {
+            return Err(MediaError::Format {
+                path: path.to_owned(),
+                got: format!("pixels are {:?}", other.color()),
+                expected: "8- or 16-bit integer pixels",
+            });
+        }
+    };
+    Rgb8Image::new(width_px, height_px, pixels)
+}
+
+/// Composites pixels of N channels, the last of them alpha, on white.
+/// Pillow's rounding: `t = 255 (255 - a) + v a + 128`, then `(t + t/256) / 256`, which is round(t/255) for all bytes.
+fn on_white<const N: usize>(pixels: &[u8]) -> Vec<u8> {
+    let mut out = vec![0u8; pixels.len() / N * 3];
+    out.par_chunks_exact_mut(3).with_min_len(1 << 14).zip(pixels.par_chunks_exact(N)).for_each(|(rgb, p)| {
+        let a = u32::from(p[N - 1]);
+        for (c, out) in rgb.iter_mut().enumerate() {
+            let v = u32::from(if N == 2 { p[0] } else { p[c] });
+            let t = 255 * (255 - a) + v * a + 128;
+            *out = (((t >> 8) + t) >> 8) as u8;
+        }
+    });
+    out
+}

@@ -1,0 +1,242 @@
+//! Pictures against Pillow and the PIL-backend processors of transformers; goldens by `data/make_images.py`.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::io::Cursor;
+use std::path::{Path, PathBuf};
+
+use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors, enlarge_small};
+use omnigrpo_media::{
+    Limits, MediaError, Rgb8Image, load_image, load_image_bytes, probe_image, resize_bicubic, resize_lanczos,
+};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+fn golden(table: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(data("images.json")).unwrap();
+    let mut golden: Value = serde_json::from_str(&text).unwrap();
+    golden[table].take().as_array().unwrap().clone()
+}
+
+fn sha(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 56) as u8
+        })
+        .collect()
+}
+
+fn num(v: &Value) -> u32 {
+    u32::try_from(v.as_u64().unwrap()).unwrap()
+}
+
+#[test]
+fn resize_equals_pillow() {
+    for row in golden("resize") {
+        let (w, h) = (num(&row["size"][0]), num(&row["size"][1]));
+        let (w2, h2) = (num(&row["out"][0]), num(&row["out"][1]));
+        let pixels = noise(row["seed"].as_u64().unwrap(), (w * h * 3) as usize);
+        let image = Rgb8Image::new(w, h, pixels).unwrap();
+        let resize = if row["filter"] == "LANCZOS" { resize_lanczos } else { resize_bicubic };
+        let out = resize(&image, w2, h2).unwrap();
+        if let Some(pixels) = row["pixels"].as_array() {
+            assert_eq!(out.pixels, pixels.iter().map(|v| num(v) as u8).collect::<Vec<_>>(), "{row}");
+        }
+        assert_eq!(sha(&out.pixels), row["sha256"], "{w}x{h} -> {w2}x{h2}");
+    }
+}
+
+#[test]
+fn files_decode_as_pillow_and_transformers_convert_them() {
+    let limits = Limits::default();
+    let mut num_exact = 0;
+    for row in golden("files") {
+        let name = row["name"].as_str().unwrap();
+        let image = load_image(&data(name), &limits).unwrap();
+        let info = probe_image(&data(name), &limits).unwrap();
+        let size = (num(&row["size"][0]), num(&row["size"][1]));
+        assert_eq!((image.width_px, image.height_px), size, "{name}");
+        assert_eq!((info.width_px, info.height_px), size, "{name}");
+        if name.starts_with("photo") {
+            // Lossy formats have another decoder than Pillow. The bound is the documented one.
+            let expected = std::fs::read(data(&format!("{name}.rgb"))).unwrap();
+            let worst = image.pixels.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+            assert!(worst <= 3, "{name}: {worst} levels");
+        } else {
+            assert_eq!(sha(&image.pixels), row["sha256"], "{name}");
+            num_exact += 1;
+        }
+    }
+    assert_eq!(num_exact, 17);
+}
+
+#[test]
+fn patches_equal_the_transformers_processor() {
+    for row in golden("patches") {
+        let (h, w, channels) = (num(&row["h"]), num(&row["w"]), num(&row["channels"]));
+        let pixels = noise(row["seed"].as_u64().unwrap(), (h * w * channels) as usize);
+        let color = match channels {
+            1 => image::ExtendedColorType::L8,
+            3 => image::ExtendedColorType::Rgb8,
+            _ => image::ExtendedColorType::Rgba8,
+        };
+        let mut png = Cursor::new(Vec::new());
+        image::write_buffer_with_format(&mut png, &pixels, w, h, color, image::ImageFormat::Png).unwrap();
+        let image = load_image_bytes("noise.png", png.get_ref(), &Limits::default()).unwrap();
+
+        let processor = ImageProcessor::from_json(&row["options"].to_string()).unwrap();
+        let out = processor.process_image(&image).unwrap();
+        let grid = PatchGrid { t: 1, h: num(&row["grid"][1]) as usize, w: num(&row["grid"][2]) as usize };
+        assert_eq!(out.grid, grid, "{row}");
+        assert_eq!(out.rows.len(), grid.num_patches() * out.row_len);
+        let (rh, rw) = processor.resized(h, w).unwrap();
+        assert_eq!(processor.grid(1, rh, rw).unwrap(), grid);
+        let last = &out.rows[out.rows.len() - out.row_len..];
+        for i in 0..4 {
+            assert_eq!(out.rows[i], row["head"][i].as_f64().unwrap() as f32, "{row}");
+            assert_eq!(last[out.row_len - 4 + i], row["tail"][i].as_f64().unwrap() as f32, "{row}");
+        }
+        let bytes: Vec<u8> = out.rows.iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(sha(&bytes), row["sha256"], "{row}");
+    }
+}
+
+#[test]
+fn small_pictures_are_enlarged_as_vlm_r1_does() {
+    // The 200x27 row of the resize goldens: 27 -> 28, 200 -> int(200 * 28/27) = 207, Lanczos.
+    let image = Rgb8Image::new(200, 27, noise(8, 200 * 27 * 3)).unwrap();
+    let out = enlarge_small(&image, 28).unwrap();
+    assert_eq!((out.width_px, out.height_px), (207, 28));
+    let row = golden("resize").into_iter().find(|row| row["seed"] == 8).unwrap();
+    assert_eq!(sha(&out.pixels), row["sha256"]);
+    let image = Rgb8Image::new(28, 40, noise(8, 28 * 40 * 3)).unwrap();
+    assert_eq!(*enlarge_small(&image, 28).unwrap(), image);
+    let thin = Rgb8Image::new(1, 300, vec![0; 900]).unwrap();
+    assert!(matches!(enlarge_small(&thin, 28), Err(MediaError::Shape { .. })));
+}
+
+#[test]
+fn damaged_and_foreign_files_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let limits = Limits::default();
+    for name in ["rgba.png", "photo_420.jpg", "photo.webp", "animated.gif", "plain.bmp", "plain.tiff"] {
+        let bytes = std::fs::read(data(name)).unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, &bytes[..bytes.len() / 4]).unwrap();
+        let error = load_image(&path, &limits).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+    }
+    let path = dir.path().join("text.png");
+    std::fs::write(&path, "no picture at all").unwrap();
+    let error = load_image(&path, &limits).unwrap_err();
+    assert!(matches!(error, MediaError::Format { .. }), "{error}");
+    assert!(error.to_string().contains("PNG, JPEG, WebP"), "{error}");
+    assert!(matches!(probe_image(&path, &limits), Err(MediaError::Format { .. })));
+    std::fs::write(&path, "").unwrap();
+    assert!(matches!(load_image(&path, &limits), Err(MediaError::Format { .. })));
+    assert!(matches!(load_image(&dir.path().join("none.png"), &limits), Err(MediaError::Read { .. })));
+    assert!(matches!(load_image(dir.path(), &limits), Err(MediaError::Read { .. })));
+}
+
+#[test]
+fn limits_hold_before_the_pixels_are_decoded() {
+    let path = data("rgba.png"); // 13 x 9, 545 bytes
+    for limits in [
+        Limits { max_pixels: 13 * 9 - 1, ..Limits::default() },
+        Limits { max_file_bytes: 544, ..Limits::default() },
+    ] {
+        for error in [load_image(&path, &limits).unwrap_err(), probe_image(&path, &limits).unwrap_err()] {
+            assert!(matches!(error, MediaError::TooLarge { .. }), "{error}");
+        }
+    }
+    let limits = Limits { max_alloc_bytes: 13 * 9 * 4 - 1, ..Limits::default() };
+    assert!(load_image(&path, &limits).is_err());
+    let limits =
+        Limits { max_pixels: 13 * 9, max_file_bytes: 545, max_alloc_bytes: 1 << 20, ..Limits::default() };
+    assert!(load_image(&path, &limits).is_ok());
+
+    // A PNG header that promises 60 000 x 60 000 pixels.
+    let mut bomb = std::fs::read(&path).unwrap();
+    bomb[16..24].copy_from_slice(&[0, 0, 0xEA, 0x60, 0, 0, 0xEA, 0x60]);
+    assert!(load_image_bytes("bomb.png", &bomb, &Limits::default()).is_err());
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_are_refused_without_blocking() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pipe.png");
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let error = load_image(&path, &Limits::default()).unwrap_err();
+    assert!(error.to_string().contains("not a regular file"), "{error}");
+}
+
+#[test]
+fn processor_files_are_read_in_every_published_layout() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(matches!(Processors::load(dir.path()), Err(MediaError::Read { .. })));
+
+    // Hub file of Qwen2-VL: also governs videos.
+    let hub = r#"{"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}"#;
+    std::fs::write(dir.path().join("preprocessor_config.json"), hub).unwrap();
+    let both = Processors::load(dir.path()).unwrap();
+    let expected = ImageProcessor { max_pixels: 12845056, ..ImageProcessor::default() };
+    assert_eq!(both, Processors { image: expected.clone(), video: expected.clone() });
+
+    std::fs::write(
+        dir.path().join("video_preprocessor_config.json"),
+        r#"{"size": {"shortest_edge": 100352, "longest_edge": 602112}, "resample": 3}"#,
+    )
+    .unwrap();
+    let both = Processors::load(dir.path()).unwrap();
+    assert_eq!(both.image, expected);
+    assert_eq!(both.video, ImageProcessor::video_default());
+
+    // transformers 5: one nested file, which wins.
+    std::fs::write(
+        dir.path().join("processor_config.json"),
+        r#"{"processor_class": "Qwen2_5_VLProcessor",
+            "image_processor": {"size": {"shortest_edge": 784, "longest_edge": 1568}, "rescale_factor": 0.5},
+            "video_processor": {"temporal_patch_size": 4, "fps": 2}}"#,
+    )
+    .unwrap();
+    let both = Processors::load(dir.path()).unwrap();
+    let image = ImageProcessor {
+        min_pixels: 784,
+        max_pixels: 1568,
+        rescale_factor: 0.5,
+        ..ImageProcessor::default()
+    };
+    assert_eq!(both.image, image);
+    assert_eq!(both.video, ImageProcessor { temporal_patch_size: 4, ..ImageProcessor::video_default() });
+
+    for bad in [
+        "[]",
+        r#"{"patch_size": 0}"#,
+        r#"{"min_pixels": 9, "max_pixels": 8}"#,
+        r#"{"image_std": [1, 0, 1]}"#,
+        r#"{"resample": 2}"#,
+        r#"{"size": {"height": 224, "width": 224}}"#,
+    ] {
+        assert!(matches!(ImageProcessor::from_json(bad), Err(MediaError::Setting { .. })), "{bad}");
+    }
+}
+
+#[test]
+fn sides_must_fit_when_resizing_is_off() {
+    let processor = ImageProcessor { do_resize: false, ..ImageProcessor::default() };
+    let image = Rgb8Image::filled(30, 56, [1, 2, 3]).unwrap();
+    let error = processor.process_image(&image).unwrap_err();
+    assert!(error.to_string().contains("multiples of 28"), "{error}");
+}
