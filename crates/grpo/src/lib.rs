@@ -1,1 +1,30 @@
-//! .
+//! The mathematics of group-relative policy optimisation in f64 over plain slices.
+//!
+//! ```text
+//! rewards ─► advantage ─► Batch { logp, old, reference, advantages, … } ─► loss::evaluate ─► loss, dL/dlogp, dL/dentropy
+//!                                                                              └──────────► MetricSums ─► metrics
+//! ```
+//!
+//! The loss is a scalar function of per-token log-probabilities (and entropies), so its gradient with respect to
+//! them is written down in closed form here and a tape only has to carry log-probabilities back to parameters.
+//! Nothing in this crate knows tensors, devices or models.
+//!
+//! Row order is prompt-major everywhere: `row = prompt * group_size + sample`. Tokens of one completion are contiguous.
+//!
+//! Four independent choices make an algorithm (advantage, surrogate, aggregation, KL); [`RECIPES`] names the known
+//! combinations.
+
+pub mod advantage;
+mod error;
+pub mod loss;
+pub mod mask;
+pub mod metrics;
+pub mod recipe;
+
+pub use advantage::{AdvantageKind, Advantages};
+pub use error::Error;
+pub use loss::{
+    Aggregation, Batch, EntropyGate, Kl, LossOutput, LossPlan, Normalizer, RatioLevel, Surrogate, evaluate,
+};
+pub use metrics::{Metric, MetricSums};
+pub use recipe::{RECIPES, Recipe, recipe};

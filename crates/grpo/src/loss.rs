@@ -1,0 +1,658 @@
+//! The loss of one optimizer step and its gradient with respect to log-probabilities and entropies.
+//!
+//! For completion `i` with `L_i` tokens, token `t`, `lp = log pi(token)`, `old` and `ref` the same under the sampling
+//! and the reference policy, advantage `A_i`:
+//!
+//! ```text
+//! d_it  = lp_it - old_it                                  (0 when on-policy, with derivative 1)
+//! c_it  = exp(d_it)            RatioLevel::Token
+//! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
+//! l_it  = surrogate(c, A_i, lp_it)
+//! k_it  = kl(lp_it, ref_it, c)
+//! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
+//! ```
+//!
+//! `w_i` comes from [`Aggregation`] and a [`Normalizer`] that is made once for the whole optimizer step, so the loss of
+//! the step is the plain sum of the losses of its parts, however the groups are cut into parts.
+//!
+//! Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers at each variant. The deliberate differences:
+//! - The exponent of every ratio is clamped to ±20, that of k3 to at most 20, with gradient 0 beyond. One token whose
+//!   probability collapsed would otherwise turn the step into infinity. Exponents within the bound are untouched.
+//! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the pull back
+//!   towards the reference stays.
+//! - The entropy bonus is a mean over the tokens of the whole optimizer step, not a mean of micro-batch means.
+//! - `dapo` and `cispo` divide by the tokens of the optimizer step, not by those of the generation batch divided by its
+//!   number of steps. Both are the same with one optimizer step per rollout.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::metrics::MetricSums;
+
+/// Largest exponent of a probability ratio; `exp(20)` is 5e8.
+const MAX_EXPONENT: f64 = 20.0;
+
+/// The per-token policy term `l` as a function of the ratio `c`, the advantage `A` and the log-probability `lp`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Surrogate {
+    /// `-min(min(c, delta) A, clamp(c, 1 - low, 1 + high) A)`. PPO (arXiv 1707.06347); `high > low` is clip-higher
+    /// (DAPO, arXiv 2503.14476); `delta` bounds the ratio where the advantage is negative (INTELLECT-2).
+    Clip {
+        /// Lower clip distance, in `[0, 1]`.
+        low: f64,
+        /// Upper clip distance, at least 0.
+        high: f64,
+        /// Upper bound of the unclipped ratio, above `1 + high`.
+        delta: Option<f64>,
+    },
+    /// `-c A`: the ratio without a clip.
+    Ratio,
+    /// `-stopgrad(min(c, cap)) A lp`: every token keeps a gradient (MiniMax-M1, arXiv 2506.13585).
+    Cispo {
+        /// Upper bound of the ratio itself, not a distance from 1.
+        cap: f64,
+    },
+    /// `-sigmoid(tau (c - 1)) (4 / tau) A` with `tau = pos` if `A > 0`, else `neg` (SAPO).
+    Sapo {
+        /// Temperature for positive advantages.
+        pos: f64,
+        /// Temperature for the others.
+        neg: f64,
+    },
+    /// `-A lp`: the policy gradient without a ratio (REINFORCE). Its token sum is `-A log pi(completion)`.
+    LogProb,
+}
+
+/// Over what the probability ratio is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RatioLevel {
+    /// One ratio per token.
+    #[default]
+    Token,
+    /// One ratio per completion, the geometric mean of its token ratios (GSPO, arXiv 2507.18071).
+    Sequence,
+}
+
+/// The weight of a token in the loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aggregation {
+    /// Mean over completions of the mean over their tokens (`grpo`).
+    #[default]
+    SequenceMean,
+    /// Mean over the tokens of a micro-batch, then mean over micro-batches (`bnpo`).
+    TokenMeanLocal,
+    /// Sum over tokens divided by completions times `max_completion_length` (`dr_grpo`, arXiv 2503.20783).
+    ConstantLength,
+    /// Mean over all tokens of the optimizer step (`dapo`, `cispo`).
+    TokenMeanGlobal,
+    /// Sum over tokens, mean over completions.
+    TokenSum,
+}
+
+/// The per-token penalty for leaving the reference policy, times `beta`. With `x = ref - lp`:
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kl {
+    /// None; no reference is needed.
+    Off,
+    /// `exp(x) - x - 1`, never negative (k3; Schulman 2020, "Approximating KL divergence").
+    #[default]
+    K3,
+    /// `(exp(x) - x - 1) c` with the gradient through `c` too: off-policy its gradient is that of the KL divergence
+    /// (DeepSeek-V3.2; TRL `use_bias_correction_kl`).
+    K3Corrected,
+    /// `-x`: signed. Its token sum is `log pi(completion) - log ref(completion)` (k1 per sequence).
+    K1,
+}
+
+/// A loss as independent choices; see the module for the formula.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct LossPlan {
+    /// The policy term.
+    pub surrogate: Surrogate,
+    /// Token or sequence ratios.
+    pub ratio: RatioLevel,
+    /// Token weights.
+    pub aggregation: Aggregation,
+    /// The KL estimator; without effect where `beta` is 0.
+    pub kl: Kl,
+    /// Weight of the KL term; 0 needs no reference policy.
+    pub beta: f64,
+    /// Weight of the entropy bonus (mean entropy per token, in nats); 0 needs no entropies.
+    pub entropy_coef: f64,
+    /// Leave completions that ran into the length limit out of policy term, KL and entropy. They stay in the number of
+    /// completions that [`Aggregation::SequenceMean`] and the like divide by, as in TRL.
+    pub mask_truncated_completions: bool,
+}
+
+impl LossPlan {
+    /// Whether a reference policy has to be evaluated.
+    #[must_use]
+    pub fn needs_reference(&self) -> bool {
+        self.beta != 0.0 && self.kl != Kl::Off
+    }
+
+    /// Whether per-token entropies enter the loss; their gradient is zero otherwise.
+    #[must_use]
+    pub fn needs_entropy(&self) -> bool {
+        self.entropy_coef != 0.0
+    }
+
+    /// Checks the range of every number.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] names the first setting outside its range.
+    pub fn validate(&self) -> Result<(), Error> {
+        let require = |ok: bool, setting, value, expected| {
+            if ok { Ok(()) } else { Err(Error::Setting { setting, value, expected }) }
+        };
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        match self.surrogate {
+            Surrogate::Clip { low, high, delta } => {
+                require((0.0..=1.0).contains(&low), "epsilon", low, "a number in [0, 1]")?;
+                require(high.is_finite() && high >= 0.0, "epsilon_high", high, "a finite number >= 0")?;
+                if let Some(delta) = delta {
+                    let above = delta.is_finite() && delta > 1.0 + high;
+                    require(above, "delta", delta, "a finite number above 1 + epsilon_high")?;
+                }
+            }
+            Surrogate::Cispo { cap } => require(positive(cap), "epsilon_high", cap, "a finite ratio > 0")?,
+            Surrogate::Sapo { pos, neg } => {
+                require(positive(pos), "sapo_temperature_pos", pos, "a finite number > 0")?;
+                require(positive(neg), "sapo_temperature_neg", neg, "a finite number > 0")?;
+            }
+            Surrogate::Ratio | Surrogate::LogProb => {}
+        }
+        require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
+        require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")
+    }
+}
+
+/// Completions with their tokens: a whole optimizer step or any part of it.
+///
+/// Per-token slices hold the tokens of completion 0, then those of completion 1, and so on, without padding.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// Tokens per completion; an empty completion adds nothing but counts as a completion.
+    pub lengths: &'a [usize],
+    /// Log-probability of each token under the current policy, in nats, ≤ 0.
+    pub logp: &'a [f64],
+    /// The same under the policy that sampled; `None` if that is the current one (on-policy, ratio exactly 1).
+    pub old: Option<&'a [f64]>,
+    /// The same under the reference policy.
+    pub reference: Option<&'a [f64]>,
+    /// Entropy of the current policy at each token, in nats.
+    pub entropy: Option<&'a [f64]>,
+    /// Advantage of each completion.
+    pub advantages: &'a [f64],
+    /// Whether a completion ran into the length limit.
+    pub truncated: &'a [bool],
+}
+
+/// Restricts policy term and entropy bonus to the tokens where the policy is undecided (arXiv 2506.01939, TRL
+/// `top_entropy_quantile`). The KL term keeps all tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EntropyGate {
+    /// Tokens with at least this entropy pass, in nats.
+    pub threshold: f64,
+    /// Number of tokens of the optimizer step that pass.
+    pub tokens: usize,
+}
+
+impl EntropyGate {
+    /// The gate that lets the `top` fraction of `entropies` pass (by linear interpolation between order statistics),
+    /// or `None` if `top` is 1 or there are no tokens.
+    ///
+    /// # Errors
+    /// `top` outside (0, 1].
+    pub fn top(entropies: &[f64], top: f64) -> Result<Option<Self>, Error> {
+        if !(top > 0.0 && top <= 1.0) {
+            return Err(Error::Setting {
+                setting: "top_entropy_quantile",
+                value: top,
+                expected: "a number in (0, 1]",
+            });
+        }
+        if top == 1.0 || entropies.is_empty() {
+            return Ok(None);
+        }
+        let mut sorted = entropies.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let position = (1.0 - top) * (sorted.len() - 1) as f64;
+        let (below, fraction) = (position.floor() as usize, position.fract());
+        let above = (below + 1).min(sorted.len() - 1);
+        let threshold = sorted[below] + fraction * (sorted[above] - sorted[below]);
+        Ok(Some(Self { threshold, tokens: entropies.iter().filter(|h| **h >= threshold).count() }))
+    }
+}
+
+/// The denominators of one optimizer step, the same for all of its parts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Normalizer {
+    /// Completions, masked and empty ones included.
+    pub completions: usize,
+    /// Tokens that count: those of truncated completions do not if the plan masks them.
+    pub tokens: usize,
+    /// The length limit, in tokens; used by [`Aggregation::ConstantLength`].
+    pub max_completion_length: usize,
+    /// Tokens that count in this part's micro-batch; used by [`Aggregation::TokenMeanLocal`].
+    pub micro_batch_tokens: usize,
+    /// Micro-batches per optimizer step (gradient accumulation times ranks); used by [`Aggregation::TokenMeanLocal`].
+    pub micro_batches: usize,
+    /// See [`EntropyGate`]; `None` lets every token pass.
+    pub entropy_gate: Option<EntropyGate>,
+}
+
+impl Normalizer {
+    /// For an optimizer step of one micro-batch, from the completions of the whole step on all ranks.
+    ///
+    /// # Errors
+    /// `lengths` and `truncated` differ in length, or `max_completion_length` is 0.
+    pub fn for_step(
+        plan: &LossPlan,
+        lengths: &[usize],
+        truncated: &[bool],
+        max_completion_length: usize,
+    ) -> Result<Self, Error> {
+        if max_completion_length == 0 {
+            return Err(Error::Setting {
+                setting: "max_completion_length",
+                value: 0.0,
+                expected: "at least 1",
+            });
+        }
+        let tokens = counted_tokens(plan, lengths, truncated)?;
+        Ok(Self {
+            completions: lengths.len(),
+            tokens,
+            max_completion_length,
+            micro_batch_tokens: tokens,
+            micro_batches: 1,
+            entropy_gate: None,
+        })
+    }
+
+    /// The same step seen from one of its `micro_batches`, whose completions are given. Only
+    /// [`Aggregation::TokenMeanLocal`] tells micro-batches apart.
+    ///
+    /// # Errors
+    /// `lengths` and `truncated` differ in length, or `micro_batches` is 0.
+    pub fn for_micro_batch(
+        &self,
+        plan: &LossPlan,
+        lengths: &[usize],
+        truncated: &[bool],
+        micro_batches: usize,
+    ) -> Result<Self, Error> {
+        if micro_batches == 0 {
+            return Err(Error::Setting { setting: "micro_batches", value: 0.0, expected: "at least 1" });
+        }
+        Ok(Self { micro_batch_tokens: counted_tokens(plan, lengths, truncated)?, micro_batches, ..*self })
+    }
+
+    /// The same step with an entropy gate.
+    #[must_use]
+    pub fn with_entropy_gate(self, gate: Option<EntropyGate>) -> Self {
+        Self { entropy_gate: gate, ..self }
+    }
+
+    fn token_weight(&self, aggregation: Aggregation, length: usize) -> f64 {
+        let at_least_1 = |n: usize| n.max(1) as f64;
+        let completions = at_least_1(self.completions);
+        match aggregation {
+            Aggregation::SequenceMean => 1.0 / (completions * at_least_1(length)),
+            Aggregation::TokenMeanLocal => {
+                1.0 / (at_least_1(self.micro_batch_tokens) * at_least_1(self.micro_batches))
+            }
+            Aggregation::ConstantLength => 1.0 / (completions * at_least_1(self.max_completion_length)),
+            Aggregation::TokenMeanGlobal => 1.0 / at_least_1(self.tokens),
+            Aggregation::TokenSum => 1.0 / completions,
+        }
+    }
+}
+
+fn counted_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool]) -> Result<usize, Error> {
+    expect_length("truncated", truncated.len(), lengths.len(), "one per completion")?;
+    let counts = |cut: bool| !(cut && plan.mask_truncated_completions);
+    let counted = lengths.iter().zip(truncated).filter(|(_, cut)| counts(**cut));
+    Ok(counted.fold(0, |sum: usize, (length, _)| sum.saturating_add(*length)))
+}
+
+/// The value of a batch's share of the loss, and its gradient.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LossOutput {
+    /// `policy + kl_term + entropy_term`.
+    pub loss: f64,
+    /// Aggregated policy term.
+    pub policy: f64,
+    /// `beta` times the aggregated KL.
+    pub kl_term: f64,
+    /// `-entropy_coef` times the mean entropy.
+    pub entropy_term: f64,
+    /// Derivative of `loss` by each entry of [`Batch::logp`], where `old` and `reference` are constants.
+    pub dlogp: Vec<f64>,
+    /// Derivative of `loss` by each entry of [`Batch::entropy`]; empty if the batch has none.
+    pub dentropy: Vec<f64>,
+    /// What the metrics of the step are made from; add those of all parts.
+    pub sums: MetricSums,
+}
+
+/// Computes a batch's share of the loss of an optimizer step, with its gradient.
+///
+/// Shares of the parts of one step add up to the loss of the step, and so do their gradients. Completions with
+/// advantage 0 get a policy gradient of exactly 0 and keep their KL gradient.
+///
+/// # Errors
+/// A plan out of range, slices of the wrong length, a missing reference or entropy, a non-finite input (the message
+/// names completion and token), or a loss that overflows.
+pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> Result<LossOutput, Error> {
+    plan.validate()?;
+    let reference = check_batch(batch, plan, normalizer)?;
+    let tokens = batch.logp.len();
+    let mut out = LossOutput {
+        loss: 0.0,
+        policy: 0.0,
+        kl_term: 0.0,
+        entropy_term: 0.0,
+        dlogp: vec![0.0; tokens],
+        dentropy: vec![0.0; batch.entropy.map_or(0, <[f64]>::len)],
+        sums: MetricSums::default(),
+    };
+    let entropy_tokens = normalizer.entropy_gate.map_or(normalizer.tokens, |gate| gate.tokens).max(1) as f64;
+    let entropy_weight = plan.entropy_coef / entropy_tokens;
+    let mut kl_sum = 0.0;
+
+    let mut start = 0;
+    for (completion, &length) in batch.lengths.iter().enumerate() {
+        let span = start..start + length;
+        start += length;
+        let advantage = batch.advantages[completion];
+        let masked = plan.mask_truncated_completions && batch.truncated[completion];
+        if masked || length == 0 {
+            out.sums.add_completion(0.0, advantage);
+            continue;
+        }
+
+        let logp = &batch.logp[span.clone()];
+        let dlogp = &mut out.dlogp[span.clone()];
+        let weight = normalizer.token_weight(plan.aggregation, length);
+        let ratios = Ratios::of(plan.ratio, logp, batch.old.map(|old| &old[span.clone()]));
+
+        let gate = |t: usize| match (normalizer.entropy_gate, batch.entropy) {
+            (Some(gate), Some(entropy)) => entropy[span.start + t] >= gate.threshold,
+            _ => true,
+        };
+        // Derivative of the loss by the completion's one ratio; spread over its tokens below.
+        let mut d_sequence = 0.0;
+
+        let mut policy = 0.0;
+        let mut clipped = Clipped::default();
+        for t in 0..length {
+            let ratio = ratios.at(t);
+            clipped.count(plan.surrogate, ratio.value, advantage);
+            if advantage == 0.0 || !gate(t) {
+                continue;
+            }
+            let term = policy_term(plan.surrogate, ratio.value, advantage, logp[t]);
+            policy += term.value;
+            dlogp[t] += weight * term.d_logp;
+            match plan.ratio {
+                RatioLevel::Token => dlogp[t] += weight * term.d_ratio * ratio.d_exponent,
+                RatioLevel::Sequence => d_sequence += weight * term.d_ratio * ratio.d_exponent,
+            }
+        }
+
+        let mut kl = 0.0;
+        if let Some(reference) = reference {
+            let reference = &reference[span.clone()];
+            for t in 0..length {
+                let ratio = ratios.at(t);
+                let term = kl_term(plan.kl, reference[t] - logp[t], ratio.value);
+                kl += term.value;
+                dlogp[t] += weight * plan.beta * term.d_logp;
+                let d_exponent = weight * plan.beta * term.d_ratio * ratio.d_exponent;
+                match plan.ratio {
+                    RatioLevel::Token => dlogp[t] += d_exponent,
+                    RatioLevel::Sequence => d_sequence += d_exponent,
+                }
+            }
+        }
+        if plan.ratio == RatioLevel::Sequence {
+            let share = d_sequence / length as f64;
+            dlogp.iter_mut().for_each(|d| *d += share);
+        }
+
+        if let Some(entropy) = batch.entropy {
+            let entropy = &entropy[span.clone()];
+            out.sums.entropy_tokens += length as u64;
+            out.sums.entropy += entropy.iter().sum::<f64>();
+            for t in (0..length).filter(|t| gate(*t)) {
+                out.entropy_term -= entropy_weight * entropy[t];
+                out.dentropy[span.start + t] = -entropy_weight;
+            }
+        }
+
+        finite("policy term", completion, policy * weight)?;
+        finite("KL term", completion, kl * weight * plan.beta)?;
+        out.policy += weight * policy;
+        kl_sum += weight * kl;
+        out.sums.add_completion(logp.iter().sum(), advantage);
+        if reference.is_some() {
+            out.sums.add_kl(kl, length);
+        }
+        out.sums.add_clipped(&clipped, plan.ratio, length);
+    }
+
+    out.kl_term = plan.beta * kl_sum;
+    out.loss = out.policy + out.kl_term + out.entropy_term;
+    if let Some(completion) = first_non_finite(&out.dlogp, batch.lengths) {
+        return Err(Error::Overflow { what: "gradient", completion, value: f64::NAN });
+    }
+    out.sums.add_loss(out.loss, out.policy, reference.is_some().then_some(kl_sum));
+    Ok(out)
+}
+
+/// One factor of the loss with its partial derivatives.
+struct Term {
+    value: f64,
+    /// By `lp`, with the ratio held.
+    d_logp: f64,
+    /// By the ratio, with `lp` held.
+    d_ratio: f64,
+}
+
+#[derive(Clone, Copy)]
+struct Ratio {
+    value: f64,
+    /// Derivative of the value by its exponent: the value itself, or 0 where the exponent is clamped.
+    d_exponent: f64,
+}
+
+impl Ratio {
+    fn from_exponent(exponent: f64) -> Self {
+        let value = exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp();
+        Self { value, d_exponent: if exponent.abs() <= MAX_EXPONENT { value } else { 0.0 } }
+    }
+}
+
+enum Ratios<'a> {
+    OnPolicy,
+    Token { logp: &'a [f64], old: &'a [f64] },
+    Sequence(Ratio),
+}
+
+impl<'a> Ratios<'a> {
+    fn of(level: RatioLevel, logp: &'a [f64], old: Option<&'a [f64]>) -> Self {
+        match (old, level) {
+            (None, _) => Self::OnPolicy,
+            (Some(old), RatioLevel::Token) => Self::Token { logp, old },
+            (Some(old), RatioLevel::Sequence) => {
+                let sum: f64 = logp.iter().zip(old).map(|(lp, old)| lp - old).sum();
+                Self::Sequence(Ratio::from_exponent(sum / logp.len().max(1) as f64))
+            }
+        }
+    }
+
+    fn at(&self, t: usize) -> Ratio {
+        match self {
+            Self::OnPolicy => Ratio { value: 1.0, d_exponent: 1.0 },
+            Self::Token { logp, old } => Ratio::from_exponent(logp[t] - old[t]),
+            Self::Sequence(ratio) => *ratio,
+        }
+    }
+}
+
+fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
+    match surrogate {
+        Surrogate::Clip { low, high, delta } => {
+            let (clip_low, clip_high) = (1.0 - low, 1.0 + high);
+            let bounded = delta.map_or(c, |delta| c.min(delta));
+            let free = bounded * a;
+            let clipped = c.clamp(clip_low, clip_high) * a;
+            let d_free = if delta.is_none_or(|delta| c <= delta) { a } else { 0.0 };
+            let d_clipped = if (clip_low..=clip_high).contains(&c) { a } else { 0.0 };
+            let d_ratio = match free.total_cmp(&clipped) {
+                std::cmp::Ordering::Less => -d_free,
+                std::cmp::Ordering::Greater => -d_clipped,
+                std::cmp::Ordering::Equal => -0.5 * (d_free + d_clipped),
+            };
+            Term { value: -free.min(clipped), d_logp: 0.0, d_ratio }
+        }
+        Surrogate::Ratio => Term { value: -c * a, d_logp: 0.0, d_ratio: -a },
+        Surrogate::Cispo { cap } => {
+            let factor = c.min(cap) * a;
+            Term { value: -factor * logp, d_logp: -factor, d_ratio: 0.0 }
+        }
+        Surrogate::Sapo { pos, neg } => {
+            let tau = if a > 0.0 { pos } else { neg };
+            let gate = 1.0 / (1.0 + (-tau * (c - 1.0)).exp());
+            Term { value: -gate * (4.0 / tau) * a, d_logp: 0.0, d_ratio: -4.0 * gate * (1.0 - gate) * a }
+        }
+        Surrogate::LogProb => Term { value: -a * logp, d_logp: -a, d_ratio: 0.0 },
+    }
+}
+
+/// `x = ref - lp`, `c` the ratio.
+fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
+    let (k3, d_k3) = if x <= MAX_EXPONENT {
+        (x.exp_m1() - x, -x.exp_m1())
+    } else {
+        (MAX_EXPONENT.exp_m1() - MAX_EXPONENT, 0.0)
+    };
+    match kl {
+        Kl::Off => Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 },
+        Kl::K3 => Term { value: k3, d_logp: d_k3, d_ratio: 0.0 },
+        Kl::K3Corrected => Term { value: k3 * c, d_logp: d_k3 * c, d_ratio: k3 },
+        Kl::K1 => Term { value: -x, d_logp: 1.0, d_ratio: 0.0 },
+    }
+}
+
+/// Tokens of one completion whose ratio lies outside the clip range on the side where that stops the gradient.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Clipped {
+    pub(crate) applies: bool,
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+}
+
+impl Clipped {
+    fn count(&mut self, surrogate: Surrogate, c: f64, a: f64) {
+        let (low, high) = match surrogate {
+            Surrogate::Clip { low, high, .. } => (c < 1.0 - low && a < 0.0, c > 1.0 + high && a > 0.0),
+            Surrogate::Cispo { cap } => (false, c > cap && a > 0.0),
+            Surrogate::Ratio | Surrogate::Sapo { .. } | Surrogate::LogProb => return,
+        };
+        self.applies = true;
+        self.low += usize::from(low);
+        self.high += usize::from(high);
+    }
+}
+
+fn expect_length(what: &'static str, got: usize, expected: usize, per: &'static str) -> Result<(), Error> {
+    if got == expected { Ok(()) } else { Err(Error::Length { what, got, expected, per }) }
+}
+
+fn finite(what: &'static str, completion: usize, value: f64) -> Result<(), Error> {
+    if value.is_finite() { Ok(()) } else { Err(Error::Overflow { what, completion, value }) }
+}
+
+/// Checks every slice and returns the reference log-probabilities if the plan uses them.
+fn check_batch<'a>(
+    batch: &Batch<'a>,
+    plan: &LossPlan,
+    normalizer: &Normalizer,
+) -> Result<Option<&'a [f64]>, Error> {
+    let completions = batch.lengths.len();
+    // An overflowing sum cannot equal a slice length, so saturating keeps the check honest.
+    let tokens = batch.lengths.iter().fold(0_usize, |sum, length| sum.saturating_add(*length));
+    expect_length("advantages", batch.advantages.len(), completions, "one per completion")?;
+    expect_length("truncated", batch.truncated.len(), completions, "one per completion")?;
+    let reference = if plan.needs_reference() {
+        Some(batch.reference.ok_or(Error::MissingInput {
+            what: "reference log-probabilities",
+            needed_by: "beta > 0",
+            remedy: "evaluate the reference policy or set beta to 0",
+        })?)
+    } else {
+        None
+    };
+    if batch.entropy.is_none() && (plan.needs_entropy() || normalizer.entropy_gate.is_some()) {
+        let needed_by = if plan.needs_entropy() { "entropy_coef" } else { "top_entropy_quantile" };
+        return Err(Error::MissingInput {
+            what: "entropies",
+            needed_by,
+            remedy: "evaluate the policy with entropies or turn the setting off",
+        });
+    }
+
+    let per_token = [
+        ("logp", Some(batch.logp)),
+        ("old logp", batch.old),
+        ("reference logp", reference),
+        ("entropy", batch.entropy),
+    ];
+    for (what, values) in per_token {
+        let Some(values) = values else { continue };
+        expect_length(what, values.len(), tokens, "one per token")?;
+        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+            let (completion, token) = locate(at, batch.lengths);
+            return Err(Error::NonFinite { what, completion, token, value: values[at] });
+        }
+    }
+    if let Some(completion) = batch.advantages.iter().position(|a| !a.is_finite()) {
+        let value = batch.advantages[completion];
+        return Err(Error::NonFinite { what: "the advantage", completion, token: 0, value });
+    }
+
+    if completions > normalizer.completions {
+        return Err(Error::Normalizer {
+            unit: "completions",
+            got: completions,
+            expected: normalizer.completions,
+        });
+    }
+    let counted = counted_tokens(plan, batch.lengths, batch.truncated)?;
+    if counted > normalizer.tokens {
+        return Err(Error::Normalizer { unit: "tokens", got: counted, expected: normalizer.tokens });
+    }
+    Ok(reference)
+}
+
+fn first_non_finite(values: &[f64], lengths: &[usize]) -> Option<usize> {
+    values.iter().position(|v| !v.is_finite()).map(|at| locate(at, lengths).0)
+}
+
+/// Completion and token of a flat token index.
+fn locate(flat: usize, lengths: &[usize]) -> (usize, usize) {
+    let mut start = 0;
+    for (completion, length) in lengths.iter().enumerate() {
+        if flat < start + length {
+            return (completion, flat - start);
+        }
+        start += length;
+    }
+    (lengths.len(), flat - start)
+}

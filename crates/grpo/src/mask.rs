@@ -1,0 +1,44 @@
+//! Which tokens of a sampled row belong to the completion: everything up to and including the first stop token.
+
+/// Number of tokens that count towards the loss: up to and including the first id in `stop_ids`, or all of `ids` if
+/// none of them stops.
+///
+/// The stop token is part of the completion, since the policy has to learn to emit it. `stop_ids` must be the set the
+/// sampler stopped on; with another one, padding behind the stop would be scored.
+#[must_use]
+pub fn completion_length(ids: &[u32], stop_ids: &[u32]) -> usize {
+    ids.iter().position(|id| stop_ids.contains(id)).map_or(ids.len(), |first_stop| first_stop + 1)
+}
+
+/// Whether the completion ran into its length limit, that is, no id in `stop_ids` occurs.
+#[must_use]
+pub fn is_truncated(ids: &[u32], stop_ids: &[u32]) -> bool {
+    !ids.iter().any(|id| stop_ids.contains(id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STOP: u32 = 2;
+
+    fn mask(ids: &[u32], stop_ids: &[u32]) -> Vec<u8> {
+        let length = completion_length(ids, stop_ids);
+        (0..ids.len()).map(|t| u8::from(t < length)).collect()
+    }
+
+    #[test]
+    fn the_first_stop_token_is_the_last_that_counts() {
+        assert_eq!(mask(&[5, 6, STOP, 7, STOP], &[STOP]), [1, 1, 1, 0, 0]);
+        assert_eq!(mask(&[5, 6, 7], &[STOP]), [1, 1, 1]);
+        assert_eq!(mask(&[STOP, 6, 7], &[STOP]), [1, 0, 0]);
+        assert_eq!(completion_length(&[], &[STOP]), 0);
+    }
+
+    #[test]
+    fn any_of_several_stop_ids_ends_the_completion() {
+        assert_eq!(completion_length(&[5, 9, STOP], &[STOP, 9]), 2);
+        assert!(is_truncated(&[5, 6], &[STOP, 9]));
+        assert!(!is_truncated(&[5, 9, 6], &[STOP, 9]));
+    }
+}

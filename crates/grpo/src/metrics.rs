@@ -1,0 +1,338 @@
+//! Metrics of an optimizer step from sums that can be added over streams, micro-batches and ranks.
+//!
+//! Names are TRL's (1.16), with the Qwen-video trainer's `grpo/*` beside them. Differences from TRL:
+//! - `kl` is aggregated like the loss, so `loss = policy + beta * kl`; TRL's token mean is `kl/token_mean`.
+//! - `reward_std/group` is the mean of the groups' deviations, beside `reward_std` over the batch.
+//! - `frac_reward_zero_std` counts groups whose own rewards are equal, whatever the advantage is scaled by.
+//! - `grpo/policy_seq_log_prob` is the mean over completions of their summed log-probability, in nats.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::advantage::Advantages;
+use crate::loss::{Clipped, RatioLevel};
+
+/// A metric's name and value; `None` if nothing was there to measure (written as `null`).
+pub type Metric = (String, Option<f64>);
+
+/// Count, mean and spread of numbers that arrive in parts.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct Moments {
+    /// Numbers seen.
+    pub count: u64,
+    /// Their mean; 0 without any.
+    pub mean: f64,
+    /// Sum of squared differences from the mean.
+    pub squares: f64,
+}
+
+impl Moments {
+    /// Adds one number.
+    pub fn push(&mut self, value: f64) {
+        self.merge(&Self { count: 1, mean: value, squares: 0.0 });
+    }
+
+    /// Adds the numbers of another part (Chan, Golub, LeVeque 1979).
+    pub fn merge(&mut self, other: &Self) {
+        let count = self.count + other.count;
+        if other.count == 0 {
+            return;
+        }
+        let difference = other.mean - self.mean;
+        let share = other.count as f64 / count as f64;
+        self.squares += other.squares + difference * difference * self.count as f64 * share;
+        self.mean += difference * share;
+        self.count = count;
+    }
+
+    /// The mean, if there is a number.
+    #[must_use]
+    pub fn mean(&self) -> Option<f64> {
+        (self.count > 0).then_some(self.mean)
+    }
+
+    /// The sample deviation (n - 1), if there are two numbers.
+    #[must_use]
+    pub fn std(&self) -> Option<f64> {
+        (self.count > 1).then(|| (self.squares / (self.count - 1) as f64).sqrt())
+    }
+}
+
+/// Mean and extremes of completion lengths, in tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+struct Lengths {
+    count: u64,
+    sum: u64,
+    min: Option<u64>,
+    max: Option<u64>,
+}
+
+impl Lengths {
+    fn push(&mut self, length: u64) {
+        self.merge(&Self { count: 1, sum: length, min: Some(length), max: Some(length) });
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.count += other.count;
+        self.sum += other.sum;
+        self.min = extreme(self.min, other.min, u64::min);
+        self.max = extreme(self.max, other.max, u64::max);
+    }
+}
+
+fn extreme<T: Copy>(a: Option<T>, b: Option<T>, choose: impl Fn(T, T) -> T) -> Option<T> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(choose(a, b)),
+        (some, None) | (None, some) => some,
+    }
+}
+
+/// Statistics of one reward function.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct RewardSums {
+    name: String,
+    values: Moments,
+}
+
+/// Everything the metrics of one optimizer step are made from.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct MetricSums {
+    // From the loss.
+    loss: Option<f64>,
+    policy: f64,
+    kl: Option<f64>,
+    kl_tokens: u64,
+    kl_token_sum: f64,
+    pub(crate) entropy: f64,
+    pub(crate) entropy_tokens: u64,
+    seq_logp: f64,
+    advantage: f64,
+    advantage_abs: f64,
+    loss_completions: u64,
+    clip_units: u64,
+    clip_low: f64,
+    clip_high: f64,
+    clip_low_min: Option<f64>,
+    clip_high_max: Option<f64>,
+    // From the rollout.
+    lengths: Lengths,
+    terminated: Lengths,
+    // From the rewards.
+    rewards: Vec<RewardSums>,
+    total: Moments,
+    group_std: Moments,
+    groups: u64,
+    zero_std_groups: u64,
+}
+
+impl MetricSums {
+    pub(crate) fn add_loss(&mut self, loss: f64, policy: f64, kl: Option<f64>) {
+        self.loss = extreme(self.loss, Some(loss), |a, b| a + b);
+        self.policy += policy;
+        self.kl = extreme(self.kl, kl, |a, b| a + b);
+    }
+
+    pub(crate) fn add_completion(&mut self, seq_logp: f64, advantage: f64) {
+        self.loss_completions += 1;
+        self.seq_logp += seq_logp;
+        self.advantage += advantage;
+        self.advantage_abs += advantage.abs();
+    }
+
+    pub(crate) fn add_kl(&mut self, sum: f64, tokens: usize) {
+        self.kl_token_sum += sum;
+        self.kl_tokens += tokens as u64;
+    }
+
+    pub(crate) fn add_clipped(&mut self, clipped: &Clipped, level: RatioLevel, tokens: usize) {
+        if !clipped.applies || tokens == 0 {
+            return;
+        }
+        let (low, high) = (clipped.low as f64 / tokens as f64, clipped.high as f64 / tokens as f64);
+        // With sequence ratios a completion is one unit, as in TRL.
+        let units = if level == RatioLevel::Sequence { 1 } else { tokens as u64 };
+        self.clip_units += units;
+        self.clip_low += low * units as f64;
+        self.clip_high += high * units as f64;
+        self.clip_low_min = extreme(self.clip_low_min, Some(low), f64::min);
+        self.clip_high_max = extreme(self.clip_high_max, Some(high), f64::max);
+    }
+
+    /// Adds sampled completions.
+    ///
+    /// # Shapes
+    /// `lengths` (tokens) and `truncated` (ran into the length limit): one entry per completion.
+    ///
+    /// # Errors
+    /// The slices differ in length.
+    pub fn add_completions(&mut self, lengths: &[usize], truncated: &[bool]) -> Result<(), Error> {
+        same_length("truncated", truncated.len(), lengths.len())?;
+        for (length, truncated) in lengths.iter().zip(truncated) {
+            self.lengths.push(*length as u64);
+            if !truncated {
+                self.terminated.push(*length as u64);
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the rewards of whole groups: the values of each function (unweighted), the totals, and the advantages made
+    /// from them.
+    ///
+    /// # Shapes
+    /// `functions`: name and `[rows]` values per reward function; `totals`: `[rows]`, prompt-major.
+    ///
+    /// # Errors
+    /// The slices differ in length, or rows are no whole groups.
+    pub fn add_rewards(
+        &mut self,
+        functions: &[(&str, &[Option<f64>])],
+        totals: &[Option<f64>],
+        advantages: &Advantages,
+    ) -> Result<(), Error> {
+        same_length("advantages", advantages.values.len(), totals.len())?;
+        for (_, values) in functions {
+            same_length("rewards of one function", values.len(), totals.len())?;
+        }
+        let groups = advantages.zero_std.len();
+        if groups == 0 {
+            return Ok(());
+        }
+        if !totals.len().is_multiple_of(groups) {
+            let group_size = totals.len().div_ceil(groups);
+            return Err(Error::PartialGroup { what: "reward metrics", rows: totals.len(), group_size });
+        }
+        for (name, values) in functions {
+            let sums = self.reward_sums(name);
+            values.iter().flatten().for_each(|value| sums.push(*value));
+        }
+        totals.iter().flatten().for_each(|total| self.total.push(*total));
+        for group in totals.chunks(totals.len() / groups) {
+            let mut moments = Moments::default();
+            group.iter().flatten().for_each(|total| moments.push(*total));
+            if let Some(std) = moments.std() {
+                self.group_std.push(std);
+            }
+        }
+        self.groups += groups as u64;
+        self.zero_std_groups += advantages.zero_std.iter().filter(|zero| **zero).count() as u64;
+        Ok(())
+    }
+
+    fn reward_sums(&mut self, name: &str) -> &mut Moments {
+        let at = self.rewards.iter().position(|r| r.name == name).unwrap_or_else(|| {
+            self.rewards.push(RewardSums { name: name.to_owned(), values: Moments::default() });
+            self.rewards.len() - 1
+        });
+        &mut self.rewards[at].values
+    }
+
+    /// Adds the sums of another part of the same optimizer step.
+    pub fn merge(&mut self, other: &Self) {
+        self.loss = extreme(self.loss, other.loss, |a, b| a + b);
+        self.policy += other.policy;
+        self.kl = extreme(self.kl, other.kl, |a, b| a + b);
+        self.kl_tokens += other.kl_tokens;
+        self.kl_token_sum += other.kl_token_sum;
+        self.entropy += other.entropy;
+        self.entropy_tokens += other.entropy_tokens;
+        self.seq_logp += other.seq_logp;
+        self.advantage += other.advantage;
+        self.advantage_abs += other.advantage_abs;
+        self.loss_completions += other.loss_completions;
+        self.clip_units += other.clip_units;
+        self.clip_low += other.clip_low;
+        self.clip_high += other.clip_high;
+        self.clip_low_min = extreme(self.clip_low_min, other.clip_low_min, f64::min);
+        self.clip_high_max = extreme(self.clip_high_max, other.clip_high_max, f64::max);
+        self.lengths.merge(&other.lengths);
+        self.terminated.merge(&other.terminated);
+        for sums in &other.rewards {
+            self.reward_sums(&sums.name).merge(&sums.values);
+        }
+        self.total.merge(&other.total);
+        self.group_std.merge(&other.group_std);
+        self.groups += other.groups;
+        self.zero_std_groups += other.zero_std_groups;
+    }
+
+    /// Mean total reward over scorable completions.
+    #[must_use]
+    pub fn reward(&self) -> Option<f64> {
+        self.total.mean()
+    }
+
+    /// The metrics, in a fixed order. Parts that nothing was added for (rewards, completions, loss) are left out.
+    #[must_use]
+    pub fn metrics(&self) -> Vec<Metric> {
+        let mut out: Vec<Metric> = Vec::new();
+        let mut put = |name: &str, value: Option<f64>| out.push((name.to_owned(), value));
+        let mean = |sum: f64, count: u64| (count > 0).then(|| sum / count as f64);
+
+        if self.loss.is_some() {
+            put("loss", self.loss);
+            put("policy_loss", Some(self.policy));
+            if self.kl.is_some() {
+                put("kl", self.kl);
+                put("kl/token_mean", mean(self.kl_token_sum, self.kl_tokens));
+            }
+            if self.entropy_tokens > 0 {
+                put("entropy", mean(self.entropy, self.entropy_tokens));
+            }
+            if self.clip_units > 0 {
+                put("clip_ratio/low_mean", mean(self.clip_low, self.clip_units));
+                put("clip_ratio/low_min", self.clip_low_min);
+                put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
+                put("clip_ratio/high_max", self.clip_high_max);
+                // A ratio cannot be below and above the range at once, so the parts add up.
+                put("clip_ratio/region_mean", mean(self.clip_low + self.clip_high, self.clip_units));
+            }
+            put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
+        }
+        if self.lengths.count > 0 {
+            for (infix, lengths) in [("length", &self.lengths), ("terminated_length", &self.terminated)] {
+                // TRL reports 0 where nothing terminated.
+                let some = |value: Option<f64>| Some(value.unwrap_or(0.0));
+                put(&format!("completions/mean_{infix}"), some(mean(lengths.sum as f64, lengths.count)));
+                put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
+                put(&format!("completions/max_{infix}"), some(lengths.max.map(|n| n as f64)));
+            }
+            let clipped = self.lengths.count - self.terminated.count;
+            put("completions/clipped_ratio", mean(clipped as f64, self.lengths.count));
+        }
+        if self.groups > 0 {
+            put("reward", self.total.mean());
+            put("reward_std", self.total.std());
+            put("reward_std/group", self.group_std.mean());
+            put("frac_reward_zero_std", mean(self.zero_std_groups as f64, self.groups));
+            for sums in &self.rewards {
+                put(&format!("rewards/{}/mean", sums.name), sums.values.mean());
+                put(&format!("rewards/{}/std", sums.name), sums.values.std());
+            }
+        }
+        if self.loss.is_some() && self.groups > 0 {
+            put("grpo/policy_seq_log_prob", mean(self.seq_logp, self.loss_completions));
+            put("grpo/kl_div", self.kl);
+            put("grpo/format_reward", self.reward_named("format"));
+            put("grpo/accuracy_reward", self.reward_named("accuracy"));
+            put("grpo/total_reward", self.total.mean());
+            put("grpo/advantage", mean(self.advantage, self.loss_completions));
+            put("grpo/total_loss", self.loss);
+        }
+        out
+    }
+
+    /// Mean of the reward function of that name, else of the first whose name starts with it (`format_graded`).
+    fn reward_named(&self, name: &str) -> Option<f64> {
+        let exact = self.rewards.iter().find(|r| r.name == name);
+        exact.or_else(|| self.rewards.iter().find(|r| r.name.starts_with(name))).and_then(|r| r.values.mean())
+    }
+}
+
+fn same_length(what: &'static str, got: usize, expected: usize) -> Result<(), Error> {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(Error::Length { what, got, expected, per: "one per completion" })
+    }
+}

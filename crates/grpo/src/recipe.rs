@@ -1,0 +1,148 @@
+//! The published combinations of surrogate, ratio level, aggregation and KL, by name.
+//!
+//! A recipe fixes what the name stands for; every value stays open to its own setting. `beta` is 0.04 unless the source
+//! of a recipe says otherwise.
+
+use crate::advantage::AdvantageKind;
+use crate::loss::{Aggregation, Kl, LossPlan, RatioLevel, Surrogate};
+
+/// One row of [`RECIPES`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Recipe {
+    /// The value of `loss_type`.
+    pub name: &'static str,
+    /// One line for help texts.
+    pub summary: &'static str,
+    /// Paper or program that the row follows.
+    pub source: &'static str,
+    /// How rewards become advantages.
+    pub advantage: AdvantageKind,
+    /// Multiplier of the advantage (`grpo_alpha`).
+    pub alpha: f64,
+    /// The loss.
+    pub loss: LossPlan,
+}
+
+const CLIP: Surrogate = Surrogate::Clip { low: 0.2, high: 0.2, delta: None };
+
+const GRPO: LossPlan = LossPlan {
+    surrogate: CLIP,
+    ratio: RatioLevel::Token,
+    aggregation: Aggregation::SequenceMean,
+    kl: Kl::K3,
+    beta: 0.04,
+    entropy_coef: 0.0,
+    mask_truncated_completions: false,
+};
+
+/// Every recipe; the first is the default.
+pub const RECIPES: &[Recipe] = &[
+    Recipe {
+        name: "grpo",
+        summary: "clipped token ratios, mean over completions of token means",
+        source: "DeepSeekMath, arXiv 2402.03300",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: GRPO,
+    },
+    Recipe {
+        name: "bnpo",
+        summary: "grpo with a mean over the tokens of a micro-batch",
+        source: "TRL 1.16, loss_type bnpo",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan { aggregation: Aggregation::TokenMeanLocal, ..GRPO },
+    },
+    Recipe {
+        name: "dr_grpo",
+        summary: "grpo divided by the constant max_completion_length: no bias by length or by group deviation",
+        source: "Dr. GRPO, arXiv 2503.20783",
+        advantage: AdvantageKind::GroupCenter,
+        alpha: 1.0,
+        loss: LossPlan { aggregation: Aggregation::ConstantLength, ..GRPO },
+    },
+    Recipe {
+        name: "dapo",
+        summary: "grpo with a mean over all tokens of the optimizer step",
+        source: "DAPO, arXiv 2503.14476 (its clip-higher is epsilon_high 0.28)",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan { aggregation: Aggregation::TokenMeanGlobal, ..GRPO },
+    },
+    Recipe {
+        name: "cispo",
+        summary: "capped ratio as a constant weight on the log-probability; no token loses its gradient",
+        source: "MiniMax-M1, arXiv 2506.13585; epsilon_high is the cap",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan {
+            surrogate: Surrogate::Cispo { cap: 5.0 },
+            aggregation: Aggregation::TokenMeanGlobal,
+            ..GRPO
+        },
+    },
+    Recipe {
+        name: "gspo",
+        summary: "one clipped ratio per completion, no KL",
+        source: "GSPO, arXiv 2507.18071; clip 3e-4 and 4e-4",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan {
+            surrogate: Surrogate::Clip { low: 3e-4, high: 4e-4, delta: None },
+            ratio: RatioLevel::Sequence,
+            beta: 0.0,
+            ..GRPO
+        },
+    },
+    Recipe {
+        name: "sapo",
+        summary: "a smooth gate in place of the clip",
+        source: "SAPO as in TRL 1.16; temperatures 1.0 and 1.05",
+        advantage: AdvantageKind::GroupStd,
+        alpha: 1.0,
+        loss: LossPlan { surrogate: Surrogate::Sapo { pos: 1.0, neg: 1.05 }, ..GRPO },
+    },
+    Recipe {
+        name: "seq_logp",
+        summary: "REINFORCE on whole completions with a signed sequence KL",
+        source: "Qwen2.5-VL-Video GRPO add-on, first version",
+        advantage: AdvantageKind::GroupCenter,
+        alpha: 0.5,
+        loss: LossPlan {
+            surrogate: Surrogate::LogProb,
+            aggregation: Aggregation::TokenSum,
+            kl: Kl::K1,
+            beta: 0.1,
+            ..GRPO
+        },
+    },
+    Recipe {
+        name: "clamped_std",
+        summary: "unclipped ratio, advantages over a deviation of at least 0.01",
+        source: "Qwen2.5-VL-Video GRPO repository, later version",
+        advantage: AdvantageKind::GroupStdClamped,
+        alpha: 0.5,
+        loss: LossPlan { surrogate: Surrogate::Ratio, beta: 0.1, ..GRPO },
+    },
+];
+
+/// The recipe of that name.
+#[must_use]
+pub fn recipe(name: &str) -> Option<&'static Recipe> {
+    RECIPES.iter().find(|recipe| recipe.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_every_plan_is_valid() {
+        for (i, row) in RECIPES.iter().enumerate() {
+            assert_eq!(recipe(row.name).map(|r| r.name), Some(row.name));
+            assert!(RECIPES[..i].iter().all(|other| other.name != row.name), "{} twice", row.name);
+            row.loss.validate().unwrap();
+        }
+        assert_eq!(recipe("gpro"), None);
+    }
+}
