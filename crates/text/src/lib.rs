@@ -10,6 +10,7 @@
 //! encoded as ordinary text. Only what the template itself wrote becomes control tokens.
 
 mod error;
+mod files;
 mod placeholders;
 mod prompt;
 mod stop;

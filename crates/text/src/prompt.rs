@@ -1,7 +1,25 @@
 //! Conversation → prompt ids with the span of every medium.
+//!
+//! The template is run with a private stand-in for every text. What the template wrote around the stand-ins is its own,
+//! and only there do literals of control tokens become control tokens and media markers become media. Then the texts
+//! are put in place, and everything between two control tokens is encoded as one string, so that a word whose bytes
+//! come half from the template and half from a text merges as it would in `transformers`.
+//!
+//! Two guarantees follow, and are tested: a text cannot forge structure, whatever is written in it; and for texts
+//! without such literals the ids equal those of `transformers`. Where a model spells its turn end in ordinary tokens
+//! (Aria), the first cannot hold for that literal.
+//!
+//! Refused: a template that drops, repeats or changes a text (other than trimming white space at its ends), or that
+//! writes a different string for the stand-ins than for the texts themselves.
 
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::ops::Range;
 
+use serde_json::{Value, json};
+
+use crate::template::ContentForm;
+use crate::tokenizer::{Run, excerpt};
 use crate::{ChatTemplate, Result, StopSet, TextError, Tokenizer};
 
 /// Who speaks.
@@ -163,7 +181,7 @@ pub struct RenderedConversation {
 }
 
 /// Renders conversations with a model's tokenizer and template.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct PromptRenderer<'a> {
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
@@ -175,18 +193,35 @@ impl<'a> PromptRenderer<'a> {
         PromptRenderer { tokenizer, template }
     }
 
-    /// The prompt that asks for the next assistant turn.
+    /// The prompt that asks for the next assistant turn. Every medium must be named by exactly one part.
+    ///
+    /// # Errors
+    /// [`TextError::Conversation`] without turns or if the last is the assistant's; [`TextError::MediumUse`],
+    /// [`TextError::MarkerCount`], [`TextError::Template`], [`TextError::TemplateChangesPart`], [`TextError::Encode`],
+    /// [`TextError::ControlInText`].
     pub fn render(
         &self,
         turns: &[Turn],
         media: &[MediumTokens],
         options: &RenderOptions,
     ) -> Result<RenderedPrompt> {
-        let _ = (self.tokenizer, self.template, turns, media, options);
-        Err(TextError::Conversation { problem: "rendering is not built in yet" })
+        if turns.last().is_some_and(|turn| turn.role == Role::Assistant) {
+            return Err(TextError::Conversation {
+                problem: "ends with an assistant turn, so nothing is asked",
+            });
+        }
+        let output = self.output(turns, media, options, true)?;
+        let (prompt, _) = self.encode(&output, media, &[])?;
+        Ok(prompt)
     }
 
-    /// A finished conversation for supervised training.
+    /// A finished conversation for supervised training. The mask holds for the text of every assistant turn and the
+    /// stop token or stop string that follows it, not for the line break behind that: exactly what a sampled completion
+    /// consists of. Ids are cut where assistant text starts, as they are when it is sampled after a prompt.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render), but the last turn may be the assistant's; [`TextError::Conversation`] if no turn is,
+    /// or one shows media; [`TextError::NoStopAfterAssistant`].
     pub fn render_conversation(
         &self,
         turns: &[Turn],
@@ -194,7 +229,399 @@ impl<'a> PromptRenderer<'a> {
         options: &RenderOptions,
         stops: &StopSet,
     ) -> Result<RenderedConversation> {
-        let _ = (turns, media, options, stops);
-        Err(TextError::Conversation { problem: "rendering is not built in yet" })
+        let shows_media = |turn: &Turn| turn.parts.iter().any(|part| matches!(part, Part::Medium { .. }));
+        if turns.iter().any(|turn| turn.role == Role::Assistant && shows_media(turn)) {
+            return Err(TextError::Conversation {
+                problem: "has media in an assistant turn, which cannot be trained on",
+            });
+        }
+        let output = self.output(turns, media, options, false)?;
+        let mut trained = Vec::new();
+        for text in output.texts.iter().filter(|text| text.role == Role::Assistant) {
+            trained.push(text.range.start..self.end_of_stop(&output, text, stops)?);
+        }
+        if trained.is_empty() {
+            return Err(TextError::Conversation { problem: "has no assistant turn to train on" });
+        }
+        let (prompt, train_mask) = self.encode(&output, media, &trained)?;
+        Ok(RenderedConversation { prompt, train_mask })
     }
+
+    /// Runs the template and finds every text and medium in what it wrote.
+    fn output(
+        &self,
+        turns: &[Turn],
+        media: &[MediumTokens],
+        options: &RenderOptions,
+        add_generation_prompt: bool,
+    ) -> Result<Output> {
+        if turns.is_empty() {
+            return Err(TextError::Conversation { problem: "has no turns" });
+        }
+        let turns = with_system(turns, options.system.as_deref());
+        let media_in_order = media_in_order(&turns, media)?;
+
+        let mut variables: serde_json::Map<String, Value> =
+            self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
+        if options.add_vision_id {
+            variables.insert("add_vision_id".to_owned(), Value::Bool(true));
+        }
+        variables.extend(options.kwargs.iter().map(|(name, value)| (name.clone(), value.clone())));
+        let run =
+            |messages: &Value| self.template.run(messages, add_generation_prompt, &variables, options.now);
+
+        let known = format!("{}{}", self.template.source(), Value::Object(variables.clone()));
+        let with_stand_ins = |trim_assistant: bool| {
+            let mut stand_ins = StandIns::absent_from(&known, trim_assistant);
+            let marked = run(&self.messages(&turns, &media_in_order, media, Some(&mut stand_ins)))?;
+            stand_ins.resolve(&marked).map_err(|(turn, problem)| self.changed(turn, problem))
+        };
+        let plain = run(&self.messages(&turns, &media_in_order, media, None))?;
+        let mut output = with_stand_ins(false)?;
+        if output.string != plain && turns.iter().any(|turn| turn.role == Role::Assistant) {
+            output = with_stand_ins(true)?;
+        }
+        if output.string != plain {
+            let same = output.string.bytes().zip(plain.bytes()).take_while(|(a, b)| a == b).count();
+            let turn = output.texts.iter().take_while(|t| t.range.start <= same).last().map_or(0, |t| t.turn);
+            let problem = "writes something else depending on what the text says".to_owned();
+            return Err(self.changed(turn, problem));
+        }
+        let markers = find_markers(&output, &media_in_order, media)?;
+        Ok(Output { markers, ..output })
+    }
+
+    fn changed(&self, turn: usize, problem: String) -> TextError {
+        TextError::TemplateChangesPart { origin: self.template.origin().to_string(), turn, problem }
+    }
+
+    /// The messages a template sees, with stand-ins for the texts or the texts themselves.
+    fn messages(
+        &self,
+        turns: &[Turn],
+        media_in_order: &[usize],
+        media: &[MediumTokens],
+        mut stand_ins: Option<&mut StandIns>,
+    ) -> Value {
+        let mut media_in_order = media_in_order.iter();
+        let mut messages = Vec::with_capacity(turns.len());
+        for (t, turn) in turns.iter().enumerate() {
+            let form = self.template.form(turn.role);
+            let mut parts = Vec::new();
+            let mut string = String::new();
+            for part in merge_assistant_text(turn) {
+                match part {
+                    Part::Text(text) => {
+                        let shown = match &mut stand_ins {
+                            Some(stand_ins) => stand_ins.stand_for(t, turn.role, &text),
+                            None => text,
+                        };
+                        string.push_str(&shown);
+                        parts.push(json!({"type": "text", "text": shown}));
+                    }
+                    Part::Medium { kind, .. } => {
+                        if let Some(&medium) = media_in_order.next() {
+                            string.push_str(&media[medium].marker);
+                        }
+                        parts.push(json!({"type": kind.as_str()}));
+                    }
+                }
+            }
+            let content = match form {
+                ContentForm::Parts => Value::Array(parts),
+                ContentForm::Text => Value::String(string),
+            };
+            messages.push(json!({"role": turn.role.as_str(), "content": content}));
+        }
+        Value::Array(messages)
+    }
+
+    /// Where the stop behind an assistant text ends, in bytes of the output.
+    fn end_of_stop(&self, output: &Output, text: &TextRange, stops: &StopSet) -> Result<usize> {
+        let rest = &output.string[text.range.end..];
+        let literals =
+            stops.ids.iter().filter_map(|&id| self.tokenizer.token(id)).chain(stops.strings.iter().cloned());
+        let space = rest.len() - rest.trim_start().len();
+        let longest =
+            literals.filter(|stop| rest[space..].starts_with(stop.as_str())).map(|stop| stop.len()).max();
+        match longest {
+            Some(len) => Ok(text.range.end + space + len),
+            None => Err(TextError::NoStopAfterAssistant { turn: text.turn, got: excerpt(rest) }),
+        }
+    }
+
+    /// Ids of the output. `trained` are byte ranges of it, in order; the second result is their mask.
+    fn encode(
+        &self,
+        output: &Output,
+        media: &[MediumTokens],
+        trained: &[Range<usize>],
+    ) -> Result<(RenderedPrompt, Vec<bool>)> {
+        let mut placeholders = HashSet::new();
+        for medium in media {
+            placeholders.extend(self.tokenizer.token_id(&medium.marker));
+            placeholders.extend(medium.segments.iter().filter_map(|segment| match segment {
+                MediumSegment::Features { token, .. } => Some(*token),
+                MediumSegment::Text(_) => None,
+            }));
+        }
+        let placeholders: Vec<u32> = placeholders.into_iter().collect();
+
+        let mut prompt = RenderedPrompt { ids: Vec::new(), spans: Vec::new(), text: output.string.clone() };
+        let mut mask = Vec::new();
+        let mut at = 0;
+        let cuts = trained.iter().flat_map(|range| [(range.start, false), (range.end, true)]);
+        for (end, is_trained) in cuts.chain([(output.string.len(), false)]) {
+            let encoded = self.tokenizer.encode_runs(&output.runs(at..end, media), &placeholders)?;
+            let first = prompt.ids.len();
+            prompt.ids.extend(&encoded.ids);
+            let holes = encoded.holes.into_iter();
+            prompt.spans.extend(holes.map(|(medium, start, len)| Span { medium, start: first + start, len }));
+            mask.resize(prompt.ids.len(), is_trained);
+            at = end;
+        }
+        Ok((prompt, mask))
+    }
+}
+
+/// What a template wrote, texts in place.
+#[derive(Debug)]
+struct Output {
+    string: String,
+    /// In the order they stand; they do not overlap.
+    texts: Vec<TextRange>,
+    /// (range, index of the medium), in the order they stand.
+    markers: Vec<(Range<usize>, usize)>,
+}
+
+/// Where a text stands: white space at its ends may be outside.
+#[derive(Debug)]
+struct TextRange {
+    turn: usize,
+    role: Role,
+    range: Range<usize>,
+}
+
+impl Output {
+    /// A stretch of the output as runs. It must not begin or end inside a marker.
+    fn runs(&self, stretch: Range<usize>, media: &[MediumTokens]) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let trusted = |range: Range<usize>, runs: &mut Vec<Run>| {
+            if !range.is_empty() {
+                runs.push(Run::Trusted(self.string[range].to_owned()));
+            }
+        };
+        let mut at = stretch.start;
+        let texts = self.texts.iter().map(|text| (text.range.clone(), None));
+        let markers = self.markers.iter().map(|(range, medium)| (range.clone(), Some(*medium)));
+        let mut fixed: Vec<_> = texts.chain(markers).collect();
+        fixed.sort_by_key(|(range, _)| (range.start, range.end));
+        for (range, medium) in fixed {
+            if range.start < stretch.start || range.end > stretch.end {
+                continue;
+            }
+            trusted(at..range.start, &mut runs);
+            match medium {
+                None => runs.push(Run::Plain(self.string[range.clone()].to_owned())),
+                Some(medium) => runs.extend(media[medium].segments.iter().map(|segment| match segment {
+                    MediumSegment::Text(text) => Run::Trusted(text.clone()),
+                    &MediumSegment::Features { token, count } => Run::Hole { medium, token, count },
+                })),
+            }
+            at = range.end;
+        }
+        trusted(at..stretch.end, &mut runs);
+        runs
+    }
+}
+
+/// Private strings that stand for texts while the template runs.
+struct StandIns {
+    nonce: String,
+    trim_assistant: bool,
+    texts: Vec<StandIn>,
+}
+
+struct StandIn {
+    turn: usize,
+    role: Role,
+    text: String,
+}
+
+const OPEN: char = '\u{E000}';
+const CLOSE: char = '\u{E001}';
+
+impl StandIns {
+    /// Stand-ins that do not occur in `known`, which is everything else the template may write.
+    fn absent_from(known: &str, trim_assistant: bool) -> Self {
+        let mut nonce = 0u64;
+        while known.contains(&format!("{OPEN}{nonce}.")) {
+            nonce += 1;
+        }
+        StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, texts: Vec::new() }
+    }
+
+    /// What to show the template for a text. White space at the ends stays in view, so that a template that trims does
+    /// what it does to the text itself, and an empty text stays empty, so that a template that asks for emptiness sees
+    /// it. Assistant texts are replaced whole, since where they start must be known to the byte, or trimmed if that is
+    /// what the template does.
+    fn stand_for(&mut self, turn: usize, role: Role, text: &str) -> String {
+        let core = text.trim();
+        if role == Role::Assistant {
+            let kept = if self.trim_assistant { core } else { text };
+            return self.stand_in(turn, role, kept);
+        }
+        if core.is_empty() {
+            return text.to_owned();
+        }
+        let lead = &text[..text.len() - text.trim_start().len()];
+        let trail = &text[lead.len() + core.len()..];
+        format!("{lead}{}{trail}", self.stand_in(turn, role, core))
+    }
+
+    fn stand_in(&mut self, turn: usize, role: Role, text: &str) -> String {
+        self.texts.push(StandIn { turn, role, text: text.to_owned() });
+        format!("{}{}{CLOSE}", self.nonce, self.texts.len() - 1)
+    }
+
+    /// Puts the texts in place. Error: turn and what is wrong.
+    fn resolve(&self, marked: &str) -> std::result::Result<Output, (usize, String)> {
+        let mut output =
+            Output { string: String::with_capacity(marked.len()), texts: Vec::new(), markers: Vec::new() };
+        let mut seen = vec![0usize; self.texts.len()];
+        let mut rest = marked;
+        while let Some(open) = rest.find(&self.nonce) {
+            let (before, after) = rest.split_at(open);
+            output.string.push_str(before);
+            let after = &after[self.nonce.len()..];
+            let known = after.split_once(CLOSE).and_then(|(index, after)| {
+                let index: usize = index.parse().ok()?;
+                Some((index, self.texts.get(index)?, after))
+            });
+            let Some((index, text, after)) = known else {
+                return Err((0, "cuts a text".to_owned()));
+            };
+            seen[index] += 1;
+            let start = output.string.len();
+            output.string.push_str(&text.text);
+            output.texts.push(TextRange {
+                turn: text.turn,
+                role: text.role,
+                range: start..output.string.len(),
+            });
+            rest = after;
+        }
+        output.string.push_str(rest);
+        match seen.iter().position(|&times| times != 1) {
+            Some(k) if seen[k] == 0 => Err((self.texts[k].turn, "drops or changes a text".to_owned())),
+            Some(k) => Err((self.texts[k].turn, format!("writes a text {} times", seen[k]))),
+            None => Ok(output),
+        }
+    }
+}
+
+/// Replaces the first system turn's text, or puts one in front.
+fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
+    let mut turns = turns.to_vec();
+    if let Some(system) = system {
+        let system = Turn::text(Role::System, system);
+        match turns.iter_mut().find(|turn| turn.role == Role::System) {
+            Some(turn) => *turn = system,
+            None => turns.insert(0, system),
+        }
+    }
+    turns
+}
+
+/// Indices into `media` in the order the conversation shows them; each exactly once.
+fn media_in_order(turns: &[Turn], media: &[MediumTokens]) -> Result<Vec<usize>> {
+    let mut of_kind: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (m, medium) in media.iter().enumerate() {
+        of_kind.entry(medium.kind.as_str()).or_default().push(m);
+    }
+    let mut uses = vec![0usize; media.len()];
+    let mut order = Vec::with_capacity(media.len());
+    let wrong = |kind: MediumKind, index: usize, got: usize| {
+        let given = of_kind.get(kind.as_str()).map_or(0, Vec::len);
+        TextError::MediumUse { kind, index, got, given }
+    };
+    for part in turns.iter().flat_map(|turn| &turn.parts) {
+        if let &Part::Medium { kind, index } = part {
+            let Some(&m) = of_kind.get(kind.as_str()).and_then(|list| list.get(index)) else {
+                return Err(wrong(kind, index, 1));
+            };
+            uses[m] += 1;
+            order.push(m);
+        }
+    }
+    for (m, &got) in uses.iter().enumerate() {
+        if got != 1 {
+            let kind = media[m].kind;
+            let index = media[..m].iter().filter(|other| other.kind == kind).count();
+            return Err(wrong(kind, index, got));
+        }
+    }
+    Ok(order)
+}
+
+/// Markers in what the template itself wrote: the k-th occurrence of a literal is the k-th medium that uses it.
+fn find_markers(
+    output: &Output,
+    media_in_order: &[usize],
+    media: &[MediumTokens],
+) -> Result<Vec<(Range<usize>, usize)>> {
+    let mut waiting: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for &m in media_in_order.iter().rev() {
+        waiting.entry(&media[m].marker).or_default().push(m);
+    }
+    if waiting.contains_key("") {
+        return Err(TextError::Conversation { problem: "has a medium whose marker is empty" });
+    }
+    let expected: BTreeMap<&str, usize> =
+        waiting.iter().map(|(&marker, list)| (marker, list.len())).collect();
+    let mut got: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut found = Vec::new();
+    let mut at = 0;
+    let texts = output.texts.iter().map(|text| text.range.clone());
+    for text in texts.chain([output.string.len()..output.string.len()]) {
+        while let Some((start, marker)) = waiting
+            .keys()
+            .filter_map(|&marker| {
+                output.string[at..text.start].find(marker).map(|found| (at + found, marker))
+            })
+            .min_by_key(|&(start, marker)| (start, std::cmp::Reverse(marker.len())))
+        {
+            *got.entry(marker).or_default() += 1;
+            if let Some(m) = waiting.get_mut(marker).and_then(Vec::pop) {
+                found.push((start..start + marker.len(), m));
+            }
+            at = start + marker.len();
+        }
+        at = text.end;
+    }
+    for (&marker, &expected) in &expected {
+        let got = got.get(marker).copied().unwrap_or(0);
+        if got != expected {
+            return Err(TextError::MarkerCount { marker: marker.to_owned(), got, expected });
+        }
+    }
+    Ok(found)
+}
+
+/// The parts of a turn; an assistant's consecutive texts are one, and there is always at least one.
+fn merge_assistant_text(turn: &Turn) -> Vec<Part> {
+    if turn.role != Role::Assistant {
+        return turn.parts.clone();
+    }
+    let mut parts: Vec<Part> = Vec::new();
+    for part in &turn.parts {
+        match (parts.last_mut(), part) {
+            (Some(Part::Text(so_far)), Part::Text(text)) => so_far.push_str(text),
+            _ => parts.push(part.clone()),
+        }
+    }
+    if parts.is_empty() {
+        parts.push(Part::Text(String::new()));
+    }
+    parts
 }

@@ -1,48 +1,400 @@
-//! A model's vocabulary.
+//! A model's vocabulary: text ↔ token ids.
+//!
+//! Source of the format: Hugging Face `tokenizers` (`tokenizer.json`) and `transformers` (`tokenizer_config.json`,
+//! `special_tokens_map.json`). Normaliser, pre-tokeniser, model and decoder are those of the `tokenizers` crate; the
+//! search for added tokens is ours, because who wrote a literal decides whether it is a control token.
+//!
+//! *Control tokens* are the added tokens marked special, and those spelled `<|…|>` even if not marked (Qwen leaves
+//! `<|fim_prefix|>` and its kin unmarked). Other added tokens (`<think>`, `<tool_call>`) are vocabulary: they are
+//! recognised in any text, as in `transformers`.
+//!
+//! Differences from `transformers`: truncation and padding in `tokenizer.json` are ignored; added tokens are matched in
+//! the text as given, also those marked `normalized`; added tokens are decoded from their literal, not through the byte
+//! table. Refused: BPE dropout, files over 256 MiB, ids of 2²⁴ and more.
 
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
+use serde_json::Value;
+use tokenizers::models::bpe::BPE;
+use tokenizers::normalizer::Range;
+use tokenizers::normalizers::unicode::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split as SplitAt, SplitPattern};
+use tokenizers::{
+    AddedToken, Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PreTokenizedString,
+    PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
+};
+
+use crate::files::{read_json, read_limited};
 use crate::{Result, TextError};
+
+const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Ids from here on mark holes and control tokens inside [`Tokenizer::encode_runs`].
+const MARK: u32 = 1 << 31;
+const MAX_VOCAB: usize = 1 << 24;
+
+/// How Qwen models cut text before byte pairs are merged (`transformers`, `tokenization_qwen2.py`).
+const QWEN_PRE_TOKENS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Text ↔ token ids.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    eos_token: Option<u32>,
-    pad_token: Option<u32>,
+    /// Added tokens by the first byte of their literal, longest first.
+    added: HashMap<u8, Vec<Added>>,
+    control_ids: HashSet<u32>,
+    /// The one special token that text may become.
+    unk_id: Option<u32>,
+    pieces: PieceFormat,
+    vocab_size: usize,
+    /// `eos_token` → `<|im_end|>` and so on, as templates see them.
+    named_tokens: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Clone)]
+struct Added {
+    id: u32,
+    token: AddedToken,
+    control: bool,
+}
+
+/// How the decoder turns token strings into bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PieceFormat {
+    /// One character per byte (GPT-2's table).
+    ByteLevel,
+    /// `▁` is a space, `<0x0A>` a byte, one space at the start is dropped.
+    SentencePiece,
+    /// Anything else (word pieces): only the decoder knows.
+    Opaque,
+}
+
+/// A stretch of the string to encode.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Run {
+    /// Literals of control tokens in it are control tokens.
+    Trusted(String),
+    /// Literals of control tokens in it are text.
+    Plain(String),
+    /// `count` copies of `token`; `medium` owns them.
+    Hole { medium: usize, token: u32, count: usize },
+}
+
+/// What runs became.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct EncodedRuns {
+    pub ids: Vec<u32>,
+    /// (medium, start, len) of every hole with `count > 0`.
+    pub holes: Vec<(usize, usize, usize)>,
 }
 
 impl Tokenizer {
-    /// Loads the tokenizer of the model in `dir`.
+    /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else Qwen's `vocab.json` + `merges.txt`; with
+    /// `tokenizer_config.json` and `special_tokens_map.json` if they are there.
+    ///
+    /// # Errors
+    /// [`TextError::NoTokenizer`], [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`].
     pub fn from_dir(dir: &Path) -> Result<Self> {
-        Err(TextError::NoTokenizer { dir: dir.to_owned() })
+        let config_path = dir.join("tokenizer_config.json");
+        let config = read_json(&config_path, MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
+        let named = read_json(&dir.join("special_tokens_map.json"), MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
+
+        let path = dir.join("tokenizer.json");
+        let (path, mut inner) = match read_limited(&path, MAX_TOKENIZER_BYTES)? {
+            Some(bytes) => {
+                let inner = tokenizers::Tokenizer::from_bytes(&bytes)
+                    .map_err(|e| bad(&path, format!("not a tokenizer this program can read: {e}")))?;
+                (path, inner)
+            }
+            None => (dir.join("vocab.json"), qwen_from_slow_files(dir, &config)?),
+        };
+        if let ModelWrapper::BPE(model) = inner.get_model()
+            && model.dropout.is_some_and(|p| p > 0.0)
+        {
+            return Err(bad(&path, "BPE dropout makes ids random; set model.dropout to null".to_owned()));
+        }
+        inner
+            .with_truncation(None)
+            .map_err(|e| bad(&path, format!("truncation cannot be switched off: {e}")))?
+            .with_padding(None);
+        let known = inner.get_added_tokens_decoder();
+        for (id, token) in added_tokens_of(&config, &config_path)? {
+            if known.get(&id) != Some(&token) {
+                add_token(&mut inner, id, token, &config_path)?;
+            }
+        }
+        Self::new(inner, &path, &config, &named)
+    }
+
+    fn new(mut inner: tokenizers::Tokenizer, path: &Path, config: &Value, named: &Value) -> Result<Self> {
+        let mut named_tokens = BTreeMap::new();
+        let mut special_literals = HashSet::new();
+        for source in [named, config] {
+            for (key, value) in source.as_object().into_iter().flatten() {
+                if let Some(literal) = token_literal(value)
+                    && key.ends_with("_token")
+                {
+                    named_tokens.insert(key.clone(), literal.to_owned());
+                    special_literals.insert(literal.to_owned());
+                }
+                if key == "additional_special_tokens" || key == "extra_special_tokens" {
+                    let list = value.as_array().into_iter().flatten();
+                    let map = value.as_object().into_iter().flatten().map(|(_, v)| v);
+                    special_literals.extend(list.chain(map).filter_map(token_literal).map(str::to_owned));
+                }
+            }
+        }
+        // Named as special in the configuration, but not marked in `tokenizer.json`. Only added tokens: a plain word of
+        // the vocabulary that serves as padding must stay reachable from text.
+        for (id, mut token) in inner.get_added_tokens_decoder() {
+            if !token.special && special_literals.contains(&token.content) {
+                token.special = true;
+                add_token(&mut inner, id, token, path)?;
+            }
+        }
+
+        let mut added: HashMap<u8, Vec<Added>> = HashMap::new();
+        let mut control_ids = HashSet::new();
+        for (id, token) in inner.get_added_tokens_decoder() {
+            let control = token.special || (token.content.starts_with("<|") && token.content.ends_with("|>"));
+            if control {
+                control_ids.insert(id);
+            }
+            if let Some(&first) = token.content.as_bytes().first() {
+                added.entry(first).or_default().push(Added { id, token, control });
+            }
+        }
+        for same_start in added.values_mut() {
+            same_start.sort_by_key(|a| (std::cmp::Reverse(a.token.content.len()), a.id));
+        }
+
+        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        if vocab_size > MAX_VOCAB {
+            return Err(bad(path, format!("largest id is {}, expected below {MAX_VOCAB}", vocab_size - 1)));
+        }
+        let unk_id = match inner.get_model() {
+            ModelWrapper::BPE(model) => model.get_unk_token().as_deref().and_then(|t| inner.token_to_id(t)),
+            ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
+            ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
+            // Its unknown token is not exposed; the configuration names it.
+            ModelWrapper::Unigram(_) => named_tokens.get("unk_token").and_then(|t| inner.token_to_id(t)),
+        };
+        let decoder = serde_json::to_string(&inner.get_decoder())
+            .map_err(|e| bad(path, format!("decoder cannot be inspected: {e}")))?;
+        let pieces = if decoder.contains("\"ByteLevel\"") {
+            PieceFormat::ByteLevel
+        } else if decoder.contains("\"ByteFallback\"") || decoder.contains('▁') {
+            PieceFormat::SentencePiece
+        } else {
+            PieceFormat::Opaque
+        };
+        Ok(Tokenizer { inner, added, control_ids, unk_id, pieces, vocab_size, named_tokens })
     }
 
     /// Encodes plain text: literals of control tokens in it are ordinary text.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`], [`TextError::ControlInText`].
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_control(text, &[])
+        Ok(self.encode_runs(&[Run::Plain(text.to_owned())], &[])?.ids)
     }
 
-    /// Encodes text in which control tokens are recognised, except the ids in `excluded` (media placeholders).
+    /// Encodes text in which control tokens are recognised, except the ids in `excluded` (media placeholders), whose
+    /// literals are ordinary text. Nothing is added in front or behind.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`], [`TextError::ControlInText`].
     pub fn encode_control(&self, text: &str, excluded: &[u32]) -> Result<Vec<u32>> {
-        let _ = (text, excluded);
-        Err(TextError::Conversation { problem: "encoding is not built in yet" })
+        Ok(self.encode_runs(&[Run::Trusted(text.to_owned())], excluded)?.ids)
     }
 
-    /// Encodes plain text with the start and end tokens that the tokenizer's post-processor adds (BERT, CLIP).
+    /// Encodes plain text with the start and end tokens that the tokenizer's post-processor adds (BERT's `[CLS]` and
+    /// `[SEP]`, CLIP's). Literals of control tokens are ordinary text; nothing is truncated.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`], [`TextError::ControlInText`].
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_text(text)
+        let tokens =
+            self.encode_text(text)?.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
+        let encoding = tokenizers::Encoding::from_tokens(tokens, 0);
+        let encoding = self.inner.post_process(encoding, None, true).map_err(|e| encode_error(text, &e))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
-    /// Decodes ids; bytes that are no UTF-8 become U+FFFD. With `skip_special`, special tokens are left out.
+    /// Encodes consecutive runs as one string, so that a word may begin in one run and end in the next, as it would
+    /// if nobody knew where the runs came from. Ids in `excluded` never come from text.
+    pub(crate) fn encode_runs(&self, runs: &[Run], excluded: &[u32]) -> Result<EncodedRuns> {
+        let mut text = String::new();
+        let mut is_trusted = Vec::new(); // (end byte, trusted) of every run
+        let mut fixed: Vec<Fixed> = Vec::new();
+        for run in runs {
+            match run {
+                Run::Trusted(s) | Run::Plain(s) => text.push_str(s),
+                Run::Hole { medium, token, count } => {
+                    let start = text.len();
+                    text.push('\u{FFFC}');
+                    let fill = Fill::Hole { medium: *medium, token: *token, count: *count };
+                    fixed.push(Fixed { start, end: text.len(), fill });
+                }
+            }
+            is_trusted.push((text.len(), matches!(run, Run::Trusted(_))));
+        }
+        self.find_added_tokens(&text, &is_trusted, excluded, &mut fixed);
+
+        let mut pre = PreTokenizedString::from(text.as_str());
+        let tokens =
+            self.tokenize(&mut pre, &fixed).and_then(|()| pre.into_encoding(None, 0, OffsetType::None));
+        let tokens = tokens.map_err(|e| encode_error(&text, &e))?;
+
+        let mut out = EncodedRuns::default();
+        for &id in tokens.get_ids() {
+            match id.checked_sub(MARK).and_then(|k| fixed.get(k as usize)).map(|f| f.fill) {
+                Some(Fill::Token(id)) => out.ids.push(id),
+                Some(Fill::Hole { medium, token, count }) => {
+                    if count > 0 {
+                        out.holes.push((medium, out.ids.len(), count));
+                    }
+                    out.ids.resize(out.ids.len() + count, token);
+                }
+                None if (self.control_ids.contains(&id) || excluded.contains(&id))
+                    && Some(id) != self.unk_id =>
+                {
+                    let token = self.inner.id_to_token(id).unwrap_or_default();
+                    return Err(TextError::ControlInText { excerpt: excerpt(&text), token, id });
+                }
+                None => out.ids.push(id),
+            }
+        }
+        Ok(out)
+    }
+
+    /// Adds the matches between the holes to `fixed`, which ends up sorted. Leftmost first, then longest.
+    fn find_added_tokens(
+        &self,
+        text: &str,
+        is_trusted: &[(usize, bool)],
+        excluded: &[u32],
+        fixed: &mut Vec<Fixed>,
+    ) {
+        let holes = std::mem::take(fixed);
+        let mut holes = holes.into_iter().peekable();
+        let (mut at, mut run) = (0, 0);
+        while at < text.len() {
+            if let Some(hole) = holes.next_if(|hole| hole.start == at) {
+                at = hole.end;
+                fixed.push(hole);
+                continue;
+            }
+            while is_trusted.get(run).is_some_and(|&(end, _)| end <= at) {
+                run += 1;
+            }
+            let (run_end, trusted) = is_trusted.get(run).copied().unwrap_or((text.len(), false));
+            let limit = holes.peek().map_or(text.len(), |hole| hole.start);
+            let found = self.added.get(&text.as_bytes()[at]).into_iter().flatten().find(|a| {
+                let end = at + a.token.content.len();
+                text.as_bytes()[at..].starts_with(a.token.content.as_bytes())
+                    && end <= limit
+                    && !excluded.contains(&a.id)
+                    && (!a.control || (trusted && end <= run_end))
+                    && (!a.token.single_word || stands_alone(text, at, end))
+            });
+            let Some(Added { id, token, .. }) = found else {
+                at += 1;
+                continue;
+            };
+            let (mut start, mut end) = (at, at + token.content.len());
+            if token.lstrip {
+                let previous = fixed.last().map_or(0, |f| f.end);
+                start = text[..start].trim_end().len().max(previous);
+            }
+            if token.rstrip {
+                end = limit - text[end..limit].trim_start().len();
+            }
+            fixed.push(Fixed { start, end, fill: Fill::Token(*id) });
+            at = end;
+        }
+    }
+
+    /// The pipeline of `tokenizers`, with the added tokens already found.
+    fn tokenize(&self, pre: &mut PreTokenizedString, fixed: &[Fixed]) -> tokenizers::Result<()> {
+        pre.split(|_, whole| {
+            let mut splits: Vec<(NormalizedString, Option<Vec<Token>>)> =
+                Vec::with_capacity(2 * fixed.len() + 1);
+            let slice = |range: std::ops::Range<usize>| {
+                whole.slice(Range::Original(range)).ok_or("text cut inside a character")
+            };
+            let mut at = 0;
+            for (k, f) in fixed.iter().enumerate() {
+                if at < f.start {
+                    splits.push((slice(at..f.start)?, None));
+                }
+                let mark = Token::new(MARK + k as u32, String::new(), (0, f.end - f.start));
+                splits.push((slice(f.start..f.end)?, Some(vec![mark])));
+                at = f.end;
+            }
+            if at < whole.get().len() {
+                splits.push((slice(at..whole.get().len())?, None));
+            }
+            Ok(splits)
+        })?;
+        pre.split(|_, mut piece| {
+            if let Some(normalizer) = self.inner.get_normalizer() {
+                normalizer.normalize(&mut piece)?;
+            }
+            Ok([piece])
+        })?;
+        if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(pre)?;
+        }
+        pre.tokenize(|piece| self.inner.get_model().tokenize(piece.get()))
+    }
+
+    /// Decodes ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing. With `skip_special`, special tokens
+    /// are left out.
+    ///
+    /// # Errors
+    /// [`TextError::Decode`] from decoders that are neither byte-level nor SentencePiece.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        let _ = (ids, skip_special);
-        Err(TextError::Conversation { problem: "decoding is not built in yet" })
+        if self.pieces == PieceFormat::Opaque {
+            let decoded = self.inner.decode(ids, skip_special);
+            return decoded.map_err(|e| TextError::Decode { num_ids: ids.len(), problem: e.to_string() });
+        }
+        let mut stream = StreamDecoder::new(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(&stream.push(self, id));
+        }
+        text.push_str(&stream.finish());
+        Ok(text)
     }
 
-    /// The bytes a token adds to a completion. Unknown ids add nothing.
+    /// The bytes a token adds to a completion; unknown ids add none. Joined over a completion they are its text, so
+    /// stop strings can be found in them even where a character spans tokens. (SentencePiece: the one space that
+    /// decoding drops at the start is still there. Word pieces: the token's literal.)
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
-        self.inner.id_to_token(id).map(String::into_bytes).unwrap_or_default()
+        if let Some(token) = self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&id) {
+            return token.content.clone().into_bytes();
+        }
+        let Some(piece) = self.inner.get_model().id_to_token(id) else { return Vec::new() };
+        match self.pieces {
+            PieceFormat::ByteLevel => match piece.chars().map(byte_of_char).collect() {
+                Some(bytes) => bytes,
+                None => piece.into_bytes(),
+            },
+            PieceFormat::SentencePiece => {
+                let hex =
+                    piece.strip_prefix("<0x").and_then(|p| p.strip_suffix('>')).filter(|p| p.len() == 2);
+                match hex.and_then(|p| u8::from_str_radix(p, 16).ok()) {
+                    Some(byte) => vec![byte],
+                    None => piece.replace('▁', " ").into_bytes(),
+                }
+            }
+            PieceFormat::Opaque => piece.into_bytes(),
+        }
     }
 
     /// Id of a token by its literal.
@@ -50,12 +402,18 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// One more than the largest id, added tokens included.
-    pub fn vocab_size(&self) -> usize {
-        self.inner.get_vocab_size(true)
+    /// A token's literal: what an added token is written as, the vocabulary's own spelling otherwise.
+    pub fn token(&self, id: u32) -> Option<String> {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&id);
+        added.map(|token| token.content.clone()).or_else(|| self.inner.get_model().id_to_token(id))
     }
 
-    /// Whether the id is a special (control) token.
+    /// One more than the largest id, added tokens included. A model's embedding may have more rows.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Whether the id is marked as a special token; `skip_special` leaves these out when decoding.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner
             .get_added_vocabulary()
@@ -66,38 +424,193 @@ impl Tokenizer {
 
     /// The token that ends a turn, if the tokenizer names one.
     pub fn eos_token(&self) -> Option<u32> {
-        self.eos_token
+        self.named_tokens.get("eos_token").and_then(|t| self.token_id(t))
     }
 
     /// The padding token, if the tokenizer names one.
     pub fn pad_token(&self) -> Option<u32> {
-        self.pad_token
+        self.named_tokens.get("pad_token").and_then(|t| self.token_id(t))
+    }
+
+    /// `eos_token`, `pad_token`, … → literal, as the configuration names them.
+    pub(crate) fn named_tokens(&self) -> &BTreeMap<String, String> {
+        &self.named_tokens
     }
 }
 
+/// A stretch of the string whose ids are known before the model runs.
+#[derive(Debug, Clone, Copy)]
+struct Fixed {
+    start: usize,
+    end: usize,
+    fill: Fill,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Fill {
+    Token(u32),
+    Hole { medium: usize, token: u32, count: usize },
+}
+
 /// Decodes a completion token by token, holding back bytes that do not yet form a character.
+///
+/// The pieces joined are [`Tokenizer::decode`] of all ids (byte-level and SentencePiece tokenizers).
 #[derive(Debug, Clone, Default)]
 pub struct StreamDecoder {
     pending: Vec<u8>,
     skip_special: bool,
+    started: bool,
 }
 
 impl StreamDecoder {
     /// Starts a completion. With `skip_special`, special tokens add nothing.
     pub fn new(skip_special: bool) -> Self {
-        StreamDecoder { pending: Vec::new(), skip_special }
+        StreamDecoder { skip_special, ..Default::default() }
     }
 
     /// The text that this token completes; may be empty.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> String {
-        if !(self.skip_special && tokenizer.is_special(id)) {
-            self.pending.extend(tokenizer.token_bytes(id));
+        if self.skip_special && tokenizer.is_special(id) {
+            return String::new();
         }
-        String::new()
+        let bytes = tokenizer.token_bytes(id);
+        let drop_space =
+            !self.started && tokenizer.pieces == PieceFormat::SentencePiece && bytes.first() == Some(&b' ');
+        self.started |= !bytes.is_empty();
+        self.pending.extend_from_slice(&bytes[usize::from(drop_space)..]);
+
+        let mut text = String::new();
+        let mut done = 0;
+        for chunk in self.pending.utf8_chunks() {
+            text.push_str(chunk.valid());
+            done += chunk.valid().len();
+            let invalid = chunk.invalid();
+            let is_last = done + invalid.len() == self.pending.len();
+            if invalid.is_empty() || (is_last && may_continue(invalid)) {
+                break;
+            }
+            text.push('\u{FFFD}');
+            done += invalid.len();
+        }
+        self.pending.drain(..done);
+        text
     }
 
     /// The rest: bytes still held back become U+FFFD.
     pub fn finish(&mut self) -> String {
         String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
     }
+}
+
+/// Whether bytes that are no character yet can become one.
+fn may_continue(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|e| e.valid_up_to() == 0 && e.error_len().is_none())
+}
+
+/// Inverse of GPT-2's byte table: printable Latin-1 stands for itself, the other 68 bytes are 256, 257, … in order.
+fn byte_of_char(c: char) -> Option<u8> {
+    let is_printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let code = c as u32;
+    match u8::try_from(code) {
+        Ok(byte) => is_printable(byte).then_some(byte),
+        Err(_) => (0..=255u8).filter(|&b| !is_printable(b)).nth(code as usize - 256),
+    }
+}
+
+fn stands_alone(text: &str, start: usize, end: usize) -> bool {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    !text[..start].chars().next_back().is_some_and(is_word)
+        && !text[end..].chars().next().is_some_and(is_word)
+}
+
+/// `"<s>"` or `{"content": "<s>", …}`.
+fn token_literal(value: &Value) -> Option<&str> {
+    value.as_str().or_else(|| value.get("content")?.as_str())
+}
+
+/// `added_tokens_decoder` of `tokenizer_config.json`, by id.
+fn added_tokens_of(config: &Value, path: &Path) -> Result<BTreeMap<u32, AddedToken>> {
+    let mut tokens = BTreeMap::new();
+    for (id, value) in config.get("added_tokens_decoder").and_then(Value::as_object).into_iter().flatten() {
+        let (Ok(id), Some(content)) = (id.parse::<u32>(), value.get("content").and_then(Value::as_str))
+        else {
+            return Err(bad(
+                path,
+                format!("added_tokens_decoder[{id:?}] is {value}, expected an id and a token"),
+            ));
+        };
+        let flag = |name: &str| value.get(name).and_then(Value::as_bool).unwrap_or(false);
+        let token = AddedToken::from(content, flag("special"))
+            .single_word(flag("single_word"))
+            .lstrip(flag("lstrip"))
+            .rstrip(flag("rstrip"))
+            .normalized(flag("normalized"));
+        tokens.insert(id, token);
+    }
+    Ok(tokens)
+}
+
+/// Adds a token or changes its flags. The crate numbers new tokens itself, so the id is checked.
+fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path: &Path) -> Result<()> {
+    let content = token.content.clone();
+    let added = if token.special { inner.add_special_tokens([token]) } else { inner.add_tokens([token]) };
+    added.map_err(|e| bad(path, format!("token {content:?} cannot be added: {e}")))?;
+    match inner.token_to_id(&content) {
+        Some(got) if got == id => Ok(()),
+        got => Err(bad(
+            path,
+            format!(
+                "token {content:?} has id {id} here but {got:?} in the vocabulary; the files do not belong together"
+            ),
+        )),
+    }
+}
+
+/// Qwen's `vocab.json` + `merges.txt`.
+fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokenizer> {
+    let (vocab, merges) = (dir.join("vocab.json"), dir.join("merges.txt"));
+    if !vocab.is_file() || !merges.is_file() {
+        return Err(TextError::NoTokenizer { dir: dir.to_owned() });
+    }
+    let class = config.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default();
+    if !class.starts_with("Qwen2Tokenizer") {
+        return Err(bad(
+            &vocab,
+            format!("tokenizer_class is {class:?}; without tokenizer.json only Qwen2Tokenizer can be built"),
+        ));
+    }
+    for path in [&vocab, &merges] {
+        read_limited(path, MAX_TOKENIZER_BYTES)?;
+    }
+    let broken = |e: tokenizers::Error| bad(&vocab, format!("vocab.json and merges.txt do not load: {e}"));
+    let model =
+        BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy()).build().map_err(broken)?;
+    let split = SplitAt::new(
+        SplitPattern::Regex(QWEN_PRE_TOKENS.to_owned()),
+        SplitDelimiterBehavior::Isolated,
+        false,
+    )
+    .map_err(broken)?;
+    let byte_level = ByteLevel::new(false, false, false);
+    let mut inner = tokenizers::Tokenizer::new(model);
+    inner.with_normalizer(Some(NFC)).map_err(broken)?;
+    inner.with_pre_tokenizer(Some(Sequence::new(vec![
+        PreTokenizerWrapper::Split(split),
+        PreTokenizerWrapper::ByteLevel(byte_level),
+    ])));
+    inner.with_decoder(Some(byte_level));
+    Ok(inner)
+}
+
+fn bad(path: &Path, problem: String) -> TextError {
+    TextError::BadFile { path: path.to_owned(), problem }
+}
+
+fn encode_error(text: &str, error: &tokenizers::Error) -> TextError {
+    TextError::Encode { excerpt: excerpt(text), problem: error.to_string() }
+}
+
+/// The start of a text, for messages.
+pub(crate) fn excerpt(text: &str) -> String {
+    text.chars().take(60).collect()
 }

@@ -1,0 +1,33 @@
+//! Reading small configuration files from a model directory, with a bound.
+
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::{Result, TextError};
+
+/// The file's bytes, or `None` if there is no such file.
+pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+    let read_error = |source| TextError::Read { path: path.to_owned(), source };
+    let file = match std::fs::File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(read_error(e)),
+    };
+    let mut bytes = Vec::new();
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(read_error)?;
+    match bytes.len() as u64 {
+        got if got > limit => Err(TextError::TooLarge { path: path.to_owned(), got, limit }),
+        _ => Ok(Some(bytes)),
+    }
+}
+
+/// The file as JSON, or `None` if there is no such file.
+pub(crate) fn read_json(path: &Path, limit: u64) -> Result<Option<Value>> {
+    let Some(bytes) = read_limited(path, limit)? else { return Ok(None) };
+    let parsed = serde_json::from_slice(&bytes);
+    parsed
+        .map(Some)
+        .map_err(|e| TextError::BadFile { path: path.to_owned(), problem: format!("not JSON: {e}") })
+}
