@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::explain::{self, Problem};
 use crate::flags::{self, FLAGS, FOREIGN, Flag, Kind, Section, Verb};
-use crate::settings::{Environment, Settings, needs};
+use crate::settings::{Environment, Settings, needs, recipe_values};
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, presets, rules};
 
@@ -87,6 +87,15 @@ pub fn resolve(verb: Verb, flags: Vec<Given>, env: Environment) -> Result<Resolv
         }
     }
     let settings = Settings::from_values(&values, env.clone())?;
+    if values.lookup("advantage").is_some() && values.lookup("scale_rewards").is_some() {
+        return Err(
+            Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them")
+        );
+    }
+    let recipe = settings.loss.recipe;
+    for (name, value) in recipe_values(recipe, &values) {
+        values.fill(name, value, Origin::Recipe(recipe.name));
+    }
     let defaults = Values::defaults(verb)?;
     let mut idle = Vec::new();
     for rule in rules::IDLE {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::flags::{FLAGS, Fallback, Flag, Kind, Section, Verb};
+use crate::flags::{FLAGS, Fallback, Flag, Kind, Names, Section, Verb};
 use crate::values::{Origin, Resolved, Value};
 
 /// The exit code of a command line or file of settings that cannot be used.
@@ -114,8 +114,8 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Fraction => "a share from 0 to 1, or a percentage such as `5%`".into(),
         Kind::Text => "a text".into(),
         Kind::Path => "a path".into(),
-        Kind::Choice(names) => format!("one of {}", names.join(", ")),
-        Kind::Choices(names) => format!("some of {}", names.join(", ")),
+        Kind::Choice(names) => format!("one of {}", listed(*names, ", ")),
+        Kind::Choices(names) => format!("some of {}", listed(*names, ", ")),
         Kind::Words => "words with spaces or commas between them".into(),
         Kind::Floats => "numbers with spaces or commas between them".into(),
         Kind::Paths => "paths with spaces, commas or colons between them".into(),
@@ -123,6 +123,10 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Texts => "texts, one per argument".into(),
         Kind::Object => "a JSON object".into(),
     }
+}
+
+fn listed(names: Names, separator: &str) -> String {
+    names().into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(separator)
 }
 
 /// The placeholder of a flag's value in the help.
@@ -147,7 +151,7 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
 pub fn help(flag: &Flag, verb: Verb) -> String {
     let mut text = flag.help.to_string();
     if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
-        text.push_str(&format!(" [{}]", names.join("|")));
+        text.push_str(&format!(" [{}]", listed(names, "|")));
     }
     let default = default_text(flag, verb);
     if !default.is_empty() {
@@ -237,6 +241,7 @@ fn unset(flag: &Flag, verb: Verb) -> String {
 fn source(origin: &Origin) -> String {
     match origin {
         Origin::Default => "default".into(),
+        Origin::Recipe(name) => format!("loss_type {name}"),
         Origin::Preset(name) => format!("preset {name}"),
         Origin::Config(place) => format!("config {place}"),
         Origin::Flag => "flag".into(),
@@ -275,7 +280,16 @@ pub fn reference() -> String {
             } else {
                 flag.verbs.iter().map(|v| v.name()).collect::<Vec<_>>().join(", ")
             };
-            let cells = [name, format!("{} ({})", flag.help, expected(&flag.kind)), default, verbs];
+            let mut help = flag.help.to_string();
+            match flag.kind {
+                Kind::Choice(names) | Kind::Choices(names) => {
+                    for (name, about) in names() {
+                        help.push_str(&format!("<br>`{name}`: {}", about.trim().trim_end_matches('.')));
+                    }
+                }
+                kind => help.push_str(&format!(" ({})", expected(&kind))),
+            }
+            let cells = [name, help, default, verbs];
             out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
         }
     }

@@ -4,10 +4,13 @@
 //! mean" all read this table. Names are those of `transformers` and TRL with underscores; the names of the source
 //! systems are aliases. A row is read exactly once, in `settings.rs`, and a test fails if it is not.
 
+use omnigrpo_data::QuestionTemplate;
+use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe};
+use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
+
 use crate::settings::{
-    AccuracyMode, Advantage, Compat, EvalStrategy, FormatMode, FrameSampling, ImportanceLevel, Kl, LogSink,
-    LossAgg, LossType, LrScheduler, MultiObjective, QuestionTemplate, SaveStrategy, ScaleRewards, ThinkMode,
-    TorchDtype,
+    EvalStrategy, FrameSampling, LogSink, LrScheduler, MultiObjective, SaveStrategy, ScaleRewards, ThinkMode,
+    TorchDtype, words,
 };
 
 /// A command of the program.
@@ -110,6 +113,9 @@ impl Verb {
     }
 }
 
+/// Names and their help.
+pub type Names = fn() -> Vec<(&'static str, &'static str)>;
+
 /// What a setting holds, and how text becomes it.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
@@ -126,9 +132,9 @@ pub enum Kind {
     /// A file or directory.
     Path,
     /// One of the names.
-    Choice(&'static [&'static str]),
+    Choice(Names),
     /// Several of the names; spaces or commas between them.
-    Choices(&'static [&'static str]),
+    Choices(Names),
     /// Words; spaces or commas between them.
     Words,
     /// Numbers; spaces or commas between them.
@@ -336,7 +342,38 @@ pub const FOREIGN: &[(&[&str], &str)] = &[
         &["generation_batch_size", "steps_per_generation"],
         "use `--per_device_train_batch_size` (prompts) and `--gradient_accumulation_steps`",
     ),
+    (
+        &[
+            "deepspeed",
+            "use_peft",
+            "use_lora",
+            "lora_r",
+            "lora_alpha",
+            "lora_dropout",
+            "push_to_hub",
+            "hub_model_id",
+        ],
+        "leave it out: this version trains all weights on one machine and keeps them there",
+    ),
+    (
+        &[
+            "data_flatten",
+            "data_packing",
+            "dataloader_num_workers",
+            "tf32",
+            "cache_dir",
+            "remove_unused_columns",
+            "task_type",
+        ],
+        "leave it out: it has no counterpart here and changes no result",
+    ),
+    (&["logging_dir"], "leave it out: logs are in the run directory"),
 ];
+
+/// The datasets `data convert` reads.
+fn conversions() -> Vec<(&'static str, &'static str)> {
+    vec![("vivqa-x", "the JSON files of ViVQA-X")]
+}
 
 const fn row(
     name: &'static str,
@@ -400,8 +437,12 @@ const GRPO: &[Verb] = &[Train, Demo, Bench];
 const REWARDED: &[Verb] = &[Train, Eval, Demo, Bench, RewardsRun];
 /// Verbs that sample.
 const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo, Bench];
+/// Verbs that read or write completions of bounded length.
+const BOUNDED: &[Verb] = &[Train, Generate, Eval, RewardsRun, Demo, Bench];
 /// Verbs that take optimizer steps.
 const STEPS: &[Verb] = &[Train, Sft, Demo, Bench];
+/// Verbs with anything random.
+const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
 /// Verbs that run the whole loop with checkpoints.
 const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that evaluate on given data.
@@ -412,7 +453,7 @@ const PERIODIC: &[Verb] = &[Train, Sft];
 /// Every setting, by section.
 pub const FLAGS: &[Flag] = &[
     // Input and output
-    row("format", Choice(&["vivqa-x"]), Unset(""), Section::Io, &[DataConvert], "Dataset to convert from.")
+    row("format", Choice(conversions), Unset(""), Section::Io, &[DataConvert], "Dataset to convert from.")
         .positional()
         .required(&[DataConvert]),
     row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads; `score` and `rewards run` want `completions` in each.")
@@ -428,7 +469,7 @@ pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or a name in the local Hugging Face cache.")
         .alias(&["model", "model_path"])
         .required(&[Train, Sft, Generate, Score, Eval]),
-    row("torch_dtype", Choice(TorchDtype::NAMES), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
+    row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
         .alias(&["dtype"]),
     row("pure_bf16", Bool, Is("false"), Section::Model, STEPS, "Update bfloat16 weights without float32 masters. Saves memory, but at small learning rates most updates round to nothing."),
     row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo, Bench], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
@@ -452,7 +493,7 @@ pub const FLAGS: &[Flag] = &[
     // Images and videos
     row("min_pixels", int(1, MANY), Unset("the checkpoint's; 3136 for Qwen"), Section::Media, ROWS, "Fewest pixels of an image after resizing; sets the fewest vision tokens."),
     row("max_pixels", int(1, MANY), Unset("the checkpoint's; 12845056 for Qwen"), Section::Media, ROWS, "Most pixels of an image after resizing; sets the most vision tokens and with them memory and time."),
-    row("frame_sampling", Choice(FrameSampling::NAMES), Is("qwen_vl_utils"), Section::Media, ROWS, "Rule that picks video frames: by rate (qwen_vl_utils), by interval (base_interval, as qwen-vl-finetune), or per segment from the row's `meta`."),
+    row("frame_sampling", Choice(words::<FrameSampling>), Is("qwen_vl_utils"), Section::Media, ROWS, "Rule that picks video frames: by rate (qwen_vl_utils), by interval (base_interval, as qwen-vl-finetune), or per segment from the row's `meta`."),
     row("fps", float(1e-3, 1e3), Is("2.0"), Section::Media, ROWS, "Frames per second to sample from videos."),
     row("nframes", int(1, COUNT), Unset("from `fps`"), Section::Media, ROWS, "Frames per video, instead of a rate."),
     row("video_min_frames", int(1, COUNT), Is("4"), Section::Media, ROWS, "Fewest frames of a video.")
@@ -464,7 +505,7 @@ pub const FLAGS: &[Flag] = &[
     row("video_max_frame_pixels", int(1, MANY), Unset("the rule's: 602112; base_interval 25088"), Section::Media, ROWS, "Most pixels of a video frame after resizing."),
     row("total_pixels", int(1, MANY), Unset("90316800"), Section::Media, ROWS, "Most pixels of all frames of a video together; lowers the bound per frame of long videos."),
     // Prompt
-    row("question_template", Choice(QuestionTemplate::NAMES), Is("none"), Section::Prompt, ROWS, "Sentence added to each question that asks for thinking and answer tags."),
+    row("question_template", Choice(words::<&'static QuestionTemplate>), Is("none"), Section::Prompt, ROWS, "Sentence added to each question that asks for thinking and answer tags."),
     row("system_prompt", Text, Unset("the row's or the template's"), Section::Prompt, ROWS, "System turn for rows that have none."),
     row("chat_template_kwargs", Object, Unset("none"), Section::Prompt, ROWS, "Variables for the chat template, as a JSON object."),
     row("max_prompt_length", int(1, COUNT), Unset("the model's limit"), Section::Prompt, RUNS_ROWS, "Most tokens of a prompt, vision tokens included. A longer one is a bad row; it is never cut, since a cut prompt trains on the wrong question.")
@@ -473,14 +514,16 @@ pub const FLAGS: &[Flag] = &[
     row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, REWARDED, "Rewards to add up, by name (`rewards list`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
         .alias(&["rewards"]),
     row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each."),
-    row("format_mode", Choice(FormatMode::NAMES), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
-    row("accuracy_mode", Choice(AccuracyMode::NAMES), Is("auto"), Section::Rewards, REWARDED, "How the `accuracy` reward compares an answer; `auto` looks at the row. A row's `accu_reward_method` wins.")
+    row("format_mode", Choice(words::<FormatMode>), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
+    row("accuracy_mode", Choice(words::<AccuracyMode>), Is("auto"), Section::Rewards, REWARDED, "How the `accuracy` reward compares an answer; `auto` looks at the row. A row's `accu_reward_method` wins.")
         .alias(&["reward_method", "accu_reward_method"]),
-    row("think", Choice(ThinkMode::NAMES), Is("auto"), Section::Rewards, REWARDED, "Whether a completion must think first; `auto` decides per dataset by its name."),
-    row("multi_objective_aggregation", Choice(MultiObjective::NAMES), Is("sum_then_normalize"), Section::Rewards, GRPO, "Normalise the weighted sum, or each reward before the sum."),
-    row("compat", Choices(Compat::NAMES), Is(""), Section::Rewards, REWARDED, "Known defects of the source systems to reproduce, for comparisons only."),
+    row("answer_policy", Choice(words::<AnswerPolicy>), Is("last"), Section::Rewards, REWARDED, "Which answer tag counts if there are several."),
+    row("think", Choice(words::<ThinkMode>), Is("auto"), Section::Rewards, REWARDED, "Whether a completion must think first; `auto` decides per dataset by its name."),
+    row("multi_objective_aggregation", Choice(words::<MultiObjective>), Is("sum_then_normalize"), Section::Rewards, GRPO, "Normalise the weighted sum, or each reward before the sum."),
+    row("compat", Choices(words::<Compat>), Is(""), Section::Rewards, REWARDED, "Known defects of the source systems to reproduce, for comparisons only."),
     row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
-    row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program."),
+    row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),
+    row("judge_model", Text, Unset("the server's"), Section::Rewards, REWARDED, "Model that a `judge:http://…` reward asks."),
     // Rollout
     row("num_generations", int(1, 4096), Is("8"), Section::Rollout, SAMPLES, "Completions sampled per prompt (G). Training compares them with each other, so it needs at least 2.")
         .alias(&["grpo_sample_size", "num_samples", "g"])
@@ -494,7 +537,7 @@ pub const FLAGS: &[Flag] = &[
     row("min_p", float(0.0, 1.0), Is("0"), Section::Rollout, SAMPLES, "Drop tokens below this share of the likeliest token's probability; 0 is off."),
     row("repetition_penalty", float(0.01, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Divide the score of tokens already seen; 1 is off."),
     row("logprob_temperature", float(0.01, 100.0), Unset("`temperature`, or 1 when that is 0"), Section::Rollout, &[Train, Generate, Score, Eval, Demo, Bench], "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The gap to the sampling distribution is logged."),
-    row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, SAMPLES, "Most tokens of a completion.")
+    row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, BOUNDED, "Most tokens of a completion; rewards of length measure by it.")
         .alias(&["generation_max_length"]),
     row("min_completion_length", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "No stop token before this many tokens; benchmarks set it to the maximum."),
     row("stop_strings", Texts, Is(""), Section::Rollout, SAMPLES, "Texts that end a completion, besides the model's stop tokens.")
@@ -502,16 +545,16 @@ pub const FLAGS: &[Flag] = &[
     row("batch_size", int(1, 65_536), Is("8"), Section::Rollout, &[Generate, Score, Eval], "Prompts worked on at a time; changes memory and speed, never the result."),
     row("replay", Path, Unset("off"), Section::Rollout, &[Train], "Take completions and rewards from these rows instead of sampling, to compare with another trainer step by step."),
     // Loss
-    row("loss_type", Choice(LossType::NAMES), Is("grpo"), Section::Loss, GRPO, "Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
-    row("beta", float(0.0, BIG), Is("0.04"), Section::Loss, GRPO, "Weight of the KL to the starting model; at 0 no reference is kept.")
+    row("loss_type", Choice(words::<&'static Recipe>), Is("grpo"), Section::Loss, GRPO, "Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
+    row("beta", float(0.0, BIG), Unset("the recipe's; 0.04 for grpo"), Section::Loss, GRPO, "Weight of the KL to the starting model; at 0 no reference is kept.")
         .alias(&["grpo_beta"]),
-    row("grpo_alpha", float(0.0, BIG), Is("1.0"), Section::Loss, GRPO, "Factor of the advantage in the policy term."),
-    row("scale_rewards", Choice(ScaleRewards::NAMES), Unset("the recipe's; group for grpo"), Section::Loss, GRPO, "Divide centred rewards by the deviation of the group, of the batch, or not at all."),
-    row("advantage", Choice(Advantage::NAMES), Unset("the recipe's; group_std for grpo"), Section::Loss, GRPO, "Advantage of the source systems: sample deviation, centred only, or clamped population deviation."),
-    row("kl", Choice(Kl::NAMES), Unset("the recipe's; k3 for grpo"), Section::Loss, GRPO, "KL estimator: per token and never negative (k3), or the signed difference of whole completions (k1_seq)."),
+    row("grpo_alpha", float(0.0, BIG), Unset("the recipe's; 1 for grpo"), Section::Loss, GRPO, "Factor of the advantage in the policy term."),
+    row("scale_rewards", Choice(words::<ScaleRewards>), Unset("the recipe's; group for grpo"), Section::Loss, GRPO, "Divide centred rewards by the deviation of the group, of the batch, or not at all."),
+    row("advantage", Choice(words::<AdvantageKind>), Unset("the recipe's; group_std for grpo"), Section::Loss, GRPO, "How rewards become advantages; says more than `scale_rewards`."),
+    row("kl", Choice(words::<Kl>), Unset("the recipe's; k3 for grpo"), Section::Loss, GRPO, "KL estimator: per token and never negative (k3), or the signed difference of whole completions (k1_seq)."),
     row("use_bias_correction_kl", Bool, Is("false"), Section::Loss, GRPO, "Multiply the k3 estimate by the ratio, which makes its gradient unbiased."),
-    row("loss_agg", Choice(LossAgg::NAMES), Unset("the recipe's; seq_mean for grpo"), Section::Loss, GRPO, "How token losses become one number."),
-    row("importance_sampling_level", Choice(ImportanceLevel::NAMES), Unset("the recipe's; token for grpo"), Section::Loss, GRPO, "Ratio per token, or one per completion (GSPO)."),
+    row("loss_agg", Choice(words::<Aggregation>), Unset("the recipe's; seq_mean for grpo"), Section::Loss, GRPO, "How token losses become one number."),
+    row("importance_sampling_level", Choice(words::<RatioLevel>), Unset("the recipe's; token for grpo"), Section::Loss, GRPO, "Ratio per token, or one per completion (GSPO)."),
     row("epsilon", float(0.0, BIG), Unset("the recipe's; 0.2 for grpo"), Section::Loss, GRPO, "Lower clip distance of the ratio from 1."),
     row("epsilon_high", float(0.0, BIG), Unset("`epsilon`, or the recipe's"), Section::Loss, GRPO, "Upper clip distance of the ratio from 1; for cispo the cap itself."),
     row("delta", float(1.0, BIG), Unset("off"), Section::Loss, GRPO, "Upper bound of the unclipped ratio, for negative advantages."),
@@ -522,7 +565,7 @@ pub const FLAGS: &[Flag] = &[
     row("learning_rate", float(0.0, 100.0), Is("1e-6"), Section::Optimizer, STEPS, "Peak learning rate of AdamW.")
         .alias(&["lr"])
         .per_verb(&[(Sft, "2e-5")]),
-    row("lr_scheduler_type", Choice(LrScheduler::NAMES), Is("linear"), Section::Optimizer, STEPS, "Course of the learning rate after warm-up.")
+    row("lr_scheduler_type", Choice(words::<LrScheduler>), Is("linear"), Section::Optimizer, STEPS, "Course of the learning rate after warm-up.")
         .alias(&["lr_scheduler"]),
     row("warmup_ratio", Fraction, Is("0"), Section::Optimizer, STEPS, "Share of all steps over which the learning rate rises from 0."),
     row("warmup_steps", int(0, COUNT), Is("0"), Section::Optimizer, STEPS, "Steps over which the learning rate rises from 0; wins over the ratio."),
@@ -545,15 +588,15 @@ pub const FLAGS: &[Flag] = &[
     row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: checkpoints in `checkpoints/rl/NAME`, logs in `runs/NAME/log`."),
     row("num_train_epochs", float(0.0, 1e6), Is("1"), Section::Run, &[Train, Sft, Demo], "Passes over the training rows."),
     row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs; -1 is off."),
-    row("seed", int(0, i64::MAX), Is("42"), Section::Run, RUNS_MODEL, "Seed of everything random; the same seed gives the same run."),
+    row("seed", int(0, i64::MAX), Is("42"), Section::Run, RANDOM, "Seed of everything random; the same seed gives the same run."),
     row("data_seed", int(0, i64::MAX), Unset("`seed`"), Section::Run, &[Train, Sft, Demo], "Seed of the order of rows and of the held-out share."),
-    row("save_strategy", Choice(SaveStrategy::NAMES), Is("steps"), Section::Run, LOOP, "When to write a checkpoint."),
+    row("save_strategy", Choice(words::<SaveStrategy>), Is("steps"), Section::Run, LOOP, "When to write a checkpoint."),
     row("save_steps", int(1, COUNT), Is("100"), Section::Run, LOOP, "Optimizer steps between checkpoints."),
     row("save_total_limit", int(1, COUNT), Unset("keep all"), Section::Run, LOOP, "Checkpoints to keep; the oldest goes first, the best stays."),
     row("save_only_model", Bool, Is("false"), Section::Run, LOOP, "Write checkpoints without optimizer state: smaller, but they cannot be resumed."),
     row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint if its settings are those of this run, `never` starts anew, a path resumes exactly that one."),
     // Evaluation
-    row("eval_strategy", Choice(EvalStrategy::NAMES), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
+    row("eval_strategy", Choice(words::<EvalStrategy>), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
     row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),
     row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, &[Train], "Completions per prompt in evaluation during training; more than 1 are sampled."),
     row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric that names the best checkpoint; higher is better, except for a loss."),
@@ -561,13 +604,13 @@ pub const FLAGS: &[Flag] = &[
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
     row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
-    row("report_to", Choice(LogSink::NAMES), Is("jsonl"), Section::Logging, LOOP, "Where averaged metrics go besides the console."),
+    row("report_to", Choice(words::<LogSink>), Is("jsonl"), Section::Logging, LOOP, "Where averaged metrics go besides the console."),
     row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
     row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
     // Program
     row("config", Path, Unset(""), Section::Program, EVERY, "YAML file of settings under the same names; flags win. Settings of other verbs in it are left alone, so one file can serve `data check` and `train`.")
         .command_line_only(),
-    row("preset", Choice(crate::presets::NAMES), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
+    row("preset", Choice(crate::presets::words), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
     row("print_config", Bool, Is("false"), Section::Program, EVERY, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
         .command_line_only(),
     row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Doctor, Demo, Bench], "Threads for computing."),
@@ -638,9 +681,9 @@ mod tests {
 
     #[test]
     fn presets_use_canonical_names_and_say_where_each_value_comes_from() {
-        for name in crate::presets::NAMES {
+        for (name, _) in crate::presets::words() {
             let text = crate::presets::text(name).unwrap();
-            config::parse(text, name, |_| Origin::Preset((*name).to_string())).unwrap();
+            config::parse(text, name, |_| Origin::Preset(name.to_string())).unwrap();
             for line in text.lines().filter(|line| !line.starts_with('#')) {
                 let (key, rest) = line.split_once(':').unwrap();
                 assert_eq!(find(key).unwrap().name, key, "{name}");

@@ -1,9 +1,11 @@
 //! Settings that contradict each other, and settings without effect in a run.
 
+use omnigrpo_grpo::{Kl, Surrogate};
+
 use crate::explain::Problem;
 use crate::flags::Verb::{self, Demo, Eval, Generate, Train};
 use crate::settings::{
-    Advantage, EvalStrategy, FrameSampling, Kl, LossType, LrScheduler, SaveStrategy, Settings, TorchDtype,
+    EvalStrategy, FrameSampling, LrScheduler, MultiObjective, SaveStrategy, Settings, TorchDtype,
 };
 
 /// A setting and the case in which nothing reads it.
@@ -22,22 +24,21 @@ const fn idle(flag: &'static str, when: fn(&Settings) -> Option<&'static str>) -
 }
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
-    match s.loss.loss_type {
-        LossType::Sapo => Some("the recipe sapo has a soft gate and no clip"),
-        LossType::S2 => Some("the recipe s2 has no ratio and no clip"),
-        LossType::S3 => Some("the recipe s3 has no clip"),
-        _ => None,
+    match s.loss.plan.surrogate {
+        Surrogate::Clip { .. } | Surrogate::Cispo { .. } => None,
+        Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
+        Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
+        Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
     }
 }
 
 fn no_lower_clip(s: &Settings) -> Option<&'static str> {
-    no_clip(s).or_else(|| {
-        (s.loss.loss_type == LossType::Cispo).then_some("the recipe cispo caps the ratio from above only")
-    })
+    let capped = matches!(s.loss.plan.surrogate, Surrogate::Cispo { .. });
+    no_clip(s).or_else(|| capped.then_some("the recipe of `loss_type` caps the ratio from above only"))
 }
 
 fn no_kl(s: &Settings) -> Option<&'static str> {
-    (s.loss.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
+    (s.loss.plan.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
 }
 
 fn greedy(s: &Settings) -> Option<&'static str> {
@@ -106,9 +107,14 @@ pub const IDLE: &[Idle] = &[
     idle("delta", no_lower_clip),
     idle("kl", no_kl),
     idle("use_bias_correction_kl", |s| {
-        no_kl(s).or_else(|| (s.loss.kl == Some(Kl::K1Seq)).then_some("`kl k1_seq` has no ratio to correct"))
+        no_kl(s).or_else(|| (s.loss.plan.kl == Kl::K1).then_some("`kl k1_seq` has no ratio to correct"))
     }),
-    idle("scale_rewards", |s| s.loss.advantage.map(|_| "`advantage` names the deviation too")),
+    idle("advantage", each_reward_alone),
+    idle("scale_rewards", each_reward_alone),
+    idle("importance_sampling_level", |s| {
+        matches!(s.loss.plan.surrogate, Surrogate::LogProb)
+            .then_some("the recipe of `loss_type` has no ratio")
+    }),
     idle("warmup_ratio", |s| (s.optim.warmup_steps > 0).then_some("`warmup_steps` wins").or_else(|| flat(s))),
     idle("warmup_steps", flat),
     idle("mm_projector_lr", |s| (!s.optim.tune_mm_mlp).then_some("`tune_mm_mlp` is false")),
@@ -130,6 +136,11 @@ pub const IDLE: &[Idle] = &[
     idle("num_generations_eval", no_eval_rows),
     idle("metric_for_best_model", no_eval_rows),
 ];
+
+fn each_reward_alone(s: &Settings) -> Option<&'static str> {
+    (s.rewards.multi_objective_aggregation == MultiObjective::NormalizeThenSum)
+        .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward by itself")
+}
 
 fn flat(s: &Settings) -> Option<&'static str> {
     (s.optim.lr_scheduler_type == LrScheduler::Constant)
@@ -188,6 +199,17 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
             ))
             .expected("one weight per reward, in the same order"),
     )?;
+    if let Err(error) = s.loss.plan.validate() {
+        return Err(match error {
+            omnigrpo_grpo::Error::Setting { setting, value, expected } => {
+                Problem::usage(format!("wrong value for `{setting}`"))
+                    .got(value.to_string())
+                    .expected(expected)
+            }
+            other => Problem::usage(other.to_string()),
+        });
+    }
+    known_rewards(&s.rewards.reward_funcs)?;
     let media = &s.media;
     flags(
         media.video_min_frames > media.video_max_frames,
@@ -236,13 +258,6 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
             .expected("one of them"),
     )?;
     flags(
-        s.loss.advantage.is_some_and(|a| a != Advantage::SampleStd)
-            && s.rewards.multi_objective_aggregation == crate::settings::MultiObjective::NormalizeThenSum,
-        Problem::usage("`multi_objective_aggregation normalize_then_sum` has its own advantage")
-            .got("`advantage` other than group_std")
-            .expected("one of the two"),
-    )?;
-    flags(
         s.eval.eval_strategy == EvalStrategy::Steps && s.eval.eval_steps.is_none(),
         Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`"),
     )?;
@@ -251,4 +266,26 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
         Problem::usage("`save_strategy best` needs evaluations to compare")
             .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`"),
     )
+}
+
+/// Names without a colon are built in; programs and addresses show what they are when they are called.
+fn known_rewards(specs: &[String]) -> Result<(), Problem> {
+    let names = || omnigrpo_rewards::table().iter().map(|row| row.name);
+    for spec in specs.iter().filter(|spec| !spec.contains(':')) {
+        if names().any(|name| name == spec) {
+            continue;
+        }
+        let problem = Problem::usage("unknown reward")
+            .got(format!("`{spec}`"))
+            .expected(format!("{}, `cmd:PROGRAM` or `http://…`", names().collect::<Vec<_>>().join(", ")));
+        let near = names()
+            .map(|name| (strsim::jaro_winkler(spec, name), name))
+            .filter(|(score, _)| *score > 0.8)
+            .max_by(|a, b| a.0.total_cmp(&b.0));
+        return Err(match near {
+            Some((_, name)) => problem.help(format!("did you mean `{name}`?")),
+            None => problem,
+        });
+    }
+    Ok(())
 }

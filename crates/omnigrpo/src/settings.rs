@@ -10,40 +10,48 @@
 
 use std::path::PathBuf;
 
+use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, LossPlan, RECIPES, RatioLevel, Recipe, Surrogate};
+use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use serde_json::{Map, Value as Json};
 
 use crate::explain::Problem;
 use crate::flags::Verb;
 use crate::values::{FromValue, Value, Values};
 
-/// An enum whose variants have names on the command line.
-pub trait Named: Copy + 'static {
-    /// Name and variant, in the order of the help.
-    fn pairs() -> &'static [(&'static str, Self)];
+/// A type whose values have names on the command line.
+pub trait Named: Copy + PartialEq + 'static {
+    /// Name, value and one line of help, in the order of the help.
+    fn table() -> Vec<(&'static str, Self, &'static str)>;
+}
+
+/// Name and help of every value of a type, for the flag table.
+pub fn words<T: Named>() -> Vec<(&'static str, &'static str)> {
+    T::table().into_iter().map(|(name, _, help)| (name, help)).collect()
+}
+
+/// The name of a value.
+pub fn name_of<T: Named>(value: T) -> Option<&'static str> {
+    T::table().into_iter().find(|row| row.1 == value).map(|row| row.0)
 }
 
 impl<T: Named> FromValue for T {
     fn from_value(value: &Value) -> Option<Self> {
         let Value::Text(text) = value else { return None };
-        Self::pairs().iter().find(|(name, _)| name == text).map(|(_, variant)| *variant)
+        Self::table().into_iter().find(|row| row.0 == text).map(|row| row.1)
     }
 }
 
-/// Declares an enum and its names in one place.
+/// Declares an enum; the first doc line of a variant is its help.
 macro_rules! choice {
-    ($(#[$doc:meta])* $name:ident: $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)?) => {
+    ($(#[$doc:meta])* $name:ident: $(#[doc = $help:literal] $variant:ident = $text:literal),+ $(,)?) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum $name { $($(#[$vdoc])* $variant),+ }
-
-        impl $name {
-            /// The names, in the order of the help.
-            pub const NAMES: &'static [&'static str] = &[$($text),+];
-        }
+        pub enum $name { $(#[doc = $help] $variant),+ }
 
         impl Named for $name {
-            fn pairs() -> &'static [(&'static str, Self)] {
-                &[$(($text, $name::$variant)),+]
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                vec![$(($text, Self::$variant, $help)),+]
             }
         }
     };
@@ -70,64 +78,6 @@ choice!(
     Meta = "meta",
 );
 choice!(
-    /// Sentence added to each question.
-    QuestionTemplate:
-    /// None.
-    None = "none",
-    /// Thinking, then the final answer.
-    Default = "default",
-    /// As default, the answer in JSON (referring expressions).
-    Rec = "rec",
-    /// Thinking, then the final answer as a number.
-    R1V = "r1-v",
-    /// Thinking, then the final emotion.
-    Emotion = "emotion",
-    /// Thinking, answer and explanation in Vietnamese.
-    VivqaX = "vivqa-x",
-);
-choice!(
-    /// What the `format` reward wants.
-    FormatMode:
-    /// Exactly one pair of each required tag.
-    Strict = "strict",
-    /// 0.3 for thinking tags, 0.3 for answer tags, 0.4 for their order.
-    Graded = "graded",
-    /// Thinking, answer and explanation tags.
-    Tags3 = "tags3",
-    /// The pattern of R1-V.
-    R1V = "r1v",
-);
-choice!(
-    /// How the `accuracy` reward compares.
-    AccuracyMode:
-    /// Decided per row.
-    Auto = "auto",
-    /// Equal label after normalisation.
-    Label = "label",
-    /// Emotion label with synonyms.
-    Emotion = "emotion",
-    /// Equal set of options.
-    McqExact = "mcq_exact",
-    /// Intersection over union of options.
-    McqIou = "mcq_iou",
-    /// 3.0, 1.5 or 0 by shared words.
-    ShortText = "short_text",
-    /// Equal number or formula.
-    Math = "math",
-    /// Yes or no.
-    YesNo = "yes_no",
-    /// Intersection over union of a box.
-    Iou = "iou",
-    /// Average precision of boxes.
-    OdAp = "od_ap",
-    /// Average precision at IoU 0.5.
-    OdAp50 = "od_ap50",
-    /// Equal cleaned text.
-    AllMatch = "all_match",
-    /// The rule of R1-V.
-    R1V = "r1v",
-);
-choice!(
     /// Whether a completion must think first.
     ThinkMode:
     /// Per dataset, by its name.
@@ -146,38 +96,6 @@ choice!(
     NormalizeThenSum = "normalize_then_sum",
 );
 choice!(
-    /// Known defects of the source systems.
-    Compat:
-    /// The first answer tag counts, not the last.
-    FirstAnswer = "first_answer",
-    /// Two texts without option numbers are equal.
-    S2Accuracy = "s2_accuracy",
-    /// Short answers without the yes/no guard.
-    S4Accuracy = "s4_accuracy",
-);
-choice!(
-    /// Recipe of the objective.
-    LossType:
-    /// The published algorithm.
-    Grpo = "grpo",
-    /// Mean over the tokens of a batch.
-    Bnpo = "bnpo",
-    /// Divided by a constant length.
-    DrGrpo = "dr_grpo",
-    /// Mean over the tokens of all batches of a step.
-    Dapo = "dapo",
-    /// Capped, detached ratio.
-    Cispo = "cispo",
-    /// Ratio per completion.
-    Gspo = "gspo",
-    /// Soft gate instead of a clip.
-    Sapo = "sapo",
-    /// Source system 2 as written: log-probability of the whole completion.
-    S2 = "s2",
-    /// Source system 3: no clip, clamped deviation.
-    S3 = "s3",
-);
-choice!(
     /// Deviation that centred rewards are divided by.
     ScaleRewards:
     /// That of the group.
@@ -186,46 +104,6 @@ choice!(
     Batch = "batch",
     /// None.
     None = "none",
-);
-choice!(
-    /// Advantage of the source systems.
-    Advantage:
-    /// Centred, over the sample deviation of the group.
-    SampleStd = "group_std",
-    /// Centred.
-    Center = "group_center",
-    /// Centred, over the clamped population deviation.
-    ClampedStd = "group_std_clamped",
-);
-choice!(
-    /// KL estimator.
-    Kl:
-    /// Per token, never negative.
-    K3 = "k3",
-    /// Signed difference of whole completions.
-    K1Seq = "k1_seq",
-);
-choice!(
-    /// How token losses become one number.
-    LossAgg:
-    /// Mean over completions of their token means.
-    SeqMean = "seq_mean",
-    /// Mean over all tokens of the step.
-    TokenMean = "token_mean",
-    /// Mean over the tokens of each batch.
-    TokenMeanLocal = "token_mean_local",
-    /// Sum over completions and the length limit.
-    ConstantLength = "constant_length",
-    /// Sum over tokens, mean over completions.
-    TokenSum = "token_sum",
-);
-choice!(
-    /// What a ratio belongs to.
-    ImportanceLevel:
-    /// Each token.
-    Token = "token",
-    /// Each completion.
-    Sequence = "sequence",
 );
 choice!(
     /// Course of the learning rate.
@@ -269,6 +147,63 @@ choice!(
     /// Files of JSON lines.
     Jsonl = "jsonl",
 );
+
+/// Lists a type of another crate.
+macro_rules! listed {
+    ($name:ty: $($text:literal = $value:expr, $help:literal);+ $(;)?) => {
+        impl Named for $name {
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                vec![$(($text, $value, $help)),+]
+            }
+        }
+    };
+}
+
+listed!(AdvantageKind:
+    "group_std" = AdvantageKind::GroupStd, "centred, over the sample deviation of the group";
+    "batch_std" = AdvantageKind::Batch, "centred per group, over the sample deviation of the batch";
+    "group_center" = AdvantageKind::GroupCenter, "centred per group";
+    "group_std_clamped" = AdvantageKind::GroupStdClamped, "centred, over the population deviation, at least 0.01";
+);
+listed!(Kl:
+    "k3" = Kl::K3, "per token, never negative";
+    "k1_seq" = Kl::K1, "signed difference of whole completions";
+);
+listed!(Aggregation:
+    "seq_mean" = Aggregation::SequenceMean, "mean over completions of their token means";
+    "token_mean" = Aggregation::TokenMeanGlobal, "mean over all tokens of the step";
+    "token_mean_local" = Aggregation::TokenMeanLocal, "mean over the tokens of each batch";
+    "constant_length" = Aggregation::ConstantLength, "sum over completions times the length limit";
+    "token_sum" = Aggregation::TokenSum, "sum over tokens, mean over completions";
+);
+listed!(RatioLevel:
+    "token" = RatioLevel::Token, "a ratio per token";
+    "sequence" = RatioLevel::Sequence, "a ratio per completion";
+);
+
+/// Lists a type with a table of its own in another crate.
+macro_rules! listed_there {
+    ($($name:ty),+) => { $(
+        impl Named for $name {
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                <$name as omnigrpo_rewards::Named>::ALL.to_vec()
+            }
+        }
+    )+ };
+}
+listed_there!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
+
+impl Named for &'static Recipe {
+    fn table() -> Vec<(&'static str, Self, &'static str)> {
+        RECIPES.iter().map(|recipe| (recipe.name, recipe, recipe.summary)).collect()
+    }
+}
+
+impl Named for &'static QuestionTemplate {
+    fn table() -> Vec<(&'static str, Self, &'static str)> {
+        QUESTION_TEMPLATES.iter().map(|template| (template.name, template, template.doc)).collect()
+    }
+}
 
 /// Whether and from where to resume.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -399,7 +334,7 @@ pub struct MediaSettings {
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct PromptSettings {
-    pub question_template: QuestionTemplate,
+    pub question_template: &'static QuestionTemplate,
     pub system_prompt: Option<String>,
     pub chat_template_kwargs: Map<String, Json>,
     pub max_prompt_length: Option<usize>,
@@ -414,11 +349,13 @@ pub struct RewardSettings {
     pub reward_weights: Vec<f64>,
     pub format_mode: FormatMode,
     pub accuracy_mode: AccuracyMode,
+    pub answer_policy: AnswerPolicy,
     pub think: ThinkMode,
     pub multi_objective_aggregation: MultiObjective,
     pub compat: Vec<Compat>,
     pub reward_timeout_secs: f64,
     pub reward_workers: usize,
+    pub judge_model: Option<String>,
 }
 
 /// How completions are sampled.
@@ -440,25 +377,91 @@ pub struct RolloutSettings {
     pub replay: Option<PathBuf>,
 }
 
-/// The GRPO objective. `None` takes the recipe's choice.
+/// The GRPO objective: the recipe with every choice that was given in its place.
 #[derive(Clone, Debug)]
-#[allow(missing_docs)]
 pub struct LossSettings {
-    pub loss_type: LossType,
-    pub beta: f64,
-    pub grpo_alpha: f64,
-    pub scale_rewards: Option<ScaleRewards>,
-    pub advantage: Option<Advantage>,
-    pub kl: Option<Kl>,
-    pub use_bias_correction_kl: bool,
-    pub loss_agg: Option<LossAgg>,
-    pub importance_sampling_level: Option<ImportanceLevel>,
-    pub epsilon: Option<f64>,
-    pub epsilon_high: Option<f64>,
-    pub delta: Option<f64>,
+    /// The recipe of `loss_type`.
+    pub recipe: &'static Recipe,
+    /// From `advantage`, else `scale_rewards`, else the recipe.
+    pub advantage: AdvantageKind,
+    /// `grpo_alpha`.
+    pub alpha: f64,
+    /// The loss, checked.
+    pub plan: LossPlan,
+    /// Optimizer passes over each batch of completions.
     pub num_iterations: usize,
-    pub mask_truncated_completions: bool,
-    pub entropy_coef: f64,
+}
+
+impl LossSettings {
+    fn from_values(v: &Values) -> Result<Self, Problem> {
+        let recipe: &'static Recipe = v.get("loss_type")?;
+        let scaled = v.get::<Option<ScaleRewards>>("scale_rewards")?.map(|scale| match scale {
+            ScaleRewards::Group => AdvantageKind::GroupStd,
+            ScaleRewards::Batch => AdvantageKind::Batch,
+            ScaleRewards::None => AdvantageKind::GroupCenter,
+        });
+        let advantage = v.get::<Option<_>>("advantage")?.or(scaled).unwrap_or(recipe.advantage);
+        let epsilon: Option<f64> = v.get("epsilon")?;
+        let epsilon_high: Option<f64> = v.get("epsilon_high")?;
+        let delta: Option<f64> = v.get("delta")?;
+        let surrogate = match recipe.loss.surrogate {
+            Surrogate::Clip { low, high, delta: own } => Surrogate::Clip {
+                low: epsilon.unwrap_or(low),
+                // One given bound stands for both, as in TRL.
+                high: epsilon_high.or(epsilon).unwrap_or(high),
+                delta: delta.or(own),
+            },
+            Surrogate::Cispo { cap } => Surrogate::Cispo { cap: epsilon_high.unwrap_or(cap) },
+            other => other,
+        };
+        let kl = v.get::<Option<Kl>>("kl")?.unwrap_or(recipe.loss.kl);
+        let corrected: bool = v.get("use_bias_correction_kl")?;
+        Ok(Self {
+            recipe,
+            advantage,
+            alpha: v.get::<Option<_>>("grpo_alpha")?.unwrap_or(recipe.alpha),
+            plan: LossPlan {
+                surrogate,
+                ratio: v.get::<Option<_>>("importance_sampling_level")?.unwrap_or(recipe.loss.ratio),
+                aggregation: v.get::<Option<_>>("loss_agg")?.unwrap_or(recipe.loss.aggregation),
+                kl: if corrected && kl == Kl::K3 { Kl::K3Corrected } else { kl },
+                beta: v.get::<Option<_>>("beta")?.unwrap_or(recipe.loss.beta),
+                entropy_coef: v.get("entropy_coef")?,
+                mask_truncated_completions: v.get("mask_truncated_completions")?,
+            },
+            num_iterations: v.get("num_iterations")?,
+        })
+    }
+}
+
+/// What a recipe sets where nobody gave anything else, so that the printed configuration is complete.
+pub fn recipe_values(recipe: &'static Recipe, values: &Values) -> Vec<(&'static str, Value)> {
+    let given = |name: &str| values.lookup(name);
+    let mut out = vec![("beta", Value::Float(recipe.loss.beta)), ("grpo_alpha", Value::Float(recipe.alpha))];
+    let mut name = |flag, name: Option<&'static str>| {
+        if let Some(name) = name {
+            out.push((flag, Value::Text(name.to_string())));
+        }
+    };
+    if given("scale_rewards").is_none() {
+        name("advantage", name_of(recipe.advantage));
+    }
+    name("kl", name_of(recipe.loss.kl));
+    name("loss_agg", name_of(recipe.loss.aggregation));
+    name("importance_sampling_level", name_of(recipe.loss.ratio));
+    match recipe.loss.surrogate {
+        Surrogate::Clip { low, high, .. } => {
+            let high = match given("epsilon") {
+                Some((Value::Float(epsilon), _)) => *epsilon,
+                _ => high,
+            };
+            out.extend([("epsilon", Value::Float(low)), ("epsilon_high", Value::Float(high))]);
+        }
+        Surrogate::Cispo { cap } => out.push(("epsilon_high", Value::Float(cap))),
+        _ => {}
+    }
+    out.retain(|(name, _)| given(name).is_none());
+    out
 }
 
 /// What is trained and how fast.
@@ -576,6 +579,11 @@ impl Settings {
             plain_name(name)?;
         }
         let output_dir: Option<PathBuf> = v.get("output_dir")?;
+        if let (Some(dir), Some(name)) = (&output_dir, &exp_name) {
+            return Err(Problem::usage("the run directory is given twice")
+                .got(format!("`output_dir` {} and `exp_name` {name}", dir.display()))
+                .expected("one of them; `--run_name` names a run in a directory of your choice"));
+        }
         let logging_steps: u64 = v.get("logging_steps")?;
         let eval_steps: Option<u64> = v.get("eval_steps")?;
         let max_steps: i64 = v.get("max_steps")?;
@@ -644,11 +652,13 @@ impl Settings {
                 reward_weights,
                 format_mode: v.get("format_mode")?,
                 accuracy_mode: v.get("accuracy_mode")?,
+                answer_policy: v.get("answer_policy")?,
                 think: v.get("think")?,
                 multi_objective_aggregation: v.get("multi_objective_aggregation")?,
                 compat: v.get("compat")?,
                 reward_timeout_secs: v.get("reward_timeout_secs")?,
                 reward_workers: v.get("reward_workers")?,
+                judge_model: v.get("judge_model")?,
             },
             rollout: RolloutSettings {
                 num_generations: v.get("num_generations")?,
@@ -666,23 +676,7 @@ impl Settings {
                 batch_size: v.get("batch_size")?,
                 replay: v.get("replay")?,
             },
-            loss: LossSettings {
-                loss_type: v.get("loss_type")?,
-                beta: v.get("beta")?,
-                grpo_alpha: v.get("grpo_alpha")?,
-                scale_rewards: v.get("scale_rewards")?,
-                advantage: v.get("advantage")?,
-                kl: v.get("kl")?,
-                use_bias_correction_kl: v.get("use_bias_correction_kl")?,
-                loss_agg: v.get("loss_agg")?,
-                importance_sampling_level: v.get("importance_sampling_level")?,
-                epsilon: v.get("epsilon")?,
-                epsilon_high: v.get("epsilon_high")?,
-                delta: v.get("delta")?,
-                num_iterations: v.get("num_iterations")?,
-                mask_truncated_completions: v.get("mask_truncated_completions")?,
-                entropy_coef: v.get("entropy_coef")?,
-            },
+            loss: LossSettings::from_values(v)?,
             optim: OptimSettings {
                 learning_rate,
                 lr_scheduler_type: v.get("lr_scheduler_type")?,
@@ -790,5 +784,129 @@ pub fn needs(verb: Verb, s: &Settings) -> Option<Problem> {
             Some(Problem::usage("no place for the completions of `--input`").expected("`--output FILE`"))
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli;
+    use crate::config;
+    use crate::values::{Origin, Resolved};
+
+    fn resolved(verb: Verb, yaml: &str) -> Result<Resolved, Problem> {
+        let given = config::parse(yaml, "test", |_| Origin::Flag).unwrap();
+        cli::resolve(verb, given, Environment::default())
+    }
+
+    fn train(yaml: &str) -> Settings {
+        resolved(Verb::Train, yaml).unwrap().settings
+    }
+
+    #[test]
+    fn the_loss_is_the_recipe_with_the_given_choices_in_its_place() {
+        let clip = |s: &Settings| match s.loss.plan.surrogate {
+            Surrogate::Clip { low, high, delta } => (low, high, delta),
+            other => panic!("{other:?}"),
+        };
+        let grpo = train("");
+        assert_eq!(clip(&grpo), (0.2, 0.2, None));
+        assert_eq!((grpo.loss.plan.beta, grpo.loss.alpha, grpo.loss.plan.kl), (0.04, 1.0, Kl::K3));
+        assert_eq!(grpo.loss.advantage, AdvantageKind::GroupStd);
+        assert_eq!(grpo.loss.plan.aggregation, Aggregation::SequenceMean);
+        // One bound stands for both.
+        assert_eq!(clip(&train("epsilon: 0.1")), (0.1, 0.1, None));
+        assert_eq!(clip(&train("epsilon_high: 0.28\ndelta: 4")), (0.2, 0.28, Some(4.0)));
+        let gspo = train("loss_type: gspo");
+        assert_eq!(clip(&gspo), (3e-4, 4e-4, None));
+        assert_eq!((gspo.loss.plan.ratio, gspo.loss.plan.beta), (RatioLevel::Sequence, 0.0));
+        assert_eq!(train("loss_type: gspo\nbeta: 0.1").loss.plan.beta, 0.1);
+        assert_eq!(
+            train("loss_type: cispo\nepsilon_high: 4").loss.plan.surrogate,
+            Surrogate::Cispo { cap: 4.0 }
+        );
+        assert_eq!(train("use_bias_correction_kl: yes").loss.plan.kl, Kl::K3Corrected);
+        assert_eq!(train("loss_agg: token_sum\nkl: k1_seq").loss.plan.kl, Kl::K1);
+        assert_eq!(train("scale_rewards: none").loss.advantage, AdvantageKind::GroupCenter);
+        assert_eq!(train("scale_rewards: batch").loss.advantage, AdvantageKind::Batch);
+        assert_eq!(train("advantage: group_std_clamped").loss.advantage, AdvantageKind::GroupStdClamped);
+    }
+
+    #[test]
+    fn every_choice_of_a_recipe_has_a_name() {
+        for recipe in RECIPES {
+            assert!(name_of(recipe.advantage).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.kl).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.aggregation).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.ratio).is_some(), "{}", recipe.name);
+            train(&format!("loss_type: {}", recipe.name));
+        }
+    }
+
+    #[test]
+    fn a_loss_out_of_range_names_its_setting() {
+        let error = resolved(Verb::Train, "epsilon: 1.5").unwrap_err().to_string();
+        assert!(error.contains("`epsilon`") && error.contains("1.5"), "{error}");
+        let error = resolved(Verb::Train, "epsilon_high: 0.3\ndelta: 1.2").unwrap_err().to_string();
+        assert!(error.contains("`delta`"), "{error}");
+        let error =
+            resolved(Verb::Train, "scale_rewards: none\nadvantage: group_std").unwrap_err().to_string();
+        assert!(error.contains("`scale_rewards` and `advantage`"), "{error}");
+    }
+
+    #[test]
+    fn unset_settings_follow_the_ones_they_name() {
+        let s = train("learning_rate: 1e-5\nseed: 7\nlogging_steps: 5\ntemperature: 0.7");
+        assert_eq!((s.optim.mm_projector_lr, s.optim.vision_tower_lr), (1e-5, 1e-5));
+        assert_eq!((s.run.data_seed, s.log.grpo_logging_steps), (7, 5));
+        assert_eq!(s.rollout.logprob_temperature, 0.7);
+        assert_eq!(s.rewards.reward_weights, [1.0, 1.0]);
+        assert_eq!(s.run.max_steps, None);
+        assert_eq!(train("max_steps: 0").run.max_steps, Some(0));
+        let s = resolved(Verb::Eval, "").unwrap().settings;
+        assert_eq!((s.rollout.num_generations, s.rollout.temperature), (1, 0.0));
+        assert_eq!(s.rollout.logprob_temperature, 1.0);
+        assert_eq!(resolved(Verb::Sft, "").unwrap().settings.optim.learning_rate, 2e-5);
+        assert_eq!(train("").eval.eval_strategy, EvalStrategy::No);
+        assert_eq!(train("val_split_ratio: 10%").eval.eval_strategy, EvalStrategy::Epoch);
+        assert_eq!(train("val_split_ratio: 0.1\neval_steps: 5").eval.eval_strategy, EvalStrategy::Steps);
+    }
+
+    #[test]
+    fn directories_follow_the_name_of_an_experiment() {
+        let run = train("exp_name: first-try").run;
+        assert_eq!(run.output_dir, Some(PathBuf::from("checkpoints/rl/first-try")));
+        assert_eq!(run.log_dir, Some(PathBuf::from("runs/first-try/log")));
+        for bad in ["a/b", "..", ".x", "a\\b", "\"\""] {
+            assert!(resolved(Verb::Train, &format!("exp_name: {bad}")).is_err(), "{bad}");
+        }
+        assert!(resolved(Verb::Train, "exp_name: a\noutput_dir: b").is_err());
+        let demo = resolved(Verb::Demo, "").unwrap().settings.run;
+        assert_eq!((demo.output_dir, demo.log_dir), (Some(PathBuf::from("runs/demo")), None));
+    }
+
+    #[test]
+    fn resuming_is_never_a_folder_called_false() {
+        for (text, resume) in [
+            ("auto", Resume::Auto),
+            ("True", Resume::Auto),
+            ("false", Resume::Never),
+            ("never", Resume::Never),
+            ("runs/a/checkpoint-3", Resume::From("runs/a/checkpoint-3".into())),
+        ] {
+            assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume_from_checkpoint, resume);
+        }
+    }
+
+    #[test]
+    fn lists_and_objects_are_read_from_files() {
+        let s =
+            train("reward_funcs: accuracy random\nreward_weights: 1, 0.5\nchat_template_kwargs: {a: [1, x]}");
+        assert_eq!(s.rewards.reward_funcs, ["accuracy", "random"]);
+        assert_eq!(s.rewards.reward_weights, [1.0, 0.5]);
+        assert_eq!(Json::Object(s.prompt.chat_template_kwargs), serde_json::json!({"a": [1, "x"]}));
+        let s = train("train_file: [\"a,b.json\", c.json]\ncompat: [s2_accuracy, s4-format]");
+        assert_eq!(s.data.train_file, [PathBuf::from("a,b.json"), PathBuf::from("c.json")]);
+        assert_eq!(s.rewards.compat, [Compat::S2Accuracy, Compat::S4Format]);
     }
 }

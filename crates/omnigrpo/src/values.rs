@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde_json::{Map, Value as Json};
 
 use crate::explain::{self, Problem};
-use crate::flags::{self, FLAGS, Fallback, Flag, Kind, Verb};
+use crate::flags::{self, FLAGS, Fallback, Flag, Kind, Names, Verb};
 use crate::settings::Settings;
 
 /// The value of a setting.
@@ -63,7 +63,7 @@ pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
                 .collect::<Result<_, _>>()
                 .map(Value::Floats),
             Kind::Choices(names) => {
-                texts.iter().map(|t| choice(t, names)).collect::<Result<_, _>>().map(Value::Texts)
+                texts.iter().map(|t| choice(t, *names)).collect::<Result<_, _>>().map(Value::Texts)
             }
             _ if texts.iter().any(String::is_empty) => Err("an empty item".into()),
             _ => Ok(Value::Texts(texts)),
@@ -92,7 +92,7 @@ pub fn parse(kind: &Kind, raw: &Raw) -> Result<Value, String> {
             }
             None => float(text, 0.0, 1.0).map(Value::Float),
         },
-        Kind::Choice(names) => choice(text, names).map(Value::Text),
+        Kind::Choice(names) => choice(text, *names).map(Value::Text),
         Kind::Path if text.is_empty() => Err("an empty path".into()),
         Kind::Object => match serde_json::from_str(text) {
             Ok(Json::Object(map)) => Ok(Value::Object(map)),
@@ -109,10 +109,11 @@ fn float(text: &str, min: f64, max: f64) -> Result<f64, String> {
     }
 }
 
-fn choice(text: &str, names: &[&str]) -> Result<String, String> {
+fn choice(text: &str, names: Names) -> Result<String, String> {
     // Choices are spelled with underscores or dashes, as flags are.
-    let same = |name: &&&str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
-    names.iter().find(same).map(|name| (*name).to_string()).ok_or_else(|| format!("`{text}`"))
+    let same = |name: &str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
+    let found = names().into_iter().find(|(name, _)| same(name));
+    found.map(|(name, _)| name.to_string()).ok_or_else(|| format!("`{text}`"))
 }
 
 fn split(kind: &Kind, text: &str) -> Vec<String> {
@@ -132,6 +133,8 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
 pub enum Origin {
     /// The flag table.
     Default,
+    /// The recipe of this name.
+    Recipe(&'static str),
     /// A preset of this name.
     Preset(String),
     /// A file of settings: `file:line`.
@@ -167,9 +170,9 @@ impl Given {
                     problem = problem.at(place);
                 }
                 if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
-                    let near = names
-                        .iter()
-                        .map(|name| (strsim::jaro_winkler(got.trim_matches('`'), name), name))
+                    let near = names()
+                        .into_iter()
+                        .map(|(name, _)| (strsim::jaro_winkler(got.trim_matches('`'), name), name))
                         .filter(|(score, _)| *score > 0.8)
                         .max_by(|a, b| a.0.total_cmp(&b.0));
                     if let Some((_, name)) = near {
@@ -185,7 +188,7 @@ impl Given {
 /// Where a setting stands, for an error.
 pub fn place(origin: &Origin) -> Option<String> {
     match origin {
-        Origin::Default | Origin::Flag => None,
+        Origin::Default | Origin::Recipe(_) | Origin::Flag => None,
         Origin::Preset(name) => Some(format!("preset {name}")),
         Origin::Config(place) => Some(place.clone()),
     }
@@ -217,6 +220,11 @@ impl Values {
     /// Puts a stronger layer's value in place.
     pub fn set(&mut self, given: Given) {
         self.values.insert(given.flag.name, (given.value, given.origin));
+    }
+
+    /// Puts a value in place where there is none.
+    pub fn fill(&mut self, name: &'static str, value: Value, origin: Origin) {
+        self.values.entry(name).or_insert((value, origin));
     }
 
     /// Puts the default of a verb back.

@@ -179,10 +179,10 @@ fn flags_win_over_the_file_the_file_over_the_preset_the_preset_over_defaults() {
     assert_eq!(setting(&config, "learning_rate"), "learning_rate: 1.0e-5 # config run.yaml:4");
     assert_eq!(setting(&config, "grpo_alpha"), "grpo_alpha: 0.5 # preset qwen-video");
     assert_eq!(setting(&config, "top_k"), "top_k: 0 # default");
-    assert_eq!(setting(&config, "epsilon"), "# epsilon: # not set: the recipe's; 0.2 for grpo");
+    assert_eq!(setting(&config, "epsilon"), "epsilon: 0.2 # loss_type grpo");
     let other = ["train", "--config", "run.yaml", "--preset", "r1-v", "--print_config"];
     let config = stdout(&run_in(dir.path(), &[], &other));
-    assert_eq!(setting(&config, "grpo_alpha"), "grpo_alpha: 1.0 # default");
+    assert_eq!(setting(&config, "grpo_alpha"), "grpo_alpha: 1.0 # loss_type grpo");
     // A dataset on the command line replaces that of the preset.
     let config = printed(&["train", "--preset", "qwen-video", "--train_file", "mine.json"]);
     assert_eq!(
