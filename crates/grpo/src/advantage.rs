@@ -23,6 +23,9 @@ const STD_CLAMP: f64 = 0.01;
 /// Deviations up to this multiple of `max(1, max|R|)` are rounding, not information.
 const ZERO_STD: f64 = 1e-8;
 
+/// Larger rewards are refused, so that squares and sums of them stay finite.
+const MAX_REWARD: f64 = 1e100;
+
 /// How the rewards of a group become advantages. `R` are a row's reward, all deviations are over scorable rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -60,7 +63,7 @@ pub struct Advantages {
 /// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them).
 ///
 /// # Errors
-/// A group size below 2, a number of rows that is no multiple of it, or a reward that is NaN or infinite.
+/// A group size below 2, a number of rows that is no multiple of it, or a reward that is NaN, infinite or beyond 1e100.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
@@ -92,7 +95,7 @@ pub fn advantages(
             _ => 0.0,
         }));
     }
-    finish(values, &groups)
+    Ok(with_groups(values, &groups))
 }
 
 /// Total reward per row, `sum_k weights[k] * values[k][row]`; rewards that are `None` are left out, and a row for which
@@ -102,7 +105,7 @@ pub fn advantages(
 /// `values`: one slice of `[rows]` per reward function; `weights`: one per reward function.
 ///
 /// # Errors
-/// Unequal lengths, or a value or weight that is NaN or infinite.
+/// Unequal lengths, or a value or weight that is NaN, infinite or beyond 1e100.
 pub fn weighted_sum(values: &[Vec<Option<f64>>], weights: &[f64]) -> Result<Vec<Option<f64>>, Error> {
     let rows = check_matrix(values, weights)?;
     Ok((0..rows).map(|row| sum_row(values, weights, row)).collect())
@@ -142,18 +145,16 @@ pub fn normalize_then_sum(
             _ => 0.0,
         })
         .collect();
-    finish(values, &groups)
+    Ok(with_groups(values, &groups))
 }
 
-fn finish(values: Vec<f64>, groups: &[Spread]) -> Result<Advantages, Error> {
-    // Finite rewards near the end of the f64 range still overflow in a mean or a deviation.
-    check_finite("advantage", values.iter().map(|v| Some(*v)))?;
-    Ok(Advantages {
+fn with_groups(values: Vec<f64>, groups: &[Spread]) -> Advantages {
+    Advantages {
         values,
         group_mean: groups.iter().map(|g| g.mean).collect(),
         group_std: groups.iter().map(|g| g.std).collect(),
         zero_std: groups.iter().map(|g| g.std == 0.0).collect(),
-    })
+    }
 }
 
 fn sum_row(values: &[Vec<Option<f64>>], weights: &[f64], row: usize) -> Option<f64> {
@@ -204,7 +205,7 @@ fn check_groups(what: &'static str, rows: usize, group_size: usize) -> Result<()
 fn check_finite(what: &str, values: impl Iterator<Item = Option<f64>>) -> Result<(), Error> {
     for (row, value) in values.enumerate() {
         match value {
-            Some(value) if !value.is_finite() => {
+            Some(value) if value.is_nan() || value.abs() > MAX_REWARD => {
                 return Err(Error::NonFiniteReward { what: what.to_owned(), row, value });
             }
             _ => {}
@@ -236,4 +237,164 @@ fn check_matrix(values: &[Vec<Option<f64>>], weights: &[f64]) -> Result<usize, E
     }
     check_finite("reward weight", weights.iter().map(|w| Some(*w)))?;
     Ok(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use AdvantageKind::{Batch, GroupCenter, GroupStd, GroupStdClamped};
+
+    fn some(rewards: &[f64]) -> Vec<Option<f64>> {
+        rewards.iter().map(|r| Some(*r)).collect()
+    }
+
+    fn values(rewards: &[f64], group_size: usize, kind: AdvantageKind) -> Vec<f64> {
+        advantages(&some(rewards), group_size, kind, 1.0).unwrap().values
+    }
+
+    fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
+        assert_eq!(got.len(), expected.len());
+        for (got, expected) in got.iter().zip(expected) {
+            assert!((got - expected).abs() <= tolerance, "got {got}, expected {expected}");
+        }
+    }
+
+    /// Rewards, then TRL's, the clamped and the centred advantages, to the printed digits. The reference rounds to
+    /// five decimals and prints what is left.
+    const GOLDEN: [[[f64; 4]; 4]; 5] = [
+        [
+            [1.0, 0.0, 0.0, 1.0],
+            [0.86588, -0.86588, -0.86588, 0.86588],
+            [1.0, -1.0, -1.0, 1.0],
+            [0.5, -0.5, -0.5, 0.5],
+        ],
+        [
+            [2.0, 1.0, 0.0, 0.0],
+            [1.30545, 0.26109, -0.78327, -0.78327],
+            [1.50756, 0.30151, -0.90453, -0.90453],
+            [1.25, 0.25, -0.75, -0.75],
+        ],
+        [[1.0; 4], [0.0; 4], [0.0; 4], [0.0; 4]],
+        [
+            [0.3, 0.3, 0.3, 0.31],
+            [-0.4902, -0.4902, -0.4902, 1.47059],
+            [-0.25, -0.25, -0.25, 0.75],
+            [-0.0025, -0.0025, -0.0025, 0.0075],
+        ],
+        [
+            [3.0, 1.5, 0.0, 2.5],
+            [0.94484, -0.18897, -1.32278, 0.5669],
+            [1.09109, -0.21822, -1.52753, 0.65465],
+            [1.25, -0.25, -1.75, 0.75],
+        ],
+    ];
+
+    #[test]
+    fn golden_numbers_to_the_printed_digits() {
+        for [rewards, trl, clamped, centred] in &GOLDEN {
+            assert_close(&values(rewards, 4, GroupStd), trl, 5.01e-6);
+            assert_close(&values(rewards, 4, GroupStdClamped), clamped, 5.01e-6);
+            assert_close(&values(rewards, 4, GroupCenter), centred, 5.01e-6);
+        }
+    }
+
+    #[test]
+    fn groups_are_consecutive_rows_and_batch_scale_keeps_the_group_mean() {
+        // Groups [0, 2] and [10, 14]: means 1 and 12; sample deviation over all four rows is sqrt(131 / 3) ...
+        let rewards = [0.0, 2.0, 10.0, 14.0];
+        let all = (rewards.iter().map(|r| (r - 6.5_f64).powi(2)).sum::<f64>() / 3.0).sqrt();
+        let expected: Vec<f64> = [-1.0, 1.0, -2.0, 2.0].iter().map(|d| d / (all + 1e-4)).collect();
+        assert_close(&values(&rewards, 2, Batch), &expected, 1e-15);
+        assert_close(&values(&rewards, 2, GroupCenter), &[-1.0, 1.0, -2.0, 2.0], 0.0);
+        let result = advantages(&some(&rewards), 2, GroupStd, 1.0).unwrap();
+        assert_eq!(result.group_mean, [Some(1.0), Some(12.0)]);
+        assert_close(&result.group_std, &[2_f64.sqrt(), 8_f64.sqrt()], 1e-15);
+        assert_eq!(result.zero_std, [false, false]);
+    }
+
+    #[test]
+    fn clamped_falls_back_to_the_batch_only_if_no_group_differs() {
+        // Both groups constant: batch mean 0.5, population deviation 0.5.
+        assert_close(&values(&[1.0, 1.0, 0.0, 0.0], 2, GroupStdClamped), &[1.0, 1.0, -1.0, -1.0], 1e-15);
+        // One group differs: the constant one stays at 0.
+        assert_close(&values(&[1.0, 1.0, 0.0, 1.0], 2, GroupStdClamped), &[0.0, 0.0, -1.0, 1.0], 1e-15);
+    }
+
+    #[test]
+    fn alpha_multiplies_and_survives_normalisation() {
+        let half = advantages(&some(&[1.0, 0.0, 0.0, 1.0]), 4, GroupStd, 0.5).unwrap();
+        assert_close(&half.values, &[0.43294, -0.43294, -0.43294, 0.43294], 5.01e-6);
+    }
+
+    #[test]
+    fn rows_without_a_reward_are_left_out() {
+        let rewards = [Some(1.0), None, Some(3.0), None, None, None, None, Some(5.0)];
+        for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
+            let got = advantages(&rewards, 4, kind, 1.0).unwrap();
+            assert_eq!(got.values[1], 0.0);
+            assert_eq!(
+                got.values[4..],
+                [0.0; 4],
+                "{kind:?}: a single scorable row has nothing to compare with"
+            );
+            assert!(got.values[0] < 0.0 && got.values[0] == -got.values[2]);
+            assert_eq!(got.group_mean, [Some(2.0), Some(5.0)]);
+            assert_eq!(got.zero_std, [false, true]);
+        }
+        let got = advantages(&rewards, 4, GroupStd, 1.0).unwrap();
+        assert_close(&[got.values[2]], &[1.0 / (2_f64.sqrt() + 1e-4)], 1e-15);
+        let none = advantages(&[None; 4], 2, Batch, 1.0).unwrap();
+        assert_eq!((none.values, none.group_mean), (vec![0.0; 4], vec![None; 2]));
+    }
+
+    #[test]
+    fn a_residue_of_cancelling_rewards_is_no_signal() {
+        // 0.1 + 0.2 - 0.3 is 5.6e-17 in one order of summation and 2.8e-17 in another.
+        let residue = [0.1 + 0.2 - 0.3, 0.2 - 0.3 + 0.1, 0.0, 0.1 - 0.3 + 0.2];
+        assert!(residue.iter().any(|r| *r != residue[0]));
+        for kind in [GroupStd, Batch, GroupCenter, GroupStdClamped] {
+            assert_eq!(values(&residue, 4, kind), [0.0; 4], "{kind:?}");
+        }
+        let large = [1e9, 1e9 + 1e-6, 1e9, 1e9];
+        let got = advantages(&some(&large), 4, GroupStd, 1.0).unwrap();
+        assert_eq!((got.values, got.zero_std), (vec![0.0; 4], vec![true]));
+    }
+
+    #[test]
+    fn weighted_sum_skips_what_does_not_apply() {
+        let accuracy = vec![Some(1.0), None, None];
+        let format = vec![Some(0.5), Some(1.0), None];
+        let got = weighted_sum(&[accuracy, format], &[0.7, 0.3]).unwrap();
+        assert_close(&[got[0].unwrap(), got[1].unwrap()], &[0.85, 0.3], 1e-15);
+        assert_eq!(got[2], None);
+    }
+
+    #[test]
+    fn normalising_first_gives_rare_rewards_their_weight() {
+        // TRL's formula by hand. Groups of 2, two rewards with very different ranges.
+        let big = some(&[0.0, 100.0, 0.0, 0.0]);
+        let small = some(&[0.1, 0.0, 0.0, 0.1]);
+        let z_big = 50.0 / (5000_f64.sqrt() + 1e-4);
+        let z_small = 0.05 / (0.005_f64.sqrt() + 1e-4);
+        let s = [-z_big + 2.0 * z_small, z_big - 2.0 * z_small, -2.0 * z_small, 2.0 * z_small];
+        let std = (s.iter().map(|x| x * x).sum::<f64>() / 3.0).sqrt();
+        let expected: Vec<f64> = s.iter().map(|x| 0.5 * x / (std + 1e-4)).collect();
+        let got = normalize_then_sum(&[big, small], &[1.0, 2.0], 2, 0.5).unwrap();
+        assert_close(&got.values, &expected, 1e-14);
+        assert_eq!(got.zero_std, [false, false]);
+    }
+
+    #[test]
+    fn bad_input_is_named() {
+        assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 1.0), Err(Error::GroupTooSmall { group_size: 1 }));
+        assert!(matches!(
+            advantages(&some(&[1.0; 5]), 2, GroupStd, 1.0),
+            Err(Error::PartialGroup { rows: 5, .. })
+        ));
+        let error = advantages(&some(&[1.0, f64::NAN]), 2, GroupStd, 1.0).unwrap_err();
+        assert!(error.to_string().contains("reward: got NaN at row 1"), "{error}");
+        assert!(advantages(&some(&[f64::MAX, -f64::MAX]), 2, GroupStd, 1.0).is_err(), "its square overflows");
+        assert!(matches!(weighted_sum(&[some(&[1.0])], &[]), Err(Error::Length { .. })));
+        assert!(matches!(weighted_sum(&[some(&[1.0]), vec![]], &[1.0, 1.0]), Err(Error::Length { .. })));
+    }
 }

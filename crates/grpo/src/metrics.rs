@@ -336,3 +336,98 @@ fn same_length(what: &'static str, got: usize, expected: usize) -> Result<(), Er
         Err(Error::Length { what, got, expected, per: "one per completion" })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::advantage::{AdvantageKind, advantages, weighted_sum};
+
+    fn get(sums: &MetricSums, name: &str) -> Option<f64> {
+        sums.metrics().into_iter().find(|(key, _)| key == name).unwrap_or_else(|| panic!("no {name}")).1
+    }
+
+    fn record(sums: &mut MetricSums, accuracy: &[Option<f64>], format: &[Option<f64>]) {
+        let totals = weighted_sum(&[accuracy.to_vec(), format.to_vec()], &[1.0, 0.5]).unwrap();
+        let advantages = advantages(&totals, 2, AdvantageKind::GroupStd, 1.0).unwrap();
+        sums.add_rewards(&[("accuracy", accuracy), ("format_graded", format)], &totals, &advantages).unwrap();
+    }
+
+    #[test]
+    fn reward_metrics_by_hand() {
+        // Totals 1.5, 0.5 | 0.5, 0.5: mean 0.75, deviation 0.5, group deviations 1/sqrt 2 and 0.
+        let mut sums = MetricSums::default();
+        record(
+            &mut sums,
+            &[Some(1.0), Some(0.0), None, Some(0.0)],
+            &[Some(1.0), Some(1.0), Some(1.0), Some(1.0)],
+        );
+        assert_eq!(get(&sums, "reward"), Some(0.75));
+        assert!((get(&sums, "reward_std").unwrap() - 0.5).abs() < 1e-15);
+        assert!((get(&sums, "reward_std/group").unwrap() - 0.5_f64.sqrt() / 2.0).abs() < 1e-15);
+        assert_eq!(get(&sums, "frac_reward_zero_std"), Some(0.5));
+        assert!((get(&sums, "rewards/accuracy/mean").unwrap() - 1.0 / 3.0).abs() < 1e-15);
+        assert!((get(&sums, "rewards/accuracy/std").unwrap() - (1_f64 / 3.0).sqrt()).abs() < 1e-15);
+        assert_eq!(get(&sums, "rewards/format_graded/std"), Some(0.0));
+
+        sums.add_loss(0.25, 0.2, Some(0.5));
+        assert_eq!(get(&sums, "grpo/format_reward"), Some(1.0));
+        assert_eq!(get(&sums, "grpo/total_reward"), Some(0.75));
+        assert_eq!(get(&sums, "grpo/kl_div"), Some(0.5));
+        assert_eq!(get(&sums, "grpo/total_loss"), Some(0.25));
+    }
+
+    #[test]
+    fn rewards_that_never_apply_are_null() {
+        let mut sums = MetricSums::default();
+        record(&mut sums, &[None; 2], &[None; 2]);
+        assert_eq!(get(&sums, "reward"), None);
+        assert_eq!(get(&sums, "rewards/accuracy/mean"), None);
+        assert_eq!(get(&sums, "frac_reward_zero_std"), Some(1.0));
+    }
+
+    #[test]
+    fn completion_metrics_by_hand() {
+        let mut sums = MetricSums::default();
+        sums.add_completions(&[4, 8, 6], &[false, true, false]).unwrap();
+        for (name, expected) in [
+            ("mean_length", 6.0),
+            ("min_length", 4.0),
+            ("max_length", 8.0),
+            ("mean_terminated_length", 5.0),
+            ("min_terminated_length", 4.0),
+            ("max_terminated_length", 6.0),
+            ("clipped_ratio", 1.0 / 3.0),
+        ] {
+            assert_eq!(get(&sums, &format!("completions/{name}")), Some(expected), "{name}");
+        }
+        let mut all_cut = MetricSums::default();
+        all_cut.add_completions(&[8], &[true]).unwrap();
+        assert_eq!(get(&all_cut, "completions/mean_terminated_length"), Some(0.0));
+        assert!(all_cut.add_completions(&[8], &[]).is_err());
+    }
+
+    #[test]
+    fn merged_parts_equal_the_whole() {
+        let accuracy = [Some(1.0), Some(0.0), None, Some(0.25), Some(1.0), Some(1.0)];
+        let format = [Some(1.0), None, None, Some(0.5), Some(0.0), Some(1.0)];
+        let mut whole = MetricSums::default();
+        record(&mut whole, &accuracy, &format);
+        whole.add_completions(&[1, 2, 3, 4, 5, 6], &[false, true, false, false, true, true]).unwrap();
+        let mut parts = MetricSums::default();
+        for group in 0..3 {
+            let rows = 2 * group..2 * group + 2;
+            let mut part = MetricSums::default();
+            record(&mut part, &accuracy[rows.clone()], &format[rows.clone()]);
+            let cut = [false, true, false, false, true, true];
+            part.add_completions(&[1, 2, 3, 4, 5, 6][rows.clone()], &cut[rows]).unwrap();
+            parts.merge(&part);
+        }
+        let (whole, parts) = (whole.metrics(), parts.metrics());
+        assert_eq!(whole.len(), parts.len());
+        for ((name, a), (other, b)) in whole.iter().zip(&parts) {
+            assert_eq!(name, other);
+            assert_eq!(a.is_some(), b.is_some(), "{name}");
+            assert!((a.unwrap_or(0.0) - b.unwrap_or(0.0)).abs() < 1e-15, "{name}: {a:?} {b:?}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Losses and gradients against torch float64 autograd (`data/loss_golden.py`).
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use omnigrpo_grpo::{
+    Aggregation, Batch, EntropyGate, Kl, LossPlan, Normalizer, RatioLevel, Surrogate, evaluate,
+};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Golden {
+    lengths: Vec<usize>,
+    truncated: Vec<bool>,
+    advantages: Vec<f64>,
+    max_completion_length: usize,
+    logp: Vec<f64>,
+    old: Vec<f64>,
+    reference: Vec<f64>,
+    entropy: Vec<f64>,
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    name: String,
+    surrogate: String,
+    settings: Settings,
+    ratio: RatioLevel,
+    aggregation: Aggregation,
+    kl: Kl,
+    beta: f64,
+    off_policy: bool,
+    mask_truncated: bool,
+    top_entropy: f64,
+    entropy_coef: f64,
+    loss: f64,
+    kl_value: f64,
+    dlogp: Vec<f64>,
+    dentropy: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Settings {
+    low: Option<f64>,
+    high: Option<f64>,
+    delta: Option<f64>,
+    cap: Option<f64>,
+    pos: Option<f64>,
+    neg: Option<f64>,
+}
+
+fn plan(case: &Case) -> LossPlan {
+    let s = &case.settings;
+    let surrogate = match case.surrogate.as_str() {
+        "clip" => Surrogate::Clip { low: s.low.unwrap(), high: s.high.unwrap(), delta: s.delta },
+        "ratio" => Surrogate::Ratio,
+        "cispo" => Surrogate::Cispo { cap: s.cap.unwrap() },
+        "sapo" => Surrogate::Sapo { pos: s.pos.unwrap(), neg: s.neg.unwrap() },
+        "log_prob" => Surrogate::LogProb,
+        other => panic!("unknown surrogate {other}"),
+    };
+    LossPlan {
+        surrogate,
+        ratio: case.ratio,
+        aggregation: case.aggregation,
+        kl: case.kl,
+        beta: case.beta,
+        entropy_coef: case.entropy_coef,
+        mask_truncated_completions: case.mask_truncated,
+    }
+}
+
+fn assert_close(what: &str, case: &Case, got: &[f64], expected: &[f64]) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let tolerance = 1e-12 * expected.abs().max(1.0);
+        let label = format!("{what}[{i}] of {} kl {:?} off-policy {}", case.name, case.kl, case.off_policy);
+        assert!((got - expected).abs() <= tolerance, "{label}: got {got}, torch {expected}");
+    }
+}
+
+#[test]
+fn every_loss_and_gradient_equals_torch_autograd() {
+    let golden: Golden = serde_json::from_str(include_str!("data/loss_golden.json")).unwrap();
+    for case in &golden.cases {
+        let plan = plan(case);
+        let counted: Vec<f64> = golden
+            .lengths
+            .iter()
+            .zip(&golden.truncated)
+            .flat_map(|(length, cut)| vec![!(*cut && case.mask_truncated); *length])
+            .zip(&golden.entropy)
+            .filter_map(|(counts, entropy)| counts.then_some(*entropy))
+            .collect();
+        let normalizer =
+            Normalizer::for_step(&plan, &golden.lengths, &golden.truncated, golden.max_completion_length)
+                .unwrap()
+                .with_entropy_gate(EntropyGate::top(&counted, case.top_entropy).unwrap());
+        let batch = Batch {
+            lengths: &golden.lengths,
+            logp: &golden.logp,
+            old: case.off_policy.then_some(&golden.old),
+            reference: Some(&golden.reference),
+            entropy: Some(&golden.entropy),
+            advantages: &golden.advantages,
+            truncated: &golden.truncated,
+        };
+        let out = evaluate(&batch, &plan, &normalizer).unwrap();
+        assert_close("loss", case, &[out.loss], &[case.loss]);
+        assert_close("dlogp", case, &out.dlogp, &case.dlogp);
+        let dentropy =
+            if case.entropy_coef == 0.0 { vec![0.0; golden.logp.len()] } else { case.dentropy.clone() };
+        assert_close("dentropy", case, &out.dentropy, &dentropy);
+        let kl = out.sums.metrics().into_iter().find(|(name, _)| name == "kl").and_then(|(_, value)| value);
+        let expected = (case.beta > 0.0).then_some(case.kl_value);
+        assert_eq!(kl.is_some(), expected.is_some());
+        assert_close("kl", case, &[kl.unwrap_or(0.0)], &[expected.unwrap_or(0.0)]);
+    }
+    assert_eq!(golden.cases.len(), 132);
+}

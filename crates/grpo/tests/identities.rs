@@ -1,0 +1,478 @@
+//! Finite differences and identities of the losses, on data of this file.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use omnigrpo_grpo::{
+    Aggregation, Batch, EntropyGate, Error, Kl, LossOutput, LossPlan, MetricSums, Normalizer, RECIPES,
+    RatioLevel, Surrogate, evaluate, recipe,
+};
+use proptest::prelude::*;
+
+/// A batch that owns its slices.
+#[derive(Debug, Clone)]
+struct Data {
+    lengths: Vec<usize>,
+    logp: Vec<f64>,
+    old: Option<Vec<f64>>,
+    reference: Vec<f64>,
+    entropy: Vec<f64>,
+    advantages: Vec<f64>,
+    truncated: Vec<bool>,
+}
+
+const MAX_LENGTH: usize = 9;
+
+impl Data {
+    /// Numbers without structure from a multiplicative congruential sequence.
+    fn new(lengths: &[usize], off_policy: bool, seed: u64) -> Self {
+        let mut state = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let mut uniform = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 11) as f64 / (1_u64 << 53) as f64
+        };
+        let tokens: usize = lengths.iter().sum();
+        let logp: Vec<f64> = (0..tokens).map(|_| -3.0 * uniform()).collect();
+        let mut near =
+            |spread: f64| logp.iter().map(|lp| lp + spread * (uniform() - 0.5)).collect::<Vec<_>>();
+        let (old, reference) = (near(1.2), near(2.0));
+        Self {
+            lengths: lengths.to_vec(),
+            old: off_policy.then_some(old),
+            reference,
+            entropy: (0..tokens).map(|_| 2.0 * uniform()).collect(),
+            advantages: lengths.iter().map(|_| 3.0 * uniform() - 1.5).collect(),
+            truncated: lengths.iter().enumerate().map(|(c, _)| c % 3 == 2).collect(),
+            logp,
+        }
+    }
+
+    fn batch(&self) -> Batch<'_> {
+        Batch {
+            lengths: &self.lengths,
+            logp: &self.logp,
+            old: self.old.as_deref(),
+            reference: Some(&self.reference),
+            entropy: Some(&self.entropy),
+            advantages: &self.advantages,
+            truncated: &self.truncated,
+        }
+    }
+
+    fn normalizer(&self, plan: &LossPlan) -> Normalizer {
+        Normalizer::for_step(plan, &self.lengths, &self.truncated, MAX_LENGTH).unwrap()
+    }
+
+    fn evaluate(&self, plan: &LossPlan) -> LossOutput {
+        evaluate(&self.batch(), plan, &self.normalizer(plan)).unwrap()
+    }
+
+    /// Completions `from..to` as a part of the same step.
+    fn part(&self, from: usize, to: usize) -> Self {
+        let start: usize = self.lengths[..from].iter().sum();
+        let end = start + self.lengths[from..to].iter().sum::<usize>();
+        Self {
+            lengths: self.lengths[from..to].to_vec(),
+            logp: self.logp[start..end].to_vec(),
+            old: self.old.as_ref().map(|old| old[start..end].to_vec()),
+            reference: self.reference[start..end].to_vec(),
+            entropy: self.entropy[start..end].to_vec(),
+            advantages: self.advantages[from..to].to_vec(),
+            truncated: self.truncated[from..to].to_vec(),
+        }
+    }
+}
+
+fn close(got: f64, expected: f64, tolerance: f64) -> bool {
+    (got - expected).abs() <= tolerance * expected.abs().max(1.0)
+}
+
+/// Every recipe with every KL.
+fn plans() -> impl Iterator<Item = (String, LossPlan)> {
+    RECIPES.iter().flat_map(|row| {
+        [(Kl::Off, 0.0), (Kl::K3, 0.3), (Kl::K3Corrected, 0.3), (Kl::K1, 0.3)].map(|(kl, beta)| {
+            let plan =
+                LossPlan { kl, beta, entropy_coef: 0.02, mask_truncated_completions: true, ..row.loss };
+            (format!("{} {kl:?}", row.name), plan)
+        })
+    })
+}
+
+/// The value whose derivative `dlogp` is: factors the formula holds constant stay at their first value.
+fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Normalizer) -> f64 {
+    let Surrogate::Cispo { cap } = plan.surrogate else {
+        return evaluate(&moved.batch(), plan, normalizer).unwrap().loss;
+    };
+    // Its ratio is a constant weight: move the log-probabilities under the ratios of the unmoved data.
+    let mut value = 0.0;
+    let old = data.old.as_ref().unwrap();
+    let mut start = 0;
+    for (c, &length) in data.lengths.iter().enumerate() {
+        if !data.truncated[c] {
+            for t in start..start + length {
+                let weight = (data.logp[t] - old[t]).exp().min(cap);
+                value -= weight * data.advantages[c] * moved.logp[t];
+            }
+        }
+        start += length;
+    }
+    value /= normalizer.tokens as f64;
+    let without = evaluate(&moved.batch(), plan, normalizer).unwrap();
+    value + without.kl_term + without.entropy_term
+}
+
+#[test]
+fn gradients_equal_central_differences_for_every_recipe_and_kl() {
+    let data = Data::new(&[4, 1, 3, 0, 5, 2], true, 3);
+    let step = 1e-6;
+    for (name, plan) in plans() {
+        let normalizer =
+            data.normalizer(&plan).with_entropy_gate(EntropyGate::top(&data.entropy, 0.8).unwrap());
+        // The gate's constant is no part of the derivative check of CISPO's own formula above.
+        let normalizer = match plan.surrogate {
+            Surrogate::Cispo { .. } => normalizer.with_entropy_gate(None),
+            _ => normalizer,
+        };
+        let out = evaluate(&data.batch(), &plan, &normalizer).unwrap();
+        for t in 0..data.logp.len() {
+            let at = |delta: f64| {
+                let mut moved = data.clone();
+                moved.logp[t] += delta;
+                surrogate_value(&data, &moved, &plan, &normalizer)
+            };
+            let numeric = (at(step) - at(-step)) / (2.0 * step);
+            let exact = out.dlogp[t];
+            assert!(
+                (numeric - exact).abs() < 2e-8,
+                "{name}: dlogp[{t}] is {exact}, differences give {numeric}"
+            );
+
+            let at = |delta: f64| {
+                let mut moved = data.clone();
+                moved.entropy[t] += delta;
+                evaluate(&moved.batch(), &plan, &normalizer).unwrap().loss
+            };
+            let numeric = (at(step) - at(-step)) / (2.0 * step);
+            let exact = out.dentropy[t];
+            assert!(
+                (numeric - exact).abs() < 2e-8,
+                "{name}: dentropy[{t}] is {exact}, differences give {numeric}"
+            );
+        }
+    }
+}
+
+#[test]
+fn parts_of_a_step_add_up_to_the_step() {
+    let data = Data::new(&[4, 1, 3, 0, 5, 2, 7, 2], true, 11);
+    for (name, plan) in plans() {
+        let normalizer =
+            data.normalizer(&plan).with_entropy_gate(EntropyGate::top(&data.entropy, 0.7).unwrap());
+        let whole = evaluate(&data.batch(), &plan, &normalizer).unwrap();
+        let mut loss = 0.0;
+        let mut dlogp = Vec::new();
+        let mut sums = MetricSums::default();
+        for (from, to) in [(0, 2), (2, 3), (3, 7), (7, 8)] {
+            let part = evaluate(&data.part(from, to).batch(), &plan, &normalizer).unwrap();
+            loss += part.loss;
+            dlogp.extend(part.dlogp);
+            sums.merge(&part.sums);
+        }
+        assert!(close(loss, whole.loss, 1e-14), "{name}: {loss} {}", whole.loss);
+        assert_eq!(
+            dlogp, whole.dlogp,
+            "{name}: a token's gradient depends on its completion and the step alone"
+        );
+        for ((key, part), (_, whole)) in sums.metrics().into_iter().zip(whole.sums.metrics()) {
+            assert!(close(part.unwrap(), whole.unwrap(), 1e-13), "{name} {key}: {part:?} {whole:?}");
+        }
+    }
+}
+
+#[test]
+fn bnpo_is_a_mean_of_micro_batch_means() {
+    let plan = recipe("bnpo").unwrap().loss;
+    let data = Data::new(&[4, 1, 5, 2], true, 5);
+    let step = data.normalizer(&plan);
+    let halves = [data.part(0, 2), data.part(2, 4)];
+    let alone: f64 = halves.iter().map(|half| half.evaluate(&plan).loss).sum::<f64>() / 2.0;
+    let in_step: f64 = halves
+        .iter()
+        .map(|half| {
+            let normalizer = step.for_micro_batch(&plan, &half.lengths, &half.truncated, 2).unwrap();
+            evaluate(&half.batch(), &plan, &normalizer).unwrap().loss
+        })
+        .sum();
+    assert!(close(in_step, alone, 1e-14), "{in_step} {alone}");
+    assert!(
+        !close(in_step, data.evaluate(&plan).loss, 1e-3),
+        "unequal halves weigh differently from one batch"
+    );
+}
+
+#[test]
+fn aggregations_agree_on_equal_lengths() {
+    // With every completion at the maximal length all means are the same mean.
+    let data = Data::new(&[MAX_LENGTH; 4], true, 7);
+    let grpo = recipe("grpo").unwrap().loss;
+    let expected = data.evaluate(&grpo);
+    use Aggregation::{ConstantLength, TokenMeanGlobal, TokenMeanLocal, TokenSum};
+    for (aggregation, factor) in
+        [(TokenMeanLocal, 1.0), (TokenMeanGlobal, 1.0), (ConstantLength, 1.0), (TokenSum, MAX_LENGTH as f64)]
+    {
+        let out = data.evaluate(&LossPlan { aggregation, ..grpo });
+        assert!(close(out.loss, factor * expected.loss, 1e-14), "{aggregation:?}");
+        for (got, expected) in out.dlogp.iter().zip(&expected.dlogp) {
+            assert!(close(*got, factor * expected, 1e-14), "{aggregation:?}");
+        }
+    }
+}
+
+#[test]
+fn on_policy_value_is_minus_the_mean_advantage_and_the_gradient_is_reinforce() {
+    let data = Data::new(&[4, 1, 3], false, 9);
+    for name in ["grpo", "gspo", "sapo", "clamped_std"] {
+        let mut plan = recipe(name).unwrap().loss;
+        plan.beta = 0.0;
+        let out = data.evaluate(&plan);
+        let mean = data.advantages.iter().sum::<f64>() / 3.0;
+        // SAPO's gate is 1/2 at ratio 1 and its factor 4 / tau.
+        let value = |a: f64| match plan.surrogate {
+            Surrogate::Sapo { pos, neg } => 2.0 * a / if a > 0.0 { pos } else { neg },
+            _ => a,
+        };
+        let expected = -data.advantages.iter().map(|a| value(*a)).sum::<f64>() / 3.0;
+        assert!(close(out.policy, expected, 1e-15), "{name}");
+        if name != "sapo" {
+            assert!(close(out.loss, -mean, 1e-15), "{name}");
+        }
+        let mut start = 0;
+        for (c, length) in data.lengths.iter().enumerate() {
+            for t in start..start + length {
+                assert!(close(out.dlogp[t], -data.advantages[c] / (3 * length) as f64, 1e-15), "{name} {t}");
+            }
+            start += length;
+        }
+    }
+}
+
+#[test]
+fn old_log_probabilities_equal_to_the_current_ones_are_on_policy() {
+    let on = Data::new(&[4, 1, 3], false, 13);
+    let off = Data { old: Some(on.logp.clone()), ..on.clone() };
+    for (name, plan) in plans() {
+        let (on, off) = (on.evaluate(&plan), off.evaluate(&plan));
+        assert_eq!(on.loss, off.loss, "{name}");
+        assert_eq!(on.dlogp, off.dlogp, "{name}");
+    }
+}
+
+#[test]
+fn zero_advantage_leaves_exactly_the_kl_gradient() {
+    let mut data = Data::new(&[4, 1, 3], true, 15);
+    data.advantages.fill(0.0);
+    for row in RECIPES {
+        let off = data.evaluate(&LossPlan { kl: Kl::Off, beta: 0.0, ..row.loss });
+        assert!(off.dlogp.iter().all(|d| *d == 0.0), "{}", row.name);
+        assert_eq!(off.loss, 0.0, "{}", row.name);
+        let on = data.evaluate(&LossPlan {
+            kl: Kl::K3,
+            beta: 0.5,
+            aggregation: Aggregation::TokenSum,
+            ..row.loss
+        });
+        for t in 0..data.logp.len() {
+            let expected = 0.5 / 3.0 * (1.0 - (data.reference[t] - data.logp[t]).exp());
+            assert!(close(on.dlogp[t], expected, 1e-14), "{}", row.name);
+        }
+    }
+}
+
+#[test]
+fn documented_sequence_loss_of_one_completion() {
+    // One completion, advantage 1, beta 0.04, on-policy: mean over 3 tokens of (-1 + 0.04 k3).
+    let data = Data {
+        lengths: vec![3],
+        logp: vec![-1.0, -2.0, -0.5],
+        old: None,
+        reference: vec![-1.2, -1.5, -0.5],
+        entropy: vec![0.0; 3],
+        advantages: vec![1.0],
+        truncated: vec![false],
+    };
+    let plan = recipe("grpo").unwrap().loss;
+    let out = data.evaluate(&plan);
+    assert!((out.loss - -0.997767).abs() < 5e-7, "{}", out.loss);
+    // k3 = 0.018731, 0.148721, 0.
+    let k3 = |t: usize| {
+        let one = data.part(0, 1);
+        let part = Data {
+            lengths: vec![1],
+            logp: vec![one.logp[t]],
+            reference: vec![one.reference[t]],
+            entropy: vec![0.0],
+            ..one
+        };
+        part.evaluate(&LossPlan { beta: 1.0, ..plan }).kl_term
+    };
+    for (t, expected) in [0.018731, 0.148721, 0.0].into_iter().enumerate() {
+        assert!((k3(t) - expected).abs() < 5e-7, "token {t}: {}", k3(t));
+    }
+}
+
+#[test]
+fn clip_stops_the_gradient_only_on_the_side_of_the_advantage() {
+    // Ratios 1.5, 1.5, 0.5, 0.5 with advantages +, -, +, -; range [0.8, 1.2].
+    let ratio: [f64; 4] = [1.5, 1.5, 0.5, 0.5];
+    let data = Data {
+        lengths: vec![1; 4],
+        logp: ratio.iter().map(|r| r.ln() - 2.0).collect(),
+        old: Some(vec![-2.0; 4]),
+        reference: vec![-2.0; 4],
+        entropy: vec![0.0; 4],
+        advantages: vec![1.0, -1.0, 1.0, -1.0],
+        truncated: vec![false; 4],
+    };
+    let plan = LossPlan { beta: 0.0, ..recipe("grpo").unwrap().loss };
+    let out = data.evaluate(&plan);
+    // -min(r A, clip(r) A): -1.2, 1.5, -0.5, 0.8; a quarter each.
+    assert!(close(out.loss, (-1.2 + 1.5 - 0.5 + 0.8) / 4.0, 1e-15));
+    for (got, expected) in out.dlogp.iter().zip([0.0, 1.5 / 4.0, -0.5 / 4.0, 0.0]) {
+        assert!(close(*got, expected, 1e-15), "{:?}", out.dlogp);
+    }
+    let metric = |name: &str| out.sums.metrics().into_iter().find(|(key, _)| key == name).unwrap().1.unwrap();
+    assert_eq!(metric("clip_ratio/high_mean"), 0.25);
+    assert_eq!(metric("clip_ratio/low_mean"), 0.25);
+    assert_eq!(metric("clip_ratio/region_mean"), 0.5);
+    assert_eq!(metric("clip_ratio/high_max"), 1.0);
+    assert_eq!(metric("clip_ratio/low_min"), 0.0);
+
+    // delta 1.3 bounds the second: value 1.3, gradient 0.
+    let surrogate = Surrogate::Clip { low: 0.2, high: 0.2, delta: Some(1.3) };
+    let out = data.evaluate(&LossPlan { surrogate, ..plan });
+    assert!(close(out.loss, (-1.2 + 1.3 - 0.5 + 0.8) / 4.0, 1e-15));
+    assert_eq!(out.dlogp[1], 0.0);
+}
+
+#[test]
+fn a_collapsed_token_gives_a_finite_loss_with_consistent_gradient() {
+    let mut data = Data::new(&[2, 2], true, 17);
+    data.logp[0] = -900.0;
+    data.logp[3] = -0.1;
+    data.reference[3] = -700.0;
+    data.old.as_mut().unwrap()[3] = -800.0;
+    for (name, plan) in plans() {
+        let plan = LossPlan { mask_truncated_completions: false, ..plan };
+        let out = data.evaluate(&plan);
+        assert!(out.loss.is_finite() && out.dlogp.iter().all(|d| d.is_finite()), "{name}");
+    }
+    let k3 = LossPlan { beta: 1.0, ..recipe("grpo").unwrap().loss };
+    let mut data = Data::new(&[1], false, 1);
+    (data.logp[0], data.reference[0], data.advantages[0]) = (-30.0, -1.0, 0.0);
+    let out = data.evaluate(&k3);
+    assert!(close(out.loss, 20_f64.exp() - 21.0, 1e-14));
+    assert_eq!(out.dlogp, [0.0]);
+    (data.logp[0], data.reference[0]) = (-1.0, -41.0);
+    let out = data.evaluate(&k3);
+    assert!(close(out.loss, 39.0, 1e-14), "no lower clamp: k3 is linear there");
+    assert!(close(out.dlogp[0], 1.0, 1e-14));
+}
+
+#[test]
+fn empty_and_masked_completions_stay_in_the_mean() {
+    let plan = LossPlan { beta: 0.0, mask_truncated_completions: true, ..recipe("grpo").unwrap().loss };
+    let mut data = Data::new(&[2, 0, 3], false, 19);
+    data.advantages = vec![1.0, 5.0, 7.0];
+    data.truncated = vec![false, false, true];
+    let out = data.evaluate(&plan);
+    assert!(close(out.loss, -1.0 / 3.0, 1e-15));
+    assert_eq!(out.dlogp[2..], [0.0; 3]);
+    assert_eq!(data.normalizer(&plan).tokens, 2);
+
+    data.truncated = vec![true; 3];
+    for row in RECIPES {
+        let out =
+            data.evaluate(&LossPlan { mask_truncated_completions: true, entropy_coef: 0.1, ..row.loss });
+        assert_eq!(out.loss, 0.0, "{}: everything masked must not divide by zero", row.name);
+        assert!(out.dlogp.iter().chain(&out.dentropy).all(|d| *d == 0.0), "{}", row.name);
+    }
+    let empty = Data::new(&[], false, 0);
+    assert_eq!(empty.evaluate(&plan).loss, 0.0);
+}
+
+#[test]
+fn bad_input_is_named() {
+    let plan = recipe("grpo").unwrap().loss;
+    let data = Data::new(&[2, 0, 3], true, 21);
+    let normalizer = data.normalizer(&plan);
+    let error = |data: &Data| evaluate(&data.batch(), &plan, &normalizer).unwrap_err();
+
+    let mut bad = data.clone();
+    bad.logp[3] = f64::NEG_INFINITY;
+    assert_eq!(
+        error(&bad),
+        Error::NonFinite { what: "logp", completion: 2, token: 1, value: f64::NEG_INFINITY }
+    );
+    let mut bad = data.clone();
+    bad.reference[0] = f64::NAN;
+    assert!(error(&bad).to_string().starts_with("loss: reference logp of completion 0, token 0 is NaN"));
+    let mut bad = data.clone();
+    bad.advantages[1] = f64::NAN;
+    assert!(matches!(error(&bad), Error::NonFinite { completion: 1, .. }));
+    let mut bad = data.clone();
+    bad.logp.pop();
+    assert_eq!(error(&bad), Error::Length { what: "logp", got: 4, expected: 5, per: "one per token" });
+    let mut bad = data.clone();
+    bad.lengths = vec![usize::MAX, 2, 3];
+    assert!(matches!(error(&bad), Error::Length { expected: usize::MAX, .. }));
+
+    let missing = Batch { reference: None, ..data.batch() };
+    assert!(matches!(evaluate(&missing, &plan, &normalizer), Err(Error::MissingInput { .. })));
+    let no_kl = LossPlan { beta: 0.0, ..plan };
+    evaluate(&missing, &no_kl, &normalizer).unwrap();
+    let bonus = LossPlan { entropy_coef: 0.1, ..plan };
+    let missing = Batch { entropy: None, ..data.batch() };
+    assert!(matches!(evaluate(&missing, &bonus, &normalizer), Err(Error::MissingInput { .. })));
+
+    let too_small = data.part(0, 1).normalizer(&plan);
+    assert!(matches!(evaluate(&data.batch(), &plan, &too_small), Err(Error::Normalizer { .. })));
+    for surrogate in [
+        Surrogate::Clip { low: 1.2, high: 0.2, delta: None },
+        Surrogate::Clip { low: 0.2, high: 0.2, delta: Some(1.1) },
+        Surrogate::Cispo { cap: 0.0 },
+        Surrogate::Sapo { pos: 1.0, neg: f64::NAN },
+    ] {
+        let error = evaluate(&data.batch(), &LossPlan { surrogate, ..plan }, &normalizer).unwrap_err();
+        assert!(matches!(error, Error::Setting { .. }), "{surrogate:?}");
+    }
+}
+
+#[test]
+fn entropy_gate_threshold_is_a_linear_quantile() {
+    // numpy.quantile([0, 1, 2, 3], 0.5) = 1.5; 0.75 quantile = 2.25.
+    let entropies = [2.0, 0.0, 3.0, 1.0];
+    assert_eq!(EntropyGate::top(&entropies, 0.5).unwrap(), Some(EntropyGate { threshold: 1.5, tokens: 2 }));
+    assert_eq!(EntropyGate::top(&entropies, 0.25).unwrap(), Some(EntropyGate { threshold: 2.25, tokens: 1 }));
+    assert_eq!(EntropyGate::top(&entropies, 1.0).unwrap(), None);
+    assert_eq!(EntropyGate::top(&[], 0.5).unwrap(), None);
+    assert!(EntropyGate::top(&entropies, 0.0).is_err());
+}
+
+proptest! {
+    #[test]
+    fn any_finite_batch_gives_a_finite_loss_or_an_error(
+        lengths in prop::collection::vec(0_usize..5, 0..5),
+        scale in prop::sample::select(vec![1e-300, 1.0, 50.0, 1e6, 1e300]),
+        seed in any::<u64>(),
+        row in 0..RECIPES.len(),
+        kl in prop::sample::select(vec![Kl::Off, Kl::K3, Kl::K3Corrected, Kl::K1]),
+        level in prop::sample::select(vec![RatioLevel::Token, RatioLevel::Sequence]),
+    ) {
+        let mut data = Data::new(&lengths, true, seed);
+        data.logp.iter_mut().for_each(|x| *x *= scale);
+        let plan = LossPlan { kl, ratio: level, beta: 0.1, ..RECIPES[row].loss };
+        let normalizer = data.normalizer(&plan);
+        if let Ok(out) = evaluate(&data.batch(), &plan, &normalizer) {
+            prop_assert!(out.loss.is_finite());
+            prop_assert!(out.dlogp.iter().all(|d| d.is_finite()));
+        }
+    }
+}
