@@ -1,1 +1,35 @@
-//! .
+//! Differentiable operations on candle tensors, each with a hand-written backward.
+//!
+//! Every op is a thin [`candle_core`] custom op around a kernel of `omnigrpo-kernels`. Three rules hold:
+//!
+//! * A weight is a [`Param`]: a tensor plus a gradient buffer of its own. Ops hold their weights and add weight
+//!   gradients straight into that buffer, so candle's gradient store only ever carries activations, and a
+//!   frozen weight costs no gradient work.
+//! * candle records an op only when its input is tracked. The stream's entry is therefore always a `Var`
+//!   in training (see [`Segments`]); with a plain tensor the same code runs without recording anything, which
+//!   is how rollout and the reference model use it.
+//! * A shape that does not fit is an error that names the op and both shapes; kernels below do not check.
+//!
+//! Shape legend: `t` rows of the packed stream, `h` model width, `n`/`k` outputs/inputs of a linear layer,
+//! `d` head width, `v` vocabulary.
+
+mod attention;
+mod linear;
+mod mlp;
+mod norm;
+mod param;
+mod segments;
+mod slices;
+
+pub use attention::{AttentionHeads, attention};
+pub use linear::{Linear, MatmulMode, linear, linear_residual, packed_linear, qkv_rope};
+pub use mlp::{activation, swiglu};
+pub use norm::{Norm, norm};
+pub use omnigrpo_kernels::activation::Activation;
+pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
+pub use param::{GradBuffer, Param, Part};
+pub use rope::RopeTable;
+pub use segments::Segments;
+pub use slices::{rows_from_vec, to_vec, with_f32};
+
+mod rope;

@@ -1,0 +1,73 @@
+//! What can go wrong between a checkpoint directory and a running model.
+
+use std::path::PathBuf;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file could not be read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// The directory holds no weights that can be read.
+    #[error("{}: {what}", dir.display())]
+    Checkpoint {
+        /// The checkpoint directory.
+        dir: PathBuf,
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// `config.json` does not describe a model of this program.
+    #[error("{}: {what}", path.display())]
+    Config {
+        /// The configuration file.
+        path: PathBuf,
+        /// What is wrong, what was expected.
+        what: String,
+    },
+    /// Tensors in the files and tensors of the architecture do not match.
+    #[error("{}: {count} tensors do not fit the {family} architecture of config.json:\n{list}", dir.display())]
+    Tensors {
+        /// The checkpoint directory.
+        dir: PathBuf,
+        /// The family that was asked for.
+        family: &'static str,
+        /// How many problems there are.
+        count: usize,
+        /// The first of them, one a line.
+        list: String,
+    },
+    /// A prompt and its media do not fit together, or the prompt is too long.
+    #[error("{what}")]
+    Prompt {
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// A medium could not be read.
+    #[error(transparent)]
+    Media(#[from] omnigrpo_media::MediaError),
+    /// Text could not be rendered or tokenised.
+    #[error(transparent)]
+    Text(#[from] omnigrpo_text::TextError),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl ModelError {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { path, source }
+    }
+
+    pub(crate) fn prompt(what: impl Into<String>) -> Self {
+        Self::Prompt { what: what.into() }
+    }
+}
+
+/// The crate's result.
+pub type Result<T, E = ModelError> = std::result::Result<T, E>;

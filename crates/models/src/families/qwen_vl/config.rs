@@ -1,0 +1,203 @@
+//! `config.json` of Qwen2-VL and Qwen2.5-VL.
+//!
+//! Accepted: text fields at the root (published checkpoints) or under `text_config` (newer saves), rotary settings as
+//! `rope_scaling` or `rope_parameters`. Where a published file omits a field, the class default of `transformers`
+//! 5.23 applies.
+
+use omnigrpo_ops::{Activation, AttentionHeads};
+
+use crate::config_json::ConfigJson;
+use crate::decoder::DecoderConfig;
+use crate::error::Result;
+
+/// Which of the two towers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Generation {
+    /// Layer norm, plain feed-forward, full attention inside a frame.
+    Qwen2,
+    /// RMS norm, SwiGLU, windows, absolute time in positions.
+    Qwen25,
+}
+
+/// Sizes and rules of the vision tower.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VisionConfig {
+    /// Width of the tower.
+    pub hidden: usize,
+    /// Blocks.
+    pub depth: usize,
+    /// Attention heads; queries, keys and values have the same number.
+    pub heads: AttentionHeads,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Activation of the plain feed-forward layer (the gated one uses SiLU).
+    pub activation: Activation,
+    /// Colour channels.
+    pub channels: usize,
+    /// Side of a patch, px.
+    pub patch: usize,
+    /// Frames in a patch.
+    pub temporal_patch: usize,
+    /// Patches merged into a token, per side.
+    pub merge: usize,
+    /// Width of the features, equal to the decoder's.
+    pub out: usize,
+    /// Side of an attention window in merged cells, and the blocks that see whole frames instead.
+    pub windows: Option<(usize, Vec<usize>)>,
+    /// Temporal positions per second of video; `None` counts temporal patches instead.
+    pub tokens_per_second: Option<f64>,
+}
+
+impl VisionConfig {
+    /// Numbers in a patch row.
+    #[must_use]
+    pub fn patch_len(&self) -> usize {
+        self.channels * self.temporal_patch * self.patch * self.patch
+    }
+}
+
+/// A whole Qwen-VL configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QwenVlConfig {
+    /// Which tower.
+    pub generation: Generation,
+    /// The language model.
+    pub decoder: DecoderConfig,
+    /// The tower.
+    pub vision: VisionConfig,
+    /// Id that stands for a piece of an image.
+    pub image_token: u32,
+    /// Id that stands for a piece of a video.
+    pub video_token: u32,
+    /// Standard deviation of new weights.
+    pub initializer_range: f32,
+}
+
+impl QwenVlConfig {
+    /// Reads a configuration.
+    ///
+    /// # Errors
+    /// A missing or impossible field, by name.
+    pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
+        let text = json.section("text_config").unwrap_or_else(|| json.clone());
+        let hidden = text.size("hidden_size", None)?;
+        let q = text.size("num_attention_heads", None)?;
+        let kv = text.size("num_key_value_heads", Some(q))?;
+        let dim = text.size("head_dim", Some(hidden / q))?;
+        if kv == 0 || q % kv != 0 || dim % 2 != 0 {
+            return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
+        }
+        let rope = text.section("rope_parameters").or_else(|| text.section("rope_scaling"));
+        let section = rope.as_ref().and_then(|r| r.sizes("mrope_section").transpose()).transpose()?;
+        let mrope = match section.as_deref() {
+            Some(&[t, h, w]) if t + h + w == dim / 2 => [t, h, w],
+            other => {
+                let what =
+                    format!("mrope_section is {other:?}; expected three sizes that sum to {}", dim / 2);
+                return Err(text.error(what));
+            }
+        };
+        if text.boolean("use_sliding_window", false)? {
+            return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
+        }
+        let theta_default = text.number("rope_theta", 1e6)?;
+        let decoder = DecoderConfig {
+            hidden,
+            intermediate: text.size("intermediate_size", None)?,
+            layers: text.size("num_hidden_layers", None)?,
+            heads: AttentionHeads { q, kv, dim },
+            vocab: text.size("vocab_size", None)?,
+            rms_eps: text.number("rms_norm_eps", 1e-6)? as f32,
+            rope_theta: rope.as_ref().map_or(Ok(theta_default), |r| r.number("rope_theta", theta_default))?,
+            mrope_section: Some(mrope),
+            max_positions: text.size("max_position_embeddings", Some(32768))?,
+            tie_word_embeddings: json
+                .boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", false)?)?,
+        };
+        let vision = match json.section("vision_config") {
+            Some(vision) => Self::vision(&vision, generation, hidden)?,
+            None => return Err(json.error("vision_config is missing")),
+        };
+        let id = |key: &str, default: u64| -> Result<u32> {
+            let value =
+                json.get(key).or_else(|| text.get(key)).map_or(Some(default), serde_json::Value::as_u64);
+            match value.and_then(|v| u32::try_from(v).ok()) {
+                Some(id) if (id as usize) < decoder.vocab => Ok(id),
+                _ => Err(json.error(format!("{key} is not an id of the vocabulary of {}", decoder.vocab))),
+            }
+        };
+        Ok(Self {
+            generation,
+            image_token: id("image_token_id", 151_655)?,
+            video_token: id("video_token_id", 151_656)?,
+            initializer_range: text.number("initializer_range", 0.02)? as f32,
+            decoder,
+            vision,
+        })
+    }
+
+    fn vision(json: &ConfigJson, generation: Generation, decoder_hidden: usize) -> Result<VisionConfig> {
+        let old = generation == Generation::Qwen2;
+        let hidden = json.size(if old { "embed_dim" } else { "hidden_size" }, Some(1280))?;
+        let heads = json.size("num_heads", Some(16))?;
+        let dim = hidden / heads;
+        if heads * dim != hidden || !dim.is_multiple_of(4) {
+            return Err(
+                json.error(format!("a width of {hidden} cannot be split into {heads} heads of 4n columns"))
+            );
+        }
+        let merge = json.size("spatial_merge_size", Some(2))?;
+        let patch = json.size("patch_size", Some(14))?;
+        let out = match old {
+            true => json.size("hidden_size", Some(decoder_hidden))?,
+            false => json.size("out_hidden_size", Some(decoder_hidden))?,
+        };
+        if out != decoder_hidden {
+            return Err(
+                json.error(format!("features are {out} wide, the language model is {decoder_hidden}"))
+            );
+        }
+        let act = json.get("hidden_act").and_then(|v| v.as_str());
+        let activation = match (old, act) {
+            (true, None | Some("quick_gelu")) => Activation::QuickGelu,
+            (true, Some("gelu")) => Activation::GeluErf,
+            (false, None | Some("silu")) => Activation::Silu,
+            (_, Some(other)) => {
+                return Err(
+                    json.error(format!("hidden_act {other:?} is not one of this tower's activations"))
+                );
+            }
+        };
+        let windows = if old {
+            None
+        } else {
+            let cells = json.size("window_size", Some(112))? / merge / patch;
+            if cells == 0 {
+                return Err(
+                    json.error(format!("window_size is smaller than a merged cell of {} px", merge * patch))
+                );
+            }
+            let full = json.sizes("fullatt_block_indexes")?.unwrap_or_else(|| vec![7, 15, 23, 31]);
+            Some((cells, full))
+        };
+        let intermediate = match old {
+            true => (hidden as f64 * json.number("mlp_ratio", 4.0)?) as usize,
+            false => json.size("intermediate_size", Some(3420))?,
+        };
+        let channels_key = if json.get("in_channels").is_some() { "in_channels" } else { "in_chans" };
+        Ok(VisionConfig {
+            hidden,
+            depth: json.size("depth", Some(32))?,
+            heads: AttentionHeads { q: heads, kv: heads, dim },
+            intermediate,
+            activation,
+            channels: json.size(channels_key, Some(3))?,
+            patch,
+            temporal_patch: json.size("temporal_patch_size", Some(2))?,
+            merge,
+            out,
+            windows,
+            tokens_per_second: if old { None } else { Some(json.number("tokens_per_second", 2.0)?) },
+        })
+    }
+}

@@ -1,0 +1,144 @@
+//! Qwen2-VL and Qwen2.5-VL.
+//!
+//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`), `qwen-vl-utils` 0.0.14 for media, the published
+//! checkpoints for defaults.
+
+mod config;
+mod positions;
+mod vision;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use omnigrpo_data::MediumRef;
+use omnigrpo_media::qwen_vl::PatchGrid;
+use omnigrpo_ops::Segments;
+use omnigrpo_text::{MediumKind, MediumTokens, Span};
+
+pub use config::{Generation, QwenVlConfig, VisionConfig};
+pub use positions::{MediumAxes, positions};
+pub use vision::VisionTower;
+
+use super::{Family, MediaSettings, MediumInput, MediumPlan, Network};
+use crate::config_json::ConfigJson;
+use crate::decoder::{Decoder, DecoderConfig, DecoderNames, Position};
+use crate::error::Result;
+use crate::weights::WeightSource;
+
+const NAMES: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
+
+/// The family with one checkpoint's configuration.
+pub struct QwenVl {
+    config: QwenVlConfig,
+    media: media::MediaReader,
+}
+
+mod media;
+
+impl QwenVl {
+    /// Reads configuration and processor files.
+    ///
+    /// # Errors
+    /// Missing or impossible fields.
+    pub fn open(dir: &Path, json: &ConfigJson, generation: Generation) -> Result<Box<dyn Family>> {
+        let config = QwenVlConfig::parse(json, generation)?;
+        let media = media::MediaReader::open(dir, &config.vision)?;
+        Ok(Box::new(Self { config, media }))
+    }
+
+    fn axes(&self, grid: PatchGrid, seconds_per_grid: f64) -> MediumAxes {
+        let temporal_step = match self.config.vision.tokens_per_second {
+            Some(rate) => rate as f32 * seconds_per_grid as f32,
+            None => 1.0,
+        };
+        MediumAxes { grid, merge: self.config.vision.merge, temporal_step }
+    }
+}
+
+impl Family for QwenVl {
+    fn name(&self) -> &'static str {
+        match self.config.generation {
+            Generation::Qwen2 => "qwen2_vl",
+            Generation::Qwen25 => "qwen2_5_vl",
+        }
+    }
+
+    fn decoder_config(&self) -> &DecoderConfig {
+        &self.config.decoder
+    }
+
+    fn initializer_range(&self) -> f32 {
+        self.config.initializer_range
+    }
+
+    fn published_name(&self, key: &str) -> Option<String> {
+        if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
+            return None;
+        }
+        Some(match key.strip_prefix("model.") {
+            Some(rest) if rest.starts_with("visual.") => rest.to_owned(),
+            Some(rest) => match rest.strip_prefix("language_model.") {
+                Some(inner) => format!("model.{inner}"),
+                None => key.to_owned(),
+            },
+            None => key.to_owned(),
+        })
+    }
+
+    fn plan(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumPlan> {
+        self.media.plan(medium, settings)
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.media.prepare(medium, settings)
+    }
+
+    fn tokens(&self, kind: MediumKind, grid: PatchGrid) -> MediumTokens {
+        let count = grid.num_tokens(self.config.vision.merge);
+        match kind {
+            MediumKind::Video => {
+                MediumTokens::repeated(kind, "<|video_pad|>", self.config.video_token, count)
+            }
+            _ => MediumTokens::repeated(kind, "<|image_pad|>", self.config.image_token, count),
+        }
+    }
+
+    fn placeholder_ids(&self) -> Vec<u32> {
+        vec![self.config.image_token, self.config.video_token]
+    }
+
+    fn positions(&self, len: usize, spans: &[Span], media: &[Arc<MediumInput>]) -> (Vec<Position>, u32) {
+        positions(len, spans, |m| self.axes(media[m].grid, media[m].seconds_per_grid))
+    }
+
+    fn network(&self, source: &mut dyn WeightSource) -> Result<Box<dyn Network>> {
+        let tower = VisionTower::build(self.config.vision.clone(), self.config.generation, source)?;
+        let decoder = Decoder::build(self.config.decoder.clone(), NAMES, source)?;
+        Ok(Box::new(QwenVlNetwork { tower, decoder }))
+    }
+}
+
+struct QwenVlNetwork {
+    tower: VisionTower,
+    decoder: Decoder,
+}
+
+impl Network for QwenVlNetwork {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+        self.tower.forward(&medium.patches, medium.grid, tape)
+    }
+
+    fn project<'a>(
+        &'a self,
+        tower: &Tensor,
+        medium: &MediumInput,
+        tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        self.tower.project(tower, medium.grid, tape)
+    }
+}

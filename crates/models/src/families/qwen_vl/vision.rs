@@ -1,0 +1,286 @@
+//! The vision towers of Qwen2-VL and Qwen2.5-VL.
+//!
+//! Source: `transformers` 5.23 `models/qwen2_vl/modeling_qwen2_vl.py`, `models/qwen2_5_vl/modeling_qwen2_5_vl.py` and
+//! `get_vision_window_index` in its `vision_utils.py`.
+//!
+//! Patch rows arrive in merge-block order: the `merge²` patches of one token are consecutive. Windows permute whole
+//! tokens, so the permutation is applied once to the patch rows and undone on the features.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use omnigrpo_media::qwen_vl::PatchGrid;
+use omnigrpo_ops::{
+    Activation, AttentionLayout, Linear, MatmulMode, Norm, Part, RopeTable, Segments, activation, linear,
+    norm, rows_from_vec,
+};
+
+use super::config::{Generation, VisionConfig};
+use crate::error::{ModelError, Result};
+use crate::tower::{Mlp, TowerBlock};
+use crate::weights::{Init, WeightSource};
+
+/// Tower and merger.
+pub struct VisionTower {
+    config: VisionConfig,
+    patch_embed: Linear,
+    blocks: Vec<TowerBlock>,
+    merger_norm: Norm,
+    merger_fc1: Linear,
+    merger_fc2: Linear,
+}
+
+impl VisionTower {
+    /// Builds the tower from a source of weights.
+    ///
+    /// # Errors
+    /// As the source.
+    pub fn build(
+        config: VisionConfig,
+        generation: Generation,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let c = config.hidden;
+        let mut get = |name: &str, part: Part, shape: &[usize], init: Init| {
+            source.get(&format!("visual.{name}"), part, shape, init)
+        };
+        let shape = [c, config.channels, config.temporal_patch, config.patch, config.patch];
+        let patch_embed = get("patch_embed.proj.weight", Part::Vision, &shape, Init::Normal)?;
+        let patch_embed = Linear::reshaped(patch_embed, None, c, config.patch_len())?;
+        let mut norm = |name: &str, part: Part| -> Result<Norm> {
+            let weight = get(&format!("{name}.weight"), part, &[c], Init::Ones)?;
+            Ok(match generation {
+                Generation::Qwen25 => Norm::Rms { weight, eps: 1e-6 },
+                Generation::Qwen2 => Norm::Layer {
+                    weight,
+                    bias: get(&format!("{name}.bias"), part, &[c], Init::Zeros)?,
+                    eps: 1e-6,
+                },
+            })
+        };
+        let mut norms = Vec::with_capacity(config.depth);
+        for b in 0..config.depth {
+            norms.push([
+                norm(&format!("blocks.{b}.norm1"), Part::Vision)?,
+                norm(&format!("blocks.{b}.norm2"), Part::Vision)?,
+            ]);
+        }
+        let merger_norm = norm("merger.ln_q", Part::Projector)?;
+        let mut linear = |name: &str, part: Part, n: usize, k: usize| -> Result<Linear> {
+            let weight = get(&format!("{name}.weight"), part, &[n, k], Init::Normal)?;
+            let bias = get(&format!("{name}.bias"), part, &[n], Init::Zeros)?;
+            Ok(Linear::new(weight, Some(bias))?)
+        };
+        let mut blocks = Vec::with_capacity(config.depth);
+        for (b, [norm1, norm2]) in norms.into_iter().enumerate() {
+            let mut block = |name: &str, n, k| linear(&format!("blocks.{b}.{name}"), Part::Vision, n, k);
+            let i = config.intermediate;
+            blocks.push(TowerBlock {
+                norm1,
+                norm2,
+                qkv: block("attn.qkv", 3 * c, c)?,
+                proj: block("attn.proj", c, c)?,
+                mlp: match generation {
+                    Generation::Qwen2 => Mlp::Plain {
+                        fc1: block("mlp.fc1", i, c)?,
+                        act: config.activation,
+                        fc2: block("mlp.fc2", c, i)?,
+                    },
+                    Generation::Qwen25 => Mlp::SwiGlu {
+                        gate: block("mlp.gate_proj", i, c)?,
+                        up: block("mlp.up_proj", i, c)?,
+                        down: block("mlp.down_proj", c, i)?,
+                    },
+                },
+            });
+        }
+        let wide = c * config.merge * config.merge;
+        let merger_fc1 = linear("merger.mlp.0", Part::Projector, wide, wide)?;
+        let merger_fc2 = linear("merger.mlp.2", Part::Projector, config.out, wide)?;
+        Ok(Self { config, patch_embed, blocks, merger_norm, merger_fc1, merger_fc2 })
+    }
+
+    /// Patch rows `[n, patch_len]` → the tower's output `[n, c]`, in the tower's own token order.
+    ///
+    /// # Errors
+    /// Rows that do not fit the grid.
+    pub fn forward<'a>(
+        &'a self,
+        patches: &[f32],
+        grid: PatchGrid,
+        mut tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let (n, len) = (grid.t * grid.h * grid.w, self.config.patch_len());
+        if patches.len() != n * len
+            || !grid.h.is_multiple_of(self.config.merge)
+            || !grid.w.is_multiple_of(self.config.merge)
+        {
+            return Err(ModelError::prompt(format!(
+                "vision tower: {} numbers for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
+                 of {}",
+                patches.len(),
+                grid.t,
+                grid.h,
+                grid.w,
+                self.config.merge
+            )));
+        }
+        let plan = WindowPlan::new(&self.config, grid);
+        let unit = self.config.merge * self.config.merge;
+        let mut rows = Vec::with_capacity(patches.len());
+        for &token in &plan.order {
+            rows.extend_from_slice(&patches[token * unit * len..(token + 1) * unit * len]);
+        }
+        let rope = self.rope(grid, &plan.order);
+        let x = rows_from_vec(rows, n, len)?;
+        let embed = move |x: &Tensor| linear(x, &self.patch_embed, MatmulMode::Gemm);
+        let mut x = match &mut tape {
+            Some(tape) => tape.push(&x, embed)?,
+            None => embed(&x)?,
+        };
+        for (b, block) in self.blocks.iter().enumerate() {
+            let layout = Arc::clone(plan.layout(&self.config, b));
+            let rope = Arc::clone(&rope);
+            let run = move |x: &Tensor| block.forward(x, &rope, self.config.heads, &layout);
+            x = match &mut tape {
+                Some(tape) => tape.push(&x, run)?,
+                None => run(&x)?,
+            };
+        }
+        Ok(x)
+    }
+
+    /// The merger: tower output `[n, c]` → features `[n / merge², out]` in the order of the prompt.
+    ///
+    /// # Errors
+    /// Rows that do not fit the grid.
+    pub fn project<'a>(
+        &'a self,
+        tower_nc: &Tensor,
+        grid: PatchGrid,
+        tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let unit = self.config.merge * self.config.merge;
+        let tokens = grid.t * grid.h * grid.w / unit;
+        let order = WindowPlan::new(&self.config, grid).order;
+        let mut inverse = vec![0u32; tokens];
+        for (at, &token) in order.iter().enumerate() {
+            inverse[token] = at as u32;
+        }
+        let inverse = Tensor::from_vec(inverse, tokens, &Device::Cpu)?;
+        let wide = unit * self.config.hidden;
+        let run = move |x: &Tensor| {
+            let x = norm(x, &self.merger_norm)?.reshape((tokens, wide))?;
+            let x = linear(&x, &self.merger_fc1, MatmulMode::Gemm)?;
+            let x = linear(&activation(&x, Activation::GeluErf)?, &self.merger_fc2, MatmulMode::Gemm)?;
+            x.index_select(&inverse, 0)
+        };
+        Ok(match tape {
+            Some(tape) => tape.push(tower_nc, run)?,
+            None => run(tower_nc)?,
+        })
+    }
+
+    /// Rotary angles: the first half of the pairs turns with the row of a patch, the second with its column.
+    fn rope(&self, grid: PatchGrid, order: &[usize]) -> Arc<RopeTable> {
+        let quarter = self.config.heads.dim / 4;
+        let frequencies: Vec<f32> =
+            (0..quarter).map(|i| (1.0 / 10_000f64.powf(i as f64 / quarter as f64)) as f32).collect();
+        let (merge, unit) = (self.config.merge, self.config.merge * self.config.merge);
+        let (cells_w, cells) = (grid.w / merge, grid.h / merge * (grid.w / merge));
+        Arc::new(RopeTable::from_angles(order.len() * unit, 2 * quarter, |row, angles| {
+            let (cell, inner) = (order[row / unit] % cells, row % unit);
+            let y = cell / cells_w * merge + inner / merge;
+            let x = cell % cells_w * merge + inner % merge;
+            for i in 0..quarter {
+                angles[i] = y as f32 * frequencies[i];
+                angles[quarter + i] = x as f32 * frequencies[i];
+            }
+        }))
+    }
+}
+
+/// Token order and attention layouts of one grid.
+struct WindowPlan {
+    /// The token at each place of the tower's order.
+    order: Vec<usize>,
+    full: Arc<AttentionLayout>,
+    windowed: Option<Arc<AttentionLayout>>,
+}
+
+impl WindowPlan {
+    fn new(config: &VisionConfig, grid: PatchGrid) -> Self {
+        let unit = config.merge * config.merge;
+        let (h, w) = (grid.h / config.merge, grid.w / config.merge);
+        let full = Arc::new(AttentionLayout::full_blocks(&vec![grid.h * grid.w; grid.t]));
+        let Some((side, _)) = config.windows else {
+            return Self { order: (0..grid.t * h * w).collect(), full, windowed: None };
+        };
+        let mut order = Vec::with_capacity(grid.t * h * w);
+        let mut lengths = Vec::new();
+        for t in 0..grid.t {
+            for y0 in (0..h).step_by(side) {
+                for x0 in (0..w).step_by(side) {
+                    let start = order.len();
+                    for y in y0..(y0 + side).min(h) {
+                        order.extend((x0..(x0 + side).min(w)).map(|x| (t * h + y) * w + x));
+                    }
+                    lengths.push((order.len() - start) * unit);
+                }
+            }
+        }
+        Self { order, full, windowed: Some(Arc::new(AttentionLayout::full_blocks(&lengths))) }
+    }
+
+    fn layout(&self, config: &VisionConfig, block: usize) -> &Arc<AttentionLayout> {
+        match (&self.windowed, &config.windows) {
+            (Some(windowed), Some((_, full_blocks))) if !full_blocks.contains(&block) => windowed,
+            _ => &self.full,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use omnigrpo_ops::AttentionHeads;
+
+    fn config() -> VisionConfig {
+        VisionConfig {
+            hidden: 32,
+            depth: 4,
+            heads: AttentionHeads { q: 2, kv: 2, dim: 16 },
+            intermediate: 48,
+            activation: Activation::Silu,
+            channels: 3,
+            patch: 14,
+            temporal_patch: 2,
+            merge: 2,
+            out: 64,
+            windows: Some((2, vec![1, 3])),
+            tokens_per_second: Some(2.0),
+        }
+    }
+
+    /// `get_vision_window_index` of `transformers` 5.23 on grids (1, 10, 6) and (1, 8, 8) with windows of 2 cells.
+    #[test]
+    fn windows_follow_the_reference_order() {
+        let first = WindowPlan::new(&config(), PatchGrid { t: 1, h: 10, w: 6 });
+        assert_eq!(first.order, [0, 1, 3, 4, 2, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14]);
+        let ends = |plan: &WindowPlan| -> Vec<usize> {
+            plan.windowed.as_ref().unwrap().ranges.iter().map(|r| r.queries.end).collect()
+        };
+        assert_eq!(ends(&first), [16, 24, 40, 48, 56, 60]);
+        let second = WindowPlan::new(&config(), PatchGrid { t: 1, h: 8, w: 8 });
+        assert_eq!(second.order, [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
+        assert_eq!(ends(&second), [16, 32, 48, 64]);
+    }
+
+    #[test]
+    fn frames_never_see_each_other() {
+        let plan = WindowPlan::new(&config(), PatchGrid { t: 3, h: 4, w: 4 });
+        let ranges: Vec<_> = plan.full.ranges.iter().map(|r| r.queries.clone()).collect();
+        assert_eq!(ranges, [0..16, 16..32, 32..48]);
+        assert_eq!(plan.windowed.as_ref().unwrap().ranges.len(), 3);
+    }
+}

@@ -1,0 +1,204 @@
+//! From a dataset row to a prompt ready for the model.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_data::Sample;
+use omnigrpo_text::{
+    ChatTemplate, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt, Role, Span, StopSet,
+    Tokenizer, Turn,
+};
+
+use crate::decoder::Position;
+use crate::error::{ModelError, Result};
+use crate::families::{Family, MediaSettings, MediumInput, MediumPlan};
+
+/// A rendered prompt with its media.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prompt {
+    /// Token ids, media expanded.
+    pub ids: Vec<u32>,
+    /// Which ids stand for features of which medium.
+    pub spans: Vec<Span>,
+    /// Position of each id.
+    pub positions: Vec<Position>,
+    /// Position of the first completion token, on all axes.
+    pub next_position: u32,
+    /// Decoded media, in the order of the sample.
+    pub media: Vec<Arc<MediumInput>>,
+    /// The rendered text, one marker per medium.
+    pub text: String,
+}
+
+/// How prompts are made.
+#[derive(Clone, Debug)]
+pub struct PromptSettings {
+    /// How media are read.
+    pub media: MediaSettings,
+    /// How text is rendered.
+    pub render: RenderOptions,
+    /// Longest prompt in tokens, media expanded. `None`: what the model allows.
+    pub max_prompt_length: Option<usize>,
+    /// Room to leave for the completion within the model's positions, tokens.
+    pub max_completion_length: usize,
+    /// Strings that end a completion, besides the checkpoint's stop tokens.
+    pub stop_strings: Vec<String>,
+}
+
+/// A conversation to imitate: prompt, target tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SftExample {
+    /// The conversation up to the answer.
+    pub prompt: Prompt,
+    /// The answer with the token that ends it.
+    pub target: Vec<u32>,
+}
+
+/// Makes prompts for one checkpoint.
+pub struct PromptBuilder {
+    family: Arc<dyn Family>,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    stops: StopSet,
+    settings: PromptSettings,
+}
+
+impl PromptBuilder {
+    /// Reads tokenizer, chat template and stop tokens of a checkpoint directory.
+    ///
+    /// # Errors
+    /// Missing or malformed files.
+    pub fn open(dir: &Path, family: Arc<dyn Family>, settings: PromptSettings) -> Result<Self> {
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        let template = ChatTemplate::from_dir(dir)?;
+        let stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
+        Ok(Self { family, tokenizer, template, stops, settings })
+    }
+
+    /// The tokenizer.
+    #[must_use]
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// What ends a completion.
+    #[must_use]
+    pub fn stops(&self) -> &StopSet {
+        &self.stops
+    }
+
+    /// How prompts are made.
+    #[must_use]
+    pub fn settings(&self) -> &PromptSettings {
+        &self.settings
+    }
+
+    /// The family.
+    #[must_use]
+    pub fn family(&self) -> &Arc<dyn Family> {
+        &self.family
+    }
+
+    /// Decodes a row's media and renders its prompt.
+    ///
+    /// # Errors
+    /// An unreadable medium, a prompt over the limit (which is never cut).
+    pub fn build(&self, sample: &Sample) -> Result<Prompt> {
+        let media = self.decode(sample)?;
+        let tokens: Vec<MediumTokens> = media.iter().map(|m| self.family.tokens(m.kind, m.grid)).collect();
+        let rendered = self.render(&sample.turns, &tokens)?;
+        self.check_length(rendered.ids.len())?;
+        Ok(self.prompt(rendered, media))
+    }
+
+    /// The prompt's length and media from headers alone, without decoding: `(rendered, plans)`.
+    ///
+    /// # Errors
+    /// As [`Self::build`], except for what only decoding shows.
+    pub fn plan(&self, sample: &Sample) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
+        let plans = sample
+            .media
+            .iter()
+            .map(|m| self.family.plan(m, &self.settings.media))
+            .collect::<Result<Vec<_>>>()?;
+        let tokens: Vec<MediumTokens> = plans.iter().map(|m| self.family.tokens(m.kind, m.grid)).collect();
+        let rendered = self.render(&sample.turns, &tokens)?;
+        self.check_length(rendered.ids.len())?;
+        Ok((rendered, plans))
+    }
+
+    /// A row as a supervised example: its prompt, and its reference answer with the stop token as target.
+    ///
+    /// # Errors
+    /// As [`Self::build`]; a row without an answer.
+    pub fn build_sft(&self, sample: &Sample) -> Result<SftExample> {
+        let Some(answer) = sample.sft_target() else {
+            return Err(ModelError::prompt(
+                "the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`",
+            ));
+        };
+        let prompt = self.build(sample)?;
+        let mut target = self.tokenizer.encode_control(answer, &self.family.placeholder_ids())?;
+        match self.template_stop() {
+            Some(stop) => target.push(stop),
+            None => return Err(ModelError::prompt("the checkpoint names no stop token (eos_token_id)")),
+        }
+        Ok(SftExample { prompt, target })
+    }
+
+    /// Completion text as ids: control tokens are recognised, media placeholders are not, nothing is appended.
+    ///
+    /// # Errors
+    /// Text the tokenizer cannot encode.
+    pub fn completion_ids(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.tokenizer.encode_control(text, &self.family.placeholder_ids())?)
+    }
+
+    /// The token that ends an assistant turn: the tokenizer's own end token where it is a stop, else the first stop.
+    fn template_stop(&self) -> Option<u32> {
+        let turn_end = self.tokenizer.token_id("<|im_end|>").filter(|id| self.stops.is_stop(*id));
+        turn_end
+            .or_else(|| self.tokenizer.eos_token().filter(|id| self.stops.is_stop(*id)))
+            .or_else(|| self.stops.ids.first().copied())
+    }
+
+    fn decode(&self, sample: &Sample) -> Result<Vec<Arc<MediumInput>>> {
+        sample.media.iter().map(|m| Ok(Arc::new(self.family.prepare(m, &self.settings.media)?))).collect()
+    }
+
+    fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+        if !turns.iter().any(|turn| turn.role == Role::User) {
+            return Err(ModelError::prompt("the conversation has no user turn to answer"));
+        }
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        Ok(renderer.render(turns, media, &self.settings.render)?)
+    }
+
+    fn prompt(&self, rendered: RenderedPrompt, media: Vec<Arc<MediumInput>>) -> Prompt {
+        let (positions, next_position) = self.family.positions(rendered.ids.len(), &rendered.spans, &media);
+        Prompt {
+            ids: rendered.ids,
+            spans: rendered.spans,
+            positions,
+            next_position,
+            media,
+            text: rendered.text,
+        }
+    }
+
+    fn check_length(&self, tokens: usize) -> Result<()> {
+        let model =
+            self.family.decoder_config().max_positions.saturating_sub(self.settings.max_completion_length);
+        let (limit, what) = match self.settings.max_prompt_length {
+            Some(limit) if limit <= model => (limit, "max_prompt_length"),
+            _ => (model, "the model's positions less max_completion_length"),
+        };
+        if tokens > limit {
+            return Err(ModelError::prompt(format!(
+                "the prompt has {tokens} tokens with its media, the limit is {limit} ({what}); prompts are never cut: \
+                 lower max_pixels or the number of frames, or raise the limit"
+            )));
+        }
+        Ok(())
+    }
+}

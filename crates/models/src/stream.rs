@@ -1,0 +1,222 @@
+//! Packed streams: groups laid out as `[prompt | completion 1 | … | completion G]`, one after the other.
+//!
+//! A completion of R tokens contributes its first R − 1 tokens as rows; its first token is scored at the prompt's last
+//! row, which therefore has one target per completion. Every completion continues the prompt's positions on all
+//! axes and attends to the whole prompt and to itself.
+
+use std::sync::Arc;
+
+use omnigrpo_ops::AttentionLayout;
+
+use crate::decoder::{Position, Targets};
+use crate::error::{ModelError, Result};
+use crate::prompt::Prompt;
+
+/// A prompt and the completions to score under it.
+#[derive(Clone, Debug)]
+pub struct GroupStream<'a> {
+    /// The shared prompt.
+    pub prompt: &'a Prompt,
+    /// Token ids, stop token included. An empty completion contributes nothing.
+    pub completions: Vec<&'a [u32]>,
+}
+
+/// Rows of the stream that hold a medium's features.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FeatureRows {
+    pub group: usize,
+    pub medium: usize,
+    /// First row of the stream.
+    pub row: usize,
+    /// First row of the medium's features.
+    pub feature: usize,
+    pub len: usize,
+}
+
+/// Several groups as one sequence.
+#[derive(Clone, Debug)]
+pub struct PackedStream {
+    pub(crate) ids: Vec<u32>,
+    pub(crate) positions: Vec<Position>,
+    pub(crate) layout: Arc<AttentionLayout>,
+    pub(crate) features: Vec<FeatureRows>,
+    pub(crate) targets: Targets,
+    /// Place in `targets.tokens` of each scored token, completion by completion.
+    pub(crate) order: Vec<usize>,
+    lengths: Vec<usize>,
+    num_groups: usize,
+}
+
+impl PackedStream {
+    /// Lays out groups in the given order.
+    ///
+    /// # Errors
+    /// An empty prompt; a span whose positions do not add up.
+    pub fn new(groups: &[GroupStream]) -> Result<Self> {
+        let mut stream = Self {
+            ids: Vec::new(),
+            positions: Vec::new(),
+            layout: Arc::new(AttentionLayout { ranges: Vec::new() }),
+            features: Vec::new(),
+            targets: Targets { offsets: vec![0], ..Targets::default() },
+            order: Vec::new(),
+            lengths: Vec::new(),
+            num_groups: groups.len(),
+        };
+        let mut shapes = Vec::with_capacity(groups.len());
+        for (g, group) in groups.iter().enumerate() {
+            let prompt = group.prompt;
+            let start = stream.ids.len();
+            if prompt.ids.is_empty() || prompt.ids.len() != prompt.positions.len() {
+                return Err(ModelError::prompt(format!(
+                    "packed stream: prompt of {} tokens with {} positions",
+                    prompt.ids.len(),
+                    prompt.positions.len()
+                )));
+            }
+            stream.ids.extend_from_slice(&prompt.ids);
+            stream.positions.extend_from_slice(&prompt.positions);
+            let mut used = vec![0; prompt.media.len()];
+            for span in &prompt.spans {
+                let feature = used[span.medium];
+                used[span.medium] += span.len;
+                stream.features.push(FeatureRows {
+                    group: g,
+                    medium: span.medium,
+                    row: start + span.start,
+                    feature,
+                    len: span.len,
+                });
+            }
+            stream.push_completions(prompt, start, &group.completions);
+            let suffixes: Vec<usize> = group.completions.iter().map(|c| c.len().saturating_sub(1)).collect();
+            shapes.push((prompt.ids.len(), suffixes));
+        }
+        stream.layout = Arc::new(AttentionLayout::groups(&shapes));
+        Ok(stream)
+    }
+
+    fn push_completions(&mut self, prompt: &Prompt, start: usize, completions: &[&[u32]]) {
+        // The prompt's last row comes first among the targets: its tokens are the first ones of all completions.
+        let first = self.targets.tokens.len();
+        self.targets.tokens.extend(completions.iter().filter_map(|c| c.first()));
+        if self.targets.tokens.len() > first {
+            self.targets.rows.push(start + prompt.ids.len() - 1);
+            self.targets.offsets.push(self.targets.tokens.len());
+        }
+        let mut scored = 0;
+        for completion in completions {
+            self.lengths.push(completion.len());
+            if completion.is_empty() {
+                continue;
+            }
+            self.order.push(first + scored);
+            scored += 1;
+            for (t, (&input, &target)) in completion.iter().zip(&completion[1..]).enumerate() {
+                self.order.push(self.targets.tokens.len());
+                self.targets.rows.push(self.ids.len());
+                self.targets.tokens.push(target);
+                self.targets.offsets.push(self.targets.tokens.len());
+                self.ids.push(input);
+                self.positions.push([prompt.next_position + t as u32; 3]);
+            }
+        }
+    }
+
+    /// Rows of the stream.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Scored tokens of each completion, group by group.
+    #[must_use]
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// Scored tokens in all.
+    #[must_use]
+    pub fn num_targets(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Groups in the stream.
+    #[must_use]
+    pub fn num_groups(&self) -> usize {
+        self.num_groups
+    }
+
+    /// Which keys each row sees.
+    #[must_use]
+    pub fn layout(&self) -> &Arc<AttentionLayout> {
+        &self.layout
+    }
+
+    /// Puts values that are in target order into completion order.
+    pub(crate) fn by_completion(&self, by_target: &[f32]) -> Vec<f32> {
+        self.order.iter().map(|&i| by_target[i]).collect()
+    }
+
+    /// The reverse of [`Self::by_completion`].
+    pub(crate) fn by_target(&self, by_completion: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; self.order.len()];
+        for (&i, &x) in self.order.iter().zip(by_completion) {
+            out[i] = x;
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use omnigrpo_text::Span;
+
+    fn prompt(len: u32) -> Prompt {
+        Prompt {
+            ids: (0..len).collect(),
+            spans: Vec::new(),
+            positions: (0..len).map(|p| [p; 3]).collect(),
+            next_position: len,
+            media: Vec::new(),
+            text: String::new(),
+        }
+    }
+
+    #[test]
+    fn completions_share_the_last_prompt_row() {
+        let (a, b) = (prompt(3), prompt(2));
+        let groups = [
+            GroupStream { prompt: &a, completions: vec![&[10, 11, 12], &[20], &[]] },
+            GroupStream { prompt: &b, completions: vec![&[30, 31]] },
+        ];
+        let stream = PackedStream::new(&groups).unwrap();
+        assert_eq!(stream.ids, [0, 1, 2, 10, 11, 0, 1, 30]);
+        assert_eq!(stream.positions.iter().map(|p| p[0]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 0, 1, 2]);
+        assert_eq!(stream.targets.rows, [2, 3, 4, 6, 7]);
+        assert_eq!(stream.targets.offsets, [0, 2, 3, 4, 5, 6]);
+        assert_eq!(stream.targets.tokens, [10, 20, 11, 12, 30, 31]);
+        let by_completion = stream.by_completion(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(by_completion, [0.0, 2.0, 3.0, 1.0, 4.0, 5.0]);
+        assert_eq!(stream.by_target(&by_completion), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(stream.lengths(), [3, 1, 0, 2]);
+    }
+
+    #[test]
+    fn a_medium_in_two_spans_keeps_its_row_count() {
+        let mut p = prompt(6);
+        p.media = vec![];
+        p.spans = vec![Span { medium: 0, start: 1, len: 2 }, Span { medium: 0, start: 4, len: 1 }];
+        p.media.push(Arc::new(crate::MediumInput {
+            kind: omnigrpo_text::MediumKind::Image,
+            patches: vec![],
+            grid: omnigrpo_media::qwen_vl::PatchGrid { t: 1, h: 2, w: 6 },
+            seconds_per_grid: 0.0,
+            frame_times_secs: vec![],
+        }));
+        let stream = PackedStream::new(&[GroupStream { prompt: &p, completions: vec![&[7]] }]).unwrap();
+        let rows: Vec<_> = stream.features.iter().map(|f| (f.row, f.feature, f.len)).collect();
+        assert_eq!(rows, [(1, 0, 2), (4, 2, 1)]);
+    }
+}

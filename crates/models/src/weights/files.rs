@@ -1,0 +1,178 @@
+//! Safetensors files of a checkpoint directory.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorInfo};
+
+use super::{WeightDtype, inside};
+use crate::error::{ModelError, Result};
+
+/// Open weight files, by published tensor name. Nothing is read until a tensor is asked for.
+pub struct WeightFiles {
+    dir: PathBuf,
+    maps: Vec<Mmap>,
+    tensors: HashMap<String, Entry>,
+}
+
+struct Entry {
+    file: usize,
+    info: TensorInfo,
+    /// Offset of the data section in the file.
+    base: usize,
+}
+
+impl WeightFiles {
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names. `published` turns a
+    /// key of a file into the published name, or `None` for keys that are no weights.
+    ///
+    /// # Errors
+    /// No safetensors file, a pickle checkpoint, an unreadable or truncated file, two keys for one tensor.
+    pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+        let mut this = Self { dir: dir.to_path_buf(), maps: Vec::new(), tensors: HashMap::new() };
+        let mut keys_seen: HashMap<String, String> = HashMap::new();
+        for path in shard_paths(dir)? {
+            let file = File::open(&path).map_err(ModelError::io(&path))?;
+            // SAFETY: the map is read-only; a file that another program truncates meanwhile ends this process
+            // with a bus error, which is the accepted price of not copying checkpoints through memory.
+            let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(&path))?;
+            let (header_len, metadata) = SafeTensors::read_metadata(&map)
+                .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+            let base = header_len + 8;
+            for (key, info) in metadata.tensors() {
+                if map.len() < base + info.data_offsets.1 {
+                    return Err(fail(format!(
+                        "{} is truncated: tensor {key} ends at byte {}, the file has {}; copy it again",
+                        path.display(),
+                        base + info.data_offsets.1,
+                        map.len()
+                    )));
+                }
+                let Some(name) = published(&key) else { continue };
+                if let Some(other) = keys_seen.insert(name.clone(), key.clone()) {
+                    return Err(fail(format!("{key} and {other} are both the tensor {name}")));
+                }
+                let entry = Entry { file: this.maps.len(), info: info.clone(), base };
+                this.tensors.insert(name, entry);
+            }
+            this.maps.push(map);
+        }
+        Ok(this)
+    }
+
+    /// The checkpoint directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// All published tensor names, in no order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// A tensor's shape.
+    #[must_use]
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|e| e.info.shape.as_slice())
+    }
+
+    fn bytes(&self, name: &str) -> Option<(&Entry, &[u8])> {
+        let entry = self.tensors.get(name)?;
+        let (start, end) = entry.info.data_offsets;
+        self.maps[entry.file].get(entry.base + start..entry.base + end).map(|bytes| (entry, bytes))
+    }
+
+    /// Reads a tensor. The inner error is a line for the list of problems.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Tensor, String>> {
+        let Some((entry, bytes)) = self.bytes(name) else {
+            return Ok(Err(format!("  missing tensor {name}")));
+        };
+        let keep_bf16 = entry.info.dtype == Dtype::BF16 && dtype != WeightDtype::Float32;
+        let shape = entry.info.shape.as_slice();
+        if keep_bf16 {
+            let data: Vec<bf16> = le(bytes, |b: [u8; 2]| bf16::from_le_bytes(b));
+            if let Some(i) = data.iter().position(|x| !x.is_finite()) {
+                return Ok(Err(format!(
+                    "  tensor {name}: element {i} is {}, expected finite numbers",
+                    data[i]
+                )));
+            }
+            return Ok(Ok(Tensor::from_vec(data, shape, &Device::Cpu)?));
+        }
+        let data: Vec<f32> = match entry.info.dtype {
+            Dtype::F32 => le(bytes, f32::from_le_bytes),
+            Dtype::F16 => le(bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
+            Dtype::BF16 => le(bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
+            other => return Ok(Err(format!("  tensor {name}: dtype {other:?}, expected F32, BF16 or F16"))),
+        };
+        if let Some(i) = data.iter().position(|x| !x.is_finite()) {
+            return Ok(Err(format!("  tensor {name}: element {i} is {}, expected finite numbers", data[i])));
+        }
+        let tensor = Tensor::from_vec(data, shape, &Device::Cpu)?;
+        Ok(Ok(if dtype == WeightDtype::BFloat16 { tensor.to_dtype(DType::BF16)? } else { tensor }))
+    }
+
+    /// Whether two tensors hold the same bytes.
+    ///
+    /// # Errors
+    /// Never at present; files are mapped.
+    pub fn equal(&self, a: &str, b: &str) -> Result<bool> {
+        Ok(match (self.bytes(a), self.bytes(b)) {
+            (Some((ea, ba)), Some((eb, bb))) => ea.info.dtype == eb.info.dtype && ba == bb,
+            _ => false,
+        })
+    }
+}
+
+fn le<const N: usize, T>(bytes: &[u8], f: impl Fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks::<N>().0.iter().map(|&b| f(b)).collect()
+}
+
+fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
+    let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+    if !dir.is_dir() {
+        return Err(fail("not a directory; expected a checkpoint directory with config.json".into()));
+    }
+    let index = dir.join("model.safetensors.index.json");
+    if index.is_file() {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        let text = std::fs::read(&index).map_err(ModelError::io(&index))?;
+        let index: Index =
+            serde_json::from_slice(&text).map_err(|e| fail(format!("model.safetensors.index.json: {e}")))?;
+        let mut names: Vec<_> = index.weight_map.into_values().collect();
+        names.sort_unstable();
+        names.dedup();
+        return names.iter().map(|name| inside(dir, name)).collect();
+    }
+    let single = dir.join("model.safetensors");
+    if single.is_file() {
+        return Ok(vec![single]);
+    }
+    let pickles = std::fs::read_dir(dir).map_err(ModelError::io(dir))?.flatten().find(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        [".bin", ".pt", ".pth", ".ckpt", ".pkl"].iter().any(|end| name.ends_with(end))
+    });
+    Err(fail(match pickles {
+        Some(entry) => format!(
+            "only a pickle checkpoint was found ({}), which can run code when it is read and is refused; convert it \
+             to safetensors with `transformers` (`save_pretrained(..., safe_serialization=True)`)",
+            entry.file_name().to_string_lossy()
+        ),
+        None => {
+            "no model.safetensors and no model.safetensors.index.json; is this a checkpoint directory?".into()
+        }
+    }))
+}

@@ -1,0 +1,231 @@
+//! Weights: from files, from a seed or from another model, and back to files.
+//!
+//! A model is built by asking a [`WeightSource`] for each tensor by its published name. The same building code
+//! therefore loads a checkpoint, makes a random model and copies a reference, and it is the only place that
+//! states which tensors an architecture has.
+
+mod files;
+mod save;
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use omnigrpo_ops::{Param, Part};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+pub use files::WeightFiles;
+pub use save::save_weights;
+
+use crate::error::{ModelError, Result};
+
+/// In which dtype weights are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum WeightDtype {
+    /// As stored: bf16 stays bf16, f32 stays f32, f16 becomes f32.
+    #[default]
+    Auto,
+    /// Everything f32.
+    Float32,
+    /// Everything bf16.
+    BFloat16,
+}
+
+/// How a new weight is filled when there is no checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub enum Init {
+    /// Normal with the configuration's `initializer_range`.
+    Normal,
+    /// Zeros: biases.
+    Zeros,
+    /// Ones: normalisation weights.
+    Ones,
+}
+
+/// Where the weights of a model come from.
+pub trait WeightSource {
+    /// The weight with this published name and shape.
+    ///
+    /// # Errors
+    /// A device that is out of memory. Missing and mis-shaped tensors are collected and reported together by
+    /// whoever made the source.
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>>;
+
+    /// Whether input embedding and output head are one tensor, given what the configuration says.
+    ///
+    /// # Errors
+    /// Unreadable files.
+    fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool>;
+}
+
+/// Reads weights from a checkpoint directory and collects everything that does not fit.
+pub struct FileSource<'a> {
+    files: &'a WeightFiles,
+    dtype: WeightDtype,
+    used: HashSet<String>,
+    problems: Vec<String>,
+    params: Vec<Arc<Param>>,
+}
+
+impl<'a> FileSource<'a> {
+    /// A source over open files.
+    #[must_use]
+    pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
+        Self { files, dtype, used: HashSet::new(), problems: Vec::new(), params: Vec::new() }
+    }
+
+    /// The weights that were handed out, or one error that lists every missing, extra, mis-shaped or
+    /// non-finite tensor.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensors`].
+    pub fn finish(mut self, family: &'static str) -> Result<Vec<Arc<Param>>> {
+        let mut extra: Vec<_> = self.files.names().filter(|n| !self.used.contains(*n)).collect();
+        extra.sort_unstable();
+        self.problems
+            .extend(extra.iter().map(|n| format!("  unknown tensor {n}: not part of this architecture")));
+        if self.problems.is_empty() {
+            return Ok(self.params);
+        }
+        const SHOWN: usize = 20;
+        let count = self.problems.len();
+        let mut list = self.problems[..count.min(SHOWN)].join("\n");
+        if count > SHOWN {
+            list.push_str(&format!("\n  … and {} more", count - SHOWN));
+        }
+        Err(ModelError::Tensors { dir: self.files.dir().to_path_buf(), family, count, list })
+    }
+}
+
+impl WeightSource for FileSource<'_> {
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
+        self.used.insert(name.to_owned());
+        let value = match self.files.shape(name) {
+            None => Err(format!("  missing tensor {name} {shape:?}")),
+            Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
+            Some(_) => self.files.read(name, self.dtype)?,
+        };
+        let value = match value {
+            Ok(value) => value,
+            Err(problem) => {
+                self.problems.push(problem);
+                // A stand-in, so that the rest of the tensors are checked as well before the error.
+                Tensor::zeros(1, DType::F32, &Device::Cpu)?.broadcast_as(shape)?
+            }
+        };
+        let value =
+            if self.problems.is_empty() { value } else { Tensor::zeros(shape, DType::F32, &Device::Cpu)? };
+        let param = Arc::new(Param::new(name, part, value)?);
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    /// As `transformers` 5.23 decides: two tensors that are both present and differ are untied; equal ones, or only
+    /// one of them, are tied, whatever the configuration says.
+    fn tied(&mut self, embed: &str, head: &str, _config: bool) -> Result<bool> {
+        let tied = match (self.files.shape(embed), self.files.shape(head)) {
+            (Some(_), Some(_)) => self.files.equal(embed, head)?,
+            _ => true,
+        };
+        if tied {
+            self.used.insert(head.to_owned());
+        }
+        Ok(tied)
+    }
+}
+
+/// Random weights: for training from nothing and for benchmarks. The numbers depend on the seed and the tensor's
+/// name only, not on the order of building.
+pub struct RandomSource {
+    /// Seed of all tensors.
+    pub seed: u64,
+    /// Standard deviation of [`Init::Normal`].
+    pub std: f32,
+    /// f32, or bf16 when asked for.
+    pub dtype: WeightDtype,
+    /// The weights handed out so far.
+    pub params: Vec<Arc<Param>>,
+}
+
+impl WeightSource for RandomSource {
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>> {
+        let len = shape.iter().product();
+        let data = match init {
+            Init::Zeros => vec![0.0; len],
+            Init::Ones => vec![1.0; len],
+            Init::Normal => normal(self.seed, name, self.std, len),
+        };
+        let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
+        let value = if self.dtype == WeightDtype::BFloat16 { value.to_dtype(DType::BF16)? } else { value };
+        let param = Arc::new(Param::new(name, part, value)?);
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    fn tied(&mut self, _embed: &str, _head: &str, config: bool) -> Result<bool> {
+        Ok(config)
+    }
+}
+
+/// Gaussian numbers by the Box-Muller transform, from a stream keyed by seed and name.
+fn normal(seed: u64, name: &str, std: f32, len: usize) -> Vec<f32> {
+    let mut key = [0u8; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    for (i, byte) in name.bytes().enumerate() {
+        let slot = &mut key[8 + i % 24];
+        *slot = slot.wrapping_mul(31).wrapping_add(byte);
+    }
+    let mut rng = ChaCha8Rng::from_seed(key);
+    let mut uniform = move || (f64::from(rng.next_u32()) + 0.5) / (f64::from(u32::MAX) + 1.0);
+    let mut data = Vec::with_capacity(len + 1);
+    while data.len() < len {
+        let (radius, angle) = ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
+        data.push((radius * angle.cos()) as f32 * std);
+        data.push((radius * angle.sin()) as f32 * std);
+    }
+    data.truncate(len);
+    data
+}
+
+/// The reference model's weights: frozen copies of what is trained, the policy's own tensors for the rest.
+pub struct ReferenceSource<'a> {
+    /// The policy's weights by published name.
+    pub policy: &'a std::collections::HashMap<String, Arc<Param>>,
+    /// Whether the policy's head is its embedding.
+    pub tied: bool,
+    /// The weights handed out so far.
+    pub params: Vec<Arc<Param>>,
+}
+
+impl WeightSource for ReferenceSource<'_> {
+    fn get(&mut self, name: &str, _part: Part, _shape: &[usize], _init: Init) -> Result<Arc<Param>> {
+        let Some(param) = self.policy.get(name) else {
+            return Err(ModelError::prompt(format!("reference model: the policy has no tensor {name}")));
+        };
+        let param = if param.trainable() { Arc::new(param.frozen_copy()?) } else { Arc::clone(param) };
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    fn tied(&mut self, _embed: &str, _head: &str, _config: bool) -> Result<bool> {
+        Ok(self.tied)
+    }
+}
+
+/// Joins a file name from a checkpoint's index to its directory; a name that is not a plain file name is refused.
+fn inside(dir: &Path, name: &str) -> Result<PathBuf> {
+    let plain = Path::new(name).components().count() == 1
+        && matches!(Path::new(name).components().next(), Some(std::path::Component::Normal(_)));
+    if plain {
+        Ok(dir.join(name))
+    } else {
+        Err(ModelError::Checkpoint {
+            dir: dir.to_path_buf(),
+            what: format!(
+                "the index names the file {name:?}; expected a file name inside the checkpoint directory"
+            ),
+        })
+    }
+}

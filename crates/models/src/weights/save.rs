@@ -1,0 +1,91 @@
+//! Writing weights in the published layout.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, DType, Storage};
+use omnigrpo_ops::Param;
+use safetensors::tensor::{Dtype, View};
+
+use crate::error::{ModelError, Result};
+
+/// Bytes of one shard at most, as the hub's own tools write them.
+const SHARD_BYTES: usize = 5_000_000_000;
+
+/// Writes `model.safetensors`, or shards with an index when the weights exceed 5 GB, into `dir`. Dtypes are those of
+/// the weights in memory. Only one tensor at a time is copied.
+///
+/// The files appear under their final names as they are written; a caller that needs atomicity writes into a
+/// temporary directory and renames it.
+///
+/// # Errors
+/// A directory that cannot be written, a full disk.
+pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
+    let mut shards: Vec<Vec<&Param>> = vec![Vec::new()];
+    let mut used = 0;
+    let mut total = 0;
+    for param in params {
+        let bytes = param.len() * param.value().dtype().size_in_bytes();
+        if used + bytes > SHARD_BYTES && used > 0 {
+            shards.push(Vec::new());
+            used = 0;
+        }
+        used += bytes;
+        total += bytes;
+        if let Some(shard) = shards.last_mut() {
+            shard.push(param);
+        }
+    }
+    let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
+    let write = |path: PathBuf, shard: &[&Param]| {
+        let views = shard.iter().map(|p| (p.name(), ParamView(p)));
+        safetensors::serialize_to_file(views, metadata.clone(), &path).map_err(|e| match e {
+            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path, source },
+            other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
+        })
+    };
+    if let [shard] = shards.as_slice() {
+        return write(dir.join("model.safetensors"), shard);
+    }
+    let mut weight_map = BTreeMap::new();
+    for (i, shard) in shards.iter().enumerate() {
+        let file = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
+        write(dir.join(&file), shard)?;
+        weight_map.extend(shard.iter().map(|p| (p.name().to_owned(), file.clone())));
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    let path = dir.join("model.safetensors.index.json");
+    fs::write(&path, format!("{index:#}\n")).map_err(ModelError::io(path))
+}
+
+struct ParamView<'a>(&'a Param);
+
+impl View for ParamView<'_> {
+    fn dtype(&self) -> Dtype {
+        if self.0.value().dtype() == DType::BF16 { Dtype::BF16 } else { Dtype::F32 }
+    }
+
+    fn shape(&self) -> &[usize] {
+        self.0.value().dims()
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let (storage, _) = self.0.value().storage_and_layout();
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(data)) => {
+                data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into()
+            }
+            Storage::Cpu(CpuStorage::BF16(data)) => {
+                data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into()
+            }
+            _ => Cow::Owned(Vec::new()),
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        self.0.len() * self.0.value().dtype().size_in_bytes()
+    }
+}

@@ -1,0 +1,209 @@
+//! Golden files: reading and comparing.
+#![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use omnigrpo_media::qwen_vl::PatchGrid;
+use omnigrpo_models::{MediumInput, Model, Prompt};
+use omnigrpo_text::{MediumKind, Span};
+use safetensors::{Dtype, SafeTensors};
+
+pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
+
+pub fn golden(path: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+pub fn checkpoint(name: &str) -> PathBuf {
+    golden("checkpoints").join(name)
+}
+
+/// A safetensors file as f32 and i64 arrays.
+pub struct Golden {
+    pub f: BTreeMap<String, Vec<f32>>,
+    pub i: BTreeMap<String, Vec<i64>>,
+    pub u: BTreeMap<String, Vec<u8>>,
+    pub shapes: HashMap<String, Vec<usize>>,
+}
+
+impl Golden {
+    pub fn read(path: &str) -> Self {
+        let bytes = std::fs::read(golden(path)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let mut this =
+            Self { f: BTreeMap::new(), i: BTreeMap::new(), u: BTreeMap::new(), shapes: HashMap::new() };
+        for (name, view) in file.tensors() {
+            this.shapes.insert(name.clone(), view.shape().to_vec());
+            let data = view.data();
+            match view.dtype() {
+                Dtype::F32 => {
+                    let data = data.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+                    this.f.insert(name, data);
+                }
+                Dtype::I64 => {
+                    let data = data.as_chunks::<8>().0.iter().map(|&b| i64::from_le_bytes(b)).collect();
+                    this.i.insert(name, data);
+                }
+                Dtype::U8 => {
+                    this.u.insert(name, data.to_vec());
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+        this
+    }
+
+    pub fn ids(&self, name: &str) -> Vec<u32> {
+        self.i[name].iter().map(|&x| u32::try_from(x).unwrap()).collect()
+    }
+
+    fn grids(&self, name: &str) -> Vec<PatchGrid> {
+        let list = self.i.get(name).cloned().unwrap_or_default();
+        list.chunks(3).map(|g| PatchGrid { t: g[0] as usize, h: g[1] as usize, w: g[2] as usize }).collect()
+    }
+}
+
+const MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
+const STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
+const IMAGE: u32 = 302;
+const VIDEO: u32 = 303;
+
+/// The prompt of a case, with positions as this program computes them.
+pub fn case_prompt(case: &str, model: &Model) -> Prompt {
+    let inputs = Golden::read(&format!("cases/{case}.safetensors"));
+    let pixels = if case == "D2" {
+        Golden::read("cases/D1.safetensors")
+    } else {
+        Golden::read(&format!("cases/{case}.safetensors"))
+    };
+    let value = |k: usize, u: u8| {
+        if case == "A" {
+            return (f32::from(u) - 128.0) / 64.0;
+        }
+        let c = k / 392;
+        ((f64::from(u) * (1.0 / 255.0)) as f32 - MEAN[c]) / STD[c]
+    };
+    let rows = |name: &str| -> Vec<f32> {
+        let bytes = pixels.u.get(name).cloned().unwrap_or_default();
+        bytes.iter().enumerate().map(|(i, &u)| value(i % 1176, u)).collect()
+    };
+    let (images, videos) = (rows("image_u8"), rows("video_u8"));
+    let mut image_grids = inputs.grids("image_grid").into_iter();
+    let mut video_grids = inputs
+        .grids("video_grid")
+        .into_iter()
+        .zip(inputs.f.get("second_per_grid").cloned().unwrap_or_default());
+    let ids = inputs.ids("prompt_ids");
+    let (mut image_at, mut video_at) = (0, 0);
+    let mut media = Vec::new();
+    let mut spans = Vec::new();
+    let mut at = 0;
+    while at < ids.len() {
+        let (kind, grid, seconds, source, offset) = match ids[at] {
+            IMAGE => (MediumKind::Image, image_grids.next().unwrap(), 0.0, &images, &mut image_at),
+            VIDEO => {
+                let (grid, seconds) = video_grids.next().unwrap();
+                (MediumKind::Video, grid, seconds, &videos, &mut video_at)
+            }
+            _ => {
+                at += 1;
+                continue;
+            }
+        };
+        let len = grid.num_patches() * 1176;
+        let tokens = grid.num_tokens(2);
+        spans.push(Span { medium: media.len(), start: at, len: tokens });
+        media.push(Arc::new(MediumInput {
+            kind,
+            patches: source[*offset..*offset + len].to_vec(),
+            grid,
+            seconds_per_grid: f64::from(seconds),
+            frame_times_secs: Vec::new(),
+        }));
+        *offset += len;
+        at += tokens;
+    }
+    let (positions, next_position) = model.family().positions(ids.len(), &spans, &media);
+    Prompt { ids, spans, positions, next_position, media, text: String::new() }
+}
+
+/// The largest absolute difference.
+pub fn max_diff(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+pub fn norm(x: &[f32]) -> f64 {
+    x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt()
+}
+
+/// The 2-norm and eight signed sums of a gradient, as the golden scripts compute them.
+pub fn sketch(grad: &[f32]) -> [f64; 9] {
+    let mut out = [0.0; 9];
+    out[0] = norm(grad);
+    for (k, &g) in grad.iter().enumerate() {
+        for j in 0..8u32 {
+            let mut h = (k as u32).wrapping_mul(0x9E37_79B1).wrapping_add(j.wrapping_mul(0x85EB_CA77));
+            h ^= h >> 15;
+            h = h.wrapping_mul(0x2C1B_3C6D);
+            h ^= h >> 12;
+            let sign = if h & (1 << 16) != 0 { -1.0 } else { 1.0 };
+            out[1 + j as usize] += sign * f64::from(g);
+        }
+    }
+    out
+}
+
+/// Compares every gradient of the model with `{prefix}grad.*` and `{prefix}sketch.*` under the project's rule:
+/// ‖Δ‖ ≤ rel · ‖g‖ + 1e-6 · RMS over all tensors. Returns how many were compared.
+pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -> usize {
+    let norms: Vec<f64> = golden
+        .f
+        .iter()
+        .filter(|(name, _)| name.starts_with(&format!("{prefix}sketch.")))
+        .map(|(_, s)| f64::from(s[0]))
+        .collect();
+    assert!(!norms.is_empty(), "no gradients under {prefix}");
+    let rms = (norms.iter().map(|n| n * n).sum::<f64>() / norms.len() as f64).sqrt();
+    let mut compared = 0;
+    for param in model.params() {
+        let name = param.name();
+        let expected = golden.f.get(&format!("{prefix}sketch.{name}"));
+        let got = param.with_grad(|g| g.map(|g| g.to_vec()));
+        match (expected, got) {
+            (None, None) => {}
+            (Some(expected), Some(got)) => {
+                let bound = rel * f64::from(expected[0]) + 1e-6 * rms;
+                for (i, (a, b)) in sketch(&got).iter().zip(expected).enumerate() {
+                    let allowed = if i == 0 { bound } else { 4.0 * bound };
+                    // The sketch itself is stored as f32.
+                    let allowed = allowed + 1e-6 * f64::from(b.abs());
+                    assert!(
+                        (a - f64::from(*b)).abs() <= allowed,
+                        "{name}: sketch {i} is {a}, expected {b} ± {allowed}"
+                    );
+                }
+                if let Some(expected) = golden.f.get(&format!("{prefix}grad.{name}")) {
+                    let delta: Vec<f32> = got.iter().zip(expected).map(|(a, b)| a - b).collect();
+                    assert!(norm(&delta) <= bound, "{name}: ‖Δ‖ = {} > {bound}", norm(&delta));
+                }
+                compared += 1;
+            }
+            (expected, got) => {
+                panic!("{name}: gradient expected: {}, present: {}", expected.is_some(), got.is_some())
+            }
+        }
+    }
+    assert_eq!(compared, norms.len(), "some golden gradients name no weight");
+    compared
+}
+
+/// Selects every weight.
+pub fn train_all(model: &Model) {
+    for param in model.params() {
+        param.set_trainable(true);
+        param.clear_grad();
+    }
+}
