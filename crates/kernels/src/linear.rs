@@ -8,6 +8,7 @@ use std::cell::RefCell;
 use gemm::Parallelism;
 
 use crate::Weight;
+use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Shared, ranges};
 
 /// Elements of the per-thread scratch that holds widened rows of a bf16 weight (4 MiB of `f32`).
@@ -151,16 +152,49 @@ pub fn forward_rows(
     n: usize,
 ) {
     debug_assert_eq!(w.len(), n * k);
-    for i in 0..m {
-        let x = &x[i * x_stride..i * x_stride + k];
-        for j in 0..n {
-            let dot: f32 = match w {
-                Weight::F32(w) => x.iter().zip(&w[j * k..(j + 1) * k]).map(|(a, b)| a * b).sum(),
-                Weight::Bf16(w) => x.iter().zip(&w[j * k..(j + 1) * k]).map(|(a, b)| a * b.to_f32()).sum(),
-            };
-            y[i * y_stride + j] = dot + bias.map_or(0.0, |b| b[j]);
-        }
+    if m == 0 || n == 0 {
+        return;
     }
+    assert!(w.len() >= n * k && x.len() >= (m - 1) * x_stride + k && y.len() >= (m - 1) * y_stride + n);
+    assert!(y_stride >= n && bias.is_none_or(|bias| bias.len() >= n));
+    let reordered;
+    let (x, x_stride) = match w {
+        Weight::F32(_) => (x, x_stride),
+        Weight::Bf16(_) => {
+            let lanes = microkernel::lanes();
+            let padded = k.next_multiple_of(2 * lanes);
+            let mut to = vec![0.0; m * padded];
+            for i in 0..m {
+                microkernel::deinterleave(
+                    &mut to[i * padded..(i + 1) * padded],
+                    &x[i * x_stride..i * x_stride + k],
+                    lanes,
+                );
+            }
+            reordered = to;
+            (&reordered[..], padded)
+        }
+    };
+    let y = Shared::new(y);
+    ranges(n, 6, m * n * k / 4, |cols| {
+        let w = match w.rows(cols.start, cols.end, k) {
+            Weight::F32(w) => WeightPtr::F32(w.as_ptr()),
+            Weight::Bf16(w) => WeightPtr::Bf16(w.as_ptr()),
+        };
+        let dots = Dots {
+            y: y.ptr(cols.start),
+            y_stride,
+            x: x.as_ptr(),
+            x_stride,
+            w,
+            bias: bias.map(|bias| &bias[cols.clone()]),
+            m,
+            k,
+            n: cols.len(),
+        };
+        // SAFETY: sizes were checked above, rows of reordered `x` are padded, and the column ranges are disjoint.
+        unsafe { dots.run() };
+    });
 }
 
 /// `dx [m, k] = dy [m, n] · W`, or `+=` if `accumulate`. Strides as in [`forward`].

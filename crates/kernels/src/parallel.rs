@@ -58,4 +58,10 @@ impl<'a> Shared<'a> {
         // SAFETY: in bounds by the assertion, exclusive by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
+
+    /// A pointer to element `start`; whoever uses it sees to bounds and exclusive access.
+    #[inline(always)]
+    pub(crate) fn ptr(self, start: usize) -> *mut f32 {
+        self.data.wrapping_add(start)
+    }
 }

@@ -60,3 +60,85 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let one = simd.splat_f32s(1.0);
     simd.div_f32s(one, simd.add_f32s(one, exp(simd, simd.neg_f32s(x))))
 }
+
+/// The first `width ≤ lanes` elements at `ptr`, the other lanes zero.
+///
+/// # Safety
+/// `width` elements at `ptr` are readable.
+#[inline(always)]
+pub(crate) unsafe fn load_ptr<S: Simd>(simd: S, ptr: *const f32, width: usize) -> S::f32s {
+    // SAFETY: a whole vector or the masked part of it, both readable by the contract.
+    unsafe {
+        if width == S::F32_LANES {
+            ptr.cast::<S::f32s>().read_unaligned()
+        } else {
+            simd.mask_load_ptr_f32s(simd.mask_between_m32s(0, width as u32), ptr)
+        }
+    }
+}
+
+/// Writes the first `width ≤ lanes` lanes to `ptr`.
+///
+/// # Safety
+/// `width` elements at `ptr` are writable.
+#[inline(always)]
+pub(crate) unsafe fn store_ptr<S: Simd>(simd: S, ptr: *mut f32, width: usize, value: S::f32s) {
+    // SAFETY: a whole vector or the masked part of it, both writable by the contract.
+    unsafe {
+        if width == S::F32_LANES {
+            ptr.cast::<S::f32s>().write_unaligned(value);
+        } else {
+            simd.mask_store_ptr_f32s(simd.mask_between_m32s(0, width as u32), ptr, value);
+        }
+    }
+}
+
+/// Elements `i..` of `x`, at most one vector of them, the other lanes zero.
+#[inline(always)]
+pub(crate) fn load<S: Simd>(simd: S, x: &[f32], i: usize) -> S::f32s {
+    let x = &x[i..];
+    // SAFETY: no more elements than the slice has.
+    unsafe { load_ptr(simd, x.as_ptr(), x.len().min(S::F32_LANES)) }
+}
+
+/// Writes to elements `i..` of `x`, at most one vector of them.
+#[inline(always)]
+pub(crate) fn store<S: Simd>(simd: S, x: &mut [f32], i: usize, value: S::f32s) {
+    let x = &mut x[i..];
+    // SAFETY: no more elements than the slice has.
+    unsafe { store_ptr(simd, x.as_mut_ptr(), x.len().min(S::F32_LANES), value) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    simd_fn! {
+        fn exp_all<'a>(simd: S, x: &'a mut [f32]) -> () {
+            for i in (0..x.len()).step_by(S::F32_LANES) {
+                let y = exp(simd, load(simd, x, i));
+                store(simd, x, i, y);
+            }
+        }
+    }
+
+    #[test]
+    fn exp_is_accurate_to_2e_7() {
+        let x: Vec<f32> = (0..1_000_003).map(|i| -87.3 + i as f32 * 1.75e-4).collect();
+        let mut y = x.clone();
+        exp_all(&mut y);
+        for (x, y) in x.iter().zip(&y) {
+            let expected = f64::from(*x).exp();
+            assert!((f64::from(*y) / expected - 1.0).abs() < 2e-7, "exp({x}) = {y}, expected {expected}");
+        }
+    }
+
+    #[test]
+    fn exp_at_the_edges() {
+        let mut x = [0.0, -0.0, f32::NEG_INFINITY, -88.0, f32::INFINITY, 89.0, f32::NAN, -1e30, 1e30];
+        exp_all(&mut x);
+        assert_eq!(x[..6], [1.0, 1.0, 0.0, 0.0, f32::INFINITY, f32::INFINITY]);
+        assert!(x[6].is_nan());
+        assert_eq!(x[7..], [0.0, f32::INFINITY]);
+    }
+}

@@ -1,0 +1,97 @@
+//! Speed of the kernels at the sizes of a small language model: best and median time, GFLOP/s or GB/s.
+//!
+//! `cargo bench -p omnigrpo-kernels -- linear` runs the lines whose name contains `linear`.
+#![allow(missing_docs, clippy::print_stdout)]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use omnigrpo_kernels::{Weight, linear};
+
+/// Times `f` and prints a line, unless the filter excludes it. `amount` is in `unit` · 10⁹ per call.
+fn measure(name: &str, amount: f64, unit: &str, mut f: impl FnMut()) {
+    let filter: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    if !filter.is_empty() && !filter.iter().any(|part| name.contains(part.as_str())) {
+        return;
+    }
+    f();
+    let mut times = Vec::new();
+    let start = Instant::now();
+    while times.len() < 5 || (start.elapsed() < Duration::from_millis(600) && times.len() < 1000) {
+        let t = Instant::now();
+        f();
+        times.push(t.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    let (best, median) = (times[0], times[times.len() / 2]);
+    println!(
+        "{name:<58} best {:>9.3} ms  median {:>9.3} ms  {:>7.1} {unit}",
+        best * 1e3,
+        median * 1e3,
+        amount / best
+    );
+}
+
+fn noise(n: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1u32 << 23) as f32 - 1.0
+    };
+    (0..n).map(next).collect()
+}
+
+fn linear_layers() {
+    let (m, k, n) = (852, 512, 1408);
+    let (x, w) = (noise(m * k, 1), noise(n * k, 2));
+    let mut y = vec![0.0; m * n];
+    let flops = 2e-9 * (m * k * n) as f64;
+    measure("linear forward 852x512x1408", flops, "GFLOP/s", || {
+        linear::forward(&mut y, n, &x, k, Weight::F32(&w), None, m, k, n);
+    });
+    let mut dx = vec![0.0; m * k];
+    measure("linear backward_input 852x512x1408", flops, "GFLOP/s", || {
+        linear::backward_input(&mut dx, k, &y, n, Weight::F32(&w), m, k, n, false);
+    });
+    let mut dw = vec![0.0; n * k];
+    measure("linear backward_weight 852x512x1408", flops, "GFLOP/s", || {
+        linear::backward_weight(&mut dw, &y, n, &x, k, m, k, n);
+    });
+    let big = noise(64 << 20, 3);
+    measure("memory read, 256 MiB, 2 threads", 268.4e-3, "GB/s", || {
+        let half = big.len() / 2;
+        let sum = |x: &[f32]| {
+            x.chunks_exact(64).fold([0.0f32; 64], |mut a, c| {
+                a.iter_mut().zip(c).for_each(|(a, c)| *a += c);
+                a
+            })
+        };
+        black_box(rayon::join(|| sum(&big[..half]), || sum(&big[half..])));
+    });
+    for (n, k) in [(1408, 512), (2048, 512), (8192, 2048)] {
+        let w = noise(n * k, 4);
+        let wide = w.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+        for m in [1, 8, 16] {
+            let x = noise(m * k, 5);
+            let mut y = vec![0.0; m * n];
+            for (dtype, w, bytes) in [("f32", Weight::F32(&w), 4), ("bf16", Weight::Bf16(&wide), 2)] {
+                let amount = 1e-9 * (n * k * bytes) as f64;
+                measure(&format!("linear forward_rows m={m} {n}x{k} {dtype}"), amount, "GB/s", || {
+                    linear::forward_rows(&mut y, n, &x, k, w, None, m, k, n);
+                });
+            }
+        }
+        let x = noise(8 * k, 5);
+        let mut y = vec![0.0; 8 * n];
+        measure(&format!("linear forward (gemm) m=8 {n}x{k} f32"), 4e-9 * (n * k) as f64, "GB/s", || {
+            linear::forward(&mut y, n, &x, k, Weight::F32(&w), None, 8, k, n);
+        });
+    }
+}
+
+fn main() {
+    linear_layers();
+}
