@@ -1,13 +1,233 @@
-//! `accuracy`.
+//! `accuracy`: is the answer right? The rule is chosen by `--accuracy_mode`, or per row by the column
+//! `accu_reward_method` (or `reward_method`) as in VLM-R1; the rules are the other files of this crate, and each is also
+//! a reward of its own.
+//!
+//! A row without a ground truth, or with one that the rule cannot read (no box in it, for example), is "not
+//! applicable". Range [0, 1]; `short_text` [0, 3].
+
+use std::collections::BTreeSet;
 
 use crate::answer::{Question, same_label};
 use crate::contract::PerRow;
-use crate::{Reward, RewardError, RewardInput, RewardOptions};
+use crate::tags::content;
+use crate::{
+    AccuracyMode, AnswerPolicy, Compat, Named, Reward, RewardError, RewardInput, RewardOptions, all_match,
+    boxes, choice, detection, emotion, fuzzy, iou, math, short_text, weighted_sum, yes_no,
+};
+
+/// The columns that choose a row's rule, first found wins.
+const METHOD_COLUMNS: [&str; 2] = ["accu_reward_method", "reward_method"];
 
 pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
-    let policy = options.answer_policy;
+    let scorer = Scorer::new(options);
+    let score = move |input: &RewardInput<'_>| scorer.score(input);
+    Ok(Box::new(PerRow { name: "accuracy", range: range(options.accuracy_mode), score }))
+}
+
+/// One rule as a reward of its own; rows cannot choose another.
+pub(crate) fn by_rule(
+    name: &'static str,
+    mode: AccuracyMode,
+    options: &RewardOptions,
+) -> Result<Box<dyn Reward>, RewardError> {
+    let (policy, compat) = (options.answer_policy, options.compat.clone());
     let score = move |input: &RewardInput<'_>| {
-        Ok(Question::new(input, policy).map(|question| f64::from(same_label(question.answer, question.gold))))
+        Ok(Question::new(input, policy).and_then(|question| compare(mode, &question, &compat)))
     };
-    Ok(Box::new(PerRow { name: "accuracy", range: (0.0, 1.0), score }))
+    Ok(Box::new(PerRow { name, range: range(mode), score }))
+}
+
+fn range(mode: AccuracyMode) -> (f64, f64) {
+    if mode == AccuracyMode::ShortText { (0.0, short_text::FULL) } else { (0.0, 1.0) }
+}
+
+/// The `accuracy` reward without its name, for rewards that depend on being right.
+pub(crate) struct Scorer {
+    mode: AccuracyMode,
+    policy: AnswerPolicy,
+    compat: BTreeSet<Compat>,
+}
+
+impl Scorer {
+    pub fn new(options: &RewardOptions) -> Self {
+        Self { mode: options.accuracy_mode, policy: options.answer_policy, compat: options.compat.clone() }
+    }
+
+    pub fn score(&self, input: &RewardInput<'_>) -> Result<Option<f64>, String> {
+        let mode = self.mode_of(input)?;
+        Ok(Question::new(input, self.policy).and_then(|question| compare(mode, &question, &self.compat)))
+    }
+
+    /// At least 0.7 of the full score, VLM-R1's threshold for a length reward.
+    pub fn is_right(&self, input: &RewardInput<'_>) -> Result<Option<bool>, String> {
+        let full = range(self.mode_of(input)?).1;
+        Ok(self.score(input)?.map(|score| score >= 0.7 * full))
+    }
+
+    fn mode_of(&self, input: &RewardInput<'_>) -> Result<AccuracyMode, String> {
+        let given = METHOD_COLUMNS.iter().find_map(|&name| Some((name, input.columns.get(name)?)));
+        let Some((column, value)) = given.filter(|(_, value)| !value.is_null()) else { return Ok(self.mode) };
+        let name = value.as_str().ok_or_else(|| format!("column `{column}` is {value}, expected a name"))?;
+        let mode = match name {
+            "" | "default" => self.mode,
+            "mcq" => AccuracyMode::McqExact,
+            "map" => AccuracyMode::OdAp,
+            "llm" => {
+                return Err(format!(
+                    "column `{column}` is `llm`; give the reward `judge:http(s)://…` instead"
+                ));
+            }
+            name => AccuracyMode::from_name(name).map_err(|error| format!("column `{column}`: {error}"))?,
+        };
+        if range(mode).1 > range(self.mode).1 {
+            return Err(format!(
+                "column `{column}` is `{name}`, whose scores reach {}; set --accuracy_mode {name} so that the range is declared",
+                range(mode).1
+            ));
+        }
+        Ok(mode)
+    }
+}
+
+/// Applies a rule; `None` where it does not apply to the ground truth.
+fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat>) -> Option<f64> {
+    let has = |flag| compat.contains(&flag);
+    match mode {
+        AccuracyMode::Auto => compare(auto(question), question, compat),
+        AccuracyMode::Label => label(question),
+        AccuracyMode::Emotion => emotion::score(question),
+        AccuracyMode::McqExact if has(Compat::S3Accuracy) => Some(choice::s3_exact(question)),
+        AccuracyMode::McqExact if has(Compat::VlmR1Choice) => Some(choice::vlmr1(question)),
+        AccuracyMode::McqExact => choice::exact(question),
+        AccuracyMode::McqIou if has(Compat::S2Accuracy) => Some(choice::s2_iou(question)),
+        AccuracyMode::McqIou => choice::iou(question),
+        AccuracyMode::ShortText if has(Compat::S4Accuracy) => Some(short_text::s4_literal(question)),
+        AccuracyMode::ShortText => short_text::score(question),
+        AccuracyMode::Math => math::score(question),
+        AccuracyMode::YesNo if has(Compat::VlmR1Choice) => Some(yes_no::vlmr1(question)),
+        AccuracyMode::YesNo => yes_no::score(question),
+        AccuracyMode::Iou => iou::score(question, has(Compat::VlmR1Iou)),
+        AccuracyMode::OdAp => detection::average_precision(question, detection::Thresholds::Coco),
+        AccuracyMode::OdAp50 => detection::average_precision(question, detection::Thresholds::Half),
+        AccuracyMode::OdLength => detection::with_length(question),
+        AccuracyMode::WeightedSum => weighted_sum::score(question, has(Compat::VlmR1Iou)),
+        AccuracyMode::AllMatch => all_match::score(question),
+        AccuracyMode::Fuzzy => fuzzy::score(question),
+        AccuracyMode::R1v => Some(r1v(question)),
+    }
+}
+
+/// The rule that fits the ground truth, most specific first.
+fn auto(question: &Question<'_>) -> AccuracyMode {
+    let gold = question.gold;
+    if boxes::detections(gold).is_some() {
+        AccuracyMode::OdAp
+    } else if boxes::is_one_box(gold) {
+        AccuracyMode::Iou
+    } else if choice::is_choice(question) {
+        AccuracyMode::McqExact
+    } else if yes_no::polarity_of_word(gold).is_some() {
+        AccuracyMode::YesNo
+    } else if math::is_number(gold) {
+        AccuracyMode::Math
+    } else {
+        AccuracyMode::Label
+    }
+}
+
+fn label(question: &Question<'_>) -> Option<f64> {
+    (!question.gold.is_empty()).then(|| {
+        let same = same_label(question.answer, question.gold) || math::same(question.answer, question.gold);
+        f64::from(same)
+    })
+}
+
+/// R1-V: equal by mathematics, else the first answer tag's text (of one line) on each side, equal to the letter.
+fn r1v(question: &Question<'_>) -> f64 {
+    fn first_line_tag(text: &str) -> &str {
+        // Without the dot-matches-newline flag a tag with a line break in it is no match.
+        content(text, "answer", AnswerPolicy::First)
+            .filter(|inside| !inside.contains('\n'))
+            .unwrap_or(text)
+            .trim()
+    }
+    let gold = first_line_tag(question.input.solution.unwrap_or_default());
+    let answer = first_line_tag(question.input.completion);
+    f64::from(!gold.is_empty() && (answer == gold || math::same(answer, gold)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::testing::Row;
+
+    fn auto_score(prompt: &str, completion: &str, gold: &str) -> Option<f64> {
+        Row::new(prompt, completion, gold).score("accuracy", &RewardOptions::default())
+    }
+
+    #[test]
+    fn auto_follows_the_ground_truth() {
+        let options = "What?\n(A) red\n(B) blue";
+        assert_eq!(auto_score(options, "<answer>B</answer>", "<answer>(B) blue</answer>"), Some(1.0));
+        assert_eq!(auto_score(options, "<answer>Blue.</answer>", "B"), Some(1.0));
+        assert_eq!(auto_score("How many?", "<answer>3</answer>", "3.0"), Some(1.0));
+        assert_eq!(auto_score("How many?", "<answer>4</answer>", "3"), Some(0.0));
+        assert_eq!(auto_score("Is it?", "<answer>Yes, it is.</answer>", "yes"), Some(1.0));
+        assert_eq!(
+            auto_score("Where?", "<answer>[0, 0, 10, 10]</answer>", "[5, 5, 15, 15]"),
+            Some(25.0 / 175.0)
+        );
+        assert_eq!(auto_score("Which?", "<think>no</think><answer>Angry!</answer>", "angry"), Some(1.0));
+        let gold = "```json\n[{\"bbox_2d\": [0, 0, 10, 10], \"label\": \"cat\"}]\n```";
+        let answer = format!("<answer>{gold}</answer>");
+        assert_eq!(auto_score("Find cats.", &answer, gold), Some(1.0));
+    }
+
+    #[test]
+    fn an_empty_answer_earns_nothing_and_no_ground_truth_is_not_applicable() {
+        for gold in ["<answer></answer>", "", "3", "yes", "(B) x", "cat"] {
+            let score = auto_score("q", "<answer></answer>", gold);
+            assert!(score.is_none_or(|score| score == 0.0), "{gold}");
+        }
+        let mut row = Row::new("q", "<answer>1</answer>", "");
+        row.solution = None;
+        assert_eq!(row.score("accuracy", &RewardOptions::default()), None);
+    }
+
+    #[test]
+    fn rows_choose_their_rule() {
+        let row = |method| Row::new("q", "<answer>yes</answer>", "Yes").column("accu_reward_method", method);
+        let options = RewardOptions { accuracy_mode: AccuracyMode::Iou, ..RewardOptions::default() };
+        assert_eq!(row(json!("yes_no")).score("accuracy", &options), Some(1.0));
+        assert_eq!(row(json!("all_match")).score("accuracy", &options), Some(1.0));
+        assert_eq!(row(json!("default")).score("accuracy", &options), None);
+        let error = row(json!("yesno")).try_score("accuracy", &options).unwrap_err().to_string();
+        assert!(error.contains("row 0") && error.contains("did you mean `yes_no`"), "{error}");
+        let error = row(json!("short_text")).try_score("accuracy", &options).unwrap_err().to_string();
+        assert!(error.contains("--accuracy_mode short_text"), "{error}");
+        assert!(row(json!(3)).try_score("accuracy", &options).is_err());
+    }
+
+    #[test]
+    fn last_answer_counts_unless_told_otherwise() {
+        let row = Row::new("q", "<answer>cat</answer><answer>dog</answer>", "dog");
+        assert_eq!(row.score("accuracy", &RewardOptions::default()), Some(1.0));
+        let first = RewardOptions { answer_policy: AnswerPolicy::First, ..RewardOptions::default() };
+        assert_eq!(row.score("accuracy", &first), Some(0.0));
+    }
+
+    #[test]
+    fn r1v_is_literal() {
+        let options = RewardOptions { accuracy_mode: AccuracyMode::R1v, ..RewardOptions::default() };
+        let score = |completion, gold| Row::new("q", completion, gold).score("accuracy", &options);
+        assert_eq!(score("<answer>happy</answer>", "<answer>happy</answer>"), Some(1.0));
+        // The case counts, the first tag counts, a line break hides the tag.
+        assert_eq!(score("<answer>Happy</answer>", "<answer>happy</answer>"), Some(0.0));
+        assert_eq!(score("<answer>sad</answer><answer>happy</answer>", "happy"), Some(0.0));
+        assert_eq!(score("<answer>\nhappy</answer>", "happy"), Some(0.0));
+        assert_eq!(score("happy", "<answer> happy </answer>"), Some(1.0));
+        assert_eq!(score("<answer>3.0</answer>", "<answer> 3 </answer>"), Some(1.0));
+    }
 }

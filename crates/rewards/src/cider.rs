@@ -1,5 +1,254 @@
-//! CIDEr-D.
+//! `cider`: consensus of an explanation with its references, CIDEr-D over 10, cut to [0, 1].
+//!
+//! Source: CIDEr (arXiv 1411.5726) as in pycocoevalcap, which the ViVQA-X project calls. Per n of 1 to 4, words are
+//! weighted tf·idf; the candidate's weights are clipped to the reference's, the cosine is damped by the difference in
+//! length (σ = 6), and the mean over n and references is times 10. Differences by design: document frequencies come from
+//! the training references, counted once, not from the batch being scored (where one prompt per batch makes every score
+//! 0); all references of a row count; words are normalised (NFC, lower case, no punctuation at their edges).
 
-/// In how many training items each n-gram occurs.
-#[derive(Debug, Clone, Default)]
-pub struct DocumentFrequencies {}
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::answer::normalised;
+use crate::contract::PerRow;
+use crate::tags::content;
+use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
+
+const MAX_N: usize = 4;
+const SIGMA: f64 = 6.0;
+/// Columns that hold all references of a row, first found wins.
+const REFERENCE_COLUMNS: [&str; 2] = ["explanations", "explanation"];
+
+/// In how many training items each n-gram of their references occurs. Counted once, stored with the run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Stored", into = "Stored")]
+pub struct DocumentFrequencies {
+    num_items: u64,
+    counts: HashMap<String, u64>,
+}
+
+/// Sorted, so that the same references always give the same file.
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    num_items: u64,
+    counts: BTreeMap<String, u64>,
+}
+
+impl From<Stored> for DocumentFrequencies {
+    fn from(stored: Stored) -> Self {
+        Self { num_items: stored.num_items, counts: stored.counts.into_iter().collect() }
+    }
+}
+
+impl From<DocumentFrequencies> for Stored {
+    fn from(frequencies: DocumentFrequencies) -> Self {
+        Self { num_items: frequencies.num_items, counts: frequencies.counts.into_iter().collect() }
+    }
+}
+
+impl DocumentFrequencies {
+    /// Counts one training item with all its references.
+    pub fn add_item<S: AsRef<str>>(&mut self, references: &[S]) {
+        let mut seen = HashSet::new();
+        for reference in references {
+            let text = normalised(reference.as_ref());
+            let words: Vec<&str> = text.split_whitespace().collect();
+            for n in 1..=MAX_N {
+                seen.extend(words.windows(n).map(|gram| gram.join(" ")));
+            }
+        }
+        for gram in seen {
+            *self.counts.entry(gram).or_default() += 1;
+        }
+        self.num_items += 1;
+    }
+
+    /// Items counted.
+    pub fn num_items(&self) -> u64 {
+        self.num_items
+    }
+
+    /// CIDEr-D of a candidate, 0 to 10; 0 without references.
+    pub fn score<S: AsRef<str>>(&self, candidate: &str, references: &[S]) -> f64 {
+        if references.is_empty() {
+            return 0.0;
+        }
+        let candidate = self.vectors(candidate);
+        let sum: f64 =
+            references.iter().map(|text| similarity(&candidate, &self.vectors(text.as_ref()))).sum();
+        10.0 * sum / references.len() as f64
+    }
+
+    fn vectors(&self, text: &str) -> Vectors {
+        let text = normalised(text);
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let log_items = (self.num_items.max(1) as f64).ln();
+        let weights: [HashMap<String, f64>; MAX_N] = std::array::from_fn(|index| {
+            let mut weights: HashMap<String, f64> = HashMap::new();
+            for gram in words.windows(index + 1) {
+                *weights.entry(gram.join(" ")).or_default() += 1.0;
+            }
+            for (gram, weight) in &mut weights {
+                let documents = self.counts.get(gram).copied().unwrap_or(0).max(1);
+                *weight *= log_items - (documents as f64).ln();
+            }
+            weights
+        });
+        let norms = std::array::from_fn(|n| weights[n].values().map(|w| w * w).sum::<f64>().sqrt());
+        Vectors { weights, norms, num_bigrams: words.len().saturating_sub(1) }
+    }
+}
+
+struct Vectors {
+    weights: [HashMap<String, f64>; MAX_N],
+    norms: [f64; MAX_N],
+    /// The length that pycocoevalcap compares.
+    num_bigrams: usize,
+}
+
+fn similarity(candidate: &Vectors, reference: &Vectors) -> f64 {
+    let difference = candidate.num_bigrams as f64 - reference.num_bigrams as f64;
+    let damping = (-(difference * difference) / (2.0 * SIGMA * SIGMA)).exp();
+    let mut sum = 0.0;
+    for n in 0..MAX_N {
+        let mut shared: Vec<f64> = candidate.weights[n]
+            .iter()
+            .filter_map(|(gram, &weight)| {
+                let other = *reference.weights[n].get(gram)?;
+                Some(weight.min(other) * other)
+            })
+            .collect();
+        // A hash map has no order of its own; the sum must not depend on it.
+        shared.sort_by(f64::total_cmp);
+        let norms = candidate.norms[n] * reference.norms[n];
+        if norms > 0.0 {
+            sum += shared.iter().sum::<f64>() / norms * damping;
+        }
+    }
+    sum / MAX_N as f64
+}
+
+pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
+    let frequencies = options.cider.clone().filter(|frequencies| frequencies.num_items() >= 2);
+    let Some(frequencies) = frequencies else {
+        return Err(RewardError::Setting {
+            reward: "cider".to_owned(),
+            what: "it needs document frequencies of at least 2 training items with references \
+                   (column `explanations`, or an <explain> tag in the solution)"
+                .to_owned(),
+        });
+    };
+    let score = move |input: &RewardInput<'_>| Ok(scored(&frequencies, input));
+    Ok(Box::new(PerRow { name: "cider", range: (0.0, 1.0), score }))
+}
+
+fn scored(frequencies: &Arc<DocumentFrequencies>, input: &RewardInput<'_>) -> Option<f64> {
+    let references = references(input.columns, input.solution);
+    if references.is_empty() {
+        return None;
+    }
+    let candidate = content(input.completion, "explain", AnswerPolicy::First).unwrap_or_default();
+    Some((frequencies.score(candidate, &references) / 10.0).clamp(0.0, 1.0))
+}
+
+/// References of a row: column `explanations` or `explanation`, a text or a list of them; else the solution's
+/// `<explain>` tag.
+pub fn references<'a>(
+    columns: &'a serde_json::Map<String, Value>,
+    solution: Option<&'a str>,
+) -> Vec<&'a str> {
+    let column =
+        REFERENCE_COLUMNS.iter().find_map(|name| columns.get(*name)).filter(|value| !value.is_null());
+    match column {
+        Some(Value::Array(texts)) => texts.iter().filter_map(Value::as_str).collect(),
+        Some(Value::String(text)) => vec![text],
+        _ => solution.and_then(|text| content(text, "explain", AnswerPolicy::First)).into_iter().collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::testing::Row;
+
+    const SHOWER: &str = "nó có một đầu vòi sen treo bên trong";
+    const SMILE: &str = "cô ấy đang mỉm cười với máy ảnh";
+
+    fn counted(items: &[&[&str]]) -> DocumentFrequencies {
+        let mut frequencies = DocumentFrequencies::default();
+        for item in items {
+            frequencies.add_item(item);
+        }
+        frequencies
+    }
+
+    #[test]
+    fn golden_call_local() {
+        // pycocoevalcap, two prompts of two samples each.
+        let frequencies = counted(&[&[SHOWER], &[SHOWER], &[SMILE], &[SMILE]]);
+        for (candidate, reference, expected) in [
+            (SHOWER, SHOWER, 10.0),
+            ("có vòi sen", SHOWER, 1.115_203_89),
+            (SMILE, SMILE, 10.0),
+            ("cô ấy cười", SMILE, 1.380_443_22),
+        ] {
+            let got = frequencies.score(candidate, &[reference]);
+            assert!((got - expected).abs() < 5e-9, "{candidate}: {got}");
+        }
+        // One prompt per call: the source's score is 0 whatever the prediction.
+        let one = counted(&[&[SHOWER], &[SHOWER], &[SHOWER]]);
+        assert_eq!(one.score(SHOWER, &[SHOWER]), 0.0);
+        assert_eq!(counted(&[&[SHOWER]]).score(SHOWER, &[SHOWER]), 0.0);
+    }
+
+    #[derive(Deserialize)]
+    struct Golden {
+        items: Vec<Vec<String>>,
+        candidates: Vec<String>,
+        scores: Vec<f64>,
+    }
+
+    /// pycocoevalcap 1.2, several references per item; script `tests/data/cider_goldens.py`.
+    #[test]
+    fn golden_several_references() {
+        let golden: Golden = serde_json::from_str(include_str!("../tests/data/cider_goldens.json")).unwrap();
+        let mut frequencies = DocumentFrequencies::default();
+        for item in &golden.items {
+            frequencies.add_item(item);
+        }
+        for ((candidate, references), expected) in
+            golden.candidates.iter().zip(&golden.items).zip(&golden.scores)
+        {
+            let got = frequencies.score(candidate, references);
+            assert!((got - expected).abs() < 1e-9, "{candidate}: {got} {expected}");
+        }
+    }
+
+    #[test]
+    fn reward_uses_the_corpus_and_all_references() {
+        let frequencies = Arc::new(counted(&[&[SHOWER, "bên trong có vòi sen"], &[SMILE], &["một con mèo"]]));
+        let options = RewardOptions { cider: Some(frequencies), ..RewardOptions::default() };
+        let completion = format!("<answer>có</answer><explain>{SHOWER}.</explain>");
+        let one = Row::new("", &completion, &format!("<explain>{SHOWER}</explain>"));
+        assert!((one.score("cider", &options).unwrap() - 1.0).abs() < 1e-12);
+        let both = Row::new("", &completion, "").column("explanations", json!([SHOWER, SMILE]));
+        assert!((both.score("cider", &options).unwrap() - 0.5).abs() < 1e-12);
+        assert_eq!(Row::new("", "no tag", "<explain>x</explain>").score("cider", &options), Some(0.0));
+        assert_eq!(Row::new("", &completion, "có").score("cider", &options), None);
+        let error = one.try_score("cider", &RewardOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("document frequencies"), "{error}");
+    }
+
+    #[test]
+    fn round_trip() {
+        let frequencies = counted(&[&["a b c"], &["b c d"]]);
+        let text = serde_json::to_string(&frequencies).unwrap();
+        assert_eq!(serde_json::from_str::<DocumentFrequencies>(&text).unwrap(), frequencies);
+        assert_eq!(text, serde_json::to_string(&counted(&[&["a b c"], &["b c d"]])).unwrap());
+    }
+}

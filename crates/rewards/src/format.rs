@@ -47,14 +47,12 @@ fn strict(text: &str, think: Think) -> bool {
     };
     let text = text.trim();
     let mut found: [Option<Tag<'_>>; 4] = [None; 4];
-    let mut count = 0;
-    for tag in tags(text, &["think", "answer"]) {
+    for (count, tag) in tags(text, &["think", "answer"]).enumerate() {
         let lower = !text[tag.start..tag.end].bytes().any(|b| b.is_ascii_uppercase());
         if !lower || expected.get(count) != Some(&(tag.name, tag.close)) {
             return false;
         }
         found[count] = Some(tag);
-        count += 1;
     }
     // The gaps that must be blank: before the first tag, between the pairs, after the last.
     let blank = |from: usize, to: usize| text[from..to].trim().is_empty();

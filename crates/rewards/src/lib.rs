@@ -4,22 +4,38 @@
 //! Text in, numbers out: this crate knows nothing of models, tensors or training.
 
 mod accuracy;
+mod all_match;
 mod answer;
+mod boxes;
+mod choice;
 mod cider;
 mod contract;
+mod detection;
+mod emotion;
 mod error;
 mod external;
 mod format;
+mod fuzzy;
+mod iou;
+mod length;
+mod math;
 mod options;
+mod overlong;
 mod random;
+mod repetition;
+mod short_text;
 mod table;
 mod tags;
+mod temporal;
 #[cfg(test)]
 mod testing;
+mod weighted_sum;
+mod yes_no;
 
-pub use cider::DocumentFrequencies;
+pub use cider::{DocumentFrequencies, references};
 pub use contract::{Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 pub use error::RewardError;
 pub use external::ExternalOptions;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
 pub use table::{RewardRow, build, table};
+pub use temporal::{temporal_order_bonus, thinking_length_bonus};

@@ -1,7 +1,10 @@
 //! The table of built-in rewards, and how a list of names becomes a [`RewardSet`].
 
 use crate::error::suggestion;
-use crate::{Reward, RewardError, RewardOptions, RewardSet, accuracy, format, random};
+use crate::{
+    AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, format, length, overlong,
+    random, repetition,
+};
 
 /// One built-in reward.
 #[derive(Debug)]
@@ -24,21 +27,141 @@ pub fn table() -> &'static [RewardRow] {
 static TABLE: &[RewardRow] = &[
     RewardRow {
         name: "accuracy",
-        doc: "is the answer right, compared as --accuracy_mode or the row's column says",
+        doc: "is the answer right, compared as --accuracy_mode or the row's column says; 0..1 (short_text 0..3)",
         source: "R1-V, qwen-vl-finetune, VLM-R1",
         make: accuracy::reward,
     },
     RewardRow {
         name: "format",
-        doc: "does the completion have the tags asked for, as --format_mode says",
+        doc: "does the completion have the tags asked for, as --format_mode says; 0..1 (tags3 0..3)",
         source: "R1-V, qwen-vl-finetune, ViVQA-X",
         make: format::reward,
     },
     RewardRow {
         name: "random",
-        doc: "a seeded number in [0, 1), as a baseline and for benchmarks",
+        doc: "a seeded number in 0..1, as a baseline and for benchmarks",
         source: "own",
         make: random::reward,
+    },
+    RewardRow {
+        name: "label",
+        doc: "equal answer after normalisation; 0 or 1",
+        source: "R1-V",
+        make: |options| accuracy::by_rule("label", AccuracyMode::Label, options),
+    },
+    RewardRow {
+        name: "emotion",
+        doc: "the right emotion word, synonyms count; 0 or 1",
+        source: "R1-Omni",
+        make: |options| accuracy::by_rule("emotion", AccuracyMode::Emotion, options),
+    },
+    RewardRow {
+        name: "mcq",
+        doc: "multiple choice, all labels right; 0 or 1",
+        source: "qwen-vl-finetune, VLM-R1",
+        make: |options| accuracy::by_rule("mcq", AccuracyMode::McqExact, options),
+    },
+    RewardRow {
+        name: "mcq_iou",
+        doc: "multiple choice, shared labels over all labels; 0..1",
+        source: "qwen-vl-finetune",
+        make: |options| accuracy::by_rule("mcq_iou", AccuracyMode::McqIou, options),
+    },
+    RewardRow {
+        name: "yes_no",
+        doc: "yes or no as the ground truth, English and Vietnamese; 0 or 1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("yes_no", AccuracyMode::YesNo, options),
+    },
+    RewardRow {
+        name: "short_text",
+        doc: "3 equal, 1.5 half of the words, 0 else",
+        source: "ViVQA-X",
+        make: |options| accuracy::by_rule("short_text", AccuracyMode::ShortText, options),
+    },
+    RewardRow {
+        name: "math",
+        doc: "equal numbers or formulas; 0 or 1",
+        source: "R1-V, VLM-R1 (math-verify)",
+        make: |options| accuracy::by_rule("math", AccuracyMode::Math, options),
+    },
+    RewardRow {
+        name: "iou",
+        doc: "overlap of one box; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("iou", AccuracyMode::Iou, options),
+    },
+    RewardRow {
+        name: "od_ap",
+        doc: "COCO average precision of a list of boxes; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("od_ap", AccuracyMode::OdAp, options),
+    },
+    RewardRow {
+        name: "od_ap50",
+        doc: "the same at overlap 0.5; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("od_ap50", AccuracyMode::OdAp50, options),
+    },
+    RewardRow {
+        name: "odLength",
+        doc: "od_ap, scaled down for surplus boxes; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("odLength", AccuracyMode::OdLength, options),
+    },
+    RewardRow {
+        name: "weighted_sum",
+        doc: "0.7 position + 0.3 completeness of matched boxes; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("weighted_sum", AccuracyMode::WeightedSum, options),
+    },
+    RewardRow {
+        name: "all_match",
+        doc: "equal cleaned texts; 0 or 1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("all_match", AccuracyMode::AllMatch, options),
+    },
+    RewardRow {
+        name: "fuzzy",
+        doc: "number, choice letter, else similarity of texts; 0..1",
+        source: "VLM-R1",
+        make: |options| accuracy::by_rule("fuzzy", AccuracyMode::Fuzzy, options),
+    },
+    RewardRow {
+        name: "cider",
+        doc: "CIDEr-D of the <explain> text over 10, corpus idf, all references; 0..1",
+        source: "ViVQA-X (pycocoevalcap)",
+        make: cider::reward,
+    },
+    RewardRow {
+        name: "length",
+        doc: "right answers earn 1..0.5 by length, wrong ones 0..-0.5",
+        source: "VLM-R1",
+        make: length::length,
+    },
+    RewardRow {
+        name: "cosine",
+        doc: "right answers earn 1..0.5 by length, wrong ones -1..-0.5",
+        source: "TRL",
+        make: length::cosine,
+    },
+    RewardRow {
+        name: "overlong",
+        doc: "0, falling to -1 on the last tokens before the length limit",
+        source: "DAPO, TRL",
+        make: overlong::reward,
+    },
+    RewardRow {
+        name: "repetition",
+        doc: "minus the share of repeated word 6-grams or boxes; -1..0",
+        source: "VLM-R1",
+        make: repetition::words,
+    },
+    RewardRow {
+        name: "repetition_tokens",
+        doc: "minus the share of repeated token 3-grams; -1..0",
+        source: "TRL",
+        make: repetition::tokens,
     },
 ];
 

@@ -1,0 +1,125 @@
+//! Bounding boxes in text: one box, or a JSON list of labelled boxes, corners in pixels.
+
+use std::sync::LazyLock;
+
+use regex::Regex;
+use serde_json::Value;
+
+/// x1, y1, x2, y2.
+pub(crate) type Corners = [f64; 4];
+
+/// A labelled box.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Detection {
+    pub corners: Corners,
+    /// Lower case, stripped; empty where there is none.
+    pub label: String,
+}
+
+/// Lists are cut here: more boxes earn nothing (COCO looks at 100), and matching is quadratic.
+const MAX_BOXES: usize = 512;
+
+/// Overlap over union. `pixel_convention` takes `x2` as the first pixel outside, and an overlap of one pixel as none,
+/// as VLM-R1 does.
+pub(crate) fn iou(a: &Corners, b: &Corners, pixel_convention: bool) -> f64 {
+    let overlap = |axis: usize| a[axis + 2].min(b[axis + 2]) - a[axis].max(b[axis]);
+    let (width, height) = (overlap(0), overlap(1));
+    let least = if pixel_convention { 1.0 } else { 0.0 };
+    if width <= least || height <= least {
+        return 0.0;
+    }
+    let shared = width * height;
+    let union = area(a) + area(b) - shared;
+    // Degenerate boxes leave no union.
+    if union > 0.0 { (shared / union).clamp(0.0, 1.0) } else { 0.0 }
+}
+
+fn area(corners: &Corners) -> f64 {
+    (corners[2] - corners[0]).max(0.0) * (corners[3] - corners[1]).max(0.0)
+}
+
+// A constant expression that does not compile would be found by the first test.
+static FOUR: LazyLock<Option<Regex>> = LazyLock::new(|| {
+    let number = r"\s*(-?\d+(?:\.\d+)?)\s*";
+    Regex::new(&format!(r"\[{number},{number},{number},{number}\]")).ok()
+});
+
+/// The first `[x1, y1, x2, y2]` of a text.
+pub(crate) fn first_box(text: &str) -> Option<Corners> {
+    let found = FOUR.as_ref()?.captures(text)?;
+    let number = |index| found.get(index)?.as_str().parse::<f64>().ok().filter(|n| n.is_finite());
+    Some([number(1)?, number(2)?, number(3)?, number(4)?])
+}
+
+/// Is the text nothing but one box?
+pub(crate) fn is_one_box(text: &str) -> bool {
+    text.len() < 256 && FOUR.as_ref().and_then(|e| e.find(text)).is_some_and(|m| m.as_str() == text.trim())
+}
+
+/// The list of boxes in a text: in the last ```` ```json ```` fence, else the whole text as JSON. "None" is the empty
+/// list. `None` where there is no such list. Entries that are not boxes are left out.
+pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
+    let text = text.trim();
+    if text.eq_ignore_ascii_case("none") {
+        return Some(Vec::new());
+    }
+    let json = fenced(text).or_else(|| text.starts_with('[').then_some(text))?;
+    let Ok(Value::Array(entries)) = serde_json::from_str::<Value>(json) else { return None };
+    let boxes: Vec<Detection> = entries.iter().take(MAX_BOXES).filter_map(detection).collect();
+    // A list of something else, such as the four numbers of one box.
+    (entries.is_empty() || !boxes.is_empty()).then_some(boxes)
+}
+
+fn fenced(text: &str) -> Option<&str> {
+    let start = text.rfind("```json")? + "```json".len();
+    let length = text[start..].find("```")?;
+    Some(text[start..start + length].trim())
+}
+
+fn detection(entry: &Value) -> Option<Detection> {
+    let corners = entry.get("bbox_2d")?.as_array()?;
+    let corners: Vec<f64> = corners.iter().map(Value::as_f64).collect::<Option<_>>()?;
+    let corners = Corners::try_from(corners).ok()?;
+    let label = entry.get("label").and_then(Value::as_str).unwrap_or_default();
+    Some(Detection { corners, label: label.trim().to_lowercase() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn golden_iou() {
+        let square = [0.0, 0.0, 10.0, 10.0];
+        for (other, source, ours) in [
+            (square, 1.0, 1.0),
+            ([5.0, 5.0, 15.0, 15.0], 25.0 / 175.0, 25.0 / 175.0),
+            ([9.0, 0.0, 20.0, 10.0], 0.0, 10.0 / 200.0),
+            ([8.0, 0.0, 20.0, 10.0], 0.1, 0.1),
+            ([20.0, 20.0, 30.0, 30.0], 0.0, 0.0),
+            ([5.0, 5.0, 5.0, 5.0], 0.0, 0.0),
+            ([8.0, 8.0, 2.0, 2.0], 0.0, 0.0),
+        ] {
+            assert!((iou(&square, &other, true) - source).abs() < 1e-12, "{other:?}");
+            assert!((iou(&square, &other, false) - ours).abs() < 1e-12, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn parsing() {
+        assert_eq!(first_box("at [1, 2.5,3 , 4] or [5,6,7,8]"), Some([1.0, 2.5, 3.0, 4.0]));
+        assert_eq!(first_box("[1,2,3]"), None);
+        assert!(is_one_box(" [1,2,3,4] "));
+        assert!(!is_one_box("x [1,2,3,4]"));
+        assert_eq!(detections("None"), Some(vec![]));
+        assert_eq!(detections("[]"), Some(vec![]));
+        assert_eq!(detections("[1,2,3,4]"), None);
+        assert_eq!(detections("```json\n[{]```"), None);
+        let one = vec![Detection { corners: [0.0, 1.0, 2.0, 3.0], label: "cat".to_owned() }];
+        let text =
+            "x ```json\n[]\n``` y ```json\n[{\"bbox_2d\":[0,1,2,3],\"label\":\" Cat\"},{\"label\":3}]\n```";
+        assert_eq!(detections(text), Some(one));
+        // Deep JSON is refused by the parser, not by the stack.
+        assert_eq!(detections(&"[".repeat(100_000)), None);
+    }
+}

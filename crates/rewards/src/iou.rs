@@ -1,0 +1,31 @@
+//! `iou`: overlap of the first box in the answer with the box of the ground truth. Range [0, 1].
+//!
+//! Source: VLM-R1's referring expression reward. Differences by design: continuous areas (`Compat::VlmR1Iou` brings
+//! the pixel convention back), decimals are read, degenerate boxes give 0. Both boxes are taken as they stand: a
+//! model that answers in another frame of coordinates needs its ground truth in that frame.
+
+use crate::answer::Question;
+use crate::boxes;
+
+/// `None` where the ground truth has no box.
+pub(crate) fn score(question: &Question<'_>, pixel_convention: bool) -> Option<f64> {
+    let gold = boxes::first_box(question.gold)?;
+    let answer = question.tagged.and_then(boxes::first_box);
+    Some(answer.map_or(0.0, |answer| boxes::iou(&answer, &gold, pixel_convention)))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::RewardOptions;
+    use crate::testing::Row;
+
+    #[test]
+    fn first_box_of_the_answer_counts() {
+        let score = |text: &str, gold| Row::new("", text, gold).score("iou", &RewardOptions::default());
+        let gold = "<answer>[0, 0, 10, 10]</answer>";
+        assert_eq!(score("<answer>{\"bbox\": [0, 0, 10, 5]} [0,0,10,10]</answer>", gold), Some(0.5));
+        assert_eq!(score("[0, 0, 10, 10]", gold), Some(0.0));
+        assert_eq!(score("<answer>none</answer>", gold), Some(0.0));
+        assert_eq!(score("<answer>[0, 0, 10, 10]</answer>", "no box"), None);
+    }
+}
