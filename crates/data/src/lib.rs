@@ -3,21 +3,26 @@
 //! - [`DatasetSpec`], [`Registry`]: which files, where their media lie, which of their rows.
 //! - [`Dataset`]: an index over the files; [`Dataset::get`] reads one row of any format in [`FORMATS`].
 //! - [`Order`]: which row comes next; the same after a resume.
-
+//! - [`check`]: the whole dataset and every medium's header before training begins.
+//! - [`convert_vivqa_x`]: a published dataset into rows.
 //!
 //! A row that cannot be used is a [`RowError`] of that row. Paths never leave their [`Roots`].
 
+mod check;
 mod dataset;
 mod error;
 mod formats;
 mod order;
+mod output;
 mod question;
 mod registry;
 mod roots;
 mod rows;
 mod sample;
 mod sampling;
+mod vivqa_x;
 
+pub use check::{CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check};
 pub use dataset::{Dataset, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};
@@ -31,3 +36,4 @@ pub use sample::{
     ThinkMode,
 };
 pub use sampling::{Amount, Sampling};
+pub use vivqa_x::{Conversion, convert_vivqa_x};

@@ -233,6 +233,7 @@ mod tests {
         assert!(matches!(image(&resolver, "a.png/x"), Err(PathProblem::NotFound { .. })));
     }
 
+    #[cfg(unix)]
     #[test]
     fn a_path_that_leaves_its_root_is_refused() {
         let place = place();

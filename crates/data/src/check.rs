@@ -1,0 +1,442 @@
+//! The whole dataset before training: every row parsed, every medium's header read, the longest prompts found.
+//!
+//! How a header is read and how many tokens a row takes is the caller's to say; this module walks the rows in
+//! parallel, remembers what it learned of each file, and collects. Results do not depend on the number of threads.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::dataset::Dataset;
+use crate::error::DataError;
+use crate::output::write_atomically;
+use crate::sample::{MediumRef, MediumSource, Sample};
+use crate::{MediumKind, Origin};
+
+/// What the header of a medium says. Fields that the kind does not have are `None`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct MediumInfo {
+    /// Width of the image or of each frame, pixels.
+    pub width_px: Option<u32>,
+    /// Height of the image or of each frame, pixels.
+    pub height_px: Option<u32>,
+    /// Frames of a clip.
+    pub num_frames: Option<u64>,
+    /// Frames per second of a clip.
+    pub fps: Option<f64>,
+    /// Length of a clip or sound, seconds.
+    pub duration_secs: Option<f64>,
+    /// Samples per second of a sound, Hz.
+    pub sample_rate_hz: Option<u32>,
+}
+
+/// Reads a medium's header; the error says what is wrong with it. Must depend on the medium's source only, not on its
+/// options.
+pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, String> + Sync + 'a;
+/// Prompt length of a row in tokens, given its media's headers in the order of [`Sample::media`]; the error says why
+/// the row cannot be used.
+pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, String> + Sync + 'a;
+
+/// How to check.
+pub struct CheckOptions<'a> {
+    /// Reads a medium's header.
+    pub probe: &'a Probe<'a>,
+    /// Counts a row's prompt tokens.
+    pub estimate: &'a Estimate<'a>,
+    /// Longest prompt, tokens; a longer one is a problem. `None`: any length.
+    pub max_prompt_tokens: Option<u64>,
+    /// How many of the longest prompts to report.
+    pub num_longest: usize,
+    /// Worker threads, ≥ 1.
+    pub num_threads: usize,
+    /// Folder that keeps what is known of files by path, size and time, between runs. `None`: keep nothing.
+    pub cache_dir: Option<&'a Path>,
+    /// Called with (rows done, rows in all) now and then, from any thread.
+    pub progress: &'a (dyn Fn(u64, u64) + Sync),
+}
+
+/// What is wrong with one row.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    /// Index in the dataset.
+    pub row: u64,
+    /// The annotation file.
+    pub file: PathBuf,
+    /// Line, from 1.
+    pub line: u64,
+    /// What.
+    pub what: String,
+}
+
+/// One of the longest prompts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LongPrompt {
+    /// Its length, tokens.
+    pub num_tokens: u64,
+    /// Index in the dataset.
+    pub row: u64,
+    /// The row's id.
+    pub id: String,
+}
+
+/// How many there are of what.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Counts {
+    /// Rows looked at.
+    pub rows: u64,
+    /// Rows with a problem.
+    pub bad_rows: u64,
+    /// Rows without media.
+    pub text_rows: u64,
+    /// Images in all rows.
+    pub images: u64,
+    /// Clips in all rows.
+    pub videos: u64,
+    /// Sounds in all rows.
+    pub audios: u64,
+    /// Rows without a solution.
+    pub without_solution: u64,
+}
+
+/// The outcome of [`check`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Report {
+    /// Rows that cannot be used, by row.
+    pub problems: Vec<Problem>,
+    /// The longest prompts, longest first.
+    pub longest: Vec<LongPrompt>,
+    /// How many there are of what.
+    pub counts: Counts,
+}
+
+impl Report {
+    /// The rows that must never be drawn.
+    pub fn bad_rows(&self) -> impl Iterator<Item = u64> {
+        self.problems.iter().map(|problem| problem.row)
+    }
+
+    fn merge(mut self, other: Self, num_longest: usize) -> Self {
+        self.problems.extend(other.problems);
+        self.longest.extend(other.longest);
+        self.keep_longest(num_longest);
+        let (a, b) = (&mut self.counts, other.counts);
+        a.rows += b.rows;
+        a.bad_rows += b.bad_rows;
+        a.text_rows += b.text_rows;
+        a.images += b.images;
+        a.videos += b.videos;
+        a.audios += b.audios;
+        a.without_solution += b.without_solution;
+        self
+    }
+
+    fn keep_longest(&mut self, num_longest: usize) {
+        self.longest.sort_by_key(|prompt| (std::cmp::Reverse(prompt.num_tokens), prompt.row));
+        self.longest.truncate(num_longest);
+    }
+}
+
+/// Checks every row of `dataset`.
+///
+/// # Errors
+/// When worker threads cannot be started or the cache cannot be written. Problems of rows are in the report.
+pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataError> {
+    let cache = Cache::open(options.cache_dir)?;
+    let pool =
+        rayon::ThreadPoolBuilder::new().num_threads(options.num_threads.max(1)).build().map_err(|error| {
+            DataError::Io {
+                action: "start threads for",
+                path: "data check".into(),
+                source: std::io::Error::other(error),
+            }
+        })?;
+    let total = dataset.len();
+    let done = AtomicU64::new(0);
+    let mut report = pool.install(|| {
+        (0..total)
+            .into_par_iter()
+            .fold(Report::default, |mut report, row| {
+                check_row(dataset, row, options, &cache, &mut report);
+                let done = done.fetch_add(1, Ordering::Relaxed) + 1;
+                if done.is_multiple_of(64) || done == total {
+                    (options.progress)(done, total);
+                }
+                report
+            })
+            .reduce(Report::default, |a, b| a.merge(b, options.num_longest))
+    });
+    report.problems.sort_by_key(|problem| problem.row);
+    report.keep_longest(options.num_longest);
+    cache.save()?;
+    Ok(report)
+}
+
+fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache, report: &mut Report) {
+    report.counts.rows += 1;
+    let outcome = match dataset.get(row) {
+        Ok(sample) => {
+            count(&sample, &mut report.counts);
+            usable(&sample, options, cache)
+                .map(|num_tokens| LongPrompt { num_tokens, row, id: sample.id })
+                .map_err(|what| (sample.origin, what))
+        }
+        Err(error) => Err((Origin { file: error.file, line: error.line }, error.problem.to_string())),
+    };
+    match outcome {
+        Ok(prompt) => {
+            report.longest.push(prompt);
+            // Sorted out now and then, so that memory does not grow with the dataset.
+            if report.longest.len() > 2 * options.num_longest + 1024 {
+                report.keep_longest(options.num_longest);
+            }
+        }
+        Err((origin, what)) => {
+            report.counts.bad_rows += 1;
+            report.problems.push(Problem { row, file: origin.file.to_path_buf(), line: origin.line, what });
+        }
+    }
+}
+
+fn count(sample: &Sample, counts: &mut Counts) {
+    counts.text_rows += u64::from(sample.media.is_empty());
+    counts.without_solution += u64::from(sample.solution.is_none());
+    for medium in &sample.media {
+        match medium.kind {
+            MediumKind::Image => counts.images += 1,
+            MediumKind::Video => counts.videos += 1,
+            MediumKind::Audio => counts.audios += 1,
+        }
+    }
+}
+
+/// The row's prompt length, or why it cannot be used. Every broken medium of the row is named.
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, String> {
+    let mut infos = Vec::with_capacity(sample.media.len());
+    let mut broken = Vec::new();
+    for medium in &sample.media {
+        match cache.probe(medium, options.probe) {
+            Ok(info) => infos.push(info),
+            Err(what) => broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source))),
+        }
+    }
+    if !broken.is_empty() {
+        return Err(broken.join("; "));
+    }
+    let num_tokens = (options.estimate)(sample, &infos)?;
+    match options.max_prompt_tokens {
+        Some(limit) if num_tokens > limit => Err(format!(
+            "the prompt is too long: got {num_tokens} tokens, expected at most {limit}; lower max_pixels or the number of frames, or raise --max_prompt_length"
+        )),
+        _ => Ok(num_tokens),
+    }
+}
+
+fn name(source: &MediumSource) -> String {
+    match source {
+        MediumSource::Path(path) => path.display().to_string(),
+        MediumSource::Frames(frames) => match frames.first() {
+            Some(first) => format!("{} and {} more frames", first.display(), frames.len() - 1),
+            None => "(no frames)".to_owned(),
+        },
+        MediumSource::Url(url) => url.clone(),
+    }
+}
+
+/// What is known of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
+/// change its own time when a frame does.
+struct Cache {
+    file: Option<PathBuf>,
+    known: Mutex<HashMap<Key, MediumInfo>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+struct Key {
+    kind: String,
+    path: PathBuf,
+    size_bytes: u64,
+    modified_nanos: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line {
+    #[serde(flatten)]
+    key: Key,
+    info: MediumInfo,
+}
+
+/// Raised when [`MediumInfo`] or the meaning of its fields changes.
+const CACHE_NAME: &str = "media-headers-1.jsonl";
+
+impl Cache {
+    fn open(folder: Option<&Path>) -> Result<Self, DataError> {
+        let mut known = HashMap::new();
+        let file = folder.map(|folder| folder.join(CACHE_NAME));
+        if let Some(path) = &file {
+            match std::fs::File::open(path) {
+                Ok(file) => {
+                    // A line that cannot be read is work to do again and nothing worse.
+                    let lines = BufReader::new(file).lines().map_while(Result::ok);
+                    known.extend(lines.filter_map(|line| {
+                        let line: Line = serde_json::from_str(&line).ok()?;
+                        Some((line.key, line.info))
+                    }));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(DataError::io("open", path)(error)),
+            }
+        }
+        Ok(Self { file, known: Mutex::new(known) })
+    }
+
+    fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, String> {
+        let Some(key) = self.file.as_ref().and_then(|_| Key::of(medium)) else { return probe(medium) };
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        match known {
+            Some(info) => Ok(info),
+            None => {
+                let info = probe(medium)?;
+                self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(key, info.clone());
+                Ok(info)
+            }
+        }
+    }
+
+    fn save(self) -> Result<(), DataError> {
+        let Some(path) = self.file else { return Ok(()) };
+        let known = self.known.into_inner().unwrap_or_else(PoisonError::into_inner);
+        write_atomically(&path, |out| {
+            for (key, info) in known {
+                serde_json::to_writer(&mut *out, &Line { key, info })?;
+                out.write_all(b"\n")?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Key {
+    fn of(medium: &MediumRef) -> Option<Self> {
+        let MediumSource::Path(path) = &medium.source else { return None };
+        let metadata = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
+        let modified = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(Self {
+            kind: medium.kind.as_str().to_owned(),
+            path: path.clone(),
+            size_bytes: metadata.len(),
+            modified_nanos: u64::try_from(modified.as_nanos()).ok()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+    use crate::{DatasetSpec, ReadOptions, Roots};
+
+    /// Ten rows: 3 names a missing file, 5 an image the probe refuses, 7 is no JSON, 8 is text.
+    fn dataset(folder: &Path) -> Dataset {
+        let mut lines = Vec::new();
+        for row in 0..10 {
+            let name = format!("{row}.png");
+            if row != 3 {
+                std::fs::write(folder.join(&name), if row == 5 { "broken" } else { "fine" }).unwrap();
+            }
+            lines.push(match row {
+                7 => "{".to_owned(),
+                8 => r#"{"prompt": "text"}"#.to_owned(),
+                _ => format!(r#"{{"id": "r{row}", "prompt": "Q", "image": "{name}", "answer": "x"}}"#),
+            });
+        }
+        std::fs::write(folder.join("rows.jsonl"), lines.join("\n")).unwrap();
+        let spec = DatasetSpec::file(folder.join("rows.jsonl"), Roots::default());
+        Dataset::open(&[spec], &ReadOptions::default()).unwrap()
+    }
+
+    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, String> {
+        Ok(10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()))
+    }
+
+    fn run(dataset: &Dataset, num_threads: usize, cache_dir: Option<&Path>) -> (Report, usize, u64) {
+        let (probes, last) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let probe = |medium: &MediumRef| {
+            probes.fetch_add(1, Ordering::Relaxed);
+            let MediumSource::Path(path) = &medium.source else { return Err("no path".to_owned()) };
+            match std::fs::read_to_string(path).unwrap().as_str() {
+                "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
+                _ => Err("not an image".to_owned()),
+            }
+        };
+        let options = CheckOptions {
+            probe: &probe,
+            estimate: &estimate,
+            max_prompt_tokens: Some(85),
+            num_longest: 2,
+            num_threads,
+            cache_dir,
+            progress: &|done, _| {
+                last.fetch_max(done, Ordering::Relaxed);
+            },
+        };
+        let report = check(dataset, &options).unwrap();
+        (report, probes.into_inner(), last.into_inner())
+    }
+
+    #[test]
+    fn reports_problems_longest_and_counts_whatever_the_threads() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let (report, _, done) = run(&dataset, 1, None);
+        assert_eq!(done, 10);
+        let rows: Vec<_> = report.problems.iter().map(|problem| (problem.row, problem.line)).collect();
+        assert_eq!(rows, [(3, 4), (5, 6), (7, 8), (9, 10)]);
+        for (problem, expected) in report.problems.iter().zip([
+            "no such file",
+            "not an image",
+            "not a JSON row",
+            "got 93 tokens, expected at most 85",
+        ]) {
+            assert!(problem.what.contains(expected), "{}", problem.what);
+        }
+        assert_eq!(report.bad_rows().collect::<Vec<_>>(), [3, 5, 7, 9]);
+        let longest: Vec<_> =
+            report.longest.iter().map(|prompt| (prompt.num_tokens, prompt.id.as_str())).collect();
+        assert_eq!(longest, [(80, "rows:9"), (63, "r6")]);
+        let counts = Counts {
+            rows: 10,
+            bad_rows: 4,
+            text_rows: 1,
+            images: 7,
+            without_solution: 1,
+            ..Default::default()
+        };
+        assert_eq!(report.counts, counts);
+        assert_eq!(run(&dataset, 4, None).0, report);
+    }
+
+    #[test]
+    fn known_files_are_not_probed_again_until_they_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let cache = folder.path().join("cache");
+        let (first, probes, _) = run(&dataset, 2, Some(&cache));
+        assert_eq!(probes, 7);
+        // Only the refused image is looked at again.
+        let (second, probes, _) = run(&dataset, 2, Some(&cache));
+        assert_eq!((&second, probes), (&first, 1));
+        std::fs::write(folder.path().join("0.png"), "broken now").unwrap();
+        let (third, probes, _) = run(&dataset, 2, Some(&cache));
+        assert_eq!(probes, 2);
+        assert_eq!(third.problems[0].row, 0);
+        // A damaged cache is as good as none.
+        std::fs::write(cache.join(CACHE_NAME), "{\"kind\":\n\u{0}garbage").unwrap();
+        assert_eq!(run(&dataset, 2, Some(&cache)).0, third);
+    }
+}

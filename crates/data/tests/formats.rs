@@ -1,0 +1,619 @@
+//! Rows as their publishers write them, every format and every way to get them wrong.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::path::PathBuf;
+
+use omnigrpo_data::{
+    Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate, ReadOptions,
+    RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
+};
+use serde_json::{Value, json};
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    /// A folder with a few media, whose content nobody reads here.
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for name in [
+            "a.png",
+            "b.png",
+            "clip.mp4",
+            "clip2.mp4",
+            "sound.wav",
+            "f/0.png",
+            "f/1.png",
+            "anim.gif",
+            "train2014/COCO_train2014_000000000009.jpg",
+        ] {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "x").unwrap();
+        }
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().canonicalize().unwrap().join(name)
+    }
+
+    fn spec(&self, name: &str, text: &str) -> DatasetSpec {
+        std::fs::write(self.path(name), text).unwrap();
+        DatasetSpec::file(self.path(name), Roots::default())
+    }
+
+    fn read_with(&self, row: &Value, options: &ReadOptions) -> Result<Sample, RowError> {
+        let spec = self.spec("rows.jsonl", &row.to_string());
+        Dataset::open(&[spec], options).unwrap().get(0)
+    }
+
+    fn read(&self, row: Value) -> Sample {
+        self.read_with(&row, &ReadOptions::default()).unwrap()
+    }
+
+    fn error(&self, row: Value) -> String {
+        self.read_with(&row, &ReadOptions::default()).unwrap_err().to_string()
+    }
+}
+
+fn text(text: &str) -> Part {
+    Part::Text(text.to_owned())
+}
+
+fn medium(kind: MediumKind, index: usize) -> Part {
+    Part::Medium { kind, index }
+}
+
+const IMAGE: Part = Part::Medium { kind: MediumKind::Image, index: 0 };
+const VIDEO: Part = Part::Medium { kind: MediumKind::Video, index: 0 };
+const AUDIO: Part = Part::Medium { kind: MediumKind::Audio, index: 0 };
+
+fn sources(sample: &Sample) -> Vec<MediumSource> {
+    sample.media.iter().map(|medium| medium.source.clone()).collect()
+}
+
+#[test]
+fn qwen_finetune_video_row_with_meta() {
+    let place = Place::new();
+    let question = "<video>\nWhich actions? (1) a (2) b\nOutput the thinking process in <think> </think> and final answer in <answer> </answer> tags.";
+    let sample = place.read(json!({
+        "id": "v_17",
+        "conversations": [
+            {"from": "human", "value": question},
+            {"from": "gpt", "value": "<answer>(1) a (2) b</answer>"},
+        ],
+        "video": "clip.mp4",
+        "meta": {"frame_cnts": [15.0, 11], "min_frames": 4, "max_frames": 8, "dynamic_sample": true},
+    }));
+    assert_eq!(sample.id, "v_17");
+    assert_eq!((sample.row, sample.origin.line), (0, 1));
+    assert_eq!(&*sample.dataset, "rows");
+    assert_eq!(sample.turns.len(), 1);
+    assert_eq!(sample.turns[0].parts, [VIDEO, text(&question["<video>".len()..])]);
+    assert_eq!(sources(&sample), [MediumSource::Path(place.path("clip.mp4"))]);
+    let segments =
+        Segments { frame_counts: vec![15, 11], min_frames: 4, max_frames: 8, dynamic_sample: true };
+    assert_eq!(sample.media[0].options, MediumOptions { segments: Some(segments), ..Default::default() });
+    assert_eq!(sample.solution.as_deref(), Some("<answer>(1) a (2) b</answer>"));
+    assert_eq!(sample.reference_answer, sample.solution);
+    assert_eq!(sample.think, ThinkMode::On);
+    assert_eq!(sample.columns["meta"]["max_frames"], 8);
+}
+
+#[test]
+fn qwen_finetune_images_and_both_media_in_one_row() {
+    let place = Place::new();
+    let sample = place.read(json!({
+        "image": ["a.png", "b.png"], "video": "clip.mp4",
+        "conversations": [
+            {"role": "user", "content": "<image>\nand <image> or <video>?"},
+            {"role": "assistant", "content": "first"},
+            {"role": "user", "content": "sure?"},
+            {"role": "assistant", "content": "yes"},
+        ],
+    }));
+    let roles: Vec<_> = sample.turns.iter().map(|turn| turn.role).collect();
+    assert_eq!(roles, [Role::User, Role::Assistant, Role::User]);
+    let expected = [IMAGE, text("\nand "), medium(MediumKind::Image, 1), text(" or "), VIDEO, text("?")];
+    assert_eq!(sample.turns[0].parts, expected);
+    assert_eq!(sample.turns[1].parts, [text("first")]);
+    assert_eq!(sample.question(), "sure?");
+    assert_eq!(sample.solution.as_deref(), Some("yes"));
+    assert_eq!(sample.id, "rows:1");
+}
+
+#[test]
+fn r1_omni_row_has_video_and_audio() {
+    let place = Place::new();
+    let row = json!({
+        "video": "clip.mp4", "audio": "sound.wav",
+        "conversations": [{"from": "human", "value": "<video>\n<audio>\nWhich emotion?"}, {"from": "gpt", "value": "sad"}],
+    });
+    let sample = place.read(row.clone());
+    assert_eq!(sample.turns[0].parts, [VIDEO, text("\n"), AUDIO, text("\nWhich emotion?")]);
+    assert_eq!(sample.solution.as_deref(), Some("sad"));
+    let template = QuestionTemplate::named("humanomni").unwrap();
+    let sample = place.read_with(&row, &ReadOptions { template, ..Default::default() }).unwrap();
+    assert_eq!(sample.turns[0].parts[..2], [VIDEO, AUDIO]);
+    assert!(
+        sample
+            .question()
+            .starts_with("As an emotional recognition expert; throughout the video, which emotion")
+    );
+    assert!(sample.question().ends_with("final emotion in <answer> </answer> tags."));
+}
+
+#[test]
+fn vlm_r1_row_keeps_boxes_and_methods() {
+    let place = Place::new();
+    let row = json!({
+        "id": 1, "image": "COCO_train2014_000000000009.jpg", "accu_reward_method": "iou",
+        "conversations": [
+            {"from": "human", "value": "<image>Please provide the bounding box of the cat."},
+            {"from": "gpt", "value": [10, 20, 30.5, 40]},
+        ],
+    });
+    let template = QuestionTemplate::named("rec").unwrap();
+    let sample = place.read_with(&row, &ReadOptions { template, ..Default::default() }).unwrap();
+    assert_eq!(sample.id, "1");
+    assert_eq!(sample.solution.as_deref(), Some("[10,20,30.5,40]"));
+    assert_eq!(
+        sources(&sample),
+        [MediumSource::Path(place.path("train2014/COCO_train2014_000000000009.jpg"))]
+    );
+    assert_eq!(sample.columns["accu_reward_method"], "iou");
+    assert!(sample.question().ends_with("tags. Output the final answer in JSON format."));
+}
+
+#[test]
+fn r1_v_row_has_problem_and_solution() {
+    let place = Place::new();
+    let sample =
+        place.read(json!({"image": "a.png", "problem": "How many?", "solution": "<answer> 3 </answer>"}));
+    assert_eq!(sample.turns[0].parts, [IMAGE, text("How many?")]);
+    assert_eq!(sample.solution.as_deref(), Some("<answer> 3 </answer>"));
+    assert_eq!(sample.reference_answer, None);
+    assert_eq!(sample.sft_target(), Some("<answer> 3 </answer>"));
+    let sample = place.read(json!({"question": "2+2?", "answer": 4}));
+    assert_eq!((sample.solution.as_deref(), sample.media.len()), (Some("4"), 0));
+}
+
+#[test]
+fn trl_rows() {
+    let place = Place::new();
+    // A plain prompt beside one image.
+    let sample = place
+        .read(json!({"prompt": "What is this?", "image": "a.png", "solution": "cat", "completion": "a cat"}));
+    assert_eq!(sample.turns[0].parts, [IMAGE, text("What is this?")]);
+    assert_eq!(sample.reference_answer.as_deref(), Some("a cat"));
+    assert_eq!(sample.solution.as_deref(), Some("cat"));
+    // Messages with parts that take their images from the column.
+    let sample = place.read(json!({
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "One <image> "}, {"type": "image"}, {"type": "image", "text": null}]},
+        ],
+        "images": ["a.png", {"bytes": null, "path": "b.png"}],
+        "completion": [{"role": "assistant", "content": [{"type": "text", "text": "yes"}]}],
+    }));
+    assert_eq!(sample.turns[0].parts, [text("Be brief.")]);
+    assert_eq!(sample.turns[1].parts, [text("One <image> "), IMAGE, medium(MediumKind::Image, 1)]);
+    assert_eq!(
+        sources(&sample),
+        [MediumSource::Path(place.path("a.png")), MediumSource::Path(place.path("b.png"))]
+    );
+    assert_eq!(sample.solution.as_deref(), Some("yes"));
+    // Messages whose images nothing mentions: before the text.
+    let sample = place.read(json!({
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hm?"}]},
+            {"role": "assistant", "content": "ok"},
+        ],
+        "images": ["a.png", "b.png"],
+    }));
+    assert_eq!(sample.turns[0].parts, [IMAGE, medium(MediumKind::Image, 1), text("Hm?")]);
+    assert_eq!(sample.reference_answer.as_deref(), Some("ok"));
+}
+
+#[test]
+fn typed_parts_carry_paths_and_options() {
+    let place = Place::new();
+    let sample = place.read(json!({
+        "max_pixels": 50176, "nframes": 8, "video_end": 9,
+        "messages": [{"role": "user", "content": [
+            {"type": "video", "video": "clip.mp4", "fps": 1.0, "max_pixels": 1000, "video_start": 0.5, "video_end": 2.5},
+            {"type": "video", "video": ["f/0.png", "f/1.png"]},
+            {"type": "image_url", "image_url": {"url": "a.png"}, "resized_height": 280, "resized_width": 420},
+            {"image": "b.png", "min_pixels": 784},
+            {"type": "audio", "audio": "sound.wav"},
+            "What?",
+        ]}],
+    }));
+    let parts =
+        [VIDEO, medium(MediumKind::Video, 1), IMAGE, medium(MediumKind::Image, 1), AUDIO, text("What?")];
+    assert_eq!(sample.turns[0].parts, parts);
+    let options: Vec<_> = sample.media.iter().map(|medium| medium.options.clone()).collect();
+    // A part's own fps also silences the row's nframes.
+    assert_eq!(
+        options[0],
+        MediumOptions {
+            fps: Some(1.0),
+            max_pixels: Some(1000),
+            video_start: Some(0.5),
+            video_end: Some(2.5),
+            ..Default::default()
+        }
+    );
+    assert_eq!(
+        (options[1].nframes, options[1].max_pixels, options[1].video_end),
+        (Some(8), Some(50176), Some(9.0))
+    );
+    assert_eq!((options[2].resized_height, options[2].resized_width), (Some(280), Some(420)));
+    assert_eq!((options[3].min_pixels, options[3].max_pixels), (Some(784), Some(50176)));
+    assert_eq!(
+        sample.media[1].source,
+        MediumSource::Frames(vec![place.path("f/0.png"), place.path("f/1.png")])
+    );
+}
+
+#[test]
+fn clips_as_frames_folders_and_lists() {
+    let place = Place::new();
+    let with = |video: Value| place.read(json!({"prompt": "Q", "video": video}));
+    let frames = MediumSource::Frames(vec![place.path("f/0.png"), place.path("f/1.png")]);
+    assert_eq!(sources(&with(json!(["f/0.png", "f/1.png"]))), std::slice::from_ref(&frames));
+    assert_eq!(sources(&with(json!([["f/0.png", "f/1.png"]]))), [frames]);
+    assert_eq!(sources(&with(json!("f"))), [MediumSource::Path(place.path("f"))]);
+    assert_eq!(sources(&with(json!("anim.gif"))), [MediumSource::Path(place.path("anim.gif"))]);
+    assert_eq!(with(json!(["clip.mp4", "clip2.mp4"])).media.len(), 2);
+    let sample = with(json!({"path": "clip.mp4", "fps": 4}));
+    assert_eq!(sample.media[0].options.fps, Some(4.0));
+    assert!(with(json!("")).media.is_empty() && with(Value::Null).media.is_empty());
+}
+
+#[test]
+fn text_rows_leading_answers_and_literal_tags() {
+    let place = Place::new();
+    let sample = place.read(json!({"conversations": [
+        {"from": "gpt", "value": "Hello, I am a model."},
+        {"from": "human", "value": "Hi <b>there</b>"},
+    ]}));
+    assert_eq!(sample.turns.len(), 1);
+    assert_eq!((sample.reference_answer, sample.solution), (None, None));
+    // An odd `fps` column is nobody's business in a row without media.
+    assert_eq!(place.read(json!({"prompt": "Q", "fps": "fast"})).columns["fps"], "fast");
+}
+
+#[test]
+fn recorded_completions_and_rewards() {
+    let place = Place::new();
+    let sample = place.read(json!({
+        "prompt": "Q", "completions": ["a", {"text": "b", "completion_ids": [1, 2], "logprobs": [-0.5, -1], "finish_reason": "stop"}],
+        "rewards": [1, 0.5],
+    }));
+    let completions = sample.completions.unwrap();
+    assert_eq!(completions[0].text.as_deref(), Some("a"));
+    assert_eq!(completions[1].completion_ids, Some(vec![1, 2]));
+    assert_eq!(completions[1].logprobs, Some(vec![-0.5, -1.0]));
+    assert_eq!(completions[1].finish_reason.as_deref(), Some("stop"));
+    assert_eq!(sample.rewards, Some(RecordedRewards::Total(vec![1.0, 0.5])));
+
+    let sample = place.read(json!({
+        "prompt": "Q", "completion_ids": [[7], []], "logprobs": [[-2.0], []], "rewards": {"format": [1, null]},
+    }));
+    assert_eq!(sample.completions.unwrap()[0].completion_ids, Some(vec![7]));
+    assert_eq!(
+        sample.rewards,
+        Some(RecordedRewards::Named(vec![("format".to_owned(), vec![Some(1.0), None])]))
+    );
+
+    let sample =
+        place.read(json!({"prompt": "Q", "completions": [[{"role": "assistant", "content": "hi"}]]}));
+    assert_eq!(sample.completions.unwrap()[0].text.as_deref(), Some("hi"));
+
+    for (row, expected) in [
+        (json!({"prompt": "Q", "completions": "a"}), "column `completions`: got text \"a\", expected a list"),
+        (json!({"prompt": "Q", "completions": [3]}), "completions[0]"),
+        (json!({"prompt": "Q", "completions": ["a"], "rewards": [1, 2]}), "2 numbers for 1 completions"),
+        (
+            json!({"prompt": "Q", "completions": ["a"], "completion_ids": [[1], [2]]}),
+            "2 beside 1 completions",
+        ),
+        (json!({"prompt": "Q", "completion_ids": [[1, 2]], "logprobs": [[0.0]]}), "1 numbers for 2 tokens"),
+        (json!({"prompt": "Q", "completion_ids": [[-1]]}), "a list of token ids"),
+        (json!({"prompt": "Q", "completions": ["a"], "rewards": {"r": ["x"]}}), "rewards.r"),
+    ] {
+        let message = place.error(row);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn bad_rows_say_what_where_and_what_was_expected() {
+    let place = Place::new();
+    let cases = [
+        (
+            json!({"txt": "x"}),
+            "got columns [txt], expected one of conversations, messages, prompt, question, problem",
+        ),
+        (json!({"conversations": "x"}), "column `conversations`: got text \"x\", expected a list of turns"),
+        (json!({"conversations": []}), "no question"),
+        (json!({"conversations": [{"from": "human"}]}), "conversations[0]"),
+        (
+            json!({"conversations": [{"from": "robot", "value": "x"}]}),
+            "got text \"robot\", expected human, user",
+        ),
+        (
+            json!({"conversations": [{"from": "human", "value": 3}]}),
+            "got number 3, expected a text or a list of parts",
+        ),
+        (json!({"conversations": [{"from": "gpt", "value": "x"}]}), "no question"),
+        (
+            json!({"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]}),
+            "got turns [system]",
+        ),
+        (json!({"prompt": "  "}), "no text and no medium"),
+        (json!({"prompt": "<image> Q"}), "1 <image> placeholder"),
+        (json!({"prompt": "<image> Q", "image": ["a.png", "b.png"]}), "has 2 image file"),
+        (json!({"prompt": "Q", "image": "none.png"}), "image `none.png`: no such file"),
+        (json!({"prompt": "Q", "image": "../none.png"}), "leaves its root"),
+        (json!({"prompt": "Q", "image": 3}), "column `image`: got number 3"),
+        (json!({"prompt": "Q", "image": "a.png", "images": ["a.png"]}), "only one of the two"),
+        (json!({"prompt": "Q", "image": {"bytes": "iVBOR", "path": "a.png"}}), "bytes inside the row"),
+        (json!({"prompt": "Q", "image": "https://example.org/a.png"}), "--allow_urls"),
+        (json!({"prompt": "Q", "image": "data:image/png;base64,AAAA"}), "write the medium to a file"),
+        (
+            json!({"prompt": "Q", "image": "a.png", "max_pixels": "many"}),
+            "column `max_pixels`: got text \"many\", expected a whole number",
+        ),
+        (json!({"prompt": "Q", "video": "clip.mp4", "fps": 0}), "expected a number > 0"),
+        (json!({"prompt": "Q", "video": "clip.mp4", "fps": 1, "nframes": 2}), "either `fps` or `nframes`"),
+        (
+            json!({"prompt": "Q", "video": "clip.mp4", "min_frames": 9, "max_frames": 2}),
+            "at most `max_frames`",
+        ),
+        (
+            json!({"prompt": "Q", "video": "clip.mp4", "video_start": 3, "video_end": 2}),
+            "less than `video_end`",
+        ),
+        (json!({"prompt": "Q", "image": "a.png", "resized_height": 28}), "together with `resized_width`"),
+        (json!({"prompt": "Q", "video": "clip.mp4", "meta": {"frame_cnts": [3.5]}}), "meta.frame_cnts"),
+        (json!({"prompt": "Q", "video": "clip.mp4", "meta": {"frame_cnts": []}}), "meta.frame_cnts"),
+        (
+            json!({"prompt": "Q", "video": ["clip.mp4", "clip2.mp4"], "meta": {"frame_cnts": [3]}}),
+            "one object per clip",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            "got 1 image parts without a path and 0 entries",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "cat", "text": "x"}]}]}),
+            "messages[0].content[0]",
+        ),
+        (
+            json!({"prompt": "Q", "completion": [{"role": "user", "content": "x"}]}),
+            "end with an assistant turn",
+        ),
+    ];
+    let mut wrong = Vec::new();
+    for (row, expected) in cases {
+        let message = place.error(row.clone());
+        if !(message.contains(expected) && message.contains("rows.jsonl:1") && message.starts_with("row 0")) {
+            wrong.push(format!("{row}\n  got {message}\n  expected {expected}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_bad_row_costs_only_itself() {
+    let place = Place::new();
+    let deep = "[".repeat(100_000) + &"]".repeat(100_000);
+    let lines = [
+        "{\"prompt\": \"one\"}",
+        "{\"prompt\": ",
+        &format!("{{\"prompt\": \"x\", \"deep\": {deep}}}"),
+        "\u{1}",
+        "{\"prompt\": NaN}",
+        "[1]",
+        "{\"prompt\": \"seven\"}",
+    ];
+    let spec = place.spec("rows.jsonl", &lines.join("\n"));
+    let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
+    assert_eq!(dataset.len(), 7);
+    assert_eq!(dataset.get(0).unwrap().question(), "one");
+    assert_eq!(dataset.get(6).unwrap().question(), "seven");
+    for row in 1..5 {
+        let error = dataset.get(row).unwrap_err();
+        assert!(matches!(error.problem, RowProblem::Json(_)), "{error}");
+        assert_eq!((error.row, error.line), (row, row + 1));
+    }
+    assert!(matches!(dataset.get(7).unwrap_err().problem, RowProblem::OutOfRange { len: 7 }));
+    let error = dataset.get(5).unwrap_err().to_string();
+    assert!(error.contains("column `(the row)`: got a list of 1, expected an object"), "{error}");
+    assert!(dataset.get(u64::MAX).is_err());
+}
+
+#[test]
+fn several_datasets_are_one_list_of_rows() {
+    let place = Place::new();
+    let rows = |name: &str, num: usize| {
+        (0..num).map(|row| json!({"prompt": format!("{name}{row}")})).collect::<Vec<_>>()
+    };
+    std::fs::write(place.path("a.json"), serde_json::to_string_pretty(&rows("a", 10)).unwrap()).unwrap();
+    std::fs::write(place.path("b_no_think.json"), json!(rows("b", 3)).to_string()).unwrap();
+    let registry = json!({
+        "a": {"annotation_path": "a.json", "columns": {"reward_method": "mcq"}},
+        "b_no_think": {"annotation_path": "b_no_think.json", "format": "prompt"},
+    });
+    std::fs::write(place.path("registry.json"), registry.to_string()).unwrap();
+    let registry = Registry::open(&place.path("registry.json")).unwrap();
+    let specs = registry.select("a%50,b_no_think", &Roots::default()).unwrap();
+    let open = |seed| Dataset::open(&specs, &ReadOptions { seed, ..Default::default() }).unwrap();
+    let dataset = open(1);
+    assert_eq!(dataset.parts().collect::<Vec<_>>(), [("a", 5), ("b_no_think", 3)]);
+    let questions = |dataset: &Dataset| {
+        (0..dataset.len()).map(|row| dataset.get(row).unwrap().question()).collect::<Vec<_>>()
+    };
+    let got = questions(&dataset);
+    assert!(got[..5].iter().all(|question| question.starts_with('a')) && got[..5].is_sorted());
+    assert_eq!(got[5..], ["b0", "b1", "b2"]);
+    assert_eq!(questions(&open(1)), got);
+    assert_ne!(questions(&open(2)), got);
+    assert_eq!(open(1).fingerprint(), dataset.fingerprint());
+    assert_ne!(open(2).fingerprint(), dataset.fingerprint());
+    let (first, last) = (dataset.get(0).unwrap(), dataset.get(7).unwrap());
+    assert_eq!((first.think, last.think), (ThinkMode::On, ThinkMode::Off));
+    assert_eq!(first.columns["reward_method"], "mcq");
+    assert!(last.columns.get("reward_method").is_none());
+    assert_eq!(&*last.dataset, "b_no_think");
+    // Pretty-printed arrays know the line of each row.
+    let number: u64 = first.question()[1..].parse().unwrap();
+    assert_eq!(first.origin.line, 2 + 3 * number);
+}
+
+#[test]
+fn empty_and_unknown_files_are_errors_of_the_dataset() {
+    let place = Place::new();
+    for (name, text, expected) in [
+        ("e.jsonl", "", "the dataset is empty"),
+        ("e.json", "[]", "the dataset is empty"),
+        ("e.csv", "a,b\n", "unknown dataset format"),
+        ("e.parquet", "PAR1", "unknown dataset format"),
+        ("e.json", "{\n  \"data\": [", "several lines"),
+    ] {
+        let spec = place.spec(name, text);
+        let message = Dataset::open(&[spec], &ReadOptions::default()).err().unwrap().to_string();
+        assert!(message.contains(expected) && message.contains(name), "{message}");
+    }
+}
+
+mod arbitrary {
+    use std::sync::LazyLock;
+
+    use proptest::prelude::*;
+    use serde_json::{Map, Value, json};
+
+    use super::Place;
+
+    /// One folder for all cases; the two tests write different files.
+    static PLACE: LazyLock<Place> = LazyLock::new(Place::new);
+
+    /// JSON built of the words that rows are made of, so that most branches are reached.
+    fn value() -> impl Strategy<Value = Value> {
+        let text = prop::sample::select(vec![
+            "",
+            "human",
+            "gpt",
+            "user",
+            "assistant",
+            "system",
+            "text",
+            "image",
+            "video",
+            "audio",
+            "<image>",
+            "a <video> b",
+            "a.png",
+            "../a.png",
+            "/etc/passwd",
+            "f",
+            "clip.mp4",
+            "https://x/y",
+            "data:x",
+            "\0",
+            "é\u{202e}",
+        ]);
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<f64>().prop_map(|number| json!(number)),
+            text.prop_map(Value::from),
+            any::<String>().prop_map(Value::from),
+        ];
+        leaf.prop_recursive(5, 48, 6, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+                prop::collection::vec((key(), inner), 0..6)
+                    .prop_map(|pairs| Value::from(Map::from_iter(pairs))),
+            ]
+        })
+    }
+
+    fn key() -> impl Strategy<Value = String> {
+        let known = prop::sample::select(vec![
+            "conversations",
+            "messages",
+            "prompt",
+            "question",
+            "from",
+            "value",
+            "role",
+            "content",
+            "type",
+            "text",
+            "image",
+            "images",
+            "video",
+            "videos",
+            "audio",
+            "path",
+            "url",
+            "bytes",
+            "image_url",
+            "fps",
+            "nframes",
+            "min_frames",
+            "max_frames",
+            "min_pixels",
+            "max_pixels",
+            "video_start",
+            "video_end",
+            "resized_height",
+            "meta",
+            "frame_cnts",
+            "dynamic_sample",
+            "solution",
+            "answer",
+            "id",
+            "completion",
+            "completions",
+            "completion_ids",
+            "logprobs",
+            "rewards",
+        ]);
+        prop_oneof![20 => known.prop_map(str::to_owned), 1 => any::<String>()]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+        #[test]
+        fn rows_of_any_json_are_a_sample_or_an_error(pairs in prop::collection::vec((key(), value()), 0..8)) {
+                let row = Value::from(Map::from_iter(pairs));
+            if let Ok(sample) = PLACE.read_with(&row, &Default::default()) {
+                prop_assert_eq!(sample.turns.last().map(|turn| turn.role), Some(super::Role::User));
+                let mentioned = sample.turns.iter().flat_map(|turn| &turn.parts)
+                    .filter(|part| matches!(part, super::Part::Medium { .. })).count();
+                prop_assert_eq!(mentioned, sample.media.len());
+            }
+        }
+
+        #[test]
+        fn files_of_any_bytes_are_rows_or_an_error(bytes in prop::collection::vec(prop_oneof![
+            prop::sample::select(b"[]{},\":\\\n\r 1a".to_vec()), any::<u8>()], 0..200), array in any::<bool>()) {
+            let mut content = if array { b"[".to_vec() } else { b"{".to_vec() };
+            content.extend(bytes);
+            std::fs::write(PLACE.path("x.json"), content).unwrap();
+            let spec = super::DatasetSpec::file(PLACE.path("x.json"), Default::default());
+            if let Ok(dataset) = super::Dataset::open(&[spec], &Default::default()) {
+                for row in 0..dataset.len() {
+                    let _ = dataset.get(row);
+                }
+            }
+        }
+    }
+}
