@@ -154,7 +154,9 @@ pub fn help(flag: &Flag, verb: Verb) -> String {
         text.push_str(&format!(" [{}]", listed(names, "|")));
     }
     let default = default_text(flag, verb);
-    if !default.is_empty() {
+    if flag.required.contains(&verb) {
+        text.push_str(" [required]");
+    } else if !default.is_empty() {
         text.push_str(&format!(" [default: {default}]"));
     }
     text
@@ -268,6 +270,7 @@ pub fn reference() -> String {
                 name.push_str(&format!(", `{alias}`"));
             }
             let mut default = match flag.default {
+                Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
                 Fallback::Is("") | Fallback::Unset("") => "none".to_string(),
                 Fallback::Is(text) => format!("`{}`", text.replace(',', " ")),
                 Fallback::Unset(text) => text.to_string(),
