@@ -9,10 +9,11 @@
 #![expect(dead_code, reason = "the verbs that read the settings are not all here yet")]
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, LossPlan, RECIPES, RatioLevel, Recipe, Surrogate};
-use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
+use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, ExternalOptions, FormatMode, RewardOptions};
 use serde_json::{Map, Value as Json};
 
 use crate::explain::Problem;
@@ -356,6 +357,30 @@ pub struct RewardSettings {
     pub reward_timeout_secs: f64,
     pub reward_workers: usize,
     pub judge_model: Option<String>,
+}
+
+impl RewardSettings {
+    /// The settings of the rewards crate. `cider` needs document frequencies besides, which come from the data.
+    pub fn options(&self, max_completion_tokens: usize) -> RewardOptions {
+        let defaults = ExternalOptions::default();
+        RewardOptions {
+            format_mode: self.format_mode,
+            accuracy_mode: self.accuracy_mode,
+            answer_policy: self.answer_policy,
+            compat: self.compat.iter().copied().collect(),
+            weights: self.reward_weights.clone(),
+            max_completion_tokens,
+            // The ramp keeps its share of the limit.
+            overlong_cache_tokens: max_completion_tokens / 5,
+            external: ExternalOptions {
+                timeout: Duration::from_secs_f64(self.reward_timeout_secs),
+                pool_size: self.reward_workers,
+                judge_model: self.judge_model.clone().unwrap_or(defaults.judge_model.clone()),
+                ..defaults
+            },
+            ..RewardOptions::default()
+        }
+    }
 }
 
 /// How completions are sampled.
@@ -896,6 +921,26 @@ mod tests {
         ] {
             assert_eq!(train(&format!("resume_from_checkpoint: {text}")).run.resume_from_checkpoint, resume);
         }
+    }
+
+    #[test]
+    fn rewards_get_their_settings() {
+        let s = train(
+            "format_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\nreward_workers: 3\nreward_weights: [2, 1]",
+        );
+        let options = s.rewards.options(100);
+        assert_eq!((options.format_mode, options.accuracy_mode), (FormatMode::Graded, AccuracyMode::McqIou));
+        assert_eq!((options.max_completion_tokens, options.overlong_cache_tokens), (100, 20));
+        assert_eq!(options.external.timeout, Duration::from_millis(1500));
+        assert_eq!((options.external.pool_size, options.weights), (3, vec![2.0, 1.0]));
+        // The defaults here and there are the same.
+        let plain = train("").rewards.options(256);
+        let there = RewardOptions::default();
+        assert_eq!(plain.external.timeout, there.external.timeout);
+        assert_eq!(plain.external.pool_size, there.external.pool_size);
+        assert_eq!(plain.overlong_cache_tokens, there.overlong_cache_tokens);
+        assert_eq!((plain.format_mode, plain.accuracy_mode), (there.format_mode, there.accuracy_mode));
+        assert_eq!(plain.answer_policy, there.answer_policy);
     }
 
     #[test]
