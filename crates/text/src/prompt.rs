@@ -583,7 +583,7 @@ fn find_markers(
     let mut found = Vec::new();
     let mut at = 0;
     let texts = output.texts.iter().map(|text| text.range.clone());
-    for text in texts.chain([output.string.len()..output.string.len()]) {
+    for text in texts.chain(std::iter::once(output.string.len()..output.string.len())) {
         while let Some((start, marker)) = waiting
             .keys()
             .filter_map(|&marker| {

@@ -223,14 +223,17 @@ impl ChatTemplate {
             ContentForm::Parts => serde_json::json!([{"type": "text", "text": text}]),
             ContentForm::Text => text.clone(),
         };
-        let shows_once = |messages: serde_json::Value| {
+        // (writes the text once, writes a key of the list's items)
+        let shows = |messages: serde_json::Value| {
             let now = Some(jiff::civil::DateTime::default());
             let output = self.run(&messages, false, &serde_json::Map::new(), now).unwrap_or_default();
-            let quoted_key = output.contains("\"type\"") || output.contains("'type'");
-            output.matches(PROBE).count() == 1 && !quoted_key
+            (output.matches(PROBE).count() == 1, output.contains("\"type\"") || output.contains("'type'"))
         };
         let choose = |place: &dyn Fn(&serde_json::Value) -> serde_json::Value| {
-            if !shows_once(place(&list)) && shows_once(place(&string)) {
+            let [(list_has_text, list_has_key), (string_has_text, string_has_key)] =
+                [&list, &string].map(|probe| shows(place(probe)));
+            let prints_list = list_has_key && !string_has_key;
+            if prints_list || (!list_has_text && string_has_text) {
                 ContentForm::Text
             } else {
                 ContentForm::Parts
@@ -256,7 +259,7 @@ fn without_generation_tags(source: &str) -> String {
     while let Some(open) = rest.find("{%") {
         let (before, tag) = rest.split_at(open);
         out.push_str(before);
-        let Some(close) = tag.find("%}") else {
+        let Some(close) = tag[2..].find("%}").map(|at| at + 2) else {
             rest = tag;
             break;
         };
@@ -494,7 +497,9 @@ mod tests {
         ] {
             assert!(matches!(run(source, json!({})), Err(TextError::Template { .. })), "{source}");
         }
-        assert!(matches!(ChatTemplate::from_source("{% for %}"), Err(TextError::Template { .. })));
+        for broken in ["{% for %}", "{%}", "{%", "{{%}"] {
+            assert!(matches!(ChatTemplate::from_source(broken), Err(TextError::Template { .. })), "{broken}");
+        }
     }
 
     #[test]

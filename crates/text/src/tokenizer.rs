@@ -518,7 +518,10 @@ fn byte_of_char(c: char) -> Option<u8> {
 }
 
 fn stands_alone(text: &str, start: usize, end: usize) -> bool {
-    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    // What the regular expression \w matches, but for rare connector punctuation.
+    let is_joiner = |c: char| matches!(c, '_' | '\u{200C}' | '\u{200D}');
+    let is_word =
+        |c: char| c.is_alphanumeric() || is_joiner(c) || unicode_normalization::char::is_combining_mark(c);
     !text[..start].chars().next_back().is_some_and(is_word)
         && !text[end..].chars().next().is_some_and(is_word)
 }
