@@ -8,6 +8,20 @@
 //!
 //! Text of a conversation cannot forge structure: the literals of control tokens and media placeholders inside it are
 //! encoded as ordinary text. Only what the template itself wrote becomes control tokens.
+//!
+//! ```no_run
+//! # use omnigrpo_text::*;
+//! # fn main() -> Result<()> {
+//! let dir = std::path::Path::new("Qwen2-VL-2B-Instruct");
+//! let (tokenizer, template) = (Tokenizer::from_dir(dir)?, ChatTemplate::from_dir(dir)?);
+//! let parts = split_placeholders("<image>\nHow many cubes?", MediaCounts { images: 1, ..Default::default() })?;
+//! let image = MediumTokens::repeated(MediumKind::Image, "<|image_pad|>", 151_655, 64);
+//! let turns = [Turn { role: Role::User, parts }];
+//! let prompt = PromptRenderer::new(&tokenizer, &template).render(&turns, &[image], &RenderOptions::default())?;
+//! assert_eq!(prompt.spans[0].len, 64);
+//! # Ok(())
+//! # }
+//! ```
 
 mod error;
 mod files;

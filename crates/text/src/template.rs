@@ -6,7 +6,8 @@
 //!
 //! Templates come with models and are not trusted: they see only what is passed in, cannot read files or include other
 //! templates, and stop at a number of instructions, a recursion depth and an output size. What is not bounded is the
-//! memory of a single expression beyond the engine's own limits, such as a string appended to itself over and over.
+//! memory of values that are never written, such as a string appended to itself over and over: the engine limits only
+//! repetition.
 //!
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not;
 //! `strftime_now` needs a time from the caller.
