@@ -7,7 +7,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use omnigrpo_kernels::{Weight, linear};
+use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
+use omnigrpo_kernels::{Weight, linear, logprob};
 
 /// Times `f` and prints a line, unless the filter excludes it. `amount` is in `unit` · 10⁹ per call.
 fn measure(name: &str, amount: f64, unit: &str, mut f: impl FnMut()) {
@@ -92,6 +93,98 @@ fn linear_layers() {
     }
 }
 
+/// Floating-point operations of one pass; `products` is 2 forward, 5 backward.
+fn attention_flops(layout: &AttentionLayout, shape: Shape, products: u64) -> f64 {
+    1e-9 * (2 * products * layout.pairs() * (shape.q_heads * shape.head_dim) as u64) as f64
+}
+
+fn attention_layers() {
+    let shape = Shape { q_heads: 8, kv_heads: 2, head_dim: 64 };
+    let (t, wq, wk) = (852, 512, 128);
+    let stride = wq + 2 * wk;
+    let x = noise(t * stride, 6);
+    let [q, k, v] = [0, wq, wq + wk].map(|col| Rows { data: &x, stride, col });
+    for (name, layout) in [
+        ("prefix 340 + 8x64", AttentionLayout::prefix_suffixes(340, &[64; 8])),
+        ("causal 852", AttentionLayout::causal(t)),
+    ] {
+        let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * 8]);
+        let flops = attention_flops(&layout, shape, 2);
+        measure(&format!("attention forward {name}"), flops, "GFLOP/s", || {
+            attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
+        });
+        let (dout, mut d) = (noise(t * wq, 7), vec![0.0; t * stride]);
+        let flops = attention_flops(&layout, shape, 5);
+        measure(&format!("attention backward {name}"), flops, "GFLOP/s", || {
+            let (kc, vc) = (wq, wq + wk);
+            attention::backward(&mut d, stride, 0, kc, vc, &dout, &out, &lse, q, k, v, &layout, shape, 0.125);
+        });
+    }
+    let range =
+        |i| QueryRange { queries: i..i + 1, keys: vec![0..340, 340 + 64 * i..404 + 64 * i], causal: false };
+    let layout = AttentionLayout { ranges: (0..8).map(range).collect() };
+    let mut out = vec![0.0; 8 * wq];
+    measure("attention decode 8 rows, 340 + 64 keys", attention_flops(&layout, shape, 2), "GFLOP/s", || {
+        attention::forward_decode(&mut out, q, k, v, &layout, shape, 0.125);
+    });
+}
+
+fn logprob_head() {
+    let (rows, h, v) = (512, 512, 16_384);
+    let (hidden, head) = (noise(rows * h, 8), noise(v * h, 9));
+    let targets: Vec<u32> = (0..rows as u32).map(|i| i * 31).collect();
+    let offsets: Vec<usize> = (0..=rows).collect();
+    let [mut logp, mut entropy, mut lse] = [0; 3].map(|_| vec![0.0; rows]);
+    let flops = 2e-9 * (rows * h * v) as f64;
+    let weight = Weight::F32(&head);
+    measure("logprob forward 512x512x16384", flops, "GFLOP/s", || {
+        logprob::forward(
+            &hidden,
+            weight,
+            rows,
+            h,
+            v,
+            &targets,
+            &offsets,
+            1.0,
+            &mut logp,
+            &mut entropy,
+            &mut lse,
+        );
+    });
+    let mut logits = vec![0.0; rows * v];
+    measure("logprob plain: gemm + log-softmax, 512x512x16384", flops, "GFLOP/s", || {
+        linear::forward(&mut logits, v, &hidden, h, weight, None, rows, h, v);
+        for (r, z) in logits.chunks_exact(v).enumerate() {
+            let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f32 = z.iter().map(|z| (z - max).exp()).sum();
+            logp[r] = z[targets[r] as usize] - max - sum.ln();
+        }
+    });
+    let (mut dhidden, mut dhead) = (vec![0.0; rows * h], vec![0.0; v * h]);
+    let dlogp = noise(rows, 10);
+    measure("logprob backward 512x512x16384", 3.0 * flops, "GFLOP/s", || {
+        logprob::backward(
+            &mut dhidden,
+            Some(&mut dhead),
+            &hidden,
+            weight,
+            rows,
+            h,
+            v,
+            &targets,
+            &offsets,
+            &lse,
+            &entropy,
+            &dlogp,
+            None,
+            1.0,
+        );
+    });
+}
+
 fn main() {
     linear_layers();
+    attention_layers();
+    logprob_head();
 }

@@ -1,11 +1,77 @@
 //! Log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)` without the logits matrix.
+//!
+//! Logits exist for a block of rows and a chunk of the vocabulary at a time (at most 1 MiB); the softmax is accumulated
+//! over the chunks, in `f64` between chunks. The backward pass computes the logits again.
 
+use std::cell::RefCell;
+use std::ops::Range;
+
+use crate::parallel::{Shared, ranges};
+use crate::simd::{exp, load, store};
 use crate::{Weight, linear};
 
-fn wide(w: Weight) -> Vec<f64> {
-    match w {
-        Weight::F32(w) => w.iter().map(|&x| f64::from(x)).collect(),
-        Weight::Bf16(w) => w.iter().map(|x| x.to_f64()).collect(),
+/// Rows of one block of logits.
+const ROWS: usize = 256;
+/// Vocabulary entries of one chunk.
+const CHUNK: usize = 1024;
+
+thread_local! {
+    static LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f(rows, vocabulary chunk, logits [rows, chunk] at stride CHUNK)` for all blocks, chunks innermost.
+fn for_logits(
+    hidden: &[f32],
+    head: Weight,
+    rows: usize,
+    h: usize,
+    v: usize,
+    mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32]),
+) {
+    // Taken out of its cell: rayon may run another kernel on this thread while a product waits.
+    let mut logits = LOGITS.take();
+    logits.resize(ROWS.min(rows) * CHUNK, 0.0);
+    for first in (0..rows).step_by(ROWS) {
+        let block = first..rows.min(first + ROWS);
+        let x = &hidden[block.start * h..block.end * h];
+        for start in (0..v).step_by(CHUNK) {
+            let chunk = start..v.min(start + CHUNK);
+            let w = head.rows(chunk.start, chunk.end, h);
+            linear::forward(&mut logits, CHUNK, x, h, w, None, block.len(), h, chunk.len());
+            f(block.clone(), chunk, &mut logits);
+        }
+    }
+    LOGITS.set(logits);
+}
+
+simd_fn! {
+    /// Maximum `m` of `scale · logits`, `Σ e^(z − m)` and `Σ e^(z − m) (z − m)`.
+    fn row_sums<'a>(simd: S, logits: &'a [f32], scale: f32) -> (f32, f32, f32) {
+        let lanes = S::F32_LANES;
+        let whole = logits.len() / lanes * lanes;
+        let mut top = simd.splat_f32s(f32::NEG_INFINITY);
+        for i in (0..whole).step_by(lanes) {
+            top = simd.max_f32s(load(simd, logits, i), top);
+        }
+        let mut max = simd.reduce_max_f32s(top);
+        for &z in &logits[whole..] {
+            max = max.max(z);
+        }
+        max *= scale;
+        let minus = simd.splat_f32s(-max);
+        let times = simd.splat_f32s(scale);
+        let (mut sum, mut weighted) = (simd.splat_f32s(0.0), simd.splat_f32s(0.0));
+        for i in (0..logits.len()).step_by(lanes) {
+            let z = simd.mul_add_e_f32s(load(simd, logits, i), times, minus);
+            let mut weight = exp(simd, z);
+            if i == whole {
+                let tail = simd.mask_between_m32s(0, (logits.len() - whole) as u32).mask();
+                weight = simd.select_f32s(tail, weight, simd.splat_f32s(0.0));
+            }
+            sum = simd.add_f32s(sum, weight);
+            weighted = simd.mul_add_e_f32s(weight, z, weighted);
+        }
+        (max, simd.reduce_sum_f32s(sum), simd.reduce_sum_f32s(weighted))
     }
 }
 
@@ -27,20 +93,69 @@ pub fn forward(
     entropy: &mut [f32],
     lse: &mut [f32],
 ) {
-    let hidden: Vec<f64> = hidden.iter().map(|&x| f64::from(x)).collect();
-    let (a, b, c) = crate::twin::logprob_forward(
-        &hidden,
-        &wide(head),
-        rows,
-        h,
-        v,
-        targets,
-        offsets,
-        f64::from(temperature),
-    );
-    logp.iter_mut().zip(a).for_each(|(y, x)| *y = x as f32);
-    entropy.iter_mut().zip(b).for_each(|(y, x)| *y = x as f32);
-    lse.iter_mut().zip(c).for_each(|(y, x)| *y = x as f32);
+    debug_assert!(offsets.len() == rows + 1 && targets.len() == logp.len() && head.len() == v * h);
+    let scale = 1.0 / temperature;
+    // Per row: maximum, Σ e^(z − max), Σ e^(z − max) (z − max).
+    let mut state = vec![(f64::NEG_INFINITY, 0.0f64, 0.0f64); rows];
+    let mut sums = vec![0.0; ROWS * 3];
+    for_logits(hidden, head, rows, h, v, |block, chunk, logits| {
+        let shared = Shared::new(&mut sums);
+        ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
+            for i in range {
+                let (max, sum, weighted) = row_sums(&logits[i * CHUNK..i * CHUNK + chunk.len()], scale);
+                // SAFETY: every row is visited once.
+                unsafe { shared.part(i * 3, 3) }.copy_from_slice(&[max, sum, weighted]);
+            }
+        });
+        for (i, r) in block.enumerate() {
+            for t in offsets[r]..offsets[r + 1] {
+                let id = targets[t] as usize;
+                if chunk.contains(&id) {
+                    logp[t] = logits[i * CHUNK + id - chunk.start] * scale;
+                }
+            }
+            let [max, sum, weighted] = [0, 1, 2].map(|j| f64::from(sums[i * 3 + j]));
+            state[r] = merge(state[r], (max, sum, weighted));
+        }
+    });
+    for (r, (max, sum, weighted)) in state.into_iter().enumerate() {
+        lse[r] = (max + sum.ln()) as f32;
+        entropy[r] = (sum.ln() - weighted / sum) as f32;
+        for t in offsets[r]..offsets[r + 1] {
+            logp[t] = (f64::from(logp[t]) - max - sum.ln()) as f32;
+        }
+    }
+}
+
+/// Joins the softmax sums of two disjoint sets of logits, rebasing both to the larger maximum.
+fn merge(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
+    // A NaN maximum must survive.
+    let max = if a.0 > b.0 { a.0 } else { b.0 };
+    let rebase = |(m, sum, weighted): (f64, f64, f64)| {
+        if sum == 0.0 {
+            return (0.0, 0.0);
+        }
+        let shrink = (m - max).exp();
+        (sum * shrink, (weighted + sum * (m - max)) * shrink)
+    };
+    let (x, y) = (rebase(a), rebase(b));
+    (max, x.0 + y.0, x.1 + y.1)
+}
+
+simd_fn! {
+    /// Turns a row of logits into its gradient, except for the targets' own terms:
+    /// `−p · (total + d_entropy · (log p + entropy)) · scale`, with `log p = scale · logit − lse`.
+    fn row_gradient<'a>(simd: S, logits: &'a mut [f32], scale: f32, lse: f32, entropy: f32, total: f32,
+                        d_entropy: f32) -> () {
+        let [times, minus_lse, slope, minus] = [scale, -lse, d_entropy, -scale].map(|x| simd.splat_f32s(x));
+        let base = simd.splat_f32s(total + d_entropy * entropy);
+        for i in (0..logits.len()).step_by(S::F32_LANES) {
+            let log_p = simd.mul_add_e_f32s(load(simd, logits, i), times, minus_lse);
+            let weight = simd.mul_f32s(exp(simd, log_p), minus);
+            let y = simd.mul_f32s(weight, simd.mul_add_e_f32s(slope, log_p, base));
+            store(simd, logits, i, y);
+        }
+    }
 }
 
 /// Gradients of [`forward`]: `dhidden [rows, h]` is overwritten, `dhead [v, h]` is added to.
@@ -49,7 +164,7 @@ pub fn forward(
 /// `p = softmax`, a logit gets `Σ dlogp (1[target] − p) − dentropy · p (log p + entropy)`, divided by the temperature.
 pub fn backward(
     dhidden: &mut [f32],
-    dhead: Option<&mut [f32]>,
+    mut dhead: Option<&mut [f32]>,
     hidden: &[f32],
     head: Weight,
     rows: usize,
@@ -57,31 +172,42 @@ pub fn backward(
     v: usize,
     targets: &[u32],
     offsets: &[usize],
-    _lse: &[f32],
-    _entropy: &[f32],
+    lse: &[f32],
+    entropy: &[f32],
     dlogp: &[f32],
     dentropy: Option<&[f32]>,
     temperature: f32,
 ) {
-    let hidden: Vec<f64> = hidden.iter().map(|&x| f64::from(x)).collect();
-    let dlogp: Vec<f64> = dlogp.iter().map(|&x| f64::from(x)).collect();
-    let dentropy: Option<Vec<f64>> = dentropy.map(|d| d.iter().map(|&x| f64::from(x)).collect());
-    let (a, b) = crate::twin::logprob_backward(
-        &hidden,
-        &wide(head),
-        rows,
-        h,
-        v,
-        targets,
-        offsets,
-        &dlogp,
-        dentropy.as_deref(),
-        f64::from(temperature),
-    );
-    dhidden.iter_mut().zip(a).for_each(|(y, x)| *y = x as f32);
-    if let Some(dhead) = dhead {
-        dhead.iter_mut().zip(b).for_each(|(y, x)| *y += x as f32);
-    }
+    debug_assert!(offsets.len() == rows + 1 && targets.len() == dlogp.len() && head.len() == v * h);
+    let scale = 1.0 / temperature;
+    dhidden[..rows * h].fill(0.0);
+    for_logits(hidden, head, rows, h, v, |block, chunk, logits| {
+        let shared = Shared::new(logits);
+        ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
+            for i in range {
+                let r = block.start + i;
+                // SAFETY: every row is visited once.
+                let row = unsafe { shared.part(i * CHUNK, chunk.len()) };
+                let own = offsets[r]..offsets[r + 1];
+                let total: f32 = dlogp[own.clone()].iter().sum();
+                row_gradient(row, scale, lse[r], entropy[r], total, dentropy.map_or(0.0, |d| d[r]));
+                for t in own {
+                    let id = targets[t] as usize;
+                    if chunk.contains(&id) {
+                        row[id - chunk.start] += dlogp[t] * scale;
+                    }
+                }
+            }
+        });
+        let (m, n) = (block.len(), chunk.len());
+        let w = head.rows(chunk.start, chunk.end, h);
+        let hidden_block = block.start * h..block.end * h;
+        linear::backward_input(&mut dhidden[hidden_block.clone()], h, logits, CHUNK, w, m, h, n, true);
+        if let Some(dhead) = dhead.as_deref_mut() {
+            let dw = &mut dhead[chunk.start * h..chunk.end * h];
+            linear::backward_weight(dw, logits, CHUNK, &hidden[hidden_block], h, m, h, n);
+        }
+    });
 }
 
 /// `logits [rows, v] = hidden [rows, h] · headᵀ` with batch-invariant bits, for sampling.

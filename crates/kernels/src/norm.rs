@@ -1,4 +1,130 @@
 //! RMS norm and layer norm over the last dimension.
+//!
+//! Rows are independent outputs; weight gradients are summed row by row, each thread owning a range of columns.
+
+use crate::parallel::{Shared, ranges};
+use crate::simd::{Simd, load, store};
+
+/// Elementary operations per element, for the decision to use threads.
+const COST: usize = 2;
+
+/// `Σ x · y` in an order fixed by the length.
+#[inline(always)]
+fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
+    // Four accumulators, so that a row is not one chain of dependent additions.
+    let mut acc = [simd.splat_f32s(0.0); 4];
+    for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
+        acc[p % 4] = simd.mul_add_e_f32s(load(simd, x, i), load(simd, y, i), acc[p % 4]);
+    }
+    simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(acc[0], acc[1]), simd.add_f32s(acc[2], acc[3])))
+}
+
+simd_fn! {
+    fn rms_row<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], weight: &'a [f32], eps: f32) -> f32 {
+        let rstd = 1.0 / (dot(simd, x, x) / x.len() as f32 + eps).sqrt();
+        let scale = simd.splat_f32s(rstd);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            store(simd, y, i, simd.mul_f32s(simd.mul_f32s(load(simd, x, i), scale), load(simd, weight, i)));
+        }
+        rstd
+    }
+}
+
+simd_fn! {
+    /// `dx = rstd · (dy w − x̂ · mean(dy w x̂))`; uses `dx` for `dy · w` first.
+    fn rms_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
+                            rstd: f32) -> () {
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            store(simd, dx, i, simd.mul_f32s(load(simd, dy, i), load(simd, weight, i)));
+        }
+        let pull = -dot(simd, dx, x) * rstd * rstd * rstd / x.len() as f32;
+        let (scale, pull) = (simd.splat_f32s(rstd), simd.splat_f32s(pull));
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let g = simd.mul_f32s(load(simd, dx, i), scale);
+            store(simd, dx, i, simd.mul_add_e_f32s(load(simd, x, i), pull, g));
+        }
+    }
+}
+
+simd_fn! {
+    fn layer_row<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], weight: &'a [f32], bias: &'a [f32],
+                     eps: f32) -> (f32, f32) {
+        let mut sum = simd.splat_f32s(0.0);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            sum = simd.add_f32s(sum, load(simd, x, i));
+        }
+        let mean = simd.reduce_sum_f32s(sum) / x.len() as f32;
+        let minus = simd.splat_f32s(-mean);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            store(simd, y, i, simd.add_f32s(load(simd, x, i), minus));
+        }
+        let rstd = 1.0 / (dot(simd, y, y) / x.len() as f32 + eps).sqrt();
+        let scale = simd.splat_f32s(rstd);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let hat = simd.mul_f32s(load(simd, y, i), scale);
+            store(simd, y, i, simd.mul_add_e_f32s(hat, load(simd, weight, i), load(simd, bias, i)));
+        }
+        (mean, rstd)
+    }
+}
+
+simd_fn! {
+    /// `dx = rstd · (dy w − mean(dy w) − x̂ · mean(dy w x̂))`; uses `dx` for `dy · w` first.
+    fn layer_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
+                              mean: f32, rstd: f32) -> () {
+        let n = x.len() as f32;
+        let mut sum = simd.splat_f32s(0.0);
+        let mut along = simd.splat_f32s(0.0);
+        let minus = simd.splat_f32s(-mean);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let g = simd.mul_f32s(load(simd, dy, i), load(simd, weight, i));
+            sum = simd.add_f32s(sum, g);
+            along = simd.mul_add_e_f32s(g, simd.add_f32s(load(simd, x, i), minus), along);
+            store(simd, dx, i, g);
+        }
+        let shift = simd.splat_f32s(-simd.reduce_sum_f32s(sum) / n * rstd);
+        let pull = simd.splat_f32s(-simd.reduce_sum_f32s(along) / n * rstd * rstd * rstd);
+        let scale = simd.splat_f32s(rstd);
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let centred = simd.add_f32s(load(simd, x, i), minus);
+            let g = simd.mul_add_e_f32s(load(simd, dx, i), scale, shift);
+            store(simd, dx, i, simd.mul_add_e_f32s(centred, pull, g));
+        }
+    }
+}
+
+simd_fn! {
+    /// `dw += dy · (x − mean) · rstd` for one row.
+    fn add_weight_row<'a>(simd: S, dw: &'a mut [f32], dy: &'a [f32], x: &'a [f32], mean: f32, rstd: f32) -> () {
+        let (minus, scale) = (simd.splat_f32s(-mean), simd.splat_f32s(rstd));
+        for i in (0..x.len()).step_by(S::F32_LANES) {
+            let hat = simd.mul_f32s(simd.add_f32s(load(simd, x, i), minus), scale);
+            let sum = simd.mul_add_e_f32s(load(simd, dy, i), hat, load(simd, dw, i));
+            store(simd, dw, i, sum);
+        }
+    }
+}
+
+/// `dw [dim] += Σ_rows dy · (x − mean) · rstd`, threads owning columns.
+fn weight_gradient(
+    dw: &mut [f32],
+    dy: &[f32],
+    x: &[f32],
+    mean: Option<&[f32]>,
+    rstd: &[f32],
+    rows: usize,
+    dim: usize,
+) {
+    let dw = Shared::new(dw);
+    ranges(dim, 64, rows * dim * COST, |cols| {
+        // SAFETY: the column ranges are disjoint.
+        let dw = unsafe { dw.part(cols.start, cols.len()) };
+        for r in 0..rows {
+            let at = r * dim + cols.start..r * dim + cols.end;
+            add_weight_row(dw, &dy[at.clone()], &x[at], mean.map_or(0.0, |mean| mean[r]), rstd[r]);
+        }
+    });
+}
 
 /// `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`; `x`, `y` `[rows, dim]`, `rstd` `[rows]`.
 pub fn rms_forward(
@@ -10,20 +136,21 @@ pub fn rms_forward(
     dim: usize,
     eps: f32,
 ) {
-    for r in 0..rows {
-        let x = &x[r * dim..(r + 1) * dim];
-        let s = 1.0 / (x.iter().map(|v| v * v).sum::<f32>() / dim as f32 + eps).sqrt();
-        rstd[r] = s;
-        for j in 0..dim {
-            y[r * dim + j] = x[j] * s * weight[j];
+    debug_assert!(x.len() >= rows * dim && weight.len() == dim);
+    let (y, rstd) = (Shared::new(y), Shared::new(rstd));
+    ranges(rows, 1, rows * dim * COST, |range| {
+        for r in range {
+            // SAFETY: every row is visited once.
+            let (y, rstd) = unsafe { (y.part(r * dim, dim), rstd.part(r, 1)) };
+            rstd[0] = rms_row(y, &x[r * dim..(r + 1) * dim], weight, eps);
         }
-    }
+    });
 }
 
 /// Gradients of [`rms_forward`]: `dx` is overwritten, `dw [dim]` is added to.
 pub fn rms_backward(
     dx: &mut [f32],
-    mut dw: Option<&mut [f32]>,
+    dw: Option<&mut [f32]>,
     dy: &[f32],
     x: &[f32],
     weight: &[f32],
@@ -31,16 +158,18 @@ pub fn rms_backward(
     rows: usize,
     dim: usize,
 ) {
-    for r in 0..rows {
-        let at = |j: usize| r * dim + j;
-        let s = rstd[r];
-        let dot: f32 = (0..dim).map(|j| dy[at(j)] * weight[j] * x[at(j)]).sum();
-        for j in 0..dim {
-            if let Some(dw) = dw.as_deref_mut() {
-                dw[j] += dy[at(j)] * x[at(j)] * s;
-            }
-            dx[at(j)] = s * (dy[at(j)] * weight[j] - x[at(j)] * dot * s * s / dim as f32);
+    debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
+    let dx = Shared::new(dx);
+    ranges(rows, 1, rows * dim * COST, |range| {
+        for r in range {
+            let at = r * dim..(r + 1) * dim;
+            // SAFETY: every row is visited once.
+            let dx = unsafe { dx.part(r * dim, dim) };
+            rms_gradient_row(dx, &dy[at.clone()], &x[at], weight, rstd[r]);
         }
+    });
+    if let Some(dw) = dw {
+        weight_gradient(dw, dy, x, None, rstd, rows, dim);
     }
 }
 
@@ -56,21 +185,22 @@ pub fn layer_forward(
     dim: usize,
     eps: f32,
 ) {
-    for r in 0..rows {
-        let x = &x[r * dim..(r + 1) * dim];
-        mean[r] = x.iter().sum::<f32>() / dim as f32;
-        rstd[r] = 1.0 / (x.iter().map(|v| (v - mean[r]).powi(2)).sum::<f32>() / dim as f32 + eps).sqrt();
-        for j in 0..dim {
-            y[r * dim + j] = (x[j] - mean[r]) * rstd[r] * weight[j] + bias[j];
+    debug_assert!(x.len() >= rows * dim && weight.len() == dim && bias.len() == dim);
+    let [y, mean, rstd] = [y, mean, rstd].map(Shared::new);
+    ranges(rows, 1, rows * dim * COST, |range| {
+        for r in range {
+            // SAFETY: every row is visited once.
+            let (y, mean, rstd) = unsafe { (y.part(r * dim, dim), mean.part(r, 1), rstd.part(r, 1)) };
+            (mean[0], rstd[0]) = layer_row(y, &x[r * dim..(r + 1) * dim], weight, bias, eps);
         }
-    }
+    });
 }
 
 /// Gradients of [`layer_forward`]: `dx` is overwritten, `dw` and `db` `[dim]` are added to.
 pub fn layer_backward(
     dx: &mut [f32],
-    mut dw: Option<&mut [f32]>,
-    mut db: Option<&mut [f32]>,
+    dw: Option<&mut [f32]>,
+    db: Option<&mut [f32]>,
     dy: &[f32],
     x: &[f32],
     weight: &[f32],
@@ -79,19 +209,20 @@ pub fn layer_backward(
     rows: usize,
     dim: usize,
 ) {
-    for r in 0..rows {
-        let at = |j: usize| r * dim + j;
-        let hat = |j: usize| (x[at(j)] - mean[r]) * rstd[r];
-        let mean_g = (0..dim).map(|j| dy[at(j)] * weight[j]).sum::<f32>() / dim as f32;
-        let mean_gx = (0..dim).map(|j| dy[at(j)] * weight[j] * hat(j)).sum::<f32>() / dim as f32;
-        for j in 0..dim {
-            if let Some(dw) = dw.as_deref_mut() {
-                dw[j] += dy[at(j)] * hat(j);
-            }
-            if let Some(db) = db.as_deref_mut() {
-                db[j] += dy[at(j)];
-            }
-            dx[at(j)] = rstd[r] * (dy[at(j)] * weight[j] - mean_g - hat(j) * mean_gx);
+    debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
+    let dx = Shared::new(dx);
+    ranges(rows, 1, rows * dim * COST, |range| {
+        for r in range {
+            let at = r * dim..(r + 1) * dim;
+            // SAFETY: every row is visited once.
+            let dx = unsafe { dx.part(r * dim, dim) };
+            layer_gradient_row(dx, &dy[at.clone()], &x[at], weight, mean[r], rstd[r]);
         }
+    });
+    if let Some(dw) = dw {
+        weight_gradient(dw, dy, x, Some(mean), rstd, rows, dim);
+    }
+    if let Some(db) = db {
+        crate::linear::backward_bias(db, dy, dim, rows, dim);
     }
 }

@@ -1,9 +1,36 @@
 //! Softmax attention over an [`AttentionLayout`], with an online softmax, so that no score matrix is stored.
+//!
+//! A *lane* is one query row of one query head. Up to 64 lanes that share a key head are processed together against
+//! tiles of 64 key rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`: keys and
+//! values are then read where they lie, a key row once for all lanes, and the softmax runs along vectors without
+//! horizontal sums.
+//!
+//! The bits of a lane's result depend on its own query, the keys it sees and the division into key ranges only, not on
+//! other lanes, so prefill, decode and any batch of sequences agree bit for bit. The backward pass recomputes the
+//! weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and dv in query order.
 
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
 mod layout;
 
+use std::cell::RefCell;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
 pub use layout::{AttentionLayout, LayoutError, QueryRange};
+
+use crate::microkernel::Product;
+use crate::parallel::Shared;
+use crate::simd::{Simd, exp, load, store};
+
+/// Lanes processed together, unless one key head has more query heads.
+const MAX_LANES: usize = 64;
+/// Key rows of one tile.
+const TILE: usize = 64;
+/// Lanes and head columns in scratch are padded to this, the widest vector.
+const PAD: usize = 16;
+/// Multiply-adds below which a call stays on its thread.
+const MIN_PARALLEL: u64 = 1 << 18;
 
 /// Rows inside a larger buffer: row `r` starts at `data[r * stride + col]`, its heads lie one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -14,6 +41,21 @@ pub struct Rows<'a> {
     pub stride: usize,
     /// First column.
     pub col: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// `width` columns of row `r`, from column `at` of the window.
+    #[inline(always)]
+    fn part(self, r: usize, at: usize, width: usize) -> &'a [f32] {
+        &self.data[r * self.stride + self.col + at..][..width]
+    }
+
+    /// Where key row `r` of a head starts; panics unless rows `r..r + n` of the head are in the buffer.
+    #[inline(always)]
+    fn tile(self, r: usize, n: usize, at: usize, width: usize) -> *const f32 {
+        self.part(r + n - 1, at, width);
+        self.part(r, at, width).as_ptr()
+    }
 }
 
 /// Heads of one attention call. `q_heads` is a multiple of `kv_heads`; query head `h` uses key head
@@ -28,17 +70,289 @@ pub struct Shape {
     pub head_dim: usize,
 }
 
-fn gather(rows: Rows, n: usize, width: usize) -> Vec<f64> {
-    let row = |r: usize| &rows.data[r * rows.stride + rows.col..][..width];
-    (0..n).flat_map(|r| row(r).iter().map(|&x| f64::from(x))).collect()
+impl Shape {
+    fn group(self) -> usize {
+        self.q_heads / self.kv_heads.max(1)
+    }
 }
 
-fn extents(layout: &AttentionLayout) -> (usize, usize) {
-    let q = layout.ranges.iter().map(|r| r.queries.end).max().unwrap_or(0);
-    (q, layout.ranges.iter().flat_map(|r| &r.keys).map(|k| k.end).max().unwrap_or(0))
+/// Queries `first..first + count` of `range`, counted from its start.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    range: &'a QueryRange,
+    first: usize,
+    count: usize,
+}
+
+impl Block<'_> {
+    fn query(&self, i: usize) -> usize {
+        self.range.queries.start + self.first + i
+    }
+}
+
+/// Blocks whose lanes are processed together: one block, or several that share their first key range.
+type Unit<'a> = Vec<Block<'a>>;
+
+/// Cuts the layout into units of at most `max_lanes` lanes (at least one query).
+fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'_>> {
+    let max_queries = (max_lanes / group.max(1)).max(1);
+    let mut units: Vec<Unit> = Vec::new();
+    for range in layout.ranges.iter().filter(|range| !range.queries.is_empty()) {
+        let shares = |unit: &Unit| {
+            let total: usize = unit.iter().map(|b| b.count).sum();
+            range.keys.len() > 1
+                && total + range.queries.len() <= max_queries
+                && unit.iter().all(|b| b.range.keys.len() > 1 && b.range.keys[0] == range.keys[0])
+        };
+        let whole = Block { range, first: 0, count: range.queries.len() };
+        match units.last_mut() {
+            Some(unit) if shares(unit) => unit.push(whole),
+            _ => {
+                for first in (0..range.queries.len()).step_by(max_queries) {
+                    let count = max_queries.min(range.queries.len() - first);
+                    units.push(vec![Block { range, first, count }]);
+                }
+            }
+        }
+    }
+    units
+}
+
+/// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
+#[derive(Default)]
+struct Scratch {
+    q: Vec<f32>,
+    q_t: Vec<f32>,
+    dout: Vec<f32>,
+    dout_t: Vec<f32>,
+    acc: Vec<f32>,
+    scores: Vec<f32>,
+    dscores: Vec<f32>,
+    max: Vec<f32>,
+    sum: Vec<f32>,
+    scale: Vec<f32>,
+    lse: Vec<f32>,
+    delta: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+}
+
+fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
+    x.clear();
+    x.resize(len, value);
+}
+
+/// Everything a unit needs besides its blocks.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    shape: Shape,
+    scale: f32,
+}
+
+/// The key tiles of a block's key ranges `from..`: first row, length, and whether it may hold unseen keys with the
+/// offset of the tile in its range.
+#[inline(always)]
+fn for_tiles(block: Block, from: usize, to: usize, mut f: impl FnMut(usize, usize, Option<usize>)) {
+    let last = block.range.keys.len().wrapping_sub(1);
+    for (at, keys) in block.range.keys.iter().enumerate().take(to).skip(from) {
+        let causal = block.range.causal && at == last;
+        let seen = |i: usize| if causal { block.range.seen_of_last(block.first + i) } else { keys.len() };
+        let end = seen(block.count - 1);
+        for start in (0..end).step_by(TILE) {
+            let len = TILE.min(end - start);
+            f(keys.start + start, len, (start + len > seen(0)).then_some(start));
+        }
+    }
+}
+
+/// First lane of the block that sees key `at` of the causal range; lanes before it do not.
+#[inline(always)]
+fn first_lane(block: Block, group: usize, at: usize) -> usize {
+    let len = block.range.keys.last().map_or(0, ExactSizeIterator::len);
+    // Query i sees at + 1 keys or more when i + 1 + len − n ≥ at + 1.
+    let query = (at + block.range.queries.len()).saturating_sub(len);
+    query.saturating_sub(block.first).min(block.count) * group
+}
+
+/// Fills `nat [lanes, d]` and `transposed [d, width]` with one key head's query heads of every query.
+#[inline(always)]
+fn gather_lanes(
+    nat: &mut [f32],
+    transposed: &mut [f32],
+    rows: Rows,
+    unit: &[Block],
+    width: usize,
+    col: usize,
+    group: usize,
+    d: usize,
+) {
+    let mut lane = 0;
+    for block in unit {
+        for i in 0..block.count {
+            for g in 0..group {
+                let source = rows.part(block.query(i), col + g * d, d);
+                for (j, &x) in source.iter().enumerate() {
+                    transposed[j * width + lane] = x;
+                }
+                if !nat.is_empty() {
+                    nat[lane * d..(lane + 1) * d].copy_from_slice(source);
+                }
+                lane += 1;
+            }
+        }
+    }
+}
+
+/// Online softmax of one tile for the lanes `lo..hi`: scores become weights, `max`, `sum` and `acc` are updated.
+#[inline(always)]
+fn forward_tile<S: Simd>(
+    simd: S,
+    s: &mut Scratch,
+    call: &Call,
+    kv_head: usize,
+    lanes: Range<usize>,
+    width: usize,
+    depth: usize,
+    key: usize,
+    len: usize,
+    mask: Option<(Block, usize)>,
+) {
+    let d = call.shape.head_dim;
+    let n = lanes.len();
+    // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, d × width queries; n ≤ width.
+    unsafe {
+        Product {
+            c: s.scores.as_mut_ptr(),
+            ldc: width,
+            a: call.k.tile(key, len, kv_head * d, d),
+            a_row: call.k.stride,
+            a_col: 1,
+            b: s.q_t.as_ptr().wrapping_add(lanes.start),
+            ldb: width,
+            m: len,
+            k: d,
+            n,
+            accumulate: false,
+        }
+        .run(simd);
+    }
+    if let Some((block, at)) = mask {
+        for key in 0..len {
+            let hidden = first_lane(block, call.shape.group(), at + key);
+            s.scores[key * width..key * width + hidden].fill(f32::NEG_INFINITY);
+        }
+    }
+    let scale = simd.splat_f32s(call.scale);
+    let infinite = simd.splat_f32s(f32::NEG_INFINITY);
+    let zero = simd.splat_f32s(0.0);
+    for lane in (0..n).step_by(S::F32_LANES) {
+        let at = lanes.start + lane;
+        let mut top = infinite;
+        for key in 0..len {
+            top = simd.max_f32s(load(simd, &s.scores[..key * width + n], key * width + lane), top);
+        }
+        let old = load(simd, &s.max[..lanes.end], at);
+        let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
+        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
+        let base = simd.select_f32s(simd.equal_f32s(new, infinite), zero, new);
+        let shrink = exp(simd, simd.sub_f32s(old, base));
+        let minus = simd.neg_f32s(base);
+        let mut sum = simd.mul_f32s(load(simd, &s.sum[..lanes.end], at), shrink);
+        for key in 0..len {
+            let row = &mut s.scores[..key * width + n];
+            let score = load(simd, row, key * width + lane);
+            let weight = exp(simd, simd.mul_add_e_f32s(score, scale, minus));
+            sum = simd.add_f32s(sum, weight);
+            store(simd, row, key * width + lane, weight);
+        }
+        store(simd, &mut s.max[..lanes.end], at, new);
+        store(simd, &mut s.sum[..lanes.end], at, sum);
+        store(simd, &mut s.scale[..n], lane, shrink);
+    }
+    for lane in 0..n {
+        if s.scale[lane] != 1.0 {
+            let shrink = simd.splat_f32s(s.scale[lane]);
+            let row = &mut s.acc[(lanes.start + lane) * depth..][..d];
+            for j in (0..d).step_by(S::F32_LANES) {
+                let x = simd.mul_f32s(load(simd, row, j), shrink);
+                store(simd, row, j, x);
+            }
+        }
+    }
+    // SAFETY: as above; `acc` holds one row of `depth ≥ d` per lane.
+    unsafe {
+        Product {
+            c: s.acc.as_mut_ptr().wrapping_add(lanes.start * depth),
+            ldc: depth,
+            a: s.scores.as_ptr(),
+            a_row: 1,
+            a_col: width,
+            b: call.v.tile(key, len, kv_head * d, d),
+            ldb: call.v.stride,
+            m: n,
+            k: len,
+            n: d,
+            accumulate: true,
+        }
+        .run(simd);
+    }
+}
+
+simd_fn! {
+    fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, unit: &'a [Block<'a>], kv_head: usize,
+                        out: Shared<'a>, lse: Shared<'a>) -> () {
+        let Shape { q_heads, head_dim: d, .. } = call.shape;
+        let group = call.shape.group();
+        let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
+        let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
+        reset(&mut s.q_t, d * width, 0.0);
+        reset(&mut s.scores, TILE * width, 0.0);
+        reset(&mut s.acc, lanes * depth, 0.0);
+        reset(&mut s.max, width, f32::NEG_INFINITY);
+        reset(&mut s.sum, width, 0.0);
+        reset(&mut s.scale, width, 0.0);
+        gather_lanes(&mut [], &mut s.q_t, call.q, unit, width, kv_head * group * d, group, d);
+        let shared = usize::from(unit.len() > 1);
+        if shared == 1 {
+            for_tiles(unit[0], 0, 1, |key, len, _| {
+                forward_tile(simd, s, &call, kv_head, 0..lanes, width, depth, key, len, None);
+            });
+        }
+        let mut lane = 0;
+        for &block in unit {
+            let own = lane..lane + block.count * group;
+            lane = own.end;
+            for_tiles(block, shared, usize::MAX, |key, len, mask| {
+                let mask = mask.map(|at| (block, at));
+                forward_tile(simd, s, &call, kv_head, own.clone(), width, depth, key, len, mask);
+            });
+            for i in 0..block.count {
+                for g in 0..group {
+                    let lane = own.start + i * group + g;
+                    let head = block.query(i) * q_heads + kv_head * group + g;
+                    let total = s.sum[lane];
+                    let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
+                    // SAFETY: every query row is in one unit, and this is the only task of its key head.
+                    let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
+                    for (y, x) in out.iter_mut().zip(&s.acc[lane * depth..]) {
+                        *y = x * inverse;
+                    }
+                    lse[0] = s.max[lane] + total.ln();
+                }
+            }
+        }
+    }
 }
 
 /// `out [tq, q_heads · d] = softmax(scale · q kᵀ) v`; `lse [tq, q_heads]` gets the log-sum-exp of the scaled scores.
+///
+/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside of all ranges is not
+/// written. `scale` is positive.
 pub fn forward(
     out: &mut [f32],
     lse: &mut [f32],
@@ -49,15 +363,33 @@ pub fn forward(
     shape: Shape,
     scale: f32,
 ) {
-    let (tq, tk) = extents(layout);
-    let (wq, wk) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let (q, k, v) = (gather(q, tq, wq), gather(k, tk, wk), gather(v, tk, wk));
-    let (o, l) = crate::twin::attention_forward(&q, &k, &v, layout, shape, f64::from(scale));
-    out.iter_mut().zip(o).for_each(|(y, x)| *y = x as f32);
-    lse.iter_mut().zip(l).for_each(|(y, x)| *y = x as f32);
+    debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
+    let call = Call { q, k, v, shape, scale };
+    let (out, lse) = (Shared::new(out), Shared::new(lse));
+    let run = |(unit, kv_head): (&Unit, usize)| {
+        let mut scratch = SCRATCH.take();
+        forward_unit(&mut scratch, call, unit, kv_head, out, lse);
+        SCRATCH.set(scratch);
+    };
+    let work = layout.pairs() * (shape.q_heads * shape.head_dim) as u64;
+    let threads = rayon::current_num_threads();
+    let mut cut = units(layout, shape.group(), MAX_LANES);
+    if threads == 1 || work < MIN_PARALLEL {
+        cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
+        return;
+    }
+    if cut.len() * shape.kv_heads < 2 * threads {
+        cut = units(layout, shape.group(), PAD);
+    }
+    let tasks: Vec<(&Unit, usize)> =
+        cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();
+    tasks.into_par_iter().with_max_len(1).for_each(run);
 }
 
-/// As [`forward`], for a few queries over many keys, without saving `lse`.
+/// As [`forward`], without saving `lse`; for decoding, where few queries see many keys.
+///
+/// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
+/// once. Same bits as [`forward`].
 pub fn forward_decode(
     out: &mut [f32],
     q: Rows,
@@ -67,12 +399,177 @@ pub fn forward_decode(
     shape: Shape,
     scale: f32,
 ) {
-    let mut lse = vec![0.0; extents(layout).0 * shape.q_heads];
+    let rows = layout.ranges.iter().map(|range| range.queries.end).max().unwrap_or(0);
+    let mut lse = vec![0.0; rows * shape.q_heads];
     forward(out, &mut lse, q, k, v, layout, shape, scale);
 }
 
+/// Where [`backward`] writes.
+#[derive(Clone, Copy)]
+struct Gradients<'a> {
+    data: Shared<'a>,
+    stride: usize,
+    q_col: usize,
+    k_col: usize,
+    v_col: usize,
+}
+
+/// What the forward pass left, and the incoming gradient.
+#[derive(Clone, Copy)]
+struct Saved<'a> {
+    dout: &'a [f32],
+    out: &'a [f32],
+    lse: &'a [f32],
+}
+
+/// Scores of one tile become weights, their gradients become score gradients; lanes `hidden(key)..` only.
+#[inline(always)]
+fn backward_scores<S: Simd>(
+    simd: S,
+    s: &mut Scratch,
+    scale: f32,
+    width: usize,
+    len: usize,
+    mask: Option<(Block, usize)>,
+    group: usize,
+) {
+    let scale = simd.splat_f32s(scale);
+    for lane in (0..width).step_by(S::F32_LANES) {
+        let minus_lse = simd.neg_f32s(load(simd, &s.lse, lane));
+        let delta = load(simd, &s.delta, lane);
+        for key in 0..len {
+            let at = key * width + lane;
+            let weight = exp(simd, simd.mul_add_e_f32s(load(simd, &s.scores, at), scale, minus_lse));
+            let d = simd.sub_f32s(load(simd, &s.dscores, at), delta);
+            store(simd, &mut s.scores, at, weight);
+            store(simd, &mut s.dscores, at, simd.mul_f32s(simd.mul_f32s(weight, d), scale));
+        }
+    }
+    if let Some((block, at)) = mask {
+        for key in 0..len {
+            let hidden = first_lane(block, group, at + key);
+            s.scores[key * width..key * width + hidden].fill(0.0);
+            s.dscores[key * width..key * width + hidden].fill(0.0);
+        }
+    }
+}
+
+simd_fn! {
+    fn backward_block<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, block: Block<'a>, kv_head: usize,
+                          saved: Saved<'a>, grad: Gradients<'a>) -> () {
+        let Shape { q_heads, head_dim: d, .. } = call.shape;
+        let group = call.shape.group();
+        let lanes = block.count * group;
+        let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
+        for (x, len) in [
+            (&mut s.q, lanes * d),
+            (&mut s.q_t, d * width),
+            (&mut s.dout, lanes * d),
+            (&mut s.dout_t, d * width),
+            (&mut s.acc, lanes * depth),
+            (&mut s.scores, TILE * width),
+            (&mut s.dscores, TILE * width),
+            (&mut s.lse, width),
+            (&mut s.delta, width),
+        ] {
+            reset(x, len, 0.0);
+        }
+        let unit = [block];
+        let col = kv_head * group * d;
+        gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
+        let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
+        gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
+        for i in 0..block.count {
+            for g in 0..group {
+                let head = block.query(i) * q_heads + kv_head * group + g;
+                let (dout, out) = (&saved.dout[head * d..(head + 1) * d], &saved.out[head * d..(head + 1) * d]);
+                let mut sum = simd.splat_f32s(0.0);
+                for j in (0..d).step_by(S::F32_LANES) {
+                    sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
+                }
+                s.delta[i * group + g] = simd.reduce_sum_f32s(sum);
+                s.lse[i * group + g] = saved.lse[head];
+            }
+        }
+        for_tiles(block, 0, usize::MAX, |key, len, mask| {
+            let (k, v) = (call.k.tile(key, len, kv_head * d, d), call.v.tile(key, len, kv_head * d, d));
+            let scores = Product {
+                c: s.scores.as_mut_ptr(), ldc: width, a: k, a_row: call.k.stride, a_col: 1, b: s.q_t.as_ptr(),
+                ldb: width, m: len, k: d, n: width, accumulate: false,
+            };
+            let dscores = Product {
+                c: s.dscores.as_mut_ptr(), a: v, a_row: call.v.stride, b: s.dout_t.as_ptr(), ..scores
+            };
+            // SAFETY: `tile` checked the rows of k and v; scratch was sized above.
+            unsafe {
+                scores.run(simd);
+                dscores.run(simd);
+            }
+            backward_scores(simd, s, call.scale, width, len, mask.map(|at| (block, at)), group);
+            let end = grad.stride * (key + len - 1) + kv_head * d + d;
+            // SAFETY: this task alone writes this key head's rows; the calls check the bounds, no reference stays.
+            let (dk, dv) = unsafe {
+                grad.data.part(end + grad.k_col, 0);
+                grad.data.part(end + grad.v_col, 0);
+                let at = grad.stride * key + kv_head * d;
+                (grad.data.ptr(at + grad.k_col), grad.data.ptr(at + grad.v_col))
+            };
+            let dv = Product {
+                c: dv, ldc: grad.stride, a: s.scores.as_ptr(), a_row: width, a_col: 1, b: s.dout.as_ptr(), ldb: d,
+                m: len, k: lanes, n: d, accumulate: true,
+            };
+            let dk = Product { c: dk, a: s.dscores.as_ptr(), b: s.q.as_ptr(), ..dv };
+            let dq = Product {
+                c: s.acc.as_mut_ptr(), ldc: depth, a: s.dscores.as_ptr(), a_row: 1, a_col: width, b: k,
+                ldb: call.k.stride, m: lanes, k: len, n: d, accumulate: true,
+            };
+            // SAFETY: as above; padding lanes are left out of all three sums.
+            unsafe {
+                dv.run(simd);
+                dk.run(simd);
+                dq.run(simd);
+            }
+        });
+        for i in 0..block.count {
+            for g in 0..group {
+                let at = grad.stride * block.query(i) + grad.q_col + col + g * d;
+                // SAFETY: every query row is in one block, and this is the only task of its key head.
+                let dq = unsafe { grad.data.part(at, d) };
+                dq.copy_from_slice(&s.acc[(i * group + g) * depth..][..d]);
+            }
+        }
+    }
+}
+
+/// Groups of ranges that share no key row with other groups.
+fn components(layout: &AttentionLayout) -> Vec<Vec<&QueryRange>> {
+    let hull = |range: &QueryRange| {
+        let keys = || range.keys.iter().filter(|keys| !keys.is_empty());
+        (keys().map(|k| k.start).min().unwrap_or(0), keys().map(|k| k.end).max().unwrap_or(0))
+    };
+    let mut ranges: Vec<(usize, usize, &QueryRange)> = Vec::new();
+    for range in layout.ranges.iter().filter(|range| !range.queries.is_empty()) {
+        let (start, end) = hull(range);
+        ranges.push((start, end, range));
+    }
+    ranges.sort_by_key(|r| r.0);
+    let mut components: Vec<Vec<&QueryRange>> = Vec::new();
+    let mut reach = 0;
+    for (start, end, range) in ranges {
+        match components.last_mut() {
+            Some(component) if start < reach => component.push(range),
+            _ => components.push(vec![range]),
+        }
+        reach = reach.max(end);
+    }
+    components
+}
+
 /// Gradients of [`forward`] with respect to q, k and v, written (not added) to three column windows of one buffer:
-/// row `r` of dq starts at `dqkv[r * stride + q_col]`, likewise dk and dv.
+/// row `r` of dq starts at `dqkv[r * stride + q_col]`, likewise dk and dv. All rows of the windows are overwritten.
+///
+/// `out` and `lse` are what [`forward`] wrote for the same arguments, `dout [tq, q_heads · d]` the incoming gradient.
+/// One task per key head and group of connected ranges.
 pub fn backward(
     dqkv: &mut [f32],
     stride: usize,
@@ -80,8 +577,8 @@ pub fn backward(
     k_col: usize,
     v_col: usize,
     dout: &[f32],
-    _out: &[f32],
-    _lse: &[f32],
+    out: &[f32],
+    lse: &[f32],
     q: Rows,
     k: Rows,
     v: Rows,
@@ -89,16 +586,34 @@ pub fn backward(
     shape: Shape,
     scale: f32,
 ) {
-    let (tq, tk) = extents(layout);
-    let (wq, wk) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let (q, k, v) = (gather(q, tq, wq), gather(k, tk, wk), gather(v, tk, wk));
-    let dout: Vec<f64> = dout.iter().map(|&x| f64::from(x)).collect();
-    let (dq, dk, dv) = crate::twin::attention_backward(&dout, &q, &k, &v, layout, shape, f64::from(scale));
-    for (d, rows, width, col) in [(dq, tq, wq, q_col), (dk, tk, wk, k_col), (dv, tk, wk, v_col)] {
-        for r in 0..rows {
-            for j in 0..width {
-                dqkv[r * stride + col + j] = d[r * width + j] as f32;
+    let Shape { q_heads, kv_heads, head_dim: d } = shape;
+    for row in dqkv.chunks_mut(stride.max(1)) {
+        for (col, width) in [(q_col, q_heads * d), (k_col, kv_heads * d), (v_col, kv_heads * d)] {
+            if let Some(window) = row.get_mut(col..col + width) {
+                window.fill(0.0);
             }
         }
+    }
+    let call = Call { q, k, v, shape, scale };
+    let saved = Saved { dout, out, lse };
+    let grad = Gradients { data: Shared::new(dqkv), stride, q_col, k_col, v_col };
+    let max_queries = (MAX_LANES / shape.group().max(1)).max(1);
+    let run = |(component, kv_head): (&Vec<&QueryRange>, usize)| {
+        let mut scratch = SCRATCH.take();
+        for range in component {
+            for first in (0..range.queries.len()).step_by(max_queries) {
+                let count = max_queries.min(range.queries.len() - first);
+                backward_block(&mut scratch, call, Block { range, first, count }, kv_head, saved, grad);
+            }
+        }
+        SCRATCH.set(scratch);
+    };
+    let components = components(layout);
+    let tasks: Vec<(&Vec<&QueryRange>, usize)> =
+        components.iter().flat_map(|c| (0..kv_heads).map(move |head| (c, head))).collect();
+    if layout.pairs() * ((q_heads * d) as u64) < MIN_PARALLEL {
+        tasks.into_iter().for_each(run);
+    } else {
+        tasks.into_par_iter().with_max_len(1).for_each(run);
     }
 }

@@ -1,0 +1,170 @@
+//! Attention against its f64 twin, and the independence of its bits.
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init, missing_docs)]
+
+mod common;
+
+use common::{close, noise, wide, with_threads};
+use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
+use omnigrpo_kernels::twin;
+
+fn packed(x: &[f32], rows: usize, stride: usize, col: usize, width: usize) -> Vec<f64> {
+    (0..rows).flat_map(|r| wide(&x[r * stride + col..r * stride + col + width])).collect()
+}
+
+struct Case {
+    rows: usize,
+    layout: AttentionLayout,
+    shape: Shape,
+}
+
+fn cases() -> Vec<Case> {
+    let heads = |q_heads, kv_heads, head_dim| Shape { q_heads, kv_heads, head_dim };
+    let case = |layout: AttentionLayout, shape| {
+        let rows = layout.ranges.iter().map(|r| r.queries.end).max().unwrap_or(0);
+        layout.validate(rows, rows).unwrap();
+        Case { rows, layout, shape }
+    };
+    vec![
+        case(AttentionLayout::causal(1), heads(1, 1, 16)),
+        case(AttentionLayout::causal(130), heads(4, 2, 20)),
+        case(AttentionLayout::full_blocks(&[70, 1, 9]), heads(3, 3, 80)),
+        case(AttentionLayout::full_blocks(&[40, 66]), heads(2, 2, 72)),
+        case(AttentionLayout::prefix_suffixes(100, &[1, 1, 5, 70, 1]), heads(8, 2, 64)),
+        case(AttentionLayout::prefix_suffixes(0, &[3, 4]), heads(2, 1, 33)),
+        case(AttentionLayout::groups(&[(7, vec![2, 1]), (65, vec![64])]), heads(14, 2, 64)),
+        case(AttentionLayout::causal(70), heads(128, 1, 8)),
+    ]
+}
+
+#[test]
+fn matches_the_twin_forward_and_backward() {
+    for Case { rows, layout, shape } in cases() {
+        let Shape { q_heads, kv_heads, head_dim: d } = shape;
+        let (wq, wk) = (q_heads * d, kv_heads * d);
+        // Odd gaps between the windows: a packed stream with strided columns.
+        let (stride, cols) = (wq + 2 * wk + 5, [1, wq + 2, wq + wk + 4]);
+        let x = noise(rows * stride, 7);
+        let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+        let scale = 1.0 / (d as f32).sqrt() * 2.0;
+        let (mut out, mut lse) = (vec![f32::NAN; rows * wq], vec![f32::NAN; rows * q_heads]);
+        attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, scale);
+        let [q64, k64, v64] =
+            [(cols[0], wq), (cols[1], wk), (cols[2], wk)].map(|(c, w)| packed(&x, rows, stride, c, w));
+        let (out64, lse64) = twin::attention_forward(&q64, &k64, &v64, &layout, shape, f64::from(scale));
+        close(&out, &out64, 2e-6);
+        close(&lse, &lse64, 1e-6);
+
+        let dout = noise(rows * wq, 8);
+        let mut dqkv = vec![7.0; rows * stride];
+        let [qc, kc, vc] = cols;
+        attention::backward(&mut dqkv, stride, qc, kc, vc, &dout, &out, &lse, q, k, v, &layout, shape, scale);
+        let (dq, dk, dv) =
+            twin::attention_backward(&wide(&dout), &q64, &k64, &v64, &layout, shape, f64::from(scale));
+        for (d64, (col, width)) in [(dq, (qc, wq)), (dk, (kc, wk)), (dv, (vc, wk))] {
+            let got: Vec<f32> =
+                (0..rows).flat_map(|r| dqkv[r * stride + col..r * stride + col + width].to_vec()).collect();
+            close(&got, &d64, 3e-6);
+        }
+        assert_eq!(dqkv[0], 7.0, "columns outside of the windows stay");
+    }
+}
+
+#[test]
+fn twin_gradient_is_the_central_difference() {
+    let layout = AttentionLayout::prefix_suffixes(3, &[2, 1]);
+    let shape = Shape { q_heads: 2, kv_heads: 1, head_dim: 4 };
+    let [q, k, v] = [(48, 1), (24, 2), (24, 3)].map(|(n, seed)| wide(&noise(n, seed)));
+    let dout = wide(&noise(48, 4));
+    let (dq, dk, dv) = twin::attention_backward(&dout, &q, &k, &v, &layout, shape, 0.5);
+    let f = |q: &[f64], k: &[f64], v: &[f64]| {
+        common::dot(&twin::attention_forward(q, k, v, &layout, shape, 0.5).0, &dout)
+    };
+    common::check_gradient(&q, &dq, |q| f(q, &k, &v));
+    common::check_gradient(&k, &dk, |k| f(&q, k, &v));
+    common::check_gradient(&v, &dv, |v| f(&q, &k, v));
+}
+
+fn run(x: &[f32], rows: usize, layout: &AttentionLayout, shape: Shape) -> (Vec<f32>, Vec<f32>) {
+    let Shape { q_heads, kv_heads, head_dim: d } = shape;
+    let stride = (q_heads + 2 * kv_heads) * d;
+    let [q, k, v] = [0, q_heads * d, (q_heads + kv_heads) * d].map(|col| Rows { data: x, stride, col });
+    let (mut out, mut lse) = (vec![0.0; rows * q_heads * d], vec![0.0; rows * q_heads]);
+    attention::forward(&mut out, &mut lse, q, k, v, layout, shape, 0.2);
+    let dout = noise(rows * q_heads * d, 9);
+    let mut dx = vec![0.0; rows * stride];
+    let (kc, vc) = (q_heads * d, (q_heads + kv_heads) * d);
+    attention::backward(&mut dx, stride, 0, kc, vc, &dout, &out, &lse, q, k, v, layout, shape, 0.2);
+    (out, dx)
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    let shape = Shape { q_heads: 4, kv_heads: 2, head_dim: 32 };
+    let layout = AttentionLayout::groups(&[(90, vec![30, 1, 40]), (33, vec![8, 8])]);
+    let x = noise(210 * 8 * 32, 3);
+    let one = with_threads(1, || run(&x, 210, &layout, shape));
+    assert_eq!(one, with_threads(2, || run(&x, 210, &layout, shape)));
+    assert_eq!(one, with_threads(5, || run(&x, 210, &layout, shape)));
+}
+
+#[test]
+fn other_queries_do_not_change_bits() {
+    let shape = Shape { q_heads: 6, kv_heads: 2, head_dim: 40 };
+    let width = 10 * 40;
+    let x = noise(200 * width, 5);
+    let (whole, _) = run(&x, 200, &AttentionLayout::causal(200), shape);
+    for n in [1, 17, 64, 65, 199] {
+        let (part, _) = run(&x, n, &AttentionLayout::causal(n), shape);
+        assert_eq!(part, whole[..n * 240], "first {n} rows");
+    }
+    // A suffix has the same bits alone and among others.
+    let (several, _) = run(&x, 200, &AttentionLayout::prefix_suffixes(80, &[20, 1, 99]), shape);
+    let (first, _) = run(&x, 100, &AttentionLayout::prefix_suffixes(80, &[20]), shape);
+    assert_eq!(first, several[..100 * 240]);
+}
+
+#[test]
+fn decode_has_the_bits_of_prefill() {
+    let shape = Shape { q_heads: 6, kv_heads: 2, head_dim: 40 };
+    let (q_width, width) = (240, 400);
+    let suffixes = [20, 1, 99, 7];
+    let x = noise(207 * width, 6);
+    let (all, _) = run(&x, 207, &AttentionLayout::prefix_suffixes(80, &suffixes), shape);
+    // The last row of every suffix, decoded together.
+    let (mut start, mut ranges, mut q, mut expected) = (80, Vec::new(), Vec::new(), Vec::new());
+    for (i, len) in suffixes.iter().enumerate() {
+        let end = start + len;
+        ranges.push(QueryRange { queries: i..i + 1, keys: vec![0..80, start..end], causal: false });
+        q.extend_from_slice(&x[(end - 1) * width..(end - 1) * width + q_width]);
+        expected.extend_from_slice(&all[(end - 1) * q_width..end * q_width]);
+        start = end;
+    }
+    let layout = AttentionLayout { ranges };
+    layout.validate(4, 207).unwrap();
+    let [k, v] = [240, 320].map(|col| Rows { data: &x, stride: width, col });
+    for only in [0..4, 2..3] {
+        let part = AttentionLayout { ranges: layout.ranges[only.clone()].to_vec() };
+        let mut out = vec![0.0; 4 * q_width];
+        attention::forward_decode(
+            &mut out,
+            Rows { data: &q, stride: q_width, col: 0 },
+            k,
+            v,
+            &part,
+            shape,
+            0.2,
+        );
+        let rows = only.start * q_width..only.end * q_width;
+        assert_eq!(out[rows.clone()], expected[rows]);
+    }
+}
+
+#[test]
+fn not_a_number_is_not_hidden() {
+    let shape = Shape { q_heads: 1, kv_heads: 1, head_dim: 8 };
+    let mut x = noise(5 * 24, 1);
+    x[2 * 24 + 8] = f32::NAN;
+    let (out, _) = run(&x, 5, &AttentionLayout::causal(5), shape);
+    assert!(out[..2 * 8].iter().all(|x| x.is_finite()));
+    assert!(out[2 * 8..].iter().all(|x| x.is_nan()));
+}
