@@ -1,1 +1,32 @@
-//! .
+//! What a run shows and leaves behind: `metrics.jsonl`, rollout logs, progress, one line per logging window, final tables.
+//!
+//! The training loop hands over names and numbers; nothing here knows what they mean beyond a handful of names that the
+//! one-line summary shows.
+//!
+//! ```text
+//! step ─► PhaseTimer ─► (name, value) ─┬─► RunDir: metrics.jsonl, rollouts/, skipped.jsonl   every step
+//!                                      └─► Window ─► Console                                 every logging window
+//! ```
+//!
+//! There is no tracker for TensorBoard or Weights & Biases: `metrics.jsonl` has one flat JSON object per step, which both
+//! import with a few lines.
+
+mod atomic;
+mod console;
+mod error;
+mod jsonl;
+mod phase;
+mod report;
+mod run_dir;
+mod window;
+
+pub use atomic::write_atomic;
+pub use console::{Console, Progress, summary_line};
+pub use error::Error;
+pub use phase::PhaseTimer;
+pub use report::{BeforeAfter, Report, sparkline};
+pub use run_dir::{Existing, FinishReason, Rollout, RunDir, Skipped};
+pub use window::Window;
+
+/// A metric's name and value; `None` if there was nothing to measure. Written as `null`, as are NaN and infinities.
+pub type Metric = (String, Option<f64>);

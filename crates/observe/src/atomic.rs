@@ -1,0 +1,115 @@
+//! Whole-file writes that a crash cannot leave half done.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use crate::Error;
+
+/// Writes a file so that after a crash at any moment the path holds either the old content or the new one, complete.
+///
+/// `write` fills a temporary file beside `path`, which is synced, renamed over `path`, and the directory synced. On an
+/// error the temporary file is removed and `path` is untouched. A second process writing the same path at the same time
+/// is not supported.
+///
+/// # Errors
+/// Any step that the operating system refuses, named with its path.
+pub fn write_atomic(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), Error> {
+    let Some(name) = path.file_name() else {
+        let source = io::Error::new(io::ErrorKind::InvalidInput, "the path names no file");
+        return Err(Error::io("write", path, source));
+    };
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(".tmp");
+    let temporary = path.with_file_name(hidden);
+
+    let fill = || -> io::Result<()> {
+        let mut file = BufWriter::new(File::create(&temporary)?);
+        write(&mut file)?;
+        file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+    };
+    let done = fill()
+        .map_err(|source| Error::io("write", path, source))
+        .and_then(|()| fs::rename(&temporary, path).map_err(|source| Error::io("replace", path, source)));
+    if done.is_err() {
+        // Best effort: the error that matters is the one above.
+        let _ = fs::remove_file(&temporary);
+        return done;
+    }
+    sync_directory(path)
+}
+
+/// Makes the rename itself survive a power cut.
+fn sync_directory(path: &Path) -> Result<(), Error> {
+    let parent = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    // Only Unix lets a directory be opened and synced.
+    if cfg!(unix) {
+        let sync = File::open(parent).and_then(|directory| directory.sync_all());
+        sync.map_err(|source| Error::io("sync", parent, source))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replaces_the_whole_file_and_leaves_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("config.yaml");
+        write_atomic(&path, |out| out.write_all(b"a longer first version")).unwrap();
+        write_atomic(&path, |out| out.write_all(b"second")).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "second");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_failed_write_keeps_the_old_content() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state.json");
+        write_atomic(&path, |out| out.write_all(b"old")).unwrap();
+        let error = write_atomic(&path, |out| {
+            out.write_all(b"half of the new")?;
+            Err(io::Error::from(io::ErrorKind::StorageFull))
+        })
+        .unwrap_err();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "old");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+        let message = error.to_string();
+        assert!(message.contains("state.json") && message.contains("free some space"), "{message}");
+    }
+
+    #[test]
+    fn a_leftover_of_a_killed_writer_is_no_obstacle() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state.json");
+        fs::write(directory.path().join(".state.json.tmp"), "torn and much longer than what follows")
+            .unwrap();
+        write_atomic(&path, |out| out.write_all(b"new")).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "new");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    /// Permission bits do not bind an administrator, so the refusal is also taken from a place nobody may write to.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_read_only_directory_is_named_with_a_remedy() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o555)).unwrap();
+        let path = directory.path().join("state.json");
+        if let Err(error) = write_atomic(&path, |out| out.write_all(b"x")) {
+            let message = error.to_string();
+            assert!(message.contains("state.json"), "{message}");
+            assert!(message.contains("an output directory that you may write to"), "{message}");
+        }
+        let error = write_atomic(Path::new("/proc/state.json"), |out| out.write_all(b"x")).unwrap_err();
+        assert!(error.to_string().starts_with("cannot write /proc/state.json: "), "{error}");
+    }
+}

@@ -1,0 +1,68 @@
+//! The one error type of this crate.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why a file of the run could not be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused.
+    #[error("cannot {action} {path}: {source}; {remedy}")]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On which file or directory.
+        path: PathBuf,
+        /// The answer of the operating system.
+        source: io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A value cannot be written as JSON.
+    #[error("cannot write a row of {path} as JSON: {source}")]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Which value.
+        source: serde_json::Error,
+    },
+    /// The output directory has the files of another run.
+    #[error(
+        "the output directory {path} already holds a run ({found}); resume it, name another directory, or ask for it \
+         to be overwritten"
+    )]
+    Occupied {
+        /// The output directory.
+        path: PathBuf,
+        /// A file of the other run.
+        found: String,
+    },
+    /// A line in the middle of a log is damaged. A torn last line is expected after a crash and no error.
+    #[error(
+        "{path}:{line}: {reason}; the file was changed or damaged after it was written, repair or remove that line"
+    )]
+    Damaged {
+        /// The log.
+        path: PathBuf,
+        /// Line number from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+impl Error {
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        let remedy = match source.kind() {
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                "choose an output directory that you may write to"
+            }
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space on that disk",
+            io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
+                "a file stands where a directory should be; move it or choose another output directory"
+            }
+            _ => "check the path and the disk",
+        };
+        Self::Io { action, path: path.to_owned(), source, remedy }
+    }
+}

@@ -1,0 +1,138 @@
+//! Append-only files with one JSON object per line.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, write_atomic};
+
+/// An open log. Each call appends its lines with one write, so a crash can tear only the last line.
+#[derive(Debug)]
+pub(crate) struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// Opens a log for appending, creating it if it is missing.
+    pub(crate) fn open(path: &Path) -> Result<Self, Error> {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = file.map_err(|source| Error::io("open", path, source))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    pub(crate) fn append<T: Serialize>(&mut self, rows: impl IntoIterator<Item = T>) -> Result<(), Error> {
+        let mut lines = Vec::new();
+        for row in rows {
+            serde_json::to_writer(&mut lines, &row)
+                .map_err(|source| Error::Json { path: self.path.clone(), source })?;
+            lines.push(b'\n');
+        }
+        self.file.write_all(&lines).map_err(|source| Error::io("append to", &self.path, source))
+    }
+
+    /// Waits until what was appended is on disk.
+    pub(crate) fn sync(&self) -> Result<(), Error> {
+        self.file.sync_data().map_err(|source| Error::io("sync", &self.path, source))
+    }
+}
+
+/// The one field that every log line has. Any further field is left as it is.
+#[derive(Deserialize)]
+struct Stamp {
+    step: u64,
+}
+
+/// Drops the lines of steps after `last_step` and a torn last line; kept lines stay byte for byte. A missing file is
+/// an empty one.
+pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
+    let reader = match File::open(path) {
+        Ok(file) => BufReader::new(file),
+        Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(source) => return Err(Error::io("read", path, source)),
+    };
+    // Lines are checked and copied one at a time: a long run's log need not fit in memory.
+    let mut damaged = None;
+    let result = write_atomic(path, |out| copy_until(reader, last_step, out, &mut damaged));
+    match damaged {
+        Some((line, reason)) => Err(Error::Damaged { path: path.to_owned(), line, reason }),
+        None => result,
+    }
+}
+
+fn copy_until(
+    mut reader: impl BufRead,
+    last_step: u64,
+    out: &mut dyn Write,
+    damaged: &mut Option<(usize, String)>,
+) -> io::Result<()> {
+    let mut line = Vec::new();
+    let mut number = 0;
+    loop {
+        line.clear();
+        reader.read_until(b'\n', &mut line)?;
+        number += 1;
+        // No newline: the end, or a line that was being written when the process died.
+        if line.last() != Some(&b'\n') {
+            return Ok(());
+        }
+        match serde_json::from_slice::<Stamp>(&line) {
+            Ok(stamp) if stamp.step <= last_step => out.write_all(&line)?,
+            Ok(_) => {}
+            Err(error) => {
+                *damaged = Some((number, error.to_string()));
+                return Err(io::Error::from(io::ErrorKind::InvalidData));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn truncated(content: &str, last_step: u64) -> Result<String, Error> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        fs::write(&path, content).unwrap();
+        truncate_after(&path, last_step)?;
+        Ok(fs::read_to_string(&path).unwrap())
+    }
+
+    #[test]
+    fn rows_after_the_checkpoint_go_and_the_others_stay_verbatim() {
+        let rows =
+            "{\"step\":1,\"loss\":0.10}\n{\"step\": 2}\n{\"eval_reward\":1,\"step\":2}\n{\"step\":3}\n";
+        assert_eq!(truncated(rows, 2).unwrap(), &rows[..rows.len() - "{\"step\":3}\n".len()]);
+        assert_eq!(truncated(rows, 0).unwrap(), "");
+        assert_eq!(truncated(rows, 9).unwrap(), rows);
+    }
+
+    #[test]
+    fn a_torn_last_line_is_dropped_even_if_it_parses() {
+        assert_eq!(truncated("{\"step\":1}\n{\"step\":2,\"lo", 5).unwrap(), "{\"step\":1}\n");
+        // Cut between the brace and the newline: appending to it would join two rows.
+        assert_eq!(truncated("{\"step\":1}\n{\"step\":2}", 5).unwrap(), "{\"step\":1}\n");
+        assert_eq!(truncated("{\"st", 5).unwrap(), "");
+    }
+
+    #[test]
+    fn damage_in_the_middle_is_an_error_and_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let content = "{\"step\":1}\nnot json\n{\"step\":3}\n";
+        fs::write(&path, content).unwrap();
+        let error = truncate_after(&path, 5).unwrap_err();
+        assert!(matches!(&error, Error::Damaged { line: 2, .. }), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), content);
+    }
+
+    #[test]
+    fn a_missing_log_is_empty() {
+        truncate_after(Path::new("/nowhere/metrics.jsonl"), 5).unwrap();
+    }
+}

@@ -1,0 +1,74 @@
+//! Where a step's time goes.
+
+use std::time::{Duration, Instant};
+
+use crate::Metric;
+
+/// Splits the wall time of a step into named phases that add up to it.
+///
+/// One phase is active at a time, from its [`PhaseTimer::enter`] to the next; entering a name again adds to it. The
+/// clock is the caller's, so tests need no sleep.
+#[derive(Debug, Clone)]
+pub struct PhaseTimer {
+    started: Instant,
+    switched: Instant,
+    current: Option<usize>,
+    phases: Vec<(&'static str, Duration)>,
+}
+
+impl PhaseTimer {
+    /// Starts a step. Time before the first [`PhaseTimer::enter`] counts in `step_time` but in no phase.
+    #[must_use]
+    pub fn start(now: Instant) -> Self {
+        Self { started: now, switched: now, current: None, phases: Vec::new() }
+    }
+
+    /// Ends the active phase and begins another.
+    pub fn enter(&mut self, phase: &'static str, now: Instant) {
+        self.leave(now);
+        let at = self.phases.iter().position(|(name, _)| *name == phase).unwrap_or_else(|| {
+            self.phases.push((phase, Duration::ZERO));
+            self.phases.len() - 1
+        });
+        self.current = Some(at);
+    }
+
+    /// Ends the active phase; what follows counts in no phase.
+    pub fn leave(&mut self, now: Instant) {
+        if let Some(at) = self.current.take() {
+            self.phases[at].1 += now.saturating_duration_since(self.switched);
+        }
+        self.switched = now;
+    }
+
+    /// Ends the step: `step_time` and `time/<phase>` in the order of first entry, in seconds.
+    #[must_use]
+    pub fn finish(mut self, now: Instant) -> Vec<Metric> {
+        self.leave(now);
+        let total = now.saturating_duration_since(self.started);
+        let phases =
+            self.phases.iter().map(|(name, time)| (format!("time/{name}"), Some(time.as_secs_f64())));
+        std::iter::once(("step_time".to_owned(), Some(total.as_secs_f64()))).chain(phases).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phases_add_up_to_the_step() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut timer = PhaseTimer::start(at(0));
+        timer.enter("rollout", at(0));
+        timer.enter("reward", at(500));
+        timer.enter("rollout", at(625));
+        timer.leave(at(750));
+        timer.enter("update", at(1000));
+        let expected =
+            [("step_time", 2.0), ("time/rollout", 0.625), ("time/reward", 0.125), ("time/update", 1.0)];
+        let expected: Vec<Metric> = expected.map(|(name, secs)| (name.to_owned(), Some(secs))).into();
+        assert_eq!(timer.finish(at(2000)), expected);
+    }
+}

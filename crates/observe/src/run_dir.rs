@@ -1,0 +1,341 @@
+//! The logs in a run's output directory.
+//!
+//! | file | one line per | written |
+//! |---|---|---|
+//! | `metrics.jsonl` | optimizer step, or evaluation | when the step is done |
+//! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
+//! | `skipped.jsonl` | dataset row that was not used | when it is found |
+//!
+//! Every line has `step`, so that a resumed run can cut all three back to its checkpoint.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::jsonl::{JsonLines, truncate_after};
+use crate::{Error, Metric};
+
+const METRICS: &str = "metrics.jsonl";
+const SKIPPED: &str = "skipped.jsonl";
+const ROLLOUTS: &str = "rollouts";
+
+/// What to do with the logs of an earlier run in the same directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Existing {
+    /// They are an error unless they are empty.
+    Refuse,
+    /// Remove them. Only the files named in this module's table are touched.
+    Replace,
+    /// Continue them behind this step and drop what was written after it.
+    ResumeAfter(u64),
+}
+
+/// Why a completion ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// It emitted a stop token or stop string.
+    Stop,
+    /// It reached the length limit.
+    Length,
+}
+
+/// One completion with its scores.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Rollout {
+    /// Position in the training data, in epochs.
+    pub epoch: f64,
+    /// The dataset row.
+    pub id: String,
+    /// Index of the prompt within the step.
+    pub group: usize,
+    /// Index of the completion within its group.
+    pub sample: usize,
+    /// The rendered prompt.
+    pub prompt: String,
+    /// The sampled text.
+    pub completion: String,
+    /// The row's solution as the dataset gives it.
+    pub solution: Option<Value>,
+    /// Value of each reward function, unweighted; `None` where it does not apply.
+    pub rewards: BTreeMap<String, Option<f64>>,
+    /// Weighted total; `None` if no reward applied.
+    pub reward: Option<f64>,
+    /// Advantage used in the loss.
+    pub advantage: f64,
+    /// Tokens of the completion, the stop token included.
+    pub length: usize,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Paths of the prompt's media, in order.
+    pub media: Vec<String>,
+}
+
+/// A dataset row that was not used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skipped {
+    /// Step at which it was found; 0 before the first.
+    pub step: u64,
+    /// The dataset row.
+    pub id: String,
+    /// Why.
+    pub reason: String,
+    /// The row that took its place, if one did.
+    pub replaced_by: Option<String>,
+}
+
+#[derive(Serialize)]
+struct RolloutLine<'a> {
+    step: u64,
+    timestamp: &'a str,
+    #[serde(flatten)]
+    rollout: &'a Rollout,
+}
+
+/// The open logs of a run.
+#[derive(Debug)]
+pub struct RunDir {
+    root: PathBuf,
+    metrics: JsonLines,
+    skipped: JsonLines,
+}
+
+impl RunDir {
+    /// Creates or opens the output directory and its logs.
+    ///
+    /// # Errors
+    /// The directory cannot be written, holds another run ([`Existing::Refuse`]), or a log to be continued is damaged
+    /// before its last line.
+    pub fn open(root: &Path, existing: Existing) -> Result<Self, Error> {
+        let rollouts = root.join(ROLLOUTS);
+        fs::create_dir_all(&rollouts).map_err(|source| Error::io("create the directory", root, source))?;
+        let (metrics, skipped) = (root.join(METRICS), root.join(SKIPPED));
+        let logged = rollout_files(&rollouts)?;
+        match existing {
+            Existing::Refuse => {
+                // A run that failed before its first step leaves empty logs, which are nobody's loss.
+                let filled = |path: &Path| fs::metadata(path).is_ok_and(|meta| meta.len() > 0);
+                let found = [&metrics, &skipped].into_iter().find(|path| filled(path));
+                if let Some(found) = found.or_else(|| logged.first().map(|(_, path)| path)) {
+                    let found = found.strip_prefix(root).unwrap_or(found).display().to_string();
+                    return Err(Error::Occupied { path: root.to_owned(), found });
+                }
+            }
+            Existing::Replace => {
+                for path in [&metrics, &skipped].into_iter().chain(logged.iter().map(|(_, path)| path)) {
+                    remove(path)?;
+                }
+            }
+            Existing::ResumeAfter(step) => {
+                truncate_after(&metrics, step)?;
+                truncate_after(&skipped, step)?;
+                for (_, path) in logged.iter().filter(|(logged, _)| *logged > step) {
+                    remove(path)?;
+                }
+            }
+        }
+        Ok(Self {
+            metrics: JsonLines::open(&metrics)?,
+            skipped: JsonLines::open(&skipped)?,
+            root: root.to_owned(),
+        })
+    }
+
+    /// The output directory.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Appends one row to `metrics.jsonl`. An evaluation that belongs to a checkpoint's step is to be appended before
+    /// that checkpoint is made visible: resuming keeps all rows of its step and does not repeat them. Of a name that comes twice the later value stays.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append_metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<(), Error> {
+        let mut row = Map::new();
+        row.insert("step".to_owned(), step.into());
+        row.insert("epoch".to_owned(), epoch.into());
+        for (name, value) in metrics {
+            row.insert(name.clone(), (*value).into());
+        }
+        self.metrics.append([Value::Object(row)])
+    }
+
+    /// Appends completions to the step's rollout log.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append_rollouts(
+        &self,
+        step: u64,
+        rollouts: &[Rollout],
+        now: jiff::Timestamp,
+    ) -> Result<(), Error> {
+        let timestamp = now.to_string();
+        let path = self.root.join(ROLLOUTS).join(format!("step-{step:06}.jsonl"));
+        let lines = rollouts.iter().map(|rollout| RolloutLine { step, timestamp: &timestamp, rollout });
+        JsonLines::open(&path)?.append(lines)
+    }
+
+    /// Appends a row to `skipped.jsonl`.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append_skipped(&mut self, skipped: &Skipped) -> Result<(), Error> {
+        self.skipped.append([skipped])
+    }
+
+    /// Waits until the metrics and skipped rows are on disk. To be called before a checkpoint is made visible, so that
+    /// a resumed run finds every row up to it.
+    ///
+    /// # Errors
+    /// The disk reports that it could not keep them.
+    pub fn sync(&self) -> Result<(), Error> {
+        self.metrics.sync()?;
+        self.skipped.sync()
+    }
+}
+
+/// The rollout logs in a directory, with their steps, in order. Other files are none of ours.
+fn rollout_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
+    let read = |source| Error::io("read the directory", directory, source);
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).map_err(read)? {
+        let path = entry.map_err(read)?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        let step = name.and_then(|name| name.strip_prefix("step-")?.strip_suffix(".jsonl")?.parse().ok());
+        if let Some(step) = step {
+            files.push((step, path));
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn remove(path: &Path) -> Result<(), Error> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, source)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metric(name: &str, value: f64) -> Metric {
+        (name.to_owned(), Some(value))
+    }
+
+    fn rollout(sample: usize) -> Rollout {
+        Rollout {
+            epoch: 0.25,
+            id: "row-7".to_owned(),
+            group: 0,
+            sample,
+            prompt: "What?\n".to_owned(),
+            completion: "<answer>(B)</answer>".to_owned(),
+            solution: Some(Value::from("B")),
+            rewards: BTreeMap::from([("accuracy".to_owned(), Some(1.0)), ("judge".to_owned(), None)]),
+            reward: Some(1.0),
+            advantage: 0.5,
+            length: 9,
+            finish_reason: FinishReason::Stop,
+            media: vec!["a.png".to_owned()],
+        }
+    }
+
+    fn read(run: &RunDir, name: &str) -> String {
+        fs::read_to_string(run.root().join(name)).unwrap()
+    }
+
+    #[test]
+    fn rows_have_step_first_and_null_for_what_json_cannot_say() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        let metrics = [metric("loss", 0.1), metric("reward", f64::NAN), ("kl".to_owned(), None)];
+        run.append_metrics(3, 0.5, &metrics).unwrap();
+        let line = "{\"step\":3,\"epoch\":0.5,\"loss\":0.1,\"reward\":null,\"kl\":null}\n";
+        assert_eq!(read(&run, METRICS), line, "on disk without any further call");
+    }
+
+    #[test]
+    fn rollout_lines_carry_every_field() {
+        let directory = tempfile::tempdir().unwrap();
+        let run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        let now = jiff::Timestamp::from_second(1_700_000_000).unwrap();
+        run.append_rollouts(12, &[rollout(0)], now).unwrap();
+        run.append_rollouts(12, &[rollout(1), rollout(2)], now).unwrap();
+        let log = read(&run, "rollouts/step-000012.jsonl");
+        assert_eq!(log.lines().count(), 3);
+        let expected = concat!(
+            r#"{"step":12,"timestamp":"2023-11-14T22:13:20Z","epoch":0.25,"id":"row-7","group":0,"sample":0,"#,
+            r#""prompt":"What?\n","completion":"<answer>(B)</answer>","solution":"B","#,
+            r#""rewards":{"accuracy":1.0,"judge":null},"reward":1.0,"advantage":0.5,"length":9,"#,
+            r#""finish_reason":"stop","media":["a.png"]}"#
+        );
+        assert_eq!(log.lines().next().unwrap(), expected);
+        let back: Rollout = serde_json::from_str(log.lines().nth(2).unwrap()).unwrap();
+        assert_eq!(back, rollout(2));
+    }
+
+    #[test]
+    fn resuming_cuts_every_log_back_to_the_checkpoint() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        for step in 1..=5 {
+            run.append_rollouts(step, &[rollout(0)], jiff::Timestamp::UNIX_EPOCH).unwrap();
+            let skipped =
+                Skipped { step, id: format!("row-{step}"), reason: "torn".into(), replaced_by: None };
+            run.append_skipped(&skipped).unwrap();
+            run.append_metrics(step, 0.0, &[metric("loss", step as f64)]).unwrap();
+        }
+        run.sync().unwrap();
+        let (metrics, skipped) = (read(&run, METRICS), read(&run, SKIPPED));
+        drop(run);
+        fs::write(directory.path().join("rollouts/notes.txt"), "mine").unwrap();
+        fs::write(directory.path().join(METRICS), format!("{metrics}{{\"step\":6,\"lo")).unwrap();
+
+        let mut run = RunDir::open(directory.path(), Existing::ResumeAfter(3)).unwrap();
+        let first = |text: &str, lines: usize| text.split_inclusive('\n').take(lines).collect::<String>();
+        assert_eq!(read(&run, METRICS), first(&metrics, 3));
+        assert_eq!(read(&run, SKIPPED), first(&skipped, 3));
+        let steps: Vec<u64> =
+            rollout_files(&run.root().join(ROLLOUTS)).unwrap().iter().map(|(step, _)| *step).collect();
+        assert_eq!(steps, [1, 2, 3]);
+        assert!(run.root().join("rollouts/notes.txt").exists());
+        // The same steps again leave the same bytes as an uninterrupted run.
+        for step in 4..=5 {
+            run.append_metrics(step, 0.0, &[metric("loss", step as f64)]).unwrap();
+        }
+        assert_eq!(read(&run, METRICS), metrics);
+    }
+
+    #[test]
+    fn another_run_is_refused_or_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(RunDir::open(directory.path(), Existing::Refuse).unwrap());
+        let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        run.append_metrics(1, 0.0, &[]).unwrap();
+        fs::write(directory.path().join("config.yaml"), "kept").unwrap();
+        let error = RunDir::open(directory.path(), Existing::Refuse).unwrap_err();
+        assert!(error.to_string().contains("already holds a run (metrics.jsonl)"), "{error}");
+        let run = RunDir::open(directory.path(), Existing::Replace).unwrap();
+        assert_eq!(read(&run, METRICS), "");
+        assert_eq!(read(&run, "config.yaml"), "kept");
+    }
+
+    #[test]
+    fn a_file_in_place_of_the_directory_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run");
+        fs::write(&path, "").unwrap();
+        let error = RunDir::open(&path, Existing::Refuse).unwrap_err().to_string();
+        assert!(error.contains("a file stands where a directory should be"), "{error}");
+    }
+}
