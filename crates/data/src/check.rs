@@ -4,7 +4,7 @@
 //! parallel, remembers what it learned of each file, and collects. Results do not depend on the number of threads.
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dataset::Dataset;
 use crate::error::DataError;
-use crate::output::write_atomically;
+use crate::output::Output;
 use crate::sample::{MediumRef, MediumSource, Sample};
 use crate::{MediumKind, Origin};
 
@@ -310,13 +310,11 @@ impl Cache {
     fn save(self) -> Result<(), DataError> {
         let Some(path) = self.file else { return Ok(()) };
         let known = self.known.into_inner().unwrap_or_else(PoisonError::into_inner);
-        write_atomically(&path, |out| {
-            for (key, info) in known {
-                serde_json::to_writer(&mut *out, &Line { key, info })?;
-                out.write_all(b"\n")?;
-            }
-            Ok(())
-        })
+        let mut out = Output::create(&path)?;
+        for (key, info) in known {
+            out.line(&Line { key, info })?;
+        }
+        out.finish()
     }
 }
 

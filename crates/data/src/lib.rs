@@ -4,7 +4,7 @@
 //! - [`Dataset`]: an index over the files; [`Dataset::get`] reads one row of any format in [`FORMATS`].
 //! - [`Order`]: which row comes next; the same after a resume.
 //! - [`check`]: the whole dataset and every medium's header before training begins.
-//! - [`convert_vivqa_x`]: a published dataset into rows.
+//! - [`convert_vivqa_x`], and `convert_parquet` with the feature `parquet`: published datasets into rows.
 //!
 //! A row that cannot be used is a [`RowError`] of that row. Paths never leave their [`Roots`].
 
@@ -14,6 +14,8 @@ mod error;
 mod formats;
 mod order;
 mod output;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod question;
 mod registry;
 mod roots;
@@ -28,6 +30,8 @@ pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};
 pub use order::{Order, OrderError, OrderState, split};
+#[cfg(feature = "parquet")]
+pub use parquet::convert_parquet;
 pub use question::{QUESTION_TEMPLATES, QuestionTemplate};
 pub use registry::{DatasetSpec, Registry};
 pub use roots::Roots;

@@ -1,32 +1,58 @@
 //! Files that are there whole or not at all.
 
 use std::fs::File;
-use std::io::BufWriter;
-use std::path::Path;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
 
 use crate::error::DataError;
 
-/// Writes `path` by way of a temporary file beside it. Missing folders are made.
-pub(crate) fn write_atomically(
-    path: &Path,
-    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
-) -> Result<(), DataError> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.tmp", std::process::id()));
-    let temporary = path.with_file_name(name);
-    let folder = path.parent().filter(|folder| *folder != Path::new(""));
-    let attempt = || {
-        if let Some(folder) = folder {
-            std::fs::create_dir_all(folder)?;
+/// A file being written under a temporary name beside its place. Dropped before [`Output::finish`], it leaves nothing.
+pub(crate) struct Output {
+    path: PathBuf,
+    temporary: PathBuf,
+    out: BufWriter<File>,
+}
+
+impl Output {
+    /// Missing folders are made.
+    pub(crate) fn create(path: &Path) -> Result<Self, DataError> {
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".{}.tmp", std::process::id()));
+        let temporary = path.with_file_name(name);
+        if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
+            std::fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
         }
-        let mut out = BufWriter::new(File::create(&temporary)?);
-        write(&mut out)?;
-        out.into_inner()?.sync_all()?;
-        std::fs::rename(&temporary, path)
-    };
-    attempt().map_err(|error| {
-        // Best effort: the error above is the one to report.
-        let _ = std::fs::remove_file(&temporary);
-        DataError::io("write", path)(error)
-    })
+        let file = File::create(&temporary).map_err(DataError::io("write", path))?;
+        Ok(Self { path: path.to_owned(), temporary, out: BufWriter::new(file) })
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+        self.out.write_all(bytes).map_err(DataError::io("write", &self.path))
+    }
+
+    /// One value as a line of JSON.
+    pub(crate) fn line(&mut self, value: &impl Serialize) -> Result<(), DataError> {
+        serde_json::to_writer(&mut self.out, value)
+            .map_err(std::io::Error::from)
+            .map_err(DataError::io("write", &self.path))?;
+        self.bytes(b"\n")
+    }
+
+    /// Puts the file in its place.
+    pub(crate) fn finish(mut self) -> Result<(), DataError> {
+        self.out
+            .flush()
+            .and_then(|()| self.out.get_ref().sync_all())
+            .and_then(|()| std::fs::rename(&self.temporary, &self.path))
+            .map_err(DataError::io("write", &self.path))
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        // Already renamed after `finish`; otherwise best effort.
+        let _ = std::fs::remove_file(&self.temporary);
+    }
 }

@@ -9,14 +9,13 @@
 //! compares with references needs them all; and items that are dropped are reported. As there, ids are 1-based positions in the source
 //! list, so that a dropped item leaves a gap.
 
-use std::io::Write;
 use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::error::DataError;
-use crate::output::write_atomically;
+use crate::output::Output;
 use crate::rows::RowFile;
 
 /// What [`convert_vivqa_x`] did.
@@ -56,21 +55,24 @@ struct Item {
 pub fn convert_vivqa_x(input: &Path, output: &Path) -> Result<Conversion, DataError> {
     let items = RowFile::open(input)?;
     let mut conversion = Conversion { num_written: 0, dropped: Vec::new() };
-    let empty = || DataError::Empty { files: input.display().to_string() };
-    write_atomically(output, |out| {
-        for position in 0..items.len() {
-            let id = position + 1;
-            match line(&items, position) {
-                Ok(line) => {
-                    serde_json::to_writer(&mut *out, &line)?;
-                    out.write_all(b"\n")?;
-                    conversion.num_written += 1;
-                }
-                Err(reason) => conversion.dropped.push((id, reason)),
+    let mut out = Output::create(output)?;
+    for position in 0..items.len() {
+        match line(&items, position) {
+            Ok(line) => {
+                out.line(&line)?;
+                conversion.num_written += 1;
             }
+            Err(reason) => conversion.dropped.push((position + 1, reason)),
         }
-        if conversion.num_written == 0 { Err(std::io::Error::other(empty().to_string())) } else { Ok(()) }
-    })?;
+    }
+    if conversion.num_written == 0 {
+        let reason = conversion
+            .dropped
+            .first()
+            .map_or_else(String::new, |(_, reason)| format!(" (the first item: {reason})"));
+        return Err(DataError::Empty { files: format!("{}{reason}", input.display()) });
+    }
+    out.finish()?;
     Ok(conversion)
 }
 
@@ -156,7 +158,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (input, output) = (folder.path().join("in.json"), folder.path().join("out.jsonl"));
         std::fs::write(&input, "[{\"question\": \"q\"}]").unwrap();
-        assert!(convert_vivqa_x(&input, &output).is_err());
+        let message = convert_vivqa_x(&input, &output).unwrap_err().to_string();
+        assert!(message.contains("missing field") && message.contains("in.json"), "{message}");
         let left: Vec<_> =
             std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["in.json"]);

@@ -1,0 +1,212 @@
+//! Hugging Face parquet files → JSON lines with media files beside them (feature `parquet`).
+//!
+//! Datasets on the hub keep media inside the table, as `{bytes, path}` (the columns `Image`, `Video` and `Audio` of
+//! the `datasets` library) or as plain bytes. Training reads rows in random order and media by path, so the table is
+//! written out once: every run of bytes becomes a file named by its content, and the row refers to it. Values without
+//! bytes keep their path. Times, dates and decimals become text.
+//!
+//! Refused: types the reader does not know; encrypted files.
+
+use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use ::parquet::file::reader::{FileReader, SerializedFileReader};
+use ::parquet::record::{Field, Row};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use crate::error::DataError;
+use crate::output::Output;
+
+/// Writes the rows of a parquet file to `output` (JSON lines) and its media to the folder `<output's stem>_media`
+/// beside it. Returns the number of rows. `output` is there whole or not at all.
+///
+/// # Errors
+/// A file that is no parquet or uses an unknown type or compression, no rows, or a place that cannot be written.
+pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
+    let unreadable = |problem: String| DataError::Syntax {
+        path: input.to_owned(),
+        line: 0,
+        problem: format!("cannot read this parquet file: {problem}"),
+    };
+    let file = File::open(input).map_err(DataError::io("open", input))?;
+    let mut stem = output.file_stem().unwrap_or_default().to_owned();
+    stem.push("_media");
+    let media = Media { folder: output.with_file_name(&stem), name: stem.to_string_lossy().into_owned() };
+
+    let mut out = Output::create(output)?;
+    let copy = || -> Result<u64, DataError> {
+        let mut num_rows = 0;
+        let reader = SerializedFileReader::new(file).map_err(|error| unreadable(error.to_string()))?;
+        for row in reader.get_row_iter(None).map_err(|error| unreadable(error.to_string()))? {
+            out.line(&media.row(&row.map_err(|error| unreadable(error.to_string()))?)?)?;
+            num_rows += 1;
+        }
+        Ok(num_rows)
+    };
+    // The reader panics on types it does not know and on some damaged files.
+    let num_rows = catch_unwind(AssertUnwindSafe(copy))
+        .unwrap_or_else(|_| Err(unreadable("a type the reader does not know, or damage".to_owned())))?;
+    if num_rows == 0 {
+        return Err(DataError::Empty { files: input.display().to_string() });
+    }
+    out.finish()?;
+    Ok(num_rows)
+}
+
+struct Media {
+    folder: std::path::PathBuf,
+    /// The folder as rows name it.
+    name: String,
+}
+
+impl Media {
+    fn row(&self, row: &Row) -> Result<Value, DataError> {
+        let columns = row.get_column_iter().map(|(name, field)| Ok((name.clone(), self.value(field)?)));
+        Ok(Value::Object(columns.collect::<Result<Map<_, _>, _>>()?))
+    }
+
+    fn value(&self, field: &Field) -> Result<Value, DataError> {
+        Ok(match field {
+            Field::Null => Value::Null,
+            Field::Bool(value) => (*value).into(),
+            Field::Byte(value) => (*value).into(),
+            Field::Short(value) => (*value).into(),
+            Field::Int(value) => (*value).into(),
+            Field::Long(value) => (*value).into(),
+            Field::UByte(value) => (*value).into(),
+            Field::UShort(value) => (*value).into(),
+            Field::UInt(value) => (*value).into(),
+            Field::ULong(value) => (*value).into(),
+            Field::Float(value) => (*value).into(),
+            Field::Double(value) => (*value).into(),
+            Field::Str(text) => text.as_str().into(),
+            Field::Bytes(bytes) => self.write(bytes.data(), None)?,
+            Field::Group(row) => match embedded(row) {
+                Some((Some(bytes), path)) => self.write(bytes, path)?,
+                Some((None, path)) => path.into(),
+                None => self.row(row)?,
+            },
+            Field::ListInternal(list) => {
+                Value::Array(list.elements().iter().map(|field| self.value(field)).collect::<Result<_, _>>()?)
+            }
+            Field::MapInternal(map) => {
+                let entry = |(key, value): &(Field, Field)| Ok((text(key), self.value(value)?));
+                Value::Object(map.entries().iter().map(entry).collect::<Result<Map<_, _>, _>>()?)
+            }
+            other => text(other).into(),
+        })
+    }
+
+    /// Writes a medium once and returns its path as rows name it.
+    fn write(&self, bytes: &[u8], path: Option<&str>) -> Result<Value, DataError> {
+        let hash: String = Sha256::digest(bytes).iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+        let name = format!("{hash}.{}", extension(bytes, path));
+        let file = self.folder.join(&name);
+        if !file.exists() {
+            let mut out = Output::create(&file)?;
+            out.bytes(bytes)?;
+            out.finish()?;
+        }
+        Ok(format!("{}/{name}", self.name).into())
+    }
+}
+
+fn text(field: &Field) -> String {
+    match field {
+        // Printed with quotes otherwise.
+        Field::Str(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// `{bytes, path}` of the `datasets` library.
+fn embedded(row: &Row) -> Option<(Option<&[u8]>, Option<&str>)> {
+    let (mut bytes, mut path, mut has_bytes) = (None, None, false);
+    for (name, field) in row.get_column_iter() {
+        match (name.as_str(), field) {
+            ("bytes", Field::Bytes(data)) => (bytes, has_bytes) = (Some(data.data()), true),
+            ("bytes", Field::Null) => has_bytes = true,
+            ("path", Field::Str(text)) => path = Some(text.as_str()),
+            ("path", Field::Null) => {}
+            _ => return None,
+        }
+    }
+    has_bytes.then_some((bytes, path))
+}
+
+/// The recorded name's ending if it is a plain one, else by content.
+fn extension<'a>(bytes: &[u8], path: Option<&'a str>) -> &'a str {
+    let named = path.and_then(|path| Path::new(path).extension()?.to_str());
+    let plain =
+        |text: &&str| (1..=5).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    if let Some(named) = named.filter(plain) {
+        return named;
+    }
+    match bytes {
+        [0x89, b'P', b'N', b'G', ..] => "png",
+        [0xff, 0xd8, 0xff, ..] => "jpg",
+        [b'G', b'I', b'F', b'8', ..] => "gif",
+        [b'B', b'M', ..] => "bmp",
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => "webp",
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'A', b'V', b'E', ..] => "wav",
+        [b'f', b'L', b'a', b'C', ..] => "flac",
+        [_, _, _, _, b'f', b't', b'y', b'p', ..] => "mp4",
+        _ => "bin",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dataset, DatasetSpec, MediumSource, ReadOptions, Roots};
+
+    /// Written by `tests/data/make_parquet.py` with the `datasets` library.
+    const TABLE: &[u8] = include_bytes!("../tests/data/hub.parquet");
+
+    #[test]
+    fn a_hub_table_becomes_rows_and_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, output) = (folder.path().join("t.parquet"), folder.path().join("out/train.jsonl"));
+        std::fs::write(&input, TABLE).unwrap();
+        assert_eq!(convert_parquet(&input, &output).unwrap(), 3);
+        std::fs::write(folder.path().join("out/kept.png"), "x").unwrap();
+        let spec = DatasetSpec::file(&output, Roots::default());
+        let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
+        let samples: Vec<_> = (0..3).map(|row| dataset.get(row).unwrap()).collect();
+        assert_eq!(samples[0].question(), "Màu gì?");
+        assert_eq!(samples[0].solution.as_deref(), Some("<answer>red</answer>"));
+        assert_eq!(samples[0].columns["scores"], serde_json::json!([0.5, 1.5]));
+        assert_eq!(samples[0].columns["level"], 3);
+        let images: Vec<_> = samples
+            .iter()
+            .flat_map(|sample| &sample.media)
+            .map(|medium| match &medium.source {
+                MediumSource::Path(path) => std::fs::read(path).unwrap(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        // Row 0: two images, of which row 1 repeats one; row 2: one by path.
+        assert_eq!(images.len(), 4);
+        assert!(images[0].starts_with(b"\x89PNG") && images[0] == images[2] && images[0] != images[1]);
+        assert_eq!(images[3], b"x");
+        assert_eq!(std::fs::read_dir(folder.path().join("out/train_media")).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn other_files_are_errors_and_leave_no_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, output) = (folder.path().join("t.parquet"), folder.path().join("train.jsonl"));
+        let mut cut = TABLE.to_vec();
+        cut.truncate(TABLE.len() / 2);
+        let mut damaged = TABLE.to_vec();
+        damaged[10..60].fill(0xff);
+        for bytes in [b"no parquet".to_vec(), cut, damaged] {
+            std::fs::write(&input, bytes).unwrap();
+            let message = convert_parquet(&input, &output).unwrap_err().to_string();
+            assert!(message.contains("t.parquet") && message.contains("parquet file"), "{message}");
+            assert!(!output.exists());
+        }
+    }
+}
