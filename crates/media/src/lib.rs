@@ -5,6 +5,8 @@
 //!
 //! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
 //! * [`resize_bicubic`]: Pillow's resize, bit for bit.
+//! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
+//! * [`FrameSampling`], [`PixelBudget`]: which frames, and how large.
 //! * [`qwen_vl`]: resizing rule, normalisation and patch order of Qwen2-VL and Qwen2.5-VL.
 
 mod error;
@@ -12,8 +14,14 @@ mod image;
 mod limits;
 pub mod qwen_vl;
 mod resize;
+mod sampling;
+mod video;
 
 pub use crate::error::MediaError;
 pub use crate::image::{ImageInfo, Rgb8Image, load_image, load_image_bytes, probe_image};
 pub use crate::limits::Limits;
 pub use crate::resize::{resize_bicubic, resize_lanczos};
+pub use crate::sampling::{FrameChoice, FrameSampling, PixelBudget, QwenSampling, segment_indices};
+pub use crate::video::{
+    FrameSize, LISTED_FPS, VideoFrames, VideoInfo, VideoRequest, VideoSource, decode_video, probe_video,
+};

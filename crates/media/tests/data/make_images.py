@@ -11,9 +11,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 HERE = Path(__file__).parent
 
@@ -127,5 +129,35 @@ for row in [
     (21, 96, 64, 3, {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}),
 ]:
     golden["patches"].append(patches(*row[:4], **row[4]))
+
+# Animations, frame by frame.
+golden["animations"] = []
+for name in ["animated.gif", "animated_lossless.webp"]:
+    image = Image.open(HERE / name)
+    rows = []
+    for i in range(image.n_frames):
+        image.seek(i)
+        rows.append(sha(convert_to_rgb(image, return_numpy=True)))
+    golden["animations"].append(dict(name=name, frames=rows))
+
+# The video processor: exact where no resizing is needed; otherwise its levels, to compare with a tolerance.
+def video(seed, t, h, w, **options):
+    frames = torch.from_numpy(noise(seed, t, h, w, 3)).permute(0, 3, 1, 2)
+    processor = Qwen2VLVideoProcessor(cap_pixels_per_frame=False, **options)
+    out = processor(videos=[frames], return_tensors="pt")
+    rows = out["pixel_values_videos"].numpy().astype("<f4")
+    row = dict(seed=seed, t=t, h=h, w=w, options=options, grid=out["video_grid_thw"][0].tolist(), sha256=sha(rows))
+    if h % 28 or w % 28:
+        per_channel = rows.reshape(len(rows), 3, -1)
+        mean, std = (np.array(v)[None, :, None] for v in (processor.image_mean, processor.image_std))
+        levels = np.rint((per_channel * std + mean) * 255)
+        (HERE / "video_levels.bin").write_bytes(levels.astype(np.uint8).tobytes())
+    return row
+
+
+golden["videos"] = [
+    video(31, 5, 56, 84, min_pixels=784, max_pixels=12845056),
+    video(32, 3, 50, 66, min_pixels=784, max_pixels=3200),
+]
 
 (HERE / "images.json").write_text(json.dumps(golden, indent=1))

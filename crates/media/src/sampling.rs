@@ -1,0 +1,304 @@
+//! Which frames of a video are taken, and how large they become: pure functions of counts and rates.
+//!
+//! | rule | source |
+//! |---|---|
+//! | [`FrameSampling::Qwen`] | qwen-vl-utils 0.0.14 `smart_nframes`, `calculate_video_frame_range` |
+//! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
+//! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: every segment is seen |
+//! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
+//! | [`FrameSampling::AtMost`] | R1-V's intent of "8 frames", without its `fps = int(8 / duration)`, which is 0 beyond 8 s |
+//!
+//! Rounding is to even on ties throughout, as in Python, NumPy and torch.
+
+use crate::MediaError;
+use crate::qwen_vl::{ResizeRule, smart_resize};
+
+/// Frames per time slice of the vision tower; qwen-vl-utils keeps frame counts a multiple of it.
+const FRAME_FACTOR: f64 = 2.0;
+
+/// A rule that picks frames.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FrameSampling {
+    /// The rule of qwen-vl-utils: a rate or a count, evenly spaced from the first to the last frame of a time range.
+    Qwen(QwenSampling),
+    /// One frame per `interval_secs`, within bounds, evenly spaced from the first to the last frame; a short video gives
+    /// fewer frames.
+    BaseInterval {
+        /// Seconds of video per frame. 2 in the source.
+        interval_secs: f64,
+        /// Least number of frames.
+        min_frames: usize,
+        /// Largest number of frames.
+        max_frames: usize,
+    },
+    /// `num_frames` from every segment; see [`segment_indices`].
+    Segments {
+        /// Length of each segment in frames. Some published files write them as floats.
+        frame_counts: Vec<f64>,
+        /// Frames per segment.
+        num_frames: usize,
+    },
+    /// Exactly `num_frames`, each from the middle of an equal share of the video; a short video repeats frames.
+    Midpoints {
+        /// Number of frames.
+        num_frames: usize,
+    },
+    /// `num_frames`, or as many as there are, made even; evenly spaced from the first to the last frame.
+    AtMost {
+        /// Number of frames aimed at.
+        num_frames: usize,
+    },
+}
+
+/// Options of the rule of qwen-vl-utils.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct QwenSampling {
+    /// Frames per second to take. 2 when neither this nor `nframes` is given. Conflicts with `nframes`.
+    pub fps: Option<f64>,
+    /// Number of frames to take, rounded to an even number.
+    pub nframes: Option<usize>,
+    /// Least number of frames, with `fps`. 4.
+    pub min_frames: Option<usize>,
+    /// Largest number of frames, with `fps`. 768, or the length of the video.
+    pub max_frames: Option<usize>,
+    /// Start of the time range in seconds; the range is cut to the video.
+    pub video_start: Option<f64>,
+    /// End of the time range in seconds.
+    pub video_end: Option<f64>,
+}
+
+/// The frames a rule picks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FrameChoice {
+    /// Indices into the video's frames, not decreasing.
+    pub indices: Vec<usize>,
+    /// Frames taken per second of video.
+    pub sampled_fps: f64,
+}
+
+impl FrameSampling {
+    /// Picks frames of a video of `num_frames` frames at `fps` frames per second.
+    ///
+    /// # Errors
+    /// [`MediaError::Setting`] when the video is empty, its rate is not positive, or the rule's options exclude
+    /// every choice (as qwen-vl-utils fails for a video of one frame).
+    pub fn choose(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
+        if num_frames == 0 || !(fps.is_finite() && fps > 0.0) {
+            return Err(MediaError::setting(
+                "video to sample",
+                format!("{num_frames} frames at {fps} fps"),
+                "at least one frame and a positive rate",
+            ));
+        }
+        let whole = |indices: Vec<usize>| FrameChoice {
+            sampled_fps: indices.len() as f64 / num_frames as f64 * fps,
+            indices,
+        };
+        Ok(match self {
+            Self::Qwen(options) => {
+                let (start, end) = options.frame_range(num_frames, fps)?;
+                let n = options.num_frames(end - start + 1, fps)?;
+                FrameChoice {
+                    indices: linspace_rounded(start, end, n),
+                    sampled_fps: n as f64 / (end - start + 1) as f64 * fps,
+                }
+            }
+            Self::BaseInterval { interval_secs, min_frames, max_frames } => {
+                if !(*interval_secs > 0.0 && (1..=*max_frames).contains(min_frames)) {
+                    return Err(MediaError::setting(
+                        "base interval sampling",
+                        format!("interval {interval_secs} s, {min_frames}..{max_frames} frames"),
+                        "a positive interval and 1 <= min_frames <= max_frames",
+                    ));
+                }
+                let n = (num_frames as f64 / fps / interval_secs).round_ties_even() as usize;
+                // A video never gives more distinct frames than it has.
+                let n = n.clamp(*min_frames, *max_frames).min(num_frames.max(*min_frames));
+                whole(linspace_cut(num_frames, n))
+            }
+            Self::Segments { frame_counts, num_frames: n } => {
+                let indices = segment_indices(frame_counts, *n)?;
+                if let Some(&last) = indices.last().filter(|&&last| last >= num_frames) {
+                    return Err(MediaError::setting(
+                        "frame_cnts",
+                        format!("segments that reach frame {last}"),
+                        format!("segments within the video's {num_frames} frames"),
+                    ));
+                }
+                whole(indices)
+            }
+            Self::Midpoints { num_frames: n } => {
+                require_some("number of frames", *n)?;
+                let share = (num_frames - 1) as f64 / *n as f64;
+                let middle = |i: usize| (share * i as f64 + share * (i + 1) as f64) / 2.0 + 1e-6;
+                whole((0..*n).map(|i| middle(i).round_ties_even() as usize).collect())
+            }
+            Self::AtMost { num_frames: n } => {
+                require_some("number of frames", *n)?;
+                let n = num_frames.min(*n);
+                let n = if n > 1 { n - n % 2 } else { n };
+                whole(linspace_rounded(0, num_frames - 1, n))
+            }
+        })
+    }
+
+    /// Picks frames of a list of pictures. qwen-vl-utils takes every picture of a list, so its rule does here too unless a
+    /// rate, a count or a range is asked for; above 768 (or `max_frames`) they are thinned evenly. The other rules do not differ.
+    ///
+    /// # Errors
+    /// As [`choose`](Self::choose).
+    pub fn choose_listed(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
+        if let Self::Qwen(QwenSampling {
+            fps: None,
+            nframes: None,
+            max_frames,
+            video_start: None,
+            video_end: None,
+            ..
+        }) = self
+        {
+            let n = max_frames.unwrap_or(768).max(1);
+            if num_frames <= n && num_frames > 0 && fps > 0.0 {
+                return Ok(FrameChoice { indices: (0..num_frames).collect(), sampled_fps: fps });
+            }
+            return Self::AtMost { num_frames: n }.choose(num_frames, fps);
+        }
+        self.choose(num_frames, fps)
+    }
+}
+
+impl QwenSampling {
+    /// First and last frame of the time range.
+    fn frame_range(&self, num_frames: usize, fps: f64) -> Result<(usize, usize), MediaError> {
+        let duration = num_frames as f64 / fps;
+        let clamp = |t: f64| t.clamp(0.0, duration) * fps;
+        let start = self.video_start.map_or(0, |t| clamp(t).ceil() as usize);
+        let end = self.video_end.map_or(num_frames - 1, |t| (clamp(t).floor() as usize).min(num_frames - 1));
+        let ranged = self.video_start.is_some() || self.video_end.is_some();
+        if ranged && start >= end {
+            return Err(MediaError::setting(
+                "video_start, video_end",
+                format!("{:?}, {:?} s (frames {start} to {end})", self.video_start, self.video_end),
+                format!("a range of at least two frames within {duration:.3} s"),
+            ));
+        }
+        Ok((start, end))
+    }
+
+    /// Number of frames out of `total`.
+    fn num_frames(&self, total: usize, video_fps: f64) -> Result<usize, MediaError> {
+        let total_f = total as f64;
+        let n = match (self.nframes, self.fps) {
+            (Some(_), Some(_)) => {
+                return Err(MediaError::setting("fps, nframes", "both", "one of them"));
+            }
+            (Some(n), None) => (n as f64 / FRAME_FACTOR).round_ties_even() * FRAME_FACTOR,
+            (None, fps) => {
+                let fps = fps.unwrap_or(2.0);
+                if !(fps.is_finite() && fps >= 0.0) {
+                    return Err(MediaError::setting("fps", fps, "a rate of at least 0"));
+                }
+                let min = (self.min_frames.unwrap_or(4) as f64 / FRAME_FACTOR).ceil() * FRAME_FACTOR;
+                let max = self.max_frames.unwrap_or(total.min(768)) as f64;
+                let max = (max / FRAME_FACTOR).floor() * FRAME_FACTOR;
+                let n = (total_f / video_fps * fps).max(min).min(max).min(total_f);
+                (n / FRAME_FACTOR).floor() * FRAME_FACTOR
+            }
+        };
+        if n < FRAME_FACTOR || n > total_f {
+            return Err(MediaError::setting(
+                "number of frames",
+                n,
+                format!("2 to {total}, the frames of the video (or its time range)"),
+            ));
+        }
+        Ok(n as usize)
+    }
+}
+
+fn require_some(what: &str, n: usize) -> Result<(), MediaError> {
+    if n == 0 { Err(MediaError::setting(what, 0, "at least 1")) } else { Ok(()) }
+}
+
+/// `torch.linspace(start, end, n).round()`: f32, from the nearer end, as torch computes it.
+fn linspace_rounded(start: usize, end: usize, n: usize) -> Vec<usize> {
+    let (first, last) = (start as f32, end as f32);
+    let step = if n > 1 { (last - first) / (n - 1) as f32 } else { 0.0 };
+    (0..n)
+        .map(|i| {
+            let x =
+                if i < n / 2 || n == 1 { first + step * i as f32 } else { last - step * (n - 1 - i) as f32 };
+            x.round_ties_even() as usize
+        })
+        .collect()
+}
+
+/// `numpy.unique(numpy.linspace(0, len - 1, n, dtype=int))`: f64, cut towards zero, without repeats.
+fn linspace_cut(len: usize, n: usize) -> Vec<usize> {
+    let step = if n > 1 { (len - 1) as f64 / (n - 1) as f64 } else { 0.0 };
+    let mut out: Vec<usize> =
+        (0..n).map(|i| if n > 1 && i == n - 1 { len - 1 } else { (i as f64 * step) as usize }).collect();
+    out.dedup();
+    out
+}
+
+/// `n` evenly spaced indices inside every segment (first and last frame of a segment included), in time order. A segment
+/// with fewer than `n` frames gives all it has. `frame_counts` are rounded; the caller draws `n` where it is random.
+///
+/// # Errors
+/// [`MediaError::Setting`] for no segments, a count that is not a number from 1 to 2^32, or `n` = 0.
+pub fn segment_indices(frame_counts: &[f64], n: usize) -> Result<Vec<usize>, MediaError> {
+    require_some("frames per segment", n)?;
+    require_some("number of segments", frame_counts.len())?;
+    let mut start = 0usize;
+    let mut out = Vec::new();
+    for &count in frame_counts {
+        let len = count.round_ties_even();
+        if !(1.0..=f64::from(u32::MAX)).contains(&len) {
+            return Err(MediaError::setting("frame_cnts", count, "segment lengths of at least one frame"));
+        }
+        let len = len as usize;
+        out.extend(linspace_cut(len, n.min(len)).into_iter().map(|i| start + i));
+        start += len;
+    }
+    Ok(out)
+}
+
+/// How many pixels the frames of one video may have, in the manner of qwen-vl-utils.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct PixelBudget {
+    /// Least area of a frame. 128 tokens' worth; less if `max_pixels` is less.
+    pub min_pixels: Option<u64>,
+    /// Largest area of a frame, on top of the budget's own bound.
+    pub max_pixels: Option<u64>,
+    /// Area of all frames together that the model's context allows, two frames making one slice. 90 % of 128 000 tokens' worth.
+    pub total_pixels: Option<f64>,
+}
+
+impl PixelBudget {
+    /// Least and largest area of each of `num_frames` frames, in pixels. `factor` is the side of a token in pixels (28).
+    pub fn area_bounds(&self, num_frames: usize, factor: u32) -> (f64, f64) {
+        let token = f64::from(factor) * f64::from(factor);
+        let given_max = self.max_pixels.map_or(f64::INFINITY, |p| p as f64);
+        let min = self.min_pixels.map_or((128.0 * token).min(given_max), |p| p as f64);
+        let total = self.total_pixels.unwrap_or(128_000.0 * token * 0.9);
+        let share = total / num_frames.max(1) as f64 * FRAME_FACTOR;
+        let max = (768.0 * token).min(share).max((min * 1.05).trunc());
+        (min, max.min(given_max))
+    }
+
+    /// The size `(height, width)` that `num_frames` frames of `height x width` are resized to.
+    ///
+    /// # Errors
+    /// As [`smart_resize`].
+    pub fn frame_size(
+        &self,
+        num_frames: usize,
+        height: u32,
+        width: u32,
+        factor: u32,
+    ) -> Result<(u32, u32), MediaError> {
+        let (min, max) = self.area_bounds(num_frames, factor);
+        smart_resize(height, width, factor, min, max, ResizeRule::QwenVlUtils)
+    }
+}
