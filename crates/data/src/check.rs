@@ -221,7 +221,13 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64,
     let mut broken = Vec::new();
     for medium in &sample.media {
         match cache.probe(medium, options.probe) {
-            Ok(info) => infos.push(info),
+            Ok(info) => {
+                broken.extend(
+                    misfit(medium, &info)
+                        .map(|what| format!("{} {}: {what}", medium.kind, name(&medium.source))),
+                );
+                infos.push(info);
+            }
             Err(what) => broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source))),
         }
     }
@@ -234,6 +240,22 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64,
             "the prompt is too long: got {num_tokens} tokens, expected at most {limit}; lower max_pixels or the number of frames, or raise --max_prompt_length"
         )),
         _ => Ok(num_tokens),
+    }
+}
+
+/// Options of the row that the medium cannot fulfil.
+fn misfit(medium: &MediumRef, info: &MediumInfo) -> Option<String> {
+    if let (Some(segments), Some(num_frames)) = (&medium.options.segments, info.num_frames) {
+        let expected: u64 = segments.frame_counts.iter().map(|&frames| u64::from(frames)).sum();
+        if expected > num_frames {
+            return Some(format!("got {num_frames} frames, expected the {expected} of meta.frame_cnts"));
+        }
+    }
+    match (medium.options.video_start, info.duration_secs) {
+        (Some(start), Some(duration)) if start >= duration => {
+            Some(format!("got a length of {duration} s, expected more than video_start = {start} s"))
+        }
+        _ => None,
     }
 }
 
@@ -417,6 +439,43 @@ mod tests {
         };
         assert_eq!(report.counts, counts);
         assert_eq!(run(&dataset, 4, None).0, report);
+    }
+
+    #[test]
+    fn options_that_a_clip_cannot_fulfil_are_problems() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("c.mp4"), "x").unwrap();
+        let rows = [
+            r#"{"prompt": "Q", "video": "c.mp4", "meta": {"frame_cnts": [15, 11]}}"#,
+            r#"{"prompt": "Q", "video": "c.mp4", "meta": {"frame_cnts": [15, 12]}}"#,
+            r#"{"prompt": "Q", "video": "c.mp4", "video_start": 2.5}"#,
+            r#"{"prompt": "Q", "video": "c.mp4", "video_start": 2.6}"#,
+        ];
+        std::fs::write(folder.path().join("rows.jsonl"), rows.join("\n")).unwrap();
+        let spec = DatasetSpec::file(folder.path().join("rows.jsonl"), Roots::default());
+        let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
+        let options = CheckOptions {
+            probe: &|_| {
+                Ok(MediumInfo { num_frames: Some(26), duration_secs: Some(2.6), ..Default::default() })
+            },
+            estimate: &estimate,
+            max_prompt_tokens: None,
+            num_longest: 0,
+            num_threads: 1,
+            cache_dir: None,
+            progress: &|_, _| {},
+        };
+        let report = check(&dataset, &options).unwrap();
+        let got: Vec<_> =
+            report.problems.iter().map(|problem| (problem.row, problem.what.as_str())).collect();
+        let clip = folder.path().canonicalize().unwrap().join("c.mp4");
+        let frames = format!("video {}: got 26 frames, expected the 27 of meta.frame_cnts", clip.display());
+        let start = format!(
+            "video {}: got a length of 2.6 s, expected more than video_start = 2.6 s",
+            clip.display()
+        );
+        assert_eq!(got, [(1, frames.as_str()), (3, start.as_str())]);
+        assert!(report.longest.is_empty());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::error::{DataError, RowError, RowProblem};
 use crate::formats::{self, Context, Format};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
-use crate::roots::Resolver;
+use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
 use crate::sample::{Sample, ThinkMode};
 
@@ -53,6 +53,34 @@ struct DatasetPart {
     think: ThinkMode,
     format: Option<&'static Format>,
     columns: Map<String, Value>,
+}
+
+impl Sample {
+    /// A sample from a row that stands in no file, such as one made from command line arguments. Relative media paths
+    /// belong to `folder`; absolute ones are taken as they are. Its row number is 0 and its dataset `name`.
+    ///
+    /// # Errors
+    /// As for a row of a file; also when `folder` cannot be read.
+    pub fn from_row(
+        row: Value,
+        name: &str,
+        folder: &Path,
+        options: &ReadOptions,
+    ) -> Result<Self, RowProblem> {
+        let spec =
+            DatasetSpec { name: name.to_owned(), ..DatasetSpec::file(folder.join(name), Roots::default()) };
+        let file: Arc<Path> = spec.file.as_path().into();
+        let context = Context {
+            dataset: &name.into(),
+            file: &file,
+            resolver: &Resolver::in_folder(folder, options.allow_urls)?,
+            format: None,
+            template: options.template,
+            think: options.think.unwrap_or_else(|| spec.think_mode()),
+            columns: &spec.columns,
+        };
+        formats::sample(row, 0, 1, &context)
+    }
 }
 
 impl DatasetPart {
@@ -128,7 +156,7 @@ impl Dataset {
         };
         part.file
             .read(in_file)
-            .and_then(|bytes| formats::sample(&bytes, row, line, &context))
+            .and_then(|bytes| formats::sample(serde_json::from_slice(&bytes)?, row, line, &context))
             .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
     }
 

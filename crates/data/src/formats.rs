@@ -127,8 +127,8 @@ fn slot(kind: MediumKind) -> usize {
 }
 
 /// Parses one row.
-pub(crate) fn sample(bytes: &[u8], row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
-    let mut columns = match serde_json::from_slice(bytes)? {
+pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
+    let mut columns = match value {
         Value::Object(columns) => columns,
         other => return Err(column("(the row)", &other, "an object")),
     };

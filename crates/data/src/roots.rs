@@ -96,6 +96,13 @@ impl Resolver {
         })
     }
 
+    /// For rows that stand in no file.
+    pub(crate) fn in_folder(folder: &Path, allow_urls: bool) -> std::io::Result<Self> {
+        let folder = folder.canonicalize()?;
+        let roots = || KindRoots { folders: vec![folder.clone()], given: false };
+        Ok(Self { image: roots(), video: roots(), audio: roots(), allow_urls })
+    }
+
     /// The file or URL that `text` names in a row.
     pub(crate) fn source(&self, kind: MediumKind, text: &str) -> Result<MediumSource, PathProblem> {
         if text.starts_with("http://") || text.starts_with("https://") {

@@ -476,6 +476,19 @@ fn several_datasets_are_one_list_of_rows() {
 }
 
 #[test]
+fn a_row_without_a_file() {
+    let place = Place::new();
+    let absolute = place.path("b.png");
+    let row = json!({"prompt": "<image><image> Q", "images": ["a.png", absolute]});
+    let sample = Sample::from_row(row, "shell", place.folder.path(), &ReadOptions::default()).unwrap();
+    assert_eq!(sources(&sample), [MediumSource::Path(place.path("a.png")), MediumSource::Path(absolute)]);
+    assert_eq!((sample.id.as_str(), sample.think), ("shell:1", ThinkMode::On));
+    let missing =
+        Sample::from_row(json!({"prompt": "Q"}), "shell", &place.path("none"), &ReadOptions::default());
+    assert!(matches!(missing, Err(RowProblem::Io(_))));
+}
+
+#[test]
 fn empty_and_unknown_files_are_errors_of_the_dataset() {
     let place = Place::new();
     for (name, text, expected) in [
