@@ -71,10 +71,10 @@ fn value_and_slope<S: Simd>(simd: S, act: Activation, x: S::f32s) -> (S::f32s, S
             (u, simd.mul_add_e_f32s(square, slope, scale))
         }
     };
-    let s = sigmoid(simd, u);
+    let (s, rest) = sigmoid(simd, u);
     let y = simd.mul_f32s(x, s);
     // s + x s (1 − s) u′
-    (y, simd.mul_add_e_f32s(simd.mul_f32s(y, simd.sub_f32s(one, s)), du, s))
+    (y, simd.mul_add_e_f32s(simd.mul_f32s(y, rest), du, s))
 }
 
 simd_fn! {

@@ -246,9 +246,14 @@ pub fn backward_weight(
 
 /// `db [n] +=` the column sums of `dy [m, n]`, added in row order.
 pub fn backward_bias(db: &mut [f32], dy: &[f32], dy_stride: usize, m: usize, n: usize) {
-    for i in 0..m {
-        for (b, g) in db[..n].iter_mut().zip(&dy[i * dy_stride..i * dy_stride + n]) {
-            *b += g;
+    let db = Shared::new(db);
+    ranges(n, 64, m * n, |cols| {
+        // SAFETY: the column ranges are disjoint.
+        let db = unsafe { db.part(cols.start, cols.len()) };
+        for i in 0..m {
+            for (b, g) in db.iter_mut().zip(&dy[i * dy_stride..][cols.clone()]) {
+                *b += g;
+            }
         }
-    }
+    });
 }

@@ -54,11 +54,15 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(over, simd.splat_f32s(f32::INFINITY), y)
 }
 
-/// `1 / (1 + e^-x)` for every lane.
+/// `s = 1 / (1 + e^-x)` and `1 − s` for every lane, both without cancellation or overflow.
 #[inline(always)]
-pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
-    simd.div_f32s(one, simd.add_f32s(one, exp(simd, simd.neg_f32s(x))))
+    let e = exp(simd, simd.neg_f32s(simd.abs_f32s(x)));
+    let large = simd.div_f32s(one, simd.add_f32s(one, e));
+    let small = simd.mul_f32s(e, large);
+    let negative = simd.less_than_f32s(x, simd.splat_f32s(0.0));
+    (simd.select_f32s(negative, small, large), simd.select_f32s(negative, large, small))
 }
 
 /// The first `width ≤ lanes` elements at `ptr`, the other lanes zero.

@@ -63,7 +63,7 @@ fn matches_the_twin_forward_and_backward() {
         for (d64, (col, width)) in [(dq, (qc, wq)), (dk, (kc, wk)), (dv, (vc, wk))] {
             let got: Vec<f32> =
                 (0..rows).flat_map(|r| dqkv[r * stride + col..r * stride + col + width].to_vec()).collect();
-            close(&got, &d64, 3e-6);
+            close(&got, &d64, 1e-5);
         }
         assert_eq!(dqkv[0], 7.0, "columns outside of the windows stay");
     }

@@ -154,10 +154,17 @@ struct Call<'a> {
     scale: f32,
 }
 
-/// The key tiles of a block's key ranges `from..`: first row, length, and whether it may hold unseen keys with the
-/// offset of the tile in its range.
-#[inline(always)]
-fn for_tiles(block: Block, from: usize, to: usize, mut f: impl FnMut(usize, usize, Option<usize>)) {
+/// Key rows `key..key + len`; `causal_at` is the offset in the causal range if some lane does not see all of them.
+#[derive(Clone, Copy)]
+struct Tile {
+    key: usize,
+    len: usize,
+    causal_at: Option<usize>,
+}
+
+/// The tiles that a block sees of its key ranges `from..to`.
+fn tiles(block: Block, from: usize, to: usize) -> Vec<Tile> {
+    let mut tiles = Vec::new();
     let last = block.range.keys.len().wrapping_sub(1);
     for (at, keys) in block.range.keys.iter().enumerate().take(to).skip(from) {
         let causal = block.range.causal && at == last;
@@ -165,9 +172,14 @@ fn for_tiles(block: Block, from: usize, to: usize, mut f: impl FnMut(usize, usiz
         let end = seen(block.count - 1);
         for start in (0..end).step_by(TILE) {
             let len = TILE.min(end - start);
-            f(keys.start + start, len, (start + len > seen(0)).then_some(start));
+            tiles.push(Tile {
+                key: keys.start + start,
+                len,
+                causal_at: (start + len > seen(0)).then_some(start),
+            });
         }
     }
+    tiles
 }
 
 /// First lane of the block that sees key `at` of the causal range; lanes before it do not.
@@ -218,10 +230,10 @@ fn forward_tile<S: Simd>(
     lanes: Range<usize>,
     width: usize,
     depth: usize,
-    key: usize,
-    len: usize,
-    mask: Option<(Block, usize)>,
+    block: Block,
+    tile: Tile,
 ) {
+    let Tile { key, len, causal_at } = tile;
     let d = call.shape.head_dim;
     let n = lanes.len();
     // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, d × width queries; n ≤ width.
@@ -241,7 +253,7 @@ fn forward_tile<S: Simd>(
         }
         .run(simd);
     }
-    if let Some((block, at)) = mask {
+    if let Some(at) = causal_at {
         for key in 0..len {
             let hidden = first_lane(block, call.shape.group(), at + key);
             s.scores[key * width..key * width + hidden].fill(f32::NEG_INFINITY);
@@ -319,18 +331,17 @@ simd_fn! {
         gather_lanes(&mut [], &mut s.q_t, call.q, unit, width, kv_head * group * d, group, d);
         let shared = usize::from(unit.len() > 1);
         if shared == 1 {
-            for_tiles(unit[0], 0, 1, |key, len, _| {
-                forward_tile(simd, s, &call, kv_head, 0..lanes, width, depth, key, len, None);
-            });
+            for tile in tiles(unit[0], 0, 1) {
+                forward_tile(simd, s, &call, kv_head, 0..lanes, width, depth, unit[0], tile);
+            }
         }
         let mut lane = 0;
         for &block in unit {
             let own = lane..lane + block.count * group;
             lane = own.end;
-            for_tiles(block, shared, usize::MAX, |key, len, mask| {
-                let mask = mask.map(|at| (block, at));
-                forward_tile(simd, s, &call, kv_head, own.clone(), width, depth, key, len, mask);
-            });
+            for tile in tiles(block, shared, usize::MAX) {
+                forward_tile(simd, s, &call, kv_head, own.clone(), width, depth, block, tile);
+            }
             for i in 0..block.count {
                 for g in 0..group {
                     let lane = own.start + i * group + g;
@@ -429,10 +440,11 @@ fn backward_scores<S: Simd>(
     s: &mut Scratch,
     scale: f32,
     width: usize,
-    len: usize,
-    mask: Option<(Block, usize)>,
     group: usize,
+    block: Block,
+    tile: Tile,
 ) {
+    let Tile { len, causal_at, .. } = tile;
     let scale = simd.splat_f32s(scale);
     for lane in (0..width).step_by(S::F32_LANES) {
         let minus_lse = simd.neg_f32s(load(simd, &s.lse, lane));
@@ -445,7 +457,7 @@ fn backward_scores<S: Simd>(
             store(simd, &mut s.dscores, at, simd.mul_f32s(simd.mul_f32s(weight, d), scale));
         }
     }
-    if let Some((block, at)) = mask {
+    if let Some(at) = causal_at {
         for key in 0..len {
             let hidden = first_lane(block, group, at + key);
             s.scores[key * width..key * width + hidden].fill(0.0);
@@ -491,7 +503,8 @@ simd_fn! {
                 s.lse[i * group + g] = saved.lse[head];
             }
         }
-        for_tiles(block, 0, usize::MAX, |key, len, mask| {
+        for tile in tiles(block, 0, usize::MAX) {
+            let Tile { key, len, .. } = tile;
             let (k, v) = (call.k.tile(key, len, kv_head * d, d), call.v.tile(key, len, kv_head * d, d));
             let scores = Product {
                 c: s.scores.as_mut_ptr(), ldc: width, a: k, a_row: call.k.stride, a_col: 1, b: s.q_t.as_ptr(),
@@ -505,7 +518,7 @@ simd_fn! {
                 scores.run(simd);
                 dscores.run(simd);
             }
-            backward_scores(simd, s, call.scale, width, len, mask.map(|at| (block, at)), group);
+            backward_scores(simd, s, call.scale, width, group, block, tile);
             let end = grad.stride * (key + len - 1) + kv_head * d + d;
             // SAFETY: this task alone writes this key head's rows; the calls check the bounds, no reference stays.
             let (dk, dv) = unsafe {
@@ -529,7 +542,7 @@ simd_fn! {
                 dk.run(simd);
                 dq.run(simd);
             }
-        });
+        }
         for i in 0..block.count {
             for g in 0..group {
                 let at = grad.stride * block.query(i) + grad.q_col + col + g * d;
