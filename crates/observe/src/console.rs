@@ -9,6 +9,7 @@ use crate::Metric;
 
 /// A progress line of a plain log appears each time another such part is done.
 const PLAIN_PARTS: u64 = 10;
+const TEMPLATE: &str = "{prefix} {bar:30} {pos}/{len} {msg} [{elapsed} < {eta}]";
 
 /// Where a run talks to its user. Clones write to the same place.
 ///
@@ -58,9 +59,8 @@ impl Console {
     pub fn progress(&self, stage: &str, total: u64) -> Progress {
         let bar = match &self.sink {
             Sink::Terminal(bars) => {
-                let style =
-                    ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} {msg} [{elapsed} < {eta}]");
-                // The template is fixed; were it wrong, indicatif's own default would do.
+                let style = ProgressStyle::with_template(TEMPLATE);
+                // A test shows that the template parses.
                 let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
                 Some(bars.add(ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned())))
             }
@@ -192,6 +192,19 @@ mod tests {
             console.progress("nothing", 0).advance(1);
         });
         assert_eq!(log, "steps: 1/3\nsteps: 3/3\n");
+    }
+
+    #[test]
+    fn the_bar_template_parses_and_bars_count() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+        let hidden = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
+        let mut progress = Console { sink: Sink::Terminal(hidden) }.progress("steps", 4);
+        progress.advance(3);
+        progress.message("reward 0.5");
+        let bar = progress.bar.clone().unwrap();
+        assert_eq!((bar.position(), bar.length(), bar.message()), (3, Some(4), "reward 0.5".to_owned()));
+        drop(progress);
+        assert!(bar.is_finished());
     }
 
     #[test]
