@@ -1,0 +1,337 @@
+//! The pictures: shapes on a noisy grey ground, drawn pixel by pixel, and the random numbers behind them.
+//!
+//! Everything but the asked property is random (place, size, colour, outline, ground), so no picture can be known
+//! by heart. Sides are multiples of [`CELL_PX`], the side of one vision token of the embedded model, so nothing is
+//! resized on the way to it. No picture has more than 256 colours, so a GIF holds a clip without loss.
+
+use image::{Rgb, RgbImage};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use crate::question::Kind;
+
+/// Side of the square that becomes one vision token (patches of 14, merged 2 × 2), pixels.
+pub(crate) const CELL_PX: u32 = 28;
+/// Frames of a clip.
+pub(crate) const NUM_FRAMES: usize = 4;
+/// Side of a square of the ground that has one grey, pixels; coarse, so that files stay small.
+const GRAIN_PX: u32 = 4;
+
+/// Random numbers of one row: no other row, split or attempt shares them.
+pub(crate) fn stream(seed: u64, split: u8, row: u64, attempt: u64) -> ChaCha8Rng {
+    let mut key = [0u8; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8] = split;
+    key[16..24].copy_from_slice(&row.to_le_bytes());
+    let mut rng = ChaCha8Rng::from_seed(key);
+    rng.set_stream(attempt);
+    rng
+}
+
+/// A whole number in `0..bound`. Multiply-shift; its bias is below `bound` / 2^32.
+pub(crate) fn pick(rng: &mut ChaCha8Rng, bound: usize) -> usize {
+    ((u64::from(rng.next_u32()) * bound as u64) >> 32) as usize
+}
+
+/// Fisher–Yates.
+pub(crate) fn shuffle<T>(rng: &mut ChaCha8Rng, items: &mut [T]) {
+    for last in (1..items.len()).rev() {
+        items.swap(last, pick(rng, last + 1));
+    }
+}
+
+/// A whole number between two others, both included.
+fn between(rng: &mut ChaCha8Rng, low: i32, high: i32) -> i32 {
+    low + pick(rng, (high - low + 1).max(1) as usize) as i32
+}
+
+/// In the order of the answers of [`Kind::Shape`].
+#[derive(Clone, Copy)]
+enum Outline {
+    Circle,
+    Square,
+    Triangle,
+    Cross,
+}
+
+const OUTLINES: [Outline; 4] = [Outline::Circle, Outline::Square, Outline::Triangle, Outline::Cross];
+
+/// In the order of the answers of [`Kind::Colour`].
+const COLOURS: [[u8; 3]; 8] = [
+    [220, 20, 20],
+    [20, 170, 30],
+    [20, 50, 220],
+    [235, 225, 20],
+    [240, 130, 10],
+    [140, 20, 170],
+    [240, 240, 240],
+    [15, 15, 15],
+];
+
+/// One shape; lengths in pixels, `radius` from the centre to the middle of a side.
+#[derive(Clone, Copy)]
+struct Shape {
+    outline: Outline,
+    colour: [u8; 3],
+    x: i32,
+    y: i32,
+    radius: i32,
+}
+
+impl Shape {
+    fn random(rng: &mut ChaCha8Rng, radius: (i32, i32)) -> Self {
+        let outline = OUTLINES[pick(rng, OUTLINES.len())];
+        let colour = pick(rng, COLOURS.len());
+        let colour = shade(rng, colour);
+        Self { outline, colour, x: 0, y: 0, radius: between(rng, radius.0, radius.1) }
+    }
+
+    fn covers(&self, x: i32, y: i32) -> bool {
+        let (dx, dy, r) = (x - self.x, y - self.y, self.radius);
+        match self.outline {
+            Outline::Circle => dx * dx + dy * dy <= r * r,
+            Outline::Square => dx.abs().max(dy.abs()) <= r,
+            // Point up: half as wide as high above the base.
+            Outline::Triangle => dy.abs() <= r && 2 * dx.abs() <= dy + r,
+            Outline::Cross => dx.abs().min(dy.abs()) * 3 <= r && dx.abs().max(dy.abs()) <= r,
+        }
+    }
+
+    fn draw(&self, picture: &mut RgbImage) {
+        for (x, y, pixel) in picture.enumerate_pixels_mut() {
+            if self.covers(x as i32, y as i32) {
+                *pixel = Rgb(self.colour);
+            }
+        }
+    }
+}
+
+/// A colour near the named one.
+fn shade(rng: &mut ChaCha8Rng, colour: usize) -> [u8; 3] {
+    COLOURS[colour].map(|channel| (i32::from(channel) + between(rng, -14, 14)).clamp(0, 255) as u8)
+}
+
+/// Greys around a random mean.
+fn ground(rng: &mut ChaCha8Rng, width: u32, height: u32) -> RgbImage {
+    let mean = between(rng, 95, 155);
+    let (columns, rows) = (width / GRAIN_PX, height / GRAIN_PX);
+    let greys: Vec<u8> = (0..columns * rows).map(|_| (mean + between(rng, -12, 12)) as u8).collect();
+    RgbImage::from_fn(width, height, |x, y| Rgb([greys[(y / GRAIN_PX * columns + x / GRAIN_PX) as usize]; 3]))
+}
+
+/// The frames that show `answer`, an index into the answers of `kind`: one for a picture, [`NUM_FRAMES`] for a clip.
+pub(crate) fn frames(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
+    match kind {
+        Kind::Colour | Kind::Shape => vec![single(kind, answer, rng)],
+        Kind::Count => vec![several(answer + 1, rng)],
+        Kind::Position => vec![at_edge(answer, rng)],
+        Kind::Direction => moving(answer, rng),
+    }
+}
+
+/// Two sides of two or three cells.
+fn random_size(rng: &mut ChaCha8Rng) -> (u32, u32) {
+    (CELL_PX * (2 + pick(rng, 2) as u32), CELL_PX * (2 + pick(rng, 2) as u32))
+}
+
+/// One big shape anywhere.
+fn single(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
+    let (width, height) = random_size(rng);
+    let mut picture = ground(rng, width, height);
+    let mut shape = Shape::random(rng, (14, 20));
+    if kind == Kind::Colour {
+        shape.colour = shade(rng, answer);
+    } else {
+        shape.outline = OUTLINES[answer];
+    }
+    shape.x = between(rng, shape.radius, width as i32 - 1 - shape.radius);
+    shape.y = between(rng, shape.radius, height as i32 - 1 - shape.radius);
+    shape.draw(&mut picture);
+    picture
+}
+
+/// Small shapes, no two in one cell, so that none touch.
+fn several(num: usize, rng: &mut ChaCha8Rng) -> RgbImage {
+    let (width, height) = random_size(rng);
+    let mut picture = ground(rng, width, height);
+    let (columns, rows) = (width / CELL_PX, height / CELL_PX);
+    let mut cells: Vec<(u32, u32)> =
+        (0..columns * rows).map(|cell| (cell % columns, cell / columns)).collect();
+    shuffle(rng, &mut cells);
+    for (column, row) in cells.into_iter().take(num) {
+        let mut shape = Shape::random(rng, (7, 10));
+        let slack = CELL_PX as i32 - 2 - 2 * shape.radius;
+        shape.x = (column * CELL_PX) as i32 + 1 + shape.radius + between(rng, 0, slack);
+        shape.y = (row * CELL_PX) as i32 + 1 + shape.radius + between(rng, 0, slack);
+        shape.draw(&mut picture);
+    }
+    picture
+}
+
+/// One shape near the left, right, top or bottom edge, in the middle third along it.
+fn at_edge(answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
+    let (width, height) = random_size(rng);
+    let mut picture = ground(rng, width, height);
+    let mut shape = Shape::random(rng, (8, 12));
+    let sides = answer < 2;
+    let (across, along) = if sides { (width, height) } else { (height, width) };
+    let (across, along) = (across as i32, along as i32);
+    let gap = between(rng, 1, 5) + shape.radius;
+    let near = if answer.is_multiple_of(2) { gap } else { across - 1 - gap };
+    let middle = along / 2 + between(rng, -along / 10, along / 10);
+    (shape.x, shape.y) = if sides { (near, middle) } else { (middle, near) };
+    shape.draw(&mut picture);
+    picture
+}
+
+/// One shape that moves left, right, up or down by the same step in each frame, anywhere across its path.
+fn moving(answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
+    const SIDE_PX: i32 = 2 * CELL_PX as i32;
+    let empty = ground(rng, SIDE_PX as u32, SIDE_PX as u32);
+    let mut shape = Shape::random(rng, (7, 10));
+    let step = between(rng, 7, 10);
+    let travel = step * (NUM_FRAMES as i32 - 1);
+    let margin = shape.radius;
+    let start = between(rng, margin, SIDE_PX - 1 - margin - travel);
+    let across = between(rng, margin, SIDE_PX - 1 - margin);
+    (0..NUM_FRAMES as i32)
+        .map(|frame| {
+            let forward = start + step * frame;
+            let backward = SIDE_PX - 1 - forward;
+            (shape.x, shape.y) = match answer {
+                0 => (backward, across),
+                1 => (forward, across),
+                2 => (across, backward),
+                _ => (across, forward),
+            };
+            let mut picture = empty.clone();
+            shape.draw(&mut picture);
+            picture
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pixels that are no grey of the ground: their mean place, and all colours in order of first sight.
+    fn drawn(picture: &RgbImage) -> (f64, f64, usize) {
+        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && (80..=170).contains(&p[0]);
+        let inked: Vec<(u32, u32)> =
+            picture.enumerate_pixels().filter(|(_, _, p)| !is_ground(p)).map(|(x, y, _)| (x, y)).collect();
+        let num = inked.len() as f64;
+        let (x, y) = inked.iter().fold((0, 0), |sum, p| (sum.0 + p.0, sum.1 + p.1));
+        (f64::from(x) / num, f64::from(y) / num, inked.len())
+    }
+
+    /// Connected areas that are no ground.
+    fn num_areas(picture: &RgbImage) -> usize {
+        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && (80..=170).contains(&p[0]);
+        let (width, height) = picture.dimensions();
+        let mut open: Vec<bool> = picture.pixels().map(|p| !is_ground(p)).collect();
+        let mut areas = 0;
+        for start in 0..open.len() {
+            if !open[start] {
+                continue;
+            }
+            areas += 1;
+            let mut todo = vec![start];
+            while let Some(at) = todo.pop() {
+                if !std::mem::take(&mut open[at]) {
+                    continue;
+                }
+                let (x, y) = (at as u32 % width, at as u32 / width);
+                for (nx, ny) in [(x.wrapping_sub(1), y), (x + 1, y), (x, y.wrapping_sub(1)), (x, y + 1)] {
+                    if nx < width && ny < height {
+                        todo.push((ny * width + nx) as usize);
+                    }
+                }
+            }
+        }
+        areas
+    }
+
+    #[test]
+    fn counts_are_the_connected_areas() {
+        for num in 1..=4 {
+            for row in 0..50 {
+                let picture = several(num, &mut stream(1, 0, row, 0));
+                assert_eq!(num_areas(&picture), num, "row {row}");
+            }
+        }
+    }
+
+    #[test]
+    fn positions_are_where_the_answer_says() {
+        for answer in 0..4 {
+            for row in 0..50 {
+                let picture = at_edge(answer, &mut stream(1, 0, row, 0));
+                let (width, height) = (f64::from(picture.width()), f64::from(picture.height()));
+                let (x, y, _) = drawn(&picture);
+                // Signed distance from the middle as a share of the side.
+                let (right, down) = (x / width - 0.5, y / height - 0.5);
+                let along = [-right, right, -down, down][answer];
+                let other = if answer < 2 { down.abs() } else { right.abs() };
+                assert!(along > other && along > 0.1, "{answer} row {row}: {right} {down}");
+            }
+        }
+    }
+
+    #[test]
+    fn clips_move_the_way_the_answer_says_by_even_steps() {
+        for answer in 0..4 {
+            for row in 0..50 {
+                let clip = moving(answer, &mut stream(1, 0, row, 0));
+                assert_eq!(clip.len(), NUM_FRAMES);
+                for pair in clip.windows(2) {
+                    let ((x0, y0, n0), (x1, y1, n1)) = (drawn(&pair[0]), drawn(&pair[1]));
+                    assert_eq!(n0, n1, "the shape stays whole");
+                    let step = [x0 - x1, x1 - x0, y0 - y1, y1 - y0][answer];
+                    let aside = if answer < 2 { y1 - y0 } else { x1 - x0 };
+                    assert!((step - step.round()).abs() < 1e-9 && aside.abs() < 1e-9, "{answer} row {row}");
+                    assert!((7.0..=10.0).contains(&step.round()), "{answer} row {row}: {step}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_single_shape_has_the_colour_asked_for_and_fits() {
+        for (answer, colour) in COLOURS.iter().enumerate() {
+            for row in 0..20 {
+                let picture = single(Kind::Colour, answer, &mut stream(1, 0, row, 0));
+                let near = |p: &Rgb<u8>| (0..3).all(|c| p[c].abs_diff(colour[c]) <= 14);
+                let num_near = picture.pixels().filter(|p| near(p)).count();
+                assert_eq!(num_near, drawn(&picture).2);
+                assert!(num_near > 200, "{num_near}");
+            }
+        }
+    }
+
+    #[test]
+    fn outlines_differ_in_area_as_geometry_says() {
+        let area = |outline| {
+            let shape = Shape { outline, colour: [0; 3], x: 28, y: 28, radius: 18 };
+            (0..56).flat_map(|y| (0..56).map(move |x| (x, y))).filter(|&(x, y)| shape.covers(x, y)).count()
+        };
+        assert_eq!(area(Outline::Square), 37 * 37);
+        assert_eq!(area(Outline::Cross), 2 * 37 * 13 - 13 * 13);
+        // Two rows each of width 1, 3, 5, … 35, and the base of 37.
+        assert_eq!(area(Outline::Triangle), 2 * 18 * 18 + 37);
+        let circle = area(Outline::Circle) as f64;
+        assert!((circle / (std::f64::consts::PI * 18.0 * 18.0) - 1.0).abs() < 0.02);
+    }
+
+    #[test]
+    fn streams_of_other_rows_splits_and_attempts_differ() {
+        let first = |seed, split, row, attempt| stream(seed, split, row, attempt).next_u64();
+        let base = first(1, 0, 0, 0);
+        assert_eq!(base, first(1, 0, 0, 0));
+        assert!(
+            [first(2, 0, 0, 0), first(1, 1, 0, 0), first(1, 0, 1, 0), first(1, 0, 0, 1)]
+                .iter()
+                .all(|&n| n != base)
+        );
+    }
+}

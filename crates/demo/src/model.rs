@@ -1,0 +1,38 @@
+//! The embedded checkpoint: Qwen2.5-VL's architecture, a few megabytes.
+
+use std::fs;
+use std::path::Path;
+
+use crate::DemoError;
+
+macro_rules! embedded {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_bytes!(concat!("../assets/model/", $name)))),*]
+    };
+}
+
+/// Name and bytes of every file of the checkpoint directory. `config.json` names the tensors' shapes; the tokenizer
+/// has a token for every word of the generated questions and one for every byte besides.
+pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+];
+
+/// Writes the checkpoint's files to `dir`, which is made if need be; files of the same names are replaced.
+///
+/// # Errors
+/// [`DemoError::Write`].
+pub fn write_model(dir: &Path) -> Result<(), DemoError> {
+    let write = |path: &Path, result: std::io::Result<()>| {
+        result.map_err(|source| DemoError::Write { path: path.to_path_buf(), source })
+    };
+    write(dir, fs::create_dir_all(dir))?;
+    for (name, bytes) in MODEL_FILES {
+        let path = dir.join(name);
+        write(&path, fs::write(&path, bytes))?;
+    }
+    Ok(())
+}
