@@ -1,0 +1,328 @@
+//! The media of a row: which columns name them, where they stand in the conversation, and how they are to be read.
+
+use std::path::Path;
+
+use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversation};
+use serde_json::{Map, Value};
+
+use super::{Content, KINDS, RawPart, RawTurn, column, present, slot};
+use crate::error::{PathProblem, RowProblem, describe, shorten};
+use crate::roots::Resolver;
+use crate::sample::{MediumOptions, MediumRef, MediumSource, Segments};
+
+struct Item {
+    kind: MediumKind,
+    source: MediumSource,
+    options: MediumOptions,
+}
+
+/// Turns with their media in place, and the media in the order of their mention per kind.
+pub(super) fn place(
+    raw: Vec<RawTurn>,
+    columns: &Map<String, Value>,
+    resolver: &Resolver,
+) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
+    let mut listed = Vec::new();
+    for kind in KINDS {
+        listed.push(listed_media(kind, columns, resolver)?);
+    }
+    let counts = MediaCounts { images: listed[0].len(), videos: listed[1].len(), audios: listed[2].len() };
+
+    let (turns, mut items) = if raw.iter().any(|turn| matches!(turn.content, Content::Typed(_))) {
+        place_typed(raw, listed, resolver)?
+    } else {
+        let texts: Vec<_> = raw
+            .into_iter()
+            .map(|turn| match turn.content {
+                Content::Text(text) => (turn.role, text),
+                Content::Typed(_) => (turn.role, String::new()),
+            })
+            .collect();
+        (split_conversation(&texts, counts)?, listed.into_iter().flatten().collect())
+    };
+
+    if !items.is_empty() {
+        let row_options = options(columns, "")?;
+        for item in &mut items {
+            item.options = item.options.or(&row_options);
+        }
+    }
+    let mut clips: Vec<_> = items.iter_mut().filter(|item| item.kind == MediumKind::Video).collect();
+    for (index, segments) in segments(columns, clips.len())? {
+        clips[index].options.segments = Some(segments);
+    }
+    let media =
+        items.into_iter().map(|Item { kind, source, options }| MediumRef { kind, source, options }).collect();
+    Ok((turns, media))
+}
+
+/// The media of a kind that the row's columns list.
+fn listed_media(
+    kind: MediumKind,
+    columns: &Map<String, Value>,
+    resolver: &Resolver,
+) -> Result<Vec<Item>, RowProblem> {
+    let (one, many) = (kind.as_str().to_owned(), format!("{kind}s"));
+    let (name, value) = match (present(columns, &one), present(columns, &many)) {
+        (Some(_), Some(value)) => {
+            return Err(RowProblem::Column {
+                column: many,
+                got: format!("{} beside column `{one}`", describe(value)),
+                expected: "only one of the two",
+            });
+        }
+        (Some(value), None) => (one, value),
+        (None, Some(value)) => (many, value),
+        (None, None) => return Ok(Vec::new()),
+    };
+    match value {
+        // How some lists say that a row has none.
+        Value::String(text) if text.is_empty() => Ok(Vec::new()),
+        Value::Array(list) if !(kind == MediumKind::Video && is_frames(list)) => list
+            .iter()
+            .enumerate()
+            .map(|(index, value)| item(kind, value, &format!("{name}[{index}]"), resolver))
+            .collect(),
+        value => Ok(vec![item(kind, value, &name, resolver)?]),
+    }
+}
+
+/// Whether a list of a clip names its frames and not several clips.
+fn is_frames(list: &[Value]) -> bool {
+    const STILL: [&str; 7] = ["png", "jpg", "jpeg", "bmp", "tif", "tiff", "webp"];
+    let still = |value: &Value| {
+        let extension =
+            value.as_str().and_then(|text| Path::new(text).extension()?.to_str().map(str::to_lowercase));
+        extension.is_some_and(|extension| STILL.contains(&extension.as_str()))
+    };
+    !list.is_empty() && list.iter().all(still)
+}
+
+/// Where a part or an entry of a list keeps its file: under its kind's name, OpenAI's `image_url`, or plainly.
+pub(super) fn own_source(map: &Map<String, Value>, kind: MediumKind) -> Option<&Value> {
+    let names = [kind.as_str().to_owned(), format!("{kind}_url"), "path".to_owned(), "url".to_owned()];
+    match names.iter().find_map(|name| present(map, name)).or_else(|| present(map, "bytes"))? {
+        Value::Object(inner) => present(inner, "url").or_else(|| present(inner, "path")),
+        value => Some(value),
+    }
+}
+
+fn item(kind: MediumKind, value: &Value, place: &str, resolver: &Resolver) -> Result<Item, RowProblem> {
+    const EXPECTED: &str = "a path, an object with `path`, or (video) a list of frame paths";
+    let medium = |path: &str, problem| RowProblem::Medium { kind, path: shorten(path), problem };
+    match value {
+        Value::String(text) => {
+            let source = resolver.source(kind, text).map_err(|problem| medium(text, problem))?;
+            Ok(Item { kind, source, options: MediumOptions::default() })
+        }
+        Value::Array(list) if kind == MediumKind::Video && !list.is_empty() => {
+            let frames = list
+                .iter()
+                .map(|value| match value {
+                    Value::String(text) => resolver.path(kind, text).map_err(|problem| medium(text, problem)),
+                    other => Err(column(place, other, EXPECTED)),
+                })
+                .collect::<Result<_, _>>()?;
+            Ok(Item { kind, source: MediumSource::Frames(frames), options: MediumOptions::default() })
+        }
+        Value::Object(map) if present(map, "bytes").is_some() => {
+            Err(medium(place, PathProblem::Unsupported { got: "bytes inside the row".to_owned() }))
+        }
+        Value::Object(map) => match own_source(map, kind) {
+            Some(source @ (Value::String(_) | Value::Array(_))) => {
+                let inner = item(kind, source, place, resolver)?;
+                Ok(Item { options: options(map, place)?, ..inner })
+            }
+            _ => Err(column(place, value, EXPECTED)),
+        },
+        other => Err(column(place, other, EXPECTED)),
+    }
+}
+
+fn place_typed(
+    raw: Vec<RawTurn>,
+    listed: Vec<Vec<Item>>,
+    resolver: &Resolver,
+) -> Result<(Vec<Turn>, Vec<Item>), RowProblem> {
+    let mut open = [0usize; 3];
+    for turn in &raw {
+        if let Content::Typed(parts) = &turn.content {
+            for part in parts {
+                if let RawPart::Medium { kind, own: None } = part {
+                    open[slot(*kind)] += 1;
+                }
+            }
+        }
+    }
+    let mut unmentioned = Vec::new();
+    let mut waiting: Vec<std::vec::IntoIter<Item>> = Vec::new();
+    for ((items, kind), open) in listed.into_iter().zip(KINDS).zip(open) {
+        if open == 0 {
+            unmentioned.extend(items);
+            waiting.push(Vec::new().into_iter());
+        } else if open == items.len() {
+            waiting.push(items.into_iter());
+        } else {
+            return Err(RowProblem::MediaParts { kind, got: open, expected: items.len() });
+        }
+    }
+
+    let mut items: Vec<Item> = Vec::new();
+    let mut next = [0usize; 3];
+    let mut add = |item: Item| {
+        let (kind, index) = (item.kind, next[slot(item.kind)]);
+        next[slot(kind)] += 1;
+        items.push(item);
+        Part::Medium { kind, index }
+    };
+    let mut turns = Vec::with_capacity(raw.len());
+    for (number, turn) in raw.into_iter().enumerate() {
+        let mut parts = Vec::new();
+        if turn.role == Role::User {
+            parts.extend(std::mem::take(&mut unmentioned).into_iter().map(&mut add));
+        }
+        match turn.content {
+            Content::Text(text) => parts.push(Part::Text(text)),
+            Content::Typed(raw_parts) => {
+                for part in raw_parts {
+                    match part {
+                        RawPart::Text(text) => parts.push(Part::Text(text)),
+                        RawPart::Medium { kind, own: Some(map) } => {
+                            let place = format!("turn {number}, {kind} part");
+                            parts.push(add(item(kind, &Value::Object(map), &place, resolver)?));
+                        }
+                        RawPart::Medium { kind, own: None } => {
+                            // Counted above: as many are waiting as there are such parts.
+                            parts.extend(waiting[slot(kind)].next().map(&mut add));
+                        }
+                    }
+                }
+            }
+        }
+        turns.push(Turn { role: turn.role, parts });
+    }
+    Ok((turns, items))
+}
+
+fn options(map: &Map<String, Value>, place: &str) -> Result<MediumOptions, RowProblem> {
+    let name = |key: &str| if place.is_empty() { key.to_owned() } else { format!("{place}.{key}") };
+    let seconds = |key: &str| {
+        present(map, key)
+            .map(|value| match value.as_f64() {
+                Some(number) if number.is_finite() && number >= 0.0 => Ok(number),
+                _ => Err(column(name(key), value, "a number of seconds ≥ 0")),
+            })
+            .transpose()
+    };
+    let whole = |key: &str| {
+        present(map, key)
+            .map(|value| count(value, 1).ok_or_else(|| column(name(key), value, "a whole number ≥ 1")))
+            .transpose()
+    };
+    let small = |key: &str| {
+        whole(key)?
+            .map(|number| {
+                u32::try_from(number).map_err(|_| column(name(key), &map[key], "at most 4294967295"))
+            })
+            .transpose()
+    };
+    let fps = present(map, "fps")
+        .map(|value| match value.as_f64() {
+            Some(number) if number.is_finite() && number > 0.0 => Ok(number),
+            _ => Err(column(name("fps"), value, "a number > 0")),
+        })
+        .transpose()?;
+    let options = MediumOptions {
+        fps,
+        nframes: small("nframes")?,
+        min_frames: small("min_frames")?,
+        max_frames: small("max_frames")?,
+        min_pixels: whole("min_pixels")?,
+        max_pixels: whole("max_pixels")?,
+        total_pixels: whole("total_pixels")?,
+        resized_height: small("resized_height")?,
+        resized_width: small("resized_width")?,
+        video_start: seconds("video_start")?,
+        video_end: seconds("video_end")?,
+        segments: None,
+    };
+    let conflict = |key: &str, expected| Err(column(name(key), &map[key], expected));
+    if options.fps.is_some() && options.nframes.is_some() {
+        return conflict("nframes", "either `fps` or `nframes`");
+    }
+    if options.min_frames.zip(options.max_frames).is_some_and(|(min, max)| min > max) {
+        return conflict("min_frames", "at most `max_frames`");
+    }
+    if options.min_pixels.zip(options.max_pixels).is_some_and(|(min, max)| min > max) {
+        return conflict("min_pixels", "at most `max_pixels`");
+    }
+    if options.video_start.zip(options.video_end).is_some_and(|(start, end)| start >= end) {
+        return conflict("video_start", "less than `video_end`");
+    }
+    match (options.resized_height, options.resized_width) {
+        (Some(_), None) => conflict("resized_height", "together with `resized_width`"),
+        (None, Some(_)) => conflict("resized_width", "together with `resized_height`"),
+        _ => Ok(options),
+    }
+}
+
+/// A whole number, also one written as `15.0`.
+fn count(value: &Value, least: u64) -> Option<u64> {
+    let number = value.as_u64().or_else(|| {
+        let float = value.as_f64()?;
+        // Beyond 2^53 a float is no longer every whole number.
+        (float.fract() == 0.0 && (0.0..=9e15).contains(&float)).then_some(float as u64)
+    })?;
+    (number >= least).then_some(number)
+}
+
+/// Segments per clip, for those rows whose `meta` has them.
+fn segments(columns: &Map<String, Value>, num_clips: usize) -> Result<Vec<(usize, Segments)>, RowProblem> {
+    let has_counts = |value: &Value| value.get("frame_cnts").is_some_and(|counts| !counts.is_null());
+    let metas = match columns.get("meta") {
+        Some(value) if num_clips > 0 && has_counts(value) => std::slice::from_ref(value),
+        Some(Value::Array(list)) if num_clips > 0 && list.iter().any(has_counts) => list.as_slice(),
+        _ => return Ok(Vec::new()),
+    };
+    if metas.len() != num_clips {
+        return Err(RowProblem::Column {
+            column: "meta".to_owned(),
+            got: format!("{} for {num_clips} clips", metas.len()),
+            expected: "one object per clip",
+        });
+    }
+    let with_counts = metas.iter().enumerate().filter(|(_, meta)| has_counts(meta));
+    with_counts.map(|(index, meta)| Ok((index, segments_of(meta)?))).collect()
+}
+
+fn segments_of(meta: &Value) -> Result<Segments, RowProblem> {
+    let frames = |key: &str, value: &Value| {
+        count(value, 1)
+            .and_then(|number| u32::try_from(number).ok())
+            .ok_or_else(|| column(format!("meta.{key}"), value, "a whole number of frames ≥ 1"))
+    };
+    let bound = |key: &str| match meta.get(key) {
+        Some(value) if !value.is_null() => frames(key, value).map(Some),
+        _ => Ok(None),
+    };
+    let counts = &meta["frame_cnts"];
+    let frame_counts = match counts {
+        Value::Array(list) if !list.is_empty() => {
+            list.iter().map(|value| frames("frame_cnts", value)).collect::<Result<Vec<_>, _>>()?
+        }
+        other => return Err(column("meta.frame_cnts", other, "a list of frame numbers, one per segment")),
+    };
+    // The documented data bounds both by the shortest segment, and by 4 and 8.
+    let shortest = frame_counts.iter().copied().min().unwrap_or(1);
+    let max_frames = bound("max_frames")?.unwrap_or(8).min(shortest);
+    let min_frames = bound("min_frames")?.unwrap_or(4).min(shortest);
+    if min_frames > max_frames {
+        return Err(column("meta.min_frames", &meta["min_frames"], "at most `max_frames`"));
+    }
+    let dynamic_sample = match meta.get("dynamic_sample") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(flag)) => *flag,
+        Some(other) => return Err(column("meta.dynamic_sample", other, "true or false")),
+    };
+    Ok(Segments { frame_counts, min_frames, max_frames, dynamic_sample })
+}

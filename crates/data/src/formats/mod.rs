@@ -1,0 +1,338 @@
+//! One JSON row → [`Sample`], whatever the dialect.
+//!
+//! The format of a row is told by its columns, in the order of [`FORMATS`]; a file may mix formats. Around every format
+//! the same columns are understood:
+//!
+//! | columns | meaning |
+//! | --- | --- |
+//! | `image`, `images`, `video`, `videos`, `audio`, `audios` | a path, or a list of paths, one per placeholder; an entry may be an object with `path` (or the kind's name) and options of its own |
+//! | `video` as a list of lists, or as a list of still images | clips given as frames |
+//! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row |
+//! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
+//! | `solution`, else `answer`, else the final assistant turn | the ground truth, verbatim |
+//! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
+//!
+//! In plain text of user turns `<image>`, `<video>`, `<audio>` mark where media go. In a conversation with typed parts
+//! text is literal, and parts without a path of their own take the next medium of the columns. Media that nothing mentions go before the text
+//! of the first user turn. Assistant turns before the first user turn are dropped, as the source loaders do.
+
+mod media;
+mod recorded;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_text::{MediumKind, Part, Role};
+use serde_json::{Map, Value};
+
+use crate::error::{DataError, RowProblem, describe, shorten};
+use crate::question::QuestionTemplate;
+use crate::roots::Resolver;
+use crate::sample::{Origin, Sample, ThinkMode};
+
+/// A row of the table of formats.
+#[derive(Debug)]
+pub struct Format {
+    /// What a registry's `format` key calls it.
+    pub name: &'static str,
+    /// Columns of which one tells the format.
+    pub columns: &'static [&'static str],
+    /// What the column holds and who writes such files.
+    pub doc: &'static str,
+    turns: fn(&Value, &str) -> Result<Vec<RawTurn>, RowProblem>,
+}
+
+/// All row formats, in the order in which they are tried.
+pub const FORMATS: &[Format] = &[
+    Format {
+        name: "conversations",
+        columns: &["conversations"],
+        doc: "list of {from: human|gpt|system, value} or {role, content}: LLaVA, qwen-vl-finetune, R1-Omni, VLM-R1",
+        turns: conversation,
+    },
+    Format {
+        name: "messages",
+        columns: &["messages"],
+        doc: "list of {role, content}, content a text or typed parts [{type: image, image: path}, {type: text, text}]: OpenAI, TRL",
+        turns: conversation,
+    },
+    Format {
+        name: "prompt",
+        columns: &["prompt"],
+        doc: "a text, or a list of messages without the answer: TRL; an answer for sft may stand in `completion`",
+        turns: text_or_conversation,
+    },
+    Format {
+        name: "question",
+        columns: &["question", "problem"],
+        doc: "a text: R1-V and VQA lists",
+        turns: text_or_conversation,
+    },
+];
+
+impl Format {
+    /// The format of that name.
+    ///
+    /// # Errors
+    /// [`DataError::UnknownName`].
+    pub fn named(name: &str) -> Result<&'static Self, DataError> {
+        let names = FORMATS.iter().map(|format| format.name);
+        FORMATS
+            .iter()
+            .find(|format| format.name == name)
+            .ok_or_else(|| DataError::unknown_name("dataset format", name, names))
+    }
+}
+
+/// What the rows of one annotation file have in common.
+pub(crate) struct Context<'a> {
+    pub(crate) dataset: &'a Arc<str>,
+    pub(crate) file: &'a Arc<Path>,
+    pub(crate) resolver: &'a Resolver,
+    pub(crate) format: Option<&'static Format>,
+    pub(crate) template: &'static QuestionTemplate,
+    pub(crate) think: ThinkMode,
+    pub(crate) columns: &'a Map<String, Value>,
+}
+
+/// A turn as it stands in the row.
+struct RawTurn {
+    role: Role,
+    content: Content,
+}
+
+enum Content {
+    Text(String),
+    Typed(Vec<RawPart>),
+}
+
+enum RawPart {
+    Text(String),
+    /// With its own file and options, or (`None`) the next one of the row's columns.
+    Medium {
+        kind: MediumKind,
+        own: Option<Map<String, Value>>,
+    },
+}
+
+const KINDS: [MediumKind; 3] = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
+
+/// Position in [`KINDS`].
+fn slot(kind: MediumKind) -> usize {
+    match kind {
+        MediumKind::Image => 0,
+        MediumKind::Video => 1,
+        MediumKind::Audio => 2,
+    }
+}
+
+/// Parses one row.
+pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
+    let mut columns = match value {
+        Value::Object(columns) => columns,
+        other => return Err(column("(the row)", &other, "an object")),
+    };
+    for (name, value) in context.columns {
+        if !columns.contains_key(name) {
+            columns.insert(name.clone(), value.clone());
+        }
+    }
+
+    let mut raw = raw_turns(&columns, context.format)?;
+    let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
+    raw.drain(..first);
+    let reference_answer = match raw.last() {
+        Some(turn) if turn.role == Role::Assistant => raw.pop().map(answer).transpose()?,
+        _ => completion(&columns)?,
+    };
+    let roles = || raw.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
+    if raw.last().is_none_or(|turn| turn.role != Role::User) {
+        return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
+    }
+
+    let (mut turns, media) = media::place(raw, &columns, context.resolver)?;
+    let said = turns.last().into_iter().flat_map(|turn| &turn.parts).any(|part| match part {
+        Part::Text(text) => !text.trim().is_empty(),
+        Part::Medium { .. } => true,
+    });
+    if !said {
+        let roles = turns.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
+        return Err(RowProblem::NoPrompt { missing: "text and no medium in its last turn", roles });
+    }
+    if let Some(last) = turns.last_mut() {
+        context.template.apply(last);
+    }
+
+    let solution = ["solution", "answer"]
+        .iter()
+        .find_map(|name| columns.get(*name).filter(|value| !value.is_null()).map(verbatim))
+        .or_else(|| reference_answer.clone());
+    let id = ["id", "question_id"]
+        .iter()
+        .find_map(|name| {
+            columns.get(*name).filter(|value| value.is_string() || value.is_number()).map(verbatim)
+        })
+        .unwrap_or_else(|| format!("{}:{line}", context.dataset));
+    let completions = recorded::completions(&columns)?;
+    let rewards = match &completions {
+        Some(completions) => recorded::rewards(&columns, completions.len())?,
+        None => None,
+    };
+    Ok(Sample {
+        id,
+        row,
+        dataset: context.dataset.clone(),
+        origin: Origin { file: context.file.clone(), line },
+        turns,
+        media,
+        solution,
+        reference_answer,
+        columns,
+        think: context.think,
+        completions,
+        rewards,
+    })
+}
+
+fn column(name: impl Into<String>, got: &Value, expected: &'static str) -> RowProblem {
+    RowProblem::Column { column: name.into(), got: describe(got), expected }
+}
+
+/// Text as it is, anything else as JSON.
+fn verbatim(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+fn present<'a>(columns: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
+    columns.get(name).filter(|value| !value.is_null())
+}
+
+fn raw_turns(
+    columns: &Map<String, Value>,
+    forced: Option<&'static Format>,
+) -> Result<Vec<RawTurn>, RowProblem> {
+    let formats = match forced {
+        Some(format) => std::slice::from_ref(format),
+        None => FORMATS,
+    };
+    let found = formats
+        .iter()
+        .flat_map(|format| format.columns.iter().map(move |name| (format, *name)))
+        .find_map(|(format, name)| Some((format, name, present(columns, name)?)));
+    match found {
+        Some((format, name, value)) => (format.turns)(value, name),
+        None => Err(RowProblem::UnknownFormat {
+            columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
+            expected: formats
+                .iter()
+                .flat_map(|format| format.columns)
+                .copied()
+                .collect::<Vec<_>>()
+                .join(", "),
+        }),
+    }
+}
+
+fn text_or_conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
+    match value {
+        Value::String(text) => Ok(vec![RawTurn { role: Role::User, content: Content::Text(text.clone()) }]),
+        Value::Array(_) => conversation(value, name),
+        other => Err(column(name, other, "a text or a list of messages")),
+    }
+}
+
+fn conversation(value: &Value, name: &str) -> Result<Vec<RawTurn>, RowProblem> {
+    let Value::Array(list) = value else { return Err(column(name, value, "a list of turns")) };
+    list.iter().enumerate().map(|(index, value)| turn(value, &format!("{name}[{index}]"))).collect()
+}
+
+fn turn(value: &Value, place: &str) -> Result<RawTurn, RowProblem> {
+    const EXPECTED: &str = "an object with `from` and `value`, or with `role` and `content`";
+    let Value::Object(map) = value else { return Err(column(place, value, EXPECTED)) };
+    let (who, what) = match (map.get("from"), map.get("value"), map.get("role"), map.get("content")) {
+        (Some(who), Some(what), ..) | (_, _, Some(who), Some(what)) => (who, what),
+        _ => return Err(column(place, value, EXPECTED)),
+    };
+    let role = match who.as_str() {
+        Some("human" | "user") => Role::User,
+        Some("gpt" | "assistant" | "model") => Role::Assistant,
+        Some("system") => Role::System,
+        _ => {
+            return Err(column(format!("{place}.role"), who, "human, user, gpt, assistant, model or system"));
+        }
+    };
+    let content = match what {
+        Value::String(text) => Content::Text(text.clone()),
+        // VLM-R1 keeps boxes and numbers of an answer as JSON.
+        other if role == Role::Assistant && !is_parts(other) => Content::Text(other.to_string()),
+        Value::Array(list) => {
+            let part = |(index, value)| part(value, &format!("{place}.content[{index}]"));
+            Content::Typed(list.iter().enumerate().map(part).collect::<Result<_, _>>()?)
+        }
+        other => return Err(column(format!("{place}.content"), other, "a text or a list of parts")),
+    };
+    Ok(RawTurn { role, content })
+}
+
+fn is_parts(value: &Value) -> bool {
+    value
+        .as_array()
+        .is_some_and(|list| list.iter().any(|part| part.get("type").is_some() || part.get("text").is_some()))
+}
+
+fn part(value: &Value, place: &str) -> Result<RawPart, RowProblem> {
+    const EXPECTED: &str = "a text, {type: text, text} or {type: image|video|audio, …}";
+    let map = match value {
+        Value::String(text) => return Ok(RawPart::Text(text.clone())),
+        Value::Object(map) => map,
+        other => return Err(column(place, other, EXPECTED)),
+    };
+    let named = map.get("type").and_then(Value::as_str);
+    let kind = KINDS.into_iter().find(|kind| match named {
+        Some(named) => named.strip_suffix("_url").unwrap_or(named) == kind.as_str(),
+        None => map.contains_key(kind.as_str()) || map.contains_key(&format!("{kind}_url")),
+    });
+    match (kind, map.get("text")) {
+        (Some(kind), _) => {
+            let own = media::own_source(map, kind).is_some().then(|| map.clone());
+            Ok(RawPart::Medium { kind, own })
+        }
+        (None, Some(Value::String(text))) if matches!(named, None | Some("text")) => {
+            Ok(RawPart::Text(text.clone()))
+        }
+        _ => Err(column(place, value, EXPECTED)),
+    }
+}
+
+/// An answer without media.
+fn answer(turn: RawTurn) -> Result<String, RowProblem> {
+    match turn.content {
+        Content::Text(text) => Ok(text),
+        Content::Typed(parts) => parts
+            .into_iter()
+            .map(|part| match part {
+                RawPart::Text(text) => Ok(text),
+                RawPart::Medium { kind, .. } => Err(RowProblem::Column {
+                    column: "(the final assistant turn)".to_owned(),
+                    got: format!("{kind} part"),
+                    expected: "text",
+                }),
+            })
+            .collect(),
+    }
+}
+
+/// TRL keeps the answer of a prompt in a column of its own.
+fn completion(columns: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
+    match present(columns, "completion") {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(value) => match conversation(value, "completion")?.pop() {
+            Some(turn) if turn.role == Role::Assistant => answer(turn).map(Some),
+            _ => Err(column("completion", value, "a text, or messages that end with an assistant turn")),
+        },
+    }
+}
