@@ -1,7 +1,7 @@
 //! Pointwise activations and the gated product of SwiGLU.
 
 use crate::parallel::{Shared, ranges};
-use crate::simd::{Simd, exp, load, sigmoid, store};
+use crate::simd::{Simd, exp, load, select, sigmoid, store};
 
 /// An activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,7 +45,7 @@ fn normal<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
         r = simd.mul_add_e_f32s(r, t, simd.splat_f32s(c));
     }
     let tail = simd.mul_f32s(simd.mul_f32s(bell, simd.mul_f32s(t, half)), r);
-    let phi = simd.select_f32s(simd.less_than_f32s(x, zero), tail, simd.sub_f32s(one, tail));
+    let phi = select(simd, simd.less_than_f32s(x, zero), tail, simd.sub_f32s(one, tail));
     (phi, simd.mul_f32s(bell, simd.splat_f32s(0.398_942_3)))
 }
 

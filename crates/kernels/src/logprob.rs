@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::parallel::{Shared, ranges};
-use crate::simd::{exp, load, store};
+use crate::simd::{exp, load, select, store};
 use crate::{Weight, linear};
 
 /// Rows of one block of logits.
@@ -66,7 +66,7 @@ simd_fn! {
             let mut weight = exp(simd, z);
             if i == whole {
                 let tail = simd.mask_between_m32s(0, (logits.len() - whole) as u32).mask();
-                weight = simd.select_f32s(tail, weight, simd.splat_f32s(0.0));
+                weight = select(simd, tail, weight, simd.splat_f32s(0.0));
             }
             sum = simd.add_f32s(sum, weight);
             weighted = simd.mul_add_e_f32s(weight, z, weighted);

@@ -50,8 +50,15 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let y = simd.mul_f32s(p, scale);
     let under = simd.less_than_f32s(x, simd.splat_f32s(-87.336));
     let over = simd.greater_than_f32s(x, simd.splat_f32s(88.376));
-    let y = simd.select_f32s(under, simd.splat_f32s(0.0), y);
-    simd.select_f32s(over, simd.splat_f32s(f32::INFINITY), y)
+    let y = select(simd, under, simd.splat_f32s(0.0), y);
+    select(simd, over, simd.splat_f32s(f32::INFINITY), y)
+}
+
+/// `yes` where the mask is set, else `no`; pulp's own version for floats is not always inlined.
+#[inline(always)]
+pub(crate) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
+    let (yes, no) = (simd.transmute_u32s_f32s(yes), simd.transmute_u32s_f32s(no));
+    simd.transmute_f32s_u32s(simd.select_u32s(mask, yes, no))
 }
 
 /// `s = 1 / (1 + e^-x)` and `1 − s` for every lane, both without cancellation or overflow.
@@ -62,7 +69,7 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let large = simd.div_f32s(one, simd.add_f32s(one, e));
     let small = simd.mul_f32s(e, large);
     let negative = simd.less_than_f32s(x, simd.splat_f32s(0.0));
-    (simd.select_f32s(negative, small, large), simd.select_f32s(negative, large, small))
+    (select(simd, negative, small, large), select(simd, negative, large, small))
 }
 
 /// The first `width ≤ lanes` elements at `ptr`, the other lanes zero.

@@ -21,7 +21,7 @@ pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
 use crate::microkernel::Product;
 use crate::parallel::Shared;
-use crate::simd::{Simd, exp, load, store};
+use crate::simd::{Simd, exp, load, select, store};
 
 /// Lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 64;
@@ -271,7 +271,7 @@ fn forward_tile<S: Simd>(
         let old = load(simd, &s.max[..lanes.end], at);
         let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
         // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
-        let base = simd.select_f32s(simd.equal_f32s(new, infinite), zero, new);
+        let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
         let shrink = exp(simd, simd.sub_f32s(old, base));
         let minus = simd.neg_f32s(base);
         let mut sum = simd.mul_f32s(load(simd, &s.sum[..lanes.end], at), shrink);
