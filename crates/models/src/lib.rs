@@ -11,6 +11,7 @@ mod cache;
 mod config_json;
 mod decoder;
 mod error;
+mod export;
 mod families;
 mod model;
 mod prompt;

@@ -1,1 +1,29 @@
-//! .
+//! Training: the step, the loop, the optimizer, checkpoints, evaluation; scoring and generation of dataset rows.
+//!
+//! [`step`] reads as the algorithm. Everything random is keyed by seed and place, so a step is a function of (weights,
+//! rows, seed) alone.
+
+pub mod checkpoint;
+mod error;
+mod evaluate;
+mod optimizer;
+mod rows;
+mod run;
+mod schedule;
+mod scoring;
+mod selection;
+pub mod step;
+mod streams;
+mod timing;
+
+pub use error::{Result, TrainError};
+pub use evaluate::{EvalPlan, EvalRow, Evaluation, evaluate, wilson_interval};
+pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
+pub use rows::{PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
+pub use run::{EvalWhen, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup, train};
+pub use schedule::{Schedule, ScheduleKind};
+pub use scoring::score;
+pub use selection::{Selection, decayed_names, summary};
+pub use step::Algorithm;
+pub use streams::{Part, pack};
+pub use timing::peak_memory_bytes;

@@ -1,0 +1,287 @@
+//! The generator: prefill per prompt, decode in one batch.
+
+use omnigrpo_models::{DecodeRows, Features, GroupCache, Model, Prompt};
+use omnigrpo_ops::rows_from_vec;
+use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::sample::{Draw, SampleKey, SamplingParams, draw};
+
+/// A prompt to complete.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// The rendered prompt.
+    pub prompt: &'a Prompt,
+    /// Features of its media, in order.
+    pub features: &'a [Features],
+    /// Completions to sample.
+    pub num_samples: usize,
+    /// Which rollout of the run.
+    pub rollout: u64,
+    /// Dataset row.
+    pub row: u64,
+}
+
+/// Why a completion ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FinishReason {
+    /// A stop token or stop string.
+    Stop,
+    /// The length limit.
+    Length,
+}
+
+/// A sampled completion.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// Token ids, stop token included.
+    pub ids: Vec<u32>,
+    /// Of each token under softmax(logits / scoring temperature), nats.
+    pub logprobs: Vec<f32>,
+    /// Of each token under the distribution it was drawn from (after penalties and truncation), nats.
+    pub sampler_logprobs: Vec<f32>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Its text: no control tokens, cut before a stop string.
+    pub text: String,
+}
+
+/// A token as it is drawn, for streaming to a terminal and for progress.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenEvent {
+    /// Index of the request.
+    pub request: usize,
+    /// Sample in the group.
+    pub sample: usize,
+    /// The token.
+    pub id: u32,
+}
+
+/// Samples completions from a model.
+pub struct Generator<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// Its tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// What ends a completion.
+    pub stops: &'a StopSet,
+    /// How to sample.
+    pub params: &'a SamplingParams,
+    /// Completions in flight at once. Bounds memory, changes nothing else.
+    pub max_live: usize,
+}
+
+/// Rows whose logits are formed at once.
+const LOGIT_ROWS: usize = 16;
+
+struct Live<'a> {
+    request: usize,
+    prompt: &'a Prompt,
+    cache: GroupCache,
+    sequences: Vec<Sequence>,
+}
+
+struct Sequence {
+    slot: usize,
+    key: SampleKey,
+    done: Completion,
+    matcher: StopMatcher,
+}
+
+impl<'a> Generator<'a> {
+    /// Completes every request; the result is in request order, then sample order. `on_token` sees tokens as they
+    /// are drawn.
+    ///
+    /// # Errors
+    /// Parameters out of range, features that do not fit, weights that have diverged.
+    pub fn generate(
+        &self,
+        requests: &[Request<'a>],
+        mut on_token: impl FnMut(TokenEvent),
+    ) -> Result<Vec<Vec<Completion>>> {
+        self.params.validate()?;
+        let mut finished: Vec<Vec<Option<Completion>>> =
+            requests.iter().map(|r| vec![None; r.num_samples]).collect();
+        let mut waiting = requests.iter().enumerate();
+        let mut next = waiting.next();
+        let mut live: Vec<Live> = Vec::new();
+        loop {
+            let mut in_flight: usize = live.iter().map(|g| g.sequences.len()).sum();
+            while let Some((index, request)) = next {
+                if in_flight > 0 && in_flight + request.num_samples > self.max_live {
+                    break;
+                }
+                in_flight += request.num_samples;
+                live.push(self.admit(index, request, &mut on_token)?);
+                next = waiting.next();
+            }
+            self.retire(&mut live, &mut finished);
+            if live.is_empty() {
+                if next.is_none() {
+                    break;
+                }
+                continue;
+            }
+            self.step(&mut live, &mut on_token)?;
+            self.retire(&mut live, &mut finished);
+        }
+        let mut out = Vec::with_capacity(requests.len());
+        for group in finished {
+            let mut completions = Vec::with_capacity(group.len());
+            for completion in group.into_iter().flatten() {
+                completions.push(self.with_text(completion)?);
+            }
+            out.push(completions);
+        }
+        Ok(out)
+    }
+
+    /// Prefills a prompt and draws the first token of each completion from its last row.
+    fn admit(
+        &self,
+        index: usize,
+        request: &Request<'a>,
+        on_token: &mut impl FnMut(TokenEvent),
+    ) -> Result<Live<'a>> {
+        let decoder = self.model.decoder();
+        let config = decoder.config();
+        let prompt = request.prompt;
+        let mut cache = GroupCache::new(
+            config.layers,
+            config.heads,
+            prompt.ids.len(),
+            request.num_samples,
+            self.params.max_completion_length - 1,
+        )?;
+        let x = self.model.embed_prompt(prompt, request.features)?;
+        let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache)?;
+        let logits = decoder.logits(&hidden)?;
+        let mut sequences = Vec::with_capacity(request.num_samples);
+        for slot in 0..request.num_samples {
+            let key = SampleKey { rollout: request.rollout, row: request.row, sample: slot as u32 };
+            let mut sequence = Sequence {
+                slot,
+                key,
+                done: Completion {
+                    ids: Vec::new(),
+                    logprobs: Vec::new(),
+                    sampler_logprobs: Vec::new(),
+                    finish_reason: FinishReason::Length,
+                    text: String::new(),
+                },
+                matcher: StopMatcher::new(self.stops),
+            };
+            let drawn = draw(&mut logits.clone(), self.params, key, 0, &[&prompt.ids], &self.stops.ids)?;
+            on_token(TokenEvent { request: index, sample: slot, id: drawn.id });
+            self.append(&mut sequence, drawn);
+            sequences.push(sequence);
+        }
+        Ok(Live { request: index, prompt, cache, sequences })
+    }
+
+    /// Draws one token for every live completion.
+    fn step(&self, live: &mut [Live], on_token: &mut impl FnMut(TokenEvent)) -> Result<()> {
+        let decoder = self.model.decoder();
+        let (h, vocab) = (decoder.config().hidden, decoder.config().vocab);
+        let mut ids = Vec::new();
+        let mut positions = Vec::new();
+        for group in live.iter() {
+            for sequence in &group.sequences {
+                group.cache.check_room(sequence.slot)?;
+                ids.extend(sequence.done.ids.last());
+                positions.push([group.prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
+            }
+        }
+        let x = rows_from_vec(decoder.embed(&ids)?, ids.len(), h)?;
+        let mut rows: Vec<DecodeRows> = live
+            .iter_mut()
+            .map(|g| DecodeRows { slots: g.sequences.iter().map(|s| s.slot).collect(), cache: &mut g.cache })
+            .collect();
+        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows)?;
+        drop(rows);
+        let mut sequences: Vec<(usize, &Prompt, &mut Sequence)> = live
+            .iter_mut()
+            .flat_map(|g| {
+                let (request, prompt) = (g.request, g.prompt);
+                g.sequences.iter_mut().map(move |s| (request, prompt, s))
+            })
+            .collect();
+        for (chunk, sequences) in sequences.chunks_mut(LOGIT_ROWS).enumerate() {
+            let rows = hidden.narrow(0, chunk * LOGIT_ROWS, sequences.len())?.contiguous()?;
+            let mut logits = decoder.logits(&rows)?;
+            let drawn: Vec<Result<Draw>> = logits
+                .par_chunks_mut(vocab)
+                .zip(&*sequences)
+                .map(|(logits, (_, prompt, s))| {
+                    let seen = [prompt.ids.as_slice(), &s.done.ids];
+                    draw(logits, self.params, s.key, s.done.ids.len(), &seen, &self.stops.ids)
+                })
+                .collect();
+            for ((request, _, sequence), drawn) in sequences.iter_mut().zip(drawn) {
+                let drawn = drawn?;
+                on_token(TokenEvent { request: *request, sample: sequence.slot, id: drawn.id });
+                self.append(sequence, drawn);
+            }
+        }
+        Ok(())
+    }
+
+    fn append(&self, sequence: &mut Sequence, drawn: Draw) {
+        let done = &mut sequence.done;
+        done.ids.push(drawn.id);
+        done.logprobs.push(drawn.logprob);
+        done.sampler_logprobs.push(drawn.sampler_logprob);
+        let allowed = done.ids.len() >= self.params.min_completion_length;
+        let hit = !self.stops.strings.is_empty()
+            && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();
+        if (self.stops.is_stop(drawn.id) || hit) && allowed {
+            done.finish_reason = FinishReason::Stop;
+        }
+    }
+
+    fn with_text(&self, mut completion: Completion) -> Result<Completion> {
+        completion.text = self.text_of(&completion.ids)?;
+        Ok(completion)
+    }
+
+    /// The text of completion ids: no control tokens, cut before a stop string.
+    ///
+    /// # Errors
+    /// Ids the tokenizer cannot decode.
+    pub fn text_of(&self, ids: &[u32]) -> Result<String> {
+        if self.stops.strings.is_empty() {
+            return Ok(self.tokenizer.decode(ids, true)?);
+        }
+        let mut matcher = StopMatcher::new(self.stops);
+        let mut decoder = StreamDecoder::new(true);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(&decoder.push(self.tokenizer, id));
+            if matcher.push(&self.tokenizer.token_bytes(id)).is_some() {
+                break;
+            }
+        }
+        text.push_str(&decoder.finish());
+        let cut = self.stops.strings.iter().filter_map(|s| text.find(s.as_str())).min();
+        text.truncate(cut.unwrap_or(text.len()));
+        Ok(text)
+    }
+
+    /// Takes completions that have ended out of the batch, and groups without any left.
+    fn retire(&self, live: &mut Vec<Live>, finished: &mut [Vec<Option<Completion>>]) {
+        for group in live.iter_mut() {
+            let (over, going): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut group.sequences).into_iter().partition(|s| {
+                    s.done.finish_reason == FinishReason::Stop
+                        || s.done.ids.len() >= self.params.max_completion_length
+                });
+            group.sequences = going;
+            for sequence in over {
+                finished[group.request][sequence.slot] = Some(sequence.done);
+            }
+        }
+        live.retain(|group| !group.sequences.is_empty());
+    }
+}

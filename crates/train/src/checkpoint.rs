@@ -1,0 +1,257 @@
+//! Checkpoints: everything a run needs to go on as if it had never stopped.
+//!
+//! `checkpoint-N/` holds the model in the published layout, `optimizer.safetensors` (moments and masters by weight name)
+//! and `trainer_state.json`. It is written under a temporary name, synced, and renamed, so a directory of that name with
+//! a `trainer_state.json` is always complete. The reference model is not stored: it is the checkpoint the run started
+//! from. Random numbers need no state; they are keyed by seed and step.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use omnigrpo_data::OrderState;
+use omnigrpo_models::Model;
+use omnigrpo_rollout::Completion;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, View};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, TrainError};
+use crate::optimizer::{AdamW, Moments};
+
+const STATE: &str = "trainer_state.json";
+const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// State of a run beside weights and moments.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Optimizer updates done.
+    pub global_step: u64,
+    /// Rollouts done.
+    pub rollout: u64,
+    /// Where in the data.
+    pub order: OrderState,
+    /// Settings that decide whether resuming makes sense.
+    pub fingerprint: serde_json::Map<String, serde_json::Value>,
+    /// Best value of the evaluation metric so far, and its step.
+    pub best: Option<(f64, u64)>,
+    /// Updates each weight has had.
+    pub optimizer_steps: HashMap<String, u64>,
+    /// A rollout that still has updates to come.
+    pub buffer: Option<BufferState>,
+}
+
+/// A rollout in the middle of its `num_iterations` updates.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BufferState {
+    /// Updates done with it.
+    pub iteration: usize,
+    /// Dataset rows.
+    pub rows: Vec<u64>,
+    /// Token ids per row and completion.
+    pub ids: Vec<Vec<Vec<u32>>>,
+    /// Text per row and completion.
+    pub texts: Vec<Vec<String>>,
+    /// Whether each ran into the length limit.
+    pub truncated: Vec<Vec<bool>>,
+    /// Old log-probabilities per row, completion and token; f32 survives JSON exactly.
+    pub old: Vec<Vec<Vec<f32>>>,
+    /// Reward names.
+    pub reward_names: Vec<String>,
+    /// Reward weights.
+    pub reward_weights: Vec<f64>,
+    /// Reward values, one list per name.
+    pub reward_values: Vec<Vec<Option<f64>>>,
+    /// Weighted totals.
+    pub reward_totals: Vec<Option<f64>>,
+}
+
+impl BufferState {
+    /// The completions, as the rollout had them.
+    #[must_use]
+    pub fn completions(&self) -> Vec<Vec<Completion>> {
+        use omnigrpo_rollout::FinishReason::{Length, Stop};
+        let group = |r: usize| {
+            let each = self.ids[r].iter().zip(&self.texts[r]).zip(&self.truncated[r]);
+            each.map(|((ids, text), &cut)| Completion {
+                ids: ids.clone(),
+                logprobs: Vec::new(),
+                sampler_logprobs: Vec::new(),
+                finish_reason: if cut { Length } else { Stop },
+                text: text.clone(),
+            })
+            .collect()
+        };
+        (0..self.ids.len()).map(group).collect()
+    }
+}
+
+/// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`.
+///
+/// # Errors
+/// A full or read-only disk; no incomplete checkpoint is left under its final name.
+pub fn save(
+    output_dir: &Path,
+    model: &Model,
+    optimizer: Option<&AdamW>,
+    mut state: TrainerState,
+    limit: Option<usize>,
+    keep: Option<u64>,
+) -> Result<PathBuf> {
+    let name = format!("checkpoint-{}", state.global_step);
+    let (target, temporary) = (output_dir.join(&name), output_dir.join(format!("tmp-{name}")));
+    let written = (|| {
+        if temporary.exists() {
+            fs::remove_dir_all(&temporary).map_err(TrainError::io(&temporary))?;
+        }
+        model.save_pretrained(&temporary)?;
+        if let Some(optimizer) = optimizer {
+            state.optimizer_steps = save_moments(&temporary, optimizer.state())?;
+        }
+        let path = temporary.join(STATE);
+        let text = serde_json::to_vec(&state).map_err(|e| TrainError::Checkpoint { what: e.to_string() })?;
+        fs::write(&path, text).map_err(TrainError::io(&path))?;
+        sync_tree(&temporary)?;
+        if target.exists() {
+            fs::remove_dir_all(&target).map_err(TrainError::io(&target))?;
+        }
+        fs::rename(&temporary, &target).map_err(TrainError::io(&target))?;
+        sync(output_dir)
+    })();
+    if written.is_err() {
+        // Best effort: the error that counts is the one above.
+        let _ = fs::remove_dir_all(&temporary);
+    }
+    written?;
+    if let Some(limit) = limit {
+        let mut all = list(output_dir)?;
+        all.retain(|(step, _)| Some(*step) != keep);
+        let surplus = all.len().saturating_sub(limit.max(1));
+        for (_, path) in &all[..surplus] {
+            fs::remove_dir_all(path).map_err(TrainError::io(path))?;
+        }
+    }
+    Ok(target)
+}
+
+/// Complete checkpoints of a run directory, oldest first.
+///
+/// # Errors
+/// An unreadable directory.
+pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found = Vec::new();
+    if !output_dir.is_dir() {
+        return Ok(found);
+    }
+    for entry in fs::read_dir(output_dir).map_err(TrainError::io(output_dir))? {
+        let path = entry.map_err(TrainError::io(output_dir))?.path();
+        let step = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .and_then(|name| name.strip_prefix("checkpoint-"))
+            .and_then(|digits| digits.parse::<u64>().ok());
+        if let Some(step) = step
+            && path.join(STATE).is_file()
+        {
+            found.push((step, path));
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// Reads the state of a checkpoint.
+///
+/// # Errors
+/// No checkpoint, or one that is damaged.
+pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
+    let path = checkpoint.join(STATE);
+    let text = fs::read(&path).map_err(TrainError::io(&path))?;
+    serde_json::from_slice(&text)
+        .map_err(|e| TrainError::Checkpoint { what: format!("{}: {e}", path.display()) })
+}
+
+/// Loads weights and moments of a checkpoint.
+///
+/// # Errors
+/// Tensors that do not fit the model.
+pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &TrainerState) -> Result<()> {
+    model.load_weights(checkpoint)?;
+    let path = checkpoint.join(OPTIMIZER);
+    if !path.is_file() {
+        return Err(TrainError::Checkpoint {
+            what: format!(
+                "{} has no {OPTIMIZER}: it was saved with save_only_model and can start a run, not resume one",
+                checkpoint.display()
+            ),
+        });
+    }
+    let bytes = fs::read(&path).map_err(TrainError::io(&path))?;
+    let damaged =
+        |e: &dyn std::fmt::Display| TrainError::Checkpoint { what: format!("{}: {e}", path.display()) };
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| damaged(&e))?;
+    let floats = |name: &str| -> Result<Vec<f32>> {
+        match file.tensor(name) {
+            Ok(view) => Ok(view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()),
+            Err(_) => Ok(Vec::new()),
+        }
+    };
+    let mut moments = HashMap::new();
+    for (name, &step) in &state.optimizer_steps {
+        let entry = Moments {
+            step,
+            m: floats(&format!("{name}.m"))?,
+            v: floats(&format!("{name}.v"))?,
+            master: floats(&format!("{name}.master"))?,
+        };
+        moments.insert(name.clone(), entry);
+    }
+    optimizer.restore(moments)
+}
+
+fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<HashMap<String, u64>> {
+    struct Named<'a> {
+        data: &'a [f32],
+        shape: [usize; 1],
+    }
+    impl View for Named<'_> {
+        fn dtype(&self) -> Dtype {
+            Dtype::F32
+        }
+        fn shape(&self) -> &[usize] {
+            &self.shape
+        }
+        fn data(&self) -> Cow<'_, [u8]> {
+            Cow::Borrowed(bytemuck::cast_slice(self.data))
+        }
+        fn data_len(&self) -> usize {
+            4 * self.data.len()
+        }
+    }
+    let mut tensors = Vec::new();
+    for (name, moments) in state {
+        for (suffix, data) in [("m", &moments.m), ("v", &moments.v), ("master", &moments.master)] {
+            if !data.is_empty() {
+                tensors.push((format!("{name}.{suffix}"), Named { data, shape: [data.len()] }));
+            }
+        }
+    }
+    let path = dir.join(OPTIMIZER);
+    safetensors::serialize_to_file(tensors, None, &path).map_err(|e| match e {
+        safetensors::SafeTensorError::IoError(source) => TrainError::Io { path, source },
+        other => TrainError::Checkpoint { what: other.to_string() },
+    })?;
+    Ok(state.iter().map(|(name, m)| (name.clone(), m.step)).collect())
+}
+
+fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|f| f.sync_all()).map_err(TrainError::io(path))
+}
+
+fn sync_tree(dir: &Path) -> Result<()> {
+    for entry in fs::read_dir(dir).map_err(TrainError::io(dir))? {
+        sync(&entry.map_err(TrainError::io(dir))?.path())?;
+    }
+    sync(dir)
+}

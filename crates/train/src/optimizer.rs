@@ -1,0 +1,212 @@
+//! AdamW over a model's trained weights.
+//!
+//! Source: `torch.optim.AdamW` (decoupled decay, bias-corrected moments, epsilon outside the root), and
+//! `torch.nn.utils.clip_grad_norm_`. A bf16 weight is updated through an f32 master copy unless `pure_bf16` asks
+//! otherwise: at small learning rates an update of a bf16 weight rounds to nothing. A weight without a gradient is
+//! skipped, as PyTorch skips `grad = None`.
+//!
+//! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use candle_core::DType;
+use omnigrpo_kernels::optim;
+use omnigrpo_ops::{Param, Part};
+
+use crate::error::{Result, TrainError};
+use crate::selection::decayed_names;
+
+/// Settings of the optimizer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdamWConfig {
+    /// Base learning rate.
+    pub learning_rate: f64,
+    /// Learning rate of the projector, if it differs.
+    pub projector_lr: Option<f64>,
+    /// Learning rate of the towers, if it differs.
+    pub tower_lr: Option<f64>,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Gradients are scaled down to this norm; 0 never scales.
+    pub max_grad_norm: f64,
+    /// Update bf16 weights without an f32 master.
+    pub pure_bf16: bool,
+}
+
+/// The optimizer's state of one weight.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Moments {
+    /// Updates this weight has had.
+    pub step: u64,
+    /// First moment.
+    pub m: Vec<f32>,
+    /// Second moment.
+    pub v: Vec<f32>,
+    /// f32 value of a bf16 weight; empty for others.
+    pub master: Vec<f32>,
+}
+
+/// What one update did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    /// Norm of all gradients together, before scaling.
+    pub grad_norm: f64,
+    /// Trained weights that had no gradient.
+    pub skipped: usize,
+}
+
+/// AdamW.
+pub struct AdamW {
+    config: AdamWConfig,
+    params: Vec<(Arc<Param>, f64, f64)>,
+    state: HashMap<String, Moments>,
+}
+
+impl AdamW {
+    /// An optimizer for the trained weights among `params`.
+    #[must_use]
+    pub fn new(config: AdamWConfig, params: &[Arc<Param>]) -> Self {
+        let decayed = decayed_names(params);
+        let trained = params.iter().filter(|p| p.trainable());
+        let params = trained
+            .map(|p| {
+                let lr = match p.part() {
+                    Part::Llm => None,
+                    Part::Projector => config.projector_lr,
+                    Part::Vision | Part::Audio => config.tower_lr,
+                };
+                let decay = if decayed.contains(p.name()) { config.weight_decay } else { 0.0 };
+                (Arc::clone(p), lr.unwrap_or(config.learning_rate), decay)
+            })
+            .collect();
+        Self { config, params, state: HashMap::new() }
+    }
+
+    /// One update from the accumulated gradients, which are consumed. `factor` scales every learning rate.
+    ///
+    /// # Errors
+    /// A gradient that is not finite, by name; nothing is changed then.
+    pub fn step(&mut self, factor: f64) -> Result<Update> {
+        let mut squares = 0.0;
+        let mut skipped = 0;
+        for (param, ..) in &self.params {
+            let sum = param.with_grad(|grad| grad.map(|g| optim::sum_of_squares(g)));
+            match sum {
+                None => skipped += 1,
+                Some(sum) if sum.is_finite() => squares += sum,
+                Some(_) => return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() }),
+            }
+        }
+        let grad_norm = squares.sqrt();
+        let scale = match self.config.max_grad_norm {
+            max if max > 0.0 => (max / (grad_norm + 1e-6)).min(1.0),
+            _ => 1.0,
+        };
+        let c = &self.config;
+        for (param, lr, decay) in &self.params {
+            let reached = param.with_grad(|grad| grad.is_some());
+            if !reached {
+                continue;
+            }
+            let moments = self.state.entry(param.name().to_owned()).or_default();
+            let n = param.len();
+            moments.m.resize(n, 0.0);
+            moments.v.resize(n, 0.0);
+            moments.step += 1;
+            let Moments { step, m, v, master } = moments;
+            let mut update = |weight: &mut [f32]| {
+                param.with_grad(|grad| {
+                    if let Some(grad) = grad {
+                        optim::adamw(
+                            weight,
+                            m,
+                            v,
+                            grad,
+                            (lr * factor) as f32,
+                            c.beta1 as f32,
+                            c.beta2 as f32,
+                            c.epsilon as f32,
+                            *decay as f32,
+                            *step,
+                            scale as f32,
+                        );
+                    }
+                });
+            };
+            if param.value().dtype() == DType::F32 {
+                param.update_f32(update)?;
+            } else if c.pure_bf16 {
+                let mut widened = param.with_f32(<[f32]>::to_vec)?;
+                update(&mut widened);
+                param.store(&widened)?;
+            } else {
+                if master.is_empty() {
+                    *master = param.with_f32(<[f32]>::to_vec)?;
+                }
+                update(master);
+                param.store(master)?;
+            }
+            param.clear_grad();
+        }
+        Ok(Update { grad_norm, skipped })
+    }
+
+    /// The base learning rate.
+    #[must_use]
+    pub fn learning_rate(&self) -> f64 {
+        self.config.learning_rate
+    }
+
+    /// Forgets all gradients.
+    pub fn clear(&self) {
+        for (param, ..) in &self.params {
+            param.clear_grad();
+        }
+    }
+
+    /// The state of each weight that has had an update, by name.
+    #[must_use]
+    pub fn state(&self) -> &HashMap<String, Moments> {
+        &self.state
+    }
+
+    /// Takes a saved state.
+    ///
+    /// # Errors
+    /// A state for a weight that is not trained, or of another size.
+    pub fn restore(&mut self, state: HashMap<String, Moments>) -> Result<()> {
+        for (name, moments) in &state {
+            let param = self.params.iter().find(|(p, ..)| p.name() == name);
+            match param {
+                Some((p, ..)) if moments.m.len() == p.len() && moments.v.len() == p.len() => {}
+                _ => {
+                    return Err(TrainError::Checkpoint {
+                        what: format!(
+                            "the optimizer state of {name} ({} values) belongs to no trained weight of that size",
+                            moments.m.len()
+                        ),
+                    });
+                }
+            }
+        }
+        self.state = state;
+        Ok(())
+    }
+
+    /// Bytes of gradients, moments and masters when every weight has them.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let each = |p: &Param| {
+            let master = p.value().dtype() != DType::F32 && !self.config.pure_bf16;
+            p.len() * (12 + if master { 4 } else { 0 })
+        };
+        self.params.iter().map(|(p, ..)| each(p)).sum()
+    }
+}

@@ -1,0 +1,528 @@
+//! The training step: rollouts → rewards → advantages → log-probabilities → loss → update.
+
+use omnigrpo_data::RecordedRewards;
+use omnigrpo_grpo::{
+    AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate,
+};
+use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_rewards::{RewardMatrix, RewardSet};
+use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
+
+use crate::error::{Result, TrainError};
+use crate::optimizer::AdamW;
+use crate::rows::PreparedRow;
+use crate::scoring;
+use crate::streams::{Part, pack};
+use crate::timing::timed;
+
+/// What an algorithm needs to know for a step. The same for all steps of a run.
+#[derive(Clone, Debug)]
+pub struct Algorithm {
+    /// Completions per prompt.
+    pub num_generations: usize,
+    /// How completions are sampled.
+    pub sampling: SamplingParams,
+    /// Completions decoded at once.
+    pub max_live: usize,
+    /// How rewards become advantages.
+    pub advantage: AdvantageKind,
+    /// Multiplies every advantage.
+    pub alpha: f64,
+    /// Normalise each reward before summing them.
+    pub normalize_then_sum: bool,
+    /// The loss.
+    pub loss: LossPlan,
+    /// Rows of one packed stream at most.
+    pub max_stream_tokens: usize,
+    /// Recompute activations in the backward pass.
+    pub recompute: bool,
+    /// Prompts of one micro-batch: the unit of `bnpo`'s mean.
+    pub prompts_per_micro_batch: usize,
+    /// Keys all random numbers.
+    pub seed: u64,
+}
+
+/// The groups of one rollout, scored; the input of `num_iterations` updates.
+pub struct Rollouts {
+    /// Rows with their prompts, in drawing order.
+    pub rows: Vec<PreparedRow>,
+    /// Completions of each row.
+    pub completions: Vec<Vec<Completion>>,
+    /// Features of each row's media, by the weights that sampled.
+    features: Vec<Vec<Features>>,
+    /// Every reward of every completion, prompt-major.
+    pub rewards: RewardMatrix,
+    /// Advantage of each completion, prompt-major.
+    pub advantages: Advantages,
+    /// Log-probabilities the ratio compares with, per row and completion: those of the first update, or given ones.
+    /// `None` before the first update: then the step is on-policy.
+    pub old: Option<Vec<Vec<Vec<f32>>>>,
+    /// Log-probabilities under the reference, per row and completion.
+    reference: Vec<Vec<Vec<f32>>>,
+}
+
+/// What an update did.
+#[derive(Clone, Debug)]
+pub struct StepOutcome {
+    /// Sums behind the metrics.
+    pub sums: MetricSums,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Trained weights without a gradient.
+    pub params_without_grad: usize,
+    /// |log p(rollout) − log p(training)| over scored tokens: largest and mean. Only for sampled, on-policy steps.
+    pub rollout_gap: Option<(f64, f64)>,
+    /// Prompt and completion tokens that went through the model.
+    pub num_tokens: u64,
+}
+
+/// Samples completions for `rows` and scores them.
+///
+/// # Errors
+/// As the rollout and the rewards.
+pub fn collect(
+    model: &Model,
+    prompts: &PromptBuilder,
+    rewards: &RewardSet,
+    algorithm: &Algorithm,
+    rows: Vec<PreparedRow>,
+    step: u64,
+    timer: &mut PhaseTimer,
+    progress: &mut dyn FnMut(),
+) -> Result<Rollouts> {
+    let features = timed(timer, "encode", || {
+        rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()
+    })?;
+    let completions = timed(timer, "rollout", || {
+        let requests: Vec<Request> = rows
+            .iter()
+            .zip(&features)
+            .map(|(row, features)| Request {
+                prompt: &row.prompt,
+                features,
+                num_samples: algorithm.num_generations,
+                rollout: step,
+                row: row.sample.row,
+            })
+            .collect();
+        let generator = Generator {
+            model,
+            tokenizer: prompts.tokenizer(),
+            stops: prompts.stops(),
+            params: &algorithm.sampling,
+            max_live: algorithm.max_live,
+        };
+        Ok::<_, TrainError>(generator.generate(&requests, |_| progress())?)
+    })?;
+    let matrix = timed(timer, "reward", || {
+        let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
+        scoring::score(rewards, &scored, algorithm.seed, step)
+    })?;
+    assemble(algorithm, rows, completions, features, matrix, None)
+}
+
+/// Takes completions and rewards from the rows themselves instead of sampling.
+///
+/// # Errors
+/// A row without completions or rewards, or with another number of them than the other rows.
+pub fn replay(
+    model: &Model,
+    prompts: &PromptBuilder,
+    algorithm: &Algorithm,
+    rows: Vec<PreparedRow>,
+    timer: &mut PhaseTimer,
+) -> Result<Rollouts> {
+    let features = timed(timer, "encode", || {
+        rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()
+    })?;
+    let mut completions = Vec::with_capacity(rows.len());
+    let mut names: Vec<String> = Vec::new();
+    let mut values: Vec<Vec<Option<f64>>> = Vec::new();
+    let mut old: Option<Vec<Vec<Vec<f32>>>> = Some(Vec::new());
+    for row in &rows {
+        let sample = &row.sample;
+        let fail = |what: String| TrainError::Data { what: format!("replay, row {}: {what}", sample.id) };
+        let (Some(recorded), Some(recorded_rewards)) = (&sample.completions, &sample.rewards) else {
+            return Err(fail("expected the columns `completions` and `rewards`".into()));
+        };
+        if recorded.len() != algorithm.num_generations {
+            return Err(fail(format!(
+                "{} completions, expected num_generations = {}",
+                recorded.len(),
+                algorithm.num_generations
+            )));
+        }
+        let mut group = Vec::with_capacity(recorded.len());
+        let mut given = Vec::with_capacity(recorded.len());
+        for completion in recorded {
+            let ids = match (&completion.completion_ids, &completion.text) {
+                (Some(ids), _) => ids.clone(),
+                (None, Some(text)) => prompts.completion_ids(text)?,
+                (None, None) => return Err(fail("a completion has neither text nor ids".into())),
+            };
+            let text = prompts
+                .tokenizer()
+                .decode(&ids, true)
+                .map_err(|e| fail(format!("a completion cannot be decoded: {e}")))?;
+            if let Some(logprobs) = &completion.logprobs {
+                if logprobs.len() != ids.len() {
+                    return Err(fail(format!("{} logprobs for {} tokens", logprobs.len(), ids.len())));
+                }
+                given.push(logprobs.iter().map(|&x| x as f32).collect::<Vec<f32>>());
+            }
+            let truncated = completion.finish_reason.as_deref() == Some("length");
+            group.push(Completion {
+                ids,
+                logprobs: Vec::new(),
+                sampler_logprobs: Vec::new(),
+                finish_reason: if truncated { FinishReason::Length } else { FinishReason::Stop },
+                text,
+            });
+        }
+        match (&mut old, given.len()) {
+            (Some(old), n) if n == group.len() => old.push(given),
+            (_, 0) => old = None,
+            _ => return Err(fail("either every completion of all rows has logprobs, or none".into())),
+        }
+        let named = match recorded_rewards {
+            RecordedRewards::Total(list) => {
+                vec![("replay".to_owned(), list.iter().map(|&r| Some(r)).collect())]
+            }
+            RecordedRewards::Named(list) => list.clone(),
+        };
+        if values.is_empty() {
+            names = named.iter().map(|(name, _)| name.clone()).collect();
+            values = vec![Vec::new(); names.len()];
+        }
+        for (i, (name, list)) in named.into_iter().enumerate() {
+            if names.get(i) != Some(&name) || list.len() != group.len() {
+                return Err(fail(format!(
+                    "rewards {name:?} with {} values do not fit the other rows",
+                    list.len()
+                )));
+            }
+            values[i].extend(list);
+        }
+        completions.push(group);
+    }
+    let weights = vec![1.0; names.len()];
+    let total = advantage::weighted_sum(&values, &weights)?;
+    let matrix = RewardMatrix { names, values, weights, total };
+    let old = old.filter(|old| old.len() == rows.len());
+    assemble(algorithm, rows, completions, features, matrix, old)
+}
+
+fn assemble(
+    algorithm: &Algorithm,
+    rows: Vec<PreparedRow>,
+    completions: Vec<Vec<Completion>>,
+    features: Vec<Vec<Features>>,
+    rewards: RewardMatrix,
+    old: Option<Vec<Vec<Vec<f32>>>>,
+) -> Result<Rollouts> {
+    let (kind, alpha) = (algorithm.advantage, algorithm.alpha);
+    let group = algorithm.num_generations;
+    let advantages = if algorithm.normalize_then_sum {
+        advantage::normalize_then_sum(&rewards.values, &rewards.weights, group, alpha)?
+    } else {
+        advantage::advantages(&rewards.total, group, kind, alpha)?
+    };
+    let reference = vec![Vec::new(); rows.len()];
+    Ok(Rollouts { rows, completions, features, rewards, advantages, old, reference })
+}
+
+/// One optimizer update from scored rollouts.
+///
+/// # Errors
+/// A loss or gradient that is not finite; weights are unchanged then.
+pub fn update(
+    model: &Model,
+    reference: Option<&Model>,
+    optimizer: &mut AdamW,
+    learning_rate_factor: f64,
+    algorithm: &Algorithm,
+    rollouts: &mut Rollouts,
+    timer: &mut PhaseTimer,
+) -> Result<StepOutcome> {
+    let lengths: Vec<usize> = rollouts.completions.iter().flatten().map(|c| c.ids.len()).collect();
+    let truncated: Vec<bool> =
+        rollouts.completions.iter().flatten().map(|c| c.finish_reason == FinishReason::Length).collect();
+    let plan = &algorithm.loss;
+    let step_normalizer =
+        Normalizer::for_step(plan, &lengths, &truncated, algorithm.sampling.max_completion_length)?;
+    let mut sums = MetricSums::default();
+    sums.add_completions(&lengths, &truncated)?;
+    let named: Vec<(&str, &[Option<f64>])> = rollouts
+        .rewards
+        .names
+        .iter()
+        .zip(&rollouts.rewards.values)
+        .map(|(name, values)| (name.as_str(), values.as_slice()))
+        .collect();
+    sums.add_rewards(&named, &rollouts.rewards.total, &rollouts.advantages)?;
+
+    let group = algorithm.num_generations;
+    let mut pass = Pass {
+        model,
+        reference,
+        algorithm,
+        sums,
+        gap: Gap::default(),
+        num_tokens: 0,
+        new_old: rollouts.rows.iter().map(|_| vec![Vec::new(); group]).collect(),
+        on_policy: rollouts.old.is_none(),
+    };
+    let micro = algorithm.prompts_per_micro_batch.max(1);
+    let micro_batches = rollouts.rows.len().div_ceil(micro);
+    for first in (0..rollouts.rows.len()).step_by(micro) {
+        let last = (first + micro).min(rollouts.rows.len());
+        let span = first * group..last * group;
+        let normalizer =
+            step_normalizer.for_micro_batch(plan, &lengths[span.clone()], &truncated[span], micro_batches)?;
+        let shapes: Vec<(usize, Vec<usize>)> = (first..last)
+            .map(|r| {
+                let lengths = rollouts.completions[r].iter().map(|c| c.ids.len()).collect();
+                (rollouts.rows[r].prompt.ids.len(), lengths)
+            })
+            .collect();
+        for mut stream in pack(&shapes, algorithm.max_stream_tokens) {
+            stream.iter_mut().for_each(|part| part.group += first);
+            pass.run(&stream, rollouts, &normalizer, timer)?;
+        }
+    }
+    let Pass { sums, gap, num_tokens, new_old, on_policy, .. } = pass;
+    let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
+    if on_policy {
+        rollouts.old = Some(new_old);
+    }
+    Ok(StepOutcome {
+        sums,
+        grad_norm: update.grad_norm,
+        params_without_grad: update.skipped,
+        rollout_gap: gap.finish(),
+        num_tokens,
+    })
+}
+
+/// The forward and backward passes of one update.
+struct Pass<'a> {
+    model: &'a Model,
+    reference: Option<&'a Model>,
+    algorithm: &'a Algorithm,
+    sums: MetricSums,
+    gap: Gap,
+    num_tokens: u64,
+    /// Log-probabilities of this update, which later updates of the same rollouts compare with.
+    new_old: Vec<Vec<Vec<f32>>>,
+    on_policy: bool,
+}
+
+impl Pass<'_> {
+    fn run(
+        &mut self,
+        parts: &[Part],
+        rollouts: &mut Rollouts,
+        normalizer: &Normalizer,
+        timer: &mut PhaseTimer,
+    ) -> Result<()> {
+        let plan = &self.algorithm.loss;
+        let group = self.algorithm.num_generations;
+        let advantages: Vec<f64> = parts
+            .iter()
+            .flat_map(|p| p.completions.clone().map(|c| rollouts.advantages.values[p.group * group + c]))
+            .collect();
+        if advantages.iter().all(|&a| a == 0.0) && !plan.needs_reference() && !plan.needs_entropy() {
+            // No term of the loss depends on these completions.
+            return Ok(());
+        }
+        let rows = &rollouts.rows;
+        let groups: Vec<GroupStream> = parts
+            .iter()
+            .map(|p| GroupStream {
+                prompt: &rows[p.group].prompt,
+                completions: p
+                    .completions
+                    .clone()
+                    .map(|c| rollouts.completions[p.group][c].ids.as_slice())
+                    .collect(),
+            })
+            .collect();
+        let stream = PackedStream::new(&groups)?;
+        self.num_tokens += stream.rows() as u64;
+        let prompts: Vec<&Prompt> = parts.iter().map(|p| rows[p.group].prompt.as_ref()).collect();
+        let features: Vec<Vec<Features>> = parts.iter().map(|p| rollouts.features[p.group].clone()).collect();
+        let temperature = self.algorithm.sampling.scoring_temperature();
+
+        let reference = match self.reference.filter(|_| plan.needs_reference()) {
+            Some(reference) => Some(timed(timer, "reference", || {
+                let cached = &mut rollouts.reference;
+                reference_logprobs(
+                    reference,
+                    self.model,
+                    &stream,
+                    parts,
+                    &prompts,
+                    &features,
+                    temperature,
+                    cached,
+                )
+            })?),
+            None => None,
+        };
+        let pass = timed(timer, "forward", || {
+            self.model.train_pass(&stream, &prompts, &features, temperature, self.algorithm.recompute)
+        })?;
+        let old: Option<Vec<f64>> = rollouts.old.as_ref().map(|old| {
+            let tokens = parts.iter().flat_map(|p| p.completions.clone().flat_map(|c| &old[p.group][c]));
+            tokens.map(|&x| f64::from(x)).collect()
+        });
+        let truncated: Vec<bool> = parts
+            .iter()
+            .flat_map(|p| &rollouts.completions[p.group][p.completions.clone()])
+            .map(|c| c.finish_reason == FinishReason::Length)
+            .collect();
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+        let (logp, entropy) = (wide(&pass.logprobs), wide(&pass.entropies));
+        let out = evaluate(
+            &Batch {
+                lengths: stream.lengths(),
+                logp: &logp,
+                old: old.as_deref(),
+                reference: reference.as_deref(),
+                entropy: Some(&entropy),
+                advantages: &advantages,
+                truncated: &truncated,
+            },
+            plan,
+            normalizer,
+        )?;
+        self.sums.merge(&out.sums);
+        self.record(parts, rollouts, &pass.logprobs);
+        let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
+        let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
+        timed(timer, "backward", || pass.backward(&narrow(&out.dlogp), dentropy.as_deref()))?;
+        Ok(())
+    }
+
+    /// Keeps this update's log-probabilities for later ones and compares them with the rollout's.
+    fn record(&mut self, parts: &[Part], rollouts: &Rollouts, logprobs: &[f32]) {
+        let mut at = 0;
+        for part in parts {
+            for c in part.completions.clone() {
+                let completion = &rollouts.completions[part.group][c];
+                let now = &logprobs[at..at + completion.ids.len()];
+                at += now.len();
+                if self.on_policy {
+                    self.gap.add(&completion.logprobs, now);
+                    self.new_old[part.group][c] = now.to_vec();
+                }
+            }
+        }
+    }
+}
+
+/// Reference log-probabilities of a stream's tokens, computed at the first update of a rollout and kept for the rest.
+#[allow(clippy::too_many_arguments)]
+fn reference_logprobs(
+    reference: &Model,
+    policy: &Model,
+    stream: &PackedStream,
+    parts: &[Part],
+    prompts: &[&Prompt],
+    features: &[Vec<Features>],
+    temperature: f32,
+    cached: &mut [Vec<Vec<f32>>],
+) -> Result<Vec<f64>> {
+    let known = parts.iter().all(|p| cached[p.group].len() > p.completions.end - 1);
+    if !known {
+        let own = reference_features(reference, policy, prompts, features)?;
+        let (logprobs, _) = reference.score(stream, &own, temperature)?;
+        let mut at = 0;
+        for (part, lengths) in parts.iter().zip(lengths_by_part(parts, stream.lengths())) {
+            let list = &mut cached[part.group];
+            list.resize(list.len().max(part.completions.end), Vec::new());
+            for (c, len) in part.completions.clone().zip(lengths) {
+                list[c] = logprobs[at..at + len].to_vec();
+                at += len;
+            }
+        }
+    }
+    Ok(parts
+        .iter()
+        .flat_map(|p| p.completions.clone().flat_map(|c| &cached[p.group][c]))
+        .map(|&x| f64::from(x))
+        .collect())
+}
+
+/// Features as the reference sees them: the policy's where tower and projector are the same weights, the tower's output
+/// reused where only the projector differs.
+fn reference_features(
+    reference: &Model,
+    policy: &Model,
+    prompts: &[&Prompt],
+    features: &[Vec<Features>],
+) -> Result<Vec<Vec<Features>>> {
+    use omnigrpo_ops::Part::{Audio, Projector, Vision};
+    if policy.trains(Vision) || policy.trains(Audio) {
+        return prompts.iter().map(|p| Ok(reference.encode_prompt(p)?)).collect();
+    }
+    if !policy.trains(Projector) {
+        return Ok(features.to_vec());
+    }
+    let mut out = Vec::with_capacity(prompts.len());
+    for (prompt, features) in prompts.iter().zip(features) {
+        let own = prompt.media.iter().zip(features).map(|(m, f)| reference.project(&f.tower, m));
+        out.push(own.collect::<omnigrpo_models::Result<Vec<_>>>()?);
+    }
+    Ok(out)
+}
+
+fn lengths_by_part<'a>(parts: &'a [Part], lengths: &'a [usize]) -> impl Iterator<Item = &'a [usize]> {
+    let mut at = 0;
+    parts.iter().map(move |p| {
+        let n = p.completions.len();
+        at += n;
+        &lengths[at - n..at]
+    })
+}
+
+/// The difference between rollout and training log-probabilities.
+#[derive(Default)]
+struct Gap {
+    max: f64,
+    sum: f64,
+    tokens: u64,
+}
+
+impl Gap {
+    fn add(&mut self, rollout: &[f32], training: &[f32]) {
+        for (a, b) in rollout.iter().zip(training) {
+            let d = f64::from((a - b).abs());
+            self.max = self.max.max(d);
+            self.sum += d;
+            self.tokens += 1;
+        }
+    }
+
+    fn finish(&self) -> Option<(f64, f64)> {
+        (self.tokens > 0).then(|| (self.max, self.sum / self.tokens as f64))
+    }
+}
+
+/// A rollout from its parts, for tests and for resuming in the middle of a buffer.
+///
+/// # Errors
+/// As the advantages.
+pub fn restore(
+    algorithm: &Algorithm,
+    model: &Model,
+    rows: Vec<PreparedRow>,
+    completions: Vec<Vec<Completion>>,
+    rewards: RewardMatrix,
+    old: Option<Vec<Vec<Vec<f32>>>>,
+) -> Result<Rollouts> {
+    let features =
+        rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()?;
+    assemble(algorithm, rows, completions, features, rewards, old)
+}

@@ -1,0 +1,21 @@
+//! Phases of a step.
+
+use std::time::Instant;
+
+use omnigrpo_observe::PhaseTimer;
+
+/// Runs `f` as the phase `name`.
+pub(crate) fn timed<R>(timer: &mut PhaseTimer, name: &'static str, f: impl FnOnce() -> R) -> R {
+    timer.enter(name, Instant::now());
+    let result = f();
+    timer.leave(Instant::now());
+    result
+}
+
+/// Largest resident memory of this process so far, bytes (`VmHWM`); `None` where the system does not say.
+#[must_use]
+pub fn peak_memory_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
