@@ -44,8 +44,9 @@ pub(crate) const MAX_ANSWER_CHARS: usize = 4096;
 /// NFC, case folded by lower-casing, punctuation and symbols dropped at the edges of each word, white space collapsed.
 /// A minus or a percent sign before or after a digit stays: "-3" is not "3".
 pub(crate) fn normalised(text: &str) -> String {
-    let folded: String =
-        text.nfc().take(MAX_ANSWER_CHARS).flat_map(char::to_lowercase).collect::<String>().nfc().collect();
+    // Cut before composing as well: a run of combining marks is sorted as one.
+    let cut = text.chars().take(4 * MAX_ANSWER_CHARS).nfc().take(MAX_ANSWER_CHARS);
+    let folded: String = cut.flat_map(char::to_lowercase).nfc().collect();
     let mut words = String::with_capacity(folded.len());
     for word in folded.split_whitespace() {
         let word = trim_marks(word);

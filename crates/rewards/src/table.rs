@@ -2,8 +2,8 @@
 
 use crate::error::suggestion;
 use crate::{
-    AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, format, length, overlong,
-    random, repetition,
+    AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
+    overlong, random, repetition,
 };
 
 /// One built-in reward.
@@ -178,6 +178,9 @@ pub fn build(specs: &[String], options: &RewardOptions) -> Result<RewardSet, Rew
 fn one(spec: &str, options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
     if let Some(row) = TABLE.iter().find(|row| row.name == spec) {
         return (row.make)(options);
+    }
+    if let Some(external) = external::from_spec(spec, options) {
+        return external;
     }
     let names = || TABLE.iter().map(|row| row.name);
     Err(RewardError::UnknownReward {

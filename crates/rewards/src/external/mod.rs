@@ -1,24 +1,54 @@
-//! Rewards outside this process: programs that speak JSON lines, HTTP endpoints, judges.
+//! Rewards outside this process: programs that speak JSON lines ([`command`]), HTTP endpoints ([`http`]), judges
+//! ([`judge`]).
+//!
+//! One request carries a batch of rows, one answer a number or null for each:
+//!
+//! ```text
+//! {"id": 7, "rows": [{"prompt": "…", "completion": "…", "completion_ids": [1, 2], "solution": "…", "columns": {…},
+//!                     "think": true, "media": ["/data/1.png"], "step": 3, "row": 12, "sample": 0, "truncated": false}]}
+//! {"id": 7, "rewards": [0.5]}        or        {"id": 7, "error": "what went wrong"}
+//! ```
+//!
+//! A death, a time-out or a refused connection is tried again; an error that the scorer reports, or an answer that is
+//! none, is final, since the same request would give it again.
 
+mod command;
+mod http;
+mod judge;
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::contract::row_name;
+use crate::{Reward, RewardError, RewardInput, RewardOptions, Think};
 
 /// How programs and endpoints are called.
 #[derive(Debug, Clone)]
 pub struct ExternalOptions {
-    /// Time limit of one request.
+    /// Time limit of one attempt, the start of a program included.
     pub timeout: Duration,
-    /// Processes per program, and requests in flight per endpoint.
+    /// Processes per program, and requests in flight per endpoint, ≥ 1.
     pub pool_size: usize,
     /// Attempts beyond the first before a request counts as failed.
     pub retries: u32,
-    /// Completions per request.
+    /// Wait before the second attempt at an endpoint; doubled each time.
+    pub backoff: Duration,
+    /// Completions per request, ≥ 1.
     pub batch_size: usize,
-    /// Declared range of what comes back.
-    pub range: (f64, f64),
+    /// Declared range of what comes back; by default anything finite, and 0 to 1 for a judge.
+    pub range: Option<(f64, f64)>,
     /// Model name sent to a judge.
     pub judge_model: String,
     /// What a judge is asked; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in.
     pub judge_template: String,
+    /// Sent to a judge as bearer token.
+    pub judge_api_key: Option<String>,
 }
 
 impl Default for ExternalOptions {
@@ -27,10 +57,223 @@ impl Default for ExternalOptions {
             timeout: Duration::from_secs(60),
             pool_size: 1,
             retries: 3,
+            backoff: Duration::from_millis(500),
             batch_size: 64,
-            range: (f64::NEG_INFINITY, f64::INFINITY),
-            judge_model: String::new(),
-            judge_template: String::new(),
+            range: None,
+            judge_model: "default".to_owned(),
+            judge_template: judge::TEMPLATE.to_owned(),
+            judge_api_key: None,
         }
     }
+}
+
+/// The scorer of a spec such as `cmd:"python reward.py"`, `https://…`, `judge:http://…` or `name=` and one of these;
+/// `None` where the spec is of no such form.
+pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Box<dyn Reward>, RewardError>> {
+    let is_url = |text: &str| text.starts_with("http://") || text.starts_with("https://");
+    let is_external =
+        |text: &str| text.starts_with("cmd:") || is_url(text.strip_prefix("judge:").unwrap_or(text));
+    let (name, target) = match spec.split_once('=') {
+        Some((name, target)) if is_external(target) && !is_external(spec) => (Some(name.trim()), target),
+        _ => (None, spec),
+    };
+    if !is_external(target) {
+        return None;
+    }
+    let named = |default: &str| name.unwrap_or(default).to_owned();
+    Some(if let Some(command) = target.strip_prefix("cmd:") {
+        command::reward(command, name, options)
+    } else if let Some(url) = target.strip_prefix("judge:") {
+        judge::reward(url, named("judge"), options)
+    } else {
+        http::reward(target, named("http"), options)
+    })
+}
+
+/// One row of a request.
+#[derive(Debug, Serialize)]
+struct RequestRow<'a> {
+    prompt: &'a str,
+    completion: &'a str,
+    completion_ids: &'a [u32],
+    solution: Option<&'a str>,
+    columns: &'a Map<String, Value>,
+    think: bool,
+    media: &'a [PathBuf],
+    step: u64,
+    row: u64,
+    sample: u64,
+    truncated: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Request<'a> {
+    id: u64,
+    rows: Vec<RequestRow<'a>>,
+}
+
+impl<'a> Request<'a> {
+    fn new(id: u64, rows: &[RewardInput<'a>]) -> Self {
+        let row = |input: &RewardInput<'a>| RequestRow {
+            prompt: input.prompt,
+            completion: input.completion,
+            completion_ids: input.completion_ids,
+            solution: input.solution,
+            columns: input.columns,
+            think: input.think == Think::On,
+            media: input.media_paths,
+            step: input.key.step,
+            row: input.key.row,
+            sample: input.key.sample,
+            truncated: input.truncated,
+        };
+        Self { id, rows: rows.iter().map(row).collect() }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct Answer {
+    id: Option<u64>,
+    rewards: Option<Vec<Option<f64>>>,
+    error: Option<Value>,
+}
+
+/// Why one attempt failed.
+#[derive(Debug)]
+enum Failure {
+    /// Worth another attempt.
+    Passing(String),
+    /// No answer in time; worth another attempt.
+    TimedOut,
+    /// Would happen again.
+    Final(String),
+}
+
+/// Makes attempts until one succeeds, fails for good, or there are none left.
+fn attempts<T>(
+    reward: &str,
+    rows: &str,
+    options: &ExternalOptions,
+    backoff: Duration,
+    mut attempt: impl FnMut() -> Result<T, Failure>,
+) -> Result<T, RewardError> {
+    let limit = options.retries.saturating_add(1);
+    let mut pause = backoff;
+    for number in 1.. {
+        let failure = match attempt() {
+            Ok(value) => return Ok(value),
+            Err(failure) => failure,
+        };
+        let last = number >= limit;
+        let external = |what| RewardError::External {
+            reward: reward.to_owned(),
+            rows: rows.to_owned(),
+            attempts: number,
+            what,
+        };
+        match failure {
+            Failure::Final(what) => return Err(external(what)),
+            Failure::Passing(what) if last => return Err(external(what)),
+            Failure::TimedOut if last => {
+                return Err(RewardError::TimedOut {
+                    reward: reward.to_owned(),
+                    rows: rows.to_owned(),
+                    limit: options.timeout,
+                });
+            }
+            Failure::Passing(what) => tracing::warn!(reward, rows, attempt = number, "{what}; trying again"),
+            Failure::TimedOut => {
+                tracing::warn!(reward, rows, attempt = number, "no answer in time; trying again")
+            }
+        }
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+            pause *= 2;
+        }
+    }
+    // The loop above only ends by returning.
+    Err(RewardError::External {
+        reward: reward.to_owned(),
+        rows: rows.to_owned(),
+        attempts: limit,
+        what: "no attempt was made".to_owned(),
+    })
+}
+
+/// Rows of a request, for errors.
+fn rows_name(range: &Range<usize>, batch: &[RewardInput<'_>]) -> String {
+    let name = |index: usize| row_name(index, &batch[index]);
+    if range.len() == 1 {
+        name(range.start)
+    } else {
+        format!("{} to {}", name(range.start), name(range.end - 1))
+    }
+}
+
+/// Splits a batch into requests and sends them over `pool_size` threads. `send` gets the number of its thread and the
+/// rows; the first error in row order wins.
+fn spread<'a>(
+    batch: &[RewardInput<'a>],
+    rows_per_request: usize,
+    pool_size: usize,
+    send: impl Fn(usize, Range<usize>, &[RewardInput<'a>]) -> Result<Vec<Option<f64>>, RewardError> + Sync,
+) -> Result<Vec<Option<f64>>, RewardError> {
+    type Scored = Result<Vec<Option<f64>>, RewardError>;
+    let step = rows_per_request.max(1);
+    let ranges: Vec<Range<usize>> =
+        (0..batch.len()).step_by(step).map(|from| from..batch.len().min(from + step)).collect();
+    let next = AtomicUsize::new(0);
+    let done: Mutex<Vec<(usize, Scored)>> = Mutex::new(Vec::with_capacity(ranges.len()));
+    let work = |worker: usize| {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(range) = ranges.get(index).cloned() else { return };
+            let scored = send(worker, range.clone(), &batch[range]);
+            if scored.is_err() {
+                // Nobody needs the rest.
+                next.store(ranges.len(), Ordering::Relaxed);
+            }
+            done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((index, scored));
+        }
+    };
+    let threads = pool_size.clamp(1, ranges.len().max(1));
+    std::thread::scope(|scope| {
+        for worker in 1..threads {
+            scope.spawn(move || work(worker));
+        }
+        work(0);
+    });
+    let mut done = done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    done.sort_by_key(|(index, _)| *index);
+    let mut values = Vec::with_capacity(batch.len());
+    for (_, scored) in done {
+        values.extend(scored?);
+    }
+    Ok(values)
+}
+
+/// The values of an answer to a request of `expected` rows.
+fn values(answer: Answer, expected: usize) -> Result<Vec<Option<f64>>, Failure> {
+    match (answer.rewards, answer.error) {
+        (_, Some(error)) => {
+            let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
+            Err(Failure::Final(format!("it reports: {text}")))
+        }
+        (Some(values), None) if values.len() == expected => Ok(values),
+        (Some(values), None) => Err(Failure::Final(format!(
+            "it returned {} value(s) for {expected} completions; it must return exactly one each",
+            values.len()
+        ))),
+        (None, None) => Err(Failure::Final("the answer has neither `rewards` nor `error`".to_owned())),
+    }
+}
+
+/// The first characters of a text that is not what it should be.
+fn excerpt(text: &str) -> String {
+    const LENGTH: usize = 200;
+    let mut short: String = text.chars().take(LENGTH).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
 }

@@ -1,0 +1,238 @@
+//! `http://…`, `https://…`: an endpoint that takes a request as a POST with a JSON body and answers with JSON.
+//!
+//! Connection errors, time-outs, status 408, 429 and 5xx are tried again after a wait that doubles; other statuses are
+//! final. `https` needs this crate's feature of that name, off by default for its C dependencies.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Answer, ExternalOptions, Failure, Request, attempts, excerpt, rows_name, spread, values};
+use crate::{Reward, RewardError, RewardInput, RewardOptions};
+
+const MAX_ANSWER_BYTES: u64 = 64 << 20;
+
+struct HttpReward {
+    name: String,
+    url: String,
+    options: ExternalOptions,
+    client: Client,
+    next_id: AtomicU64,
+}
+
+pub(super) fn reward(
+    url: &str,
+    name: String,
+    options: &RewardOptions,
+) -> Result<Box<dyn Reward>, RewardError> {
+    let options = options.external.clone();
+    let client = Client::new(url, &name, &options, None)?;
+    Ok(Box::new(HttpReward { name, url: url.to_owned(), options, client, next_id: AtomicU64::new(0) }))
+}
+
+impl Reward for HttpReward {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn range(&self) -> (f64, f64) {
+        self.options.range.unwrap_or((f64::NEG_INFINITY, f64::INFINITY))
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        spread(batch, self.options.batch_size, self.options.pool_size, |_, range, rows| {
+            let named = rows_name(&range, batch);
+            attempts(&self.name, &named, &self.options, self.options.backoff, || {
+                let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+                let answer: Answer = self.client.post(&self.url, &Request::new(id, rows))?;
+                if answer.id.is_some_and(|got| got != id) {
+                    return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
+                }
+                values(answer, rows.len())
+            })
+        })
+    }
+}
+
+/// An HTTP client with this crate's view of failures.
+pub(super) struct Client {
+    agent: ureq::Agent,
+    api_key: Option<String>,
+}
+
+impl Client {
+    pub fn new(
+        url: &str,
+        reward: &str,
+        options: &ExternalOptions,
+        api_key: Option<&str>,
+    ) -> Result<Self, RewardError> {
+        if url.starts_with("https://") && !cfg!(feature = "https") {
+            return Err(RewardError::Setting {
+                reward: reward.to_owned(),
+                what: format!("{url}: this build speaks http only; build with the feature `https`"),
+            });
+        }
+        let agent = ureq::Agent::config_builder()
+            .timeout_global(Some(options.timeout))
+            .http_status_as_error(false)
+            .build()
+            .into();
+        Ok(Self { agent, api_key: api_key.map(str::to_owned) })
+    }
+
+    pub fn post<T: DeserializeOwned>(&self, url: &str, body: &impl Serialize) -> Result<T, Failure> {
+        let failure = |error: ureq::Error| match error {
+            ureq::Error::Timeout(_) => Failure::TimedOut,
+            // A malformed URL will not get better.
+            ureq::Error::BadUri(what) => Failure::Final(format!("{url} is not a usable address: {what}")),
+            error => Failure::Passing(format!("{url}: {error}")),
+        };
+        let mut request = self.agent.post(url);
+        if let Some(key) = &self.api_key {
+            request = request.header("Authorization", format!("Bearer {key}"));
+        }
+        let mut response = request.send_json(body).map_err(failure)?;
+        let status = response.status().as_u16();
+        let text =
+            response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_string().map_err(failure)?;
+        match status {
+            200..=299 => serde_json::from_str(&text).map_err(|error| {
+                Failure::Final(format!("{url}: not an answer ({error}): `{}`", excerpt(&text)))
+            }),
+            408 | 429 | 500.. => {
+                Err(Failure::Passing(format!("{url}: status {status}: `{}`", excerpt(&text))))
+            }
+            _ => Err(Failure::Final(format!("{url}: status {status}: `{}`", excerpt(&text)))),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::build;
+    use crate::testing::Row;
+
+    /// A server that answers the n-th request with what `answer(n, headers, body)` gives: a status and a text, or no
+    /// answer at all. Ends with the test process.
+    pub fn server(
+        answer: impl Fn(usize, &str, &Value) -> Option<(u16, String)> + Send + 'static,
+    ) -> std::net::SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            for (number, stream) in listener.incoming().enumerate() {
+                let mut reader = BufReader::new(stream.unwrap());
+                let (mut headers, mut length) = (String::new(), 0);
+                loop {
+                    let mut line = String::new();
+                    reader.read_line(&mut line).unwrap();
+                    if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
+                        length = value.trim().parse().unwrap();
+                    }
+                    if line.trim().is_empty() {
+                        break;
+                    }
+                    headers.push_str(&line);
+                }
+                let mut body = vec![0; length];
+                reader.read_exact(&mut body).unwrap();
+                let Some((status, text)) = answer(number, &headers, &serde_json::from_slice(&body).unwrap())
+                else {
+                    continue;
+                };
+                let head = format!(
+                    "HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+                    text.len()
+                );
+                reader.into_inner().write_all(format!("{head}{text}").as_bytes()).unwrap();
+            }
+        });
+        address
+    }
+
+    fn quick() -> RewardOptions {
+        let mut options = RewardOptions::default();
+        options.external.backoff = Duration::from_millis(1);
+        options.external.timeout = Duration::from_secs(10);
+        options.external.batch_size = 2;
+        options
+    }
+
+    fn scores(
+        url: &str,
+        completions: &[&str],
+        options: &RewardOptions,
+    ) -> Result<Vec<Option<f64>>, RewardError> {
+        let rows: Vec<Row> = completions.iter().map(|text| Row::new("q", text, "s")).collect();
+        let batch: Vec<_> = rows.iter().map(Row::input).collect();
+        Ok(build(&[format!("mine={url}")], options)?.score(&batch)?.values.remove(0))
+    }
+
+    fn lengths(body: &Value) -> String {
+        let rows = body["rows"].as_array().unwrap();
+        let rewards: Vec<usize> = rows.iter().map(|row| row["completion"].as_str().unwrap().len()).collect();
+        json!({"id": body["id"], "rewards": rewards}).to_string()
+    }
+
+    #[test]
+    fn batches_come_back_in_order() {
+        let address = server(|_, _, body| Some((200, lengths(body))));
+        let got =
+            scores(&format!("http://{address}/score"), &["a", "bb", "ccc", "", "eeeee"], &quick()).unwrap();
+        assert_eq!(got, vec![Some(1.0), Some(2.0), Some(3.0), Some(0.0), Some(5.0)]);
+    }
+
+    #[test]
+    fn busy_and_broken_connections_are_tried_again() {
+        let address = server(|number, _, body| match number {
+            0 => Some((503, "busy".to_owned())),
+            1 => None,
+            2 => Some((429, "slow down".to_owned())),
+            _ => Some((200, lengths(body))),
+        });
+        assert_eq!(scores(&format!("http://{address}"), &["abc"], &quick()).unwrap(), vec![Some(3.0)]);
+    }
+
+    #[test]
+    fn failures_name_the_reward_the_rows_and_the_status() {
+        let answers =
+            [(400u16, "what?", "status 400"), (200, "hello", "not an answer"), (503, "busy", "status 503")];
+        for (status, text, part) in answers {
+            let address = server(move |_, _, _| Some((status, text.to_owned())));
+            let mut options = quick();
+            options.external.retries = 1;
+            let error = scores(&format!("http://{address}"), &["a", "b"], &options).unwrap_err().to_string();
+            let attempts = if status == 503 { "2 time(s)" } else { "1 time(s)" };
+            for part in ["`mine`", "sample 0", part, attempts] {
+                assert!(error.contains(part), "{part}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_answer_in_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let mut options = quick();
+        options.external.retries = 1;
+        options.external.timeout = Duration::from_millis(100);
+        let error = scores(&url, &["a"], &options).unwrap_err();
+        assert!(matches!(error, RewardError::TimedOut { .. }), "{error}");
+    }
+
+    #[cfg(not(feature = "https"))]
+    #[test]
+    fn https_without_the_feature_is_refused_at_once() {
+        let error = build(&["https://example.org/score".to_owned()], &quick()).unwrap_err().to_string();
+        assert!(error.contains("feature `https`"), "{error}");
+    }
+}
