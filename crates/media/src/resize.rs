@@ -6,6 +6,7 @@
 //!
 //! Source: Pillow `src/libImaging/Resample.c`.
 
+use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use crate::{MediaError, Rgb8Image};
@@ -93,6 +94,65 @@ fn round_to_u8(sum: i32) -> u8 {
     (sum >> FRACTION_BITS).clamp(0, 255) as u8
 }
 
+/// One row, horizontally. A type with an inlined `call`, so that it is compiled for the vector width chosen at run time;
+/// integer sums are the same at every width.
+struct Horizontal<'a> {
+    row_in: &'a [u8],
+    /// Room for the row with four bytes per pixel, which fill vector registers.
+    padded: &'a mut [u8],
+    taps: &'a Taps,
+    row_out: &'a mut [u8],
+}
+
+impl NullaryFnOnce for Horizontal<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (to, from) in self.padded.chunks_exact_mut(4).zip(self.row_in.chunks_exact(3)) {
+            to[..3].copy_from_slice(from);
+        }
+        for (x, rgb) in self.row_out.chunks_exact_mut(3).enumerate() {
+            let (first, weights) = self.taps.get(x);
+            let mut sums = [1i32 << (FRACTION_BITS - 1); 4];
+            for (p, &w) in self.padded[first * 4..].chunks_exact(4).zip(weights) {
+                for c in 0..4 {
+                    sums[c] += i32::from(p[c]) * w;
+                }
+            }
+            for c in 0..3 {
+                rgb[c] = round_to_u8(sums[c]);
+            }
+        }
+    }
+}
+
+/// One row, vertically, from the rows under its weights.
+struct Vertical<'a> {
+    rows: &'a [u8],
+    weights: &'a [i32],
+    /// Room for a row.
+    sums: &'a mut [i32],
+    row_out: &'a mut [u8],
+}
+
+impl NullaryFnOnce for Vertical<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.sums.fill(1 << (FRACTION_BITS - 1));
+        for (row_in, &w) in self.rows.chunks_exact(self.row_out.len()).zip(self.weights) {
+            for (sum, &v) in self.sums.iter_mut().zip(row_in) {
+                *sum += i32::from(v) * w;
+            }
+        }
+        for (out, &sum) in self.row_out.iter_mut().zip(self.sums.iter()) {
+            *out = round_to_u8(sum);
+        }
+    }
+}
+
 /// Resizes to `width_px` x `height_px` as Pillow's `resize(size, BICUBIC)`.
 ///
 /// # Errors
@@ -126,26 +186,17 @@ fn resize(
     let (w_in, h_in) = (image.width_px as usize, image.height_px as usize);
     let (w_out, h_out) = (width_px as usize, height_px as usize);
 
-    let horizontal = (w_in != w_out).then(|| {
+    let arch = pulp::Arch::new();
+    let pass_1 = (w_in != w_out).then(|| {
         let taps = Taps::new(w_in, w_out, kernel);
         let mut out = vec![0u8; h_in * w_out * 3];
-        out.par_chunks_exact_mut(w_out * 3).zip(image.pixels.par_chunks_exact(w_in * 3)).for_each(
-            |(row_out, row_in)| {
-                for (x, rgb) in row_out.chunks_exact_mut(3).enumerate() {
-                    let (first, weights) = taps.get(x);
-                    let mut sums = [1i32 << (FRACTION_BITS - 1); 3];
-                    for (p, &w) in row_in[first * 3..].chunks_exact(3).zip(weights) {
-                        for c in 0..3 {
-                            sums[c] += i32::from(p[c]) * w;
-                        }
-                    }
-                    rgb.copy_from_slice(&sums.map(round_to_u8));
-                }
-            },
+        out.par_chunks_exact_mut(w_out * 3).zip(image.pixels.par_chunks_exact(w_in * 3)).for_each_init(
+            || vec![0u8; w_in * 4],
+            |padded, (row_out, row_in)| arch.dispatch(Horizontal { row_in, padded, taps: &taps, row_out }),
         );
         out
     });
-    let rows = horizontal.as_deref().unwrap_or(&image.pixels);
+    let rows = pass_1.as_deref().unwrap_or(&image.pixels);
     if h_in == h_out {
         return Ok(Rgb8Image { width_px, height_px, pixels: rows.to_vec() });
     }
@@ -156,16 +207,8 @@ fn resize(
     pixels.par_chunks_exact_mut(row_len).enumerate().for_each_init(
         || vec![0i32; row_len],
         |sums, (y, row_out)| {
-            sums.fill(1 << (FRACTION_BITS - 1));
             let (first, weights) = taps.get(y);
-            for (row_in, &w) in rows[first * row_len..].chunks_exact(row_len).zip(weights) {
-                for (sum, &v) in sums.iter_mut().zip(row_in) {
-                    *sum += i32::from(v) * w;
-                }
-            }
-            for (out, &sum) in row_out.iter_mut().zip(sums.iter()) {
-                *out = round_to_u8(sum);
-            }
+            arch.dispatch(Vertical { rows: &rows[first * row_len..], weights, sums, row_out });
         },
     );
     Ok(Rgb8Image { width_px, height_px, pixels })

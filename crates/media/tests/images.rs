@@ -240,3 +240,25 @@ fn sides_must_fit_when_resizing_is_off() {
     let error = processor.process_image(&image).unwrap_err();
     assert!(error.to_string().contains("multiples of 28"), "{error}");
 }
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
+
+    /// Bytes changed anywhere end in a picture or an error, never in a panic or a picture that contradicts itself.
+    #[test]
+    fn changed_bytes_end_in_a_picture_or_an_error(
+        file in 0usize..6,
+        changes in proptest::collection::vec((0usize..4000, 0u8..), 1..8),
+    ) {
+        let name = ["rgba.png", "palette.png", "photo_420.jpg", "photo.webp", "animated.gif", "plain.tiff"][file];
+        let mut bytes = std::fs::read(data(name)).unwrap();
+        for (at, value) in changes {
+            let at = at % bytes.len();
+            bytes[at] = value;
+        }
+        let limits = Limits { max_pixels: 1 << 20, max_alloc_bytes: 1 << 24, ..Limits::default() };
+        if let Ok(image) = load_image_bytes(name, &bytes, &limits) {
+            proptest::prop_assert!(image.pixels.len() == (image.width_px * image.height_px * 3) as usize);
+        }
+    }
+}

@@ -202,31 +202,6 @@ fn frames_become_the_patches_of_the_transformers_video_processor() {
 }
 
 #[test]
-fn missing_ffmpeg_is_explained() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("clip.mp4");
-    std::fs::write(&path, "\0\0\0\x18ftypmp42").unwrap();
-    // The search path is that of the process, so the look-up happens in a process of its own.
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["child_decodes_without_ffmpeg", "--exact", "--ignored", "--nocapture"])
-        .env("PATH", "")
-        .env("CLIP_FOR_CHILD", &path)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(text.contains("apt install ffmpeg") && text.contains("clip.mp4"), "{text}");
-}
-
-#[test]
-#[ignore = "run by missing_ffmpeg_is_explained in a process without a search path"]
-fn child_decodes_without_ffmpeg() {
-    let Some(path) = std::env::var_os("CLIP_FOR_CHILD") else { return };
-    let error = decode_video(&VideoSource::File(path.into()), &every(1), &Limits::default()).unwrap_err();
-    assert!(matches!(error, MediaError::ProgramMissing { .. }), "{error}");
-    println!("{error}");
-}
-
-#[test]
 fn other_sources_refuse_a_list_rate() {
     let wrong = VideoRequest { listed_fps: Some(2.0), ..every(1) };
     let error =
@@ -439,17 +414,4 @@ fn ffmpeg_follows_no_playlist() {
     ffmpeg(&["-f", "lavfi", "-i", "sine=d=1"], &path);
     let error = probe_video(&VideoSource::File(path), None, &Limits::default()).unwrap_err();
     assert!(matches!(error, MediaError::Format { .. }), "{error}");
-}
-
-#[test]
-#[ignore = "driven by slow/compare_pyav.py"]
-fn slow_dump_frames() {
-    let (Some(clip), Some(dump)) = (std::env::var_os("CLIP"), std::env::var_os("DUMP")) else { return };
-    let source = VideoSource::File(clip.into());
-    let video = decode_video(&source, &request(nframes(8)), &Limits::default()).unwrap();
-    let pixels: Vec<u8> = video.frames.iter().flat_map(|f| f.pixels.iter().copied()).collect();
-    let dump = PathBuf::from(dump);
-    std::fs::write(&dump, pixels).unwrap();
-    let indices: Vec<String> = video.indices.iter().map(ToString::to_string).collect();
-    std::fs::write(dump.with_extension("idx"), indices.join(" ")).unwrap();
 }

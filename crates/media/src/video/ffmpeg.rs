@@ -361,3 +361,55 @@ fn bound_memory(child: &Child) {
 
 #[cfg(not(target_os = "linux"))]
 fn bound_memory(_: &Child) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_is_explained() {
+        let error =
+            run("omnigrpo-no-such-program", &[], Path::new("clip.mp4"), Duration::from_secs(1), |_| Ok(()))
+                .err()
+                .unwrap();
+        let text = error.to_string();
+        assert!(matches!(error, MediaError::ProgramMissing { .. }), "{text}");
+        assert!(text.contains("clip.mp4") && text.contains("apt install ffmpeg"), "{text}");
+    }
+
+    #[test]
+    fn a_child_that_hangs_is_killed() {
+        let started = Instant::now();
+        let limit = Duration::from_millis(50);
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let error = run("sleep", &["60".into()], Path::new("clip.mp4"), limit, read).err().unwrap();
+        assert!(matches!(error, MediaError::Timeout { limit_secs: 0.05, .. }), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn the_end_of_standard_error_is_kept() {
+        let script = "i=0; while [ $i -lt 3000 ]; do echo line $i >&2; i=$((i+1)); done; exit 3";
+        let args = ["-c".into(), script.into()];
+        let output = run("sh", &args, Path::new("clip.mp4"), Duration::from_secs(20), |_| Ok(())).unwrap();
+        assert!(output.stderr_tail.len() <= STDERR_TAIL_BYTES && output.stderr_tail.ends_with("line 2999"));
+        let error = output.require_success(Path::new("clip.mp4"), "sh").unwrap_err();
+        assert!(error.to_string().contains("exit status: 3"), "{error}");
+    }
+
+    #[test]
+    fn rates_are_fractions() {
+        let rate = |text: &str| rate(&Some(text.into()));
+        assert_eq!(rate("30000/1001"), Some(30000.0 / 1001.0));
+        assert_eq!((rate("0/0"), rate("25"), rate("-1/1"), rate("1/0")), (None, None, None, None));
+    }
+
+    #[test]
+    fn selections_are_flat_enough() {
+        assert_eq!(selection(&[7]), "eq(n\\,7)");
+        assert_eq!(
+            selection(&[1, 4, 9]),
+            "if(lt(n\\,4)\\,eq(n\\,1)\\,if(lt(n\\,9)\\,eq(n\\,4)\\,eq(n\\,9)))"
+        );
+    }
+}

@@ -1,4 +1,7 @@
 //! Directories and lists of pictures as videos.
+//!
+//! Each picture is resized once, to the size the video's budget gives; qwen-vl-utils resizes each as a picture first (with a factor
+//! of 56 in version 0.0.14) and then again as a frame.
 
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
