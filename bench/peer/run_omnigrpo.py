@@ -1,0 +1,103 @@
+"""One run of `omnigrpo train` on a workload: writes the same JSON as run_trl.py. Standard library only.
+
+    cargo build --release -p omnigrpo
+    python run_omnigrpo.py --workload image1 --steps 3 --output result.json
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from workloads import (
+    BETA, HERE, LEARNING_RATE, MAX_GRAD_NORM, MODEL, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory,
+    peak_mb, read_jsonl,
+)
+
+BINARY = HERE.parents[1] / "target/release/omnigrpo"
+WATCH_SECS = 0.05
+
+
+def command(binary, name, root, output_dir, steps, threads):
+    completion = WORKLOADS[name].completion_tokens
+    settings = dict(
+        model_name_or_path=MODEL, train_file=root / "train.jsonl", output_dir=output_dir, torch_dtype="float32",
+        reward_funcs="random", num_generations=NUM_GENERATIONS, min_completion_length=completion,
+        max_completion_length=completion, temperature=TEMPERATURE, loss_type="grpo", beta=BETA,
+        per_device_train_batch_size=1, gradient_accumulation_steps=1, tune_mm_vision="true",
+        learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0, max_grad_norm=MAX_GRAD_NORM,
+        max_steps=steps, save_strategy="no", seed=SEED, threads=threads,
+    )
+    if WORKLOADS[name].num_images:
+        settings["image_folders"] = root
+    return [str(binary), "train"] + [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def watch(process, metrics_file):
+    """Until the process ends: its peak memory, and when each line of metrics appeared."""
+    peak, seen_at = 0.0, []
+    while process.poll() is None:
+        peak = max(peak, peak_mb(process.pid) or 0.0)
+        lines = metrics_file.read_bytes().count(b"\n") if metrics_file.is_file() else 0
+        seen_at += [time.perf_counter()] * (lines - len(seen_at))
+        time.sleep(WATCH_SECS)
+    return peak, seen_at
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--binary", type=Path, default=BINARY)
+    parser.add_argument("--output", required=True)
+    args = parser.parse_args()
+    root, workload = directory(args.workload), WORKLOADS[args.workload]
+    if not args.binary.is_file():
+        raise SystemExit(f"{args.binary} is not there: cargo build --release -p omnigrpo, or give --binary")
+    version = subprocess.run([args.binary, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir, log_file = Path(scratch) / "run", Path(scratch) / "log"
+        with open(log_file, "w") as log:
+            process = subprocess.Popen(
+                command(args.binary, args.workload, root, run_dir, args.steps, args.threads),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )
+            try:
+                peak, seen_at = watch(process, run_dir / "metrics.jsonl")
+            finally:
+                process.kill()
+                process.wait()
+        if process.returncode != 0:
+            raise SystemExit(f"omnigrpo ended with {process.returncode}:\n{log_file.read_text()[-4000:]}")
+        rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if "step_time" in row]
+
+    assert len(rows) == args.steps, f"{len(rows)} steps in metrics.jsonl, expected {args.steps}"
+    steps = []
+    for row in rows:
+        assert row["completions/mean_length"] == workload.completion_tokens, row
+        # The packed stream: the prompt once, and all tokens of a completion but the last.
+        expected = workload.prompt_tokens + NUM_GENERATIONS * (workload.completion_tokens - 1)
+        assert row["num_tokens"] == expected, f"num_tokens {row['num_tokens']}, expected {expected}: another prompt?"
+        phases = {key.removeprefix("time/"): value for key, value in row.items() if key.startswith("time/")}
+        phases["other"] = row["step_time"] - sum(phases.values())
+        steps.append({"step_time": row["step_time"], "phases": phases})
+    # What the program says of its steps must be what passes outside, but for the watcher's own grain.
+    if len(seen_at) == len(steps) > 1:
+        outside, inside = seen_at[-1] - seen_at[0], sum(step["step_time"] for step in steps[1:])
+        assert outside <= 1.05 * inside + 4 * WATCH_SECS, f"{outside:.2f} s passed, the steps say {inside:.2f} s"
+    result = dict(
+        system="omnigrpo", workload=args.workload, threads=args.threads, steps=steps,
+        peak_mb=max(peak, rows[-1].get("memory/peak_mb", 0.0)), versions=dict(omnigrpo=version),
+        prompt_tokens=workload.prompt_tokens, num_tokens=[row["num_tokens"] for row in rows],
+        grad_norm=[row["grad_norm"] for row in rows], kl=[row["kl"] for row in rows],
+    )
+    with open(args.output, "w") as file:
+        json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""One run of TRL's GRPOTrainer on a workload: writes the same JSON as run_omnigrpo.py, with the time of each phase.
+
+    python run_trl.py --workload image1 --steps 3 --output result.json
+
+TRL as it is, with its own fused head and optimizer; methods are wrapped only to read the clock. A phase counts what
+happens in it and in no phase inside it, so phases and `other` add up to the step. A step lasts from the end of the
+one before it to its own end, loading of images and logging included.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import wraps
+
+from workloads import (
+    BETA, LEARNING_RATE, MAX_GRAD_NORM, MODEL, NUM_GENERATIONS, SEED, TEMPERATURE, WORKLOADS, directory, peak_mb,
+    read_jsonl,
+)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", required=True)
+    return parser.parse_args()
+
+
+ARGS = arguments()
+# Read when torch and tokenizers load.
+os.environ.update(
+    OMP_NUM_THREADS=str(ARGS.threads), MKL_NUM_THREADS=str(ARGS.threads), RAYON_NUM_THREADS=str(ARGS.threads),
+    CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
+)
+
+import random  # noqa: E402
+
+import datasets  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import trl  # noqa: E402
+from transformers import AutoProcessor, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+torch.set_num_threads(ARGS.threads)
+
+
+class Clock:
+    """Exclusive time of nested phases; a step ends with `next_step`."""
+
+    def __init__(self):
+        self.steps = []
+        self.restart()
+
+    def restart(self):
+        self.started = self.switched = time.perf_counter()
+        self.phases, self.stack = defaultdict(float), ["other"]
+
+    def switch(self):
+        now = time.perf_counter()
+        self.phases[self.stack[-1]] += now - self.switched
+        self.switched = now
+
+    @contextmanager
+    def phase(self, name):
+        self.switch()
+        self.stack.append(name)
+        try:
+            yield
+        finally:
+            self.switch()
+            self.stack.pop()
+
+    def wrap(self, owner, method, name):
+        """Replaces a bound method; `name` may be a function of the arguments."""
+        inner = getattr(owner, method)
+
+        @wraps(inner)
+        def timed(*args, **kwargs):
+            with self.phase(name(*args, **kwargs) if callable(name) else name):
+                return inner(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+    def next_step(self):
+        self.switch()
+        self.steps.append({"step_time": self.switched - self.started, "phases": dict(self.phases)})
+        self.restart()
+
+
+class Watch(TrainerCallback):
+    """Cuts the run into steps and sees that everything is trained."""
+
+    def __init__(self, clock, unused):
+        self.clock, self.unused = clock, unused
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        self.clock.wrap(optimizer, "step", "optimizer")
+        self.clock.restart()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        cold = [n for n, p in model.named_parameters() if p.grad is None and not n.startswith(self.unused)]
+        assert not cold, f"no gradient: {cold}"
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.clock.next_step()
+
+
+def processor_of(clock):
+    """The processor, with its calls (image decoding, resizing, patches, tokens) counted as `data`."""
+    processor = AutoProcessor.from_pretrained(MODEL)
+    plain = type(processor)
+
+    class Timed(plain):
+        def __call__(self, *args, **kwargs):
+            with clock.phase("data"):
+                return super().__call__(*args, **kwargs)
+
+    Timed.__name__ = plain.__name__
+    processor.__class__ = Timed
+    return processor
+
+
+def rows_of(root, has_images):
+    rows = read_jsonl(root / "trl.jsonl")
+    for row in rows:
+        if has_images:
+            row["images"] = [str(root / path) for path in row["images"]]
+    rows = datasets.Dataset.from_list(rows)
+    # Paths, opened when a step reads the row.
+    return rows.cast_column("images", datasets.List(datasets.Image())) if has_images else rows
+
+
+def main():
+    root, workload, clock, rng = directory(ARGS.workload), WORKLOADS[ARGS.workload], Clock(), random.Random(SEED)
+    imported_mb = peak_mb()
+
+    def random_reward(completions, **_):
+        return [rng.random() for _ in completions]
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = GRPOConfig(
+            output_dir=scratch, seed=SEED, max_steps=ARGS.steps, use_cpu=True, bf16=False,
+            model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False,
+            per_device_train_batch_size=NUM_GENERATIONS, gradient_accumulation_steps=1,
+            num_generations=NUM_GENERATIONS, max_completion_length=workload.completion_tokens,
+            generation_kwargs={"min_new_tokens": workload.completion_tokens}, temperature=TEMPERATURE,
+            loss_type="grpo", beta=BETA, use_bias_correction_kl=False, scale_rewards="group",
+            learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM,
+            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        )
+        trainer = GRPOTrainer(
+            model=str(MODEL), reward_funcs=random_reward, args=config, processing_class=processor_of(clock),
+            train_dataset=rows_of(root, workload.num_images > 0),
+            # A text row leaves the tower without gradient.
+            callbacks=[Watch(clock, () if workload.num_images else "model.visual.")],
+        )
+        assert all(p.requires_grad and p.dtype == torch.float32 for p in trainer.model.parameters())
+
+        def scored_model(model, *args, **kwargs):
+            if model is trainer.ref_model:
+                return "reference"
+            return "forward" if torch.is_grad_enabled() else "old"
+
+        for method, name in (
+            ("get_batch_samples", "data"), ("_tokenize_prompts", "data"), ("_generate_single_turn", "generate"),
+            ("_calculate_rewards", "reward"), ("_get_per_token_logps_and_entropies", scored_model),
+            ("compute_loss", "forward"), ("_clip_grad_norm", "optimizer"),
+        ):
+            clock.wrap(trainer, method, name)
+        clock.wrap(trainer.accelerator, "backward", "backward")
+        ready_mb = peak_mb()
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
+
+    assert len(clock.steps) == len(log) == ARGS.steps, (len(clock.steps), len(log))
+    for step, entry in enumerate(log, 1):
+        # Counted over the run: every completion with its own copy of the prompt.
+        tokens = step * NUM_GENERATIONS * (workload.prompt_tokens + workload.completion_tokens)
+        assert entry["num_tokens"] == tokens, f"num_tokens {entry['num_tokens']}, expected {tokens}"
+        assert entry["completions/mean_length"] == workload.completion_tokens, entry
+        assert entry["frac_reward_zero_std"] == 0, entry
+    result = dict(
+        system="trl", workload=ARGS.workload, threads=ARGS.threads, steps=clock.steps, peak_mb=peak_mb(),
+        imported_mb=imported_mb, ready_mb=ready_mb,
+        versions=dict(trl=trl.__version__, transformers=transformers.__version__, torch=torch.__version__),
+        attention=trainer.model.config._attn_implementation, optimizer=str(config.optim.value),
+        prompt_tokens=workload.prompt_tokens, num_tokens=[entry["num_tokens"] for entry in log],
+        grad_norm=[float(entry["grad_norm"]) for entry in log], kl=[entry["kl"] for entry in log],
+    )
+    with open(ARGS.output, "w") as file:
+        json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

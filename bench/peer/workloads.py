@@ -1,0 +1,71 @@
+"""What both trainers are given: the workloads, the settings of a step, and how memory is read. No heavy imports."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WORK = HERE / "work"
+MODEL = WORK / "model"
+
+IMAGE_PX = 448
+# (448 / 14)² patches, merged 2 × 2.
+TOKENS_PER_IMAGE = 256
+
+NUM_GENERATIONS = 8
+TEMPERATURE = 1.0
+BETA = 0.04
+LEARNING_RATE = 1e-6
+MAX_GRAD_NORM = 1.0
+SEED = 42
+NUM_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One group per step; every row has the same lengths."""
+
+    num_images: int
+    prompt_tokens: int
+    # Forced: no stop token before it.
+    completion_tokens: int
+    # Step time of TRL over ours and peak memory of TRL over ours that the project wants; None = no aim.
+    step_time_aim: float
+    memory_aim: float | None
+
+    @property
+    def completion_tokens_per_step(self) -> int:
+        return NUM_GENERATIONS * self.completion_tokens
+
+
+WORKLOADS = {
+    "image1": Workload(1, 300, 64, 6.0, 5.0),
+    "image6": Workload(6, 1588, 64, 10.0, 10.0),
+    "text": Workload(0, 200, 256, 2.0, None),
+}
+
+
+def directory(workload: str) -> Path:
+    """Rows and images of a workload, after make_workload.py."""
+    path = WORK / workload
+    if not (path / "train.jsonl").is_file() or not (MODEL / "config.json").is_file():
+        raise SystemExit(f"{path} or {MODEL} is not there yet: run make_workload.py --workload {workload} first")
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Whole lines only, so a file that is being written can be read."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def peak_mb(pid: int | str = "self") -> float | None:
+    """Largest resident memory of a living process so far (`VmHWM`), in 10⁶ bytes."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    # A process that has ended but was not waited for has no memory any more.
+    return None
