@@ -25,7 +25,8 @@ pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets}
 pub use error::{ModelError, Result};
 pub use families::qwen_vl;
 pub use families::{
-    FAMILIES, Family, FamilyRow, MediaSettings, MediumInput, MediumPlan, Network, open_family,
+    FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan, Network, open_family,
+    probe_medium,
 };
 pub use model::{Features, Model, StreamPass};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::Sample;
+use omnigrpo_data::{MediumInfo, Sample};
 use omnigrpo_text::{
     ChatTemplate, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt, Role, Span, StopSet,
     Tokenizer, Turn,
@@ -111,20 +111,28 @@ impl PromptBuilder {
         Ok(self.prompt(rendered, media))
     }
 
-    /// The prompt's length and media from headers alone, without decoding: `(rendered, plans)`.
+    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order.
     ///
     /// # Errors
-    /// As [`Self::build`], except for what only decoding shows.
-    pub fn plan(&self, sample: &Sample) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
+    /// As [`Self::build`], except for what only decoding shows. A prompt over the limit is no error here.
+    pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = sample
             .media
             .iter()
-            .map(|m| self.family.plan(m, &self.settings.media))
+            .zip(headers)
+            .map(|(m, header)| self.family.plan(m, header, &self.settings.media))
             .collect::<Result<Vec<_>>>()?;
         let tokens: Vec<MediumTokens> = plans.iter().map(|m| self.family.tokens(m.kind, m.grid)).collect();
         let rendered = self.render(&sample.turns, &tokens)?;
-        self.check_length(rendered.ids.len())?;
         Ok((rendered, plans))
+    }
+
+    /// The longest prompt that is accepted, tokens.
+    #[must_use]
+    pub fn max_prompt_tokens(&self) -> usize {
+        let model =
+            self.family.decoder_config().max_positions.saturating_sub(self.settings.max_completion_length);
+        self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
     }
 
     /// A row as a supervised example: its prompt, and its reference answer with the stop token as target.
@@ -187,13 +195,12 @@ impl PromptBuilder {
     }
 
     fn check_length(&self, tokens: usize) -> Result<()> {
-        let model =
-            self.family.decoder_config().max_positions.saturating_sub(self.settings.max_completion_length);
-        let (limit, what) = match self.settings.max_prompt_length {
-            Some(limit) if limit <= model => (limit, "max_prompt_length"),
-            _ => (model, "the model's positions less max_completion_length"),
-        };
+        let limit = self.max_prompt_tokens();
         if tokens > limit {
+            let what = match self.settings.max_prompt_length {
+                Some(given) if given == limit => "max_prompt_length",
+                _ => "the model's positions less max_completion_length",
+            };
             return Err(ModelError::prompt(format!(
                 "the prompt has {tokens} tokens with its media, the limit is {limit} ({what}); prompts are never cut: \
                  lower max_pixels or the number of frames, or raise the limit"

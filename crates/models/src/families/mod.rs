@@ -9,10 +9,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use omnigrpo_data::MediumRef;
+use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
 use omnigrpo_media::qwen_vl::PatchGrid;
+use omnigrpo_media::{Limits, VideoSource, probe_image, probe_video};
 use omnigrpo_ops::Segments;
 use omnigrpo_text::{MediumKind, MediumTokens, Span};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, Position};
@@ -55,23 +58,102 @@ pub const FAMILIES: &[FamilyRow] = &[
     },
 ];
 
+/// How frames of a video are chosen where the row does not say.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FrameRule {
+    /// By rate, as `qwen-vl-utils`.
+    Qwen,
+    /// One frame per interval, as `qwen-vl-finetune`.
+    BaseInterval {
+        /// Seconds between frames.
+        interval_secs: f64,
+    },
+    /// From each segment that the row's `meta` lists; by interval for rows without.
+    Segments {
+        /// Seconds between frames of rows without segments.
+        interval_secs: f64,
+    },
+}
+
 /// How media are read where a row does not say otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediaSettings {
-    /// Smallest image area, px. `None`: as the checkpoint's processor says.
-    pub min_pixels: Option<u64>,
-    /// Largest image area, px. `None`: as the checkpoint's processor says.
-    pub max_pixels: Option<u64>,
-    /// Area of all frames of a video together, px.
-    pub total_pixels: Option<u64>,
-    /// Smallest area of a video frame, px.
-    pub video_min_pixels: Option<u64>,
-    /// Largest area of a video frame, px.
-    pub video_max_pixels: Option<u64>,
+    /// Sizes of images. What is open follows the checkpoint's processor.
+    pub image: MediumOptions,
+    /// Frames and sizes of videos. What is open follows `qwen-vl-utils`.
+    pub video: MediumOptions,
+    /// How frames are chosen.
+    pub rule: FrameRule,
     /// Whether rows with `meta.dynamic_sample` draw their number of frames (training) or take the largest.
     pub dynamic_sample: bool,
     /// Keys the draw.
     pub seed: u64,
+}
+
+impl Default for MediaSettings {
+    fn default() -> Self {
+        Self {
+            image: MediumOptions::default(),
+            video: MediumOptions::default(),
+            rule: FrameRule::Qwen,
+            dynamic_sample: false,
+            seed: 0,
+        }
+    }
+}
+
+impl MediaSettings {
+    /// A number from `min` to `max` that depends on the seed and the medium alone.
+    pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
+        let mut key = [0u8; 32];
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        for (i, byte) in format!("{source:?}").bytes().enumerate() {
+            let slot = &mut key[8 + i % 24];
+            *slot = slot.wrapping_mul(31).wrapping_add(byte);
+        }
+        let span = u64::from(max.saturating_sub(min)) + 1;
+        min + (ChaCha8Rng::from_seed(key).next_u64() % span) as u32
+    }
+}
+
+/// Reads what a medium's header says. Depends on the source alone.
+///
+/// # Errors
+/// An unreadable medium, with its path.
+pub fn probe_medium(medium: &MediumRef) -> Result<MediumInfo> {
+    let limits = Limits::default();
+    match (medium.kind, &medium.source) {
+        (MediumKind::Image, MediumSource::Path(path)) => {
+            let info = probe_image(path, &limits)?;
+            Ok(MediumInfo {
+                width_px: Some(info.width_px),
+                height_px: Some(info.height_px),
+                ..MediumInfo::default()
+            })
+        }
+        (MediumKind::Video, source) => {
+            let source = match source {
+                MediumSource::Path(path) => VideoSource::from_path(path),
+                MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
+                MediumSource::Url(url) => return Err(no_url(url)),
+            };
+            let info = probe_video(&source, None, &limits)?;
+            Ok(MediumInfo {
+                width_px: Some(info.width_px),
+                height_px: Some(info.height_px),
+                num_frames: Some(info.num_frames as u64),
+                fps: Some(info.fps),
+                duration_secs: Some(info.duration_s),
+                sample_rate_hz: None,
+            })
+        }
+        (_, MediumSource::Url(url)) => Err(no_url(url)),
+        (kind, _) => Err(ModelError::prompt(format!("no family here reads this kind of {kind}"))),
+    }
+}
+
+fn no_url(url: &str) -> ModelError {
+    ModelError::prompt(format!("{url}: media by URL are not read; download the file first"))
 }
 
 /// A medium, decoded and resized: the input of a tower.
@@ -116,11 +198,11 @@ pub trait Family: Send + Sync {
     /// The published name of a tensor in a file, or `None` for keys that are no weights.
     fn published_name(&self, key: &str) -> Option<String>;
 
-    /// Reads a medium's header and says what it will become.
+    /// What a medium will become, given its header (see [`probe_medium`]).
     ///
     /// # Errors
-    /// An unreadable medium, a kind this family does not take.
-    fn plan(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumPlan>;
+    /// Options that exclude every choice, a kind this family does not take.
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
 
     /// Decodes a medium.
     ///

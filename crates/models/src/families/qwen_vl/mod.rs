@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use omnigrpo_data::MediumRef;
+use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::Segments;
 use omnigrpo_text::{MediumKind, MediumTokens, Span};
@@ -86,8 +86,8 @@ impl Family for QwenVl {
         })
     }
 
-    fn plan(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumPlan> {
-        self.media.plan(medium, settings)
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        self.media.plan(medium, header, settings)
     }
 
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
