@@ -120,7 +120,7 @@ fn compare(mode: AccuracyMode, question: &Question<'_>, compat: &BTreeSet<Compat
 /// The rule that fits the ground truth, most specific first.
 fn auto(question: &Question<'_>) -> AccuracyMode {
     let gold = question.gold;
-    if boxes::detections(gold).is_some() {
+    if boxes::detections(gold).is_some_and(|boxes| !boxes.is_empty()) {
         AccuracyMode::OdAp
     } else if boxes::is_one_box(gold) {
         AccuracyMode::Iou
@@ -128,7 +128,7 @@ fn auto(question: &Question<'_>) -> AccuracyMode {
         AccuracyMode::McqExact
     } else if yes_no::polarity_of_word(gold).is_some() {
         AccuracyMode::YesNo
-    } else if math::is_number(gold) {
+    } else if math::is_formula(gold) {
         AccuracyMode::Math
     } else {
         AccuracyMode::Label
@@ -136,10 +136,7 @@ fn auto(question: &Question<'_>) -> AccuracyMode {
 }
 
 fn label(question: &Question<'_>) -> Option<f64> {
-    (!question.gold.is_empty()).then(|| {
-        let same = same_label(question.answer, question.gold) || math::same(question.answer, question.gold);
-        f64::from(same)
-    })
+    (!question.gold.is_empty()).then(|| f64::from(same_label(question.answer, question.gold)))
 }
 
 /// R1-V: equal by mathematics, else the first answer tag's text (of one line) on each side, equal to the letter.
@@ -180,6 +177,10 @@ mod tests {
             Some(25.0 / 175.0)
         );
         assert_eq!(auto_score("Which?", "<think>no</think><answer>Angry!</answer>", "angry"), Some(1.0));
+        assert_eq!(auto_score("When?", "<answer>4-5</answer>", "3-4"), Some(0.0));
+        assert_eq!(auto_score("When?", "<answer>3-4</answer>", "3-4"), Some(1.0));
+        assert_eq!(auto_score("Expand.", "<answer>(x+1)^2</answer>", "$x^2+2x+1$"), Some(1.0));
+        assert_eq!(auto_score("What is there?", "none", "None"), Some(1.0));
         let gold = "```json\n[{\"bbox_2d\": [0, 0, 10, 10], \"label\": \"cat\"}]\n```";
         let answer = format!("<answer>{gold}</answer>");
         assert_eq!(auto_score("Find cats.", &answer, gold), Some(1.0));

@@ -181,15 +181,18 @@ fn choices_spelled(expression: &LazyLock<Option<Regex>>, question: &str) -> Vec<
     for found in captures(expression, question) {
         let (Some(all), Some(mark)) = (found.get(0), found.get(1)) else { continue };
         let name = label(mark.as_str());
-        let at = (name.clone(), all.start(), all.end());
         if name == "A" || name == "1" {
-            run = vec![at];
-        } else if run.last().is_some_and(|last| follows(&last.0, &name)) {
-            run.push(at);
+            if run.len() >= 2 {
+                best = std::mem::take(&mut run);
+            }
+            run.clear();
+        } else if !run.last().is_some_and(|last| follows(&last.0, &name)) {
+            continue;
         }
-        if run.len() >= 2 {
-            best.clone_from(&run);
-        }
+        run.push((name, all.start(), all.end()));
+    }
+    if run.len() >= 2 {
+        best = run;
     }
     let ends = best.iter().skip(1).map(|next| next.1).chain([question.len()]).collect::<Vec<_>>();
     best.into_iter()

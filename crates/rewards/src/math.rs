@@ -31,13 +31,23 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
     (!question.gold.is_empty()).then(|| f64::from(same(question.answer, question.gold)))
 }
 
-/// Is the text a number, perhaps with a unit, without variables?
+/// Is the text a number, perhaps with a unit, without variables? Ranges, dates and scores ("3-4", "1/2/2020") are not:
+/// their values would make different texts equal.
 pub(crate) fn is_number(text: &str) -> bool {
     text.chars().any(|c| c.is_ascii_digit())
         && prepare(text).is_some_and(|text| {
             let (number, _) = split_unit(&text);
-            value(number, 0).is_some_and(|value| !value.has_variables)
+            let sum = SUM.as_ref().is_some_and(|sum| sum.is_match(number));
+            let literal = !sum && number.matches('/').count() <= 1;
+            literal && value(number, 0).is_some_and(|value| !value.has_variables)
         })
+}
+
+/// Is the text a number, or a formula that is marked as one by a command, a power or a definition?
+pub(crate) fn is_formula(text: &str) -> bool {
+    let marked = text.contains(['\\', '^', '=']);
+    is_number(text)
+        || (marked && prepare(text).is_some_and(|text| items(&text).is_some() || value(&text, 0).is_some()))
 }
 
 /// Same value, or same text up to spacing. An empty ground truth equals nothing.
@@ -74,6 +84,7 @@ expression!(
     r"\A([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?)(\s*)([\p{L}µ](?:[\p{L}µ²³/*. -]|\^-?\d)*)\z"
 );
 expression!(NUMBER, r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?%?");
+expression!(SUM, r"[^eE^{(*/\s]\s*[-+]");
 expression!(DEFINED, r"\A\s*(?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]\([A-Za-z]\))(?:_\{?\w+\}?)?\s*=\s*([^=]+)\z");
 
 fn captures<'t>(expression: &LazyLock<Option<Regex>>, text: &'t str) -> Option<regex::Captures<'t>> {
@@ -696,11 +707,35 @@ mod tests {
 
     #[test]
     fn numbers_are_recognised() {
-        for text in ["3", "-3.5", "1/2", "50%", "3 cm", "\\frac{1}{2}", "1,000", "2\\pi"] {
+        for text in [
+            "3",
+            "-3.5",
+            "1/2",
+            "50%",
+            "3 cm",
+            "\\frac{1}{2}",
+            "-\\frac{1}{-2}",
+            "1,000",
+            "2\\pi",
+            "1e-3",
+            "10^{-3}",
+        ] {
             assert!(is_number(text), "{text}");
         }
-        for text in ["x", "2x+1", "cat", "(B) 3", "A3", "3 or 4", ""] {
+        for text in
+            ["x", "2x+1", "cat", "(B) 3", "A3", "3 or 4", "3-4", "2020-01-02", "1/2/2020", "12:30", ""]
+        {
             assert!(!is_number(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn formulas_are_recognised() {
+        for text in ["3", "x^2+1", "y = 2x", "\\sqrt{x}", "(1, \\frac{1}{2})"] {
+            assert!(is_formula(text), "{text}");
+        }
+        for text in ["cat", "x", "3-4", "a = b = c", "see \\foobarbaz here"] {
+            assert!(!is_formula(text), "{text}");
         }
     }
 

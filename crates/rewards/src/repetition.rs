@@ -4,7 +4,7 @@
 //! them; `repetition_tokens`, TRL: 3-grams of token ids. Difference by design: JSON that does not parse is not
 //! repaired, its words count.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 
 use crate::boxes;
@@ -40,8 +40,14 @@ fn in_text(text: &str, ngram: usize) -> f64 {
         let boxes: Vec<String> = boxes.iter().map(|b| format!("{:?} {}", b.corners, b.label)).collect();
         return repeated(&boxes, 1);
     }
+    // Numbers instead of words, so that an n-gram is hashed in a few bytes.
     let text = text.to_lowercase();
-    repeated(&text.split_whitespace().collect::<Vec<_>>(), ngram)
+    let mut numbers = HashMap::new();
+    let words = text.split_whitespace().map(|word| {
+        let next = numbers.len();
+        *numbers.entry(word).or_insert(next)
+    });
+    repeated(&words.collect::<Vec<_>>(), ngram)
 }
 
 fn repeated<T: Hash + Eq>(items: &[T], ngram: usize) -> f64 {

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -111,6 +111,8 @@ impl CommandReward {
 /// A running program, with a thread for each of its pipes: writing to a full pipe, too, must not outlast the limit.
 struct Worker {
     child: Child,
+    /// The child has not been waited for, so its group's id is still its own.
+    group_is_ours: bool,
     requests: Option<Sender<Vec<u8>>>,
     answers: Receiver<std::io::Result<String>>,
     stderr: Arc<Mutex<VecDeque<String>>>,
@@ -134,7 +136,13 @@ impl Worker {
         let (requests, to_write) = channel();
         let (read, answers) = sync_channel(1);
         let lines = Arc::new(Mutex::new(VecDeque::new()));
-        let worker = Self { child, requests: Some(requests), answers, stderr: Arc::clone(&lines) };
+        let worker = Self {
+            child,
+            group_is_ours: true,
+            requests: Some(requests),
+            answers,
+            stderr: Arc::clone(&lines),
+        };
         let thread = |name: &str| std::thread::Builder::new().name(format!("reward {name}"));
         thread("stdin").spawn(move || write_requests(stdin, &to_write))?;
         thread("stdout").spawn(move || {
@@ -177,7 +185,7 @@ impl Worker {
 
     /// What is known about a program that closed its pipes.
     fn ended(&mut self) -> String {
-        let status = match wait(&mut self.child, GOODBYE) {
+        let status = match self.wait(GOODBYE) {
             Some(status) => format!("the program ended ({status})"),
             None => "the program closed its stdout".to_owned(),
         };
@@ -186,39 +194,45 @@ impl Worker {
     }
 }
 
+impl Worker {
+    /// Waits for the program's end; then nothing of what it started is left.
+    fn wait(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let start = Instant::now();
+        loop {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                self.kill_group();
+                return Some(status);
+            }
+            if start.elapsed() >= limit {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Kills the program and what it started. Errors mean that nothing is left to kill.
+    fn kill_group(&mut self) {
+        if !std::mem::take(&mut self.group_is_ours) {
+            return;
+        }
+        #[cfg(unix)]
+        if let Ok(id) = i32::try_from(self.child.id()) {
+            // SAFETY: `kill` takes no pointers. The id is that of the group the child was made the leader of; it is
+            // called at most once, before the child is waited for or at once after, so the id has no new owner.
+            unsafe { libc::kill(-id, libc::SIGKILL) };
+        }
+        let _ = self.child.kill();
+    }
+}
+
 impl Drop for Worker {
     fn drop(&mut self) {
         // Closing stdin asks it to end; a program that hangs is made to.
         self.requests = None;
-        if self.answers.try_recv().is_err() && wait(&mut self.child, Duration::ZERO).is_none() {
-            let _ = wait(&mut self.child, GOODBYE);
+        if self.wait(GOODBYE).is_none() {
+            self.kill_group();
+            let _ = self.child.wait();
         }
-        kill_group(&mut self.child);
-        let _ = self.child.wait();
-    }
-}
-
-/// Kills the program and what it started. Errors mean that nothing is left to kill.
-fn kill_group(child: &mut Child) {
-    #[cfg(unix)]
-    if let Ok(id) = i32::try_from(child.id()) {
-        // SAFETY: `kill` takes no pointers. The group's id is the child's, which is not reused before it is waited
-        // for; where the child is gone already, the id may only name what is left of its own group.
-        unsafe { libc::kill(-id, libc::SIGKILL) };
-    }
-    let _ = child.kill();
-}
-
-fn wait(child: &mut Child, limit: Duration) -> Option<std::process::ExitStatus> {
-    let start = Instant::now();
-    loop {
-        if let Ok(Some(status)) = child.try_wait() {
-            return Some(status);
-        }
-        if start.elapsed() >= limit {
-            return None;
-        }
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
