@@ -1,7 +1,7 @@
 //! `format`: does the completion have the shape that was asked for? Range [0, 1]; `tags3` [0, 3].
 //!
 //! Sources: strict, R1-V `grpo.py` and qwen-vl-finetune's later form; graded, qwen-vl-finetune's first form; tags3,
-//! the ViVQA-X fork of VLM-R1. Differences by design: their expressions let repeated blocks and empty answers pass,
+//! the ViVQA-X fork of VLM-R1; rec, VLM-R1's referring expressions (which search anywhere in the text). Differences by design: their expressions let repeated blocks and empty answers pass,
 //! and `tags3` has no lower bound; `strict` here wants exactly one pair of each expected tag around something, and
 //! `tags3` stops at 0. `Compat::S3Format`, `Compat::S4Format` and the mode `r1v` bring the literal forms back.
 
@@ -11,7 +11,9 @@ use regex::Regex;
 
 use crate::contract::PerRow;
 use crate::tags::{Tag, content, tags};
-use crate::{AnswerPolicy, Compat, FormatMode, Reward, RewardError, RewardInput, RewardOptions, Think};
+use crate::{
+    AnswerPolicy, Compat, FormatMode, Reward, RewardError, RewardInput, RewardOptions, Think, boxes,
+};
 
 pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> {
     let mode = options.format_mode;
@@ -20,7 +22,7 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
     let range = match mode {
         FormatMode::Tags3 if s4 => (f64::NEG_INFINITY, 3.0),
         FormatMode::Tags3 => (0.0, 3.0),
-        FormatMode::Strict | FormatMode::Graded | FormatMode::R1v => (0.0, 1.0),
+        FormatMode::Strict | FormatMode::Graded | FormatMode::R1v | FormatMode::Rec => (0.0, 1.0),
     };
     let score = move |input: &RewardInput<'_>| {
         let text = input.completion;
@@ -31,6 +33,7 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
             FormatMode::Tags3 if s4 => tags3(text),
             FormatMode::Tags3 => tags3(text).max(0.0),
             FormatMode::R1v => f64::from(full_match(text, input.think)),
+            FormatMode::Rec => f64::from(strict(text, input.think) && has_box(text)),
         };
         Ok(Some(value))
     };
@@ -65,6 +68,10 @@ fn strict(text: &str, think: Think) -> bool {
         }
         _ => false,
     }
+}
+
+fn has_box(text: &str) -> bool {
+    content(text, "answer", AnswerPolicy::Last).is_some_and(|answer| boxes::first_box(answer).is_some())
 }
 
 /// The expressions of R1-V (both tags) and of qwen-vl-finetune's no-think sets (the answer alone).
@@ -182,6 +189,15 @@ mod tests {
         assert_eq!(score("\n<think>a</think>\n<answer>b</answer>"), Some(0.0));
         assert_eq!(score("<think>a</think>\n<answer>b</answer>\n"), Some(0.0));
         assert_eq!(score("<think></think><answer></answer>"), Some(1.0));
+    }
+
+    #[test]
+    fn rec_wants_a_box() {
+        let options = RewardOptions { format_mode: FormatMode::Rec, ..RewardOptions::default() };
+        let score = |text| Row::new("", text, "").score("format", &options);
+        assert_eq!(score("<think>a</think><answer>{\"bbox\": [1, 2, 30, 40]}</answer>"), Some(1.0));
+        assert_eq!(score("<think>a</think><answer>[1, 2, 30]</answer>"), Some(0.0));
+        assert_eq!(score("<answer>[1, 2, 30, 40]</answer>"), Some(0.0));
     }
 
     #[test]

@@ -51,6 +51,8 @@ pub enum FormatMode {
     Tags3,
     /// The regular expression of R1-V.
     R1v,
+    /// `Strict`, with a box in the answer.
+    Rec,
 }
 
 impl Named for FormatMode {
@@ -64,6 +66,7 @@ impl Named for FormatMode {
         ("graded", Self::Graded, "0.3 think pair + 0.3 answer pair + 0.4 order"),
         ("tags3", Self::Tags3, "0..3: one each for think, answer, explain, less 1/3 for each surplus tag"),
         ("r1v", Self::R1v, "1 if the whole completion, unstripped, matches R1-V's expression"),
+        ("rec", Self::Rec, "strict, with a box [x1, y1, x2, y2] in the answer"),
     ];
 }
 
@@ -234,5 +237,31 @@ impl Default for RewardOptions {
             cider: None,
             external: ExternalOptions::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_errors_list_them() {
+        fn all<T: Named + FromStr<Err = RewardError> + std::fmt::Debug>() {
+            for (name, value, help) in T::ALL {
+                assert_eq!(name.parse::<T>().unwrap(), *value);
+                assert_eq!(value.name(), *name);
+                assert!(!help.is_empty());
+            }
+        }
+        all::<FormatMode>();
+        all::<AccuracyMode>();
+        all::<AnswerPolicy>();
+        all::<Compat>();
+        let error = "s2_acuracy".parse::<Compat>().unwrap_err().to_string();
+        assert!(
+            error.starts_with("compat: unknown value `s2_acuracy` (did you mean `s2_accuracy`?)"),
+            "{error}"
+        );
+        assert!(error.contains("vlmr1_length"), "{error}");
     }
 }
