@@ -2,7 +2,7 @@
 //!
 //! | file | rows |
 //! |---|---|
-//! | `sft.jsonl` | questions for supervised fine-tuning, with the completion to imitate |
+//! | `sft.jsonl` | questions for supervised fine-tuning: choices with the right completion, short answers with a guess in the right form, so that GRPO has something left to teach |
 //! | `train.jsonl` | questions for GRPO |
 //! | `eval.jsonl` | held-out questions |
 //! | `eval_permuted.jsonl` | the held-out questions, each with the medium of another one of its type |
@@ -294,12 +294,13 @@ fn permuted(rows: &[Row], seed: u64) -> Vec<usize> {
 fn row_json(split: Split, number: usize, row: &Row, shown: &Row) -> Value {
     let Question { kind, form, text, .. } = &row.question;
     let medium = if *kind == Kind::Direction { "video" } else { "image" };
+    let reply = if split == Split::Sft { row.question.first_lesson() } else { row.question.completion() };
     let mut json = json!({
         "id": format!("{}-{number:05}", split.name()),
         medium: shown.medium,
         "conversations": [
             {"from": "human", "value": format!("<{medium}>\n{text}")},
-            {"from": "gpt", "value": row.question.completion()},
+            {"from": "gpt", "value": reply},
         ],
         "solution": row.question.solution(),
         "type": kind.name(),

@@ -1,4 +1,4 @@
-//! The pictures: shapes on a noisy grey ground, drawn pixel by pixel, and the random numbers behind them.
+//! The pictures: bright shapes on a noisy dark ground, drawn pixel by pixel, and the random numbers behind them.
 //!
 //! Everything but the asked property is random (place, size, colour, outline, ground), so no picture can be known
 //! by heart. Sides are multiples of [`CELL_PX`], the side of one vision token of the embedded model, so nothing is
@@ -12,6 +12,8 @@ use crate::question::Kind;
 
 /// Side of the square that becomes one vision token (patches of 14, merged 2 × 2), pixels.
 pub(crate) const CELL_PX: u32 = 28;
+/// Side of every picture but those of a single shape, pixels.
+const SIDE_PX: u32 = 2 * CELL_PX;
 /// Frames of a clip.
 pub(crate) const NUM_FRAMES: usize = 4;
 /// Side of a square of the ground that has one grey, pixels; coarse, so that files stay small.
@@ -58,14 +60,14 @@ const OUTLINES: [Outline; 4] = [Outline::Circle, Outline::Square, Outline::Trian
 
 /// In the order of the answers of [`Kind::Colour`].
 const COLOURS: [[u8; 3]; 8] = [
-    [220, 20, 20],
-    [20, 170, 30],
-    [20, 50, 220],
-    [235, 225, 20],
-    [240, 130, 10],
-    [140, 20, 170],
-    [240, 240, 240],
-    [15, 15, 15],
+    [230, 30, 30],
+    [30, 200, 40],
+    [40, 70, 235],
+    [240, 235, 30],
+    [245, 140, 20],
+    [165, 40, 200],
+    [245, 245, 245],
+    [30, 215, 225],
 ];
 
 /// One shape; lengths in pixels, `radius` from the centre to the middle of a side.
@@ -113,7 +115,7 @@ fn shade(rng: &mut ChaCha8Rng, colour: usize) -> [u8; 3] {
 
 /// Greys around a random mean.
 fn ground(rng: &mut ChaCha8Rng, width: u32, height: u32) -> RgbImage {
-    let mean = between(rng, 95, 155);
+    let mean = between(rng, 15, 45);
     let (columns, rows) = (width / GRAIN_PX, height / GRAIN_PX);
     let greys: Vec<u8> = (0..columns * rows).map(|_| (mean + between(rng, -12, 12)) as u8).collect();
     RgbImage::from_fn(width, height, |x, y| Rgb([greys[(y / GRAIN_PX * columns + x / GRAIN_PX) as usize]; 3]))
@@ -129,14 +131,10 @@ pub(crate) fn frames(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> Vec<Rgb
     }
 }
 
-/// Two sides of two or three cells.
-fn random_size(rng: &mut ChaCha8Rng) -> (u32, u32) {
-    (CELL_PX * (2 + pick(rng, 2) as u32), CELL_PX * (2 + pick(rng, 2) as u32))
-}
-
-/// One big shape anywhere.
+/// One big shape anywhere, for its colour in pictures of several sizes.
 fn single(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
-    let (width, height) = random_size(rng);
+    let num_cells = if kind == Kind::Colour { 2 } else { 1 };
+    let [width, height] = [(); 2].map(|()| CELL_PX * (2 + pick(rng, num_cells) as u32));
     let mut picture = ground(rng, width, height);
     let mut shape = Shape::random(rng, (14, 20));
     if kind == Kind::Colour {
@@ -152,9 +150,8 @@ fn single(kind: Kind, answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
 
 /// Small shapes, no two in one cell, so that none touch.
 fn several(num: usize, rng: &mut ChaCha8Rng) -> RgbImage {
-    let (width, height) = random_size(rng);
-    let mut picture = ground(rng, width, height);
-    let (columns, rows) = (width / CELL_PX, height / CELL_PX);
+    let mut picture = ground(rng, SIDE_PX, SIDE_PX);
+    let (columns, rows) = (SIDE_PX / CELL_PX, SIDE_PX / CELL_PX);
     let mut cells: Vec<(u32, u32)> =
         (0..columns * rows).map(|cell| (cell % columns, cell / columns)).collect();
     shuffle(rng, &mut cells);
@@ -170,34 +167,31 @@ fn several(num: usize, rng: &mut ChaCha8Rng) -> RgbImage {
 
 /// One shape near the left, right, top or bottom edge, in the middle third along it.
 fn at_edge(answer: usize, rng: &mut ChaCha8Rng) -> RgbImage {
-    let (width, height) = random_size(rng);
-    let mut picture = ground(rng, width, height);
+    let side = SIDE_PX as i32;
+    let mut picture = ground(rng, SIDE_PX, SIDE_PX);
     let mut shape = Shape::random(rng, (8, 12));
-    let sides = answer < 2;
-    let (across, along) = if sides { (width, height) } else { (height, width) };
-    let (across, along) = (across as i32, along as i32);
     let gap = between(rng, 1, 5) + shape.radius;
-    let near = if answer.is_multiple_of(2) { gap } else { across - 1 - gap };
-    let middle = along / 2 + between(rng, -along / 10, along / 10);
-    (shape.x, shape.y) = if sides { (near, middle) } else { (middle, near) };
+    let near = if answer.is_multiple_of(2) { gap } else { side - 1 - gap };
+    let middle = side / 2 + between(rng, -side / 10, side / 10);
+    (shape.x, shape.y) = if answer < 2 { (near, middle) } else { (middle, near) };
     shape.draw(&mut picture);
     picture
 }
 
 /// One shape that moves left, right, up or down by the same step in each frame, anywhere across its path.
 fn moving(answer: usize, rng: &mut ChaCha8Rng) -> Vec<RgbImage> {
-    const SIDE_PX: i32 = 2 * CELL_PX as i32;
-    let empty = ground(rng, SIDE_PX as u32, SIDE_PX as u32);
+    let side = SIDE_PX as i32;
+    let empty = ground(rng, SIDE_PX, SIDE_PX);
     let mut shape = Shape::random(rng, (7, 10));
     let step = between(rng, 7, 10);
     let travel = step * (NUM_FRAMES as i32 - 1);
     let margin = shape.radius;
-    let start = between(rng, margin, SIDE_PX - 1 - margin - travel);
-    let across = between(rng, margin, SIDE_PX - 1 - margin);
+    let start = between(rng, margin, side - 1 - margin - travel);
+    let across = between(rng, margin, side - 1 - margin);
     (0..NUM_FRAMES as i32)
         .map(|frame| {
             let forward = start + step * frame;
-            let backward = SIDE_PX - 1 - forward;
+            let backward = side - 1 - forward;
             (shape.x, shape.y) = match answer {
                 0 => (backward, across),
                 1 => (forward, across),
@@ -217,7 +211,7 @@ mod tests {
 
     /// Pixels that are no grey of the ground: their mean place, and all colours in order of first sight.
     fn drawn(picture: &RgbImage) -> (f64, f64, usize) {
-        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && (80..=170).contains(&p[0]);
+        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && p[0] < 60;
         let inked: Vec<(u32, u32)> =
             picture.enumerate_pixels().filter(|(_, _, p)| !is_ground(p)).map(|(x, y, _)| (x, y)).collect();
         let num = inked.len() as f64;
@@ -227,7 +221,7 @@ mod tests {
 
     /// Connected areas that are no ground.
     fn num_areas(picture: &RgbImage) -> usize {
-        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && (80..=170).contains(&p[0]);
+        let is_ground = |p: &Rgb<u8>| p[0] == p[1] && p[1] == p[2] && p[0] < 60;
         let (width, height) = picture.dimensions();
         let mut open: Vec<bool> = picture.pixels().map(|p| !is_ground(p)).collect();
         let mut areas = 0;

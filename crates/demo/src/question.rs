@@ -94,6 +94,8 @@ pub(crate) struct Question {
     pub text: String,
     /// What stands between the answer tags.
     pub reply: &'static str,
+    /// Any answer of the kind, drawn without regard to the right one.
+    pub guess: &'static str,
 }
 
 impl Question {
@@ -106,8 +108,11 @@ impl Question {
         let answers = kind.answers();
         let answer = row % answers.len();
         let wording = kind.wordings()[pick(rng, 2)];
+        let guess = answers[pick(rng, answers.len())];
         match form {
-            Form::Short => Self { kind, form, answer, text: wording.to_owned(), reply: answers[answer] },
+            Form::Short => {
+                Self { kind, form, answer, text: wording.to_owned(), reply: answers[answer], guess }
+            }
             Form::Choice => {
                 let letter = (answer + row / answers.len()) % LETTERS.len();
                 let mut options: Vec<usize> = (0..answers.len()).filter(|&other| other != answer).collect();
@@ -117,7 +122,7 @@ impl Question {
                 for (letter, option) in LETTERS.iter().zip(options) {
                     text.push_str(&format!("\n({letter}) {}", answers[option]));
                 }
-                Self { kind, form, answer, text, reply: LETTERS[letter] }
+                Self { kind, form, answer, text, reply: LETTERS[letter], guess }
             }
         }
     }
@@ -127,9 +132,18 @@ impl Question {
         self.kind.answers()[self.answer]
     }
 
-    /// The completion a trained model should give: what is seen, then the reply.
+    /// The completion that earns everything: what is seen, then the reply.
     pub fn completion(&self) -> String {
         format!("<think>{}</think>{}", self.word(), self.solution())
+    }
+
+    /// The completion to imitate before GRPO: the right one for a choice, a guess in the right form for a short
+    /// answer. What a picture shows is learned from choices; saying it unasked is left to the reward.
+    pub fn first_lesson(&self) -> String {
+        match self.form {
+            Form::Choice => self.completion(),
+            Form::Short => format!("<think>{0}</think><answer>{0}</answer>", self.guess),
+        }
     }
 
     /// The ground truth.

@@ -216,10 +216,10 @@ fn the_projects_reader_takes_every_row() {
 }
 
 #[test]
-fn the_completion_to_imitate_earns_everything_and_other_replies_only_the_format() {
+fn the_completion_given_earns_everything_and_other_replies_only_the_format() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().join("data");
-    generate(&dir, 1, Sizes { sft: 80, train: 0, eval: 0 }).unwrap();
+    generate(&dir, 1, Sizes { sft: 0, train: 80, eval: 0 }).unwrap();
     let rewards = build(&["accuracy".to_owned(), "format".to_owned()], &RewardOptions::default()).unwrap();
     let score = |row: &Map<String, Value>, completion: &str| {
         let prompt = row["conversations"][0]["value"].as_str().unwrap().split_once('\n').unwrap().1;
@@ -238,7 +238,7 @@ fn the_completion_to_imitate_earns_everything_and_other_replies_only_the_format(
         (scores.values[0][0].unwrap(), scores.values[1][0].unwrap())
     };
     let words = ["red", "left", "up", "top", "cross", "circle", "A", "B", "C", "D", "1", "2", "3", "4"];
-    for row in rows(&dir, "sft.jsonl") {
+    for row in rows(&dir, "train.jsonl") {
         let gold = row["conversations"][1]["value"].as_str().unwrap();
         assert_eq!(score(&row, gold), (1.0, 1.0));
         let right = text(&row, "solution").replace("<answer>", "").replace("</answer>", "");
@@ -250,4 +250,24 @@ fn the_completion_to_imitate_earns_everything_and_other_replies_only_the_format(
         }
         assert_eq!(score(&row, text(&row, "answer")).1, 0.0);
     }
+}
+
+#[test]
+fn fine_tuning_shows_choices_answered_and_short_answers_guessed() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().join("data");
+    generate(&dir, 1, Sizes { sft: 1600, train: 0, eval: 0 }).unwrap();
+    let mut num_right = 0;
+    for row in rows(&dir, "sft.jsonl") {
+        let completion = row["conversations"][1]["value"].as_str().unwrap();
+        let (word, solution) = (text(&row, "answer"), text(&row, "solution"));
+        let right = completion == format!("<think>{word}</think>{solution}");
+        if text(&row, "form") == "choice" {
+            assert!(right);
+        } else {
+            num_right += usize::from(right);
+        }
+    }
+    // 160 of each kind of short answer; a guess is right one time in four, of colours one in eight: 180 ± 4 × 11.6.
+    assert!((134..=226).contains(&num_right), "{num_right}");
 }
