@@ -9,7 +9,7 @@ use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 
 use crate::settings::{
-    EvalStrategy, FrameSampling, LogSink, LrScheduler, MultiObjective, SaveStrategy, ScaleRewards, ThinkMode,
+    EvalStrategy, FrameSampling, LrScheduler, MultiObjective, SaveStrategy, ScaleRewards, ThinkMode,
     TorchDtype, words,
 };
 
@@ -40,12 +40,10 @@ pub enum Verb {
     Doctor,
     /// Trains the embedded model on the generated task.
     Demo,
-    /// Measures a training step.
-    Bench,
 }
 
 use Verb::{
-    Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score,
+    DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score,
     Sft, Train,
 };
 
@@ -64,7 +62,6 @@ impl Verb {
         RewardsRun,
         Doctor,
         Demo,
-        Bench,
     ];
 
     /// The words that name the verb on the command line.
@@ -82,7 +79,6 @@ impl Verb {
             RewardsRun => &["rewards", "run"],
             Doctor => &["doctor"],
             Demo => &["demo"],
-            Bench => &["bench"],
         }
     }
 
@@ -108,7 +104,6 @@ impl Verb {
             RewardsRun => "Score rows that carry completions with reward functions",
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
-            Bench => "Measure a training step by phase",
         }
     }
 }
@@ -420,9 +415,9 @@ const BIG: f64 = 1e9;
 
 const EVERY: &[Verb] = Verb::ALL;
 /// Verbs that load a model, or its processor if it is given.
-const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Doctor, Bench];
+const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Doctor];
 /// Verbs that run a model.
-const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo, Bench];
+const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
 /// Verbs that read training rows.
 const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
 /// Verbs that read evaluation rows.
@@ -432,17 +427,17 @@ const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
 /// Verbs that decide per row what to do with a bad one.
 const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
-const GRPO: &[Verb] = &[Train, Demo, Bench];
+const GRPO: &[Verb] = &[Train, Demo];
 /// Verbs that score completions with rewards.
-const REWARDED: &[Verb] = &[Train, Eval, Demo, Bench, RewardsRun];
+const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
 /// Verbs that sample.
-const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo, Bench];
+const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
 /// Verbs that read or write completions of bounded length.
-const BOUNDED: &[Verb] = &[Train, Generate, Eval, RewardsRun, Demo, Bench];
+const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo];
 /// Verbs that take optimizer steps.
-const STEPS: &[Verb] = &[Train, Sft, Demo, Bench];
+const STEPS: &[Verb] = &[Train, Sft, Demo];
 /// Verbs with anything random.
-const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
+const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo];
 /// Verbs that run the whole loop with checkpoints.
 const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that evaluate on given data.
@@ -471,8 +466,9 @@ pub const FLAGS: &[Flag] = &[
         .required(&[Train, Sft, Generate, Score, Eval]),
     row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
         .alias(&["dtype"]),
+    row("init_weights", int(0, i64::MAX), Unset("the checkpoint's weights"), Section::Model, &[Train, Sft], "Start from random weights with this seed instead; the directory then needs no weight files."),
     row("pure_bf16", Bool, Is("false"), Section::Model, STEPS, "Update bfloat16 weights without float32 masters. Saves memory, but at small learning rates most updates round to nothing."),
-    row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo, Bench], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
+    row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
     row("gradient_checkpointing", Bool, Is("false"), Section::Model, STEPS, "Recompute blocks in the backward pass: less memory, about a third more time."),
     // Data
     row("train_file", Paths, Is(""), Section::Data, TRAIN_ROWS, "JSON or JSONL files of training rows."),
@@ -486,7 +482,6 @@ pub const FLAGS: &[Flag] = &[
     row("image_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
     row("video_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative video paths."),
     row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),
-    row("allow_urls", Bool, Is("false"), Section::Data, ROWS, "Fetch media given as http(s) addresses. Off, because a dataset should not be able to make this machine call others."),
     row("strict_media", Bool, Is("false"), Section::Data, BAD_ROWS, "Stop at the first bad row instead of skipping it."),
     row("max_skipped", Fraction, Is("0.05"), Section::Data, BAD_ROWS, "Share of bad rows above which the run stops: a broken dataset should not look like a small one."),
     row("skip_data_check", Bool, Is("false"), Section::Data, &[Train, Sft], "Start without reading every row and medium header first."),
@@ -536,7 +531,7 @@ pub const FLAGS: &[Flag] = &[
     row("top_k", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "Sample among this many likeliest tokens; 0 is off. Never read from the checkpoint's generation_config.json."),
     row("min_p", float(0.0, 1.0), Is("0"), Section::Rollout, SAMPLES, "Drop tokens below this share of the likeliest token's probability; 0 is off."),
     row("repetition_penalty", float(0.01, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Divide the score of tokens already seen; 1 is off."),
-    row("logprob_temperature", float(0.01, 100.0), Unset("`temperature`, or 1 when that is 0"), Section::Rollout, &[Train, Generate, Score, Eval, Demo, Bench], "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The gap to the sampling distribution is logged."),
+    row("logprob_temperature", float(0.01, 100.0), Unset("`temperature`, or 1 when that is 0"), Section::Rollout, &[Train, Generate, Score, Eval, Demo], "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The gap to the sampling distribution is logged."),
     row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, BOUNDED, "Most tokens of a completion; rewards of length measure by it.")
         .alias(&["generation_max_length"]),
     row("min_completion_length", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "No stop token before this many tokens; benchmarks set it to the maximum."),
@@ -585,7 +580,7 @@ pub const FLAGS: &[Flag] = &[
     // Run and checkpoints
     row("output_dir", Path, Unset(""), Section::Run, LOOP, "Run directory: metrics, rollouts, checkpoints, and at the end the model.")
         .per_verb(&[(Demo, "runs/demo")]),
-    row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: checkpoints in `checkpoints/rl/NAME`, logs in `runs/NAME/log`."),
+    row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: the run directory is `checkpoints/rl/NAME`."),
     row("num_train_epochs", float(0.0, 1e6), Is("1"), Section::Run, &[Train, Sft, Demo], "Passes over the training rows."),
     row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs; -1 is off."),
     row("seed", int(0, i64::MAX), Is("42"), Section::Run, RANDOM, "Seed of everything random; the same seed gives the same run."),
@@ -598,13 +593,13 @@ pub const FLAGS: &[Flag] = &[
     // Evaluation
     row("eval_strategy", Choice(words::<EvalStrategy>), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
     row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),
-    row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, &[Train], "Completions per prompt in evaluation during training; more than 1 are sampled."),
+    row("eval_on_start", Bool, Is("false"), Section::Evaluation, PERIODIC, "Evaluate before the first step too, for a comparison of before and after."),
+    row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, PERIODIC, "Completions per prompt in evaluation during training; more than 1 are sampled."),
     row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric that names the best checkpoint; higher is better, except for a loss."),
     row("category_column", Text, Unset("no table"), Section::Evaluation, EVALUATES, "Column of the rows by which accuracy is listed apart."),
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
     row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
-    row("report_to", Choice(words::<LogSink>), Is("jsonl"), Section::Logging, LOOP, "Where averaged metrics go besides the console."),
     row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
     row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
     // Program
@@ -613,7 +608,7 @@ pub const FLAGS: &[Flag] = &[
     row("preset", Choice(crate::presets::words), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
     row("print_config", Bool, Is("false"), Section::Program, EVERY, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
         .command_line_only(),
-    row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Doctor, Demo, Bench], "Threads for computing."),
+    row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Doctor, Demo], "Threads for computing."),
 ];
 
 /// Verbs that hold a rendered prompt against a limit.

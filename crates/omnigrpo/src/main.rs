@@ -8,22 +8,23 @@ mod presets;
 mod rules;
 mod settings;
 mod values;
+mod verbs;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use cli::Parsed;
 use explain::Problem;
-use values::Resolved;
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     let problem = match cli::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is no failure of ours.
             let _ = write!(std::io::stdout().lock(), "{text}");
             return ExitCode::SUCCESS;
         }
-        Ok(Parsed::Run(resolved)) => match run(&resolved) {
+        Ok(Parsed::Run(resolved)) => match verbs::run(&resolved) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(error) => Problem::from_error(&error),
         },
@@ -33,7 +34,17 @@ fn main() -> ExitCode {
     ExitCode::from(problem.exit_code())
 }
 
-/// Runs a verb.
-fn run(resolved: &Resolved) -> anyhow::Result<()> {
-    anyhow::bail!("`{}` is not available in this build", resolved.verb.name())
+/// Keeps freed memory in the process. A training step allocates and frees the same large buffers again and again;
+/// with glibc's defaults each one is mapped and returned, which costs more than the arithmetic of small models.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn keep_freed_memory() {
+    // SAFETY: `mallopt` is called before any thread is started and only sets tuning parameters.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_MAX, 0);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+    }
 }
+
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+fn keep_freed_memory() {}

@@ -132,6 +132,7 @@ pub const IDLE: &[Idle] = &[
             (s.eval.eval_strategy != EvalStrategy::Steps).then_some("`eval_strategy` is not steps")
         })
     }),
+    idle("eval_on_start", no_eval_rows),
     idle("eval_strategy", |s| no_eval_rows(s).filter(|_| s.eval.eval_strategy != EvalStrategy::No)),
     idle("num_generations_eval", no_eval_rows),
     idle("metric_for_best_model", no_eval_rows),

@@ -6,7 +6,6 @@
 //!
 //! The structs do not derive `PartialEq`: it would count as reading every field, and so hide from the compiler a
 //! setting that no verb uses.
-#![expect(dead_code, reason = "the verbs that read the settings are not all here yet")]
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -140,14 +139,6 @@ choice!(
     /// After each epoch.
     Epoch = "epoch",
 );
-choice!(
-    /// Where averaged metrics go.
-    LogSink:
-    /// Nowhere.
-    None = "none",
-    /// Files of JSON lines.
-    Jsonl = "jsonl",
-);
 
 /// Lists a type of another crate.
 macro_rules! listed {
@@ -276,6 +267,7 @@ pub struct IoSettings {
 pub struct ModelSettings {
     pub model_name_or_path: Option<String>,
     pub torch_dtype: TorchDtype,
+    pub init_weights: Option<u64>,
     pub pure_bf16: bool,
     pub max_stream_tokens: Option<usize>,
     pub gradient_checkpointing: bool,
@@ -296,7 +288,6 @@ pub struct DataSettings {
     pub image_folders: Vec<PathBuf>,
     pub video_folders: Vec<PathBuf>,
     pub audio_folders: Vec<PathBuf>,
-    pub allow_urls: bool,
     pub strict_media: bool,
     pub max_skipped: f64,
     pub skip_data_check: bool,
@@ -521,8 +512,6 @@ pub struct OptimSettings {
 pub struct RunSettings {
     /// Resolved from `exp_name` if that is given instead. Present for every verb that trains.
     pub output_dir: Option<PathBuf>,
-    /// Where logs go apart from the run directory: `runs/NAME/log` with `exp_name`.
-    pub log_dir: Option<PathBuf>,
     pub num_train_epochs: f64,
     /// `None` where the flag is -1.
     pub max_steps: Option<u64>,
@@ -543,6 +532,7 @@ pub struct EvalSettings {
     /// Resolved: steps with `eval_steps`, else epoch with evaluation data, else no, unless given.
     pub eval_strategy: EvalStrategy,
     pub eval_steps: Option<u64>,
+    pub eval_on_start: bool,
     /// Resolved: 1, greedy, unless given.
     pub num_generations_eval: usize,
     pub metric_for_best_model: String,
@@ -556,7 +546,6 @@ pub struct LogSettings {
     pub logging_steps: u64,
     /// Resolved: `logging_steps` unless given.
     pub grpo_logging_steps: u64,
-    pub report_to: LogSink,
     pub run_name: Option<String>,
     pub log_completions: bool,
 }
@@ -624,7 +613,6 @@ impl Settings {
             image_folders: v.get("image_folders")?,
             video_folders: v.get("video_folders")?,
             audio_folders: v.get("audio_folders")?,
-            allow_urls: v.get("allow_urls")?,
             strict_media: v.get("strict_media")?,
             max_skipped: v.get("max_skipped")?,
             skip_data_check: v.get("skip_data_check")?,
@@ -648,6 +636,7 @@ impl Settings {
             model: ModelSettings {
                 model_name_or_path: v.get("model_name_or_path")?,
                 torch_dtype: v.get("torch_dtype")?,
+                init_weights: v.get("init_weights")?,
                 pure_bf16: v.get("pure_bf16")?,
                 max_stream_tokens: v.get("max_stream_tokens")?,
                 gradient_checkpointing: v.get("gradient_checkpointing")?,
@@ -722,7 +711,6 @@ impl Settings {
                 gradient_accumulation_steps: v.get("gradient_accumulation_steps")?,
             },
             run: RunSettings {
-                log_dir: exp_name.as_ref().map(|name| PathBuf::from("runs").join(name).join("log")),
                 output_dir: output_dir
                     .or_else(|| exp_name.map(|name| PathBuf::from("checkpoints/rl").join(name))),
                 num_train_epochs: v.get("num_train_epochs")?,
@@ -738,6 +726,7 @@ impl Settings {
             eval: EvalSettings {
                 eval_strategy,
                 eval_steps,
+                eval_on_start: v.get("eval_on_start")?,
                 num_generations_eval: v.get::<Option<_>>("num_generations_eval")?.unwrap_or(1),
                 metric_for_best_model: v.get("metric_for_best_model")?,
                 category_column: v.get("category_column")?,
@@ -745,7 +734,6 @@ impl Settings {
             log: LogSettings {
                 logging_steps,
                 grpo_logging_steps: v.get::<Option<_>>("grpo_logging_steps")?.unwrap_or(logging_steps),
-                report_to: v.get("report_to")?,
                 run_name: v.get("run_name")?,
                 log_completions: v.get("log_completions")?,
             },

@@ -268,6 +268,24 @@ impl Values {
     }
 }
 
+impl Values {
+    /// Every value that is set, as JSON, by name.
+    pub fn plain(&self) -> impl Iterator<Item = (&'static str, Json)> {
+        self.values.iter().map(|(name, (value, _))| {
+            let json = match value {
+                Value::Bool(v) => Json::from(*v),
+                Value::Int(v) => Json::from(*v),
+                Value::Float(v) => Json::from(*v),
+                Value::Text(v) => Json::from(v.as_str()),
+                Value::Texts(v) => Json::from(v.clone()),
+                Value::Floats(v) => Json::from(v.clone()),
+                Value::Object(v) => Json::Object(v.clone()),
+            };
+            (*name, json)
+        })
+    }
+}
+
 /// A type a setting is read as.
 pub trait FromValue: Sized {
     /// `None` if the value has another type.

@@ -20,7 +20,7 @@ pub use error::{Result, TrainError};
 pub use evaluate::{EvalPlan, EvalRow, Evaluation, evaluate, wilson_interval};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use rows::{PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
-pub use run::{EvalWhen, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup, train};
+pub use run::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup, train};
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::score;
 pub use selection::{Selection, decayed_names, summary};

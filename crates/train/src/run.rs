@@ -21,7 +21,7 @@ use crate::rows::{RowSource, SkipPolicy, media_paths};
 use crate::schedule::{Schedule, ScheduleKind};
 use crate::selection::Selection;
 use crate::step::{self, Algorithm, Rollouts, StepOutcome};
-use crate::timing::peak_memory_bytes;
+use crate::timing::{peak_memory_bytes, timed};
 
 /// When checkpoints are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,9 +58,20 @@ pub enum ResumeFrom {
     Path(PathBuf),
 }
 
+/// What an update does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Objective {
+    /// GRPO: sample, score, reinforce.
+    Reinforce,
+    /// Supervised: imitate each row's reference answer.
+    Imitate,
+}
+
 /// A run's length, records and checkpoints.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
+    /// What an update does.
+    pub objective: Objective,
     /// The run directory.
     pub output_dir: PathBuf,
     /// Updates; `None` for what the epochs need.
@@ -93,8 +104,13 @@ pub struct RunPlan {
     pub best_metric: String,
     /// Console lines are means over this many updates.
     pub logging_steps: u64,
-    /// Write every completion to `rollouts/`.
+    /// The `grpo/*` metrics get a console line of their own, with means over this many updates, when it differs from
+    /// `logging_steps`.
+    pub grpo_logging_steps: u64,
+    /// Print a group's completions with their rewards at each console line. Files in `rollouts/` have them all.
     pub log_completions: bool,
+    /// Name of the run in the model card.
+    pub run_name: Option<String>,
     /// Take completions from the rows.
     pub replay: bool,
     /// What to do about unusable rows.
@@ -148,7 +164,7 @@ pub struct RunSummary {
     pub report: Report,
 }
 
-/// Runs GRPO.
+/// Runs GRPO or supervised training.
 ///
 /// # Errors
 /// Settings that cannot work, unusable data, non-finite losses, a full disk. The last complete checkpoint stays usable.
@@ -156,7 +172,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let TrainSetup { model, prompts, dataset, rows, eval, rewards, algorithm, optimizer, selection, run } =
         setup;
     selection.apply(&model)?;
-    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+    let imitate = run.objective == Objective::Imitate;
+    let reference = if algorithm.loss.needs_reference() && !imitate { Some(model.reference()?) } else { None };
     let mut optimizer = AdamW::new(optimizer, model.params());
 
     let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
@@ -187,6 +204,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         best: None,
         records,
         window: Window::default(),
+        grpo_window: Window::default(),
         console: console.clone(),
         total,
         rewards_seen: Vec::new(),
@@ -233,41 +251,56 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let mut epoch_before = source.order().epochs_done().floor();
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::start(Instant::now());
-        let (mut rollouts, iteration) = match buffer.take() {
-            Some(buffered) => buffered,
-            None => {
-                timer.enter("data", Instant::now());
-                let drawn = source.draw(this.run.prompts_per_step);
-                for row in source.take_skipped() {
-                    this.skipped(step + 1, &row)?;
-                }
-                timer.leave(Instant::now());
-                let epoch = source.order().epochs_done();
-                let collected = this.collect(drawn?, rollout_index, step, epoch, &mut timer)?;
-                rollout_index += 1;
-                (collected, 0)
-            }
-        };
         let factor = schedule.factor(step);
-        let outcome = step::update(
-            &this.model,
-            this.reference.as_ref(),
-            &mut optimizer,
-            factor,
-            &this.algorithm,
-            &mut rollouts,
-            &mut timer,
-        );
-        let outcome = match outcome {
-            Ok(outcome) => outcome,
-            Err(error) => return Err(this.offending_rows(step + 1, &rollouts, error)),
-        };
+        let mut metrics;
+        let mut reward = None;
+        if imitate {
+            let drawn = timed(&mut timer, "data", || source.draw_sft(this.run.prompts_per_step));
+            for row in source.take_skipped() {
+                this.skipped(step + 1, &row)?;
+            }
+            let examples = drawn?;
+            let outcome =
+                step::imitate(&this.model, &mut optimizer, factor, &this.algorithm, &examples, &mut timer)?;
+            metrics = imitation_metrics(&outcome);
+        } else {
+            let (mut rollouts, iteration) = match buffer.take() {
+                Some(buffered) => buffered,
+                None => {
+                    let drawn = timed(&mut timer, "data", || source.draw(this.run.prompts_per_step));
+                    for row in source.take_skipped() {
+                        this.skipped(step + 1, &row)?;
+                    }
+                    let epoch = source.order().epochs_done();
+                    let collected = this.collect(drawn?, rollout_index, step, epoch, &mut timer)?;
+                    rollout_index += 1;
+                    (collected, 0)
+                }
+            };
+            let outcome = step::update(
+                &this.model,
+                this.reference.as_ref(),
+                &mut optimizer,
+                factor,
+                &this.algorithm,
+                &mut rollouts,
+                &mut timer,
+            );
+            let outcome = match outcome {
+                Ok(outcome) => outcome,
+                Err(error) => return Err(this.offending_rows(step + 1, &rollouts, error)),
+            };
+            metrics = reinforcement_metrics(&outcome);
+            reward = outcome.sums.reward();
+            if iteration + 1 < this.run.num_iterations && !this.run.replay {
+                buffer = Some((rollouts, iteration + 1));
+            }
+        }
+        metrics.push(("learning_rate".into(), Some(optimizer.learning_rate() * factor)));
+        metrics.push(("data/skipped".into(), Some(source.num_skipped() as f64)));
         step += 1;
         let epoch = source.order().epochs_done();
-        this.record(step, epoch, &outcome, factor, &optimizer, &source, timer)?;
-        if iteration + 1 < this.run.num_iterations && !this.run.replay {
-            buffer = Some((rollouts, iteration + 1));
-        }
+        this.record(step, epoch, metrics, reward, timer)?;
 
         let epoch_done = epoch.floor() > epoch_before;
         epoch_before = epoch.floor();
@@ -327,6 +360,7 @@ struct Loop {
     records: RunDir,
     console: Console,
     window: Window,
+    grpo_window: Window,
     total: u64,
     best: Option<(f64, u64)>,
     rewards_seen: Vec<f64>,
@@ -363,37 +397,27 @@ impl Loop {
                 &mut || {},
             )?
         };
-        if self.run.log_completions {
-            let lines = rollout_lines(&rollouts, epoch);
-            self.records.append_rollouts(step + 1, &lines, jiff::Timestamp::now())?;
+        let lines = rollout_lines(&rollouts, epoch);
+        self.records.append_rollouts(step + 1, &lines, jiff::Timestamp::now())?;
+        if self.run.log_completions && (step + 1).is_multiple_of(self.run.logging_steps.max(1)) {
+            for line in lines.iter().filter(|line| line.group == 0) {
+                let reward = line.reward.map_or("none".to_owned(), |r| format!("{r:.3}"));
+                self.console.line(&format!("  {} [{}] reward {reward}: {}", line.id, line.sample, line.completion));
+            }
         }
         Ok(rollouts)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn record(
         &mut self,
         step: u64,
         epoch: f64,
-        outcome: &StepOutcome,
-        factor: f64,
-        optimizer: &AdamW,
-        source: &RowSource,
+        mut metrics: Vec<Metric>,
+        reward: Option<f64>,
         timer: PhaseTimer,
     ) -> Result<()> {
-        let mut metrics: Vec<Metric> = outcome.sums.metrics();
-        let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
-        put("grad_norm", outcome.grad_norm);
-        put("learning_rate", optimizer.learning_rate() * factor);
-        put("num_tokens", outcome.num_tokens as f64);
-        put("params_without_grad", outcome.params_without_grad as f64);
-        put("data/skipped", source.num_skipped() as f64);
-        if let Some((max, mean)) = outcome.rollout_gap {
-            put("sampling/sampling_logp_difference/max", max);
-            put("sampling/sampling_logp_difference/mean", mean);
-        }
         if let Some(bytes) = peak_memory_bytes() {
-            put("memory/peak_mb", bytes as f64 / 1e6);
+            metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
         }
         let times = timer.finish(Instant::now());
         for (name, value) in &times {
@@ -404,10 +428,24 @@ impl Loop {
             }
         }
         self.steps_timed += 1;
-        self.rewards_seen.extend(outcome.sums.reward());
+        self.rewards_seen.extend(reward);
         metrics.extend(times);
         self.records.append_metrics(step, epoch, &metrics)?;
-        self.window.push(&metrics);
+        let (own, others): (Vec<Metric>, Vec<Metric>) =
+            metrics.into_iter().partition(|(name, _)| name.starts_with("grpo/"));
+        self.window.push(&others);
+        self.grpo_window.push(&own);
+        if self.run.grpo_logging_steps != self.run.logging_steps
+            && step.is_multiple_of(self.run.grpo_logging_steps.max(1))
+        {
+            let means: Vec<String> = self
+                .grpo_window
+                .drain()
+                .into_iter()
+                .filter_map(|(name, value)| Some(format!("{name} {:.4}", value?)))
+                .collect();
+            self.console.line(&format!("step {step}: {}", means.join(" | ")));
+        }
         if step.is_multiple_of(self.run.logging_steps.max(1)) || step == self.total {
             let means = self.window.drain();
             self.console.summary(step, self.total, &means);
@@ -529,14 +567,21 @@ impl Loop {
 
     fn write_model_card(&self, steps: u64, after: Option<&Evaluation>) -> Result<()> {
         let base = self.model.dir().display();
+        let (tag, how) = match self.run.objective {
+            Objective::Imitate => ("sft", "supervised training".to_owned()),
+            Objective::Reinforce => {
+                let (group, names) = (self.algorithm.num_generations, self.rewards.names().join(", "));
+                ("grpo", format!("GRPO, {group} completions per prompt, rewards {names}"))
+            }
+        };
         let mut text = format!(
-            "---\nlibrary_name: transformers\ntags: [omnigrpo, grpo]\n---\n\n# {}\n\nTrained from `{base}` with omnigrpo \
-             {}: {steps} steps of GRPO, {} completions per prompt, rewards {}.\n\nThe settings are in `config.yaml`, every \
-             step's metrics in `metrics.jsonl`.\n",
-            self.run.output_dir.file_name().map_or("model".into(), |n| n.to_string_lossy()),
+            "---\nlibrary_name: transformers\ntags: [omnigrpo, {tag}]\n---\n\n# {}\n\nTrained from `{base}` with omnigrpo \
+             {}: {steps} steps of {how}.\n\nThe settings are in `config.yaml`, every step's metrics in \
+             `metrics.jsonl`.\n",
+            self.run.run_name.clone().unwrap_or_else(|| {
+                self.run.output_dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned())
+            }),
             env!("CARGO_PKG_VERSION"),
-            self.algorithm.num_generations,
-            self.rewards.names().join(", "),
         );
         if let Some(after) = after {
             text.push_str("\n| metric | value |\n|---|---|\n");
@@ -578,6 +623,30 @@ impl Loop {
             run_dir: self.run.output_dir.display().to_string(),
         }
     }
+}
+
+fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
+    let mut metrics: Vec<Metric> = outcome.sums.metrics();
+    let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
+    put("grad_norm", outcome.grad_norm);
+    put("num_tokens", outcome.num_tokens as f64);
+    put("params_without_grad", outcome.params_without_grad as f64);
+    if let Some((max, mean)) = outcome.rollout_gap {
+        put("sampling/sampling_logp_difference/max", max);
+        put("sampling/sampling_logp_difference/mean", mean);
+    }
+    metrics
+}
+
+fn imitation_metrics(outcome: &step::ImitationOutcome) -> Vec<Metric> {
+    let each = [
+        ("loss", outcome.loss),
+        ("entropy", outcome.entropy),
+        ("grad_norm", outcome.grad_norm),
+        ("num_tokens", outcome.num_tokens as f64),
+        ("params_without_grad", outcome.params_without_grad as f64),
+    ];
+    each.into_iter().map(|(name, value)| (name.to_owned(), Some(value))).collect()
 }
 
 /// Finds the checkpoint to resume from; moves checkpoints of other settings aside.

@@ -4,7 +4,7 @@ use omnigrpo_data::RecordedRewards;
 use omnigrpo_grpo::{
     AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate,
 };
-use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
@@ -508,6 +508,73 @@ impl Gap {
     fn finish(&self) -> Option<(f64, f64)> {
         (self.tokens > 0).then(|| (self.max, self.sum / self.tokens as f64))
     }
+}
+
+/// One supervised update: the mean negative log-probability of the targets' tokens.
+///
+/// # Errors
+/// A gradient that is not finite; weights are unchanged then.
+pub fn imitate(
+    model: &Model,
+    optimizer: &mut AdamW,
+    learning_rate_factor: f64,
+    algorithm: &Algorithm,
+    examples: &[SftExample],
+    timer: &mut PhaseTimer,
+) -> Result<ImitationOutcome> {
+    let shapes: Vec<(usize, Vec<usize>)> =
+        examples.iter().map(|e| (e.prompt.ids.len(), vec![e.target.len()])).collect();
+    let tokens: usize = examples.iter().map(|e| e.target.len()).sum();
+    let weight = 1.0 / tokens.max(1) as f64;
+    let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
+    for parts in pack(&shapes, algorithm.max_stream_tokens) {
+        let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();
+        let groups: Vec<GroupStream> = members
+            .iter()
+            .map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] })
+            .collect();
+        let stream = PackedStream::new(&groups)?;
+        num_tokens += stream.rows() as u64;
+        let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
+        let features = timed(timer, "encode", || {
+            // A trained tower or projector runs on its own tape instead.
+            use omnigrpo_ops::Part::{Audio, Projector, Vision};
+            if model.trains(Vision) || model.trains(Audio) || model.trains(Projector) {
+                return Ok(Vec::new());
+            }
+            prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()
+        })?;
+        let pass = timed(timer, "forward", || {
+            model.train_pass(&stream, &prompts, &features, 1.0, algorithm.recompute)
+        })?;
+        loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
+        entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
+        let dlogp = vec![-weight as f32; stream.num_targets()];
+        timed(timer, "backward", || pass.backward(&dlogp, None))?;
+    }
+    let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
+    Ok(ImitationOutcome {
+        loss,
+        entropy,
+        grad_norm: update.grad_norm,
+        params_without_grad: update.skipped,
+        num_tokens,
+    })
+}
+
+/// What a supervised update did.
+#[derive(Clone, Copy, Debug)]
+pub struct ImitationOutcome {
+    /// Mean negative log-probability per target token, nats.
+    pub loss: f64,
+    /// Mean entropy at target tokens, nats.
+    pub entropy: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Trained weights without a gradient.
+    pub params_without_grad: usize,
+    /// Rows that went through the decoder.
+    pub num_tokens: u64,
 }
 
 /// A rollout from its parts, for tests and for resuming in the middle of a buffer.

@@ -83,6 +83,12 @@ impl WeightFiles {
         self.tensors.get(name).map(|e| e.info.shape.as_slice())
     }
 
+    /// Bytes of a tensor in its file.
+    #[must_use]
+    pub fn num_bytes(&self, name: &str) -> Option<usize> {
+        self.bytes(name).map(|(_, bytes)| bytes.len())
+    }
+
     fn bytes(&self, name: &str) -> Option<(&Entry, &[u8])> {
         let entry = self.tensors.get(name)?;
         let (start, end) = entry.info.data_offsets;

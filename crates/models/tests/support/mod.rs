@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
@@ -13,7 +13,8 @@ use safetensors::{Dtype, SafeTensors};
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 
 pub fn golden(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+    // Other crates' tests include this module too.
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
 }
 
 pub fn checkpoint(name: &str) -> PathBuf {
@@ -198,6 +199,50 @@ pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -
     }
     assert_eq!(compared, norms.len(), "some golden gradients name no weight");
     compared
+}
+
+/// Gradients by name; weights that nothing reached are left out.
+pub type Gradients = BTreeMap<String, Vec<f32>>;
+
+/// Takes every gradient out of the model.
+pub fn take_gradients(model: &Model) -> Gradients {
+    let taken = model.params().iter().filter_map(|param| {
+        let grad = param.with_grad(|g| g.map(|g| g.to_vec()))?;
+        param.clear_grad();
+        Some((param.name().to_owned(), grad))
+    });
+    taken.collect()
+}
+
+/// Asserts the project's rule for two ways to one gradient: the same weights are reached, and for each
+/// ‖Δ‖ ≤ rel · ‖g‖ + 1e-6 · RMS over all tensors.
+pub fn assert_close(got: &Gradients, expected: &Gradients, rel: f64, what: &str) {
+    assert!(!expected.is_empty(), "{what}: no gradients");
+    assert!(got.keys().eq(expected.keys()), "{what}: gradients of different weights");
+    let squares: f64 = expected.values().map(|g| norm(g).powi(2)).sum();
+    let rms = (squares / expected.len() as f64).sqrt();
+    for (name, want) in expected {
+        let delta: Vec<f32> = got[name].iter().zip(want).map(|(a, b)| a - b).collect();
+        let bound = rel * norm(want) + 1e-6 * rms;
+        assert!(norm(&delta) <= bound, "{what}: {name}: ‖Δ‖ = {} > {bound}", norm(&delta));
+    }
+}
+
+/// The bits of a model's weights, by name.
+pub fn weight_bits(model: &Model) -> BTreeMap<String, Vec<u32>> {
+    let bits = |data: &[f32]| data.iter().map(|x| x.to_bits()).collect();
+    model.params().iter().map(|p| (p.name().to_owned(), p.with_f32(bits).unwrap())).collect()
+}
+
+/// Copies the files of a checkpoint (or any flat directory).
+pub fn copy_dir(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        }
+    }
 }
 
 /// Selects every weight.

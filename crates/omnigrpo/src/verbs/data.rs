@@ -1,0 +1,190 @@
+//! `data check`, `data show`, `data convert`.
+
+use std::path::Path;
+
+use anyhow::Result;
+use omnigrpo_data::{CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check as check_rows};
+use omnigrpo_models::{PromptBuilder, probe_medium};
+
+use super::{Context, print, setup};
+use crate::explain::Problem;
+use crate::settings::Settings;
+
+/// Prompts whose length is shown.
+const LONGEST: usize = 5;
+/// Problems that are printed; the file of a run has all of them.
+const SHOWN: usize = 20;
+
+/// Reads every row and medium header; fails if any row cannot be used.
+pub fn check(settings: &Settings, context: &Context) -> Result<()> {
+    let dataset = match setup::train_data(settings) {
+        Ok(dataset) => dataset,
+        Err(error) => setup::eval_data(settings)?.ok_or(error)?,
+    };
+    let prompts = match &settings.model.model_name_or_path {
+        Some(_) => Some(setup::prompts(settings, &setup::checkpoint_dir(settings)?, false)?),
+        None => None,
+    };
+    let cache = std::env::temp_dir().join("omnigrpo-check");
+    let report = report(context, &dataset, prompts.as_ref(), Some(&cache))?;
+    print(&describe(&report, prompts.is_some()))?;
+    if report.problems.is_empty() {
+        return Ok(());
+    }
+    Err(Problem::failure(format!(
+        "{} of {} rows cannot be used",
+        report.counts.bad_rows, report.counts.rows
+    ))
+    .help("`train` skips such rows as long as they are fewer than --max_skipped")
+    .into())
+}
+
+/// The check before training: rows that must never be drawn, with their reasons.
+pub fn check_before(
+    settings: &Settings,
+    context: &Context,
+    dataset: &Dataset,
+    prompts: &PromptBuilder,
+    cache: &Path,
+) -> Result<Vec<(u64, String, String)>> {
+    let report = report(context, dataset, Some(prompts), Some(cache))?;
+    context.console.line(describe(&report, true).trim_end());
+    let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
+    if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
+        return Err(Problem::failure("too many rows cannot be used")
+            .got(format!("{} of {} rows", report.counts.bad_rows, report.counts.rows))
+            .expected(if settings.data.strict_media {
+                "none, with --strict_media".to_owned()
+            } else {
+                format!("at most a share of {} (--max_skipped)", settings.data.max_skipped)
+            })
+            .help("the rows and reasons are listed above; `omnigrpo data check` lists them again")
+            .into());
+    }
+    Ok(report.problems.into_iter().map(|p| (p.row, format!("{}:{}", p.file.display(), p.line), p.what)).collect())
+}
+
+fn report(
+    context: &Context,
+    dataset: &Dataset,
+    prompts: Option<&PromptBuilder>,
+    cache: Option<&Path>,
+) -> Result<Report> {
+    let bar = std::sync::Mutex::new((context.console.progress("checking rows", dataset.len()), 0));
+    let progress = |done: u64, _all: u64| {
+        if let Ok(mut bar) = bar.lock()
+            && done > bar.1
+        {
+            let more = done - bar.1;
+            bar.0.advance(more);
+            bar.1 = done;
+        }
+    };
+    let probe = |medium: &MediumRef| probe_medium(medium).map_err(|e| e.to_string());
+    let estimate = |sample: &Sample, headers: &[MediumInfo]| match prompts {
+        Some(prompts) => prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string()),
+        None => Ok(0),
+    };
+    Ok(check_rows(
+        dataset,
+        &CheckOptions {
+            probe: &probe,
+            estimate: &estimate,
+            max_prompt_tokens: prompts.map(|p| p.max_prompt_tokens() as u64),
+            num_longest: LONGEST,
+            num_threads: rayon::current_num_threads(),
+            cache_dir: cache,
+            progress: &progress,
+        },
+    )?)
+}
+
+fn describe(report: &Report, with_lengths: bool) -> String {
+    let c = &report.counts;
+    let mut out = format!(
+        "{} rows: {} images, {} videos, {} sounds, {} rows of text only, {} without a solution\n",
+        c.rows, c.images, c.videos, c.audios, c.text_rows, c.without_solution
+    );
+    if with_lengths && let Some(longest) = report.longest.first() {
+        let others: Vec<_> = report.longest.iter().map(|p| format!("{} ({})", p.num_tokens, p.id)).collect();
+        out.push_str(&format!("longest prompt {} tokens; {}\n", longest.num_tokens, others.join(", ")));
+    }
+    for problem in report.problems.iter().take(SHOWN) {
+        out.push_str(&format!("bad row {}: {}\n", problem.row, problem.what));
+    }
+    if report.problems.len() > SHOWN {
+        out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));
+    }
+    out
+}
+
+/// Prints what the model will see of a row.
+pub fn show(settings: &Settings) -> Result<()> {
+    let dir = setup::checkpoint_dir(settings)?;
+    let prompts = setup::prompts(settings, &dir, false)?;
+    let dataset = match setup::train_data(settings) {
+        Ok(dataset) => dataset,
+        Err(error) => setup::eval_data(settings)?.ok_or(error)?,
+    };
+    for row in settings.io.row..settings.io.row + settings.io.num_rows {
+        if row >= dataset.len() {
+            return Err(Problem::usage(format!("there is no row {row}"))
+                .expected(format!("0 to {}", dataset.len().saturating_sub(1)))
+                .at("--row")
+                .into());
+        }
+        let sample = dataset.get(row)?;
+        let prompt = prompts.build(&sample)?;
+        let mut out = format!("row {row} ({}), {} tokens\n", sample.id, prompt.ids.len());
+        for (i, medium) in prompt.media.iter().enumerate() {
+            let grid = medium.grid;
+            let tokens: usize = prompt.spans.iter().filter(|s| s.medium == i).map(|s| s.len).sum();
+            out.push_str(&format!(
+                "  {} {i}: {} tokens, {}×{}×{} patches (time × height × width)",
+                medium.kind, tokens, grid.t, grid.h, grid.w
+            ));
+            if !medium.frame_times_secs.is_empty() {
+                let times: Vec<_> = medium.frame_times_secs.iter().map(|t| format!("{t:.2}")).collect();
+                out.push_str(&format!(
+                    ", frames at {} s, {:.3} s per time slice",
+                    times.join(" "),
+                    medium.seconds_per_grid
+                ));
+            }
+            out.push('\n');
+        }
+        out.push_str("prompt\n");
+        for line in prompt.text.lines() {
+            out.push_str(&format!("  | {line}\n"));
+        }
+        if let Some(solution) = &sample.solution {
+            out.push_str(&format!("solution\n  | {}\n", solution.replace('\n', "\n  | ")));
+        }
+        print(&out)?;
+    }
+    Ok(())
+}
+
+/// Rewrites a published dataset as rows.
+pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
+    let (Some(format), Some(input), Some(output)) =
+        (&settings.io.format, &settings.io.input, &settings.io.output)
+    else {
+        return Err(Problem::usage("something to convert is missing")
+            .expected("`data convert FORMAT --input FILE --output FILE`")
+            .into());
+    };
+    match format.as_str() {
+        "vivqa-x" => {
+            let done = omnigrpo_data::convert_vivqa_x(input, output)?;
+            context.console.line(&format!(
+                "{} rows written to {}, {} items dropped",
+                done.num_written,
+                output.display(),
+                done.dropped.len()
+            ));
+            Ok(())
+        }
+        other => Err(Problem::usage("unknown format").got(format!("`{other}`")).expected("vivqa-x").into()),
+    }
+}

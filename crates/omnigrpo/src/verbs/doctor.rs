@@ -1,0 +1,122 @@
+//! `doctor`: what this machine and a checkpoint offer.
+
+use std::process::Command;
+
+use anyhow::Result;
+use omnigrpo_models::{FAMILIES, WeightFiles, open_family};
+use omnigrpo_text::{ChatTemplate, StopSet, Tokenizer};
+
+use super::{print, setup};
+use crate::explain::Problem;
+use crate::settings::Settings;
+
+/// Prints one line per check; fails if the checkpoint cannot be used.
+pub fn doctor(settings: &Settings) -> Result<()> {
+    let mut out = format!("omnigrpo {}\n", env!("CARGO_PKG_VERSION"));
+    let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
+    line("threads", rayon::current_num_threads().to_string());
+    line("instructions", instructions());
+    line("memory", memory().unwrap_or_else(|| "unknown".into()));
+    line("ffmpeg", program("ffmpeg", "needed for video files; GIF, WebP and frame folders work without it"));
+    line("device", "CPU (this build has no GPU kernels)".into());
+    let families: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
+    line("families", families.join(", "));
+    let mut problems = Vec::new();
+    if settings.model.model_name_or_path.is_some() {
+        let dir = setup::checkpoint_dir(settings)?;
+        line("checkpoint", dir.display().to_string());
+        let mut check = |name: &str, result: Result<String>| match result {
+            Ok(text) => line(name, text),
+            Err(error) => {
+                problems.push(format!("{name}: {error:#}"));
+                line(name, format!("PROBLEM: {error:#}"));
+            }
+        };
+        check("family", family(&dir));
+        check("weights", weights(&dir, settings));
+        check("tokenizer", tokenizer(&dir));
+        check("chat template", template(&dir));
+    }
+    print(&out)?;
+    if problems.is_empty() {
+        return Ok(());
+    }
+    Err(Problem::failure("the checkpoint cannot be used").got(problems.join("; ")).into())
+}
+
+fn family(dir: &std::path::Path) -> Result<String> {
+    let family = open_family(dir)?;
+    let c = family.decoder_config();
+    Ok(format!(
+        "{}: {} layers, width {}, {}/{} heads of {}, vocabulary {}",
+        family.name(),
+        c.layers,
+        c.hidden,
+        c.heads.q,
+        c.heads.kv,
+        c.heads.dim,
+        c.vocab
+    ))
+}
+
+fn weights(dir: &std::path::Path, settings: &Settings) -> Result<String> {
+    let family = open_family(dir)?;
+    let files = WeightFiles::open(dir, |key| family.published_name(key))?;
+    let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
+    drop(files);
+    let model = omnigrpo_models::Model::load(dir, setup::weight_dtype(settings))?;
+    let params: usize = model.params().iter().map(|p| p.len()).sum();
+    Ok(format!(
+        "{} tensors, {:.1} million parameters, {:.1} MB, embeddings {}",
+        model.params().len(),
+        params as f64 / 1e6,
+        bytes as f64 / 1e6,
+        if model.decoder().tied() { "tied" } else { "untied" }
+    ))
+}
+
+fn tokenizer(dir: &std::path::Path) -> Result<String> {
+    let tokenizer = Tokenizer::from_dir(dir)?;
+    let stops = StopSet::from_dir(dir, &tokenizer, &[])?;
+    let names: Vec<String> =
+        stops.ids.iter().map(|&id| tokenizer.decode(&[id], false)).collect::<Result<_, _>>()?;
+    Ok(format!("{} ids, stops at {}", tokenizer.vocab_size(), names.join(" ")))
+}
+
+fn template(dir: &std::path::Path) -> Result<String> {
+    Ok(format!("{:?}", ChatTemplate::from_dir(dir)?.origin()))
+}
+
+fn program(name: &str, why: &str) -> String {
+    match Command::new(name).arg("-version").output() {
+        Ok(output) => {
+            String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or("found").to_owned()
+        }
+        Err(_) => format!("not found: {why}"),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn instructions() -> String {
+    let mut found = vec!["SSE2"];
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        found.push("AVX2");
+    }
+    if is_x86_feature_detected!("avx512f") {
+        found.push("AVX-512");
+    }
+    found.join(", ")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn instructions() -> String {
+    "portable".into()
+}
+
+fn memory() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = |key: &str| -> Option<f64> {
+        text.lines().find(|l| l.starts_with(key))?.split_whitespace().nth(1)?.parse().ok()
+    };
+    Some(format!("{:.1} GB free of {:.1} GB", kib("MemAvailable:")? / 1e6, kib("MemTotal:")? / 1e6))
+}

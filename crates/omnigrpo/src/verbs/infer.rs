@@ -1,0 +1,339 @@
+//! `generate`, `score` and `eval`.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Sample};
+use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_rollout::{Completion, Generator, Request};
+use omnigrpo_text::StreamDecoder;
+use omnigrpo_train::{EvalPlan, Evaluation, wilson_interval};
+use serde_json::{Value, json};
+
+use super::train::MAX_LIVE;
+use super::{Context, print, setup};
+use crate::explain::Problem;
+use crate::settings::Settings;
+
+/// Writes JSON lines whole or not at all.
+pub fn write_lines(path: &Path, lines: &[String]) -> Result<()> {
+    Ok(omnigrpo_observe::write_atomic(path, |out| {
+        for line in lines {
+            writeln!(out, "{line}")?;
+        }
+        Ok(())
+    })?)
+}
+
+/// An error if any row failed; their places in the output say why.
+pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
+    if failed == 0 {
+        return Ok(());
+    }
+    Err(Problem::failure(format!("{failed} of {rows} rows failed"))
+        .help("each has an `error` in the output; the other rows are complete")
+        .into())
+}
+
+fn input(settings: &Settings) -> Result<Dataset> {
+    let Some(input) = &settings.io.input else {
+        return Err(Problem::usage("no rows are given").expected("`--input rows.jsonl`").into());
+    };
+    let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
+    Ok(Dataset::open(&specs, &setup::read_options(settings))?)
+}
+
+fn output(settings: &Settings) -> Result<&Path> {
+    settings
+        .io
+        .output
+        .as_deref()
+        .ok_or_else(|| Problem::usage("no output is given").expected("`--output out.jsonl`").into())
+}
+
+/// Log-probabilities of given completions.
+pub fn score(settings: &Settings, context: &Context) -> Result<()> {
+    let output = output(settings)?;
+    let dataset = input(settings)?;
+    let model = setup::model(settings)?;
+    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let mut lines = Vec::new();
+    let mut failed = 0;
+    let mut progress = context.console.progress("scoring", dataset.len());
+    for row in 0..dataset.len() {
+        let line = match dataset.get(row) {
+            Err(e) => Err((json!(row), anyhow::Error::from(e))),
+            Ok(sample) => {
+                score_row(settings, &model, &prompts, &sample).map_err(|e| (json!(sample.id), e))
+            }
+        };
+        lines.push(line.unwrap_or_else(|(id, e)| {
+            failed += 1;
+            json!({ "id": id, "error": format!("{e:#}") })
+        }));
+        progress.advance(1);
+    }
+    write_lines(output, &lines.iter().map(Value::to_string).collect::<Vec<_>>())?;
+    all_rows(failed, dataset.len())
+}
+
+fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<Value> {
+    let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
+    let mut ids = Vec::with_capacity(recorded.len());
+    for completion in recorded {
+        ids.push(match (&completion.completion_ids, &completion.text) {
+            (Some(ids), _) => ids.clone(),
+            (None, Some(text)) => prompts.completion_ids(text)?,
+            (None, None) => anyhow::bail!("a completion has neither text nor `completion_ids`"),
+        });
+    }
+    let prompt = prompts.build(sample)?;
+    let features = vec![model.encode_prompt(&prompt)?];
+    let temperature = settings.rollout.logprob_temperature as f32;
+    let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(ids.len());
+    let lengths = ids.iter().map(Vec::len).collect();
+    let limit = settings.model.max_stream_tokens.unwrap_or(usize::MAX);
+    for parts in omnigrpo_train::pack(&[(prompt.ids.len(), lengths)], limit) {
+        for part in parts {
+            let completions: Vec<&[u32]> = ids[part.completions].iter().map(Vec::as_slice).collect();
+            let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions }])?;
+            let (flat, _) = model.score(&stream, &features, temperature)?;
+            let mut rest = flat.as_slice();
+            for &len in stream.lengths() {
+                let (own, others) = rest.split_at(len);
+                logprobs.push(own.to_vec());
+                rest = others;
+            }
+        }
+    }
+    let completions: Vec<Value> = ids
+        .iter()
+        .zip(&logprobs)
+        .map(|(ids, logprobs)| json!({ "completion_ids": ids, "logprobs": logprobs }))
+        .collect();
+    Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
+}
+
+/// Completions for rows, or for one prompt.
+pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
+    if let Some(prompt) = &settings.io.prompt {
+        return generate_one(settings, prompt);
+    }
+    let output = output(settings)?;
+    let dataset = input(settings)?;
+    let model = setup::model(settings)?;
+    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let params = setup::sampling(settings);
+    let generator = Generator {
+        model: &model,
+        tokenizer: prompts.tokenizer(),
+        stops: prompts.stops(),
+        params: &params,
+        max_live: MAX_LIVE,
+    };
+    let mut progress = context.console.progress("generating", dataset.len());
+    let mut lines: Vec<String> = Vec::new();
+    let mut failed = 0;
+    let rows: Vec<u64> = (0..dataset.len()).collect();
+    for batch in rows.chunks(settings.rollout.batch_size.max(1)) {
+        let mut ready: Vec<(Sample, Prompt, Vec<Features>)> = Vec::new();
+        // The line of each row of the batch: an error, or the next of the generated ones.
+        let mut slots: Vec<Option<Value>> = Vec::new();
+        for &row in batch {
+            let made = match dataset.get(row) {
+                Err(e) => Err((json!(row), e.to_string())),
+                Ok(sample) => match prepare(&model, &prompts, &sample) {
+                    Ok((prompt, features)) => Ok((sample, prompt, features)),
+                    Err(e) => Err((json!(sample.id), format!("{e:#}"))),
+                },
+            };
+            match made {
+                Ok(row) => {
+                    ready.push(row);
+                    slots.push(None);
+                }
+                Err((id, error)) => {
+                    failed += 1;
+                    slots.push(Some(json!({ "id": id, "error": error })));
+                }
+            }
+        }
+        let requests: Vec<Request> = ready
+            .iter()
+            .map(|(sample, prompt, features)| Request {
+                prompt,
+                features,
+                num_samples: settings.rollout.num_generations,
+                rollout: 0,
+                row: sample.row,
+            })
+            .collect();
+        let mut generated = generator.generate(&requests, |_| {})?.into_iter().zip(&ready);
+        for slot in slots {
+            let line = match slot {
+                Some(error) => error,
+                None => match generated.next() {
+                    Some((completions, (sample, prompt, _))) => json!({
+                        "id": sample.id,
+                        "prompt_tokens": prompt.ids.len(),
+                        "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
+                    }),
+                    None => continue,
+                },
+            };
+            lines.push(line.to_string());
+        }
+        progress.advance(batch.len() as u64);
+    }
+    write_lines(output, &lines)?;
+    all_rows(failed, dataset.len())
+}
+
+fn prepare(model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<(Prompt, Vec<Features>)> {
+    let prompt = prompts.build(sample)?;
+    let features = model.encode_prompt(&prompt)?;
+    Ok((prompt, features))
+}
+
+fn completion_line(c: &Completion) -> Value {
+    json!({
+        "text": c.text,
+        "completion_ids": c.ids,
+        "logprobs": c.logprobs,
+        "finish_reason": c.finish_reason,
+    })
+}
+
+/// One question on the terminal, streamed.
+fn generate_one(settings: &Settings, question: &str) -> Result<()> {
+    let absolute = |path: &String| -> Result<String> {
+        let path = std::path::absolute(path).with_context(|| format!("the path {path}"))?;
+        Ok(path.to_string_lossy().into_owned())
+    };
+    let images = settings.io.image.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let videos = settings.io.video.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let mut row = json!({ "id": "prompt", "prompt": question });
+    if !images.is_empty() {
+        row["images"] = json!(images);
+    }
+    if !videos.is_empty() {
+        row["video"] = json!(videos);
+    }
+    let options = ReadOptions { ..setup::read_options(settings) };
+    let folder = std::env::current_dir().context("the working directory")?;
+    let sample = Sample::from_row(row, "prompt", &folder, &options)?;
+    let model = setup::model(settings)?;
+    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let (prompt, features) = prepare(&model, &prompts, &sample)?;
+    let params = setup::sampling(settings);
+    let generator = Generator {
+        model: &model,
+        tokenizer: prompts.tokenizer(),
+        stops: prompts.stops(),
+        params: &params,
+        max_live: MAX_LIVE,
+    };
+    let request = Request {
+        prompt: &prompt,
+        features: &features,
+        num_samples: settings.rollout.num_generations,
+        rollout: 0,
+        row: 0,
+    };
+    // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
+    // strings, whose end is only known afterwards.
+    let live = settings.rollout.num_generations == 1 && settings.rollout.stop_strings.is_empty();
+    let mut decoder = StreamDecoder::new(true);
+    let completions = generator.generate(&[request], |event| {
+        if live {
+            // A failed write shows again at the final newline.
+            let _ = print(&decoder.push(prompts.tokenizer(), event.id));
+            let _ = std::io::stdout().flush();
+        }
+    })?;
+    if live {
+        print(&decoder.finish())?;
+        return print("\n");
+    }
+    for (i, completion) in completions.iter().flatten().enumerate() {
+        print(&format!("--- {i}\n{}\n", completion.text))?;
+    }
+    Ok(())
+}
+
+/// Evaluation on a dataset.
+pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
+    let dataset = setup::eval_data(settings)?
+        .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
+    let model = setup::model(settings)?;
+    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let rewards = setup::rewards(settings)?;
+    let plan = EvalPlan {
+        rows: (0..dataset.len()).collect(),
+        dataset: Arc::clone(&dataset),
+        num_generations: settings.rollout.num_generations,
+        sampling: setup::sampling(settings),
+        max_live: MAX_LIVE,
+        category: settings.eval.category_column.clone(),
+    };
+    let mut progress = context.console.progress("evaluating", dataset.len());
+    let evaluation =
+        omnigrpo_train::evaluate(&model, &prompts, &rewards, &plan, &mut |done| progress.advance(done))?;
+    drop(progress);
+    for row in &evaluation.skipped {
+        context.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));
+    }
+    let share = evaluation.skipped.len() as f64 / dataset.len().max(1) as f64;
+    if let Some(output) = &settings.io.output {
+        let lines: Vec<String> =
+            evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
+        write_lines(output, &lines)?;
+        let summary: serde_json::Map<String, Value> =
+            evaluation.metrics.iter().map(|(name, value)| (name.clone(), json!(value))).collect();
+        write_lines(&output.with_extension("summary.json"), &[format!("{:#}", Value::Object(summary))])?;
+    }
+    print(&tables(&evaluation))?;
+    let limit = if settings.data.strict_media { 0.0 } else { settings.data.max_skipped };
+    if share > limit {
+        return Err(Problem::failure(format!(
+            "{} of {} rows could not be evaluated",
+            evaluation.skipped.len(),
+            dataset.len()
+        ))
+        .help("they are listed above; --max_skipped sets how many are tolerated")
+        .into());
+    }
+    Ok(())
+}
+
+/// Metrics, and rewards by category.
+pub fn tables(evaluation: &Evaluation) -> String {
+    let mut out = String::new();
+    let rows = evaluation.rows.len();
+    for (name, value) in &evaluation.metrics {
+        let Some(value) = value else { continue };
+        out.push_str(&format!("{name:<36} {value:.4}"));
+        if name == "eval_rewards/accuracy/mean" && (0.0..=1.0).contains(value) {
+            let (low, high) = wilson_interval(*value, rows);
+            out.push_str(&format!("  (95 % interval {low:.3} to {high:.3})"));
+        }
+        out.push('\n');
+    }
+    if !evaluation.categories.is_empty() {
+        out.push_str(&format!("\n{:<20} {:>6}", "category", "rows"));
+        for name in &evaluation.reward_names {
+            out.push_str(&format!(" {name:>12}"));
+        }
+        out.push('\n');
+        for (category, rows, means) in &evaluation.categories {
+            out.push_str(&format!("{category:<20} {rows:>6}"));
+            for mean in means {
+                out.push_str(&mean.map_or(format!(" {:>12}", "-"), |m| format!(" {m:>12.4}")));
+            }
+            out.push('\n');
+        }
+    }
+    out
+}

@@ -1,0 +1,66 @@
+//! The commands. Each turns settings into the plans of the crates below and calls one function there.
+
+mod data;
+mod demo;
+mod doctor;
+mod infer;
+mod rewards;
+mod setup;
+mod train;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_observe::Console;
+
+use crate::flags::Verb;
+use crate::values::Resolved;
+
+/// What every command gets beside its settings.
+pub struct Context {
+    /// Progress and messages.
+    pub console: Console,
+    /// Set when the user or the system asks the program to stop.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// Runs a command.
+///
+/// # Errors
+/// Whatever it fails with.
+pub fn run(resolved: &Resolved) -> Result<()> {
+    if let Some(threads) = resolved.settings.threads {
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .context("the thread pool could not be made")?;
+    }
+    let context = Context { console: Console::stderr(), stop: Arc::new(AtomicBool::new(false)) };
+    for note in &resolved.notes {
+        context.console.line(note);
+    }
+    match resolved.verb {
+        Verb::Train => train::train(resolved, &context),
+        Verb::Sft => train::sft(resolved, &context),
+        Verb::Generate => infer::generate(&resolved.settings, &context),
+        Verb::Score => infer::score(&resolved.settings, &context),
+        Verb::Eval => infer::eval(&resolved.settings, &context),
+        Verb::DataCheck => data::check(&resolved.settings, &context),
+        Verb::DataShow => data::show(&resolved.settings),
+        Verb::DataConvert => data::convert(&resolved.settings, &context),
+        Verb::RewardsList => rewards::list(),
+        Verb::RewardsRun => rewards::run(&resolved.settings, &context),
+        Verb::Doctor => doctor::doctor(&resolved.settings),
+        Verb::Demo => demo::demo(resolved, &context),
+    }
+}
+
+/// Writes to standard output; a closed pipe (`| head`) ends the program quietly.
+pub(crate) fn print(text: &str) -> Result<()> {
+    use std::io::Write as _;
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        other => other.context("writing to standard output"),
+    }
+}

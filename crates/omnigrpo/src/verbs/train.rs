@@ -1,0 +1,294 @@
+//! `train` and `sft`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, split};
+use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::{
+    AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, ScheduleKind,
+    Selection, SkipPolicy, TrainSetup,
+};
+use serde_json::{Map, Value};
+
+use super::{Context, data, print, setup};
+use crate::explain::{Problem, print_config};
+use crate::settings::{EvalStrategy, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings};
+use crate::values::Resolved;
+
+/// GRPO.
+pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
+    let summary = run(resolved, context, Objective::Reinforce)?;
+    finish(&summary)
+}
+
+/// Supervised fine-tuning.
+pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
+    let summary = run(resolved, context, Objective::Imitate)?;
+    finish(&summary)
+}
+
+fn finish(summary: &RunSummary) -> Result<()> {
+    print(&format!("{}", summary.report))?;
+    if summary.interrupted {
+        return Err(Problem::failure("the run was stopped before its end")
+            .help("start it again to go on from the checkpoint that was just written")
+            .into());
+    }
+    Ok(())
+}
+
+/// Builds everything from the settings and trains.
+pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Result<RunSummary> {
+    let settings = &resolved.settings;
+    let dir = setup::checkpoint_dir(settings)?;
+    let Some(output_dir) = settings.run.output_dir.clone() else {
+        return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
+    };
+    std::fs::create_dir_all(&output_dir)
+        .with_context(|| format!("the run directory {} cannot be written", output_dir.display()))?;
+    let rewards = setup::rewards(settings)?;
+    let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
+    let dataset = setup::train_data(settings)?;
+    let held_out = setup::eval_data(settings)?;
+
+    let bad_rows = if settings.data.skip_data_check {
+        Vec::new()
+    } else {
+        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"))?
+    };
+    let ratio = settings.data.val_split_ratio;
+    let (rows, eval_rows) = match &held_out {
+        Some(held_out) => ((0..dataset.len()).collect(), (0..held_out.len()).collect()),
+        None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
+        None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
+    };
+    let eval_dataset = held_out.unwrap_or_else(|| Arc::clone(&dataset));
+    let eval = (!eval_rows.is_empty()).then(|| eval_plan(settings, eval_dataset, eval_rows));
+
+    let model = setup::model(settings)?;
+    let selection = Selection {
+        llm: settings.optim.tune_mm_llm,
+        projector: settings.optim.tune_mm_mlp && !settings.optim.freeze_vision_modules,
+        towers: settings.optim.tune_mm_vision && !settings.optim.freeze_vision_modules,
+        patterns: Vec::new(),
+    };
+    selection.apply(&model)?;
+    describe(settings, context, &model, &dataset, rows.len(), &prompts);
+    install_signals(&context.stop)?;
+    let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
+    let setup = TrainSetup {
+        model,
+        prompts,
+        dataset,
+        rows,
+        eval,
+        rewards,
+        algorithm: algorithm(settings),
+        optimizer: optimizer(settings),
+        selection,
+        run,
+    };
+    Ok(omnigrpo_train::train(setup, &context.console, &context.stop)?)
+}
+
+/// The plan of an evaluation: greedy for one completion a row, sampled as in training for more.
+fn eval_plan(settings: &Settings, dataset: Arc<Dataset>, rows: Vec<u64>) -> EvalPlan {
+    let num_generations = settings.eval.num_generations_eval;
+    let mut sampling = setup::sampling(settings);
+    if num_generations == 1 {
+        sampling = SamplingParams {
+            max_completion_length: sampling.max_completion_length,
+            temperature: 0.0,
+            seed: sampling.seed,
+            ..SamplingParams::default()
+        };
+    }
+    EvalPlan {
+        dataset,
+        rows,
+        num_generations,
+        sampling,
+        max_live: MAX_LIVE,
+        category: settings.eval.category_column.clone(),
+    }
+}
+
+/// Completions decoded at once: enough to share a pass over the weights, small enough for the caches of long prompts.
+pub const MAX_LIVE: usize = 64;
+
+/// Rows of a packed stream where nothing is given: room for several short groups, or one of a long prompt.
+const STREAM_ROWS: usize = 4096;
+
+fn algorithm(settings: &Settings) -> Algorithm {
+    Algorithm {
+        num_generations: settings.rollout.num_generations,
+        sampling: setup::sampling(settings),
+        max_live: MAX_LIVE,
+        advantage: settings.loss.advantage,
+        alpha: settings.loss.alpha,
+        normalize_then_sum: settings.rewards.multi_objective_aggregation == MultiObjective::NormalizeThenSum,
+        loss: settings.loss.plan,
+        max_stream_tokens: settings.model.max_stream_tokens.unwrap_or(STREAM_ROWS),
+        recompute: settings.model.gradient_checkpointing,
+        prompts_per_micro_batch: settings.optim.per_device_train_batch_size,
+        seed: settings.run.seed,
+    }
+}
+
+fn optimizer(settings: &Settings) -> AdamWConfig {
+    let o = &settings.optim;
+    AdamWConfig {
+        learning_rate: o.learning_rate,
+        projector_lr: Some(o.mm_projector_lr),
+        tower_lr: Some(o.vision_tower_lr),
+        beta1: o.adam_beta1,
+        beta2: o.adam_beta2,
+        epsilon: o.adam_epsilon,
+        weight_decay: o.weight_decay,
+        max_grad_norm: o.max_grad_norm,
+        pure_bf16: settings.model.pure_bf16,
+    }
+}
+
+fn run_plan(
+    resolved: &Resolved,
+    objective: Objective,
+    output_dir: std::path::PathBuf,
+    model: &Model,
+    dataset: &Dataset,
+    bad_rows: Vec<(u64, String, String)>,
+) -> RunPlan {
+    let settings = &resolved.settings;
+    let (run, optim, eval) = (&settings.run, &settings.optim, &settings.eval);
+    RunPlan {
+        objective,
+        output_dir,
+        max_steps: run.max_steps,
+        num_epochs: run.num_train_epochs,
+        prompts_per_step: optim.per_device_train_batch_size * optim.gradient_accumulation_steps,
+        num_iterations: settings.loss.num_iterations,
+        schedule: match optim.lr_scheduler_type {
+            LrScheduler::Constant => ScheduleKind::Constant,
+            LrScheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
+            LrScheduler::Linear => ScheduleKind::Linear,
+            LrScheduler::Cosine => ScheduleKind::Cosine,
+        },
+        warmup_ratio: optim.warmup_ratio,
+        warmup_steps: optim.warmup_steps,
+        save: match run.save_strategy {
+            SaveStrategy::No => SaveWhen::Never,
+            SaveStrategy::Steps => SaveWhen::Steps(run.save_steps),
+            SaveStrategy::Epoch => SaveWhen::Epoch,
+            SaveStrategy::Best => SaveWhen::Best,
+        },
+        save_limit: run.save_total_limit,
+        save_only_model: run.save_only_model,
+        resume: match &run.resume_from_checkpoint {
+            Resume::Never => ResumeFrom::Start,
+            Resume::Auto => ResumeFrom::Newest,
+            Resume::From(path) => ResumeFrom::Path(path.clone()),
+        },
+        eval: match eval.eval_strategy {
+            EvalStrategy::No => EvalWhen::Never,
+            EvalStrategy::Steps => EvalWhen::Steps(eval.eval_steps.unwrap_or(run.save_steps)),
+            EvalStrategy::Epoch => EvalWhen::Epoch,
+        },
+        eval_on_start: eval.eval_on_start,
+        best_metric: eval.metric_for_best_model.clone(),
+        logging_steps: settings.log.logging_steps,
+        grpo_logging_steps: settings.log.grpo_logging_steps,
+        log_completions: settings.log.log_completions,
+        run_name: settings.log.run_name.clone(),
+        replay: settings.rollout.replay.is_some(),
+        skip: SkipPolicy { strict: settings.data.strict_media, max_share: settings.data.max_skipped },
+        bad_rows,
+        data_seed: run.data_seed,
+        fingerprint: fingerprint(resolved, model, dataset),
+        config_yaml: print_config(resolved),
+    }
+}
+
+/// Settings that may differ between a checkpoint and the run that resumes it.
+const FREE_TO_CHANGE: &[&str] = &[
+    "config",
+    "preset",
+    "print_config",
+    "threads",
+    "output_dir",
+    "exp_name",
+    "resume_from_checkpoint",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_only_model",
+    "logging_steps",
+    "log_completions",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "eval_file",
+    "eval_dataset_use",
+    "num_generations_eval",
+    "metric_for_best_model",
+    "category_column",
+    "run_name",
+    "skip_data_check",
+    "max_skipped",
+    "strict_media",
+    "reward_timeout_secs",
+    "reward_workers",
+];
+
+/// Every other setting, the base model's directory and the dataset's shape.
+fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Map<String, Value> {
+    let mut out = Map::new();
+    for (name, value) in resolved.values.plain() {
+        if !FREE_TO_CHANGE.contains(&name) {
+            out.insert(name.to_owned(), value);
+        }
+    }
+    out.insert("base_model".into(), model.dir().display().to_string().into());
+    out.insert("dataset".into(), dataset.fingerprint().to_string().into());
+    out
+}
+
+fn describe(
+    settings: &Settings,
+    context: &Context,
+    model: &Model,
+    dataset: &Dataset,
+    rows: usize,
+    prompts: &PromptBuilder,
+) {
+    let console = &context.console;
+    console.line(&format!(
+        "omnigrpo {} on {} thread{}",
+        env!("CARGO_PKG_VERSION"),
+        rayon::current_num_threads(),
+        if rayon::current_num_threads() == 1 { "" } else { "s" }
+    ));
+    console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
+    console.line(omnigrpo_train::summary(model).trim_end());
+    let o = &settings.optim;
+    let prompts_per_step = o.per_device_train_batch_size * o.gradient_accumulation_steps;
+    console.line(&format!(
+        "{rows} of {} rows; a step takes {prompts_per_step} prompts with {} completions each",
+        dataset.len(),
+        settings.rollout.num_generations
+    ));
+}
+
+/// Ctrl-C and SIGTERM end the run after the current step, with a checkpoint; a second one ends it at once.
+fn install_signals(stop: &Arc<AtomicBool>) -> Result<()> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(stop)))
+            .context("signals cannot be handled")?;
+    }
+    stop.store(false, Ordering::Relaxed);
+    Ok(())
+}
