@@ -75,7 +75,13 @@ impl Outcome {
 }
 
 /// Forward and backward over the streams, gradients added up.
-fn run(model: &Model, groups: &[Group], streams: &[Vec<Piece>], temperature: f32, recompute: bool) -> Outcome {
+fn run(
+    model: &Model,
+    groups: &[Group],
+    streams: &[Vec<Piece>],
+    temperature: f32,
+    recompute: bool,
+) -> Outcome {
     let empty = || groups.iter().map(|g| vec![Vec::new(); g.completions.len()]).collect::<Vec<_>>();
     let (mut logprobs, mut entropies) = (empty(), empty());
     take_gradients(model);
@@ -164,10 +170,8 @@ fn groups_equal_transformers_on_separate_sequences() {
             let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect::<Vec<f64>>();
             let (logp, old, reference) =
                 (wide(pass.logprobs.clone()), wide(joined("old")), wide(joined("ref")));
-            let advantages: Vec<f64> = members
-                .iter()
-                .flat_map(|g| wide(golden.f[&format!("{g}.advantages")].clone()))
-                .collect();
+            let advantages: Vec<f64> =
+                members.iter().flat_map(|g| wide(golden.f[&format!("{g}.advantages")].clone())).collect();
             let truncated = vec![false; stream.lengths().len()];
             let plan = LossPlan { beta: 0.04, ..recipe("grpo").unwrap().loss };
             let normalizer = Normalizer::for_step(&plan, stream.lengths(), &truncated, 16).unwrap();
@@ -193,7 +197,9 @@ fn groups_equal_transformers_on_separate_sequences() {
 
 #[test]
 fn packed_equals_separate() {
-    let cases: [(&str, &[(&str, &[usize])]); 7] = [
+    /// A title, and case and completion lengths of each group.
+    type Shapes = (&'static str, &'static [(&'static str, &'static [usize])]);
+    let cases: [Shapes; 7] = [
         ("one token each", &[("C", &[1, 1])]),
         ("unequal lengths", &[("C", &[1, 4, 6])]),
         ("an empty completion", &[("E", &[3, 0, 2])]),
@@ -222,8 +228,7 @@ fn a_split_group_equals_the_whole() {
         train_all(&model);
         let groups = [Group::new(&model, "D1", &[3, 5, 1, 4]), Group::new(&model, "C", &[2, 6])];
         let whole = run(&model, &groups, &packed(&groups), 1.0, false);
-        let split =
-            [vec![(0, 0..1)], vec![(0, 1..3)], vec![(0, 3..4), (1, 0..1)], vec![(1, 1..2)]];
+        let split = [vec![(0, 0..1)], vec![(0, 1..3)], vec![(0, 3..4), (1, 0..1)], vec![(1, 1..2)]];
         assert_equal(&run(&model, &groups, &split, 1.0, false), &whole, name);
     }
 }
@@ -262,7 +267,8 @@ fn a_completion_does_not_see_the_others() {
             for (kind, completion) in
                 [("other tokens", vec![7; first.completions[changed].len()]), ("longer", vec![9; 11])]
             {
-                let mut other = Group { prompt: first.prompt.clone(), completions: first.completions.clone() };
+                let mut other =
+                    Group { prompt: first.prompt.clone(), completions: first.completions.clone() };
                 other.completions[changed] = completion;
                 let after = score(&other);
                 for kept in (0..5).filter(|&c| c != changed) {

@@ -1,0 +1,451 @@
+//! Checkpoint directories: every published layout and size, what is saved, and what is refused.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use omnigrpo_models::{
+    GroupStream, Init, Model, ModelError, PackedStream, WeightDtype, WeightSource, open_family,
+};
+use omnigrpo_ops::{Param, Part};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use support::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, weight_bits};
+use tempfile::TempDir;
+
+fn load(name: &str, dtype: WeightDtype) -> Model {
+    Model::load(&checkpoint(name), dtype).unwrap()
+}
+
+/// Completion log-probabilities of case A.
+fn logprobs(model: &Model) -> Vec<f32> {
+    let prompt = case_prompt("A", model);
+    let completion = Golden::read("cases/A.safetensors").ids("completion_ids");
+    let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
+    let features = vec![model.encode_prompt(&prompt).unwrap()];
+    model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap().0
+}
+
+#[test]
+fn in_memory_names_and_a_nested_config_are_the_same_model() {
+    let (published, in_memory) =
+        (load("qwen2_vl_tied", WeightDtype::Auto), load("qwen2_vl_tied_in_memory", WeightDtype::Auto));
+    assert_eq!(weight_bits(&in_memory), weight_bits(&published));
+    assert_eq!(in_memory.decoder().config(), published.decoder().config());
+    assert_eq!(logprobs(&in_memory), logprobs(&published));
+}
+
+#[test]
+fn bfloat16_is_kept_widened_or_made_as_asked() {
+    let dtypes = |model: &Model| -> BTreeSet<String> {
+        model.params().iter().map(|p| format!("{:?}", p.value().dtype())).collect()
+    };
+    let stored = load("qwen2_5_vl_tied_bf16", WeightDtype::Auto);
+    assert_eq!(dtypes(&stored), BTreeSet::from(["BF16".to_owned()]));
+    let widened = load("qwen2_5_vl_tied_bf16", WeightDtype::Float32);
+    assert_eq!(dtypes(&widened), BTreeSet::from(["F32".to_owned()]));
+    assert_eq!(weight_bits(&widened), weight_bits(&stored));
+    // Rounding here is torch's rounding.
+    let rounded = load("qwen2_5_vl_tied", WeightDtype::BFloat16);
+    assert_eq!(dtypes(&rounded), BTreeSet::from(["BF16".to_owned()]));
+    assert_eq!(weight_bits(&rounded), weight_bits(&stored));
+
+    let exact = logprobs(&load("qwen2_5_vl_tied", WeightDtype::Auto));
+    let (bf16, wide) = (logprobs(&stored), logprobs(&widened));
+    // Activations are f32 either way, so only the order of sums can differ.
+    assert!(max_diff(&bf16, &wide) <= 1e-4, "{}", max_diff(&bf16, &wide));
+    // Weights carry 8 bits; log-probabilities of this fixture are around -10.
+    let d = max_diff(&bf16, &exact);
+    assert!(d > 1e-3 && d <= 0.2, "{d}");
+}
+
+#[test]
+fn what_is_saved_loads_to_the_same_bits() {
+    for name in ["qwen2_vl_tied", "qwen2_vl_tied_in_memory", "qwen2_5_vl_untied", "qwen2_5_vl_tied_bf16"] {
+        let model = load(name, WeightDtype::Auto);
+        let dir = TempDir::new().unwrap();
+        let saved = dir.path().join("saved");
+        model.save_pretrained(&saved).unwrap();
+
+        // Every file of the original except its weights, unchanged; weights in one file.
+        let files = |dir: &Path| -> BTreeSet<String> {
+            let names = std::fs::read_dir(dir).unwrap();
+            names.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+        };
+        let mut expected: BTreeSet<String> =
+            files(&checkpoint(name)).into_iter().filter(|f| !f.starts_with("model")).collect();
+        for file in expected.iter().filter(|f| *f != "config.json") {
+            let read = |dir: &Path| std::fs::read(dir.join(file)).unwrap();
+            assert_eq!(read(&saved), read(&checkpoint(name)), "{name}: {file}");
+        }
+        expected.insert("model.safetensors".into());
+        assert_eq!(files(&saved), expected, "{name}");
+        let config = |dir: &Path| -> serde_json::Value {
+            serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap()
+        };
+        let (mut before, mut after) = (config(&checkpoint(name)), config(&saved));
+        assert_eq!(after["tie_word_embeddings"], model.decoder().tied(), "{name}");
+        before["tie_word_embeddings"] = after["tie_word_embeddings"].take();
+        after["tie_word_embeddings"] = before["tie_word_embeddings"].clone();
+        assert_eq!(after, before, "{name}");
+
+        // Published names; a tied head is not written twice.
+        let bytes = std::fs::read(saved.join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.names().contains(&"lm_head.weight"), !model.decoder().tied(), "{name}");
+        for tensor in file.names() {
+            let published = ["model.embed_tokens.", "model.layers.", "model.norm.", "visual.", "lm_head."];
+            assert!(published.iter().any(|p| tensor.starts_with(p)), "{name}: {tensor}");
+        }
+        let again = Model::load(&saved, WeightDtype::Auto).unwrap();
+        assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
+        assert_eq!(logprobs(&again), logprobs(&model), "{name}");
+
+        // The same directory over other weights in memory.
+        for param in again.params() {
+            param.store(&vec![0.5; param.len()]).unwrap();
+        }
+        again.load_weights(&saved).unwrap();
+        assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
+    }
+}
+
+/// Records what an architecture asks for without making it: of each size only the rank is kept.
+struct Recorder {
+    asked: BTreeMap<String, Vec<usize>>,
+}
+
+impl WeightSource for Recorder {
+    fn get(
+        &mut self,
+        name: &str,
+        part: Part,
+        shape: &[usize],
+        _init: Init,
+    ) -> omnigrpo_models::Result<Arc<Param>> {
+        assert!(self.asked.insert(name.to_owned(), shape.to_vec()).is_none(), "{name} is asked for twice");
+        // The patch embedding is read under another shape, which has to fit.
+        let small = if shape.len() > 2 { shape.to_vec() } else { vec![1; shape.len()] };
+        Ok(Arc::new(Param::new(name, part, Tensor::zeros(small, DType::F32, &Device::Cpu)?)?))
+    }
+
+    fn tied(&mut self, _embed: &str, _head: &str, config: bool) -> omnigrpo_models::Result<bool> {
+        Ok(config)
+    }
+}
+
+#[test]
+fn published_sizes_have_the_tensors_transformers_makes() {
+    let text = std::fs::read(golden("published/tensors.json")).unwrap();
+    let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let list = list.as_object().unwrap();
+    assert_eq!(list.len(), 7);
+    for (size, entry) in list {
+        let mut expected = BTreeMap::new();
+        for tensor in entry["tensors"].as_array().unwrap() {
+            let name = tensor[0].as_str().unwrap();
+            let shape: Vec<usize> =
+                tensor[1].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
+            match tensor[2].as_u64().unwrap() {
+                0 => _ = expected.insert(name.to_owned(), shape),
+                layers => {
+                    expected.extend((0..layers).map(|i| (name.replace("{i}", &i.to_string()), shape.clone())))
+                }
+            }
+        }
+        // Published directories also have processor files, which say nothing about tensors.
+        let dir = TempDir::new().unwrap();
+        copy_dir(&golden("published").join(size), dir.path());
+        let processor = "preprocessor_config.json";
+        std::fs::copy(checkpoint("qwen2_vl_tied").join(processor), dir.path().join(processor)).unwrap();
+        let family = open_family(dir.path()).unwrap();
+        let mut recorder = Recorder { asked: BTreeMap::new() };
+        let network = family.network(&mut recorder).unwrap();
+        assert_eq!(network.decoder().tied(), entry["tied"].as_bool().unwrap(), "{size}");
+        let parameters: usize = recorder.asked.values().map(|s| s.iter().product::<usize>()).sum();
+        assert_eq!(parameters as u64, entry["parameters"].as_u64().unwrap(), "{size}");
+        for (name, shape) in &expected {
+            assert_eq!(recorder.asked.get(name), Some(shape), "{size}: {name}");
+        }
+        assert_eq!(recorder.asked.len(), expected.len(), "{size}");
+    }
+}
+
+/// Tensors of a file, to be changed and written back.
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn read_tensors(path: &Path) -> Tensors {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensors()
+        .into_iter()
+        .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+        .collect()
+}
+
+fn write_tensors(path: &Path, tensors: &Tensors) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+/// A copy of `qwen2_vl_tied` whose tensors `change` has been at.
+fn with_tensors(change: impl FnOnce(&mut Tensors)) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_vl_tied"), dir.path());
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = read_tensors(&path);
+    change(&mut tensors);
+    write_tensors(&path, &tensors);
+    dir
+}
+
+/// A copy of `qwen2_vl_tied` without its weights.
+fn without_weights() -> TempDir {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_vl_tied"), dir.path());
+    std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
+    dir
+}
+
+fn error(dir: &Path) -> String {
+    match Model::load(dir, WeightDtype::Auto) {
+        Ok(_) => panic!("{} loads", dir.display()),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// The message names the directory and holds each part.
+fn assert_refused(dir: &Path, parts: &[&str]) {
+    let message = error(dir);
+    assert!(message.contains(&dir.display().to_string()), "{message}");
+    for part in parts {
+        assert!(message.contains(part), "expected {part:?} in: {message}");
+    }
+}
+
+const UP: &str = "model.layers.1.mlp.up_proj.weight";
+
+#[test]
+fn whether_the_head_is_tied_is_told_by_the_tensors() {
+    let embed = |tensors: &Tensors| tensors["model.embed_tokens.weight"].clone();
+    let same = with_tensors(|t| _ = t.insert("lm_head.weight".into(), embed(t)));
+    let model = Model::load(same.path(), WeightDtype::Auto).unwrap();
+    assert!(model.decoder().tied());
+    assert_eq!(logprobs(&model), logprobs(&load("qwen2_vl_tied", WeightDtype::Auto)));
+
+    // config.json says tied, the file has another head.
+    let other = with_tensors(|t| {
+        let mut head = embed(t);
+        head.2[3] ^= 0x80;
+        t.insert("lm_head.weight".into(), head);
+    });
+    let model = Model::load(other.path(), WeightDtype::Auto).unwrap();
+    assert!(!model.decoder().tied());
+    assert!(model.params().iter().any(|p| p.name() == "lm_head.weight"));
+}
+
+#[test]
+fn every_tensor_that_does_not_fit_is_listed() {
+    let dir = with_tensors(|t| {
+        t.remove(UP);
+        let bias = t["model.layers.0.self_attn.q_proj.bias"].clone();
+        t.insert("model.layers.2.self_attn.q_proj.bias".into(), bias);
+        t.get_mut("model.layers.0.mlp.down_proj.weight").unwrap().1.swap(0, 1);
+        t.get_mut("visual.blocks.0.norm1.bias").unwrap().2[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
+        t.get_mut("model.norm.weight").unwrap().2[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+        let ids = t.get_mut("visual.blocks.1.norm1.bias").unwrap();
+        (ids.0, ids.2) = (Dtype::I32, vec![0; ids.2.len()]);
+    });
+    assert_refused(
+        dir.path(),
+        &[
+            "6 tensors do not fit the qwen2_vl architecture",
+            "missing tensor model.layers.1.mlp.up_proj.weight [80, 64]",
+            "unknown tensor model.layers.2.self_attn.q_proj.bias",
+            "tensor model.layers.0.mlp.down_proj.weight: shape [80, 64], expected [64, 80]",
+            "tensor visual.blocks.0.norm1.bias: element 2 is NaN, expected finite numbers",
+            "tensor model.norm.weight: element 0 is inf",
+            "tensor visual.blocks.1.norm1.bias: dtype I32, expected F32, BF16 or F16",
+        ],
+    );
+}
+
+#[test]
+fn long_lists_are_cut_after_twenty_lines() {
+    let dir = with_tensors(|t| t.retain(|name, _| name.starts_with("model.")));
+    let message = error(dir.path());
+    assert_eq!(message.lines().filter(|l| l.contains("missing tensor visual.")).count(), 20, "{message}");
+    assert!(message.trim_end().ends_with("more"), "{message}");
+}
+
+#[test]
+fn two_keys_for_one_tensor_are_refused() {
+    let dir = with_tensors(|t| {
+        let up = t[UP].clone();
+        t.insert("model.language_model.layers.1.mlp.up_proj.weight".into(), up);
+    });
+    assert_refused(dir.path(), &["are both the tensor model.layers.1.mlp.up_proj.weight"]);
+}
+
+#[test]
+fn pickles_are_refused() {
+    let dir = without_weights();
+    assert_refused(dir.path(), &["no model.safetensors and no model.safetensors.index.json"]);
+    std::fs::write(dir.path().join("pytorch_model.bin"), b"\x80\x02.").unwrap();
+    assert_refused(dir.path(), &["pickle", "pytorch_model.bin", "convert it to safetensors"]);
+}
+
+#[test]
+fn damaged_files_are_refused() {
+    let original = std::fs::read(checkpoint("qwen2_vl_tied").join("model.safetensors")).unwrap();
+    let header = u64::from_le_bytes(original[..8].try_into().unwrap()) as usize;
+    let mut endless = original.clone();
+    endless[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    for (what, bytes) in [
+        ("half the data", &original[..original.len() / 2]),
+        ("one byte less", &original[..original.len() - 1]),
+        ("half the header", &original[..header / 2]),
+        ("no header", &original[..4]),
+        ("nothing", &[]),
+        ("a header without end", &endless[..]),
+    ] {
+        let dir = without_weights();
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let message = error(dir.path());
+        assert!(message.contains("model.safetensors is"), "{what}: {message}");
+    }
+}
+
+#[test]
+fn an_index_names_files_of_its_own_directory_only() {
+    let index = |file: &str| {
+        let dir = without_weights();
+        let text = serde_json::json!({ "weight_map": { UP: file } }).to_string();
+        std::fs::write(dir.path().join("model.safetensors.index.json"), text).unwrap();
+        dir
+    };
+    for file in ["../evil.safetensors", "/etc/passwd", "shards/a.safetensors", "..", ""] {
+        let dir = index(file);
+        assert_refused(dir.path(), &[&format!("{file:?}"), "inside the checkpoint directory"]);
+    }
+    let dir = index("model-00001-of-00002.safetensors");
+    assert_refused(dir.path(), &["model-00001-of-00002.safetensors", "No such file"]);
+    std::fs::write(dir.path().join("model.safetensors.index.json"), "[]").unwrap();
+    assert_refused(dir.path(), &["model.safetensors.index.json"]);
+}
+
+#[test]
+fn a_shard_that_is_missing_is_named() {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_untied"), dir.path());
+    std::fs::remove_file(dir.path().join("model-00002-of-00003.safetensors")).unwrap();
+    assert_refused(dir.path(), &["model-00002-of-00003.safetensors"]);
+}
+
+#[test]
+fn configurations_that_cannot_be_used_are_refused() {
+    let with_config = |change: &dyn Fn(&mut serde_json::Value)| {
+        let dir = TempDir::new().unwrap();
+        copy_dir(&checkpoint("qwen2_vl_tied"), dir.path());
+        let path = dir.path().join("config.json");
+        let mut config = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut config);
+        std::fs::write(&path, config.to_string()).unwrap();
+        dir
+    };
+    type Change = (fn(&mut serde_json::Value), &'static [&'static str]);
+    let changes: [Change; 9] = [
+        (
+            |c| {
+                c["model_type"] = "llama".into();
+                c["architectures"] = serde_json::json!(["LlamaForCausalLM"]);
+            },
+            &["\"llama\"", "LlamaForCausalLM", "it knows qwen2_vl, qwen2_5_vl"],
+        ),
+        (|c| c["num_key_value_heads"] = 3.into(), &["4 heads", "3 key-value heads"]),
+        (|c| c["num_hidden_layers"] = 0.into(), &["num_hidden_layers is 0", "positive integer"]),
+        (|c| c["num_hidden_layers"] = "two".into(), &["num_hidden_layers is \"two\""]),
+        (|c| _ = c.as_object_mut().unwrap().remove("vocab_size"), &["vocab_size is missing"]),
+        (|c| _ = c.as_object_mut().unwrap().remove("vision_config"), &["vision_config is missing"]),
+        (|c| c["use_sliding_window"] = true.into(), &["sliding windows are not supported"]),
+        (
+            |c| c["rope_scaling"]["mrope_section"] = serde_json::json!([2, 3, 4]),
+            &["mrope_section", "sum to 8"],
+        ),
+        (|c| c["image_token_id"] = 320.into(), &["image_token_id", "vocabulary of 320"]),
+    ];
+    for (change, parts) in changes {
+        let dir = with_config(&change);
+        assert_refused(dir.path(), parts);
+    }
+
+    let dir = TempDir::new().unwrap();
+    assert_refused(dir.path(), &["no config.json"]);
+    std::fs::write(dir.path().join("config.json"), "{").unwrap();
+    assert_refused(dir.path(), &["config.json", "not valid JSON"]);
+    std::fs::write(dir.path().join("config.json"), "[]").unwrap();
+    assert_refused(dir.path(), &["expected a JSON object"]);
+    assert_refused(&dir.path().join("absent"), &["no config.json"]);
+}
+
+#[test]
+fn the_family_is_told_by_config_json_alone() {
+    // A directory named after the other family, and an architecture without a model type.
+    let root = TempDir::new().unwrap();
+    let dir = root.path().join("Qwen2.5-VL-but-not-really");
+    copy_dir(&checkpoint("qwen2_vl_tied"), &dir);
+    assert_eq!(open_family(&dir).unwrap().name(), "qwen2_vl");
+    let path = dir.join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config.as_object_mut().unwrap().remove("model_type");
+    std::fs::write(&path, config.to_string()).unwrap();
+    assert_eq!(open_family(&dir).unwrap().name(), "qwen2_vl");
+}
+
+#[test]
+fn a_random_model_depends_on_its_seed_alone() {
+    let random = |seed| Model::random(&checkpoint("qwen2_5_vl_untied"), seed, WeightDtype::Auto).unwrap();
+    let (a, again, b) = (random(1), random(1), random(2));
+    assert_eq!(weight_bits(&a), weight_bits(&again));
+    let up = |model: &Model| weight_bits(model)[UP].clone();
+    assert_ne!(up(&a), up(&b));
+    // initializer_range 0.02 over 80 x 64 numbers: mean and deviation within four standard errors.
+    let values: Vec<f64> = up(&a).iter().map(|&bits| f64::from(f32::from_bits(bits))).collect();
+    let n = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let deviation = (values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n).sqrt();
+    assert!(mean.abs() <= 4.0 * 0.02 / n.sqrt(), "{mean}");
+    assert!((deviation / 0.02 - 1.0).abs() <= 4.0 / (2.0 * n).sqrt(), "{deviation}");
+}
+
+#[test]
+fn a_reference_shares_what_is_frozen_and_copies_what_is_trained() {
+    let model = load("qwen2_vl_untied", WeightDtype::Auto);
+    for param in model.params() {
+        param.set_trainable(param.part() == Part::Llm);
+    }
+    let reference = model.reference().unwrap();
+    assert_eq!(weight_bits(&reference), weight_bits(&model));
+    let before = weight_bits(&reference);
+    for (ours, theirs) in model.params().iter().zip(reference.params()) {
+        assert!(!theirs.trainable() || Arc::ptr_eq(ours, theirs));
+        assert_eq!(Arc::ptr_eq(ours, theirs), ours.part() != Part::Llm, "{}", ours.name());
+        if ours.trainable() {
+            ours.store(&vec![0.25; ours.len()]).unwrap();
+        }
+    }
+    assert_eq!(weight_bits(&reference), before);
+}
+
+#[test]
+fn loading_other_shapes_over_a_model_is_an_error() {
+    let model = load("qwen2_vl_tied", WeightDtype::Auto);
+    let result = model.load_weights(&checkpoint("qwen2_5_vl_tied"));
+    assert!(matches!(result, Err(ModelError::Checkpoint { .. })), "{result:?}");
+}
