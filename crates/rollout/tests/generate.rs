@@ -1,0 +1,419 @@
+//! Sampling through the KV cache: equal to `transformers` without one, equal to the scoring of packed streams, and
+//! independent of everything but the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+#[path = "../../models/tests/support/mod.rs"]
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
+use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
+use omnigrpo_text::{StopSet, Tokenizer};
+use support::{CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, max_diff};
+
+struct Setup {
+    model: Model,
+    tokenizer: Tokenizer,
+}
+
+impl Setup {
+    fn open(dir: &std::path::Path) -> Self {
+        Self {
+            model: Model::load(dir, WeightDtype::Auto).unwrap(),
+            tokenizer: Tokenizer::from_dir(dir).unwrap(),
+        }
+    }
+
+    fn new(name: &str) -> Self {
+        Self::open(&checkpoint(name))
+    }
+
+    fn row(&self, case: &str, row: u64) -> Row {
+        let prompt = case_prompt(case, &self.model);
+        let features = self.model.encode_prompt(&prompt).unwrap();
+        Row { prompt, features, row }
+    }
+
+    fn generate(
+        &self,
+        rows: &[&Row],
+        num_samples: usize,
+        params: &SamplingParams,
+        stops: &StopSet,
+        max_live: usize,
+    ) -> Vec<Vec<Completion>> {
+        let requests: Vec<Request> = rows
+            .iter()
+            .map(|row| Request {
+                prompt: &row.prompt,
+                features: &row.features,
+                num_samples,
+                rollout: 5,
+                row: row.row,
+            })
+            .collect();
+        let generator = Generator { model: &self.model, tokenizer: &self.tokenizer, stops, params, max_live };
+        generator.generate(&requests, |_| {}).unwrap()
+    }
+}
+
+struct Row {
+    prompt: Prompt,
+    features: Vec<Features>,
+    row: u64,
+}
+
+fn greedy(tokens: usize) -> SamplingParams {
+    SamplingParams { temperature: 0.0, max_completion_length: tokens, ..SamplingParams::default() }
+}
+
+fn sampled(tokens: usize) -> SamplingParams {
+    SamplingParams { max_completion_length: tokens, seed: 11, ..SamplingParams::default() }
+}
+
+/// Scores completions as training does.
+fn scored(model: &Model, rows: &[&Row], groups: &[Vec<Completion>], temperature: f32) -> Vec<f32> {
+    let streams: Vec<GroupStream> = rows
+        .iter()
+        .zip(groups)
+        .map(|(row, group)| GroupStream {
+            prompt: &row.prompt,
+            completions: group.iter().map(|c| c.ids.as_slice()).collect(),
+        })
+        .collect();
+    let features: Vec<Vec<Features>> = rows.iter().map(|row| row.features.clone()).collect();
+    model.score(&PackedStream::new(&streams).unwrap(), &features, temperature).unwrap().0
+}
+
+fn recorded(groups: &[Vec<Completion>]) -> Vec<f32> {
+    groups.iter().flatten().flat_map(|c| c.logprobs.clone()).collect()
+}
+
+#[test]
+fn greedy_equals_transformers_without_a_cache() {
+    let untied = ["qwen2_vl_untied", "qwen2_5_vl_untied"].map(|c| (c, vec!["E"]));
+    let tied = CHECKPOINTS.map(|c| (c, vec!["A", "B", "C", "D1", "D2", "E"]));
+    for (name, cases) in tied.into_iter().chain(untied) {
+        let setup = Setup::new(name);
+        for case in cases {
+            let row = setup.row(case, 0);
+            let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
+            // Stop tokens are not consulted by the golden script.
+            let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
+            for completion in &groups[0] {
+                assert_eq!(completion.ids, expected, "{name} {case}");
+                assert_eq!(completion.finish_reason, FinishReason::Length);
+                assert_eq!(completion.text, setup.tokenizer.decode(&expected, true).unwrap());
+                // What is drawn is certain under the sampler, and recorded at temperature 1.
+                assert!(completion.sampler_logprobs.iter().all(|&p| p == 0.0));
+            }
+            let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+            assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
+        }
+    }
+}
+
+#[test]
+fn rollout_equals_training_log_probabilities() {
+    for name in ["qwen2_vl_tied", "qwen2_vl_untied", "qwen2_5_vl_tied", "qwen2_5_vl_untied"] {
+        let setup = Setup::new(name);
+        let rows: Vec<Row> = ["C", "D2", "B", "E", "A"].iter().map(|c| setup.row(c, 3)).collect();
+        let rows: Vec<&Row> = rows.iter().collect();
+        for temperature in [1.0, 0.7] {
+            let params = SamplingParams { temperature, ..sampled(20) };
+            let groups = setup.generate(&rows, 3, &params, &StopSet::default(), 64);
+            let d = max_diff(&recorded(&groups), &scored(&setup.model, &rows, &groups, temperature));
+            assert!(d <= 1e-4, "{name} at {temperature}: log-probabilities differ by {d}");
+            for completion in groups.iter().flatten() {
+                let d = max_diff(&completion.logprobs, &completion.sampler_logprobs);
+                assert!(d <= 1e-5, "{name}: nothing is cut off, yet the sampler differs by {d}");
+            }
+            // The record can be asked for at another temperature.
+            let params = SamplingParams { logprob_temperature: Some(1.0), ..params };
+            let again = setup.generate(&rows, 3, &params, &StopSet::default(), 64);
+            let d = max_diff(&recorded(&again), &scored(&setup.model, &rows, &again, 1.0));
+            assert!(d <= 1e-4, "{name}: log-probabilities at 1 differ by {d}");
+            let ids = |groups: &[Vec<Completion>]| -> Vec<Vec<u32>> {
+                groups.iter().flatten().map(|c| c.ids.clone()).collect()
+            };
+            assert_eq!(ids(&again), ids(&groups));
+        }
+    }
+}
+
+/// Eight rows: images, videos, text, several media, two of them the same prompt under another row.
+fn mixed(setup: &Setup) -> Vec<Row> {
+    let cases = ["C", "D2", "B", "E", "A", "D1", "B", "C"];
+    (0u64..).zip(cases).map(|(row, case)| setup.row(case, row)).collect()
+}
+
+#[test]
+fn completions_do_not_depend_on_batch_size_or_order() {
+    for name in CHECKPOINTS {
+        let setup = Setup::new(name);
+        let rows = mixed(&setup);
+        let stops = StopSet { ids: vec![40, 90, 150, 298], ..StopSet::default() };
+        for params in [sampled(16), SamplingParams { top_p: 0.9, top_k: 40, temperature: 0.8, ..sampled(16) }]
+        {
+            let alone: Vec<Vec<Completion>> =
+                rows.iter().flat_map(|row| setup.generate(&[row], 3, &params, &stops, 1)).collect();
+            let stopped = alone.iter().flatten().filter(|c| c.finish_reason == FinishReason::Stop).count();
+            assert!(stopped > 0 && stopped < 24, "sequences should leave the batch at different times");
+            let all: Vec<&Row> = rows.iter().collect();
+            for prompts in [1, 3, 8] {
+                let together = setup.generate(&all, 3, &params, &stops, 3 * prompts);
+                assert_eq!(together, alone, "{name}: {prompts} prompts at once");
+            }
+            let order = [5, 2, 7, 0, 3, 6, 1, 4];
+            let shuffled: Vec<&Row> = order.iter().map(|&i| &rows[i]).collect();
+            for (i, group) in order.into_iter().zip(setup.generate(&shuffled, 3, &params, &stops, 9)) {
+                assert_eq!(group, alone[i], "{name}: row {i} in another order");
+            }
+            // A larger group begins with the same completions.
+            let five = setup.generate(&all[..2], 5, &params, &stops, 64);
+            for (five, three) in five.iter().zip(&alone) {
+                assert_eq!(five[..3], three[..], "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn completions_do_not_depend_on_threads() {
+    for name in CHECKPOINTS {
+        let within = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                let setup = Setup::new(name);
+                let rows = mixed(&setup);
+                setup.generate(&rows.iter().collect::<Vec<_>>(), 3, &sampled(16), &StopSet::default(), 64)
+            })
+        };
+        assert_eq!(within(1), within(2), "{name}");
+    }
+}
+
+#[test]
+fn samples_of_a_group_differ_and_keys_decide() {
+    let setup = Setup::new("qwen2_5_vl_tied");
+    let row = setup.row("C", 1);
+    let run = |rollout: u64, row_index: u64, seed: u64| {
+        let params = SamplingParams { seed, ..sampled(12) };
+        let request =
+            Request { prompt: &row.prompt, features: &row.features, num_samples: 4, rollout, row: row_index };
+        let stops = StopSet::default();
+        let generator = Generator {
+            model: &setup.model,
+            tokenizer: &setup.tokenizer,
+            stops: &stops,
+            params: &params,
+            max_live: 64,
+        };
+        generator.generate(&[request], |_| {}).unwrap().remove(0)
+    };
+    let first = run(0, 0, 0);
+    for (i, a) in first.iter().enumerate() {
+        assert!(first[i + 1..].iter().all(|b| a.ids != b.ids), "sample {i} comes twice");
+    }
+    assert_eq!(first, run(0, 0, 0));
+    for other in [run(1, 0, 0), run(0, 1, 0), run(0, 0, 1)] {
+        assert!(first.iter().zip(&other).all(|(a, b)| a.ids != b.ids));
+    }
+}
+
+/// The fixtures' `generation_config.json` asks for top_k 1 at temperature 1e-6.
+#[test]
+fn generation_config_does_not_sample() {
+    let dir = tempfile::TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_tied"), dir.path());
+    let path = dir.path().join("generation_config.json");
+    let mut config: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(config["top_k"], 1);
+    let run = || {
+        let setup = Setup::open(dir.path());
+        let stops = StopSet::from_dir(dir.path(), &setup.tokenizer, &[]).unwrap();
+        let row = setup.row("C", 0);
+        setup.generate(&[&row], 4, &sampled(12), &stops, 64)
+    };
+    let with = run();
+    assert!(
+        with[0].iter().any(|c| c.ids != with[0][0].ids),
+        "four samples at temperature 1 are all the same"
+    );
+    config.retain(|key, _| key.ends_with("_token_id"));
+    std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
+    assert_eq!(run(), with);
+}
+
+#[test]
+fn only_the_frames_of_a_video_change_its_completions() {
+    for name in CHECKPOINTS {
+        let setup = Setup::new(name);
+        let original = setup.row("D1", 0);
+        // The same prompt with the temporal patches in reverse.
+        let mut prompt = original.prompt.clone();
+        let mut medium = (*prompt.media[0]).clone();
+        let slice = medium.patches.len() / medium.grid.t;
+        medium.patches = medium.patches.chunks(slice).rev().flatten().copied().collect();
+        prompt.media[0] = Arc::new(medium);
+        assert_eq!(prompt.ids, original.prompt.ids);
+        let features = setup.model.encode_prompt(&prompt).unwrap();
+        let reversed = Row { prompt, features, row: 0 };
+        let run = |row: &Row| setup.generate(&[row], 3, &sampled(16), &StopSet::default(), 64);
+        let (a, b) = (run(&original), run(&reversed));
+        assert!(a[0].iter().zip(&b[0]).any(|(a, b)| a.ids != b.ids), "{name}");
+        assert!(a[0].iter().zip(&b[0]).all(|(a, b)| a.logprobs != b.logprobs), "{name}");
+    }
+}
+
+/// Two rows with three samples each: media and completions stay with their prompt.
+#[test]
+fn completions_follow_their_prompt() {
+    for name in CHECKPOINTS {
+        let setup = Setup::new(name);
+        let (image, video) = (setup.row("C", 0), setup.row("D2", 1));
+        let run = |rows: &[&Row]| setup.generate(rows, 3, &greedy(12), &StopSet::default(), 64);
+        let both = run(&[&image, &video]);
+        for (case, group) in ["C", "D2"].iter().zip(&both) {
+            let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
+            assert!(group.iter().all(|c| c.ids == expected), "{name} {case}");
+        }
+        assert_ne!(both[0][0].ids, both[1][0].ids);
+        assert_eq!(run(&[&video, &image]), [both[1].clone(), both[0].clone()]);
+    }
+}
+
+#[test]
+fn stop_tokens_and_lengths_end_a_completion() {
+    let setup = Setup::new("qwen2_5_vl_tied");
+    let row = setup.row("C", 0);
+    let free = Golden::read("cases/C.qwen2_5_vl_tied.safetensors").ids("greedy");
+    let run = |params: &SamplingParams, stops: &StopSet| {
+        setup.generate(&[&row], 1, params, stops, 64).remove(0).remove(0)
+    };
+    let stop = |id: u32| StopSet { ids: vec![id], ..StopSet::default() };
+
+    // The last token that has not occurred before it ends the completion, and is part of it.
+    let at = (0..free.len()).rev().find(|&i| !free[..i].contains(&free[i])).unwrap();
+    assert!(at >= 2);
+    let ended = run(&greedy(12), &stop(free[at]));
+    assert_eq!((ended.ids.as_slice(), ended.finish_reason), (&free[..=at], FinishReason::Stop));
+    assert_eq!(ended.logprobs.len(), at + 1);
+
+    // At the very limit a stop token still is a stop.
+    let exact = run(&greedy(at + 1), &stop(free[at]));
+    assert_eq!((exact.ids.as_slice(), exact.finish_reason), (&free[..=at], FinishReason::Stop));
+    let short = run(&greedy(at), &stop(free[at]));
+    assert_eq!((short.ids.as_slice(), short.finish_reason), (&free[..at], FinishReason::Length));
+    assert_eq!(run(&greedy(1), &StopSet::default()).ids, free[..1]);
+
+    // Before the minimum it cannot be drawn; with the minimum at the limit every completion has that length.
+    let params = SamplingParams { min_completion_length: at + 3, ..greedy(at + 3) };
+    let held = run(&params, &stop(free[at]));
+    assert_eq!(held.ids.len(), at + 3);
+    assert_eq!(held.ids[..at], free[..at]);
+    assert!(!held.ids[..at + 2].contains(&free[at]));
+    // The record is that of the unmasked distribution.
+    let d = max_diff(&held.logprobs, &scored(&setup.model, &[&row], &[vec![held.clone()]], 1.0));
+    assert!(d <= 1e-4, "{d}");
+}
+
+#[test]
+fn control_tokens_are_not_text() {
+    let setup = Setup::new("qwen2_vl_tied");
+    let row = setup.row("B", 0);
+    let stops = StopSet { ids: vec![298], ..StopSet::default() };
+    let params = sampled(4);
+    let generator = Generator {
+        model: &setup.model,
+        tokenizer: &setup.tokenizer,
+        stops: &stops,
+        params: &params,
+        max_live: 4,
+    };
+    let ids = [setup.tokenizer.encode_text("two boxes").unwrap(), vec![298]].concat();
+    assert_eq!(generator.text_of(&ids).unwrap(), "two boxes");
+    assert_eq!(row.prompt.spans.len(), 0);
+}
+
+#[test]
+fn stop_strings_end_a_completion_and_are_cut_off() {
+    let setup = Setup::new("qwen2_vl_tied");
+    let row = setup.row("C", 0);
+    let full = setup.generate(&[&row], 1, &greedy(40), &StopSet::default(), 64).remove(0).remove(0);
+    // Two characters of the free text, taken where both are plain.
+    let chars: Vec<char> = full.text.chars().collect();
+    let at = (2..chars.len() - 1)
+        .find(|&i| chars[i..i + 2].iter().all(char::is_ascii_graphic))
+        .expect("some plain text in the greedy completion");
+    let stop: String = chars[at..at + 2].iter().collect();
+    let expected = full.text.split(&stop).next().unwrap();
+    let stops = StopSet { strings: vec![stop.clone()], ..StopSet::default() };
+    let ended = setup.generate(&[&row], 1, &greedy(40), &stops, 64).remove(0).remove(0);
+    assert_eq!(ended.finish_reason, FinishReason::Stop);
+    assert_eq!(ended.text, expected);
+    let n = ended.ids.len();
+    assert_eq!(ended.ids, full.ids[..n]);
+    // It ends with the token that completes the string, not later.
+    let text = |ids: &[u32]| setup.tokenizer.decode(ids, true).unwrap();
+    assert!(text(&full.ids[..n]).contains(&stop));
+    assert!(!text(&full.ids[..n - 1]).contains(&stop));
+}
+
+#[test]
+fn events_tell_every_token_in_order() {
+    let setup = Setup::new("qwen2_5_vl_untied");
+    let rows = [setup.row("B", 0), setup.row("C", 1)];
+    let requests: Vec<Request> = rows
+        .iter()
+        .map(|row| Request {
+            prompt: &row.prompt,
+            features: &row.features,
+            num_samples: 2,
+            rollout: 0,
+            row: row.row,
+        })
+        .collect();
+    let (params, stops) = (sampled(9), StopSet { ids: vec![90, 150], ..StopSet::default() });
+    let generator = Generator {
+        model: &setup.model,
+        tokenizer: &setup.tokenizer,
+        stops: &stops,
+        params: &params,
+        max_live: 2,
+    };
+    let mut seen: BTreeMap<(usize, usize), Vec<u32>> = BTreeMap::new();
+    let groups = generator
+        .generate(&requests, |TokenEvent { request, sample, id }| {
+            seen.entry((request, sample)).or_default().push(id);
+        })
+        .unwrap();
+    for (request, group) in groups.iter().enumerate() {
+        for (sample, completion) in group.iter().enumerate() {
+            assert_eq!(seen[&(request, sample)], completion.ids);
+        }
+    }
+}
+
+#[test]
+fn diverged_weights_are_named_not_sampled() {
+    let setup = Setup::new("qwen2_vl_tied");
+    let row = setup.row("B", 4);
+    let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
+    norm.store(&vec![f32::NAN; norm.len()]).unwrap();
+    let request =
+        Request { prompt: &row.prompt, features: &row.features, num_samples: 2, rollout: 0, row: row.row };
+    let (params, stops) = (sampled(4), StopSet::default());
+    let generator = Generator {
+        model: &setup.model,
+        tokenizer: &setup.tokenizer,
+        stops: &stops,
+        params: &params,
+        max_live: 2,
+    };
+    let message = generator.generate(&[request], |_| {}).unwrap_err().to_string();
+    assert!(message.starts_with("token 0 of sample 0 of row 4"), "{message}");
+}
