@@ -43,8 +43,8 @@ pub enum Verb {
 }
 
 use Verb::{
-    DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score,
-    Sft, Train,
+    DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score, Sft,
+    Train,
 };
 
 impl Verb {

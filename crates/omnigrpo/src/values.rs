@@ -269,6 +269,18 @@ impl Values {
 }
 
 impl Values {
+    /// Every value that somebody gave, with where.
+    pub fn given(&self) -> Vec<Given> {
+        self.values
+            .iter()
+            .filter(|(_, (_, origin))| !matches!(origin, Origin::Default | Origin::Recipe(_)))
+            .filter_map(|(name, (value, origin))| {
+                let flag = FLAGS.iter().find(|flag| flag.name == *name)?;
+                Some(Given { flag, value: value.clone(), origin: origin.clone() })
+            })
+            .collect()
+    }
+
     /// Every value that is set, as JSON, by name.
     pub fn plain(&self) -> impl Iterator<Item = (&'static str, Json)> {
         self.values.iter().map(|(name, (value, _))| {

@@ -8,7 +8,8 @@ use std::time::Instant;
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{
-    Console, Existing, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped, Window,
+    BeforeAfter, Console, Existing, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped,
+    Window,
 };
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use serde_json::{Map, Value};
@@ -173,7 +174,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         setup;
     selection.apply(&model)?;
     let imitate = run.objective == Objective::Imitate;
-    let reference = if algorithm.loss.needs_reference() && !imitate { Some(model.reference()?) } else { None };
+    let reference =
+        if algorithm.loss.needs_reference() && !imitate { Some(model.reference()?) } else { None };
     let mut optimizer = AdamW::new(optimizer, model.params());
 
     let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
@@ -402,7 +404,8 @@ impl Loop {
         if self.run.log_completions && (step + 1).is_multiple_of(self.run.logging_steps.max(1)) {
             for line in lines.iter().filter(|line| line.group == 0) {
                 let reward = line.reward.map_or("none".to_owned(), |r| format!("{r:.3}"));
-                self.console.line(&format!("  {} [{}] reward {reward}: {}", line.id, line.sample, line.completion));
+                self.console
+                    .line(&format!("  {} [{}] reward {reward}: {}", line.id, line.sample, line.completion));
             }
         }
         Ok(rollouts)
@@ -602,12 +605,25 @@ impl Loop {
             .filter(|(name, _)| {
                 name.ends_with("/mean") || name == "eval_reward" || name.contains("parse_fail")
             })
-            .map(|(name, after)| omnigrpo_observe::BeforeAfter {
+            .map(|(name, after)| BeforeAfter {
                 before: summary.before.as_ref().and_then(|e| e.metric(&name)),
                 after,
                 name: name.trim_start_matches("eval_").to_owned(),
             })
             .collect();
+        let by_category = |evaluation: &Evaluation, category: &str| {
+            let reward = evaluation.reward_names.iter().position(|n| n == "accuracy").unwrap_or(0);
+            let found = evaluation.categories.iter().find(|(name, ..)| name == category);
+            found.and_then(|(_, _, means)| means.get(reward).copied().flatten())
+        };
+        let mut before_after: Vec<BeforeAfter> = before_after;
+        for (category, ..) in summary.after.iter().flat_map(|e| &e.categories) {
+            before_after.push(BeforeAfter {
+                name: format!("  {category}"),
+                before: summary.before.as_ref().and_then(|e| by_category(e, category)),
+                after: summary.after.as_ref().and_then(|e| by_category(e, category)),
+            });
+        }
         let per_step = |sum: f64| sum / self.steps_timed.max(1) as f64;
         let secs =
             |name: &str| self.phase_sums.iter().find(|(n, _)| n == name).map_or(0.0, |(_, s)| per_step(*s));

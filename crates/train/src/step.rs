@@ -529,10 +529,8 @@ pub fn imitate(
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
     for parts in pack(&shapes, algorithm.max_stream_tokens) {
         let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();
-        let groups: Vec<GroupStream> = members
-            .iter()
-            .map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] })
-            .collect();
+        let groups: Vec<GroupStream> =
+            members.iter().map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] }).collect();
         let stream = PackedStream::new(&groups)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();

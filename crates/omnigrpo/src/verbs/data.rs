@@ -31,12 +31,9 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
     if report.problems.is_empty() {
         return Ok(());
     }
-    Err(Problem::failure(format!(
-        "{} of {} rows cannot be used",
-        report.counts.bad_rows, report.counts.rows
-    ))
-    .help("`train` skips such rows as long as they are fewer than --max_skipped")
-    .into())
+    Err(Problem::failure(format!("{} of {} rows cannot be used", report.counts.bad_rows, report.counts.rows))
+        .help("`train` skips such rows as long as they are fewer than --max_skipped")
+        .into())
 }
 
 /// The check before training: rows that must never be drawn, with their reasons.
@@ -61,7 +58,11 @@ pub fn check_before(
             .help("the rows and reasons are listed above; `omnigrpo data check` lists them again")
             .into());
     }
-    Ok(report.problems.into_iter().map(|p| (p.row, format!("{}:{}", p.file.display(), p.line), p.what)).collect())
+    Ok(report
+        .problems
+        .into_iter()
+        .map(|p| (p.row, format!("{}:{}", p.file.display(), p.line), p.what))
+        .collect())
 }
 
 fn report(
@@ -82,7 +83,9 @@ fn report(
     };
     let probe = |medium: &MediumRef| probe_medium(medium).map_err(|e| e.to_string());
     let estimate = |sample: &Sample, headers: &[MediumInfo]| match prompts {
-        Some(prompts) => prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string()),
+        Some(prompts) => {
+            prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string())
+        }
         None => Ok(0),
     };
     Ok(check_rows(

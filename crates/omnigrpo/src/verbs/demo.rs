@@ -1,11 +1,126 @@
-//! `demo`: the embedded checkpoint on the generated task.
+//! `demo`: the embedded checkpoint on the generated task, through the same code as any other run.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::Result;
+use omnigrpo_data::{Dataset, DatasetSpec, Roots};
+use omnigrpo_demo::{Sizes, generate, write_model};
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::{EvalPlan, Evaluation, Objective, evaluate};
 
-use super::Context;
-use crate::values::Resolved;
+use super::train::MAX_LIVE;
+use super::{Context, print, setup, train};
+use crate::cli::resolve;
+use crate::config;
+use crate::explain::Problem;
+use crate::flags::{Verb, find};
+use crate::values::{Given, Origin, Raw, Resolved};
+
+/// The settings of the run, a file any user could pass to `train --config`.
+const RECIPE: &str = include_str!("../../../../examples/demo/train.yaml");
+/// Seed of the generated data. The seeds of training are the user's.
+const DATA_SEED: u64 = 1;
 
 /// Trains the embedded model and shows before and after.
-pub fn demo(_resolved: &Resolved, _context: &Context) -> Result<()> {
-    anyhow::bail!("not yet")
+pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
+    let Some(output_dir) = settings.run.output_dir.clone() else {
+        return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
+    };
+    let (data, start) = (output_dir.join("data"), output_dir.join("start-model"));
+    context.console.line(&format!(
+        "writing the task to {} and the model to {}",
+        data.display(),
+        start.display()
+    ));
+    std::fs::create_dir_all(&output_dir)?;
+    generate(&data, DATA_SEED, Sizes { sft: 0, ..Sizes::default() })?;
+    write_model(&start)?;
+
+    let mut given =
+        config::parse(RECIPE, "the demo's recipe", |line| Origin::Config(format!("demo:{line}")))?;
+    let here = [
+        ("model_name_or_path", start.display().to_string()),
+        ("train_file", data.join("train.jsonl").display().to_string()),
+        ("eval_file", data.join("eval.jsonl").display().to_string()),
+        ("output_dir", output_dir.display().to_string()),
+        ("eval_on_start", "true".to_owned()),
+    ];
+    for (name, text) in here {
+        given.retain(|g| g.flag.name != name);
+        if let Some(flag) = find(name) {
+            given.push(Given::read(flag, &Raw::Arguments(vec![text]), Origin::Flag)?);
+        }
+    }
+    // What the user gave wins over the recipe.
+    for own in resolved.values.given() {
+        if own.flag.verbs.contains(&Verb::Train) && own.flag.name != "output_dir" {
+            given.retain(|g| g.flag.name != own.flag.name);
+            given.push(own);
+        }
+    }
+    let run = resolve(Verb::Train, given, settings.env.clone())?;
+    let summary = train::run(&run, context, Objective::Reinforce)?;
+    print(&format!("{}", summary.report))?;
+    if summary.interrupted {
+        return Err(Problem::failure("the demo was stopped before its end").into());
+    }
+    let permuted = permuted(&run, context, &data)?;
+    print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
+}
+
+/// Evaluates the trained model with each question's medium exchanged for another of its type.
+fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result<Evaluation> {
+    let settings = &run.settings;
+    let mut trained = settings.clone();
+    trained.model.model_name_or_path = settings.run.output_dir.as_ref().map(|d| d.display().to_string());
+    let model = setup::model(&trained)?;
+    let prompts = setup::prompts(&trained, model.dir(), false)?;
+    let rewards = setup::rewards(&trained)?;
+    let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
+    let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
+    let plan = EvalPlan {
+        rows: (0..dataset.len()).collect(),
+        dataset,
+        num_generations: 1,
+        sampling: SamplingParams {
+            temperature: 0.0,
+            max_completion_length: settings.rollout.max_completion_length,
+            ..SamplingParams::default()
+        },
+        max_live: MAX_LIVE,
+        category: None,
+    };
+    let mut progress = context.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
+    Ok(evaluate(&model, &prompts, &rewards, &plan, &mut |done| progress.advance(done))?)
+}
+
+fn verdict(before: Option<&Evaluation>, after: Option<&Evaluation>, permuted: &Evaluation) -> String {
+    let accuracy = |e: Option<&Evaluation>| e.and_then(|e| e.metric("eval_rewards/accuracy/mean"));
+    let percent = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{:.1} %", 100.0 * x));
+    format!(
+        "\naccuracy on held-out questions {} → {}\nwith media exchanged among questions {} (best constant answer {})\n",
+        percent(accuracy(before)),
+        percent(accuracy(after)),
+        percent(accuracy(Some(permuted))),
+        percent(Some(best_constant(permuted))),
+    )
+}
+
+/// The accuracy of always giving one answer to every question of the same wording: what can be had without looking.
+fn best_constant(evaluation: &Evaluation) -> f64 {
+    let mut by_form: BTreeMap<bool, BTreeMap<&str, BTreeMap<&str, usize>>> = BTreeMap::new();
+    for row in &evaluation.rows {
+        let choice = row.prompt.contains("Options:");
+        let question = row.prompt.trim().lines().next().unwrap_or_default();
+        let counts = by_form.entry(choice).or_default().entry(question).or_default();
+        *counts.entry(row.solution.as_deref().unwrap_or_default()).or_default() += 1;
+    }
+    let best: usize = by_form
+        .values()
+        .flat_map(BTreeMap::values)
+        .map(|answers| answers.values().copied().max().unwrap_or(0))
+        .sum();
+    best as f64 / evaluation.rows.len().max(1) as f64
 }

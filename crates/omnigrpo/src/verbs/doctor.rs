@@ -89,9 +89,7 @@ fn template(dir: &std::path::Path) -> Result<String> {
 
 fn program(name: &str, why: &str) -> String {
     match Command::new(name).arg("-version").output() {
-        Ok(output) => {
-            String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or("found").to_owned()
-        }
+        Ok(output) => String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or("found").to_owned(),
         Err(_) => format!("not found: {why}"),
     }
 }

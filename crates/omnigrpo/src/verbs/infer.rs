@@ -65,9 +65,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     for row in 0..dataset.len() {
         let line = match dataset.get(row) {
             Err(e) => Err((json!(row), anyhow::Error::from(e))),
-            Ok(sample) => {
-                score_row(settings, &model, &prompts, &sample).map_err(|e| (json!(sample.id), e))
-            }
+            Ok(sample) => score_row(settings, &model, &prompts, &sample).map_err(|e| (json!(sample.id), e)),
         };
         lines.push(line.unwrap_or_else(|(id, e)| {
             failed += 1;

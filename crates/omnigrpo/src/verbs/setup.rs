@@ -161,7 +161,9 @@ pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
 
 fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result<Vec<DatasetSpec>> {
     let Some(path) = &settings.data.dataset_registry else {
-        return Err(Problem::usage("dataset names without a registry").expected("`--dataset_registry FILE`").into());
+        return Err(Problem::usage("dataset names without a registry")
+            .expected("`--dataset_registry FILE`")
+            .into());
     };
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }

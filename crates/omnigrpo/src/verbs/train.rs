@@ -8,8 +8,8 @@ use omnigrpo_data::{Dataset, split};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Selection, SkipPolicy, TrainSetup,
+    AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen,
+    ScheduleKind, Selection, SkipPolicy, TrainSetup,
 };
 use serde_json::{Map, Value};
 
