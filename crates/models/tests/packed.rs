@@ -10,8 +10,8 @@ use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
 use omnigrpo_ops::Part;
 use support::{
-    Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, max_diff, take_gradients,
-    train_all,
+    CHECKPOINTS, Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
+    lengthened, max_diff, take_gradients, train_all,
 };
 
 /// Both families, tied and untied head.
@@ -301,6 +301,29 @@ fn recompute_and_threads_leave_every_bit() {
                 assert!(got.gradients[weight] == *grad, "{what}: the gradient of {weight} differs");
             }
         }
+    }
+}
+
+#[test]
+fn larger_models_keep_every_bit_and_bound() {
+    for name in CHECKPOINTS {
+        let model = larger_model(name);
+        train_all(&model);
+        let mut groups = [Group::new(&model, "A", &[40, 9, 23]), Group::new(&model, "B", &[70, 1])];
+        for group in &mut groups {
+            group.prompt = lengthened(group.prompt.clone(), 150);
+        }
+        let within = |threads: usize, recompute: bool, streams: &[Vec<Piece>]| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| run(&model, &groups, streams, 1.0, recompute))
+        };
+        let whole = within(1, false, &packed(&groups));
+        let threaded = within(2, true, &packed(&groups));
+        assert_eq!(threaded.logprobs, whole.logprobs, "{name}");
+        for (weight, grad) in &whole.gradients {
+            assert!(threaded.gradients[weight] == *grad, "{name}: the gradient of {weight} differs");
+        }
+        assert_equal(&whole, &within(2, false, &separate(&groups)), name);
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
-use support::{CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, max_diff};
+use support::{CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff};
 
 struct Setup {
     model: Model,
@@ -177,6 +177,30 @@ fn completions_do_not_depend_on_batch_size_or_order() {
                 assert_eq!(five[..3], three[..], "{name}");
             }
         }
+    }
+}
+
+/// As above where matrices are large enough to be cut into tiles and over threads.
+#[test]
+fn larger_models_keep_every_bit() {
+    for name in CHECKPOINTS {
+        let tokenizer = Tokenizer::from_dir(&checkpoint(name)).unwrap();
+        let setup = Setup { model: larger_model(name), tokenizer };
+        let rows: Vec<Row> = mixed(&setup)
+            .into_iter()
+            .map(|row| Row { prompt: lengthened(row.prompt, 20 * (row.row as u32 + 1)), ..row })
+            .collect();
+        let all: Vec<&Row> = rows.iter().collect();
+        let params = sampled(24);
+        let alone: Vec<Vec<Completion>> =
+            all.iter().flat_map(|row| setup.generate(&[row], 3, &params, &StopSet::default(), 3)).collect();
+        for (threads, max_live) in [(1, 24), (2, 9), (2, 24)] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let together = pool.install(|| setup.generate(&all, 3, &params, &StopSet::default(), max_live));
+            assert!(together == alone, "{name}: {threads} threads, {max_live} live");
+        }
+        let d = max_diff(&recorded(&alone), &scored(&setup.model, &all, &alone, 1.0));
+        assert!(d <= 1e-4, "{name}: log-probabilities differ by {d}");
     }
 }
 

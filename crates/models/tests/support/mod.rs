@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_models::{MediumInput, Model, Prompt};
+use omnigrpo_models::{MediumInput, Model, Prompt, WeightDtype};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -243,6 +243,35 @@ pub fn copy_dir(from: &Path, to: &Path) {
             std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
         }
     }
+}
+
+/// A random model that is large enough for every kernel to work in several tiles and on several threads.
+pub fn larger_model(name: &str) -> Model {
+    let dir = tempfile::TempDir::new().unwrap();
+    copy_dir(&checkpoint(name), dir.path());
+    let path = dir.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (key, size) in [("hidden_size", 320), ("intermediate_size", 600), ("vocab_size", 2100)] {
+        config[key] = size.into();
+    }
+    config["num_attention_heads"] = 5.into();
+    config["num_key_value_heads"] = 1.into();
+    config["initializer_range"] = 0.08.into();
+    config["rope_scaling"]["mrope_section"] = serde_json::json!([8, 12, 12]);
+    let out = if name.starts_with("qwen2_5") { "out_hidden_size" } else { "hidden_size" };
+    config["vision_config"][out] = 320.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    Model::random(dir.path(), 7, WeightDtype::Auto).unwrap()
+}
+
+/// A prompt continued by `tokens` text tokens.
+pub fn lengthened(mut prompt: Prompt, tokens: u32) -> Prompt {
+    for i in 0..tokens {
+        prompt.ids.push(i * 7 % 290);
+        prompt.positions.push([prompt.next_position; 3]);
+        prompt.next_position += 1;
+    }
+    prompt
 }
 
 /// Selects every weight.
