@@ -1,0 +1,260 @@
+//! Three AdamW steps of GRPO, equal to PyTorch: losses, log-probabilities and every weight. Data and scripts:
+//! `models/tests/golden/README.md`.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+#[path = "../../models/tests/support/mod.rs"]
+mod support;
+
+mod setup;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use omnigrpo_models::{Model, WeightDtype};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_train::step::{self, Rollouts};
+use omnigrpo_train::{AdamW, PreparedRow, ResumeFrom, ScheduleKind, decayed_names};
+use serde_json::Value;
+use setup::{EVERYTHING, algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
+use support::{Golden, max_diff, norm, sketch};
+
+const CHECKPOINTS: [&str; 2] = ["qwen2_5_vl_tied", "qwen2_vl_untied"];
+
+struct Expected {
+    json: Value,
+    tensors: Golden,
+}
+
+impl Expected {
+    fn read(name: &str) -> Self {
+        let text = std::fs::read(golden(&format!("replay/{name}.json"))).unwrap();
+        let json: Value = serde_json::from_slice(&text).unwrap();
+        let hyper = &json["hyper"];
+        // What the helpers of these tests assume.
+        for (key, value) in [
+            ("learning_rate", 1e-3),
+            ("weight_decay", 0.1),
+            ("max_grad_norm", 1.0),
+            ("beta", 0.04),
+            ("num_generations", 3.0),
+        ] {
+            assert_eq!(number(hyper, key), value);
+        }
+        Self { json, tensors: Golden::read(&format!("replay/{name}.safetensors")) }
+    }
+
+    fn numbers(&self, row: usize, key: &str) -> Vec<f64> {
+        self.json["rows"][row][key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+    }
+
+    fn check_step(&self, index: usize, loss: f64, kl: f64, grad_norm: f64, what: &str) {
+        let step = &self.json["steps"][index];
+        for (key, got) in [("loss", loss), ("kl", kl), ("grad_norm", grad_norm)] {
+            let want = number(step, key);
+            // The first loss is exactly 0: advantages of a group sum to 0 and the policy is the reference.
+            let bound = if index == 0 { 1e-6 + 1e-4 * want } else { 1e-4 * want.abs() };
+            assert!(
+                (got - want).abs() <= bound,
+                "{what}, step {index}: {key} is {got}, expected {want} ± {bound}"
+            );
+        }
+    }
+
+    fn check_weights(
+        &self,
+        before: &BTreeMap<String, Vec<f32>>,
+        after: &BTreeMap<String, Vec<f32>>,
+        what: &str,
+    ) {
+        let mut checked = 0;
+        for (name, after) in after {
+            let update: Vec<f32> = after.iter().zip(&before[name]).map(|(a, b)| a - b).collect();
+            let want = &self.tensors.f[&format!("delta_sketch.{name}")];
+            let bound = 2e-2 * f64::from(want[0]);
+            for (i, (a, b)) in sketch(&update).iter().zip(want).enumerate() {
+                let bound = if i == 0 { bound } else { 4.0 * bound };
+                assert!(
+                    (a - f64::from(*b)).abs() <= bound,
+                    "{what}: {name}, sketch {i} of the update: {a} for {b}"
+                );
+            }
+            if let Some(want) = self.tensors.f.get(&format!("param.{name}")) {
+                let delta: Vec<f32> = after.iter().zip(want).map(|(a, b)| a - b).collect();
+                assert!(norm(&delta) <= bound, "{what}: {name}: ‖Δ‖ = {} > {bound}", norm(&delta));
+            }
+            checked += 1;
+        }
+        let wanted = self.tensors.f.keys().filter(|k| k.starts_with("delta_sketch.")).count();
+        assert_eq!(checked, wanted, "{what}");
+    }
+}
+
+fn weights(model: &Model) -> BTreeMap<String, Vec<f32>> {
+    let copy = |p: &Arc<omnigrpo_ops::Param>| (p.name().to_owned(), p.with_f32(<[f32]>::to_vec).unwrap());
+    model.params().iter().map(copy).collect()
+}
+
+fn timer() -> PhaseTimer {
+    PhaseTimer::start(Instant::now())
+}
+
+fn prepared(name: &str, file: &str) -> (omnigrpo_models::PromptBuilder, Vec<PreparedRow>) {
+    let builder = prompts(&checkpoint(name), 32);
+    let rows = dataset(&golden(file), &golden(""));
+    let rows = (0..rows.len())
+        .map(|row| {
+            let sample = rows.get(row).unwrap();
+            let prompt = Arc::new(builder.build(&sample).unwrap());
+            PreparedRow { sample, prompt }
+        })
+        .collect();
+    (builder, rows)
+}
+
+#[test]
+fn steps_equal_pytorch() {
+    for name in CHECKPOINTS {
+        for file in ["replay/rows.jsonl", "replay/rows_ids.jsonl"] {
+            let what = format!("{name}, {file}");
+            let expected = Expected::read(name);
+            let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+            EVERYTHING.apply(&model).unwrap();
+            let reference = model.reference().unwrap();
+            let before = weights(&model);
+            let mut adamw = AdamW::new(optimizer(), model.params());
+            let algorithm = algorithm(3, 32);
+            let (builder, rows) = prepared(name, file);
+            for index in 0..3 {
+                let mut rollouts: Rollouts =
+                    step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+                for (r, row) in expected.json["rows"].as_array().unwrap().iter().enumerate() {
+                    let ids: Vec<f64> = rows[r].prompt.ids.iter().map(|&id| f64::from(id)).collect();
+                    assert_eq!(ids, expected.numbers(r, "prompt_ids"), "{what}: {}", row["id"]);
+                    let completions: Vec<&[u32]> =
+                        rollouts.completions[r].iter().map(|c| c.ids.as_slice()).collect();
+                    assert_eq!(serde_json::json!(completions), row["completion_ids"], "{what}");
+                    let advantages = &rollouts.advantages.values[3 * r..3 * r + 3];
+                    for (a, b) in advantages.iter().zip(expected.numbers(r, "advantages")) {
+                        assert!((a - b).abs() <= 1e-6, "{what}: advantage {a} for {b}");
+                    }
+                }
+                let outcome = step::update(
+                    &model,
+                    Some(&reference),
+                    &mut adamw,
+                    1.0,
+                    &algorithm,
+                    &mut rollouts,
+                    &mut timer(),
+                )
+                .unwrap();
+                let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
+                let value = |key: &str| metrics[key].unwrap();
+                expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
+                assert_eq!(outcome.params_without_grad, 0, "{what}");
+                // What the update leaves for further ones are the log-probabilities before it.
+                let old: Vec<f32> = rollouts.old.unwrap().concat().concat();
+                let want = &expected.tensors.f[&format!("step{index}.logp")];
+                let d = max_diff(&old, want);
+                let bound = if index == 0 { 1e-4 } else { 5e-3 };
+                assert!(d <= bound, "{what}, step {index}: log-probabilities differ by {d}");
+            }
+            expected.check_weights(&before, &weights(&model), &what);
+        }
+    }
+}
+
+#[test]
+fn a_replay_run_equals_pytorch() {
+    for name in CHECKPOINTS {
+        let expected = Expected::read(name);
+        let dir = tempfile::TempDir::new().unwrap();
+        let out = dir.path().join("run");
+        let mut setup = setup::setup(name, &golden("replay/rows_ids.jsonl"), &golden(""), &out);
+        setup.run.replay = true;
+        setup.run.prompts_per_step = 3;
+        setup.run.max_steps = Some(3);
+        setup.run.schedule = ScheduleKind::Constant;
+        setup.run.resume = ResumeFrom::Start;
+        let before = weights(&setup.model);
+        let summary = setup::run(setup).unwrap();
+        assert_eq!(summary.steps, 3);
+        let rows = setup::lines(&out.join("metrics.jsonl"));
+        assert_eq!(rows.len(), 3);
+        for (index, row) in rows.iter().enumerate() {
+            assert_eq!(number(row, "step"), index as f64 + 1.0);
+            expected.check_step(
+                index,
+                number(row, "loss"),
+                number(row, "kl"),
+                number(row, "grad_norm"),
+                name,
+            );
+        }
+        expected.check_weights(&before, &tensors(&out.join("model.safetensors")), name);
+    }
+}
+
+#[test]
+fn the_same_weights_decay_as_in_transformers() {
+    for name in CHECKPOINTS {
+        let expected = Expected::read(name);
+        let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+        let decayed = decayed_names(model.params());
+        let spared: BTreeSet<&str> =
+            model.params().iter().map(|p| p.name()).filter(|n| !decayed.contains(*n)).collect();
+        let wanted: BTreeSet<&str> =
+            expected.json["no_decay"].as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
+        assert_eq!(spared, wanted, "{name}");
+    }
+}
+
+/// However a step is cut into micro-batches and streams, its gradient is the same.
+#[test]
+fn accumulated_equals_one_batch() {
+    for name in CHECKPOINTS {
+        let (builder, rows) = prepared(name, "replay/rows_ids.jsonl");
+        let gradients = |prompts_per_micro_batch: usize, max_stream_tokens: usize| {
+            let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+            EVERYTHING.apply(&model).unwrap();
+            let reference = model.reference().unwrap();
+            // Away from the reference, so that the KL term has a gradient.
+            for param in model.params().iter().filter(|p| p.name().ends_with("down_proj.weight")) {
+                param.update_f32(|w| w.iter_mut().for_each(|x| *x *= 1.2)).unwrap();
+            }
+            // The first moment after one unclipped update is a tenth of the gradient.
+            let config = omnigrpo_train::AdamWConfig { max_grad_norm: 0.0, ..optimizer() };
+            let mut adamw = AdamW::new(config, model.params());
+            let mut algorithm = algorithm(3, 32);
+            algorithm.prompts_per_micro_batch = prompts_per_micro_batch;
+            algorithm.max_stream_tokens = max_stream_tokens;
+            let mut rollouts =
+                step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+            let outcome = step::update(
+                &model,
+                Some(&reference),
+                &mut adamw,
+                1.0,
+                &algorithm,
+                &mut rollouts,
+                &mut timer(),
+            )
+            .unwrap();
+            let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
+            let moments: support::Gradients =
+                adamw.state().iter().map(|(name, s)| (name.clone(), s.m.clone())).collect();
+            (metrics["loss"].unwrap(), metrics["kl"].unwrap(), outcome.grad_norm, moments)
+        };
+        let whole = gradients(3, 4096);
+        assert!(whole.1 > 1e-3, "{name}: the policy should differ from its reference");
+        for (micro, tokens) in [(1, 4096), (2, 4096), (3, 80), (3, 1), (1, 60)] {
+            let parts = gradients(micro, tokens);
+            let what = format!("{name}: {micro} prompts per micro-batch, {tokens} tokens per stream");
+            for (a, b) in [(parts.0, whole.0), (parts.1, whole.1), (parts.2, whole.2)] {
+                assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} for {b}");
+            }
+            support::assert_close(&parts.3, &whole.3, 5e-5, &what);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Runs on the tiny checkpoints of the `models` tests.
+#![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
+use omnigrpo_grpo::recipe;
+use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype, open_family};
+use omnigrpo_observe::Console;
+use omnigrpo_rewards::{RewardOptions, build};
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::{
+    AdamWConfig, Algorithm, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, ScheduleKind,
+    Selection, SkipPolicy, TrainError, TrainSetup, train,
+};
+use safetensors::SafeTensors;
+use serde_json::{Map, Value, json};
+
+pub fn golden(path: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
+}
+
+pub fn checkpoint(name: &str) -> PathBuf {
+    golden("checkpoints").join(name)
+}
+
+pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
+    let settings = PromptSettings {
+        media: MediaSettings::default(),
+        render: omnigrpo_text::RenderOptions::default(),
+        max_prompt_length: None,
+        max_completion_length,
+        stop_strings: Vec::new(),
+    };
+    PromptBuilder::open(dir, open_family(dir).unwrap(), settings).unwrap()
+}
+
+pub fn dataset(file: &Path, root: &Path) -> Dataset {
+    Dataset::open(&[DatasetSpec::file(file, Roots::all(root))], &ReadOptions::default()).unwrap()
+}
+
+/// The settings of `replay/*.json`.
+pub fn algorithm(num_generations: usize, max_completion_length: usize) -> Algorithm {
+    let recipe = recipe("grpo").unwrap();
+    Algorithm {
+        num_generations,
+        sampling: SamplingParams { max_completion_length, seed: 3, ..SamplingParams::default() },
+        max_live: 64,
+        advantage: recipe.advantage,
+        alpha: recipe.alpha,
+        normalize_then_sum: false,
+        loss: recipe.loss,
+        max_stream_tokens: 4096,
+        recompute: false,
+        prompts_per_micro_batch: 64,
+        seed: 3,
+    }
+}
+
+pub fn optimizer() -> AdamWConfig {
+    AdamWConfig {
+        learning_rate: 1e-3,
+        projector_lr: None,
+        tower_lr: None,
+        beta1: 0.9,
+        beta2: 0.999,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        max_grad_norm: 1.0,
+        pure_bf16: false,
+    }
+}
+
+pub const EVERYTHING: Selection =
+    Selection { llm: true, projector: true, towers: true, patterns: Vec::new() };
+
+/// A run of six updates with two prompts and three completions each, on the rows of a file.
+pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSetup {
+    let dir = checkpoint(name);
+    let dataset = dataset(file, root);
+    let rows = (0..dataset.len()).collect();
+    TrainSetup {
+        model: Model::load(&dir, WeightDtype::Auto).unwrap(),
+        prompts: Arc::new(prompts(&dir, 8)),
+        dataset: Arc::new(dataset),
+        rows,
+        eval: None,
+        rewards: build(&["random".to_owned()], &RewardOptions::default()).unwrap(),
+        algorithm: algorithm(3, 8),
+        optimizer: optimizer(),
+        selection: EVERYTHING,
+        run: RunPlan {
+            objective: Objective::Reinforce,
+            output_dir: output_dir.to_path_buf(),
+            max_steps: Some(6),
+            num_epochs: 1.0,
+            prompts_per_step: 2,
+            num_iterations: 1,
+            schedule: ScheduleKind::Linear,
+            warmup_ratio: 0.0,
+            warmup_steps: 0,
+            save: SaveWhen::Never,
+            save_limit: None,
+            save_only_model: false,
+            resume: ResumeFrom::Newest,
+            eval: EvalWhen::Never,
+            eval_on_start: false,
+            best_metric: "eval_reward".into(),
+            logging_steps: 1,
+            grpo_logging_steps: 1,
+            log_completions: false,
+            run_name: None,
+            replay: false,
+            skip: SkipPolicy { strict: false, max_share: 0.5 },
+            bad_rows: Vec::new(),
+            data_seed: 1,
+            fingerprint: Map::new(),
+            config_yaml: "settings: of this test\n".into(),
+        },
+    }
+}
+
+pub fn run(setup: TrainSetup) -> Result<RunSummary, TrainError> {
+    train(setup, &Console::plain(std::io::sink()), &AtomicBool::new(false))
+}
+
+/// The objects of a JSONL file; none if the file is missing.
+pub fn lines(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Rows of `metrics.jsonl` without what a clock or the system says.
+pub fn timeless(dir: &Path) -> Vec<Value> {
+    let mut rows = lines(&dir.join("metrics.jsonl"));
+    for row in &mut rows {
+        let clock = |key: &str| key.starts_with("time/") || key == "step_time" || key.starts_with("memory/");
+        row.as_object_mut().unwrap().retain(|key, _| !clock(key));
+    }
+    rows
+}
+
+pub fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("no number {key} in {row}"))
+}
+
+/// The f32 tensors of a file.
+pub fn tensors(path: &Path) -> BTreeMap<String, Vec<f32>> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensors()
+        .into_iter()
+        .filter(|(_, view)| view.dtype() == safetensors::Dtype::F32)
+        .map(|(name, view)| {
+            let data = view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+            (name, data)
+        })
+        .collect()
+}
+
+/// Names, dtypes and bytes of the tensors of a file.
+pub fn raw_tensors(path: &Path) -> BTreeMap<String, (String, Vec<u8>)> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let entry = |view: safetensors::tensor::TensorView| (format!("{:?}", view.dtype()), view.data().to_vec());
+    file.tensors().into_iter().map(|(name, view)| (name, entry(view))).collect()
+}
+
+/// Six questions, four of them with a picture of one colour, in `root`; returns the file.
+pub fn questions(root: &Path) -> PathBuf {
+    let colours = [("red", [220, 30, 20]), ("green", [20, 200, 40]), ("blue", [30, 60, 230])];
+    let mut rows: Vec<Value> = Vec::new();
+    for (i, (name, rgb)) in colours.iter().cycle().take(4).enumerate() {
+        let size = 56 + 28 * (i as u32 % 2);
+        image::RgbImage::from_pixel(size, 56, image::Rgb(*rgb)).save(root.join(format!("{i}.png"))).unwrap();
+        rows.push(json!({
+            "id": format!("colour-{i}"),
+            "image": format!("{i}.png"),
+            "conversations": [
+                { "from": "human", "value": "<image>Which colour?" },
+                { "from": "gpt", "value": name },
+            ],
+        }));
+    }
+    for i in 0..2 {
+        rows.push(json!({
+            "id": format!("sum-{i}"),
+            "conversations": [
+                { "from": "human", "value": format!("What is {i} + 2?") },
+                { "from": "gpt", "value": format!("{}", i + 2) },
+            ],
+        }));
+    }
+    let file = root.join("rows.jsonl");
+    std::fs::write(&file, rows.iter().map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    file
+}
