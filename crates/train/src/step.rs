@@ -333,8 +333,8 @@ impl Pass<'_> {
             .flat_map(|p| p.completions.clone().map(|c| rollouts.advantages.values[p.group * group + c]))
             .collect();
         if advantages.iter().all(|&a| a == 0.0) && !plan.needs_reference() && !plan.needs_entropy() {
-            // No term of the loss depends on these completions.
-            return Ok(());
+            // No term of the loss depends on these completions: they count with a loss of 0.
+            return self.count_without_loss(parts, rollouts, &advantages, normalizer);
         }
         let rows = &rollouts.rows;
         let groups: Vec<GroupStream> = parts
@@ -402,6 +402,32 @@ impl Pass<'_> {
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
         timed(timer, "backward", || pass.backward(&narrow(&out.dlogp), dentropy.as_deref()))?;
+        Ok(())
+    }
+
+    /// Completions that need no pass through the model: their loss is 0, and their log-probabilities are the rollout's
+    /// where it recorded them.
+    fn count_without_loss(
+        &mut self,
+        parts: &[Part],
+        rollouts: &Rollouts,
+        advantages: &[f64],
+        normalizer: &Normalizer,
+    ) -> Result<()> {
+        let completions = parts.iter().flat_map(|p| &rollouts.completions[p.group][p.completions.clone()]);
+        let logp: Vec<&[f32]> = completions.map(|c| c.logprobs.as_slice()).collect();
+        let lengths: Vec<usize> = logp.iter().map(|logp| logp.len()).collect();
+        let flat: Vec<f64> = logp.concat().into_iter().map(f64::from).collect();
+        let batch = Batch {
+            lengths: &lengths,
+            logp: &flat,
+            old: None,
+            reference: None,
+            entropy: None,
+            advantages,
+            truncated: &vec![false; lengths.len()],
+        };
+        self.sums.merge(&evaluate(&batch, &self.algorithm.loss, normalizer)?.sums);
         Ok(())
     }
 
