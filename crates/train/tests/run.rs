@@ -1,0 +1,725 @@
+//! Whole runs on a tiny checkpoint: records, resuming, broken rows, checkpoints, trouble.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+#[path = "../../models/tests/support/mod.rs"]
+mod support;
+
+mod setup;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use omnigrpo_grpo::Kl;
+use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
+use omnigrpo_observe::{Console, PhaseTimer};
+use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_train::{
+    AdamW, AdamWConfig, EvalPlan, EvalWhen, Objective, PreparedRow, ResumeFrom, SaveWhen, Selection,
+    TrainError, TrainSetup, step, train,
+};
+use serde_json::{Value, json};
+use setup::{
+    EVERYTHING, algorithm, checkpoint, golden, lines, number, optimizer, prompts, questions, raw_tensors,
+    run, tensors, timeless,
+};
+use tempfile::TempDir;
+
+const NAME: &str = "qwen2_5_vl_tied";
+
+/// A folder with questions, and runs beside it.
+struct Place {
+    dir: TempDir,
+    file: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = TempDir::new().unwrap();
+        let file = questions(dir.path());
+        Self { dir, file }
+    }
+
+    fn out(&self, run: &str) -> PathBuf {
+        self.dir.path().join(run)
+    }
+
+    fn setup(&self, run: &str) -> TrainSetup {
+        setup::setup(NAME, &self.file, self.dir.path(), &self.out(run))
+    }
+}
+
+/// A reward from a closure over the completion.
+struct By<F>(F);
+
+impl<F: Fn(&RewardInput) -> f64 + Send + Sync> Reward for By<F> {
+    fn name(&self) -> &str {
+        "by"
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (f64::NEG_INFINITY, f64::INFINITY)
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        Ok(batch.iter().map(|input| Some((self.0)(input))).collect())
+    }
+}
+
+fn reward(f: impl Fn(&RewardInput) -> f64 + Send + Sync + 'static) -> RewardSet {
+    RewardSet::new(vec![Box::new(By(f))], &[]).unwrap()
+}
+
+fn names(dir: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(dir).unwrap();
+    entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+fn checkpoints(dir: &Path) -> Vec<String> {
+    names(dir).into_iter().filter(|n| n.starts_with("checkpoint-")).collect()
+}
+
+#[test]
+fn a_run_leaves_metrics_rollouts_and_a_model() {
+    let place = Place::new();
+    let out = place.out("run");
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(3);
+    let summary = run(setup).unwrap();
+    assert_eq!((summary.steps, summary.interrupted), (3, false));
+
+    let rows = lines(&out.join("metrics.jsonl"));
+    assert_eq!(rows.len(), 3);
+    for (i, row) in rows.iter().enumerate() {
+        assert_eq!(number(row, "step"), i as f64 + 1.0);
+        for key in [
+            "epoch",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "num_tokens",
+            "reward",
+            "reward_std",
+            "frac_reward_zero_std",
+            "rewards/random/mean",
+            "rewards/random/std",
+            "kl",
+            "entropy",
+            "completions/mean_length",
+            "completions/min_length",
+            "completions/max_length",
+            "completions/clipped_ratio",
+            "completions/mean_terminated_length",
+            "clip_ratio/low_mean",
+            "clip_ratio/low_min",
+            "clip_ratio/high_mean",
+            "clip_ratio/high_max",
+            "clip_ratio/region_mean",
+            "sampling/sampling_logp_difference/mean",
+            "sampling/sampling_logp_difference/max",
+            "grpo/policy_seq_log_prob",
+            "grpo/kl_div",
+            "grpo/total_reward",
+            "grpo/advantage",
+            "grpo/total_loss",
+            "step_time",
+            "time/rollout",
+            "time/backward",
+            "time/optimizer",
+        ] {
+            assert!(number(row, key).is_finite(), "{key}");
+        }
+        assert!(number(row, "sampling/sampling_logp_difference/max") <= 1e-4);
+        // One optimizer step per rollout is on-policy.
+        assert_eq!(number(row, "clip_ratio/region_mean"), 0.0);
+        let factor = 1.0 - i as f64 / 3.0;
+        assert!((number(row, "learning_rate") - 1e-3 * factor).abs() < 1e-12);
+        assert_eq!(number(row, "data/skipped"), 0.0);
+    }
+    // The policy starts as its own reference, and advantages of a group sum to 0.
+    assert_eq!(number(&rows[0], "kl"), 0.0);
+    assert!(number(&rows[0], "loss").abs() < 1e-6);
+    assert!(number(&rows[1], "kl") > 0.0);
+
+    let completions = lines(&out.join("rollouts/step-000001.jsonl"));
+    assert_eq!(completions.len(), 6);
+    let mean = completions.iter().map(|line| number(line, "reward")).sum::<f64>() / 6.0;
+    assert!((mean - number(&rows[0], "reward")).abs() < 1e-12);
+
+    let mut expected: BTreeSet<String> = names(&checkpoint(NAME));
+    expected
+        .extend(["metrics.jsonl", "skipped.jsonl", "rollouts", "config.yaml", "README.md"].map(String::from));
+    assert_eq!(names(&out), expected);
+    assert_eq!(std::fs::read_to_string(out.join("config.yaml")).unwrap(), "settings: of this test\n");
+    let (before, after) =
+        (tensors(&checkpoint(NAME).join("model.safetensors")), tensors(&out.join("model.safetensors")));
+    assert!(after.keys().eq(before.keys()));
+    for (name, data) in &after {
+        assert!(*data != before[name], "{name} has not moved");
+    }
+    Model::load(&out, WeightDtype::Auto).unwrap();
+}
+
+#[test]
+fn what_is_frozen_stays_to_the_bit() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(2);
+    setup.selection = Selection { llm: false, projector: true, towers: false, patterns: Vec::new() };
+    run(setup).unwrap();
+    let (before, after) = (
+        tensors(&checkpoint(NAME).join("model.safetensors")),
+        tensors(&place.out("run").join("model.safetensors")),
+    );
+    for (name, data) in &after {
+        assert_eq!(*data != before[name], name.starts_with("visual.merger."), "{name}");
+    }
+}
+
+/// Six updates in one go, and the same from the checkpoint after the third.
+fn resume_is_exact(change: impl Fn(&mut TrainSetup), what: &str) {
+    let place = Place::new();
+    let new = |run: &str| {
+        let mut setup = place.setup(run);
+        setup.run.save = SaveWhen::Steps(3);
+        change(&mut setup);
+        setup
+    };
+    run(new("whole")).unwrap();
+    let whole = place.out("whole");
+    assert_eq!(checkpoints(&whole), ["checkpoint-3", "checkpoint-6"], "{what}");
+
+    // As if killed during step 5: later rows are there, later checkpoints are not.
+    let part = place.out("part");
+    support::copy_dir(&whole.join("checkpoint-3"), &part.join("checkpoint-3"));
+    let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
+    let mut cut: String = metrics.lines().take(4).map(|line| format!("{line}\n")).collect();
+    cut.push_str(&metrics.lines().nth(4).unwrap()[..40]);
+    std::fs::write(part.join("metrics.jsonl"), cut).unwrap();
+    let summary = run(new("part")).unwrap();
+    assert_eq!(summary.steps, 6, "{what}");
+
+    assert_eq!(timeless(&part), timeless(&whole), "{what}");
+    for file in ["model.safetensors", "checkpoint-6/model.safetensors", "checkpoint-6/optimizer.safetensors"]
+    {
+        assert!(raw_tensors(&part.join(file)) == raw_tensors(&whole.join(file)), "{what}: {file} differs");
+    }
+    let state = |dir: &Path| -> Value {
+        serde_json::from_slice(&std::fs::read(dir.join("checkpoint-6/trainer_state.json")).unwrap()).unwrap()
+    };
+    assert_eq!(state(&part), state(&whole), "{what}");
+    let moved = tensors(&whole.join("checkpoint-3/model.safetensors"))
+        != tensors(&whole.join("checkpoint-6/model.safetensors"));
+    assert!(moved || what.starts_with("bf16"), "{what}");
+}
+
+#[test]
+fn resuming_is_exact() {
+    resume_is_exact(|_| {}, "plain");
+}
+
+#[test]
+fn resuming_in_the_middle_of_a_rollout_is_exact() {
+    resume_is_exact(
+        |setup| {
+            // Updates 1-2, 3-4 and 5-6 share a rollout each; the checkpoint is between 3 and 4.
+            setup.run.num_iterations = 2;
+            setup.algorithm.recompute = true;
+        },
+        "two updates per rollout",
+    );
+}
+
+#[test]
+fn resuming_with_bf16_weights_is_exact() {
+    resume_is_exact(
+        |setup| {
+            setup.model = Model::load(&checkpoint("qwen2_5_vl_tied_bf16"), WeightDtype::Auto).unwrap();
+            setup.optimizer.learning_rate = 1e-4;
+        },
+        "bf16 weights with masters",
+    );
+}
+
+/// At a small rate a bf16 weight moves only through its f32 master.
+#[test]
+fn small_updates_of_bf16_weights_add_up_in_their_masters() {
+    const WEIGHT: &str = "model.layers.0.input_layernorm.weight";
+    let place = Place::new();
+    let start = checkpoint("qwen2_5_vl_tied_bf16");
+    let train = |name: &str, pure_bf16: bool| {
+        let mut setup = place.setup(name);
+        setup.model = Model::load(&start, WeightDtype::Auto).unwrap();
+        setup.optimizer = AdamWConfig { learning_rate: 1e-5, weight_decay: 0.0, pure_bf16, ..optimizer() };
+        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        setup.run.save = SaveWhen::Steps(6);
+        run(setup).unwrap();
+        tensors(&place.out(name).join("checkpoint-6/optimizer.safetensors"))
+    };
+    let state = train("masters", false);
+    let first = Model::load(&start, WeightDtype::Float32).unwrap();
+    let norm = first.params().iter().find(|p| p.name() == WEIGHT).unwrap();
+    // Six updates of at most about 1e-5 each.
+    let moved =
+        support::max_diff(&state[&format!("{WEIGHT}.master")], &norm.with_f32(<[f32]>::to_vec).unwrap());
+    assert!((1e-5..=6.5e-5).contains(&moved), "{moved}");
+
+    let state = train("pure", true);
+    assert!(state.keys().all(|key| !key.ends_with(".master")));
+    // Weights of a norm are near 1, where bf16 numbers are at least 2^-9 apart: no update gets there.
+    let saved = raw_tensors(&place.out("pure").join("model.safetensors"));
+    assert!(saved[WEIGHT] == raw_tensors(&start.join("model.safetensors"))[WEIGHT]);
+    assert_eq!(saved[WEIGHT].0, "BF16");
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_resumes_where_it_was() {
+    let place = Place::new();
+    run(place.setup("whole")).unwrap();
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut setup = place.setup("part");
+    // The signal comes while the second rollout is scored.
+    let (flag, calls) = (Arc::clone(&stop), AtomicU64::new(0));
+    let random = omnigrpo_rewards::build(&["random".to_owned()], &Default::default()).unwrap();
+    struct Signal {
+        inner: RewardSet,
+        flag: Arc<AtomicBool>,
+        calls: AtomicU64,
+    }
+    impl Reward for Signal {
+        fn name(&self) -> &str {
+            "random"
+        }
+        fn range(&self) -> (f64, f64) {
+            self.inner.range()
+        }
+        fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+            if self.calls.fetch_add(1, Ordering::Relaxed) == 1 {
+                self.flag.store(true, Ordering::Relaxed);
+            }
+            Ok(self.inner.score(batch)?.values.remove(0))
+        }
+    }
+    setup.rewards = RewardSet::new(vec![Box::new(Signal { inner: random, flag, calls })], &[]).unwrap();
+    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap();
+    assert_eq!((summary.steps, summary.interrupted), (2, true));
+    assert_eq!(checkpoints(&place.out("part")), ["checkpoint-2"]);
+    assert!(!place.out("part").join("model.safetensors").exists());
+
+    run(place.setup("part")).unwrap();
+    assert_eq!(timeless(&place.out("part")), timeless(&place.out("whole")));
+    let weights = |run: &str| raw_tensors(&place.out(run).join("model.safetensors"));
+    assert!(weights("part") == weights("whole"));
+}
+
+#[test]
+fn the_newest_checkpoints_are_kept() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(5);
+    setup.run.save = SaveWhen::Steps(1);
+    setup.run.save_limit = Some(2);
+    run(setup).unwrap();
+    assert_eq!(checkpoints(&place.out("run")), ["checkpoint-4", "checkpoint-5"]);
+}
+
+#[test]
+fn a_half_written_checkpoint_is_not_resumed_from() {
+    let place = Place::new();
+    let new = |steps: u64| {
+        let mut setup = place.setup("run");
+        setup.run.max_steps = Some(steps);
+        setup.run.save = SaveWhen::Steps(2);
+        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        setup
+    };
+    run(new(2)).unwrap();
+    // Killed while checkpoint-4 was written: its temporary directory, or a directory without state, remains.
+    let out = place.out("run");
+    support::copy_dir(&out.join("checkpoint-2"), &out.join("tmp-checkpoint-4"));
+    std::fs::create_dir(out.join("checkpoint-3")).unwrap();
+    std::fs::write(out.join("checkpoint-3/model.safetensors"), b"half").unwrap();
+    let summary = run(new(4)).unwrap();
+    assert_eq!(summary.steps, 4);
+    assert_eq!(timeless(&out).len(), 4);
+    assert!(out.join("checkpoint-4/trainer_state.json").is_file());
+    assert!(!out.join("tmp-checkpoint-4").exists());
+}
+
+#[test]
+fn checkpoints_of_other_settings_are_set_aside() {
+    let place = Place::new();
+    let new = |beta: f64| {
+        let mut setup = place.setup("run");
+        setup.run.max_steps = Some(2);
+        setup.run.save = SaveWhen::Steps(1);
+        setup.run.fingerprint.insert("beta".into(), json!(beta));
+        setup
+    };
+    run(new(0.04)).unwrap();
+    let out = place.out("run");
+    // The same settings: nothing is left to do.
+    assert_eq!(run(new(0.04)).unwrap().steps, 2);
+    assert!(!out.join("superseded-1").exists());
+
+    // Naming a checkpoint of other settings is an error that says which.
+    let mut named = new(0.1);
+    named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
+    let message = run(named).unwrap_err().to_string();
+    assert!(message.contains("beta: 0.04 → 0.1"), "{message}");
+
+    run(new(0.1)).unwrap();
+    assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1", "checkpoint-2"]);
+    let mut start = new(0.1);
+    start.run.resume = ResumeFrom::Start;
+    run(start).unwrap();
+    assert_eq!(checkpoints(&out.join("superseded-2")), ["checkpoint-1", "checkpoint-2"]);
+    let steps: Vec<f64> = lines(&out.join("metrics.jsonl")).iter().map(|row| number(row, "step")).collect();
+    assert_eq!(steps, [1.0, 2.0]);
+}
+
+#[test]
+fn a_checkpoint_without_optimizer_does_not_resume() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(1);
+    setup.run.save = SaveWhen::Steps(1);
+    setup.run.save_only_model = true;
+    run(setup).unwrap();
+    let message = run(place.setup("run")).unwrap_err().to_string();
+    assert!(message.contains("save_only_model"), "{message}");
+}
+
+/// One picture is no picture.
+fn with_a_broken_row() -> Place {
+    let place = Place::new();
+    std::fs::write(place.dir.path().join("2.png"), b"\x89PNG\r\n\x1a\nnothing").unwrap();
+    place
+}
+
+#[test]
+fn a_broken_row_is_skipped_replaced_and_recorded() {
+    let place = with_a_broken_row();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(4);
+    run(setup).unwrap();
+    let out = place.out("run");
+    let skipped = lines(&out.join("skipped.jsonl"));
+    assert_eq!(skipped.len(), 1, "{skipped:?}");
+    assert_eq!(skipped[0]["id"], "colour-2");
+    assert!(skipped[0]["reason"].as_str().unwrap().contains("2.png"), "{skipped:?}");
+    let found = number(&skipped[0], "step");
+    let rows = lines(&out.join("metrics.jsonl"));
+    assert_eq!(rows.len(), 4);
+    for row in &rows {
+        let expected = if number(row, "step") >= found { 1.0 } else { 0.0 };
+        assert_eq!(number(row, "data/skipped"), expected);
+    }
+    // Every step has two prompts, never the broken one.
+    for step in 1..=4 {
+        let completions = lines(&out.join(format!("rollouts/step-{step:06}.jsonl")));
+        assert_eq!(completions.len(), 6);
+        assert!(completions.iter().all(|line| line["id"] != "colour-2"));
+    }
+}
+
+#[test]
+fn a_broken_row_stops_a_strict_run() {
+    let place = with_a_broken_row();
+    let mut setup = place.setup("strict");
+    setup.run.skip.strict = true;
+    let message = run(setup).unwrap_err().to_string();
+    assert!(message.contains("colour-2") && message.contains("2.png"), "{message}");
+    assert_eq!(lines(&place.out("strict").join("skipped.jsonl")).len(), 1);
+
+    let mut setup = place.setup("share");
+    setup.run.skip.max_share = 0.05;
+    let message = run(setup).unwrap_err().to_string();
+    assert!(message.contains("1 of 6 rows cannot be used") && message.contains("max_skipped"), "{message}");
+
+    // Known beforehand, it is never drawn and does not count against the limit of the run.
+    let mut setup = place.setup("known");
+    setup.run.skip.strict = true;
+    setup.run.bad_rows = vec![(2, "colour-2".into(), "not a PNG".into())];
+    run(setup).unwrap();
+    let skipped = lines(&place.out("known").join("skipped.jsonl"));
+    assert_eq!((skipped.len(), &skipped[0]["step"]), (1, &json!(0)));
+}
+
+#[test]
+fn no_usable_row_is_an_error() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.bad_rows = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
+    let message = run(setup).unwrap_err().to_string();
+    assert!(message.contains("no usable training row"), "{message}");
+}
+
+#[test]
+fn a_loss_that_is_not_finite_stops_and_saves_the_rows() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), &out);
+    (setup.run.replay, setup.run.prompts_per_step) = (true, 3);
+    let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
+    norm.store(&vec![f32::NAN; norm.len()]).unwrap();
+    let error = run(setup).unwrap_err();
+    assert!(matches!(error, TrainError::NonFiniteLoss { step: 1, .. }), "{error}");
+    let saved = lines(&out.join("nonfinite-step-1.jsonl"));
+    let ids: Vec<&str> = saved.iter().map(|line| line["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["image", "image", "image", "text", "text", "text", "video", "video", "video"]);
+    assert!(error.to_string().contains("nonfinite-step-1.jsonl"), "{error}");
+    assert!(!out.join("model.safetensors").exists());
+    assert_eq!(lines(&out.join("metrics.jsonl")), Vec::<Value>::new());
+}
+
+fn prepared(setup: &TrainSetup) -> Vec<PreparedRow> {
+    setup
+        .rows
+        .iter()
+        .map(|&row| {
+            let sample = setup.dataset.get(row).unwrap();
+            let prompt = Arc::new(setup.prompts.build(&sample).unwrap());
+            PreparedRow { sample, prompt }
+        })
+        .collect()
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_leaves_the_weights() {
+    let dir = TempDir::new().unwrap();
+    let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
+    // Finite in f64, infinite in f32.
+    setup.algorithm.alpha = 1e300;
+    EVERYTHING.apply(&setup.model).unwrap();
+    let before = support::weight_bits(&setup.model);
+    let mut adamw = AdamW::new(optimizer(), setup.model.params());
+    let mut timer = PhaseTimer::start(Instant::now());
+    let rows = prepared(&setup);
+    let mut rollouts =
+        step::replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
+    let reference = setup.model.reference().unwrap();
+    let result = step::update(
+        &setup.model,
+        Some(&reference),
+        &mut adamw,
+        1.0,
+        &setup.algorithm,
+        &mut rollouts,
+        &mut timer,
+    );
+    assert!(result.is_err());
+    assert!(support::weight_bits(&setup.model) == before);
+    assert!(adamw.state().is_empty());
+}
+
+/// The KL term of a step is that of reference log-probabilities computed under the row's own medium.
+#[test]
+fn the_reference_sees_the_medium() {
+    let selections = [(true, false, false), (true, true, false), (true, true, true), (false, true, false)];
+    let mut seen = BTreeMap::new();
+    for (llm, projector, towers) in selections {
+        for image in ["shapes.png", "noise.png"] {
+            let dir = TempDir::new().unwrap();
+            let text = std::fs::read_to_string(golden("replay/rows_ids.jsonl")).unwrap();
+            let row = text.lines().next().unwrap().replace("shapes.png", image);
+            let row = row.replace("\"id\"", "\"min_pixels\": 3136, \"max_pixels\": 3136, \"id\"");
+            let file = dir.path().join("rows.jsonl");
+            std::fs::write(&file, format!("{row}\n")).unwrap();
+            let setup = setup::setup(NAME, &file, &golden(""), dir.path());
+            let model = &setup.model;
+            Selection { llm, projector, towers, patterns: Vec::new() }.apply(model).unwrap();
+            let reference = model.reference().unwrap();
+            for param in model.params().iter().filter(|p| p.trainable() && p.value().rank() == 2) {
+                param.update_f32(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
+            }
+            let rows = prepared(&setup);
+            let prompt = Arc::clone(&rows[0].prompt);
+            let mut timer = PhaseTimer::start(Instant::now());
+            let mut rollouts =
+                step::replay(model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
+            let completions: Vec<Vec<u32>> = rollouts.completions[0].iter().map(|c| c.ids.clone()).collect();
+            let groups = [GroupStream {
+                prompt: &prompt,
+                completions: completions.iter().map(Vec::as_slice).collect(),
+            }];
+            let stream = PackedStream::new(&groups).unwrap();
+            let score = |model: &Model| {
+                let features = vec![model.encode_prompt(&prompt).unwrap()];
+                model.score(&stream, &features, 1.0).unwrap().0
+            };
+            let (policy, fixed) = (score(model), score(&reference));
+            let mut at = 0;
+            let token_means = completions.iter().map(|c| {
+                let span = at..at + c.len();
+                at = span.end;
+                let k3 = |t: usize| {
+                    let x = f64::from(fixed[t]) - f64::from(policy[t]);
+                    x.exp() - x - 1.0
+                };
+                span.clone().map(k3).sum::<f64>() / span.len() as f64
+            });
+            let expected = token_means.sum::<f64>() / 3.0;
+
+            let mut adamw = AdamW::new(optimizer(), model.params());
+            let outcome = step::update(
+                model,
+                Some(&reference),
+                &mut adamw,
+                1.0,
+                &setup.algorithm,
+                &mut rollouts,
+                &mut timer,
+            )
+            .unwrap();
+            let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
+            let kl = metrics["kl"].unwrap();
+            let what = format!("llm {llm}, projector {projector}, towers {towers}, {image}");
+            assert!(expected > 1e-4, "{what}: {expected}");
+            assert!((kl - expected).abs() <= 1e-4 * expected, "{what}: kl {kl}, expected {expected}");
+            seen.insert((llm, projector, towers, image), fixed);
+        }
+    }
+    // Another image, other reference log-probabilities; the reference does not depend on what is trained.
+    for (llm, projector, towers) in selections {
+        let of = |image| &seen[&(llm, projector, towers, image)];
+        assert!(support::max_diff(of("shapes.png"), of("noise.png")) > 1e-3);
+        assert!(support::max_diff(of("shapes.png"), &seen[&(true, false, false, "shapes.png")]) == 0.0);
+    }
+}
+
+#[test]
+fn without_beta_there_is_no_reference_and_no_kl() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(2);
+    (setup.algorithm.loss.beta, setup.algorithm.loss.kl) = (0.0, Kl::Off);
+    run(setup).unwrap();
+    for row in lines(&place.out("run").join("metrics.jsonl")) {
+        assert!(row.get("kl").is_none_or(Value::is_null), "{row}");
+        assert!(number(&row, "grad_norm") > 0.0);
+    }
+}
+
+#[test]
+fn groups_without_variance_do_not_move_the_policy() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(1);
+    setup.optimizer.weight_decay = 0.0;
+    setup.algorithm.loss.beta = 0.0;
+    setup.rewards = reward(|_| 0.5);
+    run(setup).unwrap();
+    let row = &lines(&place.out("run").join("metrics.jsonl"))[0];
+    assert_eq!(number(row, "frac_reward_zero_std"), 1.0);
+    assert_eq!((number(row, "grad_norm"), number(row, "reward"), number(row, "loss")), (0.0, 0.5, 0.0));
+    let weights = |dir: &Path| tensors(&dir.join("model.safetensors"));
+    assert!(weights(&place.out("run")) == weights(&checkpoint(NAME)));
+
+    // Beside a group with variance it counts as completions of loss 0.
+    let both = |name: &str, scored: fn(&str) -> bool| {
+        let mut setup = place.setup(name);
+        setup.run.max_steps = Some(1);
+        // A stream per group.
+        setup.algorithm.max_stream_tokens = 1;
+        setup.algorithm.loss.beta = 0.0;
+        setup.rewards = reward(move |input| if scored(input.prompt) { input.key.sample as f64 } else { 0.5 });
+        run(setup).unwrap();
+        lines(&place.out(name).join("metrics.jsonl")).remove(0)
+    };
+    let (half, whole) = (both("half", |prompt| prompt.contains("What is")), both("all", |_| true));
+    let first = lines(&place.out("half").join("rollouts/step-000001.jsonl"));
+    let text = first.iter().filter(|line| line["id"].as_str().unwrap().starts_with("sum")).count();
+    assert_eq!(text, 3, "one of the two drawn rows should be text; choose another data_seed");
+    assert!((2.0 * number(&half, "advantage_abs") - number(&whole, "advantage_abs")).abs() < 1e-12);
+    let d = number(&half, "grpo/policy_seq_log_prob") - number(&whole, "grpo/policy_seq_log_prob");
+    assert!(d.abs() <= 1e-4, "{d}");
+    assert!(number(&half, "num_tokens") < number(&whole, "num_tokens"));
+}
+
+#[test]
+fn a_reward_that_can_be_earned_rises() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(30);
+    setup.run.prompts_per_step = 4;
+    setup.algorithm = omnigrpo_train::Algorithm { max_live: 64, ..algorithm(8, 8) };
+    setup.optimizer.learning_rate = 3e-3;
+    // The share of tokens with an even id: about a half by chance.
+    setup.rewards = reward(|input| {
+        let even = input.completion_ids.iter().filter(|&&id| id % 2 == 0).count();
+        even as f64 / input.completion_ids.len() as f64
+    });
+    run(setup).unwrap();
+    let rewards: Vec<f64> =
+        lines(&place.out("run").join("metrics.jsonl")).iter().map(|row| number(row, "reward")).collect();
+    let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+    let (first, last) = (mean(&rewards[..5]), mean(&rewards[25..]));
+    assert!(last > first + 0.2, "{first} → {last}");
+}
+
+#[test]
+fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.eval = Some(EvalPlan {
+        dataset: Arc::clone(&setup.dataset),
+        rows: vec![0, 1, 4],
+        num_generations: 1,
+        sampling: SamplingParams { temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() },
+        max_live: 8,
+        category: None,
+    });
+    // Every evaluation is worse than the one before.
+    let calls = AtomicU64::new(0);
+    setup.rewards = reward(move |_| -(calls.fetch_add(1, Ordering::Relaxed) as f64));
+    (setup.run.eval, setup.run.eval_on_start, setup.run.save) = (EvalWhen::Steps(2), true, SaveWhen::Best);
+    setup.run.max_steps = Some(5);
+    let summary = run(setup).unwrap();
+    let rows = lines(&place.out("run").join("metrics.jsonl"));
+    let evaluated: Vec<f64> =
+        rows.iter().filter(|row| row.get("eval_reward").is_some()).map(|row| number(row, "step")).collect();
+    assert_eq!(evaluated, [0.0, 2.0, 4.0, 5.0]);
+    let before = summary.before.unwrap().metric("eval_reward").unwrap();
+    let after = summary.after.unwrap().metric("eval_reward").unwrap();
+    // The first three calls score 0, -1, -2.
+    assert_eq!(before, -1.0);
+    assert!(after < before);
+    // Step 2 is the first that can be saved; it stays the best.
+    assert_eq!(checkpoints(&place.out("run")), ["checkpoint-2"]);
+    assert_eq!(lines(&place.out("run").join("eval/step-000002.jsonl")).len(), 3);
+}
+
+#[test]
+fn imitation_lowers_the_answers_negative_log_likelihood() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.objective = Objective::Imitate;
+    setup.run.prompts_per_step = 6;
+    setup.run.max_steps = Some(8);
+    setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+
+    // What the first step must report: minus the mean log-probability of the answers' tokens.
+    let (mut sum, mut count) = (0.0, 0);
+    let builder = prompts(&checkpoint(NAME), 8);
+    for row in 0..6 {
+        let sample = setup.dataset.get(row).unwrap();
+        let example = builder.build_sft(&sample).unwrap();
+        assert_eq!(example.target.last(), Some(&298));
+        let groups = [GroupStream { prompt: &example.prompt, completions: vec![&example.target] }];
+        let features = vec![setup.model.encode_prompt(&example.prompt).unwrap()];
+        let (logp, _) = setup.model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap();
+        sum -= logp.iter().map(|&x| f64::from(x)).sum::<f64>();
+        count += logp.len();
+    }
+    let expected = sum / f64::from(u32::try_from(count).unwrap());
+    run(setup).unwrap();
+    let losses: Vec<f64> =
+        lines(&place.out("run").join("metrics.jsonl")).iter().map(|row| number(row, "loss")).collect();
+    assert!((losses[0] - expected).abs() <= 1e-5 * expected, "{} for {expected}", losses[0]);
+    assert!(losses[7] < 0.7 * losses[0], "{losses:?}");
+}
