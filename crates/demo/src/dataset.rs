@@ -28,7 +28,7 @@ use sha2::{Digest, Sha256};
 
 use crate::DemoError;
 use crate::draw::{CELL_PX, frames, shuffle, stream};
-use crate::question::{Kind, Question};
+use crate::question::{Form, Kind, Question};
 
 const MANIFEST: &str = "manifest.json";
 /// Draws for one row before giving up; the space of pictures is so large that one is nearly always enough.
@@ -62,6 +62,14 @@ impl Split {
         }
     }
 
+    /// The forms of the questions, in turn. Most of the first lessons are choices: those teach what a picture shows.
+    const fn forms(self) -> &'static [Form] {
+        match self {
+            Self::Sft => &[Form::Choice, Form::Choice, Form::Choice, Form::Short],
+            Self::Train | Self::Eval => &Form::ALL,
+        }
+    }
+
     const fn name(self) -> &'static str {
         match self {
             Self::Sft => "sft",
@@ -85,7 +93,7 @@ pub struct Sizes {
 impl Default for Sizes {
     /// The sizes of the recipes in `examples/demo`.
     fn default() -> Self {
-        Self { sft: 4000, train: 4000, eval: 480 }
+        Self { sft: 16000, train: 8000, eval: 480 }
     }
 }
 
@@ -237,7 +245,7 @@ fn draw_split(
     let draw = |row: usize| -> Result<Row, DemoError> {
         for attempt in 0..MAX_ATTEMPTS {
             let mut rng = stream(seed, split as u8, row as u64, attempt);
-            let question = Question::deal(row, &mut rng);
+            let question = Question::deal(row, split.forms(), &mut rng);
             let pictures = frames(question.kind, question.answer, &mut rng);
             let extension = if question.kind == Kind::Direction { "gif" } else { "png" };
             let medium = format!("media/{}/{row:05}.{extension}", split.name());

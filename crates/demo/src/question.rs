@@ -1,7 +1,7 @@
 //! What is asked: five kinds of questions in two forms.
 //!
 //! Answers are dealt, not drawn: over any run of rows every answer, every letter and every wording comes up equally
-//! often, so the best constant reply earns chance and no more.
+//! often, so the best constant reply earns chance and no more. A choice may be answered by its letter or by its text.
 
 use rand_chacha::ChaCha8Rng;
 
@@ -62,7 +62,7 @@ impl Kind {
 /// How an answer is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Form {
-    /// One of four options by its letter.
+    /// One of four options.
     Choice,
     /// The word itself.
     Short,
@@ -92,19 +92,19 @@ pub(crate) struct Question {
     pub answer: usize,
     /// The text after the medium's placeholder.
     pub text: String,
-    /// What stands between the answer tags.
+    /// The letter of a choice, the word of a short answer.
     pub reply: &'static str,
     /// Any answer of the kind, drawn without regard to the right one.
     pub guess: &'static str,
 }
 
 impl Question {
-    /// The `row`-th question of a split; `rng` chooses wording and options, never the answer.
-    pub fn deal(row: usize, rng: &mut ChaCha8Rng) -> Self {
+    /// The `row`-th question of a split whose forms take turns; `rng` chooses wording and options, never the answer.
+    pub fn deal(row: usize, forms: &[Form], rng: &mut ChaCha8Rng) -> Self {
         let kind = Kind::ALL[row % Kind::ALL.len()];
         let row = row / Kind::ALL.len();
-        let form = Form::ALL[row % Form::ALL.len()];
-        let row = row / Form::ALL.len();
+        let form = forms[row % forms.len()];
+        let row = row / forms.len();
         let answers = kind.answers();
         let answer = row % answers.len();
         let wording = kind.wordings()[pick(rng, 2)];
@@ -132,13 +132,13 @@ impl Question {
         self.kind.answers()[self.answer]
     }
 
-    /// The completion that earns everything: what is seen, then the reply.
+    /// The completion that earns everything: what is seen, as thought and as answer.
     pub fn completion(&self) -> String {
-        format!("<think>{}</think>{}", self.word(), self.solution())
+        format!("<think>{0}</think><answer>{0}</answer>", self.word())
     }
 
     /// The completion to imitate before GRPO: the right one for a choice, a guess in the right form for a short
-    /// answer. What a picture shows is learned from choices; saying it unasked is left to the reward.
+    /// answer. What a picture shows is learned from choices; saying it without options is left to the reward.
     pub fn first_lesson(&self) -> String {
         match self.form {
             Form::Choice => self.completion(),
@@ -146,9 +146,12 @@ impl Question {
         }
     }
 
-    /// The ground truth.
+    /// The ground truth: the word, behind its letter for a choice.
     pub fn solution(&self) -> String {
-        format!("<answer>{}</answer>", self.reply)
+        match self.form {
+            Form::Choice => format!("<answer>({}) {}</answer>", self.reply, self.word()),
+            Form::Short => format!("<answer>{}</answer>", self.reply),
+        }
     }
 }
 
@@ -160,7 +163,7 @@ mod tests {
     use crate::draw::stream;
 
     fn questions(num: usize) -> Vec<Question> {
-        (0..num).map(|row| Question::deal(row, &mut stream(5, 0, row as u64, 0))).collect()
+        (0..num).map(|row| Question::deal(row, &Form::ALL, &mut stream(5, 0, row as u64, 0))).collect()
     }
 
     #[test]

@@ -111,17 +111,23 @@ fn the_best_constant_answer_of_each_type_is_near_chance() {
     let dir = dir.path().join("data");
     generate(&dir, 1, SMALL).unwrap();
     for file in FILES {
-        let mut solutions: BTreeMap<String, HashMap<String, usize>> = BTreeMap::new();
-        for row in rows(&dir, file) {
-            let solution = text(&row, "solution").to_owned();
-            *solutions.entry(text(&row, "type").to_owned()).or_default().entry(solution).or_default() += 1;
+        if file == "sft.jsonl" {
+            // Its forms take turns of four, which so few rows do not fill.
+            continue;
         }
-        assert_eq!(solutions.len(), 5);
-        for (kind, counts) in solutions {
+        let mut answers: BTreeMap<String, HashMap<String, usize>> = BTreeMap::new();
+        for row in rows(&dir, file) {
+            let word = text(&row, "answer").to_owned();
+            *answers.entry(text(&row, "type").to_owned()).or_default().entry(word).or_default() += 1;
+        }
+        assert_eq!(answers.len(), 5);
+        for (kind, counts) in answers {
             let total: usize = counts.values().sum();
             let best = *counts.values().max().unwrap();
-            // Half are choices among four letters; a letter is never the word of a short answer.
-            assert_eq!(best * 8, total, "{file} {kind}");
+            // A word serves both forms, a letter only choices. Turns of the forms need not end with the file.
+            let words = if kind == "colour" { 8 } else { 4 };
+            assert_eq!(counts.len(), words);
+            assert!(best <= total / words + 2, "{file} {kind}: {best} of {total}");
         }
     }
 }
@@ -242,9 +248,9 @@ fn the_completion_given_earns_everything_and_other_replies_only_the_format() {
         let gold = row["conversations"][1]["value"].as_str().unwrap();
         assert_eq!(score(&row, gold), (1.0, 1.0));
         let right = text(&row, "solution").replace("<answer>", "").replace("</answer>", "");
-        for word in words.iter().filter(|&&word| word != right) {
+        for word in words {
             // The text of the right option is as good as its letter.
-            let full = f64::from(*word == text(&row, "answer"));
+            let full = f64::from(word == text(&row, "answer") || right.starts_with(&format!("({word})")));
             let completion = format!("<think>{word}</think><answer>{word}</answer>");
             assert_eq!(score(&row, &completion), (full, 1.0), "{row:?} {word}");
         }
@@ -260,14 +266,14 @@ fn fine_tuning_shows_choices_answered_and_short_answers_guessed() {
     let mut num_right = 0;
     for row in rows(&dir, "sft.jsonl") {
         let completion = row["conversations"][1]["value"].as_str().unwrap();
-        let (word, solution) = (text(&row, "answer"), text(&row, "solution"));
-        let right = completion == format!("<think>{word}</think>{solution}");
+        let word = text(&row, "answer");
+        let right = completion == format!("<think>{word}</think><answer>{word}</answer>");
         if text(&row, "form") == "choice" {
             assert!(right);
         } else {
             num_right += usize::from(right);
         }
     }
-    // 160 of each kind of short answer; a guess is right one time in four, of colours one in eight: 180 ± 4 × 11.6.
-    assert!((134..=226).contains(&num_right), "{num_right}");
+    // 80 of each kind of short answer; a guess is right one time in four, of colours one in eight: 90 ± 4 × 8.2.
+    assert!((57..=123).contains(&num_right), "{num_right}");
 }
