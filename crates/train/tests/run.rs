@@ -633,6 +633,74 @@ fn the_reference_sees_the_medium() {
     }
 }
 
+/// Recorded log-probabilities are the old ones: with the policy's own lowered or raised by a half, every ratio is
+/// e^0.5 or e^-0.5 and the clipped loss can be written down.
+#[test]
+fn recorded_log_probabilities_make_the_ratio() {
+    let text = std::fs::read_to_string(golden("replay/rows_ids.jsonl")).unwrap();
+    let mut row: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("rows.jsonl");
+    std::fs::write(&file, format!("{row}\n")).unwrap();
+    let setup = setup::setup(NAME, &file, &golden(""), dir.path());
+    let prompt = Arc::clone(&prepared(&setup)[0].prompt);
+    let completions: Vec<Vec<u32>> = serde_json::from_value(row["completion_ids"].clone()).unwrap();
+    let groups =
+        [GroupStream { prompt: &prompt, completions: completions.iter().map(Vec::as_slice).collect() }];
+    let features = vec![setup.model.encode_prompt(&prompt).unwrap()];
+    let (now, _) = setup.model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap();
+    for shift in [0.5f64, -0.5] {
+        let mut rest = now.as_slice();
+        let old: Vec<Vec<f64>> = completions
+            .iter()
+            .map(|c| {
+                let (head, tail) = rest.split_at(c.len());
+                rest = tail;
+                head.iter().map(|&x| f64::from(x) - shift).collect()
+            })
+            .collect();
+        row["logprobs"] = json!(old);
+        std::fs::write(&file, format!("{row}\n")).unwrap();
+        let out = dir.path().join(format!("run{shift}"));
+        let mut setup = setup::setup(NAME, &file, &golden(""), &out);
+        (setup.run.replay, setup.run.prompts_per_step, setup.run.max_steps) = (true, 1, Some(1));
+        let advantages = [1.120_681_733_399_243_2, -0.800_486_952_428_030_9, -0.320_194_780_971_212_4];
+        run(setup).unwrap();
+        let metrics = lines(&out.join("metrics.jsonl")).remove(0);
+        let ratio = shift.exp();
+        let expected =
+            -advantages.iter().map(|a: &f64| (ratio * a).min(ratio.clamp(0.8, 1.2) * a)).sum::<f64>() / 3.0;
+        let loss = number(&metrics, "policy_loss");
+        assert!((loss - expected).abs() < 1e-6, "shift {shift}: {loss}, expected {expected}");
+        // Ratios above 1.2 are clipped where the advantage is positive, those below 0.8 where it is negative.
+        let clipped = (number(&metrics, "clip_ratio/low_mean"), number(&metrics, "clip_ratio/high_mean"));
+        let tokens: Vec<f64> = completions.iter().map(|c| c.len() as f64).collect();
+        let (above, all) = (tokens[0], tokens.iter().sum::<f64>());
+        let want = if shift > 0.0 { (0.0, above / all) } else { ((all - above) / all, 0.0) };
+        assert!((clipped.0 - want.0).abs() < 1e-12 && (clipped.1 - want.1).abs() < 1e-12, "{clipped:?}");
+    }
+}
+
+#[test]
+fn later_updates_of_a_rollout_compare_with_the_first() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    (setup.run.num_iterations, setup.run.max_steps) = (2, Some(4));
+    run(setup).unwrap();
+    let rows = lines(&place.out("run").join("metrics.jsonl"));
+    for (i, row) in rows.iter().enumerate() {
+        let loss = number(row, "policy_loss").abs();
+        // Ratios are 1 at first, and advantages sum to 0; then the policy has moved.
+        assert_eq!(loss < 1e-6, i % 2 == 0, "step {}: {loss}", i + 1);
+        assert_eq!(row.get("sampling/sampling_logp_difference/max").is_some(), i % 2 == 0);
+    }
+    // A rollout serves two updates.
+    assert_eq!(number(&rows[0], "reward"), number(&rows[1], "reward"));
+    assert_ne!(number(&rows[1], "reward"), number(&rows[2], "reward"));
+    let logged = ["step-000001.jsonl", "step-000003.jsonl"].map(String::from);
+    assert_eq!(names(&place.out("run").join("rollouts")), BTreeSet::from(logged));
+}
+
 #[test]
 fn without_beta_there_is_no_reference_and_no_kl() {
     let place = Place::new();
