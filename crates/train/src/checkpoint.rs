@@ -68,6 +68,28 @@ pub struct BufferState {
 }
 
 impl BufferState {
+    /// Whether every list has an entry per row, completion and token; a damaged file may not.
+    fn is_whole(&self) -> bool {
+        let rows = self.rows.len();
+        let completions: usize = self.ids.iter().map(Vec::len).sum();
+        let groups = |g: usize| {
+            let (ids, old) = (&self.ids[g], &self.old[g]);
+            // Completions that no term of the loss depends on have no old log-probabilities.
+            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| old.is_empty() || ids.len() == old.len();
+            self.texts[g].len() == ids.len()
+                && self.truncated[g].len() == ids.len()
+                && old.len() == ids.len()
+                && ids.iter().zip(old).all(fits)
+        };
+        let lists = [self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
+        lists.iter().all(|&n| n == rows)
+            && (0..rows).all(groups)
+            && self.reward_totals.len() == completions
+            && self.reward_values.len() == self.reward_names.len()
+            && self.reward_weights.len() == self.reward_names.len()
+            && self.reward_values.iter().all(|values| values.len() == completions)
+    }
+
     /// The completions, as the rollout had them.
     #[must_use]
     pub fn completions(&self) -> Vec<Vec<Completion>> {
@@ -168,8 +190,16 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
 pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     let text = fs::read(&path).map_err(TrainError::io(&path))?;
-    serde_json::from_slice(&text)
-        .map_err(|e| TrainError::Checkpoint { what: format!("{}: {e}", path.display()) })
+    let damaged = |what: &dyn std::fmt::Display| TrainError::Checkpoint {
+        what: format!("{} is damaged: {what}; resume from an earlier checkpoint", path.display()),
+    };
+    let state: TrainerState = serde_json::from_slice(&text).map_err(|e| damaged(&e))?;
+    match &state.buffer {
+        Some(buffer) if !buffer.is_whole() => {
+            Err(damaged(&"its rollout in progress has lists of other lengths"))
+        }
+        _ => Ok(state),
+    }
 }
 
 /// Loads weights and moments of a checkpoint.
