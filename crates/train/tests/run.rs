@@ -392,6 +392,51 @@ fn a_half_written_checkpoint_is_not_resumed_from() {
 }
 
 #[test]
+fn a_damaged_checkpoint_is_an_error_not_a_crash() {
+    let place = Place::new();
+    let new = || {
+        let mut setup = place.setup("run");
+        (setup.run.num_iterations, setup.run.save) = (2, SaveWhen::Steps(1));
+        setup
+    };
+    let mut first = new();
+    first.run.max_steps = Some(1);
+    run(first).unwrap();
+    let out = place.out("run/checkpoint-1");
+    let refused = |what: &str| {
+        let error = run(new()).unwrap_err();
+        assert!(!matches!(error, TrainError::Io { .. }), "{what}: {error}");
+        assert!(error.to_string().contains("checkpoint-1"), "{what}: {error}");
+    };
+
+    let path = out.join("trainer_state.json");
+    let whole = std::fs::read(&path).unwrap();
+    let state: Value = serde_json::from_slice(&whole).unwrap();
+    let write = |state: &Value| std::fs::write(&path, state.to_string()).unwrap();
+    for key in ["old", "ids", "texts", "truncated", "reward_totals", "reward_values"] {
+        let mut cut = state.clone();
+        cut["buffer"][key].as_array_mut().unwrap().pop().unwrap();
+        write(&cut);
+        refused(key);
+    }
+    let mut cut = state.clone();
+    cut["buffer"]["old"][0][0].as_array_mut().unwrap().pop().unwrap();
+    write(&cut);
+    refused("an old log-probability");
+    std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+    refused("half a state");
+    std::fs::write(&path, &whole).unwrap();
+
+    for file in ["optimizer.safetensors", "model.safetensors"] {
+        let whole = std::fs::read(out.join(file)).unwrap();
+        std::fs::write(out.join(file), &whole[..whole.len() - 7]).unwrap();
+        refused(file);
+        std::fs::write(out.join(file), &whole).unwrap();
+    }
+    assert_eq!(run(new()).unwrap().steps, 6);
+}
+
+#[test]
 fn checkpoints_of_other_settings_are_set_aside() {
     let place = Place::new();
     let new = |beta: f64| {
