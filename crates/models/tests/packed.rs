@@ -374,3 +374,21 @@ fn a_text_only_stream_leaves_the_tower_without_gradient() {
     assert!(got.keys().all(|name| !name.starts_with("visual.")));
     assert_eq!(got.len(), model.params().iter().filter(|p| p.part() == Part::Llm).count());
 }
+
+/// Recorded completions come from files.
+#[test]
+fn ids_outside_the_vocabulary_are_an_error() {
+    let model = load("qwen2_vl_tied");
+    let prompt = case_prompt("B", &model);
+    let score = |ids: &[u32]| {
+        let groups = [GroupStream { prompt: &prompt, completions: vec![ids] }];
+        let stream = PackedStream::new(&groups)?;
+        model.score(&stream, &[Vec::new()], 1.0)
+    };
+    // The embedding has rows that belong to no token; they can be scored.
+    score(&[319, 0]).unwrap();
+    for ids in [&[320][..], &[5, u32::MAX], &[320, 5], &[5, 320, 5]] {
+        let message = score(ids).unwrap_err().to_string();
+        assert!(message.contains("320"), "{message}");
+    }
+}
