@@ -16,6 +16,7 @@ macro_rules! embedded {
 pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
     "config.json",
     "generation_config.json",
+    "model.safetensors",
     "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

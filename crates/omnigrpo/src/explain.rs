@@ -41,9 +41,12 @@ impl Problem {
         if let Some(problem) = error.downcast_ref::<Self>() {
             return problem.clone();
         }
+        let what = error.to_string();
         let mut causes = error.chain().skip(1).map(ToString::to_string).collect::<Vec<_>>();
         causes.dedup();
-        let problem = Self::failure(error.to_string());
+        // Many errors tell their cause themselves.
+        causes.retain(|cause| !what.contains(cause));
+        let problem = Self::failure(what);
         if causes.is_empty() { problem } else { problem.got(causes.join(": ")) }
     }
 

@@ -889,13 +889,12 @@ mod tests {
     fn directories_follow_the_name_of_an_experiment() {
         let run = train("exp_name: first-try").run;
         assert_eq!(run.output_dir, Some(PathBuf::from("checkpoints/rl/first-try")));
-        assert_eq!(run.log_dir, Some(PathBuf::from("runs/first-try/log")));
         for bad in ["a/b", "..", ".x", "a\\b", "\"\""] {
             assert!(resolved(Verb::Train, &format!("exp_name: {bad}")).is_err(), "{bad}");
         }
         assert!(resolved(Verb::Train, "exp_name: a\noutput_dir: b").is_err());
         let demo = resolved(Verb::Demo, "").unwrap().settings.run;
-        assert_eq!((demo.output_dir, demo.log_dir), (Some(PathBuf::from("runs/demo")), None));
+        assert_eq!(demo.output_dir, Some(PathBuf::from("runs/demo")));
     }
 
     #[test]

@@ -43,9 +43,10 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     let write = |path: PathBuf, shard: &[&Param]| {
         let views = shard.iter().map(|p| (p.name(), ParamView(p)));
         safetensors::serialize_to_file(views, metadata.clone(), &path).map_err(|e| match e {
-            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path, source },
+            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path: path.clone(), source },
             other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
-        })
+        })?;
+        share(&path)
     };
     if let [shard] = shards.as_slice() {
         return write(dir.join("model.safetensors"), shard);
@@ -59,6 +60,18 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
     let path = dir.join("model.safetensors.index.json");
     fs::write(&path, format!("{index:#}\n")).map_err(ModelError::io(path))
+}
+
+/// The writer makes files for their owner alone; a model is to be read like the files beside it.
+#[cfg(unix)]
+fn share(path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).map_err(ModelError::io(path))
+}
+
+#[cfg(not(unix))]
+fn share(_path: &Path) -> Result<()> {
+    Ok(())
 }
 
 struct ParamView<'a>(&'a Param);

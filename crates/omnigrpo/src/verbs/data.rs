@@ -61,7 +61,7 @@ pub fn check_before(
     Ok(report
         .problems
         .into_iter()
-        .map(|p| (p.row, format!("{}:{}", p.file.display(), p.line), p.what))
+        .map(|p| (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what)))
         .collect())
 }
 
@@ -113,7 +113,13 @@ fn describe(report: &Report, with_lengths: bool) -> String {
         out.push_str(&format!("longest prompt {} tokens; {}\n", longest.num_tokens, others.join(", ")));
     }
     for problem in report.problems.iter().take(SHOWN) {
-        out.push_str(&format!("bad row {}: {}\n", problem.row, problem.what));
+        out.push_str(&format!(
+            "bad row {} ({}:{}): {}\n",
+            problem.row,
+            problem.file.display(),
+            problem.line,
+            problem.what
+        ));
     }
     if report.problems.len() > SHOWN {
         out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));

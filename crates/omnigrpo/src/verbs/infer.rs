@@ -46,11 +46,36 @@ fn input(settings: &Settings) -> Result<Dataset> {
 }
 
 fn output(settings: &Settings) -> Result<&Path> {
-    settings
+    let output = settings
         .io
         .output
         .as_deref()
-        .ok_or_else(|| Problem::usage("no output is given").expected("`--output out.jsonl`").into())
+        .ok_or_else(|| Problem::usage("no output is given").expected("`--output out.jsonl`"))?;
+    can_write(output)?;
+    Ok(output)
+}
+
+/// An error if a file cannot be written there, before hours of work are put into its content.
+pub fn can_write(path: &Path) -> Result<()> {
+    let problem = |got: String| {
+        Problem::failure("the output cannot be written")
+            .at(path.display().to_string())
+            .got(got)
+            .expected("a file in a directory that can be written to")
+            .help("choose another --output")
+    };
+    if path.is_dir() {
+        return Err(problem("a directory".into()).into());
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{}.probe", std::process::id()));
+    let probe = folder.join(name);
+    std::fs::create_dir_all(folder)
+        .and_then(|()| std::fs::write(&probe, b""))
+        .and_then(|()| std::fs::remove_file(&probe))
+        .map_err(|e| problem(e.to_string()).into())
 }
 
 /// Log-probabilities of given completions.
@@ -64,8 +89,8 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let mut progress = context.console.progress("scoring", dataset.len());
     for row in 0..dataset.len() {
         let line = match dataset.get(row) {
-            Err(e) => Err((json!(row), anyhow::Error::from(e))),
-            Ok(sample) => score_row(settings, &model, &prompts, &sample).map_err(|e| (json!(sample.id), e)),
+            Err(e) => Err((dataset.id(row), anyhow::Error::from(e))),
+            Ok(sample) => score_row(settings, &model, &prompts, &sample).map_err(|e| (sample.id, e)),
         };
         lines.push(line.unwrap_or_else(|(id, e)| {
             failed += 1;
@@ -141,10 +166,10 @@ pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
         let mut slots: Vec<Option<Value>> = Vec::new();
         for &row in batch {
             let made = match dataset.get(row) {
-                Err(e) => Err((json!(row), e.to_string())),
+                Err(e) => Err((dataset.id(row), e.to_string())),
                 Ok(sample) => match prepare(&model, &prompts, &sample) {
                     Ok((prompt, features)) => Ok((sample, prompt, features)),
-                    Err(e) => Err((json!(sample.id), format!("{e:#}"))),
+                    Err(e) => Err((sample.id, format!("{e:#}"))),
                 },
             };
             match made {
@@ -265,6 +290,9 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
 pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
     let dataset = setup::eval_data(settings)?
         .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
+    if let Some(output) = &settings.io.output {
+        can_write(output)?;
+    }
     let model = setup::model(settings)?;
     let prompts = setup::prompts(settings, model.dir(), false)?;
     let rewards = setup::rewards(settings)?;

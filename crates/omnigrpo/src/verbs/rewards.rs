@@ -28,6 +28,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .expected("`rewards run --input rows.jsonl --output out.jsonl`")
             .into());
     };
+    super::infer::can_write(output)?;
     let rewards = setup::rewards(settings)?;
     let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
     let dataset = Dataset::open(&specs, &setup::read_options(settings))?;
@@ -39,7 +40,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             Ok(line) => line,
             Err(error) => {
                 failed += 1;
-                serde_json::json!({ "row": row, "error": format!("{error:#}") })
+                serde_json::json!({ "id": dataset.id(row), "error": format!("{error:#}") })
             }
         };
         lines.push(line.to_string());

@@ -47,8 +47,13 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
     let Some(output_dir) = settings.run.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
-    std::fs::create_dir_all(&output_dir)
-        .with_context(|| format!("the run directory {} cannot be written", output_dir.display()))?;
+    std::fs::create_dir_all(&output_dir).map_err(|e| {
+        Problem::failure("the run directory cannot be written")
+            .at(output_dir.display().to_string())
+            .got(e.to_string())
+            .expected("a directory that can be written to, or a name where one can be made")
+            .help("choose another --output_dir")
+    })?;
     let rewards = setup::rewards(settings)?;
     let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
     let dataset = setup::train_data(settings)?;
@@ -76,7 +81,9 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
         patterns: Vec::new(),
     };
     selection.apply(&model)?;
-    describe(settings, context, &model, &dataset, rows.len(), &prompts);
+    let usable = rows.iter().filter(|row| bad_rows.iter().all(|(bad, ..)| bad != *row)).count();
+    describe(settings, context, &model, &dataset, usable, &prompts);
+    context.console.line(&step_takes(settings, objective));
     install_signals(&context.stop)?;
     let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
     let setup = TrainSetup {
@@ -272,13 +279,21 @@ fn describe(
     ));
     console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
     console.line(omnigrpo_train::summary(model).trim_end());
-    let o = &settings.optim;
-    let prompts_per_step = o.per_device_train_batch_size * o.gradient_accumulation_steps;
-    console.line(&format!(
-        "{rows} of {} rows; a step takes {prompts_per_step} prompts with {} completions each",
-        dataset.len(),
-        settings.rollout.num_generations
-    ));
+    console.line(&format!("training on {rows} of {} rows", dataset.len()));
+}
+
+fn step_takes(settings: &Settings, objective: Objective) -> String {
+    let prompts = settings.optim.per_device_train_batch_size * settings.optim.gradient_accumulation_steps;
+    let plural = if prompts == 1 { "" } else { "s" };
+    match objective {
+        Objective::Imitate => format!("a step takes {prompts} answer{plural}"),
+        Objective::Reinforce => {
+            format!(
+                "a step takes {prompts} prompt{plural}, {} completions each",
+                settings.rollout.num_generations
+            )
+        }
+    }
 }
 
 /// Ctrl-C and SIGTERM end the run after the current step, with a checkpoint; a second one ends it at once.
