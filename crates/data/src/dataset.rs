@@ -160,6 +160,15 @@ impl Dataset {
             .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
     }
 
+    /// The id of a row, also of one that cannot be used: its own, or `dataset:line`.
+    pub fn id(&self, row: u64) -> String {
+        let Some((part, in_file)) = self.locate(row) else { return format!("row {row}") };
+        let columns = part.file.read(in_file).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        columns
+            .and_then(|columns: Map<String, Value>| formats::id(&columns))
+            .unwrap_or_else(|| format!("{}:{}", part.name, part.file.line(in_file)))
+    }
+
     /// A number that differs when files, sampling or their order differ (by names, rows' lengths and places; not by
     /// their content). Kept in checkpoints to notice that a position belongs to other data.
     pub fn fingerprint(&self) -> u64 {

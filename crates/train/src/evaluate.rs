@@ -100,7 +100,7 @@ pub fn evaluate(
                     Ok(prompt) => Ok(PreparedRow { sample, prompt: Arc::new(prompt) }),
                     Err(e) => Err((sample.id, e.to_string())),
                 },
-                Err(e) => Err((format!("row {row}"), e.to_string())),
+                Err(e) => Err((plan.dataset.id(row), e.to_string())),
             };
             match made {
                 Ok(prepared) => rows.push(prepared),

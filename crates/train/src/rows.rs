@@ -102,7 +102,7 @@ impl RowSource {
             let row = self.order.draw().map_err(|e| TrainError::Data { what: e.to_string() })?;
             let made = match self.dataset.get(row) {
                 Ok(sample) => make(&self.prompts, sample),
-                Err(e) => Err((format!("row {row}"), e.to_string())),
+                Err(e) => Err((self.dataset.id(row), e.to_string())),
             };
             match made {
                 Ok(value) => out.push(value),

@@ -167,12 +167,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         .iter()
         .find_map(|name| columns.get(*name).filter(|value| !value.is_null()).map(verbatim))
         .or_else(|| reference_answer.clone());
-    let id = ["id", "question_id"]
-        .iter()
-        .find_map(|name| {
-            columns.get(*name).filter(|value| value.is_string() || value.is_number()).map(verbatim)
-        })
-        .unwrap_or_else(|| format!("{}:{line}", context.dataset));
+    let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns)?;
     let rewards = match &completions {
         Some(completions) => recorded::rewards(&columns, completions.len())?,
@@ -191,6 +186,13 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         think: context.think,
         completions,
         rewards,
+    })
+}
+
+/// The row's own id.
+pub(crate) fn id(columns: &Map<String, Value>) -> Option<String> {
+    ["id", "question_id"].iter().find_map(|name| {
+        columns.get(*name).filter(|value| value.is_string() || value.is_number()).map(verbatim)
     })
 }
 

@@ -1,5 +1,6 @@
 //! `train` and `sft`.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -81,8 +82,9 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
         patterns: Vec::new(),
     };
     selection.apply(&model)?;
-    let usable = rows.iter().filter(|row| bad_rows.iter().all(|(bad, ..)| bad != *row)).count();
-    describe(settings, context, &model, &dataset, usable, &prompts);
+    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
+    let usable = rows.iter().filter(|row| !bad.contains(row)).count();
+    describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
     install_signals(&context.stop)?;
     let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
@@ -262,14 +264,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Map<Str
     out
 }
 
-fn describe(
-    settings: &Settings,
-    context: &Context,
-    model: &Model,
-    dataset: &Dataset,
-    rows: usize,
-    prompts: &PromptBuilder,
-) {
+fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
     let console = &context.console;
     console.line(&format!(
         "omnigrpo {} on {} thread{}",

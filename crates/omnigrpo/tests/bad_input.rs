@@ -1,0 +1,304 @@
+//! Bad input: a clear error, exit code 2 for usage and 1 for failure, nothing half-written.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::fs;
+
+use serde_json::json;
+use support::{Place, ROWS, last_tensor};
+
+const TRAIN: &str = "train --model M --threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_steps 2 --max_completion_length 4 --output_dir run";
+const IMAGE_TAIL: &str = r#""problem": "<image>\nWhich?", "solution": "x", "completions": ["y"]}"#;
+
+/// Good rows, and a bad one with the id "bad" in second place.
+fn with(place: &Place, bad: &str) {
+    let rows: Vec<&str> = ROWS.lines().collect();
+    place.write("with.jsonl", [rows[0], bad, rows[1], rows[2]].join("\n"));
+    place.write("only.jsonl", format!("{bad}\n"));
+}
+
+/// A row that is found bad before training: skipped and counted if tolerated, else the run does not start.
+fn bad_row(bad: &str, reason: &[&str]) {
+    let place = Place::new();
+    with(&place, bad);
+    let parts =
+        [&["too many rows cannot be used", "got: 1 of 4 rows", "--max_skipped", "with.jsonl:2"], reason]
+            .concat();
+    place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &parts);
+    assert_eq!(place.names("run"), [".cache"], "nothing half-written");
+    place
+        .run(&format!("{TRAIN} --train_file with.jsonl --strict_media"))
+        .fails(1, &["none, with --strict_media"]);
+    let ran = place.run(&format!("{TRAIN} --train_file with.jsonl --max_skipped 50%")).ok();
+    assert!(ran.stderr.contains("training on 3 of 4 rows"), "{}", ran.stderr);
+    let skipped = place.lines("run/skipped.jsonl");
+    assert_eq!(skipped.len(), 1);
+    assert_eq!(skipped[0]["id"], "bad");
+    for part in reason {
+        assert!(skipped[0]["reason"].as_str().unwrap().contains(part), "{}", skipped[0]);
+    }
+    for row in place.lines("run/metrics.jsonl") {
+        assert_eq!(row["data/skipped"], 1.0);
+    }
+    place.run("data check --model M --train_file with.jsonl").fails(1, &["1 of 4 rows cannot be used"]);
+    place
+        .run(&format!("{TRAIN} --train_file only.jsonl --max_skipped 1.0 --resume_from_checkpoint never"))
+        .fails(1, &["no usable training row"]);
+
+    // Commands that answer row by row say so in the row's place.
+    place.run("score --model M --input with.jsonl --output scored.jsonl").fails(1, &["4 of 4 rows failed"]);
+    place
+        .run("generate --model M --input with.jsonl --output made.jsonl --max_completion_length 2")
+        .fails(1, &["1 of 4 rows failed"]);
+    for file in ["scored.jsonl", "made.jsonl"] {
+        let line = &place.lines(file)[1];
+        assert_eq!(line["id"], "bad");
+        for part in reason {
+            assert!(line["error"].as_str().unwrap().contains(part), "{line}");
+        }
+    }
+    assert_eq!(place.lines("made.jsonl").iter().filter(|line| line.get("completions").is_some()).count(), 3);
+    place
+        .run("eval --model M --eval_file with.jsonl --max_completion_length 2")
+        .fails(1, &["1 of 4 rows could not be evaluated", "(bad) is skipped"]);
+    place.run("eval --model M --eval_file with.jsonl --max_completion_length 2 --max_skipped 0.25").ok();
+}
+
+#[test]
+fn a_missing_image() {
+    bad_row(
+        &format!(r#"{{"id": "bad", "image": "gone.png", {IMAGE_TAIL}"#),
+        &["image `gone.png`: no such file; looked for "],
+    );
+}
+
+#[test]
+fn a_wrong_number_of_placeholders() {
+    bad_row(
+        r#"{"id": "bad", "image": "shapes.png", "problem": "<image> and <image>", "solution": "x", "completions": ["y"]}"#,
+        &["2 <image> placeholder(s)", "1 image file(s)", "write one <image> per file"],
+    );
+}
+
+#[test]
+fn a_path_that_leaves_its_root() {
+    bad_row(
+        &format!(r#"{{"id": "bad", "image": "../../../etc/hostname", {IMAGE_TAIL}"#),
+        &["`../../../etc/hostname`: the path leaves its root", "--image_folders"],
+    );
+}
+
+#[test]
+fn a_row_of_no_known_format() {
+    bad_row(
+        r#"{"id": "bad", "what": "ever"}"#,
+        &["unknown row format: got columns [id, what], expected one of conversations, messages, prompt"],
+    );
+}
+
+#[test]
+fn a_picture_that_is_no_picture() {
+    let place = Place::new();
+    place.write("bad.png", "this is a text");
+    with(&place, &format!(r#"{{"id": "bad", "image": "bad.png", {IMAGE_TAIL}"#));
+    place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &["1 of 4 rows", "bad.png"]);
+}
+
+/// Its header is whole, so only decoding finds it.
+#[test]
+fn a_truncated_picture() {
+    let place = Place::new();
+    let whole = place.bytes("shapes.png");
+    place.write("cut.png", &whole[..60]);
+    with(&place, &format!(r#"{{"id": "bad", "image": "cut.png", {IMAGE_TAIL}"#));
+    let reason = ["cut.png: cannot decode", "the file is damaged or incomplete, replace it"];
+    let four = TRAIN.replace("--max_steps 2", "--max_steps 4");
+    let over = place.run(&format!("{four} --train_file with.jsonl")).fails(1, &reason);
+    assert!(over.stderr.contains("1 of 4 rows cannot be used, more than max_skipped"), "{}", over.stderr);
+    assert!(!place.exists("run/model.safetensors"));
+    assert_eq!(place.lines("run/skipped.jsonl")[0]["id"], "bad");
+    place
+        .run(&format!("{four} --train_file with.jsonl --strict_media"))
+        .fails(1, &["row 1 (bad) cannot be used"]);
+    // Another row takes its place: every step has its prompt, and the swap is counted from then on.
+    place.run(&format!("{four} --train_file with.jsonl --max_skipped 0.5")).ok();
+    let steps = place.lines("run/metrics.jsonl");
+    assert_eq!(steps.len(), 4);
+    assert_eq!(steps[3]["data/skipped"], 1.0);
+    assert!(place.lines("run/rollouts/step-000004.jsonl").iter().all(|line| line["id"] != "bad"));
+    place.run("generate --model M --input only.jsonl --output o.jsonl").fails(1, &["1 of 1 rows failed"]);
+    assert!(place.lines("o.jsonl")[0]["error"].as_str().unwrap().contains("cannot decode"));
+    place.run_with("generate --model M --image cut.png", &["--prompt", "What?"]).fails(1, &reason);
+}
+
+#[test]
+#[ignore = "needs ffmpeg"]
+fn a_truncated_video() {
+    let place = Place::new();
+    let made = std::process::Command::new("ffmpeg")
+        .args([
+            "-v",
+            "error",
+            "-f",
+            "lavfi",
+            "-i",
+            "testsrc=size=64x64:rate=8:duration=4",
+            "-pix_fmt",
+            "yuv420p",
+            "whole.mp4",
+        ])
+        .current_dir(place.path(""))
+        .status();
+    assert!(made.unwrap().success());
+    let whole = place.bytes("whole.mp4");
+    place.write("cut.mp4", &whole[..whole.len() / 3]);
+    with(&place, r#"{"id": "bad", "video": "cut.mp4", "problem": "<video>What?", "solution": "x"}"#);
+    place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &["1 of 4 rows", "cut.mp4"]);
+    place.run("generate --model M --input only.jsonl --output o.jsonl").fails(1, &["1 of 1 rows failed"]);
+    assert!(place.lines("o.jsonl")[0]["error"].as_str().unwrap().contains("cut.mp4"));
+}
+
+/// A prompt over the limit is never cut, least of all inside a medium.
+#[test]
+fn a_prompt_over_the_limit() {
+    let place = Place::new();
+    let line = format!("{TRAIN} --train_file rows.jsonl --max_prompt_length 32");
+    place
+        .run(&line)
+        .fails(1, &["the prompt is too long: got 44 tokens, expected at most 32", "--max_prompt_length"]);
+    place.run(&format!("{line} --max_skipped 0.9")).ok();
+    let skipped: Vec<_> = place.lines("run/skipped.jsonl").iter().map(|row| row["id"].clone()).collect();
+    assert_eq!(skipped, [json!("shapes"), json!("clip")]);
+    for step in place.lines("run/metrics.jsonl") {
+        assert_eq!(step["data/skipped"], 2.0);
+    }
+    for step in ["run/rollouts/step-000001.jsonl", "run/rollouts/step-000002.jsonl"] {
+        assert!(place.lines(step).iter().all(|line| line["id"] == "sum"));
+    }
+}
+
+#[test]
+fn files_that_are_no_dataset() {
+    let place = Place::new();
+    place.write("empty.jsonl", "");
+    place.write("empty.json", "[]");
+    place.write("text.csv", "a,b\n1,2\n");
+    let cases: &[(&str, &[&str])] = &[
+        ("empty.jsonl", &["the dataset is empty: got 0 rows in empty.jsonl, expected at least one"]),
+        ("empty.json", &["the dataset is empty: got 0 rows in empty.json, expected at least one"]),
+        (
+            "text.csv",
+            &["text.csv: unknown dataset format: got content that begins with", "expected a .jsonl file"],
+        ),
+        ("gone.jsonl", &["cannot open gone.jsonl: No such file"]),
+    ];
+    for (file, parts) in cases {
+        place.run(&format!("{TRAIN} --train_file {file}")).fails(1, parts);
+        assert!(place.names("run").is_empty());
+        place.run(&format!("score --model M --input {file} --output out.jsonl")).fails(1, parts);
+        assert!(!place.exists("out.jsonl"));
+    }
+}
+
+#[test]
+fn a_group_of_one_is_a_usage_error() {
+    let place = Place::new();
+    let line = TRAIN.replace("--num_generations 2", "--num_generations 1");
+    place.run(&format!("{line} --train_file rows.jsonl")).fails(
+        2,
+        &["a group of one completion has nothing to compare with", "expected: `--num_generations` 2 or more"],
+    );
+    assert!(!place.exists("run"));
+}
+
+#[test]
+fn an_unknown_flag_is_a_usage_error() {
+    let place = Place::new();
+    let ran = place.run(&format!("{TRAIN} --train_file rows.jsonl --num_generation 4"));
+    ran.fails(2, &["num_generation"]);
+    assert!(!place.exists("run"));
+}
+
+#[test]
+fn an_output_that_cannot_be_written() {
+    let place = Place::new();
+    place.write("file", "mine");
+    for dir in ["file", "file/run", "/proc/run"] {
+        let line = TRAIN.replace("--output_dir run", &format!("--output_dir {dir}"));
+        place.run(&format!("{line} --train_file rows.jsonl")).fails(
+            1,
+            &[
+                "the run directory cannot be written",
+                &format!("at: {dir}"),
+                "got: ",
+                "help: choose another --output_dir",
+            ],
+        );
+    }
+    for out in ["file/out.jsonl", "/proc/out.jsonl"] {
+        for verb in ["generate --input", "score --input", "eval --eval_file"] {
+            let ran = place.run(&format!("{verb} rows.jsonl --model M --output {out}"));
+            ran.fails(
+                1,
+                &["the output cannot be written", &format!("at: {out}"), "help: choose another --output"],
+            );
+        }
+    }
+    assert_eq!(place.text("file"), "mine");
+}
+
+#[test]
+fn checkpoints_that_do_not_fit() {
+    let place = Place::new();
+    place.checkpoint("missing", |header, data| {
+        let (name, start) = last_tensor(header);
+        header.remove(&name);
+        data.truncate(start);
+    });
+    place.checkpoint("extra", |header, data| {
+        let (start, end) = (data.len(), data.len() + 8);
+        header.insert(
+            "model.surprise".into(),
+            json!({"dtype": "F32", "shape": [2], "data_offsets": [start, end]}),
+        );
+        data.extend([0; 8]);
+    });
+    place.checkpoint("shape", |header, _| {
+        let (name, _) = last_tensor(header);
+        header[&name]["shape"].as_array_mut().unwrap().insert(0, json!(1));
+    });
+    place.checkpoint("nan", |_, data| data[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
+    place.checkpoint("cut", |_, data| data.truncate(1000));
+    place.checkpoint("pickle", |_, _| {});
+    let weights = place.path("pickle/model.safetensors");
+    fs::rename(weights, place.path("pickle/pytorch_model.bin")).unwrap();
+    place.checkpoint("none", |_, _| {});
+    fs::remove_file(place.path("none/model.safetensors")).unwrap();
+
+    let last = "visual.patch_embed.proj.weight";
+    let cases: &[(&str, &[&str])] = &[
+        (
+            "missing",
+            &["do not fit the qwen2_5_vl architecture", "missing tensor", last, "[16, 3, 2, 14, 14]"],
+        ),
+        ("extra", &["unknown tensor model.surprise"]),
+        ("shape", &[last, "shape [1, 16, 3, 2, 14, 14], expected [16, 3, 2, 14, 14]"]),
+        ("nan", &["tensor model.embed_tokens.weight: element 0 is NaN, expected finite numbers"]),
+        ("cut", &["cut/model.safetensors is not a valid safetensors file"]),
+        ("pickle", &["only a pickle checkpoint was found (pytorch_model.bin)", "convert it to safetensors"]),
+        ("none", &["no model.safetensors and no model.safetensors.index.json"]),
+    ];
+    for (name, parts) in cases {
+        let model = |line: &str| line.replace("--model M", &format!("--model {name}"));
+        place.run(&format!("{} --train_file rows.jsonl", model(TRAIN))).fails(1, parts);
+        assert!(place.names("run").iter().all(|name| name == ".cache"), "{:?}", place.names("run"));
+        place.run(&model("generate --model M --input rows.jsonl --output out.jsonl")).fails(1, parts);
+        assert!(!place.exists("out.jsonl"));
+        place.run(&model("doctor --model M")).fails(1, parts);
+    }
+    place.run("generate --model nowhere --input rows.jsonl --output out.jsonl").fails(
+        1,
+        &["the model was not found", "got: `nowhere`", "expected: a checkpoint directory", "hf download"],
+    );
+}

@@ -1,0 +1,162 @@
+//! A folder with a few rows and the tiny checkpoints of the `models` tests, and the real program on them.
+#![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::{Map, Value, json};
+
+pub fn golden(path: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
+}
+
+pub const ROWS: &str = concat!(
+    r#"{"id": "shapes", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>", "kind": "shape"}"#,
+    "\n",
+    r#"{"id": "sum", "problem": "What is 2+3?", "solution": "<answer>5</answer>", "kind": "number"}"#,
+    "\n",
+    r#"{"id": "clip", "video": "clip.gif", "min_pixels": 3136, "max_pixels": 12544, "problem": "<video>Which way?", "solution": "<answer>right</answer>", "kind": "shape"}"#,
+    "\n",
+);
+
+/// What the program left.
+pub struct Ran {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ran {
+    /// Fails unless the exit code is 0.
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}", self.stderr);
+        self
+    }
+
+    /// Fails unless the exit code is `code` and standard error holds every part.
+    pub fn fails(self, code: i32, parts: &[&str]) -> Self {
+        assert_eq!(self.code, Some(code), "{}{}", self.stdout, self.stderr);
+        assert!(self.stderr.contains("error: ") && !self.stderr.contains("panicked"), "{}", self.stderr);
+        for part in parts {
+            assert!(self.stderr.contains(part), "`{part}` is not in\n{}", self.stderr);
+        }
+        self
+    }
+}
+
+/// A working directory.
+pub struct Place(tempfile::TempDir);
+
+impl Place {
+    pub fn new() -> Self {
+        let place = Self(tempfile::tempdir().unwrap());
+        place.write("rows.jsonl", ROWS);
+        for name in ["shapes.png", "noise.png", "alpha.png", "clip.gif"] {
+            fs::copy(golden("media").join(name), place.path(name)).unwrap();
+        }
+        place
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        fs::write(self.path(name), content).unwrap();
+    }
+
+    pub fn exists(&self, name: &str) -> bool {
+        self.path(name).exists()
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path(name)).unwrap()
+    }
+
+    pub fn lines(&self, name: &str) -> Vec<Value> {
+        self.text(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// Names in a directory, sorted.
+    pub fn names(&self, dir: &str) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.path(dir)) else { return Vec::new() };
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// The program, with words separated by spaces; `M` is the tiny checkpoint.
+    pub fn command(&self, line: &str) -> Command {
+        let model = golden("checkpoints/qwen2_5_vl_tied").display().to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_omnigrpo"));
+        command.args(line.split_whitespace().map(|word| if word == "M" { model.as_str() } else { word }));
+        command.current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    pub fn run(&self, line: &str) -> Ran {
+        self.run_with(line, &[])
+    }
+
+    /// As `run`, with arguments that hold spaces.
+    pub fn run_with(&self, line: &str, more: &[&str]) -> Ran {
+        ran(self.command(line).args(more))
+    }
+
+    /// A copy of the tiny checkpoint with its weight file changed: its header and its tensors' bytes.
+    pub fn checkpoint(&self, name: &str, change: impl FnOnce(&mut Map<String, Value>, &mut Vec<u8>)) {
+        let from = golden("checkpoints/qwen2_5_vl_tied");
+        fs::create_dir(self.path(name)).unwrap();
+        for entry in fs::read_dir(from).unwrap() {
+            let file = entry.unwrap().path();
+            fs::copy(&file, self.path(name).join(file.file_name().unwrap())).unwrap();
+        }
+        let path = self.path(name).join("model.safetensors");
+        let all = fs::read(&path).unwrap();
+        let split = 8 + u64::from_le_bytes(all[..8].try_into().unwrap()) as usize;
+        let mut header = serde_json::from_slice(&all[8..split]).unwrap();
+        let mut data = all[split..].to_vec();
+        change(&mut header, &mut data);
+        let header = json!(header).to_string();
+        let mut out = (header.len() as u64).to_le_bytes().to_vec();
+        out.extend(header.as_bytes());
+        out.extend(data);
+        fs::write(path, out).unwrap();
+    }
+}
+
+pub fn ran(command: &mut Command) -> Ran {
+    let output = command.output().unwrap();
+    Ran {
+        code: output.status.code(),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// The tensor whose bytes end the file, and where they start.
+pub fn last_tensor(header: &Map<String, Value>) -> (String, usize) {
+    let at = |value: &Value, i: usize| value["data_offsets"][i].as_u64().unwrap_or(0);
+    let (name, value) = header.iter().max_by_key(|(_, value)| at(value, 1)).unwrap();
+    (name.clone(), at(value, 0) as usize)
+}
+
+pub fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+/// Whether a path is there within 20 seconds.
+pub fn appears(path: &Path) -> bool {
+    (0..4000).any(|_| {
+        if !path.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        path.exists()
+    })
+}
