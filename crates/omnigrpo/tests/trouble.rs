@@ -1,0 +1,126 @@
+//! Killed, interrupted, out of disk, with a broken reward program: what is on disk stays usable, and the next run goes
+//! on as if nothing had been.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::process::{Command, Stdio};
+
+use support::{Place, appears, ran};
+
+const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24";
+
+fn line(steps: usize, threads: usize, dir: &str) -> String {
+    format!("{TRAIN} --max_steps {steps} --save_steps 5 --threads {threads} --output_dir {dir}")
+}
+
+/// Metrics without the clock and the memory.
+fn metrics(place: &Place, dir: &str) -> Vec<String> {
+    let rows = place.lines(&format!("{dir}/metrics.jsonl"));
+    let measured =
+        |name: &str| name.starts_with("time/") || name.starts_with("memory/") || name == "step_time";
+    rows.into_iter()
+        .map(|mut row| {
+            row.as_object_mut().unwrap().retain(|name, _| !measured(name));
+            row.to_string()
+        })
+        .collect()
+}
+
+fn same(place: &Place, a: &str, b: &str) {
+    assert!(
+        place.bytes(&format!("{a}/model.safetensors")) == place.bytes(&format!("{b}/model.safetensors")),
+        "weights differ"
+    );
+    assert_eq!(metrics(place, a), metrics(place, b));
+    assert!(!place.names(b).iter().any(|name| name.starts_with("tmp-")), "{:?}", place.names(b));
+}
+
+#[test]
+fn a_killed_run_goes_on_bit_for_bit() {
+    let place = Place::new();
+    for threads in [1, 2] {
+        let (whole, cut) = (format!("whole{threads}"), format!("cut{threads}"));
+        place.run(&line(40, threads, &whole)).ok();
+        let mut child = place.command(&line(40, threads, &cut)).stderr(Stdio::null()).spawn().unwrap();
+        assert!(appears(&place.path(&format!("{cut}/checkpoint-10"))));
+        child.kill().unwrap();
+        assert_eq!(child.wait().unwrap().code(), None);
+        assert!(!place.exists(&format!("{cut}/model.safetensors")), "it was killed before its end");
+        let again = place.run(&line(40, threads, &cut)).ok();
+        assert!(again.stderr.contains("resuming from"), "{}", again.stderr);
+        same(&place, &whole, &cut);
+    }
+    assert!(
+        place.bytes("whole1/model.safetensors") == place.bytes("whole2/model.safetensors"),
+        "threads matter"
+    );
+}
+
+#[test]
+fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
+    let place = Place::new();
+    place.run(&line(40, 1, "whole")).ok();
+    for signal in ["INT", "TERM"] {
+        let dir = format!("cut{signal}");
+        let never = line(40, 1, &dir).replace("--save_steps 5", "--save_steps 1000");
+        let mut command = place.command(&never);
+        let child = command.stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        assert!(appears(&place.path(&format!("{dir}/rollouts/step-000003.jsonl"))));
+        let id = child.id().to_string();
+        assert!(Command::new("kill").args([&format!("-{signal}"), &id]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains("the run was stopped before its end"), "{stderr}");
+        assert!(stderr.contains("start it again to go on from the checkpoint"), "{stderr}");
+        assert!(!place.exists(&format!("{dir}/model.safetensors")));
+        assert!(place.names(&dir).iter().any(|name| name.starts_with("checkpoint-")));
+        assert!(place.run(&never).ok().stderr.contains("resuming from"));
+        same(&place, "whole", &dir);
+    }
+}
+
+/// A file may not grow over 600 KiB, which the weights fit and the optimizer does not.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_leaves_the_last_checkpoint() {
+    let place = Place::new();
+    place.run(&line(10, 1, "whole")).ok();
+    place.run(&line(10, 1, "cut")).ok();
+    std::fs::remove_dir_all(place.path("cut/checkpoint-10")).unwrap();
+    std::fs::remove_file(place.path("cut/model.safetensors")).unwrap();
+    let program = place.command(&line(10, 1, "cut"));
+    let mut limited = Command::new("bash");
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 600; exec \"$@\"", "bash"]).arg(program.get_program());
+    limited.args(program.get_args()).current_dir(place.path(""));
+    let full = ran(&mut limited).fails(1, &["optimizer.safetensors", "File too large"]);
+    assert!(full.stderr.contains("resuming from"), "{}", full.stderr);
+    let left = place.names("cut");
+    assert!(
+        left.contains(&"checkpoint-5".to_owned()) && !left.contains(&"checkpoint-10".to_owned()),
+        "{left:?}"
+    );
+    assert!(!left.iter().any(|name| name.starts_with("tmp-") || name == "model.safetensors"), "{left:?}");
+    assert!(place.run(&line(10, 1, "cut")).ok().stderr.contains("at step 5 of 10"));
+    same(&place, "whole", "cut");
+}
+
+#[test]
+fn reward_programs_that_fail_are_named_with_their_rows() {
+    let place = Place::new();
+    let cases: &[(&str, i32, &[&str])] = &[
+        ("cmd:sleep 100", 1, &["reward `sleep`: no answer within 1s for rows 0", "raise the time limit"]),
+        ("cmd:false", 1, &["reward `false` failed", "the program ended (exit status: 1)"]),
+        ("cmd:no-such-program", 2, &["cannot start `no-such-program`", "is it installed and on PATH?"]),
+        ("cmd:cat", 1, &["reward `cat` failed", "the answer has neither `rewards` nor `error`"]),
+        ("cmd:bash one.sh", 1, &["reward `one`", "1 value(s) for 2 completions"]),
+    ];
+    place.write("one.sh", r#"while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [1]}"; done"#);
+    for (reward, code, parts) in cases {
+        let line = "train --model M --train_file rows.jsonl --max_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --reward_timeout_secs 1 --output_dir run";
+        let failed = place.run_with(line, &["--reward_funcs", reward]);
+        failed.fails(*code, parts);
+        assert!(!place.exists("run/model.safetensors"));
+    }
+}
