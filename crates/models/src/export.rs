@@ -35,6 +35,14 @@ impl Model {
     /// A directory that cannot be written.
     pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
+        let real = |path: &Path| std::fs::canonicalize(path).map_err(ModelError::io(path));
+        if real(dir)? == real(self.dir())? {
+            return Err(ModelError::Checkpoint {
+                dir: dir.to_path_buf(),
+                what: "a model cannot be saved over the one it was loaded from; choose another directory"
+                    .into(),
+            });
+        }
         for name in COMPANIONS {
             let from = self.dir().join(name);
             if from.is_file() {

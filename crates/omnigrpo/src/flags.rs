@@ -595,7 +595,7 @@ pub const FLAGS: &[Flag] = &[
     row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),
     row("eval_on_start", Bool, Is("false"), Section::Evaluation, PERIODIC, "Evaluate before the first step too, for a comparison of before and after."),
     row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, PERIODIC, "Completions per prompt in evaluation during training; more than 1 are sampled."),
-    row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric that names the best checkpoint; higher is better, except for a loss."),
+    row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric of the evaluation that names the best checkpoint; higher is better."),
     row("category_column", Text, Unset("no table"), Section::Evaluation, EVALUATES, "Column of the rows by which accuracy is listed apart."),
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),

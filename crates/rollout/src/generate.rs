@@ -69,7 +69,7 @@ pub struct Generator<'a> {
     pub stops: &'a StopSet,
     /// How to sample.
     pub params: &'a SamplingParams,
-    /// Completions in flight at once. Bounds memory, changes nothing else.
+    /// Completions in flight at once, though a group is never split. Bounds memory, changes nothing else.
     pub max_live: usize,
 }
 
@@ -236,7 +236,8 @@ impl<'a> Generator<'a> {
         let allowed = done.ids.len() >= self.params.min_completion_length;
         let hit = !self.stops.strings.is_empty()
             && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();
-        if (self.stops.is_stop(drawn.id) || hit) && allowed {
+        // A stop string ends the completion whatever its length: the text is cut there in any case.
+        if hit || (allowed && self.stops.is_stop(drawn.id)) {
             done.finish_reason = FinishReason::Stop;
         }
     }

@@ -136,7 +136,8 @@ pub fn save(
         fs::write(&path, text).map_err(TrainError::io(&path))?;
         sync_tree(&temporary)?;
         if target.exists() {
-            fs::remove_dir_all(&target).map_err(TrainError::io(&target))?;
+            // Out of the way under a name that no resume looks at, so that an end in the middle leaves no half of it.
+            discard(&target)?;
         }
         fs::rename(&temporary, &target).map_err(TrainError::io(&target))?;
         sync(output_dir)
@@ -148,13 +149,26 @@ pub fn save(
     written?;
     if let Some(limit) = limit {
         let mut all = list(output_dir)?;
-        all.retain(|(step, _)| Some(*step) != keep);
-        let surplus = all.len().saturating_sub(limit.max(1));
+        all.retain(|(step, path)| Some(*step) != keep && *path != target);
+        // The one just written counts, and stays.
+        let surplus = all.len().saturating_sub(limit.max(1) - 1);
         for (_, path) in &all[..surplus] {
-            fs::remove_dir_all(path).map_err(TrainError::io(path))?;
+            discard(path)?;
         }
     }
     Ok(target)
+}
+
+/// Removes a checkpoint so that it is never seen incomplete.
+fn discard(checkpoint: &Path) -> Result<()> {
+    let mut name = std::ffi::OsString::from("tmp-old-");
+    name.push(checkpoint.file_name().unwrap_or_default());
+    let aside = checkpoint.with_file_name(name);
+    if aside.exists() {
+        fs::remove_dir_all(&aside).map_err(TrainError::io(&aside))?;
+    }
+    fs::rename(checkpoint, &aside).map_err(TrainError::io(checkpoint))?;
+    fs::remove_dir_all(&aside).map_err(TrainError::io(&aside))
 }
 
 /// Complete checkpoints of a run directory, oldest first.
@@ -223,6 +237,9 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     let file = SafeTensors::deserialize(&bytes).map_err(|e| damaged(&e))?;
     let floats = |name: &str| -> Result<Vec<f32>> {
         match file.tensor(name) {
+            Ok(view) if view.dtype() != Dtype::F32 => {
+                Err(damaged(&format!("tensor {name} is {:?}, expected F32", view.dtype())))
+            }
             Ok(view) => Ok(view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()),
             Err(_) => Ok(Vec::new()),
         }

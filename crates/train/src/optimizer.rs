@@ -185,7 +185,10 @@ impl AdamW {
         for (name, moments) in &state {
             let param = self.params.iter().find(|(p, ..)| p.name() == name);
             match param {
-                Some((p, ..)) if moments.m.len() == p.len() && moments.v.len() == p.len() => {}
+                Some((p, ..))
+                    if moments.m.len() == p.len()
+                        && moments.v.len() == p.len()
+                        && moments.master.len() == if self.has_master(p) { p.len() } else { 0 } => {}
                 _ => {
                     return Err(TrainError::Checkpoint {
                         what: format!(
@@ -200,13 +203,14 @@ impl AdamW {
         Ok(())
     }
 
+    fn has_master(&self, param: &Param) -> bool {
+        param.value().dtype() != DType::F32 && !self.config.pure_bf16
+    }
+
     /// Bytes of gradients, moments and masters when every weight has them.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        let each = |p: &Param| {
-            let master = p.value().dtype() != DType::F32 && !self.config.pure_bf16;
-            p.len() * (12 + if master { 4 } else { 0 })
-        };
+        let each = |p: &Param| p.len() * (12 + if self.has_master(p) { 4 } else { 0 });
         self.params.iter().map(|(p, ..)| each(p)).sum()
     }
 }

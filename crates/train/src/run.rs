@@ -188,7 +188,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     }
     let total = run.max_steps.unwrap_or_else(|| {
         let rollouts = (usable as f64 * run.num_epochs / run.prompts_per_step as f64).ceil().max(1.0);
-        rollouts as u64 * run.num_iterations as u64
+        (rollouts as u64).saturating_mul(run.num_iterations as u64)
     });
     let warmup =
         if run.warmup_steps > 0 { run.warmup_steps } else { (run.warmup_ratio * total as f64).ceil() as u64 };
@@ -200,6 +200,10 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         Some((_, state)) => Existing::ResumeAfter(state.global_step),
         None => Existing::Replace,
     };
+    if let Some((path, state)) = &resumed {
+        // Before the records are cut back: a checkpoint that cannot be loaded must leave them as they are.
+        checkpoint::load(path, &model, &mut optimizer, state)?;
+    }
     let records = RunDir::open(&run.output_dir, existing)?;
     write_config(&run)?;
     let mut this = Loop {
@@ -250,6 +254,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         summary.before = this.evaluate(0, 0.0)?;
     }
     let mut evaluated_at = None;
+    let mut saved_at = None;
     let mut epoch_before = source.order().epochs_done().floor();
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::start(Instant::now());
@@ -294,7 +299,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             };
             metrics = reinforcement_metrics(&outcome);
             reward = outcome.sums.reward();
-            if iteration + 1 < this.run.num_iterations && !this.run.replay {
+            if iteration + 1 < this.run.num_iterations {
                 buffer = Some((rollouts, iteration + 1));
             }
         }
@@ -316,9 +321,10 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         if evaluate_now && step < total {
             let evaluation = this.evaluate(step, epoch)?;
             evaluated_at = Some(step);
-            improved = this.improved(step, evaluation.as_ref());
+            improved = this.improved(step, evaluation.as_ref())?;
         }
-        let interrupted = stop.load(Ordering::Relaxed);
+        // A stop on the last step leaves nothing to go on with.
+        let interrupted = step < total && stop.load(Ordering::Relaxed);
         let save_now = interrupted
             || match this.run.save {
                 SaveWhen::Never => false,
@@ -328,21 +334,25 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             };
         if save_now {
             this.save(step, rollout_index, &optimizer, &source, buffer.as_ref())?;
+            saved_at = Some(step);
         }
-        summary.interrupted = interrupted;
     }
+    summary.interrupted = step < total;
     if summary.interrupted {
+        if saved_at != Some(step) {
+            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref())?;
+        }
         console.line(&format!("stopped after step {step}; resume with --resume_from_checkpoint auto"));
     } else {
         if this.eval.is_some() && evaluated_at != Some(step) {
             let epoch = source.order().epochs_done();
             summary.after = this.evaluate(step, epoch)?;
-            let improved = this.improved(step, summary.after.as_ref());
+            let improved = this.improved(step, summary.after.as_ref())?;
             if improved && this.run.save == SaveWhen::Best {
                 this.save(step, rollout_index, &optimizer, &source, None)?;
             }
         }
-        this.model.save_pretrained(&this.run.output_dir)?;
+        this.save_final()?;
         this.write_model_card(step, summary.after.as_ref())?;
     }
     summary.steps = step;
@@ -491,13 +501,21 @@ impl Loop {
         Ok(Some(evaluation))
     }
 
-    fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> bool {
-        let Some(value) = evaluation.and_then(|e| e.metric(&self.run.best_metric)) else { return false };
-        if self.best.is_none_or(|(best, _)| value > best) {
+    fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> Result<bool> {
+        let Some(evaluation) = evaluation else { return Ok(false) };
+        let Some(value) = evaluation.metric(&self.run.best_metric) else {
+            let known: Vec<&str> = evaluation.metrics.iter().map(|(name, _)| name.as_str()).collect();
+            return Err(TrainError::setting(
+                "metric_for_best_model",
+                &self.run.best_metric,
+                format!("the evaluation has no such metric; it has {}", known.join(", ")),
+            ));
+        };
+        let better = self.best.is_none_or(|(best, _)| value > best);
+        if better {
             self.best = Some((value, step));
-            return true;
         }
-        false
+        Ok(better)
     }
 
     fn save(
@@ -524,6 +542,30 @@ impl Loop {
             checkpoint::save(&self.run.output_dir, &self.model, optimizer, state, self.run.save_limit, keep)?;
         self.console.line(&format!("saved {}", path.display()));
         Ok(())
+    }
+
+    /// Writes the model beside the run's records: complete in a temporary directory first, then file by file into
+    /// place, `config.json` last.
+    fn save_final(&self) -> Result<()> {
+        let (to, from) = (&self.run.output_dir, self.run.output_dir.join("tmp-final"));
+        if from.exists() {
+            std::fs::remove_dir_all(&from).map_err(TrainError::io(&from))?;
+        }
+        self.model.save_pretrained(&from)?;
+        let mut names: Vec<std::ffi::OsString> = Vec::new();
+        for entry in std::fs::read_dir(&from).map_err(TrainError::io(&from))? {
+            names.push(entry.map_err(TrainError::io(&from))?.file_name());
+        }
+        names.sort_by_key(|name| name == "config.json");
+        // An index of an earlier, sharded save would win over a single file.
+        let index = to.join("model.safetensors.index.json");
+        if index.exists() {
+            std::fs::remove_file(&index).map_err(TrainError::io(&index))?;
+        }
+        for name in names {
+            std::fs::rename(from.join(&name), to.join(&name)).map_err(TrainError::io(to))?;
+        }
+        std::fs::remove_dir(&from).map_err(TrainError::io(&from))
     }
 
     fn restore_buffer(&self, dataset: &Dataset, saved: &BufferState) -> Result<Rollouts> {
@@ -689,6 +731,9 @@ fn find_resume(run: &RunPlan, console: &Console) -> Result<Option<(PathBuf, Trai
         })
         .collect();
     if differences.is_empty() {
+        let abandoned =
+            checkpoint::list(&run.output_dir)?.into_iter().filter(|(step, _)| *step > state.global_step);
+        move_aside(run, console, abandoned.collect(), "the run goes on from an earlier one")?;
         return Ok(Some((path, state)));
     }
     match &run.resume {
@@ -708,6 +753,14 @@ fn find_resume(run: &RunPlan, console: &Console) -> Result<Option<(PathBuf, Trai
 }
 
 fn set_aside(run: &RunPlan, console: &Console, why: &str) -> Result<()> {
+    move_aside(run, console, checkpoint::list(&run.output_dir)?, &format!("{why}; starting anew"))
+}
+
+/// Moves checkpoints into a directory of their own, with a copy of the metrics that belong to them.
+fn move_aside(run: &RunPlan, console: &Console, checkpoints: Vec<(u64, PathBuf)>, why: &str) -> Result<()> {
+    if checkpoints.is_empty() {
+        return Ok(());
+    }
     let mut n = 1;
     let aside = loop {
         let path = run.output_dir.join(format!("superseded-{n}"));
@@ -717,12 +770,16 @@ fn set_aside(run: &RunPlan, console: &Console, why: &str) -> Result<()> {
         n += 1;
     };
     std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
-    for (_, path) in checkpoint::list(&run.output_dir)? {
+    let metrics = run.output_dir.join("metrics.jsonl");
+    if metrics.is_file() {
+        std::fs::copy(&metrics, aside.join("metrics.jsonl")).map_err(TrainError::io(&metrics))?;
+    }
+    for (_, path) in checkpoints {
         if let Some(name) = path.file_name() {
             std::fs::rename(&path, aside.join(name)).map_err(TrainError::io(&path))?;
         }
     }
-    console.line(&format!("earlier checkpoints were moved to {}: {why}; starting anew", aside.display()));
+    console.line(&format!("earlier checkpoints were moved to {}: {why}", aside.display()));
     Ok(())
 }
 

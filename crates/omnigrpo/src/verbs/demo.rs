@@ -77,9 +77,9 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     trained.model.model_name_or_path = settings.run.output_dir.as_ref().map(|d| d.display().to_string());
     let model = setup::model(&trained)?;
     let prompts = setup::prompts(&trained, model.dir(), false)?;
-    let rewards = setup::rewards(&trained)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
+    let rewards = setup::rewards(&trained, &dataset)?;
     let plan = EvalPlan {
         rows: (0..dataset.len()).collect(),
         dataset,

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Sample};
+use omnigrpo_data::{Dataset, DatasetSpec, Sample};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_text::StreamDecoder;
@@ -123,6 +123,10 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
             let completions: Vec<&[u32]> = ids[part.completions].iter().map(Vec::as_slice).collect();
             let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions }])?;
             let (flat, _) = model.score(&stream, &features, temperature)?;
+            anyhow::ensure!(
+                flat.iter().all(|x| x.is_finite()),
+                "the model gives log-probabilities that are no numbers"
+            );
             let mut rest = flat.as_slice();
             for &len in stream.lengths() {
                 let (own, others) = rest.split_at(len);
@@ -244,7 +248,7 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     if !videos.is_empty() {
         row["video"] = json!(videos);
     }
-    let options = ReadOptions { ..setup::read_options(settings) };
+    let options = setup::read_options(settings);
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
     let model = setup::model(settings)?;
@@ -295,7 +299,7 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
     }
     let model = setup::model(settings)?;
     let prompts = setup::prompts(settings, model.dir(), false)?;
-    let rewards = setup::rewards(settings)?;
+    let rewards = setup::rewards(settings, &dataset)?;
     let plan = EvalPlan {
         rows: (0..dataset.len()).collect(),
         dataset: Arc::clone(&dataset),

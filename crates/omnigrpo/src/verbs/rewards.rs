@@ -29,9 +29,9 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    let rewards = setup::rewards(settings)?;
     let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
     let dataset = Dataset::open(&specs, &setup::read_options(settings))?;
+    let rewards = setup::rewards(settings, &dataset)?;
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
     let mut failed = 0u64;

@@ -10,7 +10,7 @@ use omnigrpo_data::{
 use omnigrpo_models::{
     FrameRule, MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype, open_family,
 };
-use omnigrpo_rewards::RewardSet;
+use omnigrpo_rewards::{DocumentFrequencies, RewardSet, references};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_text::RenderOptions;
 
@@ -168,9 +168,19 @@ fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }
 
-/// The rewards.
-pub fn rewards(settings: &Settings) -> Result<RewardSet> {
-    let options = settings.rewards.options(settings.rollout.max_completion_length);
+/// The rewards. `cider` weighs words by how many of the rows in `corpus` have them.
+pub fn rewards(settings: &Settings, corpus: &Dataset) -> Result<RewardSet> {
+    let mut options = settings.rewards.options(settings.rollout.max_completion_length);
+    if settings.rewards.reward_funcs.iter().any(|name| name == "cider") {
+        let mut frequencies = DocumentFrequencies::default();
+        for row in 0..corpus.len() {
+            // A row that cannot be read is reported where it would be used.
+            if let Ok(sample) = corpus.get(row) {
+                frequencies.add_item(&references(&sample.columns, sample.solution.as_deref()));
+            }
+        }
+        options.cider = Some(Arc::new(frequencies));
+    }
     omnigrpo_rewards::build(&settings.rewards.reward_funcs, &options)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
 }

@@ -55,10 +55,19 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
             .expected("a directory that can be written to, or a name where one can be made")
             .help("choose another --output_dir")
     })?;
-    let rewards = setup::rewards(settings)?;
+    if std::fs::canonicalize(&output_dir).ok() == std::fs::canonicalize(&dir).ok() {
+        return Err(Problem::usage("the run directory is the model's directory")
+            .got(output_dir.display().to_string())
+            .expected(
+                "a directory of its own: the trained model is written there and must not replace the start",
+            )
+            .at("--output_dir")
+            .into());
+    }
     let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
     let dataset = setup::train_data(settings)?;
     let held_out = setup::eval_data(settings)?;
+    let rewards = setup::rewards(settings, &dataset)?;
 
     let bad_rows = if settings.data.skip_data_check {
         Vec::new()
@@ -234,6 +243,8 @@ const FREE_TO_CHANGE: &[&str] = &[
     "save_total_limit",
     "save_only_model",
     "logging_steps",
+    "grpo_logging_steps",
+    "gradient_checkpointing",
     "log_completions",
     "eval_strategy",
     "eval_steps",
