@@ -132,10 +132,11 @@ fn notes(env: &Environment) -> Vec<String> {
         notes.push("WANDB_DISABLED is on: nothing is sent to W&B, as always".into());
     }
     if env.debug_mode {
-        notes.push(match &env.log_path {
-            Some(path) => format!("DEBUG_MODE is on: rewards log each completion to {}", path.display()),
-            None => "DEBUG_MODE is on, but LOG_PATH names no file for the log of rewards".into(),
-        });
+        notes.push(
+            "DEBUG_MODE is on: every completion with its rewards is in rollouts/ of the run directory, as always; \
+             LOG_PATH is not written"
+                .into(),
+        );
     }
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));

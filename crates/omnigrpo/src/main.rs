@@ -18,6 +18,7 @@ use explain::Problem;
 
 fn main() -> ExitCode {
     keep_freed_memory();
+    show_warnings();
     let problem = match cli::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is no failure of ours.
@@ -32,6 +33,13 @@ fn main() -> ExitCode {
     };
     let _ = writeln!(std::io::stderr().lock(), "{problem}");
     ExitCode::from(problem.exit_code())
+}
+
+/// Warnings of the libraries (a reward program that is asked again, say) go to standard error; `RUST_LOG` shows more.
+fn show_warnings() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
 }
 
 /// Keeps freed memory in the process. A training step allocates and frees the same large buffers again and again;

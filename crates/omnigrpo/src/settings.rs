@@ -224,10 +224,8 @@ impl Resume {
 pub struct Environment {
     /// `WANDB_DISABLED` is true. Nothing is ever sent to W&B; kept to say so.
     pub wandb_disabled: bool,
-    /// `DEBUG_MODE` is true: rewards append a line per completion to `log_path`.
+    /// `DEBUG_MODE` is true. Rollouts are always written; kept to say so.
     pub debug_mode: bool,
-    /// `LOG_PATH`.
-    pub log_path: Option<PathBuf>,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
 }
@@ -241,7 +239,6 @@ impl Environment {
         Self {
             wandb_disabled: on("WANDB_DISABLED"),
             debug_mode: on("DEBUG_MODE"),
-            log_path: get("LOG_PATH").filter(|p| !p.is_empty()).map(PathBuf::from),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
         }
     }

@@ -285,7 +285,7 @@ fn the_environment_is_noted() {
         [
             "# omnigrpo train",
             "# WANDB_DISABLED is on: nothing is sent to W&B, as always",
-            "# DEBUG_MODE is on: rewards log each completion to r.log",
+            "# DEBUG_MODE is on: every completion with its rewards is in rollouts/ of the run directory, as always; LOG_PATH is not written",
             "# CUDA_VISIBLE_DEVICES=0",
         ]
     );

@@ -472,6 +472,9 @@ impl Loop {
         let evaluation =
             evaluate(&self.model, &self.prompts, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
+        for row in &evaluation.skipped {
+            self.skipped(step, row)?;
+        }
         self.records.append_metrics(step, epoch, &evaluation.metrics)?;
         let lines: Vec<u8> = evaluation
             .rows

@@ -229,7 +229,8 @@ fn run_plan(
     }
 }
 
-/// Settings that may differ between a checkpoint and the run that resumes it.
+/// Settings that may differ between a checkpoint and the run that resumes it. A longer run goes on with a learning rate
+/// that follows its own length.
 const FREE_TO_CHANGE: &[&str] = &[
     "config",
     "preset",
@@ -238,6 +239,8 @@ const FREE_TO_CHANGE: &[&str] = &[
     "output_dir",
     "exp_name",
     "resume_from_checkpoint",
+    "max_steps",
+    "num_train_epochs",
     "save_strategy",
     "save_steps",
     "save_total_limit",
