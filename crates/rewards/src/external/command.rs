@@ -116,6 +116,8 @@ struct Worker {
     requests: Option<Sender<Vec<u8>>>,
     answers: Receiver<std::io::Result<String>>,
     stderr: Arc<Mutex<VecDeque<String>>>,
+    /// Reads the child's stderr until it is closed.
+    stderr_reader: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Worker {
@@ -136,12 +138,13 @@ impl Worker {
         let (requests, to_write) = channel();
         let (read, answers) = sync_channel(1);
         let lines = Arc::new(Mutex::new(VecDeque::new()));
-        let worker = Self {
+        let mut worker = Self {
             child,
             group_is_ours: true,
             requests: Some(requests),
             answers,
             stderr: Arc::clone(&lines),
+            stderr_reader: None,
         };
         let thread = |name: &str| std::thread::Builder::new().name(format!("reward {name}"));
         thread("stdin").spawn(move || write_requests(stdin, &to_write))?;
@@ -153,7 +156,7 @@ impl Worker {
                 }
             }
         })?;
-        thread("stderr").spawn(move || {
+        let reader = thread("stderr").spawn(move || {
             let mut reader = BufReader::new(stderr);
             while let Some(Ok(line)) = next_line(&mut reader) {
                 let line = line.trim_end().to_owned();
@@ -165,6 +168,7 @@ impl Worker {
                 }
             }
         })?;
+        worker.stderr_reader = Some(reader);
         Ok(worker)
     }
 
@@ -189,6 +193,13 @@ impl Worker {
             Some(status) => format!("the program ended ({status})"),
             None => "the program closed its stdout".to_owned(),
         };
+        // Its last words may still be in the pipe when its end is known.
+        let start = Instant::now();
+        while self.stderr_reader.as_ref().is_some_and(|reader| !reader.is_finished())
+            && start.elapsed() < GOODBYE
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let lines: Vec<String> = locked(&self.stderr).iter().cloned().collect();
         if lines.is_empty() { status } else { format!("{status}; its last lines: {}", lines.join(" | ")) }
     }
