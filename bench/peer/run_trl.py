@@ -27,6 +27,7 @@ def arguments():
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--num_generations", type=int, default=NUM_GENERATIONS)
     parser.add_argument("--output", required=True)
     return parser.parse_args()
 
@@ -147,8 +148,8 @@ def main():
         config = GRPOConfig(
             output_dir=scratch, seed=SEED, max_steps=ARGS.steps, use_cpu=True, bf16=False,
             model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False,
-            per_device_train_batch_size=NUM_GENERATIONS, gradient_accumulation_steps=1,
-            num_generations=NUM_GENERATIONS, max_completion_length=workload.completion_tokens,
+            per_device_train_batch_size=ARGS.num_generations, gradient_accumulation_steps=1,
+            num_generations=ARGS.num_generations, max_completion_length=workload.completion_tokens,
             generation_kwargs={"min_new_tokens": workload.completion_tokens}, temperature=TEMPERATURE,
             loss_type="grpo", beta=BETA, use_bias_correction_kl=False, scale_rewards="group",
             learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM,
@@ -181,7 +182,7 @@ def main():
     assert len(clock.steps) == len(log) == ARGS.steps, (len(clock.steps), len(log))
     for step, entry in enumerate(log, 1):
         # Counted over the run: every completion with its own copy of the prompt.
-        tokens = step * NUM_GENERATIONS * (workload.prompt_tokens + workload.completion_tokens)
+        tokens = step * ARGS.num_generations * (workload.prompt_tokens + workload.completion_tokens)
         assert entry["num_tokens"] == tokens, f"num_tokens {entry['num_tokens']}, expected {tokens}"
         assert entry["completions/mean_length"] == workload.completion_tokens, entry
         assert entry["frac_reward_zero_std"] == 0, entry

@@ -1,14 +1,17 @@
 """Loads a directory that omnigrpo saved with transformers and compares every tensor with the checkpoint it came from.
 
     python tools/goldens/check_saved.py SAVED ORIGINAL
+    python tools/goldens/check_saved.py SAVED
 
-Exit status 0 when transformers finds every tensor, has none left over, and all are bitwise equal.
+Exit status 0 when transformers finds every tensor, has none left over, and all are bitwise equal. Without an ORIGINAL that
+transformers can load (a conversion from another layout) the model is loaded and asked about a picture through its own processor.
 """
 
 import sys
 from pathlib import Path
 
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 
@@ -21,6 +24,21 @@ def load(directory: str):
     if problems:
         sys.exit(f"{directory}: transformers reports {problems}")
     return model
+
+
+def run(directory: str):
+    """One forward pass on a picture and a question, as the directory's own files make the input."""
+    model, processor = load(directory), AutoProcessor.from_pretrained(directory, local_files_only=True)
+    content = [{"type": "image", "image": Image.new("RGB", (90, 60), (200, 30, 30))}, {"type": "text", "text": "Red?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    if not torch.isfinite(logits).all():
+        sys.exit(f"{directory}: logits are not finite")
+    print(f"{sum(1 for _ in model.parameters())} tensors; {tuple(logits.shape)} logits are finite")
 
 
 def settings(config: dict) -> dict:
@@ -52,6 +70,9 @@ def main(saved: str, original: str):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) == 3:
+        main(*sys.argv[1:])
+    elif len(sys.argv) == 2:
+        run(sys.argv[1])
+    else:
         sys.exit(__doc__)
-    main(*sys.argv[1:])

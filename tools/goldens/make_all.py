@@ -3,10 +3,15 @@
 import fixtures
 import make_cases
 import make_checkpoints
+import make_internvl
+import make_lora
+import make_encoders
+import make_humanomni
 import make_packed
 import make_positions
 import make_published
 import make_replay
+import make_scorers
 
 if __name__ == "__main__":
     fixtures.make_media()
@@ -14,5 +19,10 @@ if __name__ == "__main__":
     make_positions.main()
     make_cases.main()
     make_packed.main()
+    make_lora.main()
     make_replay.main()
+    make_internvl.main()
     make_published.main()
+    make_encoders.main()
+    make_humanomni.main()
+    make_scorers.main()

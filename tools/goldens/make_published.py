@@ -1,10 +1,11 @@
 """Names and shapes of every tensor of the published sizes, from transformers on the meta device, and the configs used."""
 
+import math
 import re
 
 import torch
 from fixtures import OUT, model_classes, published, write_json
-from transformers import AutoConfig
+from transformers import AutoConfig, InternVLForConditionalGeneration
 
 PUBLISHED = OUT / "published"
 
@@ -33,6 +34,109 @@ def text_fields(hidden, intermediate, layers, heads, kv_heads, vocab, tied, max_
         sliding_window=32768, tie_word_embeddings=tied, torch_dtype="bfloat16", use_cache=True,
         use_sliding_window=False, vocab_size=vocab, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     )
+
+
+# size -> hidden, intermediate, layers, heads, kv heads; the 38B one has the 6B tower with RMS norms.
+INTERNVL3 = {
+    "1B": (896, 4864, 24, 14, 2), "2B": (1536, 8960, 28, 12, 2), "8B": (3584, 18944, 28, 28, 4),
+    "14B": (5120, 13824, 48, 40, 8), "38B": (5120, 27648, 64, 40, 8),
+}
+
+
+def internvl_text(hidden, intermediate, layers, heads, kv_heads):
+    return dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+        hidden_act="silu", hidden_size=hidden, initializer_range=0.02, intermediate_size=intermediate,
+        max_position_embeddings=32768, max_window_layers=70, model_type="qwen2", num_attention_heads=heads,
+        num_hidden_layers=layers, num_key_value_heads=kv_heads, rms_norm_eps=1e-6,
+        rope_scaling={"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}, rope_theta=1000000.0,
+        sliding_window=None, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151674,
+    )
+
+
+def internvl_tower(large):
+    width = dict(hidden_size=3200, intermediate_size=12800, num_attention_heads=25, num_hidden_layers=45) if large else \
+        dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_hidden_layers=24)
+    return width | dict(
+        architectures=["InternVisionModel"], attention_dropout=0.0, hidden_act="gelu", layer_norm_eps=1e-6,
+        norm_type="rms_norm" if large else "layer_norm",
+    )
+
+
+def internvl_configs() -> dict:
+    """Both layouts of each size. Published hf files do not say that the head is not tied; the tests' copies do, since there
+    are no tensors beside them to tell."""
+    out = {}
+    for size, numbers in INTERNVL3.items():
+        large = size == "38B"
+        out[f"internvl_hf_{size}"] = dict(
+            architectures=["InternVLForConditionalGeneration"], downsample_ratio=0.5, image_seq_length=256,
+            # As published: the largest has the older key.
+            **{"image_token_index" if large else "image_token_id": 151667},
+            model_type="internvl", projector_hidden_act="gelu", text_config=internvl_text(*numbers),
+            tie_word_embeddings=False, torch_dtype="bfloat16", vision_feature_layer=-1,
+            vision_feature_select_strategy="default",
+            vision_config=internvl_tower(large) | dict(
+                attention_bias=not large, hidden_dropout_prob=0.0, image_size=[448, 448], layer_scale_init_value=0.1,
+                model_type="internvl_vision", num_channels=3, patch_size=[14, 14], projection_dropout=0.0,
+                use_absolute_position_embeddings=True, use_mask_token=False, use_mean_pooling=True, use_qk_norm=large,
+            ),
+        )
+        out[f"internvl_{size}"] = dict(
+            architectures=["InternVLChatModel"], downsample_ratio=0.5, dynamic_image_size=True, force_image_size=448,
+            llm_config=internvl_text(*numbers) | dict(tie_word_embeddings=False), max_dynamic_patch=12,
+            min_dynamic_patch=1, model_type="internvl_chat", pad2square=False, ps_version="v2", select_layer=-1,
+            template="internvl2_5", torch_dtype="bfloat16", use_backbone_lora=0, use_llm_lora=0, use_thumbnail=True,
+            vision_config=internvl_tower(large) | dict(
+                drop_path_rate=0.4 if large else 0.1, dropout=0.0, image_size=448, initializer_factor=0.1,
+                initializer_range=1e-10, model_type="intern_vit_6b", patch_size=14, qk_normalization=large,
+                qkv_bias=not large, use_flash_attn=True,
+            ),
+        )
+    return out
+
+
+def internvl_tensors(directory, original) -> dict:
+    """As `tensor_list`; the original names by the published table, query, key and value joined."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = InternVLForConditionalGeneration(config)
+    shapes = {}
+    for n, p in model.named_parameters():
+        name = "language_model.lm_head.weight" if n == "lm_head.weight" else \
+            n.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
+        if original:
+            name = original_name(name)
+        if name is not None:
+            rows = 3 if ".attn.qkv." in name else 1
+            shapes[name] = (p.shape[0] * rows, *p.shape[1:])
+    rows = {}
+    for name, shape in shapes.items():
+        pattern = re.sub(r"\b(layers|layer)\.(\d+)\.", r"\1.{i}.", name)
+        rows.setdefault((pattern, shape), set()).add(name)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    return dict(
+        tied=False, parameters=sum(math.prod(s) for s in shapes.values()),
+        tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
+def original_name(name):
+    """hf name -> original name; the query projection stands for the joined one."""
+    if ".k_proj." in name and "vision" in name or ".v_proj." in name and "vision" in name:
+        return None
+    name = name.replace("vision_tower.", "vision_model.").replace(".encoder.layer.", ".encoder.layers.")
+    for new, old in (
+        ("cls_token", "class_embedding"), ("position_embeddings", "position_embedding"),
+        ("patch_embeddings.projection.", "patch_embedding."), (".layernorm_before.", ".norm1."),
+        (".layernorm_after.", ".norm2."), (".lambda_1", ".ls1"), (".lambda_2", ".ls2"),
+        (".attention.projection_layer.", ".attn.proj."), (".attention.q_norm.", ".attn.q_norm."),
+        (".attention.k_norm.", ".attn.k_norm."), (".attention.q_proj.", ".attn.qkv."),
+        ("multi_modal_projector.layer_norm.", "mlp1.0."), ("multi_modal_projector.linear_1.", "mlp1.1."),
+        ("multi_modal_projector.linear_2.", "mlp1.3."),
+    ):
+        name = name.replace(new, old)
+    return name
 
 
 def configs() -> dict:
@@ -88,10 +192,14 @@ def tensor_list(family, directory):
 
 def main():
     lines = []
-    for key, config in configs().items():
+    for key, config in (configs() | internvl_configs()).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
-        result = tensor_list(key.rsplit("_", 1)[0], directory)
+        if key.startswith("internvl"):
+            size = key.rsplit("_", 1)[1]
+            result = internvl_tensors(PUBLISHED / f"internvl_hf_{size}", original="_hf_" not in key)
+        else:
+            result = tensor_list(key.rsplit("_", 1)[0], directory)
         print(key, result["parameters"], len(result["tensors"]))
         rows = ",\n".join("  " + str(r).replace("'", '"') for r in result["tensors"])
         lines.append(

@@ -24,12 +24,20 @@ pub struct ReadOptions {
     pub allow_urls: bool,
     /// Seed of random sampling strategies.
     pub seed: u64,
+    /// Whether the sound of video files becomes a medium of its own behind each, in rows that name no sound.
+    pub use_audio_in_video: bool,
 }
 
 impl Default for ReadOptions {
-    /// Rows as they stand, think modes by dataset, no URLs, seed 0.
+    /// Rows as they stand, think modes by dataset, no URLs, seed 0, silent videos.
     fn default() -> Self {
-        Self { template: &QUESTION_TEMPLATES[0], think: None, allow_urls: false, seed: 0 }
+        Self {
+            template: &QUESTION_TEMPLATES[0],
+            think: None,
+            allow_urls: false,
+            seed: 0,
+            use_audio_in_video: false,
+        }
     }
 }
 
@@ -40,6 +48,7 @@ impl Default for ReadOptions {
 pub struct Dataset {
     parts: Vec<DatasetPart>,
     template: &'static QuestionTemplate,
+    use_audio_in_video: bool,
 }
 
 struct DatasetPart {
@@ -78,6 +87,7 @@ impl Sample {
             template: options.template,
             think: options.think.unwrap_or_else(|| spec.think_mode()),
             columns: &spec.columns,
+            use_audio_in_video: options.use_audio_in_video,
         };
         formats::sample(row, 0, 1, &context)
     }
@@ -121,7 +131,7 @@ impl Dataset {
             let files = if files.is_empty() { "no file".to_owned() } else { files.join(", ") };
             return Err(DataError::Empty { files });
         }
-        Ok(Self { parts, template: options.template })
+        Ok(Self { parts, template: options.template, use_audio_in_video: options.use_audio_in_video })
     }
 
     /// Number of rows, at least 1.
@@ -153,6 +163,7 @@ impl Dataset {
             template: self.template,
             think: part.think,
             columns: &part.columns,
+            use_audio_in_video: self.use_audio_in_video,
         };
         part.file
             .read(in_file)

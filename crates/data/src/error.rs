@@ -22,7 +22,7 @@ pub enum DataError {
         source: std::io::Error,
     },
     /// Neither the file's name nor its first character tells a known format.
-    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), or a .yaml list of such files; convert it or rename it", path.display())]
+    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), or a .yaml list of such files; convert it (`data convert`) or rename it", path.display())]
     UnknownFile {
         /// The file.
         path: PathBuf,

@@ -125,6 +125,64 @@ fn qwen_finetune_images_and_both_media_in_one_row() {
 }
 
 #[test]
+fn mentioned_sound_is_that_of_the_videos() {
+    let place = Place::new();
+    let clip = MediumSource::Path(place.path("clip.mp4"));
+    // How R1-Omni's data is published: one path, two placeholders.
+    let sample = place.read(json!({
+        "video": "clip.mp4", "video_end": 2.5,
+        "conversations": [{"from": "human", "value": "<video>\n<audio>\nWhich emotion?"}, {"from": "gpt", "value": "sad"}],
+    }));
+    assert_eq!(sample.turns[0].parts, [VIDEO, text("\n"), AUDIO, text("\nWhich emotion?")]);
+    assert_eq!(sources(&sample), [clip.clone(), clip.clone()]);
+    assert_eq!(sample.media[1].kind, MediumKind::Audio);
+    assert_eq!(sample.media[1].options.video_end, Some(2.5));
+    // Typed parts, with the clip in the part and in the column.
+    let typed = |video: serde_json::Value, columns: serde_json::Value| {
+        let mut row = columns;
+        row["messages"] = json!([{"role": "user", "content": [video, {"type": "audio"}, "What?"]}]);
+        place.read(row)
+    };
+    for sample in [
+        typed(json!({"type": "video", "video": "clip.mp4"}), json!({})),
+        typed(json!({"type": "video"}), json!({"video": "clip.mp4"})),
+    ] {
+        assert_eq!(sample.turns[0].parts, [VIDEO, AUDIO, text("What?")]);
+        assert_eq!(sources(&sample), [clip.clone(), clip.clone()]);
+    }
+    // Frames have no sound to be meant.
+    let problem = place.error(json!({"video": ["f/0.png", "f/1.png"], "question": "<video><audio>What?"}));
+    assert!(problem.contains("<audio>"), "{problem}");
+}
+
+#[test]
+fn videos_are_heard_where_the_run_asks_for_it() {
+    let place = Place::new();
+    let hearing = ReadOptions { use_audio_in_video: true, ..Default::default() };
+    let clip = MediumSource::Path(place.path("clip.mp4"));
+    let row = json!({"video": "clip.mp4", "question": "<video>\nWhich emotion?"});
+    assert_eq!(place.read(row.clone()).turns[0].parts, [VIDEO, text("\nWhich emotion?")]);
+    let sample = place.read_with(&row, &hearing).unwrap();
+    assert_eq!(sample.turns[0].parts, [VIDEO, text("\n"), AUDIO, text("\nWhich emotion?")]);
+    assert_eq!(sources(&sample), [clip.clone(), clip.clone()]);
+    // Of two clips only the file can be heard; its sound stands behind it.
+    let row = json!({"messages": [{"role": "user", "content": [
+        {"type": "video", "video": ["f/0.png", "f/1.png"]}, {"type": "video", "video": "clip.mp4"}, "What?",
+    ]}]});
+    let sample = place.read_with(&row, &hearing).unwrap();
+    assert_eq!(
+        sample.turns[0].parts,
+        [VIDEO, medium(MediumKind::Video, 1), text("\n"), AUDIO, text("What?")]
+    );
+    assert_eq!(sources(&sample)[1..], [clip.clone(), clip]);
+    // A row that names its sound keeps it.
+    let row = json!({"video": "clip.mp4", "audio": "sound.wav", "question": "What?"});
+    let sample = place.read_with(&row, &hearing).unwrap();
+    assert_eq!(sources(&sample)[1], MediumSource::Path(place.path("sound.wav")));
+    assert_eq!(sample.media.len(), 2);
+}
+
+#[test]
 fn r1_omni_row_has_video_and_audio() {
     let place = Place::new();
     let row = json!({

@@ -1,6 +1,7 @@
 //! Pointwise activations and the gated product of SwiGLU.
 
 use crate::parallel::{Shared, ranges};
+use crate::profile::{Op, span};
 use crate::simd::{Simd, exp, load, select, sigmoid, store};
 
 /// An activation function.
@@ -121,6 +122,7 @@ const COST: usize = 8;
 
 /// `y = act(x)`, elementwise; lengths equal.
 pub fn forward(act: Activation, y: &mut [f32], x: &[f32]) {
+    let _span = span(Op::Activation, || (y.len() * COST, 8 * y.len()));
     debug_assert_eq!(y.len(), x.len());
     let n = y.len();
     let y = Shared::new(y);
@@ -133,6 +135,7 @@ pub fn forward(act: Activation, y: &mut [f32], x: &[f32]) {
 
 /// `dx = dy · act′(x)`, elementwise; `dx` is overwritten.
 pub fn backward(act: Activation, dx: &mut [f32], dy: &[f32], x: &[f32]) {
+    let _span = span(Op::Activation, || (dx.len() * COST, 12 * dx.len()));
     debug_assert!(dx.len() == x.len() && dy.len() == x.len());
     let n = dx.len();
     let dx = Shared::new(dx);
@@ -145,6 +148,7 @@ pub fn backward(act: Activation, dx: &mut [f32], dy: &[f32], x: &[f32]) {
 
 /// `y [rows, i] = silu(gate) · up`, `gate_up [rows, 2i]` with the gate first.
 pub fn swiglu_forward(y: &mut [f32], gate_up: &[f32], rows: usize, i: usize) {
+    let _span = span(Op::Activation, || (rows * i * COST, 12 * rows * i));
     debug_assert!(y.len() == rows * i && gate_up.len() == rows * 2 * i);
     let y = Shared::new(y);
     ranges(rows, 1, rows * i * COST, |range| {
@@ -159,6 +163,7 @@ pub fn swiglu_forward(y: &mut [f32], gate_up: &[f32], rows: usize, i: usize) {
 
 /// Gradient of [`swiglu_forward`]: `dgate_up [rows, 2i]` is overwritten.
 pub fn swiglu_backward(dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], rows: usize, i: usize) {
+    let _span = span(Op::Activation, || (2 * rows * i * COST, 20 * rows * i));
     debug_assert!(dgate_up.len() == rows * 2 * i && dy.len() == rows * i && gate_up.len() == rows * 2 * i);
     let d = Shared::new(dgate_up);
     ranges(rows, 1, rows * i * COST, |range| {

@@ -15,20 +15,27 @@
 
 #[macro_use]
 mod simd;
+mod gemm;
 mod microkernel;
 mod parallel;
 
 pub mod activation;
 pub mod attention;
+pub mod conv;
 pub mod embedding;
 pub mod linear;
 pub mod logprob;
 pub mod norm;
 pub mod optim;
+pub mod profile;
+pub mod quant;
 pub mod rope;
+pub mod scale;
 pub mod twin;
 
 use half::bf16;
+
+pub use simd::force_portable;
 
 /// A weight matrix `[n, k]`, row-major, in its storage dtype.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +44,8 @@ pub enum Weight<'a> {
     F32(&'a [f32]),
     /// bfloat16, widened exactly to `f32` before use.
     Bf16(&'a [bf16]),
+    /// 8 or 4 bits a weight, widened tile by tile.
+    Quantised(quant::QuantRows<'a>),
 }
 
 impl<'a> Weight<'a> {
@@ -46,6 +55,7 @@ impl<'a> Weight<'a> {
         match self {
             Self::F32(w) => w.len(),
             Self::Bf16(w) => w.len(),
+            Self::Quantised(w) => w.len(),
         }
     }
 
@@ -61,6 +71,16 @@ impl<'a> Weight<'a> {
         match self {
             Self::F32(w) => Self::F32(&w[start * k..end * k]),
             Self::Bf16(w) => Self::Bf16(&w[start * k..end * k]),
+            Self::Quantised(w) => Self::Quantised(w.rows(start, end)),
+        }
+    }
+
+    /// Everything from element `start` on; not for quantised weights, whose elements have no place of their own.
+    fn from(self, start: usize) -> Weight<'a> {
+        match self {
+            Self::F32(w) => Self::F32(&w[start..]),
+            Self::Bf16(w) => Self::Bf16(&w[start..]),
+            Self::Quantised(w) => Self::Quantised(w),
         }
     }
 }

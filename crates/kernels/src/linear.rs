@@ -1,251 +1,488 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
-//! [`forward`] and the gradients use the `gemm` crate, which packs and blocks for many rows. [`forward_rows`] is the
-//! kernel for decoding: each output row has the same bits whatever other rows are in the call.
+//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding. In all
+//! of them the bits of an output element depend on its own row of `x`, its row of the weight and the inner size, never
+//! on the other rows or columns of the call; weight gradients sum over the rows in order.
+//!
+//! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
-use gemm::Parallelism;
-
-use crate::Weight;
+use crate::gemm::{self, Left, Line, Multiply, Pack, PackLeft};
 use crate::microkernel::{self, Dots, WeightPtr};
-use crate::parallel::{Shared, ranges};
+use crate::parallel::{Shared, part, ranges, tasks};
+use crate::profile::{self, Op, span};
+use crate::{Weight, quant};
 
-/// Elements of the per-thread scratch that holds widened rows of a bf16 weight (4 MiB of `f32`).
-const WIDE_LEN: usize = 1 << 20;
+/// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
+const STRIP_PANELS: usize = 6;
+/// Rows below which a strip is not divided among threads.
+const MIN_ROWS: usize = 96;
+/// Elements of packed gradients that exist at a time (8 MiB).
+const PACKED_LEN: usize = 2 << 20;
 
 thread_local! {
+    static PANELS: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
     static WIDE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static GROUPS: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A strided matrix for [`product`]: element `(i, j)` is `data[i * row + j * col]`.
-#[derive(Clone, Copy)]
-struct Matrix<'a> {
-    data: &'a [f32],
-    row: usize,
-    col: usize,
+/// One weight of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Layer<'a> {
+    /// `[n, k]`.
+    pub w: Weight<'a>,
+    /// `[n]`.
+    pub bias: Option<&'a [f32]>,
+    /// Outputs.
+    pub n: usize,
 }
 
-/// `dst [m, n] = lhs [m, k] · rhs [k, n]`, or `+=` if `accumulate`; `dst` rows are `stride` apart.
-///
-/// The bits do not depend on the number of threads: the gemm crate splits outputs only.
-fn product(
-    dst: &mut [f32],
-    stride: usize,
-    lhs: Matrix,
-    rhs: Matrix,
-    m: usize,
-    k: usize,
-    n: usize,
-    accumulate: bool,
-) {
-    if m == 0 || n == 0 {
-        return;
-    }
-    let fits = |len: usize, rows: usize, row: usize, cols: usize, col: usize| {
-        rows == 0 || cols == 0 || (rows - 1) * row + (cols - 1) * col < len
-    };
-    assert!(fits(dst.len(), m, stride, n, 1), "dst too short");
-    assert!(fits(lhs.data.len(), m, lhs.row, k, lhs.col), "lhs too short");
-    assert!(fits(rhs.data.len(), k, rhs.row, n, rhs.col), "rhs too short");
-    // SAFETY: the three assertions bound every element that the strides reach; `dst` is exclusively borrowed.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            dst.as_mut_ptr(),
-            1,
-            stride as isize,
-            accumulate,
-            lhs.data.as_ptr(),
-            lhs.col as isize,
-            lhs.row as isize,
-            rhs.data.as_ptr(),
-            rhs.col as isize,
-            rhs.row as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            Parallelism::Rayon(0),
-        );
+impl<'a> Layer<'a> {
+    /// A layer without bias.
+    #[must_use]
+    pub fn new(w: Weight<'a>, n: usize) -> Self {
+        Self { w, bias: None, n }
     }
 }
 
-/// Calls `f(first_row, num_rows, rows as f32)` over the rows of `w [n, k]`: all at once for f32, in bounded widened
-/// chunks for bf16. Chunk bounds depend on `k` alone.
-fn for_wide_rows(w: Weight, n: usize, k: usize, mut f: impl FnMut(usize, usize, &[f32])) {
-    match w {
-        Weight::F32(w) => f(0, n, w),
-        Weight::Bf16(w) => {
-            let step = (WIDE_LEN / k.max(1)).max(1);
-            // Taken out of its cell: rayon may run another kernel on this thread while `f` waits.
+/// One weight gradient of a call.
+#[derive(Debug)]
+pub struct Gradient<'a> {
+    /// `[n, k]`, added to.
+    pub dw: &'a mut [f32],
+    /// First of the layer's columns in a row of `dy`.
+    pub col: usize,
+    /// Outputs.
+    pub n: usize,
+}
+
+/// Multiply-adds as elementary operations, for the decision to use threads.
+fn work(m: usize, k: usize, n: usize) -> usize {
+    m * k * n / 8
+}
+
+/// How `widths` (columns of several outputs) and `m` rows are divided into tasks.
+struct Strips<'a> {
+    widths: &'a [usize],
+    panel: usize,
+    /// Panels of a strip at most.
+    panels: usize,
+    row_parts: usize,
+}
+
+impl<'a> Strips<'a> {
+    fn new(widths: &'a [usize], m: usize, panel: usize) -> Self {
+        let threads = rayon::current_num_threads();
+        let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
+        // Several strips per thread, so that none waits long for the last one.
+        let panels = total.div_ceil(threads * 6).clamp(1, STRIP_PANELS);
+        let mut strips = Self { widths, panel, panels, row_parts: 1 };
+        if threads > 1 {
+            strips.row_parts = (2 * threads).div_ceil(strips.columns().max(1)).min(m / MIN_ROWS).max(1);
+        }
+        strips
+    }
+
+    fn of(&self, width: usize) -> usize {
+        width.div_ceil(self.panel).div_ceil(self.panels)
+    }
+
+    fn columns(&self) -> usize {
+        self.widths.iter().map(|&n| self.of(n)).sum()
+    }
+
+    fn len(&self) -> usize {
+        self.columns() * self.row_parts
+    }
+
+    /// Output, its columns, and the part of the rows of task `i`.
+    fn get(&self, i: usize) -> (usize, Range<usize>, usize) {
+        let (mut strip, row_part) = (i / self.row_parts, i % self.row_parts);
+        for (at, &width) in self.widths.iter().enumerate() {
+            let count = self.of(width);
+            if strip < count {
+                let panels = part(width.div_ceil(self.panel), count, strip);
+                return (at, panels.start * self.panel..width.min(panels.end * self.panel), row_part);
+            }
+            strip -= count;
+        }
+        (0, 0..0, 0)
+    }
+}
+
+/// Elements of a piece of a quantised weight that is widened at a time (4 MiB).
+const WIDE_LEN: usize = 1 << 20;
+
+/// Calls `f(first column of the layer's output, layer)` for every layer, a quantised one in widened pieces. Their bounds
+/// depend on `k` alone.
+fn each_wide(layers: &[Layer], k: usize, mut f: impl FnMut(usize, Layer)) {
+    let mut col = 0;
+    for &layer in layers {
+        if let Weight::Quantised(w) = layer.w {
+            // Taken out of its cell: rayon may run another kernel on this thread meanwhile.
             let mut wide = WIDE.take();
-            for start in (0..n).step_by(step) {
-                let rows = step.min(n - start);
-                let source = &w[start * k..(start + rows) * k];
-                wide.resize(wide.len().max(source.len()), 0.0);
-                let target = Shared::new(&mut wide[..source.len()]);
-                ranges(source.len(), 64, source.len() / 4, |range| {
-                    // SAFETY: the ranges are disjoint.
-                    let part = unsafe { target.part(range.start, range.len()) };
-                    for (to, from) in part.iter_mut().zip(&source[range]) {
-                        *to = from.to_f32();
-                    }
-                });
-                f(start, rows, &wide[..source.len()]);
+            let step = (WIDE_LEN / k.max(1)).max(1);
+            for start in (0..layer.n).step_by(step) {
+                let n = step.min(layer.n - start);
+                wide.resize(wide.len().max(n * k), 0.0);
+                w.rows(start, start + n).widen(&mut wide[..n * k]);
+                let bias = layer.bias.map(|bias| &bias[start..start + n]);
+                f(col + start, Layer { w: Weight::F32(&wide[..n * k]), bias, n });
             }
             WIDE.set(wide);
+        } else {
+            f(col, layer);
         }
+        col += layer.n;
     }
 }
 
-/// `y = x Wᵀ + b` for many rows (prefill, scoring, training).
+fn any_quantised(layers: &[Layer]) -> bool {
+    layers.iter().any(|layer| matches!(layer.w, Weight::Quantised(_)))
+}
+
+/// Whether a matrix of `rows` rows of `width` elements, `stride` apart, fits into `len` elements.
+fn fits(len: usize, rows: usize, width: usize, stride: usize) -> bool {
+    rows == 0 || width == 0 || (rows - 1) * stride + width <= len
+}
+
+/// `y = x Wᵀ + b` for many rows (prefill, scoring, training), or `y += …` if `accumulate`.
 ///
-/// `x` is `[m, k]` with rows `x_stride` apart, `w` `[n, k]`, `bias` `[n]`, `y` `[m, n]` with rows `y_stride ≥ n` apart;
-/// only columns `0..n` of `y` are written.
+/// `x` is `[m, k]` with rows `x_stride` apart. The outputs of the layers stand side by side in rows of `y`, `y_stride`
+/// apart; only their columns are written.
 pub fn forward(
     y: &mut [f32],
     y_stride: usize,
     x: &[f32],
     x_stride: usize,
-    w: Weight,
-    bias: Option<&[f32]>,
+    layers: &[Layer],
     m: usize,
     k: usize,
-    n: usize,
+    accumulate: bool,
 ) {
-    debug_assert_eq!(w.len(), n * k);
+    let n: usize = layers.iter().map(|layer| layer.n).sum();
+    let _span = span(Op::Linear, || profile::products(m, k, layers));
+    assert!(fits(y.len(), m, n, y_stride) && fits(x.len(), m, k, x_stride), "linear: a row is out of bounds");
+    assert!(
+        layers
+            .iter()
+            .all(|layer| layer.w.len() == layer.n * k && layer.bias.is_none_or(|b| b.len() == layer.n))
+    );
     if m == 0 || n == 0 {
         return;
     }
-    if let Some(bias) = bias {
-        fill_bias(y, y_stride, bias, m, n);
+    if any_quantised(layers) {
+        each_wide(layers, k, |col, layer| {
+            forward(&mut y[col..], y_stride, x, x_stride, &[layer], m, k, accumulate);
+        });
+        return;
     }
-    let lhs = Matrix { data: x, row: x_stride, col: 1 };
-    for_wide_rows(w, n, k, |start, rows, wide| {
-        let rhs = Matrix { data: wide, row: 1, col: k };
-        product(&mut y[start..], y_stride, lhs, rhs, m, k, rows, bias.is_some());
+    let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
+    let strips = Strips::new(&widths, m, gemm::tile_shape().1);
+    let y = Shared::new(y);
+    tasks(strips.len(), work(m, k, n), |i| {
+        let (at, columns, row_part) = strips.get(i);
+        let Layer { w, bias, .. } = layers[at];
+        let rows = part(m, strips.row_parts, row_part);
+        let offset = widths[..at].iter().sum::<usize>() + columns.start;
+        let c = y.ptr(rows.start * y_stride + offset);
+        let bias = bias.map(|bias| &bias[columns.clone()]);
+        let mut scratch = PANELS.take();
+        let mut old = accumulate;
+        // An empty sum still writes the bias.
+        for block in gemm::blocks(k).chain((k == 0).then_some(0..0)) {
+            let bias = if block.start == 0 { bias } else { None };
+            let left = Left::Rows {
+                data: x.as_ptr().wrapping_add(rows.start * x_stride + block.start),
+                stride: x_stride,
+            };
+            // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns or rows.
+            unsafe {
+                let from = w.from(columns.start * k + block.start);
+                strip(
+                    &mut scratch,
+                    from,
+                    1,
+                    k,
+                    left,
+                    c,
+                    y_stride,
+                    rows.len(),
+                    block.len(),
+                    columns.len(),
+                    old,
+                    bias,
+                );
+            }
+            old = true;
+        }
+        PANELS.set(scratch);
     });
 }
 
-fn fill_bias(y: &mut [f32], y_stride: usize, bias: &[f32], m: usize, n: usize) {
-    for i in 0..m {
-        y[i * y_stride..i * y_stride + n].copy_from_slice(&bias[..n]);
+/// Packs one block of the right operand, `depth × n` from the start of `from`, and multiplies `m` rows with it.
+///
+/// # Safety
+/// `left` and `c` hold the rows; nothing else refers to that part of `c`.
+unsafe fn strip(
+    scratch: &mut Vec<Line>,
+    from: Weight,
+    inner: usize,
+    column: usize,
+    left: Left,
+    c: *mut f32,
+    ldc: usize,
+    m: usize,
+    depth: usize,
+    n: usize,
+    old: bool,
+    bias: Option<&[f32]>,
+) {
+    let panels = gemm::reserve(scratch, depth * n.next_multiple_of(gemm::MAX_PANEL)).as_mut_ptr();
+    // SAFETY: the scratch holds whole panels; the rest is the contract of this function.
+    unsafe {
+        Pack { to: panels, from, inner, column, depth, width: n }.run();
+        Multiply { c, ldc, left, panels, m, depth, n, old, bias }.run();
     }
 }
 
-/// `y = x Wᵀ + b` with batch-invariant bits, for decoding; arguments as in [`forward`].
+/// `y = x Wᵀ + b` for few rows (decoding); arguments as in [`forward`].
 ///
-/// Row `i` of `y` depends on row `i` of `x` and on `w` only, bit for bit, for any `m`. Fast for up to about 64 rows.
+/// Row `i` of `y` depends on row `i` of `x` and on the weights only, bit for bit, for any `m`. Weights are streamed
+/// once; fast for up to about 32 rows.
 pub fn forward_rows(
     y: &mut [f32],
     y_stride: usize,
     x: &[f32],
     x_stride: usize,
-    w: Weight,
-    bias: Option<&[f32]>,
+    layers: &[Layer],
     m: usize,
     k: usize,
-    n: usize,
+    accumulate: bool,
 ) {
-    debug_assert_eq!(w.len(), n * k);
+    let n: usize = layers.iter().map(|layer| layer.n).sum();
+    let _span = span(Op::LinearRows, || profile::products(m, k, layers));
+    assert!(fits(y.len(), m, n, y_stride) && fits(x.len(), m, k, x_stride), "linear: a row is out of bounds");
+    assert!(
+        layers
+            .iter()
+            .all(|layer| layer.w.len() == layer.n * k && layer.bias.is_none_or(|b| b.len() == layer.n))
+    );
     if m == 0 || n == 0 {
         return;
     }
-    assert!(w.len() >= n * k && x.len() >= (m - 1) * x_stride + k && y.len() >= (m - 1) * y_stride + n);
-    assert!(y_stride >= n && bias.is_none_or(|bias| bias.len() >= n));
-    let reordered;
-    let (x, x_stride) = match w {
-        Weight::F32(_) => (x, x_stride),
-        Weight::Bf16(_) => {
-            let lanes = microkernel::lanes();
-            let padded = k.next_multiple_of(2 * lanes);
-            let mut to = vec![0.0; m * padded];
-            for i in 0..m {
-                microkernel::deinterleave(
-                    &mut to[i * padded..(i + 1) * padded],
-                    &x[i * x_stride..i * x_stride + k],
-                    lanes,
-                );
+    if any_quantised(layers) {
+        let mut col = 0;
+        for &layer in layers {
+            let y = &mut y[col..];
+            match layer.w {
+                Weight::Quantised(w) if accumulate => {
+                    let mut sum = vec![0.0; m * layer.n];
+                    quant::forward_rows(&mut sum, layer.n, x, x_stride, w, layer.bias, m);
+                    for (y, sum) in y.chunks_mut(y_stride).zip(sum.chunks_exact(layer.n.max(1))) {
+                        y.iter_mut().zip(sum).for_each(|(y, sum)| *y += sum);
+                    }
+                }
+                Weight::Quantised(w) => quant::forward_rows(y, y_stride, x, x_stride, w, layer.bias, m),
+                _ => forward_rows(y, y_stride, x, x_stride, &[layer], m, k, accumulate),
             }
-            reordered = to;
-            (&reordered[..], padded)
+            col += layer.n;
         }
-    };
+        return;
+    }
+    let mut scratch = GROUPS.take();
+    let dtypes = [false, true].map(|bf16| layers.iter().any(|l| matches!(l.w, Weight::Bf16(_)) == bf16));
+    let len = microkernel::packed_len(m, k);
+    let (plain, narrow) = gemm::reserve(&mut scratch, 2 * len).split_at_mut(len);
+    for (to, bf16) in [(&mut *plain, false), (&mut *narrow, true)] {
+        if dtypes[usize::from(bf16)] {
+            microkernel::pack_rows(to, x, x_stride, m, k, bf16);
+        }
+    }
+    let (plain, narrow) = (&*plain, &*narrow);
+    let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
+    let threads = rayon::current_num_threads();
+    // Strips of whole tiles, about four per thread.
+    let strips =
+        Strips { widths: &widths, panel: 6, panels: n.div_ceil(6 * 4 * threads).max(4), row_parts: 1 };
     let y = Shared::new(y);
-    ranges(n, 6, m * n * k / 4, |cols| {
-        let w = match w.rows(cols.start, cols.end, k) {
-            Weight::F32(w) => WeightPtr::F32(w.as_ptr()),
-            Weight::Bf16(w) => WeightPtr::Bf16(w.as_ptr()),
+    tasks(strips.len(), work(m, k, n), |i| {
+        let (at, columns, _) = strips.get(i);
+        let Layer { w, bias, .. } = layers[at];
+        let (w, x) = match w.rows(columns.start, columns.end, k) {
+            Weight::F32(w) => (WeightPtr::F32(w.as_ptr()), plain.as_ptr()),
+            Weight::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
+            Weight::Quantised(_) => return,
         };
-        let dots = Dots {
-            y: y.ptr(cols.start),
-            y_stride,
-            x: x.as_ptr(),
-            x_stride,
-            w,
-            bias: bias.map(|bias| &bias[cols.clone()]),
-            m,
-            k,
-            n: cols.len(),
-        };
-        // SAFETY: sizes were checked above, rows of reordered `x` are padded, and the column ranges are disjoint.
-        unsafe { dots.run() };
+        let y = y.ptr(widths[..at].iter().sum::<usize>() + columns.start);
+        let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
+        // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
+        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, old: accumulate }.run() };
     });
+    GROUPS.set(scratch);
 }
 
-/// `dx [m, k] = dy [m, n] · W`, or `+=` if `accumulate`. Strides as in [`forward`].
+/// `dx [m, k] = dy [m, n] · W`, or `+=` if `accumulate`, summed over the layers, whose columns of `dy` stand side by side.
+/// Strides as in [`forward`].
 pub fn backward_input(
     dx: &mut [f32],
     dx_stride: usize,
     dy: &[f32],
     dy_stride: usize,
-    w: Weight,
+    layers: &[Layer],
     m: usize,
     k: usize,
-    n: usize,
     accumulate: bool,
 ) {
-    debug_assert_eq!(w.len(), n * k);
-    if n == 0 && !accumulate {
-        for i in 0..m {
-            dx[i * dx_stride..i * dx_stride + k].fill(0.0);
-        }
-    }
+    let n: usize = layers.iter().map(|layer| layer.n).sum();
+    let _span = span(Op::LinearInput, || profile::products(m, k, layers));
+    assert!(
+        fits(dx.len(), m, k, dx_stride) && fits(dy.len(), m, n, dy_stride),
+        "linear: a row is out of bounds"
+    );
+    assert!(layers.iter().all(|layer| layer.w.len() == layer.n * k));
     if m == 0 || n == 0 {
+        if !accumulate {
+            (0..m).for_each(|i| dx[i * dx_stride..i * dx_stride + k].fill(0.0));
+        }
         return;
     }
-    for_wide_rows(w, n, k, |start, rows, wide| {
-        let lhs = Matrix { data: &dy[start..], row: dy_stride, col: 1 };
-        let rhs = Matrix { data: wide, row: k, col: 1 };
-        product(dx, dx_stride, lhs, rhs, m, rows, k, accumulate || start > 0);
+    if any_quantised(layers) {
+        let mut old = accumulate;
+        each_wide(layers, k, |col, layer| {
+            backward_input(dx, dx_stride, &dy[col..], dy_stride, &[layer], m, k, old);
+            old = true;
+        });
+        return;
+    }
+    let widths = [k];
+    let strips = Strips::new(&widths, m, gemm::tile_shape().1);
+    let dx = Shared::new(dx);
+    tasks(strips.len(), work(m, k, n), |i| {
+        let (_, columns, row_part) = strips.get(i);
+        let rows = part(m, strips.row_parts, row_part);
+        let c = dx.ptr(rows.start * dx_stride + columns.start);
+        let mut scratch = PANELS.take();
+        let (mut old, mut col) = (accumulate, 0);
+        for layer in layers {
+            for block in gemm::blocks(layer.n) {
+                let data = dy.as_ptr().wrapping_add(rows.start * dy_stride + col + block.start);
+                let left = Left::Rows { data, stride: dy_stride };
+                let from = layer.w.from(block.start * k + columns.start);
+                let (m, depth, n) = (rows.len(), block.len(), columns.len());
+                // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns or rows.
+                unsafe { strip(&mut scratch, from, k, 1, left, c, dx_stride, m, depth, n, old, None) };
+                old = true;
+            }
+            col += layer.n;
+        }
+        PANELS.set(scratch);
     });
 }
 
-/// `dw [n, k] += dyᵀ · x`, with `dy` `[m, n]` and `x` `[m, k]`.
+/// `dw [n, k] += dyᵀ · x` for several layers with the same input; `dy` rows are `dy_stride` apart, `x` is `[m, k]`.
 pub fn backward_weight(
-    dw: &mut [f32],
+    gradients: &mut [Gradient],
     dy: &[f32],
     dy_stride: usize,
     x: &[f32],
     x_stride: usize,
     m: usize,
     k: usize,
-    n: usize,
 ) {
-    if m == 0 {
+    let n: usize = gradients.iter().map(|g| g.n).sum();
+    let _span = span(Op::LinearWeight, || (2 * m * k * n, 4 * (2 * n * k + m * (n + k))));
+    assert!(fits(x.len(), m, k, x_stride), "linear: a row is out of bounds");
+    assert!(gradients.iter().all(|g| g.dw.len() == g.n * k && fits(dy.len(), m, g.col + g.n, dy_stride)));
+    if m == 0 || n == 0 || k == 0 {
         return;
     }
-    let lhs = Matrix { data: dy, row: 1, col: dy_stride };
-    let rhs = Matrix { data: x, row: x_stride, col: 1 };
-    product(dw, k, lhs, rhs, n, m, k, true);
+    let (side, panel) = gemm::tile_shape();
+    // What a task writes: where, first column of dy, groups of a tile's rows, groups before it.
+    let mut before = 0;
+    let outputs: Vec<(Shared, usize, usize, usize)> = gradients
+        .iter_mut()
+        .map(|g| {
+            let groups = g.n.div_ceil(side);
+            before += groups;
+            (Shared::new(g.dw), g.col, g.n, before - groups)
+        })
+        .collect();
+    let total = before;
+    let blocks: Vec<Range<usize>> = gemm::blocks(m).collect();
+    let widths = [k];
+    let strips = Strips::new(&widths, n, panel);
+    let mut groups = GROUPS.take();
+    let mut rest = &blocks[..];
+    while let Some(first) = rest.first() {
+        let fit = (PACKED_LEN / (total * side)).max(1);
+        let take = rest.iter().take_while(|block| block.end - first.start <= fit).count().max(1);
+        let (now, later) = rest.split_at(take);
+        rest = later;
+        let depth: usize = now.iter().map(ExactSizeIterator::len).sum();
+        let packed = gemm::reserve(&mut groups, depth * total * side);
+        // Where the packed columns of an output begin for a block: blocks one after the other, outputs inside.
+        let place = |block: &Range<usize>, before: usize| {
+            (block.start - first.start) * total * side + before * block.len() * side
+        };
+        let to = Shared::new(packed);
+        const CHUNK: usize = 16;
+        let chunks = total.div_ceil(CHUNK);
+        tasks(chunks * now.len(), depth * n, |i| {
+            let block = &now[i / chunks];
+            let (start, end) = (i % chunks * CHUNK, (i % chunks * CHUNK + CHUNK).min(total));
+            for &(_, col, n, before) in &outputs {
+                let groups =
+                    start.max(before) - before..end.min(before + n.div_ceil(side)).max(before) - before;
+                if groups.is_empty() {
+                    continue;
+                }
+                let columns = groups.start * side..n.min(groups.end * side);
+                let to = to.ptr(place(block, before) + groups.start * side * block.len());
+                let from = &dy[block.start * dy_stride + col + columns.start..];
+                // SAFETY: groups of different tasks are disjoint and `place` keeps outputs and blocks apart.
+                unsafe {
+                    PackLeft { to, from, inner: dy_stride, depth: block.len(), rows: columns.len() }.run()
+                };
+            }
+        });
+        let packed = &*packed;
+        tasks(strips.len(), work(depth, k, n), |i| {
+            let (_, columns, row_part) = strips.get(i);
+            let mut scratch = PANELS.take();
+            for block in now {
+                let (depth, width) = (block.len(), columns.len());
+                let panels = gemm::reserve(&mut scratch, depth * width.next_multiple_of(gemm::MAX_PANEL));
+                let from = Weight::F32(&x[block.start * x_stride + columns.start..]);
+                let panels = panels.as_mut_ptr();
+                // SAFETY: the scratch holds whole panels.
+                unsafe { Pack { to: panels, from, inner: x_stride, column: 1, depth, width }.run() };
+                for &(dw, _, n, before) in &outputs {
+                    let groups = part(n.div_ceil(side), strips.row_parts, row_part);
+                    let rows = groups.start * side..n.min(groups.end * side);
+                    if rows.is_empty() {
+                        continue;
+                    }
+                    let left = Left::Packed(packed[place(block, before) + rows.start * depth..].as_ptr());
+                    let c = dw.ptr(rows.start * k + columns.start);
+                    let m = rows.len();
+                    // SAFETY: `packed` and `panels` hold these sizes; tasks write disjoint rows or columns of dw.
+                    unsafe {
+                        Multiply { c, ldc: k, left, panels, m, depth, n: width, old: true, bias: None }.run()
+                    };
+                }
+            }
+            PANELS.set(scratch);
+        });
+    }
+    GROUPS.set(groups);
 }
 
 /// `db [n] +=` the column sums of `dy [m, n]`, added in row order.
 pub fn backward_bias(db: &mut [f32], dy: &[f32], dy_stride: usize, m: usize, n: usize) {
+    let _span = span(Op::LinearWeight, || (m * n, 4 * m * n));
     let db = Shared::new(db);
     ranges(n, 64, m * n, |cols| {
         // SAFETY: the column ranges are disjoint.

@@ -6,9 +6,11 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use crate::Weight;
+use crate::linear::{self, Gradient, Layer};
 use crate::parallel::{Shared, ranges};
+use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
-use crate::{Weight, linear};
 
 /// Rows of one block of logits.
 const ROWS: usize = 256;
@@ -37,7 +39,7 @@ fn for_logits(
         for start in (0..v).step_by(CHUNK) {
             let chunk = start..v.min(start + CHUNK);
             let w = head.rows(chunk.start, chunk.end, h);
-            linear::forward(&mut logits, CHUNK, x, h, w, None, block.len(), h, chunk.len());
+            linear::forward(&mut logits, CHUNK, x, h, &[Layer::new(w, chunk.len())], block.len(), h, false);
             f(block.clone(), chunk, &mut logits);
         }
     }
@@ -93,6 +95,7 @@ pub fn forward(
     entropy: &mut [f32],
     lse: &mut [f32],
 ) {
+    let _span = span(Op::Head, || profile::product(rows, h, v, head));
     debug_assert!(offsets.len() == rows + 1 && targets.len() == logp.len() && head.len() == v * h);
     let scale = 1.0 / temperature;
     // Per row: maximum, Σ e^(z − max), Σ e^(z − max) (z − max).
@@ -178,6 +181,9 @@ pub fn backward(
     dentropy: Option<&[f32]>,
     temperature: f32,
 ) {
+    // The logits are computed a second time, which is not useful work; a frozen head has no gradient of its own.
+    let products = 1 + usize::from(dhead.is_some());
+    let _span = span(Op::HeadBackward, || (2 * products * rows * h * v, 4 * (1 + 2 * products) * h * v));
     debug_assert!(offsets.len() == rows + 1 && targets.len() == dlogp.len() && head.len() == v * h);
     let scale = 1.0 / temperature;
     dhidden[..rows * h].fill(0.0);
@@ -202,15 +208,33 @@ pub fn backward(
         let (m, n) = (block.len(), chunk.len());
         let w = head.rows(chunk.start, chunk.end, h);
         let hidden_block = block.start * h..block.end * h;
-        linear::backward_input(&mut dhidden[hidden_block.clone()], h, logits, CHUNK, w, m, h, n, true);
+        linear::backward_input(
+            &mut dhidden[hidden_block.clone()],
+            h,
+            logits,
+            CHUNK,
+            &[Layer::new(w, n)],
+            m,
+            h,
+            true,
+        );
         if let Some(dhead) = dhead.as_deref_mut() {
             let dw = &mut dhead[chunk.start * h..chunk.end * h];
-            linear::backward_weight(dw, logits, CHUNK, &hidden[hidden_block], h, m, h, n);
+            linear::backward_weight(
+                &mut [Gradient { dw, col: 0, n }],
+                logits,
+                CHUNK,
+                &hidden[hidden_block],
+                h,
+                m,
+                h,
+            );
         }
     });
 }
 
 /// `logits [rows, v] = hidden [rows, h] · headᵀ` with batch-invariant bits, for sampling.
 pub fn logits_rows(logits: &mut [f32], hidden: &[f32], head: Weight, rows: usize, h: usize, v: usize) {
-    linear::forward_rows(logits, v, hidden, h, head, None, rows, h, v);
+    let _span = span(Op::Head, || profile::product(rows, h, v, head));
+    linear::forward_rows(logits, v, hidden, h, &[Layer::new(head, v)], rows, h, false);
 }

@@ -8,7 +8,7 @@
 use half::bf16;
 use pulp::WithSimd;
 
-use crate::simd::{Simd, load_ptr, store_ptr};
+use crate::simd::{self, Simd, load_ptr, prefetch, store_ptr};
 
 /// `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
 ///
@@ -136,21 +136,41 @@ pub(crate) enum WeightPtr {
 
 /// `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` contiguous.
 ///
-/// For bf16 weights `x` is in the order written by [`deinterleave`].
+/// Weights are streamed from memory, so everything is arranged for them: the rows of `x` come packed and stay in the
+/// first-level cache, and while one group of weight rows is multiplied the next is asked for.
 pub(crate) struct Dots<'a> {
     pub y: *mut f32,
     pub y_stride: usize,
+    /// What [`pack_rows`] wrote, for the dtype of the weights.
     pub x: *const f32,
-    pub x_stride: usize,
     pub w: WeightPtr,
     pub bias: Option<&'a [f32]>,
     pub m: usize,
     pub k: usize,
     pub n: usize,
+    /// Whether the product is added to what `y` held.
+    pub old: bool,
 }
 
-/// Lane count of the instruction set that [`Dots`] will run with.
-pub(crate) fn lanes() -> usize {
+/// Rows of `x` that are multiplied together.
+const ROWS: usize = 4;
+/// Columns of `w` are padded to this in packed rows: two of the widest vectors.
+const PAD: usize = 32;
+/// Weight rows that are multiplied with all rows of `x` before the next: they stay in the first-level cache.
+const GROUP: usize = 6;
+/// Longest block of the inner dimension, so that a group of weights and a few rows of `x` fit that cache.
+const DEPTH: usize = 512;
+
+/// Elements that [`pack_rows`] writes.
+pub(crate) fn packed_len(m: usize, k: usize) -> usize {
+    m.next_multiple_of(ROWS) * k.next_multiple_of(PAD)
+}
+
+/// Packs rows of `x` for [`Dots`]: four rows side by side, one vector of each after the other, zero beyond `m` and `k`.
+///
+/// For bf16 weights every block of two vectors has its even elements first, since two neighbouring bf16 are widened as
+/// the low and the high half of one 32-bit lane.
+pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize, bf16: bool) {
     struct Lanes;
     impl WithSimd for Lanes {
         type Output = usize;
@@ -159,170 +179,208 @@ pub(crate) fn lanes() -> usize {
             S::F32_LANES
         }
     }
-    pulp::Arch::new().dispatch(Lanes)
+    let lanes = simd::arch().dispatch(Lanes);
+    let padded = k.next_multiple_of(PAD);
+    to.fill(0.0);
+    for i in 0..m {
+        let to = &mut to[i / ROWS * ROWS * padded..][..ROWS * padded];
+        for (p, &x) in x[i * stride..i * stride + k].iter().enumerate() {
+            let (pair, q) = (p / (2 * lanes) * 2, p % (2 * lanes));
+            let (vector, lane) = if bf16 { (pair + q % 2, q / 2) } else { (pair + q / lanes, q % lanes) };
+            to[(vector * ROWS + i % ROWS) * lanes + lane] = x;
+        }
+    }
 }
 
-/// Reorders a row for [`Dots`] with bf16 weights: in every block of `2 · lanes` the even elements come first, since two
-/// neighbouring bf16 are widened as the low and the high half of one 32-bit lane. `to` is zero beyond `from`.
-pub(crate) fn deinterleave(to: &mut [f32], from: &[f32], lanes: usize) {
-    for (to, from) in to.chunks_exact_mut(2 * lanes).zip(from.chunks(2 * lanes)) {
-        for (p, &x) in from.iter().enumerate() {
-            to[p % 2 * lanes + p / 2] = x;
+/// One block of the inner dimension: where it begins, its length, and whether the output already holds something.
+#[derive(Clone, Copy)]
+struct Part {
+    start: usize,
+    len: usize,
+    old: bool,
+}
+
+/// Where a tile stands: first row of `x`, first row of `w`, and the row of `w` from which on it asks for weights.
+#[derive(Clone, Copy)]
+struct Place {
+    i: usize,
+    j: usize,
+    ahead: usize,
+}
+
+/// Storage of a weight, as [`Dots`] reads it: two vectors of a row at a time.
+trait Stored: Copy {
+    /// Two vectors of columns from `w` on.
+    unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2];
+    /// The first `width` columns, fewer than two vectors, the others zero.
+    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2];
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    unsafe fn whole<S: Simd>(_: S, w: *const Self) -> [S::f32s; 2] {
+        // SAFETY: two readable vectors.
+        unsafe {
+            [w.cast::<S::f32s>().read_unaligned(), w.add(S::F32_LANES).cast::<S::f32s>().read_unaligned()]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
+        let first = width.min(S::F32_LANES);
+        // SAFETY: `width` readable elements.
+        unsafe { [load_ptr(simd, w, first), load_ptr(simd, w.wrapping_add(first), width - first)] }
+    }
+}
+
+impl Stored for bf16 {
+    #[inline(always)]
+    unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2] {
+        // SAFETY: two vectors of 16-bit elements are one of 32-bit lanes.
+        let pairs = unsafe { w.cast::<S::u32s>().read_unaligned() };
+        let even = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
+        let odd = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
+        [simd.transmute_f32s_u32s(even), simd.transmute_f32s_u32s(odd)]
+    }
+
+    #[inline(always)]
+    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2] {
+        let mut tail = [bf16::ZERO; PAD];
+        // SAFETY: `width` readable elements, fewer than PAD.
+        unsafe {
+            w.copy_to_nonoverlapping(tail.as_mut_ptr(), width);
+            Self::whole(simd, tail.as_ptr())
         }
     }
 }
 
 impl Dots<'_> {
     /// # Safety
-    /// All elements named by the strides and sizes are in bounds, those of `y` are not referenced elsewhere. For bf16
-    /// every row of `x` has `k` rounded up to a multiple of `2 · lanes` elements.
+    /// All elements named by the strides and sizes are in bounds, those of `y` are not referenced elsewhere.
     pub(crate) unsafe fn run(self) {
-        pulp::Arch::new().dispatch(self);
+        simd::arch().dispatch(self);
     }
 
+    /// Adds the products of two vectors of columns.
     #[inline(always)]
-    unsafe fn tile_f32<S: Simd, const M: usize, const N: usize>(
-        &self,
+    unsafe fn step<S: Simd, const N: usize>(
         simd: S,
-        w: *const f32,
-        i: usize,
-        j: usize,
+        acc: &mut [[S::f32s; N]; ROWS],
+        x: *const f32,
+        w: [[S::f32s; 2]; N],
     ) {
-        let lanes = S::F32_LANES;
-        let mut acc = [[simd.splat_f32s(0.0); N]; M];
-        let mut p = 0;
-        let x = self.x.wrapping_add(i * self.x_stride);
-        let w = w.wrapping_add(j * self.k);
-        while p < self.k {
-            let width = lanes.min(self.k - p);
-            let mut w_vec = [simd.splat_f32s(0.0); N];
-            for c in 0..N {
-                // SAFETY: row j + c < n, columns p..p + width of `w`.
-                w_vec[c] = unsafe { load_ptr(simd, w.wrapping_add(c * self.k + p), width) };
-            }
-            for r in 0..M {
-                // SAFETY: row i + r < m, columns p..p + width of `x`.
-                let x = unsafe { load_ptr(simd, x.wrapping_add(r * self.x_stride + p), width) };
+        for half in 0..2 {
+            for r in 0..ROWS {
+                // SAFETY: packed rows hold two vectors of every row.
+                let x = unsafe { x.add((half * ROWS + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
                 for c in 0..N {
-                    acc[r][c] = simd.mul_add_e_f32s(x, w_vec[c], acc[r][c]);
+                    acc[r][c] = simd.mul_add_e_f32s(x, w[c][half], acc[r][c]);
                 }
             }
-            p += lanes;
         }
-        // SAFETY: rows i.. and columns j.. are inside y.
-        unsafe { self.finish(simd, acc, i, j) };
     }
 
+    /// Four rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`.
     #[inline(always)]
-    unsafe fn tile_bf16<S: Simd, const M: usize, const N: usize>(
+    unsafe fn tile<S: Simd, T: Stored, const N: usize, const AHEAD: usize>(
         &self,
         simd: S,
-        w: *const bf16,
-        i: usize,
-        j: usize,
+        w: *const T,
+        part: Part,
+        Place { i, j, ahead }: Place,
     ) {
-        let lanes = S::F32_LANES;
-        let high = simd.splat_u32s(0xffff_0000);
-        let sixteen = simd.splat_u32s(16);
-        let mut acc = [[simd.splat_f32s(0.0); N]; M];
-        let x = self.x.wrapping_add(i * self.x_stride);
-        let w = w.wrapping_add(j * self.k);
-        let mut p = 0;
-        while p < self.k {
-            let width = (2 * lanes).min(self.k - p);
-            let mut pairs = [sixteen; N];
+        let both = 2 * S::F32_LANES;
+        let mut acc = [[simd.splat_f32s(0.0); N]; ROWS];
+        let mut x = self.x.wrapping_add(i * self.k.next_multiple_of(PAD) + part.start * ROWS);
+        let mut ahead = w.wrapping_add(ahead * self.k + part.start);
+        let mut wait = part.len;
+        let mut w = w.wrapping_add(j * self.k + part.start);
+        for _ in 0..part.len / both {
+            if AHEAD > 0 {
+                // In the order of memory, which the hardware follows: a row, then the next.
+                for c in 0..AHEAD {
+                    prefetch(ahead.wrapping_add(c * both));
+                }
+                ahead = ahead.wrapping_add(AHEAD * both);
+                wait = wait.wrapping_sub(AHEAD * both);
+                if wait == 0 || wait > part.len {
+                    ahead = ahead.wrapping_add(self.k - part.len);
+                    wait = wait.wrapping_add(part.len);
+                }
+            }
+            let mut w_vec = [[simd.splat_f32s(0.0); 2]; N];
             for c in 0..N {
-                let source = w.wrapping_add(c * self.k + p);
-                // SAFETY: row j + c < n, columns p..p + width of `w`; the copy is at most 2·16 elements long.
-                pairs[c] = unsafe {
-                    if width == 2 * lanes {
-                        source.cast::<S::u32s>().read_unaligned()
+                // SAFETY: row j + c < n, two whole vectors of it.
+                w_vec[c] = unsafe { T::whole(simd, w.wrapping_add(c * self.k)) };
+            }
+            // SAFETY: x is packed.
+            unsafe { Self::step(simd, &mut acc, x, w_vec) };
+            x = x.wrapping_add(both * ROWS);
+            w = w.wrapping_add(both);
+        }
+        if !part.len.is_multiple_of(both) {
+            let mut w_vec = [[simd.splat_f32s(0.0); 2]; N];
+            for c in 0..N {
+                // SAFETY: row j + c < n, what remains of it.
+                w_vec[c] = unsafe { T::partial(simd, w.wrapping_add(c * self.k), part.len % both) };
+            }
+            // SAFETY: x is packed.
+            unsafe { Self::step(simd, &mut acc, x, w_vec) };
+        }
+        // Apart from the rest, else the accumulators would live in memory.
+        let mut dots = [[0.0; N]; ROWS];
+        for r in 0..ROWS {
+            for c in 0..N {
+                dots[r][c] = simd.reduce_sum_f32s(acc[r][c]);
+            }
+        }
+        for (r, dots) in dots.iter().enumerate().take(self.m - i) {
+            for (c, dot) in dots.iter().enumerate() {
+                let bias = if part.start == 0 { self.bias.map_or(0.0, |bias| bias[j + c]) } else { 0.0 };
+                // SAFETY: row i + r < m and column j + c < n.
+                unsafe {
+                    let y = self.y.wrapping_add((i + r) * self.y_stride + j + c);
+                    *y = if part.old { *y + (dot + bias) } else { dot + bias };
+                }
+            }
+        }
+    }
+
+    /// All rows of `x` and the group of `count` rows of `w` from `j` on.
+    #[inline(always)]
+    unsafe fn group<S: Simd, T: Stored, const N: usize>(
+        &self,
+        simd: S,
+        w: *const T,
+        part: Part,
+        j: usize,
+        count: usize,
+    ) {
+        let next = j + GROUP;
+        for i in (0..self.m).step_by(ROWS) {
+            let end = j + count;
+            let mut j = j;
+            // SAFETY: the tiles partition the group.
+            unsafe {
+                while j + N <= end {
+                    let first = j + GROUP - next;
+                    // All of the next group in one pass over the rows of x, or two thirds in the first and the rest in
+                    // the second: loads that wait for memory are few at a time.
+                    if self.m <= ROWS {
+                        self.tile::<S, T, N, N>(simd, w, part, Place { i, j, ahead: next + first });
+                    } else if i == 0 {
+                        self.tile::<S, T, N, 2>(simd, w, part, Place { i, j, ahead: next + first / N * 2 });
+                    } else if i == ROWS && N > 2 {
+                        self.tile::<S, T, N, 1>(simd, w, part, Place { i, j, ahead: next + 4 + first / N });
                     } else {
-                        let mut tail = [bf16::ZERO; 32];
-                        source.copy_to_nonoverlapping(tail.as_mut_ptr(), width);
-                        tail.as_ptr().cast::<S::u32s>().read_unaligned()
+                        self.tile::<S, T, N, 0>(simd, w, part, Place { i, j, ahead: next });
                     }
-                };
-            }
-            let mut even = [simd.splat_f32s(0.0); N];
-            for c in 0..N {
-                even[c] = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(pairs[c], sixteen));
-            }
-            for r in 0..M {
-                // SAFETY: rows of `x` are padded to whole blocks.
-                let x = unsafe { load_ptr(simd, x.wrapping_add(r * self.x_stride + p), lanes) };
-                for c in 0..N {
-                    acc[r][c] = simd.mul_add_e_f32s(x, even[c], acc[r][c]);
+                    j += N;
                 }
-            }
-            for c in 0..N {
-                even[c] = simd.transmute_f32s_u32s(simd.and_u32s(pairs[c], high));
-            }
-            for r in 0..M {
-                // SAFETY: as above.
-                let x = unsafe { load_ptr(simd, x.wrapping_add(r * self.x_stride + p + lanes), lanes) };
-                for c in 0..N {
-                    acc[r][c] = simd.mul_add_e_f32s(x, even[c], acc[r][c]);
+                while j < end {
+                    self.tile::<S, T, 1, 0>(simd, w, part, Place { i, j, ahead: next });
+                    j += 1;
                 }
-            }
-            p += 2 * lanes;
-        }
-        // SAFETY: rows i.. and columns j.. are inside y.
-        unsafe { self.finish(simd, acc, i, j) };
-    }
-
-    #[inline(always)]
-    unsafe fn finish<S: Simd, const M: usize, const N: usize>(
-        &self,
-        simd: S,
-        acc: [[S::f32s; N]; M],
-        i: usize,
-        j: usize,
-    ) {
-        for r in 0..M {
-            for c in 0..N {
-                let dot = simd.reduce_sum_f32s(acc[r][c]);
-                let bias = self.bias.map_or(0.0, |bias| bias[j + c]);
-                // SAFETY: by the caller.
-                unsafe { *self.y.wrapping_add((i + r) * self.y_stride + j + c) = dot + bias };
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn column_f32<S: Simd, const N: usize>(&self, simd: S, w: *const f32, j: usize) {
-        let mut i = 0;
-        // SAFETY: the tiles lie inside m rows; columns by the caller.
-        unsafe {
-            while i + 4 <= self.m {
-                self.tile_f32::<S, 4, N>(simd, w, i, j);
-                i += 4;
-            }
-            if i + 2 <= self.m {
-                self.tile_f32::<S, 2, N>(simd, w, i, j);
-                i += 2;
-            }
-            if i < self.m {
-                self.tile_f32::<S, 1, N>(simd, w, i, j);
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn column_bf16<S: Simd, const N: usize>(&self, simd: S, w: *const bf16, j: usize) {
-        let mut i = 0;
-        // SAFETY: as in `column_f32`.
-        unsafe {
-            while i + 4 <= self.m {
-                self.tile_bf16::<S, 4, N>(simd, w, i, j);
-                i += 4;
-            }
-            if i + 2 <= self.m {
-                self.tile_bf16::<S, 2, N>(simd, w, i, j);
-                i += 2;
-            }
-            if i < self.m {
-                self.tile_bf16::<S, 1, N>(simd, w, i, j);
             }
         }
     }
@@ -333,28 +391,17 @@ impl WithSimd for Dots<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let mut j = 0;
-        // SAFETY: the tiles partition the n columns; the rest is the contract of `run`.
-        unsafe {
-            match self.w {
-                // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2; widening needs two more.
-                WeightPtr::F32(w) => {
-                    while j + 3 <= self.n {
-                        self.column_f32::<S, 3>(simd, w, j);
-                        j += 3;
-                    }
-                    while j < self.n {
-                        self.column_f32::<S, 1>(simd, w, j);
-                        j += 1;
-                    }
-                }
-                WeightPtr::Bf16(w) => {
-                    while j + 2 <= self.n {
-                        self.column_bf16::<S, 2>(simd, w, j);
-                        j += 2;
-                    }
-                    if j < self.n {
-                        self.column_bf16::<S, 1>(simd, w, j);
+        for start in (0..self.k.max(1)).step_by(DEPTH) {
+            let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
+            for j in (0..self.n).step_by(GROUP) {
+                let count = GROUP.min(self.n - j);
+                // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
+                unsafe {
+                    match self.w {
+                        // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2; widening
+                        // needs more.
+                        WeightPtr::F32(w) => self.group::<S, f32, 3>(simd, w, part, j, count),
+                        WeightPtr::Bf16(w) => self.group::<S, bf16, 2>(simd, w, part, j, count),
                     }
                 }
             }

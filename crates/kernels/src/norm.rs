@@ -3,6 +3,7 @@
 //! Rows are independent outputs; weight gradients are summed row by row, each thread owning a range of columns.
 
 use crate::parallel::{Shared, ranges};
+use crate::profile::{Op, span};
 use crate::simd::{Simd, load, store};
 
 /// Elementary operations per element, for the decision to use threads.
@@ -16,6 +17,12 @@ fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
         acc[p % 4] = simd.mul_add_e_f32s(load(simd, x, i), load(simd, y, i), acc[p % 4]);
     }
+    total(simd, acc)
+}
+
+/// The sum of all lanes of four accumulators.
+#[inline(always)]
+fn total<S: Simd>(simd: S, acc: [S::f32s; 4]) -> f32 {
     simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(acc[0], acc[1]), simd.add_f32s(acc[2], acc[3])))
 }
 
@@ -49,11 +56,11 @@ simd_fn! {
 simd_fn! {
     fn layer_row<'a>(simd: S, y: &'a mut [f32], x: &'a [f32], weight: &'a [f32], bias: &'a [f32],
                      eps: f32) -> (f32, f32) {
-        let mut sum = simd.splat_f32s(0.0);
-        for i in (0..x.len()).step_by(S::F32_LANES) {
-            sum = simd.add_f32s(sum, load(simd, x, i));
+        let mut acc = [simd.splat_f32s(0.0); 4];
+        for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
+            acc[p % 4] = simd.add_f32s(acc[p % 4], load(simd, x, i));
         }
-        let mean = simd.reduce_sum_f32s(sum) / x.len() as f32;
+        let mean = total(simd, acc) / x.len() as f32;
         let minus = simd.splat_f32s(-mean);
         for i in (0..x.len()).step_by(S::F32_LANES) {
             store(simd, y, i, simd.add_f32s(load(simd, x, i), minus));
@@ -73,17 +80,16 @@ simd_fn! {
     fn layer_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
                               mean: f32, rstd: f32) -> () {
         let n = x.len() as f32;
-        let mut sum = simd.splat_f32s(0.0);
-        let mut along = simd.splat_f32s(0.0);
+        let [mut sum, mut along] = [[simd.splat_f32s(0.0); 4]; 2];
         let minus = simd.splat_f32s(-mean);
-        for i in (0..x.len()).step_by(S::F32_LANES) {
+        for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
             let g = simd.mul_f32s(load(simd, dy, i), load(simd, weight, i));
-            sum = simd.add_f32s(sum, g);
-            along = simd.mul_add_e_f32s(g, simd.add_f32s(load(simd, x, i), minus), along);
+            sum[p % 4] = simd.add_f32s(sum[p % 4], g);
+            along[p % 4] = simd.mul_add_e_f32s(g, simd.add_f32s(load(simd, x, i), minus), along[p % 4]);
             store(simd, dx, i, g);
         }
-        let shift = simd.splat_f32s(-simd.reduce_sum_f32s(sum) / n * rstd);
-        let pull = simd.splat_f32s(-simd.reduce_sum_f32s(along) / n * rstd * rstd * rstd);
+        let shift = simd.splat_f32s(-total(simd, sum) / n * rstd);
+        let pull = simd.splat_f32s(-total(simd, along) / n * rstd * rstd * rstd);
         let scale = simd.splat_f32s(rstd);
         for i in (0..x.len()).step_by(S::F32_LANES) {
             let centred = simd.add_f32s(load(simd, x, i), minus);
@@ -93,36 +99,63 @@ simd_fn! {
     }
 }
 
+/// Rows of `dy` and `x`, and what normalised them.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    dy: &'a [f32],
+    x: &'a [f32],
+    mean: Option<&'a [f32]>,
+    rstd: &'a [f32],
+    dim: usize,
+}
+
 simd_fn! {
-    /// `dw += dy · (x − mean) · rstd` for one row.
-    fn add_weight_row<'a>(simd: S, dw: &'a mut [f32], dy: &'a [f32], x: &'a [f32], mean: f32, rstd: f32) -> () {
-        let (minus, scale) = (simd.splat_f32s(-mean), simd.splat_f32s(rstd));
-        for i in (0..x.len()).step_by(S::F32_LANES) {
-            let hat = simd.mul_f32s(simd.add_f32s(load(simd, x, i), minus), scale);
-            let sum = simd.mul_add_e_f32s(load(simd, dy, i), hat, load(simd, dw, i));
-            store(simd, dw, i, sum);
+    /// `dw += Σ_rows dy · (x − mean) · rstd` and `db += Σ_rows dy` for the columns from `first` on, rows in order.
+    fn add_columns<'a>(simd: S, dw: &'a mut [f32], db: Option<&'a mut [f32]>, rows: Rows<'a>, first: usize) -> () {
+        const VECS: usize = 4;
+        let width = dw.len();
+        let mut db = db;
+        for start in (0..width).step_by(VECS * S::F32_LANES) {
+            let end = width.min(start + VECS * S::F32_LANES);
+            let count = (end - start).div_ceil(S::F32_LANES);
+            let [mut weight, mut bias] = [[simd.splat_f32s(0.0); VECS]; 2];
+            for v in 0..count {
+                weight[v] = load(simd, &dw[..end], start + v * S::F32_LANES);
+                if let Some(db) = &db {
+                    bias[v] = load(simd, &db[..end], start + v * S::F32_LANES);
+                }
+            }
+            for (r, &rstd) in rows.rstd.iter().enumerate() {
+                let at = r * rows.dim + first;
+                let (dy, x) = (&rows.dy[at..at + end], &rows.x[at..at + end]);
+                let minus = simd.splat_f32s(-rows.mean.map_or(0.0, |mean| mean[r]));
+                let scale = simd.splat_f32s(rstd);
+                for v in 0..count {
+                    let g = load(simd, dy, start + v * S::F32_LANES);
+                    let hat = simd.mul_f32s(simd.add_f32s(load(simd, x, start + v * S::F32_LANES), minus), scale);
+                    weight[v] = simd.mul_add_e_f32s(g, hat, weight[v]);
+                    bias[v] = simd.add_f32s(bias[v], g);
+                }
+            }
+            for v in 0..count {
+                store(simd, &mut dw[..end], start + v * S::F32_LANES, weight[v]);
+                if let Some(db) = &mut db {
+                    store(simd, &mut db[..end], start + v * S::F32_LANES, bias[v]);
+                }
+            }
         }
     }
 }
 
-/// `dw [dim] += Σ_rows dy · (x − mean) · rstd`, threads owning columns.
-fn weight_gradient(
-    dw: &mut [f32],
-    dy: &[f32],
-    x: &[f32],
-    mean: Option<&[f32]>,
-    rstd: &[f32],
-    rows: usize,
-    dim: usize,
-) {
-    let dw = Shared::new(dw);
-    ranges(dim, 64, rows * dim * COST, |cols| {
+/// `dw [dim] += Σ_rows dy · (x − mean) · rstd` and `db [dim] += Σ_rows dy`, threads owning columns.
+fn weight_gradient(dw: &mut [f32], db: Option<&mut [f32]>, rows: Rows) {
+    let (dim, work) = (rows.dim, rows.rstd.len() * rows.dim * COST);
+    let (dw, db) = (Shared::new(dw), db.map(Shared::new));
+    ranges(dim, 64, work, |cols| {
         // SAFETY: the column ranges are disjoint.
-        let dw = unsafe { dw.part(cols.start, cols.len()) };
-        for r in 0..rows {
-            let at = r * dim + cols.start..r * dim + cols.end;
-            add_weight_row(dw, &dy[at.clone()], &x[at], mean.map_or(0.0, |mean| mean[r]), rstd[r]);
-        }
+        let (dw, db) =
+            unsafe { (dw.part(cols.start, cols.len()), db.map(|db| db.part(cols.start, cols.len()))) };
+        add_columns(dw, db, rows, cols.start);
     });
 }
 
@@ -136,6 +169,7 @@ pub fn rms_forward(
     dim: usize,
     eps: f32,
 ) {
+    let _span = span(Op::Norm, || (4 * rows * dim, 8 * rows * dim));
     debug_assert!(x.len() >= rows * dim && weight.len() == dim);
     let (y, rstd) = (Shared::new(y), Shared::new(rstd));
     ranges(rows, 1, rows * dim * COST, |range| {
@@ -158,6 +192,7 @@ pub fn rms_backward(
     rows: usize,
     dim: usize,
 ) {
+    let _span = span(Op::Norm, || (8 * rows * dim, 12 * rows * dim));
     debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
     let dx = Shared::new(dx);
     ranges(rows, 1, rows * dim * COST, |range| {
@@ -169,7 +204,7 @@ pub fn rms_backward(
         }
     });
     if let Some(dw) = dw {
-        weight_gradient(dw, dy, x, None, rstd, rows, dim);
+        weight_gradient(dw, None, Rows { dy, x, mean: None, rstd: &rstd[..rows], dim });
     }
 }
 
@@ -185,6 +220,7 @@ pub fn layer_forward(
     dim: usize,
     eps: f32,
 ) {
+    let _span = span(Op::Norm, || (6 * rows * dim, 8 * rows * dim));
     debug_assert!(x.len() >= rows * dim && weight.len() == dim && bias.len() == dim);
     let [y, mean, rstd] = [y, mean, rstd].map(Shared::new);
     ranges(rows, 1, rows * dim * COST, |range| {
@@ -209,6 +245,7 @@ pub fn layer_backward(
     rows: usize,
     dim: usize,
 ) {
+    let _span = span(Op::Norm, || (10 * rows * dim, 12 * rows * dim));
     debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
     let dx = Shared::new(dx);
     ranges(rows, 1, rows * dim * COST, |range| {
@@ -219,10 +256,9 @@ pub fn layer_backward(
             layer_gradient_row(dx, &dy[at.clone()], &x[at], weight, mean[r], rstd[r]);
         }
     });
-    if let Some(dw) = dw {
-        weight_gradient(dw, dy, x, Some(mean), rstd, rows, dim);
-    }
-    if let Some(db) = db {
-        crate::linear::backward_bias(db, dy, dim, rows, dim);
+    match (dw, db) {
+        (Some(dw), db) => weight_gradient(dw, db, Rows { dy, x, mean: Some(mean), rstd: &rstd[..rows], dim }),
+        (None, Some(db)) => crate::linear::backward_bias(db, dy, dim, rows, dim),
+        (None, None) => {}
     }
 }

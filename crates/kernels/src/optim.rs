@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use crate::parallel::{Shared, ranges};
+use crate::profile::{Op, span};
 
 /// What one update needs besides the arrays.
 #[derive(Clone, Copy)]
@@ -60,6 +61,7 @@ pub fn adamw(
     step: u64,
     grad_scale: f32,
 ) {
+    let _span = span(Op::Optimizer, || (12 * weight.len(), 28 * weight.len()));
     debug_assert!(
         m.len() == weight.len() && v.len() == weight.len() && grad.len() == weight.len() && step > 0
     );
@@ -81,6 +83,7 @@ pub fn adamw(
 /// The sum of squares, in `f64`, over blocks of fixed length added in order.
 #[must_use]
 pub fn sum_of_squares(x: &[f32]) -> f64 {
+    let _span = span(Op::Optimizer, || (2 * x.len(), 4 * x.len()));
     const BLOCK: usize = 1 << 16;
     if x.len() <= 2 * BLOCK {
         return x.chunks(BLOCK).map(block_sum).sum();

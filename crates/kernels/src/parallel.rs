@@ -2,11 +2,41 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-
-use rayon::prelude::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Elementary operations (multiply-adds, element updates) below which waking a second thread costs more than it saves.
-const MIN_PARALLEL: usize = 1 << 16;
+const MIN_PARALLEL: usize = 1 << 17;
+
+/// Calls `f` for every number below `count`, on several threads if `work` (elementary operations in total) is large.
+///
+/// Threads take the next number when they are done with one, so that a thread that is slow or starts late does less.
+pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
+    let threads = rayon::current_num_threads().min(count);
+    if threads <= 1 || work < MIN_PARALLEL {
+        (0..count).for_each(f);
+        return;
+    }
+    let next = AtomicUsize::new(0);
+    spread(threads, &|| {
+        loop {
+            // Only a claim: what a number's task computes does not depend on who runs it.
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= count {
+                break;
+            }
+            f(i);
+        }
+    });
+}
+
+/// Runs `f` on up to `threads` threads.
+fn spread(threads: usize, f: &(impl Fn() + Sync)) {
+    if threads <= 1 {
+        f();
+    } else {
+        rayon::join(|| spread(threads / 2, f), || spread(threads - threads / 2, f));
+    }
+}
 
 /// Calls `f` for consecutive ranges that cover `0..n`, on several threads if `work` (elementary operations in total) is
 /// large. Range bounds are multiples of `align`. Results must not depend on where ranges are cut.
@@ -14,20 +44,20 @@ pub(crate) fn ranges(n: usize, align: usize, work: usize, f: impl Fn(Range<usize
     if n == 0 {
         return;
     }
-    let threads = rayon::current_num_threads();
     let blocks = n.div_ceil(align);
-    let pieces = (threads * 4).min(blocks).min(work / (MIN_PARALLEL / 2));
-    if threads == 1 || pieces <= 1 {
-        f(0..n);
-        return;
-    }
-    (0..pieces).into_par_iter().for_each(|i| {
-        let cut = |i: usize| (i * blocks / pieces * align).min(n);
-        let range = cut(i)..cut(i + 1);
+    let pieces = if work < MIN_PARALLEL { 1 } else { (rayon::current_num_threads() * 4).min(blocks) };
+    tasks(pieces, work, |i| {
+        let range = part(blocks, pieces, i);
+        let range = (range.start * align).min(n)..(range.end * align).min(n);
         if !range.is_empty() {
             f(range);
         }
     });
+}
+
+/// Part `i` of `parts` nearly equal ones of `0..n`.
+pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
+    i * n / parts..(i + 1) * n / parts
 }
 
 /// A mutable slice whose disjoint parts are written by several threads.

@@ -1,6 +1,7 @@
 //! Rotary position embedding in the `rotate_half` convention of the Hugging Face models.
 
 use crate::parallel::{Shared, ranges};
+use crate::profile::{Op, span};
 
 simd_fn! {
     fn rotate<'a>(simd: S, head: &'a mut [f32], cos: &'a [f32], sin: &'a [f32], sign: f32) -> () {
@@ -38,6 +39,7 @@ pub fn apply(
     rows: usize,
     inverse: bool,
 ) {
+    let _span = span(Op::Rope, || (3 * rows * heads * head_dim, 8 * rows * heads * head_dim));
     debug_assert!(head_dim.is_multiple_of(2) && col + heads * head_dim <= stride);
     let half = head_dim / 2;
     let sign = if inverse { -1.0 } else { 1.0 };

@@ -1,6 +1,23 @@
 //! Run-time choice of the instruction set, and the vector functions shared by the kernels.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pulp::Arch;
 pub(crate) use pulp::Simd;
+
+static PORTABLE: AtomicBool = AtomicBool::new(false);
+
+/// Makes all kernels of the process use portable code (`true`) or the best instructions of the CPU (`false`, as at the
+/// start). For tests and for comparing machines; not to be changed while a kernel runs.
+pub fn force_portable(on: bool) {
+    PORTABLE.store(on, Ordering::Relaxed);
+}
+
+/// The instruction set in use.
+#[inline]
+pub(crate) fn arch() -> Arch {
+    if PORTABLE.load(Ordering::Relaxed) { Arch::Scalar } else { Arch::new() }
+}
 
 /// Defines a function whose body is compiled once per instruction set; the best one runs.
 ///
@@ -21,7 +38,7 @@ macro_rules! simd_fn {
                     $body
                 }
             }
-            pulp::Arch::new().dispatch(Op { $($arg),* })
+            $crate::simd::arch().dispatch(Op { $($arg),* })
         }
     };
 }
@@ -52,6 +69,18 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let over = simd.greater_than_f32s(x, simd.splat_f32s(88.376));
     let y = select(simd, under, simd.splat_f32s(0.0), y);
     select(simd, over, simd.splat_f32s(f32::INFINITY), y)
+}
+
+/// Asks for the cache line at `ptr`, which need not be valid.
+#[inline(always)]
+pub(crate) fn prefetch<T>(ptr: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint that does not fault; SSE is part of the architecture.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = ptr;
 }
 
 /// `yes` where the mask is set, else `no`; pulp's own version for floats is not always inlined.

@@ -7,6 +7,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use crate::activation::Activation;
 use crate::attention::{AttentionLayout, Shape};
+use crate::conv::{OUTSIDE, RowMix};
 
 /// `y [m, n] = x [m, k] · Wᵀ + b`, weight `[n, k]`.
 #[must_use]
@@ -405,4 +406,153 @@ pub fn adamw(
         let v_hat = v[i] / (1.0 - beta2.powf(step as f64));
         weight[i] -= lr * m_hat / (v_hat.sqrt() + eps);
     }
+}
+
+/// `y [rows, dim] = residual + x · scale`, `scale [dim]`.
+#[must_use]
+pub fn scale_residual_forward(x: &[f64], residual: &[f64], scale: &[f64]) -> Vec<f64> {
+    let dim = scale.len();
+    x.iter().zip(residual).enumerate().map(|(i, (x, r))| r + x * scale[i % dim]).collect()
+}
+
+/// Gradients of [`scale_residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
+#[must_use]
+pub fn scale_residual_backward(dy: &[f64], x: &[f64], scale: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let dim = scale.len();
+    let mut dscale = vec![0.0; dim];
+    for (i, (dy, x)) in dy.iter().zip(x).enumerate() {
+        dscale[i % dim] += dy * x;
+    }
+    (dy.iter().enumerate().map(|(i, dy)| dy * scale[i % dim]).collect(), dscale)
+}
+
+/// Rows as weighted sums; see [`crate::conv::mix_forward`].
+#[must_use]
+pub fn mix_forward(x: &[f64], mix: &RowMix, c: usize) -> Vec<f64> {
+    let mut y = vec![0.0; mix.len() * c];
+    for r in 0..mix.len() {
+        for i in mix.offsets[r]..mix.offsets[r + 1] {
+            for j in 0..c {
+                y[r * c + j] += f64::from(mix.weights[i]) * x[mix.rows[i] as usize * c + j];
+            }
+        }
+    }
+    y
+}
+
+/// Gradient of [`mix_forward`] for an input of `rows` rows.
+#[must_use]
+pub fn mix_backward(dy: &[f64], mix: &RowMix, rows: usize, c: usize) -> Vec<f64> {
+    let mut dx = vec![0.0; rows * c];
+    for r in 0..mix.len() {
+        for i in mix.offsets[r]..mix.offsets[r + 1] {
+            for j in 0..c {
+                dx[mix.rows[i] as usize * c + j] += f64::from(mix.weights[i]) * dy[r * c + j];
+            }
+        }
+    }
+    dx
+}
+
+/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution with padding 1.
+fn depthwise3_terms(n: usize, h: usize, w: usize, c: usize, mut f: impl FnMut(usize, usize, usize)) {
+    for (p, y, x, ch) in (0..n * h * w * c).map(|i| (i / (h * w * c), i / (w * c) % h, i / c % w, i % c)) {
+        for (a, b) in (0..9).map(|tap| (tap / 3, tap % 3)) {
+            if (1..=h).contains(&(y + a)) && (1..=w).contains(&(x + b)) {
+                let at = |y: usize, x: usize| ((p * h + y) * w + x) * c + ch;
+                f(at(y, x), at(y + a - 1, x + b - 1), ch * 9 + a * 3 + b);
+            }
+        }
+    }
+}
+
+/// Depthwise 3×3 convolution; see [`crate::conv::depthwise3`].
+#[must_use]
+pub fn depthwise3_forward(x: &[f64], weight: &[f64], n: usize, h: usize, w: usize, c: usize) -> Vec<f64> {
+    let mut y = vec![0.0; n * h * w * c];
+    depthwise3_terms(n, h, w, c, |to, from, k| y[to] += weight[k] * x[from]);
+    y
+}
+
+/// Gradients of [`depthwise3_forward`]: `(dx, dweight)`.
+#[must_use]
+pub fn depthwise3_backward(
+    dy: &[f64],
+    x: &[f64],
+    weight: &[f64],
+    n: usize,
+    h: usize,
+    w: usize,
+    c: usize,
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; 9 * c]);
+    depthwise3_terms(n, h, w, c, |to, from, k| {
+        dx[from] += weight[k] * dy[to];
+        dw[k] += x[from] * dy[to];
+    });
+    (dx, dw)
+}
+
+/// Patches as rows; see [`crate::conv::unfold`].
+#[must_use]
+pub fn unfold(x: &[f64], sources: &[u32], taps: usize, c: usize) -> Vec<f64> {
+    let mut y = vec![0.0; sources.len() * c];
+    for (i, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
+        for j in 0..c {
+            y[(i / taps * c + j) * taps + i % taps] = x[source as usize * c + j];
+        }
+    }
+    y
+}
+
+/// Gradient of [`unfold`] for an input of `rows` rows.
+#[must_use]
+pub fn fold(dy: &[f64], sources: &[u32], taps: usize, rows: usize, c: usize) -> Vec<f64> {
+    let mut dx = vec![0.0; rows * c];
+    for (i, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
+        for j in 0..c {
+            dx[source as usize * c + j] += dy[(i / taps * c + j) * taps + i % taps];
+        }
+    }
+    dx
+}
+
+/// `x · sigmoid(gate)`; see [`crate::conv::gate_forward`].
+#[must_use]
+pub fn gate_forward(x: &[f64], gate: &[f64], s: usize, c: usize) -> Vec<f64> {
+    x.iter().enumerate().map(|(i, x)| x / (1.0 + (-gate[i / (s * c) * c + i % c]).exp())).collect()
+}
+
+/// Gradients of [`gate_forward`]: `(dx, dgate)`.
+#[must_use]
+pub fn gate_backward(dy: &[f64], x: &[f64], gate: &[f64], s: usize, c: usize) -> (Vec<f64>, Vec<f64>) {
+    let mut dgate = vec![0.0; gate.len()];
+    for i in 0..x.len() {
+        let at = i / (s * c) * c + i % c;
+        let open = 1.0 / (1.0 + (-gate[at]).exp());
+        dgate[at] += dy[i] * x[i] * open * (1.0 - open);
+    }
+    (gate_forward(dy, gate, s, c), dgate)
+}
+
+fn softmax(logits: &[f64]) -> Vec<f64> {
+    let sum: f64 = logits.iter().map(|l| l.exp()).sum();
+    logits.iter().map(|l| l.exp() / sum).collect()
+}
+
+/// `Σ softmax(logits)ᵢ · x[i]`; see [`crate::conv::blend_forward`].
+#[must_use]
+pub fn blend_forward(x: &[f64], logits: &[f64]) -> Vec<f64> {
+    let (p, len) = (softmax(logits), x.len() / logits.len());
+    (0..len).map(|j| (0..p.len()).map(|i| p[i] * x[i * len + j]).sum()).collect()
+}
+
+/// Gradients of [`blend_forward`]: `(dx, dlogits)`.
+#[must_use]
+pub fn blend_backward(dy: &[f64], x: &[f64], logits: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let (p, len) = (softmax(logits), dy.len());
+    let dx = (0..x.len()).map(|i| p[i / len] * dy[i % len]).collect();
+    let dp: Vec<f64> = (0..p.len()).map(|i| (0..len).map(|j| dy[j] * x[i * len + j]).sum()).collect();
+    let mean: f64 = p.iter().zip(&dp).map(|(p, d)| p * d).sum();
+    (dx, p.iter().zip(&dp).map(|(p, d)| p * (d - mean)).collect())
 }

@@ -3,6 +3,12 @@
 
 mod common;
 
+/// The best of this CPU, and the factor of all tolerances; `portable.rs` runs the same tests with another choice.
+#[allow(dead_code)]
+pub fn choose_instructions() -> f64 {
+    1.0
+}
+
 use common::{close, noise, wide, with_threads};
 use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
 use omnigrpo_kernels::twin;

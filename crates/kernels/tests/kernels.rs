@@ -3,13 +3,20 @@
 
 mod common;
 
+/// The best of this CPU, and the factor of all tolerances; `portable.rs` runs the same tests with another choice.
+#[allow(dead_code)]
+pub fn choose_instructions() -> f64 {
+    1.0
+}
+
 use std::collections::HashMap;
 
 use common::{check_gradient, close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{AttentionLayout, Shape};
-use omnigrpo_kernels::{Weight, embedding, linear, logprob, norm, optim, rope, twin};
+use omnigrpo_kernels::linear::{Gradient, Layer};
+use omnigrpo_kernels::{Weight, embedding, linear, logprob, norm, optim, rope, scale, twin};
 
 const ACTIVATIONS: [Activation; 4] =
     [Activation::Silu, Activation::GeluErf, Activation::GeluTanh, Activation::QuickGelu];
@@ -45,8 +52,17 @@ fn unspread(y: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
 
 #[test]
 fn linear_matches_its_twin() {
-    for (m, k, n) in [(1, 1, 1), (3, 5, 7), (17, 33, 20), (70, 64, 96), (2, 128, 3), (1, 300, 40), (0, 4, 5)]
-    {
+    for (m, k, n) in [
+        (1, 1, 1),
+        (3, 5, 7),
+        (17, 33, 20),
+        (70, 64, 96),
+        (2, 1128, 3),
+        (1, 300, 40),
+        (300, 17, 35),
+        (0, 4, 5),
+        (2, 0, 3),
+    ] {
         let (x, w, bias, dy) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3), noise(m * n, 4));
         let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
         let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
@@ -58,20 +74,25 @@ fn linear_matches_its_twin() {
                 let expected = twin::linear_forward(&x64, &w64, bias.map(wide).as_deref(), m, k, n);
                 for kernel in [linear::forward, linear::forward_rows] {
                     let mut y = vec![7.0; m * ys];
-                    kernel(&mut y, ys, &x_wide, xs, w, bias, m, k, n);
+                    kernel(&mut y, ys, &x_wide, xs, &[Layer { w, bias, n }], m, k, false);
                     close(&unspread(&y, m, n, ys), &expected, 1e-6);
                     assert!((0..m).all(|i| y[i * ys + n..(i + 1) * ys] == [7.0, 7.0]), "gap columns stay");
+                    let mut y = vec![0.5; m * ys];
+                    kernel(&mut y, ys, &x_wide, xs, &[Layer { w, bias, n }], m, k, true);
+                    let added: Vec<f64> = expected.iter().map(|y| y + 0.5).collect();
+                    close(&unspread(&y, m, n, ys), &added, 1e-6);
                 }
             }
             let (dx64, dw64, db64) = twin::linear_backward(&dy64, &x64, &w64, m, k, n);
             for accumulate in [false, true] {
                 let mut dx = vec![0.5; m * xs];
-                linear::backward_input(&mut dx, xs, &dy_wide, ys, w, m, k, n, accumulate);
+                linear::backward_input(&mut dx, xs, &dy_wide, ys, &[Layer::new(w, n)], m, k, accumulate);
                 let start = if accumulate { 0.5 } else { 0.0 };
                 close(&unspread(&dx, m, k, xs), &dx64.iter().map(|d| d + start).collect::<Vec<_>>(), 2e-6);
             }
             let (mut dw, mut db) = (vec![0.25; n * k], vec![0.25; n]);
-            linear::backward_weight(&mut dw, &dy_wide, ys, &x_wide, xs, m, k, n);
+            let mut gradient = [Gradient { dw: &mut dw, col: 0, n }];
+            linear::backward_weight(&mut gradient, &dy_wide, ys, &x_wide, xs, m, k);
             linear::backward_bias(&mut db, &dy_wide, ys, m, n);
             close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
             close(&db, &db64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
@@ -80,34 +101,71 @@ fn linear_matches_its_twin() {
 }
 
 #[test]
-fn wide_bf16_weights_are_summed_over_chunks() {
-    // More elements than one chunk holds, so that the gradient is summed over chunks.
-    let (m, k, n) = (2, 1100, 1000);
-    let w: Vec<bf16> = noise(n * k, 1).into_iter().map(bf16::from_f32).collect();
-    let w64: Vec<f64> = w.iter().map(|w| w.to_f64()).collect();
-    let (x, dy) = (noise(m * k, 2), noise(m * n, 3));
-    let (mut y, mut dx) = (vec![0.0; m * n], vec![0.0; m * k]);
-    linear::forward(&mut y, n, &x, k, Weight::Bf16(&w), None, m, k, n);
-    linear::backward_input(&mut dx, k, &dy, n, Weight::Bf16(&w), m, k, n, false);
-    close(&y, &twin::linear_forward(&wide(&x), &w64, None, m, k, n), 1e-5);
-    close(&dx, &twin::linear_backward(&wide(&dy), &wide(&x), &w64, m, k, n).0, 1e-5);
+fn layers_with_one_input_are_one_call() {
+    // Different dtypes and widths, outputs side by side; more rows than one pass of packed gradients holds.
+    let (m, k, widths) = (700, 40, [37usize, 8, 3000]);
+    let n: usize = widths.iter().sum();
+    let (x, dy) = (noise(m * k, 1), noise(m * n, 2));
+    let weights: Vec<Vec<f32>> = (3..).zip(widths).map(|(seed, n)| noise(n * k, seed)).collect();
+    let narrow_w: Vec<bf16> = weights[1].iter().map(|&w| bf16::from_f32(w)).collect();
+    let w = |i: usize| if i == 1 { Weight::Bf16(&narrow_w) } else { Weight::F32(&weights[i]) };
+    let bias = noise(37, 9);
+    let layers: Vec<Layer> =
+        (0..3).map(|i| Layer { w: w(i), bias: (i == 0).then_some(&bias[..]), n: widths[i] }).collect();
+    for kernel in [linear::forward, linear::forward_rows] {
+        let mut y = vec![0.0; m * n];
+        kernel(&mut y, n, &x, k, &layers, m, k, false);
+        let mut col = 0;
+        for layer in &layers {
+            let mut alone = vec![0.0; m * layer.n];
+            kernel(&mut alone, layer.n, &x, k, std::slice::from_ref(layer), m, k, false);
+            assert!(
+                (0..m)
+                    .all(|i| alone[i * layer.n..(i + 1) * layer.n] == y[i * n + col..i * n + col + layer.n])
+            );
+            col += layer.n;
+        }
+    }
+    let mut dx = vec![0.0; m * k];
+    linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, false);
+    let mut dws = widths.map(|n| vec![0.5; n * k]);
+    let cols = [0, 37, 45];
+    let mut gradients: Vec<Gradient> =
+        dws.iter_mut().zip(cols).zip(widths).map(|((dw, col), n)| Gradient { dw, col, n }).collect();
+    linear::backward_weight(&mut gradients, &dy, n, &x, k, m, k);
+    let mut dx64 = vec![0.0; m * k];
+    for i in 0..3 {
+        let part: Vec<f64> =
+            (0..m).flat_map(|r| wide(&dy[r * n + cols[i]..r * n + cols[i] + widths[i]])).collect();
+        let w64: Vec<f64> = match w(i) {
+            Weight::F32(w) => wide(w),
+            Weight::Bf16(w) => w.iter().map(|w| w.to_f64()).collect(),
+            Weight::Quantised(_) => unreachable!("not among these"),
+        };
+        let (dx, dw, _) = twin::linear_backward(&part, &wide(&x), &w64, m, k, widths[i]);
+        dx64.iter_mut().zip(dx).for_each(|(sum, d)| *sum += d);
+        close(&dws[i], &dw.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 1e-5);
+    }
+    close(&dx, &dx64, 1e-5);
 }
 
 #[test]
-fn decode_rows_are_batch_invariant() {
-    let (k, n) = (203, 77);
+fn rows_do_not_depend_on_the_batch() {
+    let (k, n) = (603, 77);
     let (x, w, bias) = (noise(17 * k, 1), noise(n * k, 2), noise(n, 3));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     for w in [Weight::F32(&w), Weight::Bf16(&narrow_w)] {
-        let run = |first: usize, m: usize| {
-            let mut y = vec![0.0; m * n];
-            linear::forward_rows(&mut y, n, &x[first * k..], k, w, Some(&bias), m, k, n);
-            y
-        };
-        let all = run(0, 17);
-        for m in [1, 3, 8, 17] {
-            for first in [0, 17 - m] {
-                assert_eq!(run(first, m), all[first * n..(first + m) * n], "{m} rows from {first}");
+        for kernel in [linear::forward, linear::forward_rows] {
+            let run = |first: usize, m: usize| {
+                let mut y = vec![0.0; m * n];
+                kernel(&mut y, n, &x[first * k..], k, &[Layer { w, bias: Some(&bias), n }], m, k, false);
+                y
+            };
+            let all = run(0, 17);
+            for m in [1, 3, 8, 17] {
+                for first in [0, 17 - m] {
+                    assert_eq!(run(first, m), all[first * n..(first + m) * n], "{m} rows from {first}");
+                }
             }
         }
     }
@@ -121,13 +179,14 @@ fn everything() -> Vec<Vec<f32>> {
     let mut out = Vec::new();
     for w in [Weight::F32(&w), Weight::Bf16(&half)] {
         let (mut y, mut rows, mut dx) = (vec![0.0; m * n], vec![0.0; m * n], vec![0.0; m * k]);
-        linear::forward(&mut y, n, &x, k, w, None, m, k, n);
-        linear::forward_rows(&mut rows, n, &x, k, w, None, m, k, n);
-        linear::backward_input(&mut dx, k, &dy, n, w, m, k, n, false);
+        let layers = [Layer::new(w, n)];
+        linear::forward(&mut y, n, &x, k, &layers, m, k, false);
+        linear::forward_rows(&mut rows, n, &x, k, &layers, m, k, false);
+        linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, false);
         out.extend([y, rows, dx]);
     }
     let (mut dw, mut db) = (vec![0.0; n * k], vec![0.0; n]);
-    linear::backward_weight(&mut dw, &dy, n, &x, k, m, k, n);
+    linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n }], &dy, n, &x, k, m, k);
     linear::backward_bias(&mut db, &dy, n, m, n);
     out.extend([dw, db]);
     let weight = noise(k, 4);
@@ -440,6 +499,54 @@ fn embeddings_gather_and_scatter() {
     let expected: Vec<f64> = twin::scatter_add(&wide(&dy), &ids, vocab, h).iter().map(|d| d + 0.5).collect();
     close(&d, &expected, 1e-6);
     embedding::gather(&mut [], Weight::F32(&table), &[], h);
+}
+
+#[test]
+fn scaled_residuals_match_their_twin() {
+    for (rows, dim) in [(1, 1), (3, 7), (0, 4), (70, 65)] {
+        let (x, r, s, dy) = (noise(rows * dim, 1), noise(rows * dim, 2), noise(dim, 3), noise(rows * dim, 4));
+        let (x64, r64, s64, dy64) = (wide(&x), wide(&r), wide(&s), wide(&dy));
+        let mut y = vec![0.0; rows * dim];
+        scale::residual_forward(&mut y, &x, &r, &s);
+        close(&y, &twin::scale_residual_forward(&x64, &r64, &s64), 1e-6);
+        let (dx64, ds64) = twin::scale_residual_backward(&dy64, &x64, &s64);
+        let (mut dx, mut ds) = (vec![0.0; rows * dim], vec![0.25; dim]);
+        scale::residual_backward_input(&mut dx, &dy, &s);
+        scale::residual_backward_scale(&mut ds, &dy, &x);
+        close(&dx, &dx64, 1e-6);
+        close(&ds, &ds64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
+        let loss = |x: &[f64], s: &[f64]| dot(&dy64, &twin::scale_residual_forward(x, &r64, s));
+        check_gradient(&x64, &dx64, |x| loss(x, &s64));
+        check_gradient(&s64, &ds64, |s| loss(&x64, s));
+    }
+}
+
+#[test]
+fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
+    let (vocab, h) = (5, 3);
+    let table = noise(vocab * h, 1);
+    let taps = vec![vec![(4, 1.0)], vec![], vec![(0, 0.25), (2, -0.5), (0, 1.5)]];
+    let mut y = vec![1.0; 3 * h];
+    embedding::add_mixed(&mut y, Weight::F32(&table), &taps, h);
+    for j in 0..h {
+        assert_eq!(y[j], 1.0 + table[4 * h + j]);
+        assert_eq!(y[h + j], 1.0);
+        assert!((y[2 * h + j] - (1.0 + 1.75 * table[j] - 0.5 * table[2 * h + j])).abs() <= 1e-6);
+    }
+    let half: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
+    let mut y16 = vec![0.0; 3 * h];
+    embedding::add_mixed(&mut y16, Weight::Bf16(&half), &taps, h);
+    assert_eq!(y16[..h], half[4 * h..].iter().map(|x| x.to_f32()).collect::<Vec<_>>()[..]);
+
+    let dy = noise(3 * h, 2);
+    let mut dtable = vec![0.5; vocab * h];
+    embedding::add_mixed_backward(&mut dtable, &dy, &taps, h);
+    for j in 0..h {
+        let expected = [1.75 * dy[2 * h + j], 0.0, -0.5 * dy[2 * h + j], 0.0, dy[j]];
+        for (row, expected) in expected.iter().enumerate() {
+            assert!((dtable[row * h + j] - 0.5 - expected).abs() <= 1e-6);
+        }
+    }
 }
 
 #[test]

@@ -57,22 +57,28 @@ pub enum MediaError {
         /// Frames announced or asked for.
         expected: u64,
     },
+    /// Sound was asked for and there is none.
+    #[error("{}: the file has no audio track; remove the audio from the row or ask for silence in its place", path.display())]
+    NoAudioTrack {
+        /// The file.
+        path: PathBuf,
+    },
     /// `ffmpeg` or `ffprobe` is not installed.
     #[error(
-        "{}: video files need the program `{program}`, which was not found; install ffmpeg (Debian/Ubuntu: \
+        "{}: this file needs the program `{program}`, which was not found; install ffmpeg (Debian/Ubuntu: \
          `apt install ffmpeg`, macOS: `brew install ffmpeg`, conda: `conda install ffmpeg`) and put it on PATH",
         path.display()
     )]
     ProgramMissing {
-        /// The video.
+        /// The file.
         path: PathBuf,
         /// The program.
         program: &'static str,
     },
     /// `ffmpeg` or `ffprobe` ended with an error.
-    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the video is damaged or of an unsupported kind", path.display())]
+    #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or of an unsupported kind", path.display())]
     ProgramFailed {
-        /// The video.
+        /// The file.
         path: PathBuf,
         /// The program.
         program: &'static str,
@@ -82,9 +88,9 @@ pub enum MediaError {
         stderr_tail: String,
     },
     /// `ffmpeg` or `ffprobe` did not end in time and was killed.
-    #[error("{}: `{program}` did not finish within {limit_secs} s and was killed; shorten the video or raise the limit", path.display())]
+    #[error("{}: `{program}` did not finish within {limit_secs} s and was killed; shorten the file or raise the limit", path.display())]
     Timeout {
-        /// The video.
+        /// The file.
         path: PathBuf,
         /// The program.
         program: &'static str,

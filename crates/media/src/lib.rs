@@ -1,20 +1,29 @@
-//! Media files to pixels, frames and the patches that vision towers take.
+//! Media files to pixels, frames, the patches that vision towers take, and the spectra that audio towers take.
 //!
-//! Knows files and pixels, no tensors. Everything here is a pure function of the file and the settings; nothing is random
+//! Knows files, pixels and samples, no tensors. Everything here is a pure function of the file and the settings; nothing is random
 //! and nothing is cached. Files come from outside: every read and decode runs under [`Limits`].
 //!
 //! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
 //! * [`resize_bicubic`]: Pillow's resize, bit for bit.
 //! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
 //! * [`FrameSampling`], [`PixelBudget`]: which frames, and how large.
+//! * [`audio`]: sound files and the sound of videos, resampling, Whisper's log-mel features.
+//! * [`clip`]: the pixels that CLIP looks at.
+//! * [`tiles`]: square tiles of pictures, as InternVL sees them.
 //! * [`qwen_vl`]: resizing rule, normalisation and patch order of Qwen2-VL and Qwen2.5-VL.
+//! * [`siglip`]: pictures for SigLIP towers.
 
+pub mod audio;
+pub mod clip;
 mod error;
 mod image;
 mod limits;
+mod program;
 pub mod qwen_vl;
 mod resize;
 mod sampling;
+pub mod siglip;
+pub mod tiles;
 mod video;
 
 pub use crate::error::MediaError;

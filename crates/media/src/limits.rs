@@ -10,7 +10,7 @@ use crate::MediaError;
 /// Bounds on memory and time per medium. Files come from outside, so every decode runs under these.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
-    /// Largest image or animation file, bytes. Video files are streamed and not bound by it. 256 MiB.
+    /// Largest image or animation file, bytes. Video and sound are streamed and not bound by it. 256 MiB.
     pub max_file_bytes: u64,
     /// Largest picture or video frame, pixels. Pillow's own error threshold, 178 956 970.
     pub max_pixels: u64,
@@ -20,7 +20,11 @@ pub struct Limits {
     pub max_frames: u64,
     /// Largest sum of the frames kept of one video (after resizing), bytes. 2 GiB.
     pub max_video_bytes: u64,
-    /// Time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation. 120 s.
+    /// Longest sound that is read without a range in seconds that picks a part of it, seconds. 1800.
+    pub max_audio_secs: f64,
+    /// Highest sample rate of sound, Hz. 768 000.
+    pub max_sample_rate_hz: u32,
+    /// Time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation or sound. 120 s.
     pub timeout: Duration,
 }
 
@@ -32,6 +36,8 @@ impl Default for Limits {
             max_alloc_bytes: 1 << 30,
             max_frames: 100_000,
             max_video_bytes: 2 << 30,
+            max_audio_secs: 1800.0,
+            max_sample_rate_hz: 768_000,
             timeout: Duration::from_secs(120),
         }
     }

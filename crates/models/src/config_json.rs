@@ -43,6 +43,21 @@ impl ConfigJson {
         Self::fail(&self.path, what.into())
     }
 
+    /// Replaces some keys.
+    pub fn replace(&mut self, keys: &Map<String, Value>) {
+        self.object.extend(keys.clone());
+    }
+
+    /// Another object in this one's place: for constants that stand in for a file, under this file's name.
+    #[must_use]
+    pub fn with_object(&self, value: Value) -> Self {
+        let object = match value {
+            Value::Object(object) => object,
+            _ => Map::new(),
+        };
+        Self { path: self.path.clone(), object }
+    }
+
     /// The raw object.
     #[must_use]
     pub fn object(&self) -> &Map<String, Value> {

@@ -2,20 +2,27 @@
 //!
 //! Source: `transformers` 5.23 `models/qwen2/modeling_qwen2.py` and, for three-axis positions,
 //! `models/qwen2_vl/modeling_qwen2_vl.py`. Differences: query, key and value projections run as one op whose output
-//! is rotated in place; logits are never formed for a whole stream.
+//! is rotated in place; logits are never formed for a whole stream; the last block goes beyond its keys and values only
+//! for rows whose output somebody reads.
+//!
+//! A block works on plain slices and has a backward pass written by hand. For it, a block keeps its input, the packed
+//! queries, keys and values, attention's output, the middle of the residual stream and the gate and up projections;
+//! normalised rows and the gated product are computed again.
 //!
 //! Shapes: `t` rows of a stream, `h` width, `d` head width.
 
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use omnigrpo_kernels::logprob;
+use omnigrpo_kernels::attention::{self, Rows};
+use omnigrpo_kernels::{activation, logprob};
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, Linear, MatmulMode, Norm, Param, Part, RopeTable, Segments, attention,
-    linear_residual, norm, packed_linear, qkv_rope, rows_from_vec, swiglu, with_f32,
+    AttentionHeads, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Param, Part, RopeTable,
+    Segments, rows_from_vec, with_f32,
 };
 
 use crate::cache::GroupCache;
+use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, WeightSource};
 
@@ -44,6 +51,41 @@ pub struct DecoderConfig {
     pub tie_word_embeddings: bool,
 }
 
+impl DecoderConfig {
+    /// Reads the fields of a Qwen2 language model, with plain positions; `root` is the whole configuration, whose
+    /// `tie_word_embeddings` goes before that of `text`.
+    ///
+    /// # Errors
+    /// A missing or impossible field, sliding windows.
+    pub fn parse(text: &ConfigJson, root: &ConfigJson) -> Result<Self> {
+        let hidden = text.size("hidden_size", None)?;
+        let q = text.size("num_attention_heads", None)?;
+        let kv = text.size("num_key_value_heads", Some(q))?;
+        let dim = text.size("head_dim", Some(hidden / q))?;
+        if kv == 0 || q % kv != 0 || dim == 0 || dim % 2 != 0 {
+            return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
+        }
+        if text.boolean("use_sliding_window", false)? {
+            return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
+        }
+        let rope = text.section("rope_parameters").or_else(|| text.section("rope_scaling"));
+        let theta = text.number("rope_theta", 1e6)?;
+        Ok(Self {
+            hidden,
+            intermediate: text.size("intermediate_size", None)?,
+            layers: text.size("num_hidden_layers", None)?,
+            heads: AttentionHeads { q, kv, dim },
+            vocab: text.size("vocab_size", None)?,
+            rms_eps: text.number("rms_norm_eps", 1e-6)? as f32,
+            rope_theta: rope.as_ref().map_or(Ok(theta), |r| r.number("rope_theta", theta))?,
+            mrope_section: None,
+            max_positions: text.size("max_position_embeddings", Some(32768))?,
+            tie_word_embeddings: root
+                .boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", false)?)?,
+        })
+    }
+}
+
 /// A position on the temporal, height and width axes. Text has three equal ones.
 pub type Position = [u32; 3];
 
@@ -63,6 +105,8 @@ pub struct Decoder {
     layers: Vec<Layer>,
     final_norm: Norm,
     head: Arc<Param>,
+    /// Of the rotary pairs of a head.
+    frequencies: Vec<f32>,
 }
 
 struct Layer {
@@ -105,6 +149,7 @@ pub struct Scored {
     pub entropies: Vec<f32>,
     hidden_nh: Vec<f32>,
     normed_nh: Vec<f32>,
+    /// Of the final norm.
     rstd: Vec<f32>,
     lse: Vec<f32>,
     row_entropies: Vec<f32>,
@@ -158,7 +203,11 @@ impl Decoder {
         } else {
             source.get(names.head, Part::Llm, &[config.vocab, h], Init::Normal)?
         };
-        Ok(Self { config, embed, layers, final_norm, head })
+        let half = a.dim / 2;
+        let frequencies = (0..half)
+            .map(|i| (1.0 / config.rope_theta.powf(2.0 * i as f64 / (2 * half) as f64)) as f32)
+            .collect();
+        Ok(Self { config, embed, layers, final_norm, head, frequencies })
     }
 
     /// Its sizes.
@@ -182,15 +231,12 @@ impl Decoder {
     /// Rotary angles of each row.
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
-        let half = self.config.heads.dim / 2;
-        let frequencies: Vec<f32> = (0..half)
-            .map(|i| (1.0 / self.config.rope_theta.powf(2.0 * i as f64 / (2 * half) as f64)) as f32)
-            .collect();
+        let half = self.frequencies.len();
         let [t, h, _] = self.config.mrope_section.unwrap_or([half, 0, 0]);
         Arc::new(RopeTable::from_angles(positions.len(), half, |row, angles| {
             for (i, angle) in angles.iter_mut().enumerate() {
                 let axis = usize::from(i >= t) + usize::from(i >= t + h);
-                *angle = positions[row][axis] as f32 * frequencies[i];
+                *angle = positions[row][axis] as f32 * self.frequencies[i];
             }
         }))
     }
@@ -209,8 +255,8 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Runs a packed stream `[t, h]` to the last block's output (before the final norm). With `tape` the blocks are
-    /// recorded for a backward pass.
+    /// Runs a packed stream `[t, h]` to the last block's output (before the final norm) of `rows`, which ascend:
+    /// `[rows.len(), h]`. With `tape` the blocks are recorded for a backward pass.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -219,65 +265,93 @@ impl Decoder {
         x_th: Tensor,
         rope: &Arc<RopeTable>,
         layout: &Arc<AttentionLayout>,
+        rows: &[usize],
         mut tape: Option<&mut Segments<'a>>,
     ) -> Result<Tensor> {
+        let (t, h) = x_th.dims2()?;
         let heads = self.config.heads;
+        layout.validate(t, t).map_err(|e| ModelError::prompt(format!("decoder: {e}")))?;
+        if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
+            return Err(ModelError::prompt(format!("decoder: output rows must ascend below {t}")));
+        }
+        let some = Arc::new(layout.only(rows));
         let mut x = x_th;
-        for layer in &self.layers {
-            let (rope, layout) = (Arc::clone(rope), Arc::clone(layout));
-            let run = move |x: &Tensor| {
-                layer.forward(x, &rope, heads, MatmulMode::Gemm, |qkv| attention(qkv, heads, &layout))
-            };
-            x = match &mut tape {
-                Some(tape) => tape.push(&x, run)?,
-                None => run(&x)?,
-            };
+        for (l, layer) in self.layers.iter().enumerate() {
+            let last = l + 1 == self.layers.len();
+            let layout = Arc::clone(if last { &some } else { layout });
+            let block = Block::new(layer, heads, rope, MatmulMode::Gemm, last.then_some(rows));
+            let (out, kept) = with_f32(&x, |x| block.forward_over(x, t, &layout))??;
+            let out = rows_from_vec(out, if last { rows.len() } else { t }, h)?;
+            if let Some(tape) = &mut tape {
+                let kept = (!tape.recompute()).then_some(kept);
+                tape.own(move |dy| {
+                    let mut dy = omnigrpo_ops::to_vec(&dy.contiguous()?)?;
+                    let dx = with_f32(&x, |x| {
+                        let kept = match kept {
+                            Some(kept) => kept,
+                            None => block.forward_over(x, t, &layout)?.1,
+                        };
+                        block.backward(x, t, kept, &mut dy, &layout)
+                    })??;
+                    rows_from_vec(dx, t, h)
+                });
+            }
+            x = out;
         }
         Ok(x)
     }
 
-    /// Runs a prompt and keeps its keys and values in `cache`. Returns the hidden row of the last token, `[1, h]`.
+    /// Runs a prompt and keeps its keys and values in `cache`. Returns the hidden row of the last token, `[h]`.
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn prefill(&self, x_th: Tensor, rope: &Arc<RopeTable>, cache: &mut GroupCache) -> Result<Tensor> {
+    pub fn prefill(&self, x_th: Tensor, rope: &Arc<RopeTable>, cache: &mut GroupCache) -> Result<Vec<f32>> {
+        let (t, _) = x_th.dims2()?;
         let heads = self.config.heads;
-        let rows = x_th.dim(0)?;
-        let layout = Arc::new(AttentionLayout::causal(rows));
-        let mut x = x_th;
+        let end = [t.saturating_sub(1)];
+        let all = AttentionLayout::causal(t);
+        let mut x = omnigrpo_ops::to_vec(&x_th.contiguous()?)?;
         for (l, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, rope, heads, MatmulMode::Gemm, |qkv| {
-                with_f32(qkv, |packed| cache.write_prompt(l, packed, heads))?;
-                attention(qkv, heads, &layout)
+            let last = l + 1 == self.layers.len();
+            let layout = if last { all.only(&end) } else { all.clone() };
+            let block = Block::new(layer, heads, rope, MatmulMode::Gemm, last.then_some(&end));
+            let (out, _) = block.forward(&x, t, |qkv, out, lse| {
+                cache.write_prompt(l, qkv, heads);
+                attend(qkv, out, lse, heads, &layout);
             })?;
+            x = out;
         }
-        Ok(x.narrow(0, rows - 1, 1)?.contiguous()?)
+        Ok(x)
     }
 
-    /// One decode step: each row continues one completion of one group. The bits of a row do not depend on which
-    /// other rows are in the call.
+    /// One decode step on rows `[n, h]`: each continues one completion of one group. The bits of a row do not depend on
+    /// which other rows are in the call.
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn decode(&self, x_nh: Tensor, rope: &Arc<RopeTable>, groups: &mut [DecodeRows]) -> Result<Tensor> {
+    pub fn decode(
+        &self,
+        x_nh: Vec<f32>,
+        rope: &Arc<RopeTable>,
+        groups: &mut [DecodeRows],
+    ) -> Result<Vec<f32>> {
         let heads = self.config.heads;
-        let rows = x_nh.dim(0)?;
+        let rows = rope.rows();
+        let (from, to) = (heads.packed_width(), heads.q_width());
         let mut x = x_nh;
         for (l, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, rope, heads, MatmulMode::Rows, |qkv| {
-                let mut out = vec![0.0; rows * heads.q_width()];
-                with_f32(qkv, |packed| {
+            let block = Block::new(layer, heads, rope, MatmulMode::Rows, None);
+            x = block
+                .forward(&x, rows, |qkv, out, _| {
                     let mut row = 0;
                     for group in groups.iter_mut() {
                         let n = group.slots.len();
-                        let packed = &packed[row * heads.packed_width()..][..n * heads.packed_width()];
-                        let out = &mut out[row * heads.q_width()..][..n * heads.q_width()];
-                        group.cache.attend(l, packed, &group.slots, heads, out);
+                        let (qkv, out) = (&qkv[row * from..][..n * from], &mut out[row * to..][..n * to]);
+                        group.cache.attend(l, qkv, &group.slots, heads, out);
                         row += n;
                     }
-                })?;
-                rows_from_vec(out, rows, heads.q_width())
-            })?;
+                })?
+                .0;
         }
         for group in groups {
             group.cache.advance(&group.slots);
@@ -285,47 +359,35 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Logits of a few rows, `[n, vocab]`, for sampling. Rows do not influence each other.
+    /// Logits of `n` rows of hidden states `[n, h]`, `[n, vocab]`, for sampling. Rows do not influence each other.
     ///
     /// # Errors
-    /// Shapes that do not fit.
-    pub fn logits(&self, hidden_nh: &Tensor) -> Result<Vec<f32>> {
-        let (n, h) = hidden_nh.dims2()?;
-        let normed = norm(hidden_nh, &self.final_norm)?;
-        let mut logits = vec![0.0; n * self.config.vocab];
-        with_f32(&normed, |x| {
-            self.head.with_weight(|w| logprob::logits_rows(&mut logits, x, w, n, h, self.config.vocab))
-        })??;
+    /// Another number of elements than whole rows.
+    pub fn logits(&self, hidden_nh: &[f32]) -> Result<Vec<f32>> {
+        let (h, vocab) = (self.config.hidden, self.config.vocab);
+        let n = hidden_nh.len() / h;
+        let (normed, _) = self.final_norm.forward(hidden_nh, n)?;
+        let mut logits = vec![0.0; n * vocab];
+        self.head.with_weight(|w| logprob::logits_rows(&mut logits, &normed, w, n, h, vocab))?;
         Ok(logits)
     }
 
-    /// Log-probabilities and entropies of `targets`, in vocabulary chunks.
+    /// Log-probabilities and entropies of `targets`, in vocabulary chunks. `hidden_nh` holds the targets' rows alone, in
+    /// their order, as [`Self::forward`] returns them.
     ///
     /// # Errors
-    /// A row or token out of range.
-    pub fn score(&self, hidden_th: &Tensor, targets: &Targets, temperature: f32) -> Result<Scored> {
-        let (t, h) = hidden_th.dims2()?;
-        let n = targets.rows.len();
+    /// Another number of rows than the targets', a token out of range.
+    pub fn score(&self, hidden_nh: &Tensor, targets: &Targets, temperature: f32) -> Result<Scored> {
+        let (n, h) = hidden_nh.dims2()?;
         let vocab = self.config.vocab;
-        if targets.rows.iter().any(|&r| r >= t) || targets.tokens.iter().any(|&id| id as usize >= vocab) {
+        if n != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
             return Err(ModelError::prompt(format!(
-                "score: a target is outside of {t} rows or {vocab} tokens"
+                "score: {n} rows for {} with targets, or a token outside of {vocab}",
+                targets.rows.len()
             )));
         }
-        let mut hidden_nh = vec![0.0; n * h];
-        with_f32(hidden_th, |x| {
-            for (to, &row) in hidden_nh.chunks_exact_mut(h).zip(&targets.rows) {
-                to.copy_from_slice(&x[row * h..(row + 1) * h]);
-            }
-        })?;
-        let Norm::Rms { weight, eps } = &self.final_norm else {
-            return Err(ModelError::prompt("score: the decoder's final norm is not an RMS norm"));
-        };
-        let mut normed_nh = vec![0.0; n * h];
-        let mut rstd = vec![0.0; n];
-        weight.with_f32(|w| {
-            omnigrpo_kernels::norm::rms_forward(&mut normed_nh, &mut rstd, &hidden_nh, w, n, h, *eps);
-        })?;
+        let hidden_nh = omnigrpo_ops::to_vec(hidden_nh)?;
+        let (normed_nh, rstd) = self.final_norm.forward(&hidden_nh, n)?;
         let mut logprobs = vec![0.0; targets.tokens.len()];
         let mut row_entropies = vec![0.0; n];
         let mut lse = vec![0.0; n];
@@ -351,16 +413,15 @@ impl Decoder {
         Ok(Scored { logprobs, entropies, hidden_nh, normed_nh, rstd, lse, row_entropies, temperature })
     }
 
-    /// The gradient of [`Self::score`]: from dL/dlogp and dL/dentropy per target to dL/dhidden `[t, h]`, adding the
-    /// gradients of head and final norm.
+    /// The gradient of [`Self::score`]: from dL/dlogp and dL/dentropy per target to dL/dhidden of the targets' rows
+    /// `[n, h]`, adding the gradients of head and final norm.
     ///
     /// # Errors
     /// Lengths that differ from the targets'.
     pub fn score_backward(
         &self,
-        scored: &Scored,
+        scored: Scored,
         targets: &Targets,
-        stream_rows: usize,
         dlogp: &[f32],
         dentropy: Option<&[f32]>,
     ) -> Result<Tensor> {
@@ -396,49 +457,179 @@ impl Decoder {
             };
             if self.head.trainable() { self.head.accumulate(|dw| run(Some(dw))) } else { run(None) }
         })?;
-        let Norm::Rms { weight, .. } = &self.final_norm else {
-            return Err(ModelError::prompt("score: the decoder's final norm is not an RMS norm"));
-        };
-        let mut dhidden_nh = vec![0.0; n * h];
-        weight.with_f32(|w| {
-            let mut run = |dw: Option<&mut [f32]>| {
-                omnigrpo_kernels::norm::rms_backward(
-                    &mut dhidden_nh,
-                    dw,
-                    &dnormed,
-                    &scored.hidden_nh,
-                    w,
-                    &scored.rstd,
-                    n,
-                    h,
-                );
-            };
-            if weight.trainable() { weight.accumulate(|dw| run(Some(dw))) } else { run(None) }
-        })?;
-        let mut dhidden = vec![0.0; stream_rows * h];
-        for (from, &row) in dhidden_nh.chunks_exact(h).zip(&targets.rows) {
-            for (to, from) in dhidden[row * h..(row + 1) * h].iter_mut().zip(from) {
-                *to += from;
-            }
-        }
-        Ok(rows_from_vec(dhidden, stream_rows, h)?)
+        let dhidden = self.final_norm.backward(&scored.hidden_nh, &scored.rstd, &dnormed, n)?;
+        Ok(rows_from_vec(dhidden, n, h)?)
     }
 }
 
-impl Layer {
+/// One block in one pass.
+struct Block<'a> {
+    layer: &'a Layer,
+    heads: AttentionHeads,
+    qkv: PackedLinear,
+    o: PackedLinear,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    /// Rows that go beyond attention; `None` for all.
+    some: Option<Vec<usize>>,
+}
+
+/// What a block keeps for its backward pass, besides its input. `n` of the `t` rows go beyond attention.
+struct Kept {
+    /// `[t, (q + 2 kv) · d]`
+    qkv: Vec<f32>,
+    /// `[t, q]`
+    lse: Vec<f32>,
+    /// `[t, q · d]`
+    attended: Vec<f32>,
+    /// The residual stream after attention, `[n, h]`.
+    middle: Vec<f32>,
+    /// `[n, 2i]`
+    gate_up: Vec<f32>,
+}
+
+impl<'a> Block<'a> {
+    fn new(
+        layer: &'a Layer,
+        heads: AttentionHeads,
+        rope: &Arc<RopeTable>,
+        mode: MatmulMode,
+        some: Option<&[usize]>,
+    ) -> Self {
+        let linear = |layers: &[&Linear]| match some {
+            Some(rows) => PackedLinear::new(layers, mode).of_rows(rows),
+            None => PackedLinear::new(layers, mode),
+        };
+        Self {
+            layer,
+            heads,
+            qkv: PackedLinear::new(&[&layer.q, &layer.k, &layer.v], mode).rotated(rope, heads.q + heads.kv),
+            o: linear(&[&layer.o]),
+            gate_up: linear(&[&layer.gate, &layer.up]),
+            down: linear(&[&layer.down]),
+            some: some.map(<[usize]>::to_vec),
+        }
+    }
+
+    fn width(&self) -> usize {
+        self.layer.o.n()
+    }
+
+    /// The rows of `x [t, width]` that go beyond attention.
+    fn pick<'x>(&self, x: &'x [f32], width: usize) -> std::borrow::Cow<'x, [f32]> {
+        match &self.some {
+            None => x.into(),
+            Some(rows) => rows.iter().flat_map(|&r| &x[r * width..(r + 1) * width]).copied().collect(),
+        }
+    }
+
+    /// The reverse of [`Self::pick`]: zeros in the other rows.
+    fn spread(&self, x: Vec<f32>, t: usize, width: usize) -> Vec<f32> {
+        let Some(rows) = &self.some else { return x };
+        let mut all = vec![0.0; t * width];
+        for (x, &r) in x.chunks_exact(width).zip(rows) {
+            all[r * width..(r + 1) * width].copy_from_slice(x);
+        }
+        all
+    }
+
+    /// `x [t, h]` to the block's output `[n, h]`. `attend` reads the packed queries, keys and values and writes
+    /// attention's output and log-sum-exps.
     fn forward(
         &self,
-        x_th: &Tensor,
-        rope: &Arc<RopeTable>,
-        heads: AttentionHeads,
-        mode: MatmulMode,
-        attend: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Tensor> {
-        let normed = norm(x_th, &self.input_norm)?;
-        let qkv = qkv_rope(&normed, &[&self.q, &self.k, &self.v], rope, heads.q + heads.kv, mode)?;
-        let x_th = linear_residual(&attend(&qkv)?, x_th, &self.o, mode)?;
-        let normed = norm(&x_th, &self.mlp_norm)?;
-        let inner = swiglu(&packed_linear(&normed, &[&self.gate, &self.up], mode)?)?;
-        linear_residual(&inner, &x_th, &self.down, mode)
+        x: &[f32],
+        t: usize,
+        attend: impl FnOnce(&[f32], &mut [f32], &mut [f32]),
+    ) -> candle_core::Result<(Vec<f32>, Kept)> {
+        let (h, heads) = (self.width(), self.heads);
+        let qkv = self.qkv.forward(&self.layer.input_norm.forward(x, t)?.0, t, h)?;
+        let mut attended = vec![0.0; t * heads.q_width()];
+        let mut lse = vec![0.0; t * heads.q];
+        attend(&qkv, &mut attended, &mut lse);
+        let n = self.some.as_ref().map_or(t, Vec::len);
+        let mut middle = self.o.forward(&self.pick(&attended, heads.q_width()), n, heads.q_width())?;
+        add(&mut middle, &self.pick(x, h));
+        let gate_up = self.gate_up.forward(&self.layer.mlp_norm.forward(&middle, n)?.0, n, h)?;
+        let i = self.layer.gate.n();
+        let mut inner = vec![0.0; n * i];
+        activation::swiglu_forward(&mut inner, &gate_up, n, i);
+        let mut out = self.down.forward(&inner, n, i)?;
+        add(&mut out, &middle);
+        Ok((out, Kept { qkv, lse, attended, middle, gate_up }))
     }
+
+    fn forward_over(
+        &self,
+        x: &[f32],
+        t: usize,
+        layout: &AttentionLayout,
+    ) -> candle_core::Result<(Vec<f32>, Kept)> {
+        self.forward(x, t, |qkv, out, lse| attend(qkv, out, lse, self.heads, layout))
+    }
+
+    /// `dx [t, h]` from `dy [n, h]`, with the gradients of the weights added to their buffers. Each kept array is freed
+    /// after its use.
+    fn backward(
+        &self,
+        x: &[f32],
+        t: usize,
+        kept: Kept,
+        dy: &mut [f32],
+        layout: &AttentionLayout,
+    ) -> candle_core::Result<Vec<f32>> {
+        let Kept { qkv, lse, attended, middle, gate_up } = kept;
+        let (h, i, heads) = (self.width(), self.layer.gate.n(), self.heads);
+        let n = self.some.as_ref().map_or(t, Vec::len);
+        let mut dgate_up = vec![0.0; n * 2 * i];
+        {
+            let mut inner = vec![0.0; n * i];
+            activation::swiglu_forward(&mut inner, &gate_up, n, i);
+            let dinner = self.down.backward(&inner, dy, n, i)?;
+            activation::swiglu_backward(&mut dgate_up, &dinner, &gate_up, n, i);
+        }
+        drop(gate_up);
+        let (normed, stats) = self.layer.mlp_norm.forward(&middle, n)?;
+        let dnormed = self.gate_up.backward(&normed, &mut dgate_up, n, h)?;
+        drop((normed, dgate_up));
+        let mut dmiddle = self.layer.mlp_norm.backward(&middle, &stats, &dnormed, n)?;
+        drop((middle, dnormed));
+        add(&mut dmiddle, dy);
+        let q_width = heads.q_width();
+        let dattended = self.o.backward(&self.pick(&attended, q_width), &mut dmiddle, n, q_width)?;
+        let dattended = self.spread(dattended, t, q_width);
+        let mut dqkv = vec![0.0; qkv.len()];
+        let [q, k, v] = heads.views(&qkv);
+        let cols = [q.col, k.col, v.col];
+        attention::backward(
+            &mut dqkv,
+            heads.packed_width(),
+            cols[0],
+            cols[1],
+            cols[2],
+            &dattended,
+            &attended,
+            &lse,
+            q,
+            k,
+            v,
+            layout,
+            heads.shape(),
+            heads.scale(),
+        );
+        drop((qkv, attended, dattended));
+        let (normed, stats) = self.layer.input_norm.forward(x, t)?;
+        let dnormed = self.qkv.backward(&normed, &mut dqkv, t, h)?;
+        let mut dx = self.layer.input_norm.backward(x, &stats, &dnormed, t)?;
+        add(&mut dx, &self.spread(dmiddle, t, h));
+        Ok(dx)
+    }
+}
+
+fn attend(qkv: &[f32], out: &mut [f32], lse: &mut [f32], heads: AttentionHeads, layout: &AttentionLayout) {
+    let [q, k, v]: [Rows; 3] = heads.views(qkv);
+    attention::forward(out, lse, q, k, v, layout, heads.shape(), heads.scale());
+}
+
+fn add(to: &mut [f32], from: &[f32]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }

@@ -5,10 +5,12 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::{ModelError, Result};
+use crate::families::Converted;
 use crate::model::Model;
+use crate::weights::save_weights;
 
 /// Files beside the weights that belong to a checkpoint.
-const COMPANIONS: [&str; 15] = [
+const COMPANIONS: [&str; 20] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -24,6 +26,12 @@ const COMPANIONS: [&str; 15] = [
     "processor_config.json",
     "LICENSE",
     "configuration.json",
+    // Code of checkpoints that are published with their own: copied, never run.
+    "configuration_intern_vit.py",
+    "configuration_internvl_chat.py",
+    "conversation.py",
+    "modeling_intern_vit.py",
+    "modeling_internvl_chat.py",
 ];
 
 impl Model {
@@ -34,6 +42,22 @@ impl Model {
     /// # Errors
     /// A directory that cannot be written.
     pub fn save_pretrained(&self, dir: &Path) -> Result<()> {
+        self.write(dir, None)
+    }
+
+    /// As [`Self::save_pretrained`], in the layout of this name: files of the other layout are written anew.
+    ///
+    /// # Errors
+    /// As [`Self::save_pretrained`]; a layout the family does not have or that cannot express this checkpoint.
+    pub fn save_as(&self, dir: &Path, layout: &str) -> Result<()> {
+        if layout == self.family().layout() {
+            return self.write(dir, None);
+        }
+        let converted = self.family().convert(self.dir(), self.base_params(), layout)?;
+        self.write(dir, Some(converted))
+    }
+
+    fn write(&self, dir: &Path, converted: Option<Converted>) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
         let real = |path: &Path| std::fs::canonicalize(path).map_err(ModelError::io(path));
         if real(dir)? == real(self.dir())? {
@@ -43,29 +67,53 @@ impl Model {
                     .into(),
             });
         }
-        for name in COMPANIONS {
+        self.copy_companions(dir, converted.as_ref().map_or(&[][..], |c| c.left_out))?;
+        let (mut config, params) = match converted {
+            Some(converted) => {
+                for (name, text) in converted.files {
+                    let to = dir.join(name);
+                    std::fs::write(&to, text).map_err(ModelError::io(to))?;
+                }
+                (converted.config, converted.params)
+            }
+            None => {
+                let path = self.dir().join("config.json");
+                let text = std::fs::read_to_string(&path).map_err(ModelError::io(&path))?;
+                let config = serde_json::from_str(&text).map_err(|e| ModelError::Config {
+                    path: path.clone(),
+                    what: format!("not valid JSON: {e}"),
+                })?;
+                (config, self.saved_params())
+            }
+        };
+        let tied = Value::Bool(self.decoder().tied());
+        if let Some(root) = config.as_object_mut() {
+            for section in ["text_config", "llm_config"] {
+                if let Some(text) = root.get_mut(section).and_then(Value::as_object_mut)
+                    && text.contains_key("tie_word_embeddings")
+                {
+                    text.insert("tie_word_embeddings".into(), tied.clone());
+                }
+            }
+            root.insert("tie_word_embeddings".into(), tied);
+            root.extend(self.overrides().clone());
+            self.family().saved_config(root);
+        }
+        let to = dir.join("config.json");
+        std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
+        save_weights(dir, &params)
+    }
+
+    /// Copies tokenizer and processor files into `dir`.
+    pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
+        for name in COMPANIONS.into_iter().filter(|name| !left_out.contains(name)) {
             let from = self.dir().join(name);
             if from.is_file() {
                 let to = dir.join(name);
                 std::fs::copy(&from, &to).map_err(ModelError::io(to))?;
             }
         }
-        let path = self.dir().join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(ModelError::io(&path))?;
-        let mut config: Value = serde_json::from_str(&text)
-            .map_err(|e| ModelError::Config { path: path.clone(), what: format!("not valid JSON: {e}") })?;
-        let tied = Value::Bool(self.decoder().tied());
-        if let Some(root) = config.as_object_mut() {
-            if let Some(text) = root.get_mut("text_config").and_then(Value::as_object_mut)
-                && text.contains_key("tie_word_embeddings")
-            {
-                text.insert("tie_word_embeddings".into(), tied.clone());
-            }
-            root.insert("tie_word_embeddings".into(), tied);
-        }
-        let to = dir.join("config.json");
-        std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
-        self.save_weights(dir)
+        Ok(())
     }
 
     /// Overwrites the weights with those of a directory that [`Self::save_pretrained`] wrote.
@@ -74,18 +122,21 @@ impl Model {
     /// Missing tensors or other shapes.
     pub fn load_weights(&self, dir: &Path) -> Result<()> {
         let files = crate::WeightFiles::open(dir, |key| self.family().published_name(key))?;
-        for param in self.params() {
+        for param in self.base_params() {
+            if files.shape(param.name()).is_none() && self.stays_outside(param) {
+                continue;
+            }
             let value = files.read(param.name(), crate::WeightDtype::Float32)?.map_err(|what| {
                 ModelError::Checkpoint { dir: dir.to_path_buf(), what: what.trim().to_owned() }
             })?;
-            if value.dims() != param.value().dims() {
+            if value.dims() != param.shape() {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
                         "tensor {} has shape {:?}, this model's has {:?}",
                         param.name(),
                         value.dims(),
-                        param.value().dims()
+                        param.shape()
                     ),
                 });
             }

@@ -10,9 +10,11 @@
 mod cache;
 mod config_json;
 mod decoder;
+pub mod encoders;
 mod error;
 mod export;
 mod families;
+mod lora;
 mod model;
 mod prompt;
 mod stream;
@@ -23,12 +25,15 @@ pub use cache::GroupCache;
 pub use config_json::ConfigJson;
 pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets};
 pub use error::{ModelError, Result};
-pub use families::qwen_vl;
 pub use families::{
-    FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan, Network, open_family,
-    probe_medium,
+    Converted, FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape,
+    MissingAudio, Network, open_family, open_family_with, probe_medium, sound,
 };
-pub use model::{Features, Model, StreamPass};
+pub use families::{humanomni, internvl, qwen_vl};
+pub use lora::{LoraConfig, adapter_base, whole_tensors};
+pub use model::{FeatureGradients, Features, LoadOptions, Model, StreamPass};
+pub use omnigrpo_media::Limits;
+pub use omnigrpo_ops::{Part, QuantBits};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use stream::{GroupStream, PackedStream};
-pub use weights::{Init, WeightDtype, WeightFiles, WeightSource, save_weights};
+pub use weights::{Init, Quantization, WeightDtype, WeightFiles, WeightSource, save_weights};

@@ -1,25 +1,51 @@
 //! A network with its weights: scoring and training of packed streams.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Tensor;
-use omnigrpo_ops::{Param, Part, Segments, rows_from_vec, with_f32};
+use omnigrpo_ops::{Dropout, Param, Part, Segments, rows_from_vec, with_f32};
+use serde_json::{Map, Value};
 
 use crate::decoder::{Decoder, Scored};
 use crate::error::{ModelError, Result};
-use crate::families::{Family, MediumInput, Network, open_family};
+use crate::families::{Family, MediumInput, Network, open_family_with};
+use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
 use crate::stream::PackedStream;
-use crate::weights::{FileSource, RandomSource, ReferenceSource, WeightDtype, WeightFiles, save_weights};
+use crate::weights::{FileSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles};
 
 /// A model: family, network, weights.
 pub struct Model {
     family: Arc<dyn Family>,
     network: Box<dyn Network>,
+    /// Those of the architecture, then those of adapters.
     params: Vec<Arc<Param>>,
+    num_base: usize,
     dir: PathBuf,
+    /// Keys of `config.json` that were replaced at loading.
+    overrides: Map<String, Value>,
+    /// Weights that came from directories of their own.
+    outside: HashSet<String>,
+    tower_runs: AtomicU64,
+    pub(crate) lora: Option<LoraConfig>,
+    /// Tensors that a loaded adapter brought whole: they are saved with it even if they are trained no more.
+    pub(crate) whole: BTreeSet<String>,
+    pub(crate) dropout: Arc<Dropout>,
+    dropout_key: AtomicU64,
+}
+
+/// How a checkpoint is loaded.
+#[derive(Clone, Copy, Default)]
+pub struct LoadOptions<'a> {
+    /// The dtype of the weights.
+    pub dtype: WeightDtype,
+    /// Which weights are held in few bits.
+    pub quantization: Option<Quantization<'a>>,
+    /// Keys of `config.json` to replace.
+    pub overrides: Option<&'a Map<String, Value>>,
 }
 
 /// What a tower made of one medium. Shared by every pass whose tower is the same.
@@ -36,8 +62,6 @@ pub struct StreamPass<'a> {
     model: &'a Model,
     stream: &'a PackedStream,
     decoder_tape: Segments<'a>,
-    /// Tape of each medium that has a trained tower or projector, by (group, medium).
-    media_tapes: HashMap<(usize, usize), Segments<'a>>,
     scored: Scored,
     /// Per scored token, completion by completion, in nats.
     pub logprobs: Vec<f32>,
@@ -45,18 +69,83 @@ pub struct StreamPass<'a> {
     pub entropies: Vec<f32>,
 }
 
+/// Gradients of media features, `[tokens, h]` each, by (group, medium): what a [`StreamPass`] leaves for towers and
+/// projectors. Those of several streams add up, so that a medium goes back through its tower once.
+#[derive(Clone, Debug, Default)]
+pub struct FeatureGradients(BTreeMap<(usize, usize), Vec<f32>>);
+
+impl FeatureGradients {
+    /// Adds the gradients of another stream, whose group `g` is `groups[g]` here.
+    ///
+    /// # Errors
+    /// A medium with another number of features.
+    pub fn add(&mut self, other: Self, groups: &[usize]) -> Result<()> {
+        for ((g, medium), d) in other.0 {
+            let Some(&group) = groups.get(g) else {
+                return Err(ModelError::prompt(format!("feature gradients: group {g} of {}", groups.len())));
+            };
+            let sum = self.0.entry((group, medium)).or_insert_with(|| vec![0.0; d.len()]);
+            if sum.len() != d.len() {
+                return Err(ModelError::prompt(format!(
+                    "feature gradients: medium {medium} of group {group} has {} values, then {}",
+                    sum.len(),
+                    d.len()
+                )));
+            }
+            sum.iter_mut().zip(d).for_each(|(sum, d)| *sum += d);
+        }
+        Ok(())
+    }
+}
+
 impl Model {
+    fn new(
+        family: Arc<dyn Family>,
+        network: Box<dyn Network>,
+        params: Vec<Arc<Param>>,
+        dir: PathBuf,
+    ) -> Self {
+        let (num_base, dropout, dropout_key) = (params.len(), Arc::default(), AtomicU64::new(0));
+        let whole = BTreeSet::new();
+        Self {
+            family,
+            network,
+            params,
+            num_base,
+            dir,
+            overrides: Map::new(),
+            outside: HashSet::new(),
+            tower_runs: AtomicU64::new(0),
+            lora: None,
+            whole,
+            dropout,
+            dropout_key,
+        }
+    }
+
     /// Loads a checkpoint directory. All weights start frozen.
     ///
     /// # Errors
     /// An unknown model, unreadable files, tensors that do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
-        let family = open_family(dir)?;
-        let files = WeightFiles::open(dir, |key| family.published_name(key))?;
-        let mut source = FileSource::new(&files, dtype);
+        Self::load_with(dir, &LoadOptions { dtype, ..LoadOptions::default() })
+    }
+
+    /// As [`Self::load`], with options.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_with(dir: &Path, options: &LoadOptions) -> Result<Self> {
+        let overrides = options.overrides.cloned().unwrap_or_default();
+        let family = open_family_with(dir, &overrides)?;
+        let mut files = WeightFiles::open(dir, |key| family.published_name(key))?;
+        let outside = files.add_companions(&family.companions())?;
+        let mut source = FileSource::new(&files, options.dtype).quantised(options.quantization);
         let network = family.network(&mut source)?;
         let params = source.finish(family.name())?;
-        Ok(Self { family, network, params, dir: dir.to_path_buf() })
+        let mut model = Self::new(family, network, params, dir.to_path_buf());
+        (model.overrides, model.outside) = (overrides, outside);
+        Ok(model)
     }
 
     /// A model with the configuration of `dir` and random weights: for training from nothing and for benchmarks.
@@ -64,21 +153,35 @@ impl Model {
     /// # Errors
     /// An unknown or impossible configuration.
     pub fn random(dir: &Path, seed: u64, dtype: WeightDtype) -> Result<Self> {
-        let family = open_family(dir)?;
-        let mut source = RandomSource { seed, std: family.initializer_range(), dtype, params: Vec::new() };
-        let network = family.network(&mut source)?;
-        Ok(Self { network, params: source.params, family, dir: dir.to_path_buf() })
+        Self::random_with(dir, seed, &LoadOptions { dtype, ..LoadOptions::default() })
     }
 
-    /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest.
+    /// As [`Self::random`], with options.
+    ///
+    /// # Errors
+    /// As [`Self::random`].
+    pub fn random_with(dir: &Path, seed: u64, options: &LoadOptions) -> Result<Self> {
+        let overrides = options.overrides.cloned().unwrap_or_default();
+        let family = open_family_with(dir, &overrides)?;
+        let (std, dtype, quantization) = (family.initializer_range(), options.dtype, options.quantization);
+        let mut source = RandomSource { seed, std, dtype, quantization, params: Vec::new() };
+        let network = family.network(&mut source)?;
+        let mut model = Self::new(family, network, source.params, dir.to_path_buf());
+        model.overrides = overrides;
+        Ok(model)
+    }
+
+    /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest, no adapters.
     ///
     /// # Errors
     /// Out of memory.
     pub fn reference(&self) -> Result<Self> {
-        let policy = self.params.iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
+        let policy = self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
         let mut source = ReferenceSource { policy: &policy, tied: self.decoder().tied(), params: Vec::new() };
         let network = self.family.network(&mut source)?;
-        Ok(Self { family: Arc::clone(&self.family), network, params: source.params, dir: self.dir.clone() })
+        let mut model = Self::new(Arc::clone(&self.family), network, source.params, self.dir.clone());
+        (model.overrides, model.outside) = (self.overrides.clone(), self.outside.clone());
+        Ok(model)
     }
 
     /// Its family.
@@ -93,10 +196,46 @@ impl Model {
         self.network.decoder()
     }
 
-    /// Its weights in building order.
+    /// Its weights in building order, those of adapters last.
     #[must_use]
     pub fn params(&self) -> &[Arc<Param>] {
         &self.params
+    }
+
+    /// Its weights without those of adapters.
+    #[must_use]
+    pub fn base_params(&self) -> &[Arc<Param>] {
+        &self.params[..self.num_base]
+    }
+
+    /// The weights of its adapters.
+    #[must_use]
+    pub fn adapter_params(&self) -> &[Arc<Param>] {
+        &self.params[self.num_base..]
+    }
+
+    pub(crate) fn push_adapter_param(&mut self, param: Arc<Param>) {
+        self.params.push(param);
+    }
+
+    pub(crate) fn forget_adapters(&mut self) {
+        self.params.truncate(self.num_base);
+        self.lora = None;
+        self.whole.clear();
+    }
+
+    /// Names the update to come, for the dropout masks of adapters: masks differ between updates with different names.
+    pub fn set_dropout_key(&self, key: u64) {
+        self.dropout_key.store(key, Ordering::Relaxed);
+    }
+
+    /// Lets adapters drop inputs while the guard lives. `rows` names each row of the calls to come.
+    fn dropping(&self, rows: Option<&[u64]>) -> Dropping<'_> {
+        let on = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        if on {
+            self.dropout.enter(self.dropout_key.load(Ordering::Relaxed), rows.map(Arc::from));
+        }
+        Dropping(on.then_some(&self.dropout))
     }
 
     /// The directory it came from.
@@ -111,21 +250,41 @@ impl Model {
         self.params.iter().any(|p| p.part() == part && p.trainable())
     }
 
-    /// Writes the weights in the published layout.
-    ///
-    /// # Errors
-    /// A directory that cannot be written.
-    pub fn save_weights(&self, dir: &Path) -> Result<()> {
-        save_weights(dir, &self.params)
+    /// Whether any weight of a tower is trained.
+    #[must_use]
+    pub fn trains_tower(&self) -> bool {
+        self.trains(Part::Vision) || self.trains(Part::Audio)
     }
 
-    /// Runs tower and projector on one medium.
+    /// Whether any weight between the towers and the language model is trained.
+    #[must_use]
+    pub fn trains_projection(&self) -> bool {
+        self.trains(Part::Projector) || self.trains(Part::Instruction)
+    }
+
+    /// Keys of `config.json` that were replaced at loading.
+    #[must_use]
+    pub fn overrides(&self) -> &Map<String, Value> {
+        &self.overrides
+    }
+
+    /// Whether a weight stays in the directory of its own that it came from: no weight of its part is trained.
+    pub(crate) fn stays_outside(&self, param: &Param) -> bool {
+        self.outside.contains(param.name()) && !self.trains(param.part())
+    }
+
+    /// The weights that belong into a saved copy. What came from a directory of its own and is not trained stays there.
+    pub(crate) fn saved_params(&self) -> Vec<Arc<Param>> {
+        self.base_params().iter().filter(|p| !self.stays_outside(p)).map(Arc::clone).collect()
+    }
+
+    /// Runs tower and projector on one medium of a prompt with this instruction ([`Prompt::instruction`]).
     ///
     /// # Errors
     /// Input that does not fit.
-    pub fn encode(&self, medium: &MediumInput) -> Result<Features> {
-        let tower = self.network.tower(medium, None)?;
-        let rows = self.network.project(&tower, medium, None)?;
+    pub fn encode(&self, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
+        let tower = self.tower(medium, None)?;
+        let rows = self.network.project(&tower, medium, instruction, None)?;
         Ok(Features { tower, rows })
     }
 
@@ -133,8 +292,9 @@ impl Model {
     ///
     /// # Errors
     /// Input that does not fit.
-    pub fn project(&self, tower: &Tensor, medium: &MediumInput) -> Result<Features> {
-        Ok(Features { tower: tower.clone(), rows: self.network.project(tower, medium, None)? })
+    pub fn project(&self, tower: &Tensor, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
+        let rows = self.network.project(tower, medium, instruction, None)?;
+        Ok(Features { tower: tower.clone(), rows })
     }
 
     /// Features of every medium of a prompt, in order.
@@ -142,7 +302,7 @@ impl Model {
     /// # Errors
     /// As [`Self::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<Features>> {
-        prompt.media.iter().map(|m| self.encode(m)).collect()
+        prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
     }
 
     /// The input rows of a prompt: token embeddings with features in their spans.
@@ -188,6 +348,23 @@ impl Model {
         Ok(rows_from_vec(x, stream.rows(), h)?)
     }
 
+    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+        self.tower_runs.fetch_add(1, Ordering::Relaxed);
+        self.network.tower(medium, tape)
+    }
+
+    /// How often a medium went through the tower so far.
+    #[must_use]
+    pub fn tower_runs(&self) -> u64 {
+        self.tower_runs.load(Ordering::Relaxed)
+    }
+
+    /// Whether features change with the updates: some weight of a tower or projector is trained.
+    #[must_use]
+    pub fn trains_media(&self) -> bool {
+        self.trains_tower() || self.trains_projection()
+    }
+
     /// Log-probabilities and entropies of a stream, per scored token, completion by completion. `features[group]`
     /// holds the features of the group's media.
     ///
@@ -202,48 +379,30 @@ impl Model {
         let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let hidden = decoder.forward(x, &rope, &stream.layout, None)?;
+        let hidden = decoder.forward(x, &rope, &stream.layout, &stream.targets.rows, None)?;
         let scored = decoder.score(&hidden, &stream.targets, temperature)?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
     }
 
-    /// As [`Self::score`], keeping what a backward pass needs. Towers and projectors with trained weights run again on
-    /// a tape; a frozen tower's output is taken from `features`. `recompute` trades time for memory.
+    /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where
+    /// tower or projector are trained. `recompute` trades time for memory.
     ///
     /// # Errors
     /// Features that do not fill their spans.
     pub fn train_pass<'a>(
         &'a self,
         stream: &'a PackedStream,
-        prompts: &[&Prompt],
         features: &[Vec<Features>],
         temperature: f32,
         recompute: bool,
     ) -> Result<StreamPass<'a>> {
-        let tower_trained = self.trains(Part::Vision) || self.trains(Part::Audio);
-        let mut media_tapes = HashMap::new();
-        let mut tracked: HashMap<(usize, usize), Tensor> = HashMap::new();
-        if tower_trained || self.trains(Part::Projector) {
-            for (g, prompt) in prompts.iter().enumerate() {
-                for (m, medium) in prompt.media.iter().enumerate() {
-                    let mut tape = Segments::new(recompute);
-                    let tower = match (tower_trained, features.get(g).and_then(|f| f.get(m))) {
-                        (false, Some(features)) => features.tower.clone(),
-                        (false, None) => self.network.tower(medium, None)?,
-                        (true, _) => self.network.tower(medium, Some(&mut tape))?,
-                    };
-                    tracked.insert((g, m), self.network.project(&tower, medium, Some(&mut tape))?);
-                    media_tapes.insert((g, m), tape);
-                }
-            }
-        }
-        let x = self.embed(stream, |g, m| {
-            tracked.get(&(g, m)).or_else(|| features.get(g)?.get(m).map(|f| &f.rows))
-        })?;
+        let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
         let mut decoder_tape = Segments::new(recompute);
-        let hidden = decoder.forward(x, &rope, &stream.layout, Some(&mut decoder_tape))?;
+        let _dropping = self.dropping(Some(&stream.keys));
+        let rows = &stream.targets.rows;
+        let hidden = decoder.forward(x, &rope, &stream.layout, rows, Some(&mut decoder_tape))?;
         let scored = decoder.score(&hidden, &stream.targets, temperature)?;
         Ok(StreamPass {
             logprobs: stream.by_completion(&scored.logprobs),
@@ -251,19 +410,60 @@ impl Model {
             model: self,
             stream,
             decoder_tape,
-            media_tapes,
             scored,
         })
+    }
+
+    /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
+    /// on a tape that lives for this medium alone; the output of a frozen tower is taken from `features`. `prompts` and
+    /// `features` are by group.
+    ///
+    /// # Errors
+    /// Gradients of media that are not there.
+    pub fn backward_media(
+        &self,
+        prompts: &[&Prompt],
+        features: &[Vec<Features>],
+        gradients: FeatureGradients,
+        recompute: bool,
+    ) -> Result<()> {
+        let tower_trained = self.trains_tower();
+        let h = self.decoder().config().hidden;
+        for ((g, m), d) in gradients.0 {
+            let medium = prompts.get(g).and_then(|p| Some((*p, p.media.get(m)?)));
+            let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.get(m))) else {
+                return Err(ModelError::prompt(format!("feature gradients: group {g} has no medium {m}")));
+            };
+            let mut tape = Segments::new(recompute);
+            let tower = if tower_trained { self.tower(medium, Some(&mut tape))? } else { own.tower.clone() };
+            self.network.project(&tower, medium, &prompt.instruction, Some(&mut tape))?;
+            let rows = d.len() / h;
+            tape.backward(rows_from_vec(d, rows, h)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Ends the scope of [`Model::dropping`].
+struct Dropping<'a>(Option<&'a Arc<Dropout>>);
+
+impl Drop for Dropping<'_> {
+    fn drop(&mut self) {
+        if let Some(dropout) = self.0 {
+            dropout.leave();
+        }
     }
 }
 
 impl StreamPass<'_> {
-    /// Adds the gradients of every trained weight, given dL/dlogp and dL/dentropy per scored token.
+    /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. What
+    /// reaches the features goes on with [`Model::backward_media`]; it is empty where neither towers nor projectors
+    /// are trained.
     ///
     /// # Errors
     /// Lengths that differ from the stream's.
-    pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<()> {
-        let Self { model, stream, decoder_tape, mut media_tapes, scored, .. } = self;
+    pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
+        let Self { model, stream, decoder_tape, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
             return Err(ModelError::prompt(format!(
                 "backward: {} gradients for {} scored tokens",
@@ -274,18 +474,20 @@ impl StreamPass<'_> {
         let dlogp = stream.by_target(dlogp);
         let dentropy = dentropy.map(|d| stream.by_target(d));
         let decoder = model.decoder();
-        let dhidden =
-            decoder.score_backward(&scored, &stream.targets, stream.rows(), &dlogp, dentropy.as_deref())?;
-        drop(scored);
+        let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;
+        // Recomputed blocks must drop what they dropped before.
+        let dropping = model.dropping(Some(&stream.keys));
         let dx = decoder_tape.backward(dhidden)?;
+        drop(dropping);
         let h = decoder.config().hidden;
         let mut dx = omnigrpo_ops::to_vec(&dx)?;
-        let mut dfeatures: HashMap<(usize, usize), Vec<f32>> = HashMap::new();
+        let mut gradients = FeatureGradients::default();
+        let wanted = model.trains_media();
         for span in &stream.features {
             let rows = &mut dx[span.row * h..(span.row + span.len) * h];
-            if media_tapes.contains_key(&(span.group, span.medium)) {
+            if wanted {
                 // Spans of one medium come in feature order, so appending keeps the rows aligned.
-                dfeatures.entry((span.group, span.medium)).or_default().extend_from_slice(rows);
+                gradients.0.entry((span.group, span.medium)).or_default().extend_from_slice(rows);
             }
             rows.fill(0.0);
         }
@@ -301,14 +503,6 @@ impl StreamPass<'_> {
             }
             omnigrpo_kernels::embedding::scatter_add(table, &text_dx, &text_ids, h);
         });
-        let mut keys: Vec<_> = dfeatures.keys().copied().collect();
-        keys.sort_unstable();
-        for key in keys {
-            if let (Some(tape), Some(d)) = (media_tapes.remove(&key), dfeatures.remove(&key)) {
-                let rows = d.len() / h;
-                tape.backward(rows_from_vec(d, rows, h)?)?;
-            }
-        }
-        Ok(())
+        Ok(gradients)
     }
 }

@@ -26,6 +26,8 @@ pub struct Prompt {
     pub next_position: u32,
     /// Decoded media, in the order of the sample.
     pub media: Vec<Arc<MediumInput>>,
+    /// What the projector reads of the question; empty for families whose projector does not.
+    pub instruction: Vec<u32>,
     /// The rendered text, one marker per medium.
     pub text: String,
 }
@@ -67,11 +69,15 @@ impl PromptBuilder {
     /// Reads tokenizer, chat template and stop tokens of a checkpoint directory.
     ///
     /// # Errors
-    /// Missing or malformed files.
+    /// Missing or malformed files, settings without effect.
     pub fn open(dir: &Path, family: Arc<dyn Family>, settings: PromptSettings) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
-        let template = ChatTemplate::from_dir(dir)?;
-        let stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
+        let template = family.chat_template(dir)?;
+        let mut stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
+        stops.ids.extend(family.stop_tokens().iter().filter_map(|token| tokenizer.token_id(token)));
+        stops.ids.sort_unstable();
+        stops.ids.dedup();
+        family.check_settings(&settings.media)?;
         Ok(Self { family, tokenizer, template, stops, settings })
     }
 
@@ -105,10 +111,11 @@ impl PromptBuilder {
     /// An unreadable medium, a prompt over the limit (which is never cut).
     pub fn build(&self, sample: &Sample) -> Result<Prompt> {
         let media = self.decode(sample)?;
-        let tokens: Vec<MediumTokens> = media.iter().map(|m| self.family.tokens(m.kind, m.grid)).collect();
+        let tokens =
+            media.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
         let rendered = self.render(&sample.turns, &tokens)?;
         self.check_length(rendered.ids.len())?;
-        Ok(self.prompt(rendered, media))
+        self.prompt(&sample.turns, rendered, media)
     }
 
     /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order.
@@ -122,7 +129,8 @@ impl PromptBuilder {
             .zip(headers)
             .map(|(m, header)| self.family.plan(m, header, &self.settings.media))
             .collect::<Result<Vec<_>>>()?;
-        let tokens: Vec<MediumTokens> = plans.iter().map(|m| self.family.tokens(m.kind, m.grid)).collect();
+        let tokens =
+            plans.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
         let rendered = self.render(&sample.turns, &tokens)?;
         Ok((rendered, plans))
     }
@@ -175,6 +183,7 @@ impl PromptBuilder {
     }
 
     fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+        let turns = &self.family.arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::prompt("the conversation has no user turn to answer"));
         }
@@ -182,16 +191,23 @@ impl PromptBuilder {
         Ok(renderer.render(turns, media, &self.settings.render)?)
     }
 
-    fn prompt(&self, rendered: RenderedPrompt, media: Vec<Arc<MediumInput>>) -> Prompt {
-        let (positions, next_position) = self.family.positions(rendered.ids.len(), &rendered.spans, &media);
-        Prompt {
+    fn prompt(
+        &self,
+        turns: &[Turn],
+        rendered: RenderedPrompt,
+        media: Vec<Arc<MediumInput>>,
+    ) -> Result<Prompt> {
+        let (positions, next_position) =
+            self.family.positions(rendered.ids.len(), &rendered.spans, &media)?;
+        Ok(Prompt {
             ids: rendered.ids,
             spans: rendered.spans,
             positions,
             next_position,
             media,
+            instruction: self.family.instruction_ids(turns)?,
             text: rendered.text,
-        }
+        })
     }
 
     fn check_length(&self, tokens: usize) -> Result<()> {

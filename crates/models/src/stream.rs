@@ -37,6 +37,8 @@ pub(crate) struct FeatureRows {
 #[derive(Clone, Debug)]
 pub struct PackedStream {
     pub(crate) ids: Vec<u32>,
+    /// A hash of each row's tokens from the start of its prompt: the row's name wherever it is packed, which keys dropout.
+    pub(crate) keys: Vec<u64>,
     pub(crate) positions: Vec<Position>,
     pub(crate) layout: Arc<AttentionLayout>,
     pub(crate) features: Vec<FeatureRows>,
@@ -47,6 +49,11 @@ pub struct PackedStream {
     num_groups: usize,
 }
 
+/// The hash of a sequence that goes on with `id`.
+fn next_key(key: u64, id: u32) -> u64 {
+    (key.rotate_left(23) ^ (u64::from(id) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
 impl PackedStream {
     /// Lays out groups in the given order.
     ///
@@ -55,6 +62,7 @@ impl PackedStream {
     pub fn new(groups: &[GroupStream]) -> Result<Self> {
         let mut stream = Self {
             ids: Vec::new(),
+            keys: Vec::new(),
             positions: Vec::new(),
             layout: Arc::new(AttentionLayout { ranges: Vec::new() }),
             features: Vec::new(),
@@ -75,6 +83,11 @@ impl PackedStream {
                 )));
             }
             stream.ids.extend_from_slice(&prompt.ids);
+            let mut key = 0;
+            for &id in &prompt.ids {
+                key = next_key(key, id);
+                stream.keys.push(key);
+            }
             stream.positions.extend_from_slice(&prompt.positions);
             let mut used = vec![0; prompt.media.len()];
             for span in &prompt.spans {
@@ -105,7 +118,9 @@ impl PackedStream {
             self.targets.offsets.push(self.targets.tokens.len());
         }
         let mut scored = 0;
+        let prompt_key = self.keys.last().copied().unwrap_or_default();
         for completion in completions {
+            let mut key = prompt_key;
             self.lengths.push(completion.len());
             if completion.is_empty() {
                 continue;
@@ -118,6 +133,8 @@ impl PackedStream {
                 self.targets.tokens.push(target);
                 self.targets.offsets.push(self.targets.tokens.len());
                 self.ids.push(input);
+                key = next_key(key, input);
+                self.keys.push(key);
                 self.positions.push([prompt.next_position + t as u32; 3]);
             }
         }
@@ -180,6 +197,7 @@ mod tests {
             positions: (0..len).map(|p| [p; 3]).collect(),
             next_position: len,
             media: Vec::new(),
+            instruction: Vec::new(),
             text: String::new(),
         }
     }
@@ -201,6 +219,12 @@ mod tests {
         assert_eq!(by_completion, [0.0, 2.0, 3.0, 1.0, 4.0, 5.0]);
         assert_eq!(stream.by_target(&by_completion), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(stream.lengths(), [3, 1, 0, 2]);
+        // A row has the same key in a stream of its own, and no other row has it; equal prefixes are equal rows.
+        let alone = PackedStream::new(&[GroupStream { prompt: &b, completions: vec![&[30, 31]] }]).unwrap();
+        assert_eq!(stream.keys[5..], alone.keys);
+        assert_eq!(stream.keys[..2], alone.keys[..2]);
+        let distinct: std::collections::HashSet<u64> = stream.keys[..5].iter().copied().collect();
+        assert_eq!(distinct.len(), 5);
     }
 
     #[test]
@@ -210,8 +234,8 @@ mod tests {
         p.spans = vec![Span { medium: 0, start: 1, len: 2 }, Span { medium: 0, start: 4, len: 1 }];
         p.media.push(Arc::new(crate::MediumInput {
             kind: omnigrpo_text::MediumKind::Image,
-            patches: vec![],
-            grid: omnigrpo_media::qwen_vl::PatchGrid { t: 1, h: 2, w: 6 },
+            shape: crate::MediumShape::Mel { mels: 1, frames: 1 },
+            data: vec![],
             seconds_per_grid: 0.0,
             frame_times_secs: vec![],
         }));

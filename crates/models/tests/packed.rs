@@ -96,7 +96,7 @@ fn run(
         let stream = PackedStream::new(&members).unwrap();
         let prompts: Vec<&Prompt> = pieces.iter().map(|(g, _)| &groups[*g].prompt).collect();
         let features: Vec<Vec<Features>> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-        let pass = model.train_pass(&stream, &prompts, &features, temperature, recompute).unwrap();
+        let pass = model.train_pass(&stream, &features, temperature, recompute).unwrap();
         let (mut dlogp, mut dentropy, mut at) = (Vec::new(), Vec::new(), 0);
         for (g, range) in pieces {
             for c in range.clone() {
@@ -108,7 +108,8 @@ fn run(
                 dentropy.extend((0..n).map(|t| coefficient(*g, c, t, 1)));
             }
         }
-        pass.backward(&dlogp, Some(&dentropy)).unwrap();
+        let gradients = pass.backward(&dlogp, Some(&dentropy)).unwrap();
+        model.backward_media(&prompts, &features, gradients, recompute).unwrap();
     }
     Outcome { logprobs, entropies, gradients: take_gradients(model) }
 }
@@ -161,7 +162,9 @@ fn groups_equal_transformers_on_separate_sequences() {
             let stream = PackedStream::new(&streams).unwrap();
             train_all(&model);
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &g.prompt).collect();
-            let pass = model.train_pass(&stream, &prompts, &[], temperature, false).unwrap();
+            let features: Vec<Vec<Features>> =
+                prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
+            let pass = model.train_pass(&stream, &features, temperature, false).unwrap();
             let d = max_diff(&pass.logprobs, &joined("logp"));
             assert!(d <= 1e-4, "{what}: log-probabilities differ by {d}");
             let d = max_diff(&pass.entropies, &joined("entropy"));
@@ -188,7 +191,8 @@ fn groups_equal_transformers_on_separate_sequences() {
             let expected = f64::from(golden.f[&format!("loss.{tag}")][0]);
             assert!((out.loss - expected).abs() <= 1e-4, "{what}: loss {} for {expected}", out.loss);
             let dlogp: Vec<f32> = out.dlogp.iter().map(|&x| x as f32).collect();
-            pass.backward(&dlogp, None).unwrap();
+            let gradients = pass.backward(&dlogp, None).unwrap();
+            model.backward_media(&prompts, &features, gradients, false).unwrap();
             let compared = check_gradients(&model, &golden, &format!("{tag}."), 1e-3);
             assert!(compared >= 40, "{what}: only {compared} gradients");
         }

@@ -57,8 +57,10 @@ fn logits_equal_transformers() {
         assert!(embeds <= 1e-4, "{name}: embeddings differ by {embeds}");
         let decoder = model.decoder();
         let layout = std::sync::Arc::new(omnigrpo_ops::AttentionLayout::causal(prompt.ids.len()));
-        let hidden = decoder.forward(x, &decoder.rope_table(&prompt.positions), &layout, None).unwrap();
-        let logits = decoder.logits(&hidden).unwrap();
+        let rows: Vec<usize> = (0..prompt.ids.len()).collect();
+        let hidden =
+            decoder.forward(x, &decoder.rope_table(&prompt.positions), &layout, &rows, None).unwrap();
+        let logits = decoder.logits(&omnigrpo_ops::to_vec(&hidden).unwrap()).unwrap();
         let delta = max_diff(&logits, &expected.f["logits"][..logits.len()]);
         assert!(delta <= 1e-4, "{name}: logits differ by {delta}");
     }
@@ -77,7 +79,7 @@ fn features_equal_transformers() {
             ] {
                 let mut rows = Vec::new();
                 for medium in prompt.media.iter().filter(|m| m.kind == kind) {
-                    let features = model.encode(medium).unwrap();
+                    let features = model.encode(medium, &[]).unwrap();
                     rows.extend(omnigrpo_ops::to_vec(&features.rows).unwrap());
                 }
                 match expected.f.get(key) {
@@ -107,8 +109,10 @@ fn every_gradient_equals_transformers() {
                 let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
                 let stream = PackedStream::new(&groups).unwrap();
                 train_all(&model);
-                let pass = model.train_pass(&stream, &[&prompt], &[], 1.0, recompute).unwrap();
-                pass.backward(&inputs.f["coefficients"], None).unwrap();
+                let features = [model.encode_prompt(&prompt).unwrap()];
+                let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+                let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
+                model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
                 let compared = check_gradients(&model, &expected, "", 1e-3);
                 assert!(compared >= 20, "{name} {case}: only {compared} gradients");
             }

@@ -1,11 +1,13 @@
 //! Progress and one-line summaries for a person at a terminal, or plain lines for a log file.
 
+use std::fs::{File, OpenOptions, create_dir_all};
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::Metric;
+use crate::{Error, Metric};
 
 /// A progress line of a plain log appears each time another such part is done.
 const PLAIN_PARTS: u64 = 10;
@@ -17,6 +19,7 @@ const TEMPLATE: &str = "{prefix} {bar:30} {pos}/{len} {msg} [{elapsed} < {eta}]"
 #[derive(Clone)]
 pub struct Console {
     sink: Sink,
+    log: Option<Arc<Mutex<File>>>,
 }
 
 #[derive(Clone)]
@@ -30,7 +33,8 @@ impl Console {
     #[must_use]
     pub fn stderr() -> Self {
         if io::stderr().is_terminal() {
-            Self { sink: Sink::Terminal(MultiProgress::with_draw_target(ProgressDrawTarget::stderr())) }
+            let bars = MultiProgress::with_draw_target(ProgressDrawTarget::stderr());
+            Self { sink: Sink::Terminal(bars), log: None }
         } else {
             Self::plain(io::stderr())
         }
@@ -39,11 +43,35 @@ impl Console {
     /// Plain lines to a writer.
     #[must_use]
     pub fn plain(out: impl Write + Send + 'static) -> Self {
-        Self { sink: Sink::Plain(Arc::new(Mutex::new(out))) }
+        Self { sink: Sink::Plain(Arc::new(Mutex::new(out))), log: None }
+    }
+
+    /// The same console, whose lines are also appended to a file, each with the time it was written.
+    ///
+    /// # Errors
+    /// A file that cannot be made.
+    pub fn with_log(&self, path: &Path) -> Result<Self, Error> {
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+        dir.map_or(Ok(()), create_dir_all).map_err(|e| Error::io("create the directory of", path, e))?;
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = file.map_err(|e| Error::io("open the log", path, e))?;
+        Ok(Self { sink: self.sink.clone(), log: Some(Arc::new(Mutex::new(file))) })
+    }
+
+    /// Writes to the log alone, if there is one.
+    pub fn log(&self, text: &str) {
+        if let Some(log) = &self.log {
+            let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
+            let lines: String = text.lines().map(|line| format!("{now} {line}\n")).collect();
+            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+            // See the type: output is best effort.
+            let _ = log.write_all(lines.as_bytes());
+        }
     }
 
     /// Writes a line (or several), above the bars where there are any.
     pub fn line(&self, text: &str) {
+        self.log(text);
         // See the type: output is best effort.
         let _ = match &self.sink {
             Sink::Terminal(bars) => bars.println(text),
@@ -198,7 +226,7 @@ mod tests {
     fn the_bar_template_parses_and_bars_count() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
         let hidden = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
-        let mut progress = Console { sink: Sink::Terminal(hidden) }.progress("steps", 4);
+        let mut progress = Console { log: None, sink: Sink::Terminal(hidden) }.progress("steps", 4);
         progress.advance(3);
         progress.message("reward 0.5");
         let bar = progress.bar.clone().unwrap();

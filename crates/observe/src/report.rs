@@ -22,6 +22,8 @@ pub struct Report {
     pub phase_secs: Vec<(String, f64)>,
     /// Mean seconds per step; more than the sum of the phases by what belongs to none.
     pub step_secs: f64,
+    /// Mean seconds per step spent beside it, on other threads: rows read and media decoded ahead.
+    pub ahead_secs: f64,
     /// Mean reward of each step.
     pub rewards: Vec<f64>,
     /// Where the run's files are.
@@ -46,17 +48,17 @@ impl std::fmt::Display for Report {
         if !self.phase_secs.is_empty() {
             let mut table = table(&["phase", "s/step", "share"]);
             let rest = self.step_secs - self.phase_secs.iter().map(|(_, secs)| secs).sum::<f64>();
-            let share = |secs: f64| match self.step_secs {
-                total if total > 0.0 => format!("{:.0} %", 100.0 * secs / total),
-                _ => "-".to_owned(),
-            };
             // Clocks differ by microseconds; a row for them would say nothing.
             let other = (rest > 0.005 * self.step_secs).then(|| ("other".to_owned(), rest));
             let total = ("step".to_owned(), self.step_secs);
             for (name, secs) in self.phase_secs.iter().cloned().chain(other).chain([total]) {
-                table.add_row([name, format!("{secs:.3}"), share(secs)]);
+                table.add_row([name, format!("{secs:.3}"), share(secs, self.step_secs)]);
             }
             writeln!(f, "{}\n", table.trim_fmt())?;
+        }
+        if self.ahead_secs > 0.0 {
+            let (secs, part) = (self.ahead_secs, share(self.ahead_secs, self.step_secs));
+            writeln!(f, "rows were read ahead beside the step: {secs:.3} s/step, {part} of its time\n")?;
         }
         if let (Some(first), Some(last)) = (self.rewards.first(), self.rewards.last()) {
             writeln!(f, "reward {first:.3} {} {last:.3}", sparkline(&self.rewards, CURVE_WIDTH))?;
@@ -66,6 +68,10 @@ impl std::fmt::Display for Report {
         }
         Ok(())
     }
+}
+
+fn share(secs: f64, total: f64) -> String {
+    if total > 0.0 { format!("{:.0} %", 100.0 * secs / total) } else { "-".to_owned() }
 }
 
 fn table(header: &[&str]) -> Table {
@@ -131,6 +137,7 @@ mod tests {
             ],
             phase_secs: vec![("rollout".into(), 0.61), ("reward".into(), 0.0042), ("update".into(), 0.32)],
             step_secs: 1.0,
+            ahead_secs: 0.02,
             rewards: (0..100).map(|step| f64::from(step) / 100.0).collect(),
             run_dir: "runs/demo".into(),
         };
@@ -152,6 +159,8 @@ mod tests {
          other      0.066     7 %
          step       1.000   100 %
         ──────────────────────────
+
+        rows were read ahead beside the step: 0.020 s/step, 2 % of its time
 
         reward 0.000 ▁▁▁▂▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇▇███ 0.990
         run directory: runs/demo

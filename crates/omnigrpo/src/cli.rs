@@ -86,6 +86,7 @@ pub fn resolve(verb: Verb, flags: Vec<Given>, env: Environment) -> Result<Resolv
             values.set(given);
         }
     }
+    presets::complete(&mut values);
     let settings = Settings::from_values(&values, env.clone())?;
     if values.lookup("advantage").is_some() && values.lookup("scale_rewards").is_some() {
         return Err(
@@ -100,9 +101,8 @@ pub fn resolve(verb: Verb, flags: Vec<Given>, env: Environment) -> Result<Resolv
     let mut idle = Vec::new();
     for rule in rules::IDLE {
         let Some(why) = (rule.when)(&settings) else { continue };
-        let Some(flag) = FLAGS.iter().find(|f| f.name == rule.flag && f.verbs.contains(&verb)) else {
-            continue;
-        };
+        let takes = |f: &&Flag| f.name == rule.flag && f.verbs.contains(&verb) && rule.verbs.contains(&verb);
+        let Some(flag) = FLAGS.iter().find(takes) else { continue };
         idle.push((flag.name, why));
         match values.lookup(flag.name) {
             Some((value, origin @ (Origin::Flag | Origin::Config(_))))
@@ -137,6 +137,10 @@ fn notes(env: &Environment) -> Vec<String> {
              LOG_PATH is not written"
                 .into(),
         );
+    }
+    if env.ds_skip_cuda_check {
+        notes
+            .push("DS_SKIP_CUDA_CHECK is on: no effect, there is no DeepSpeed and no CUDA check here".into());
     }
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));

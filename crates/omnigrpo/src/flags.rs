@@ -9,8 +9,8 @@ use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 
 use crate::settings::{
-    EvalStrategy, FrameSampling, LrScheduler, MultiObjective, SaveStrategy, ScaleRewards, ThinkMode,
-    TorchDtype, words,
+    EvalStrategy, FrameSampling, Layout, LrScheduler, MissingAudio, MultiObjective, PromptForm, SaveStrategy,
+    ScaleRewards, ThinkMode, TorchDtype, words,
 };
 
 /// A command of the program.
@@ -36,15 +36,19 @@ pub enum Verb {
     RewardsList,
     /// Scores rows that carry completions.
     RewardsRun,
+    /// Writes a checkpoint in another form.
+    Export,
     /// Checks the machine.
     Doctor,
     /// Trains the embedded model on the generated task.
     Demo,
+    /// Measures a step of a random model.
+    Bench,
 }
 
 use Verb::{
-    DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Generate, RewardsList, RewardsRun, Score, Sft,
-    Train,
+    Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, RewardsList, RewardsRun,
+    Score, Sft, Train,
 };
 
 impl Verb {
@@ -60,8 +64,10 @@ impl Verb {
         DataConvert,
         RewardsList,
         RewardsRun,
+        Export,
         Doctor,
         Demo,
+        Bench,
     ];
 
     /// The words that name the verb on the command line.
@@ -77,8 +83,10 @@ impl Verb {
             DataConvert => &["data", "convert"],
             RewardsList => &["rewards", "list"],
             RewardsRun => &["rewards", "run"],
+            Export => &["export"],
             Doctor => &["doctor"],
             Demo => &["demo"],
+            Bench => &["bench"],
         }
     }
 
@@ -102,8 +110,10 @@ impl Verb {
             DataConvert => "Convert a published dataset to rows this program reads",
             RewardsList => "List the reward functions with their ranges and sources",
             RewardsRun => "Score rows that carry completions with reward functions",
+            Export => "Write a checkpoint in another form: an adapter merged into it, another layout",
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
+            Bench => "Measure a training step of a random model beside what this machine can do",
         }
     }
 }
@@ -337,18 +347,10 @@ pub const FOREIGN: &[(&[&str], &str)] = &[
         &["generation_batch_size", "steps_per_generation"],
         "use `--per_device_train_batch_size` (prompts) and `--gradient_accumulation_steps`",
     ),
+    (&["push_to_hub", "hub_model_id"], "leave it out: this version keeps what it trains on this machine"),
     (
-        &[
-            "deepspeed",
-            "use_peft",
-            "use_lora",
-            "lora_r",
-            "lora_alpha",
-            "lora_dropout",
-            "push_to_hub",
-            "hub_model_id",
-        ],
-        "leave it out: this version trains all weights on one machine and keeps them there",
+        &["lora_modules_to_save"],
+        "use `--tune_mm_mlp true` (or another part) with `--trainable_patterns`: those weights are trained whole",
     ),
     (
         &[
@@ -359,6 +361,7 @@ pub const FOREIGN: &[(&[&str], &str)] = &[
             "cache_dir",
             "remove_unused_columns",
             "task_type",
+            "lora_task_type",
         ],
         "leave it out: it has no counterpart here and changes no result",
     ),
@@ -367,7 +370,10 @@ pub const FOREIGN: &[(&[&str], &str)] = &[
 
 /// The datasets `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
-    vec![("vivqa-x", "the JSON files of ViVQA-X")]
+    vec![
+        ("vivqa-x", "the JSON files of ViVQA-X"),
+        ("parquet", "a Hugging Face table with its media; in programs built with the feature parquet"),
+    ]
 }
 
 const fn row(
@@ -415,9 +421,15 @@ const BIG: f64 = 1e9;
 
 const EVERY: &[Verb] = Verb::ALL;
 /// Verbs that load a model, or its processor if it is given.
-const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Doctor];
+const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
-const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
+const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
+/// Verbs that take a model with an adapter.
+const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export];
+/// Verbs that hold a model for use.
+const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval];
+/// Verbs that train a model of the user's.
+const TUNES: &[Verb] = &[Train, Sft];
 /// Verbs that read training rows.
 const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
 /// Verbs that read evaluation rows.
@@ -428,20 +440,22 @@ const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
 const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
 const GRPO: &[Verb] = &[Train, Demo];
+/// The workload of `bench`.
+const BENCH: &[Verb] = &[Bench];
 /// Verbs that score completions with rewards.
 const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
 /// Verbs that sample.
 const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
 /// Verbs that read or write completions of bounded length.
-const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo];
+const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, DataCheck, DataShow, RewardsRun, Demo];
 /// Verbs that take optimizer steps.
 const STEPS: &[Verb] = &[Train, Sft, Demo];
 /// Verbs with anything random.
-const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo];
+const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
 /// Verbs that run the whole loop with checkpoints.
 const LOOP: &[Verb] = &[Train, Sft, Demo];
-/// Verbs that evaluate on given data.
-const EVALUATES: &[Verb] = &[Train, Sft, Eval];
+/// Verbs that sum up scored completions.
+const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
 /// Verbs that evaluate now and then.
 const PERIODIC: &[Verb] = &[Train, Sft];
 
@@ -458,18 +472,36 @@ pub const FLAGS: &[Flag] = &[
     row("prompt", Text, Unset(""), Section::Io, &[Generate], "Question to answer on the terminal instead of rows from `--input`."),
     row("image", Texts, Is(""), Section::Io, &[Generate], "Image of `--prompt`; repeat or list for several, in order."),
     row("video", Texts, Is(""), Section::Io, &[Generate], "Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several."),
+    row("audio", Texts, Is(""), Section::Io, &[Generate], "Sound of `--prompt`: a sound file, or a video file for its audio track; repeat or list for several."),
     row("row", int(0, MANY), Is("0"), Section::Io, &[DataShow], "Row to show, counted from 0 over all files."),
     row("num_rows", int(1, COUNT), Is("1"), Section::Io, &[DataShow], "Rows to show from `--row` on."),
+    row("num_images", int(0, COUNT), Is("1"), Section::Io, BENCH, "Images of each prompt."),
+    row("image_px", int(28, 16_384), Is("448"), Section::Io, BENCH, "Width and height of each image, pixels."),
+    row("prompt_tokens", int(1, COUNT), Is("44"), Section::Io, BENCH, "Tokens of each prompt besides those of its images; what the chat template adds is the least."),
+    row("completion_tokens", int(2, COUNT), Is("64"), Section::Io, BENCH, "Tokens of each completion."),
+    row("num_prompts", int(1, COUNT), Is("1"), Section::Io, BENCH, "Prompts of a step."),
+    row("num_steps", int(1, COUNT), Is("3"), Section::Io, BENCH, "Steps to measure, after one that is not; the median counts."),
+    row("json", Path, Unset("nothing is written"), Section::Io, BENCH, "File for the same numbers as JSON."),
     // Model
     row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or a name in the local Hugging Face cache.")
         .alias(&["model", "model_path"])
-        .required(&[Train, Sft, Generate, Score, Eval]),
+        .required(&[Train, Sft, Generate, Score, Eval, Export]),
     row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
         .alias(&["dtype"]),
+    row("adapter_name_or_path", Path, Unset("none"), Section::Model, ADAPTED, "LoRA adapter in PEFT's format, made for the checkpoint: training goes on from it, with its rank and scale; other commands use it.")
+        .alias(&["adapter_path"]),
+    row("merge", Bool, Is("false"), Section::Model, &[Export], "Add the adapter to the weights and write a whole checkpoint."),
+    row("layout", Choice(words::<Layout>), Unset("as it is"), Section::Model, &[Export], "Layout to write, for families that are published in two (InternVL)."),
+    row("load_in_8bit", Bool, Is("false"), Section::Model, QUANTISED, "Hold frozen linear weights in 8 bits (8.5 with scales), quantised tensor by tensor as they are read. Training then needs adapters."),
+    row("load_in_4bit", Bool, Is("false"), Section::Model, QUANTISED, "The same in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the rounding error of 8 bits."),
     row("init_weights", int(0, i64::MAX), Unset("the checkpoint's weights"), Section::Model, &[Train, Sft], "Start from random weights with this seed instead; the directory then needs no weight files."),
+    row("vision_tower", Text, Unset("config.json's mm_vision_tower"), Section::Model, MODEL, "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face cache. Weights in the checkpoint itself win."),
+    row("audio_tower", Text, Unset("config.json's mm_audio_tower"), Section::Model, MODEL, "The same for its Whisper encoder."),
+    row("bert", Text, Unset("config.json's mm_text_tower, else bert-base-uncased"), Section::Model, MODEL, "The same for the BERT that reads the question; its tokenizer is always taken from here."),
+    row("mm_dynamic_compressor", Bool, Unset("config.json's, else false"), Section::Model, MODEL, "Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is."),
     row("pure_bf16", Bool, Is("false"), Section::Model, STEPS, "Update bfloat16 weights without float32 masters. Saves memory, but at small learning rates most updates round to nothing."),
     row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
-    row("gradient_checkpointing", Bool, Is("false"), Section::Model, STEPS, "Recompute blocks in the backward pass: less memory, about a third more time."),
+    row("gradient_checkpointing", Bool, Is("false"), Section::Model, &[Train, Sft, Demo, Bench], "Recompute blocks in the backward pass: less memory, about a third more time."),
     // Data
     row("train_file", Paths, Is(""), Section::Data, TRAIN_ROWS, "JSON or JSONL files of training rows."),
     row("dataset_use", Words, Is(""), Section::Data, TRAIN_ROWS, "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns thinking off for its rows."),
@@ -482,12 +514,16 @@ pub const FLAGS: &[Flag] = &[
     row("image_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
     row("video_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative video paths."),
     row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),
+    row("use_audio_in_video", Bool, Is("false"), Section::Data, ROWS, "Hear video files too: the audio track of each becomes a medium behind it, in rows that name no sound. Rows that mention `<audio>` and list none mean it anyway."),
+    row("missing_audio", Choice(words::<MissingAudio>), Is("error"), Section::Data, ROWS, "What a file without an audio track gives where its sound is asked for: a bad row (error), or silence."),
+    row("media_timeout_secs", float(0.01, 86_400.0), Is("120"), Section::Data, ROWS, "Seconds that reading one medium may take; the row is bad when they have passed."),
     row("strict_media", Bool, Is("false"), Section::Data, BAD_ROWS, "Stop at the first bad row instead of skipping it."),
     row("max_skipped", Fraction, Is("0.05"), Section::Data, BAD_ROWS, "Share of bad rows above which the run stops: a broken dataset should not look like a small one."),
     row("skip_data_check", Bool, Is("false"), Section::Data, &[Train, Sft], "Start without reading every row and medium header first."),
     // Images and videos
     row("min_pixels", int(1, MANY), Unset("the checkpoint's; 3136 for Qwen"), Section::Media, ROWS, "Fewest pixels of an image after resizing; sets the fewest vision tokens."),
     row("max_pixels", int(1, MANY), Unset("the checkpoint's; 12845056 for Qwen"), Section::Media, ROWS, "Most pixels of an image after resizing; sets the most vision tokens and with them memory and time."),
+    row("max_anyres_num", int(1, 1024), Unset("the checkpoint's; 12 for InternVL"), Section::Media, ROWS, "Most tiles of an image, for models that cut images into tiles (InternVL): each costs vision tokens. The whole image comes as one more."),
     row("frame_sampling", Choice(words::<FrameSampling>), Is("qwen_vl_utils"), Section::Media, ROWS, "Rule that picks video frames: by rate (qwen_vl_utils), by interval (base_interval, as qwen-vl-finetune), or per segment from the row's `meta`."),
     row("fps", float(1e-3, 1e3), Is("2.0"), Section::Media, ROWS, "Frames per second to sample from videos."),
     row("nframes", int(1, COUNT), Unset("from `fps`"), Section::Media, ROWS, "Frames per video, instead of a rate."),
@@ -501,6 +537,7 @@ pub const FLAGS: &[Flag] = &[
     row("total_pixels", int(1, MANY), Unset("90316800"), Section::Media, ROWS, "Most pixels of all frames of a video together; lowers the bound per frame of long videos."),
     // Prompt
     row("question_template", Choice(words::<&'static QuestionTemplate>), Is("none"), Section::Prompt, ROWS, "Sentence added to each question that asks for thinking and answer tags."),
+    row("prompt_form", Choice(words::<PromptForm>), Unset("config.json's, else sft"), Section::Prompt, ROWS, "How HumanOmni prompts are written: as in its supervised training and inference, or as the original GRPO trainer did."),
     row("system_prompt", Text, Unset("the row's or the template's"), Section::Prompt, ROWS, "System turn for rows that have none."),
     row("chat_template_kwargs", Object, Unset("none"), Section::Prompt, ROWS, "Variables for the chat template, as a JSON object."),
     row("max_prompt_length", int(1, COUNT), Unset("the model's limit"), Section::Prompt, RUNS_ROWS, "Most tokens of a prompt, vision tokens included. A longer one is a bad row; it is never cut, since a cut prompt trains on the wrong question.")
@@ -519,8 +556,15 @@ pub const FLAGS: &[Flag] = &[
     row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
     row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),
     row("judge_model", Text, Unset("the server's"), Section::Rewards, REWARDED, "Model that a `judge:http://…` reward asks."),
+    row("clip_model", Text, Unset("none"), Section::Rewards, REWARDED, "CLIP of the `explanation` reward: a checkpoint directory, or a model in the local cache. A preset's `cider` becomes `explanation` with it."),
+    row("clip_text_model", Text, Unset("the CLIP's own text tower"), Section::Rewards, REWARDED, "Text tower for `--clip_model`, as sentence-transformers saves one, for texts that are not English."),
+    row("explanation_clip_weight", float(0.0, 1.0), Is("0.5"), Section::Rewards, REWARDED, "Share of the CLIP score in `explanation`; CIDEr has the rest. 0 needs no CLIP."),
+    row("bertscore_model", Text, Unset("none"), Section::Rewards, REWARDED, "Model of the `bertscore` reward (RoBERTa, XLM-RoBERTa, BERT, DistilBERT): a checkpoint directory, or a model in the local cache."),
+    row("bertscore_layer", int(0, 1024), Unset("the last"), Section::Rewards, REWARDED, "Blocks after which `bertscore` compares embeddings."),
+    row("bertscore_idf", Bool, Is("false"), Section::Rewards, REWARDED, "Weigh tokens in `bertscore` by how few of the rows' references have them."),
+    row("bertscore_baseline", Path, Unset("not rescaled"), Section::Rewards, REWARDED, "File of `LAYER,P,R,F` lines, as the bert_score package has, to rescale `bertscore` by."),
     // Rollout
-    row("num_generations", int(1, 4096), Is("8"), Section::Rollout, SAMPLES, "Completions sampled per prompt (G). Training compares them with each other, so it needs at least 2.")
+    row("num_generations", int(1, 4096), Is("8"), Section::Rollout, &[Train, Generate, Eval, Demo, Bench], "Completions sampled per prompt (G). Training compares them with each other, so it needs at least 2.")
         .alias(&["grpo_sample_size", "num_samples", "g"])
         .per_verb(&[(Generate, "1"), (Eval, "1")]),
     row("temperature", float(0.0, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Sampling temperature; 0 takes the most likely token.")
@@ -532,7 +576,7 @@ pub const FLAGS: &[Flag] = &[
     row("min_p", float(0.0, 1.0), Is("0"), Section::Rollout, SAMPLES, "Drop tokens below this share of the likeliest token's probability; 0 is off."),
     row("repetition_penalty", float(0.01, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Divide the score of tokens already seen; 1 is off."),
     row("logprob_temperature", float(0.01, 100.0), Unset("`temperature`, or 1 when that is 0"), Section::Rollout, &[Train, Generate, Score, Eval, Demo], "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The gap to the sampling distribution is logged."),
-    row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, BOUNDED, "Most tokens of a completion; rewards of length measure by it.")
+    row("max_completion_length", int(1, COUNT), Is("256"), Section::Rollout, BOUNDED, "Most tokens of a completion; rewards of length measure by it, and a prompt has to leave room for it.")
         .alias(&["generation_max_length"]),
     row("min_completion_length", int(0, COUNT), Is("0"), Section::Rollout, SAMPLES, "No stop token before this many tokens; benchmarks set it to the maximum."),
     row("stop_strings", Texts, Is(""), Section::Rollout, SAMPLES, "Texts that end a completion, besides the model's stop tokens.")
@@ -541,7 +585,7 @@ pub const FLAGS: &[Flag] = &[
     row("replay", Path, Unset("off"), Section::Rollout, &[Train], "Take completions and rewards from these rows instead of sampling, to compare with another trainer step by step."),
     // Loss
     row("loss_type", Choice(words::<&'static Recipe>), Is("grpo"), Section::Loss, GRPO, "Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
-    row("beta", float(0.0, BIG), Unset("the recipe's; 0.04 for grpo"), Section::Loss, GRPO, "Weight of the KL to the starting model; at 0 no reference is kept.")
+    row("beta", float(0.0, BIG), Unset("the recipe's; 0.04 for grpo"), Section::Loss, &[Train, Demo, Bench], "Weight of the KL to the starting model; at 0 no reference is kept.")
         .alias(&["grpo_beta"]),
     row("grpo_alpha", float(0.0, BIG), Unset("the recipe's; 1 for grpo"), Section::Loss, GRPO, "Factor of the advantage in the policy term."),
     row("scale_rewards", Choice(words::<ScaleRewards>), Unset("the recipe's; group for grpo"), Section::Loss, GRPO, "Divide centred rewards by the deviation of the group, of the batch, or not at all."),
@@ -571,16 +615,27 @@ pub const FLAGS: &[Flag] = &[
     row("max_grad_norm", float(0.0, BIG), Is("1.0"), Section::Optimizer, STEPS, "Norm the gradient is clipped to; 0 is off."),
     row("mm_projector_lr", float(0.0, 100.0), Unset("`learning_rate`"), Section::Optimizer, STEPS, "Learning rate of the projector between tower and language model."),
     row("vision_tower_lr", float(0.0, 100.0), Unset("`learning_rate`"), Section::Optimizer, STEPS, "Learning rate of the vision tower."),
-    row("tune_mm_llm", Bool, Is("true"), Section::Optimizer, STEPS, "Train the language model."),
-    row("tune_mm_mlp", Bool, Is("true"), Section::Optimizer, STEPS, "Train the projector."),
-    row("tune_mm_vision", Bool, Is("false"), Section::Optimizer, STEPS, "Train the vision tower. A frozen tower runs once per step and medium."),
+    row("tune_mm_llm", Bool, Unset("true; false with adapters"), Section::Optimizer, STEPS, "Train the language model."),
+    row("tune_mm_mlp", Bool, Unset("true; false with adapters"), Section::Optimizer, STEPS, "Train the projector; with adapters it is trained whole beside them."),
+    row("tune_mm_vision", Bool, Is("false"), Section::Optimizer, STEPS, "Train the vision tower, and the audio tower where there is one. A frozen tower runs once per step and medium."),
+    row("tune_bert", Bool, Is("false"), Section::Optimizer, STEPS, "Train the text encoder that steers HumanOmni's projector."),
     row("freeze_vision_modules", Bool, Is("false"), Section::Optimizer, STEPS, "Freeze everything of the vision side that the source system's keyword names; for Qwen that includes the projector."),
+    row("trainable_patterns", Texts, Is(""), Section::Optimizer, TUNES, "Of the parts that are trained whole, only weights whose published name matches one of these regular expressions. One that matches nothing is an error."),
+    row("use_peft", Bool, Is("false"), Section::Optimizer, TUNES, "Train LoRA adapters on frozen weights. Outputs, checkpoints included, then hold the adapters and whatever is trained whole; the reference is the same weights with adapters off.")
+        .alias(&["use_lora", "lora_enable"]),
+    row("lora_r", int(1, 16_384), Is("64"), Section::Optimizer, TUNES, "Rank of the adapters."),
+    row("lora_alpha", float(0.0, BIG), Is("128"), Section::Optimizer, TUNES, "Adapters are scaled by alpha over rank."),
+    row("lora_dropout", float(0.0, 0.999), Is("0.05"), Section::Optimizer, TUNES, "Share of an adapter's inputs dropped in policy passes; sampling, scoring and the reference drop nothing."),
+    row("lora_target_modules", Words, Is("all-linear"), Section::Optimizer, TUNES, "Layers that get an adapter: `all-linear` for those of the language model, or ends of module names (looked up there first, then in tower and projector), or regular expressions over whole names. Never the head.")
+        .alias(&["lora_targets"]),
+    row("use_rslora", Bool, Is("false"), Section::Optimizer, TUNES, "Scale adapters by alpha over the root of the rank, which keeps high ranks learning."),
     row("per_device_train_batch_size", int(1, 65_536), Is("1"), Section::Optimizer, STEPS, "Prompts (not completions) worked on at a time."),
     row("gradient_accumulation_steps", int(1, 65_536), Is("8"), Section::Optimizer, STEPS, "Batches of prompts per optimizer step."),
     // Run and checkpoints
-    row("output_dir", Path, Unset(""), Section::Run, LOOP, "Run directory: metrics, rollouts, checkpoints, and at the end the model.")
+    row("output_dir", Path, Unset(""), Section::Run, &[Train, Sft, Export, Demo], "Run directory: metrics, rollouts, checkpoints, and at the end the model. For `export` the directory to write, new or empty.")
         .per_verb(&[(Demo, "runs/demo")]),
-    row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: the run directory is `checkpoints/rl/NAME`."),
+    row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: the run directory is `checkpoints/rl/NAME`, the log `runs/NAME/log/log.txt`."),
+    row("deepspeed", Path, Unset(""), Section::Run, &[Train, Sft], "A settings file of DeepSpeed, such as zero2.json: each field is compared with this run's settings and explained; nothing is sharded in one process."),
     row("num_train_epochs", float(0.0, 1e6), Is("1"), Section::Run, &[Train, Sft, Demo], "Passes over the training rows."),
     row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs; -1 is off."),
     row("seed", int(0, i64::MAX), Is("42"), Section::Run, RANDOM, "Seed of everything random; the same seed gives the same run."),
@@ -596,10 +651,13 @@ pub const FLAGS: &[Flag] = &[
     row("eval_on_start", Bool, Is("false"), Section::Evaluation, PERIODIC, "Evaluate before the first step too, for a comparison of before and after."),
     row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, PERIODIC, "Completions per prompt in evaluation during training; more than 1 are sampled."),
     row("metric_for_best_model", Text, Is("eval_reward"), Section::Evaluation, PERIODIC, "Metric of the evaluation that names the best checkpoint; higher is better."),
-    row("category_column", Text, Unset("no table"), Section::Evaluation, EVALUATES, "Column of the rows by which accuracy is listed apart."),
+    row("category_column", Text, Unset("no table"), Section::Evaluation, SUMS_UP, "Column of the rows by which accuracy is listed apart."),
+    row("accuracy_threshold", float(0.0, 1.0), Is("1"), Section::Evaluation, SUMS_UP, "Share of the accuracy reward's largest value from which an answer counts as right, in accuracy and pass@k; 0.5 for overlaps of boxes."),
+    row("label_set", Words, Is(""), Section::Evaluation, SUMS_UP, "Labels of a classification, for WAR, UAR and the confusion matrix; `auto` takes the ground truths."),
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
     row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
+    row("profile", Bool, Is("false"), Section::Logging, &[Train, Sft, Demo], "Print at the end where the time went, by phase and kind of work, with operations and bytes per second."),
     row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
     row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
     // Program
@@ -608,7 +666,7 @@ pub const FLAGS: &[Flag] = &[
     row("preset", Choice(crate::presets::words), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
     row("print_config", Bool, Is("false"), Section::Program, EVERY, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
         .command_line_only(),
-    row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Doctor, Demo], "Threads for computing."),
+    row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Export, Doctor, Demo, Bench], "Threads for computing."),
 ];
 
 /// Verbs that hold a rendered prompt against a limit.

@@ -2,6 +2,7 @@
 
 mod cli;
 mod config;
+mod deepspeed;
 mod explain;
 mod flags;
 mod presets;

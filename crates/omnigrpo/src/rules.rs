@@ -3,7 +3,7 @@
 use omnigrpo_grpo::{Kl, Surrogate};
 
 use crate::explain::Problem;
-use crate::flags::Verb::{self, Demo, Eval, Generate, Train};
+use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
 use crate::settings::{
     EvalStrategy, FrameSampling, LrScheduler, MultiObjective, SaveStrategy, Settings, TorchDtype,
 };
@@ -15,12 +15,22 @@ use crate::settings::{
 pub struct Idle {
     /// The setting.
     pub flag: &'static str,
+    /// The verbs it concerns.
+    pub verbs: &'static [Verb],
     /// Why it has no effect, if it has none.
     pub when: fn(&Settings) -> Option<&'static str>,
 }
 
 const fn idle(flag: &'static str, when: fn(&Settings) -> Option<&'static str>) -> Idle {
-    Idle { flag, when }
+    Idle { flag, verbs: Verb::ALL, when }
+}
+
+const fn idle_in(
+    verbs: &'static [Verb],
+    flag: &'static str,
+    when: fn(&Settings) -> Option<&'static str>,
+) -> Idle {
+    Idle { flag, verbs, when }
 }
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
@@ -54,14 +64,33 @@ fn no_eval_rows(s: &Settings) -> Option<&'static str> {
         .then_some("there is no evaluation data: give `eval_file`, `eval_dataset_use` or `val_split_ratio`")
 }
 
+/// `sft`, and `train` with recorded rewards, score completions in evaluations only.
+fn only_evaluated(s: &Settings) -> Option<&'static str> {
+    no_eval_rows(s).map(|_| "completions are scored in evaluations only, and there is no evaluation data")
+}
+
+fn replayed(s: &Settings) -> Option<&'static str> {
+    s.rollout.replay.as_ref().and_then(|_| only_evaluated(s))
+}
+
 fn no_reward(s: &Settings, name: &str) -> bool {
     !s.rewards.reward_funcs.iter().any(|f| f == name)
+}
+
+fn no_clip_score(s: &Settings) -> Option<&'static str> {
+    let none = no_reward(s, "explanation").then_some("`reward_funcs` has no explanation");
+    none.or_else(|| (s.rewards.explanation_clip_weight == 0.0).then_some("`explanation_clip_weight` is 0"))
+}
+
+fn no_bertscore(s: &Settings) -> Option<&'static str> {
+    no_reward(s, "bertscore").then_some("`reward_funcs` has no bertscore")
 }
 
 /// Every such setting.
 pub const IDLE: &[Idle] = &[
     idle("image", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
     idle("video", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
+    idle("audio", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
     idle("input", |s| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
     idle("pure_bf16", |s| (s.model.torch_dtype == TorchDtype::Float32).then_some("`torch_dtype` is float32")),
     idle("dataset_use", |s| {
@@ -82,6 +111,7 @@ pub const IDLE: &[Idle] = &[
         (!s.data.eval_file.is_empty() || !s.data.eval_dataset_use.is_empty())
             .then_some("the evaluation data are given")
     }),
+    idle("audio", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
     idle("max_skipped", |s| s.data.strict_media.then_some("`strict_media` stops at the first bad row")),
     idle("nframes", |s| {
         (s.media.frame_sampling != FrameSampling::QwenVlUtils)
@@ -96,6 +126,17 @@ pub const IDLE: &[Idle] = &[
     }),
     idle("format_mode", |s| no_reward(s, "format").then_some("`reward_funcs` has no format")),
     idle("accuracy_mode", |s| no_reward(s, "accuracy").then_some("`reward_funcs` has no accuracy")),
+    idle("clip_model", no_clip_score),
+    idle("clip_text_model", |s| {
+        no_clip_score(s).or_else(|| s.rewards.clip_model.is_none().then_some("there is no `clip_model`"))
+    }),
+    idle("explanation_clip_weight", |s| {
+        no_reward(s, "explanation").then_some("`reward_funcs` has no explanation")
+    }),
+    idle("bertscore_model", no_bertscore),
+    idle("bertscore_layer", no_bertscore),
+    idle("bertscore_idf", no_bertscore),
+    idle("bertscore_baseline", no_bertscore),
     idle("top_p", |s| greedy(s).or_else(|| not_sampled(s))),
     idle("top_k", |s| greedy(s).or_else(|| not_sampled(s))),
     idle("min_p", |s| greedy(s).or_else(|| not_sampled(s))),
@@ -117,8 +158,22 @@ pub const IDLE: &[Idle] = &[
     }),
     idle("warmup_ratio", |s| (s.optim.warmup_steps > 0).then_some("`warmup_steps` wins").or_else(|| flat(s))),
     idle("warmup_steps", flat),
-    idle("mm_projector_lr", |s| (!s.optim.tune_mm_mlp).then_some("`tune_mm_mlp` is false")),
-    idle("vision_tower_lr", |s| (!s.optim.tune_mm_vision).then_some("`tune_mm_vision` is false")),
+    idle("mm_projector_lr", |s| {
+        (!s.optim.tune_mm_mlp && llm_adapters(s)).then_some("nothing of the projector is trained")
+    }),
+    idle("vision_tower_lr", |s| {
+        (!s.optim.tune_mm_vision && llm_adapters(s)).then_some("nothing of the vision tower is trained")
+    }),
+    idle("trainable_patterns", |s| {
+        let whole = s.optim.tune_mm_llm || s.optim.tune_mm_mlp || s.optim.tune_mm_vision;
+        (!whole)
+            .then_some("no part is trained whole: turn on `tune_mm_llm`, `tune_mm_mlp` or `tune_mm_vision`")
+    }),
+    idle("lora_r", no_new_adapter),
+    idle("lora_alpha", no_new_adapter),
+    idle("lora_dropout", no_new_adapter),
+    idle("lora_target_modules", no_new_adapter),
+    idle("use_rslora", no_new_adapter),
     idle("num_train_epochs", |s| s.run.max_steps.map(|_| "`max_steps` wins")),
     idle("save_steps", |s| {
         (s.run.save_strategy != SaveStrategy::Steps).then_some("`save_strategy` is not steps")
@@ -136,7 +191,49 @@ pub const IDLE: &[Idle] = &[
     idle("eval_strategy", |s| no_eval_rows(s).filter(|_| s.eval.eval_strategy != EvalStrategy::No)),
     idle("num_generations_eval", no_eval_rows),
     idle("metric_for_best_model", no_eval_rows),
+    idle_in(&[Train, Sft], "category_column", no_eval_rows),
+    idle_in(&[Train, Sft], "accuracy_threshold", no_eval_rows),
+    idle_in(&[Train, Sft], "label_set", no_eval_rows),
+    idle_in(&[Generate], "batch_size", |s| s.io.prompt.is_some().then_some("`prompt` is one question")),
+    idle_in(&[Generate], "output", |s| {
+        s.io.prompt.is_some().then_some("the answer to `prompt` goes to the terminal")
+    }),
+    idle_in(&[Train], "reward_funcs", replayed),
+    idle_in(&[Sft], "reward_funcs", only_evaluated),
+    idle_in(&[Train], "reward_weights", replayed),
+    idle_in(&[Sft], "reward_weights", only_evaluated),
+    idle_in(&[Train], "format_mode", replayed),
+    idle_in(&[Sft], "format_mode", only_evaluated),
+    idle_in(&[Train], "accuracy_mode", replayed),
+    idle_in(&[Sft], "accuracy_mode", only_evaluated),
+    idle_in(&[Train], "answer_policy", replayed),
+    idle_in(&[Sft], "answer_policy", only_evaluated),
+    idle_in(&[Train], "compat", replayed),
+    idle_in(&[Sft], "compat", only_evaluated),
+    idle_in(&[Train], "reward_timeout_secs", replayed),
+    idle_in(&[Sft], "reward_timeout_secs", only_evaluated),
+    idle_in(&[Train], "reward_workers", replayed),
+    idle_in(&[Sft], "reward_workers", only_evaluated),
+    idle_in(&[Train], "judge_model", replayed),
+    idle_in(&[Sft], "judge_model", only_evaluated),
+    idle_in(&[Train], "clip_model", replayed),
+    idle_in(&[Sft], "clip_model", only_evaluated),
+    idle_in(&[Train], "bertscore_model", replayed),
+    idle_in(&[Sft], "bertscore_model", only_evaluated),
 ];
+
+fn no_new_adapter(s: &Settings) -> Option<&'static str> {
+    if s.model.adapter_name_or_path.is_some() {
+        return Some("the adapter of `adapter_name_or_path` has its own");
+    }
+    (!s.optim.use_peft).then_some("`use_peft` is false")
+}
+
+/// Whether no adapter can be outside of the language model.
+fn llm_adapters(s: &Settings) -> bool {
+    !s.optim.use_peft
+        || s.model.adapter_name_or_path.is_none() && s.optim.lora_target_modules == ["all-linear"]
+}
 
 fn each_reward_alone(s: &Settings) -> Option<&'static str> {
     (s.rewards.multi_objective_aggregation == MultiObjective::NormalizeThenSum)
@@ -211,6 +308,16 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
         });
     }
     known_rewards(&s.rewards.reward_funcs)?;
+    flags(
+        no_clip_score(s).is_none() && s.rewards.clip_model.is_none(),
+        Problem::usage("the reward `explanation` needs a CLIP")
+            .expected("`--clip_model DIR`")
+            .help("`--explanation_clip_weight 0` is CIDEr alone"),
+    )?;
+    flags(
+        no_bertscore(s).is_none() && s.rewards.bertscore_model.is_none(),
+        Problem::usage("the reward `bertscore` needs a text encoder").expected("`--bertscore_model DIR`"),
+    )?;
     let media = &s.media;
     flags(
         media.video_min_frames > media.video_max_frames,
@@ -247,9 +354,40 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
             .help("`--train_file` takes any number of folders"),
     )?;
     flags(
-        !(s.optim.tune_mm_llm || s.optim.tune_mm_mlp || s.optim.tune_mm_vision),
+        verb == Export && !s.model.merge && s.model.layout.is_none(),
+        Problem::usage("nothing to change")
+            .got("neither an adapter nor another form")
+            .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`"),
+    )?;
+    flags(
+        verb == Export && s.model.merge && s.model.adapter_name_or_path.is_none(),
+        Problem::usage("`merge` without an adapter").expected("`--adapter_name_or_path DIR`"),
+    )?;
+    flags(
+        verb == Export && !s.model.merge && s.model.adapter_name_or_path.is_some(),
+        Problem::usage("an adapter is exported merged or not at all").expected("`--merge`"),
+    )?;
+    flags(
+        s.model.load_in_8bit && s.model.load_in_4bit,
+        Problem::usage("weights can not be held in 8 and in 4 bits")
+            .got("`load_in_8bit` and `load_in_4bit` both true")
+            .expected("one of them"),
+    )?;
+    flags(
+        matches!(verb, Train | Sft) && (s.model.load_in_8bit || s.model.load_in_4bit) && !s.optim.use_peft,
+        Problem::usage("quantised weights can not be trained")
+            .got("`load_in_8bit` or `load_in_4bit` without adapters")
+            .expected("`--use_peft`")
+            .help("without it, leave the weights in the checkpoint's precision"),
+    )?;
+    flags(
+        !(s.optim.tune_mm_llm
+            || s.optim.tune_mm_mlp
+            || s.optim.tune_mm_vision
+            || s.optim.tune_bert
+            || s.optim.use_peft),
         Problem::usage("nothing to train")
-            .got("`tune_mm_llm`, `tune_mm_mlp` and `tune_mm_vision` all false")
+            .got("`tune_mm_llm`, `tune_mm_mlp`, `tune_mm_vision` and `tune_bert` all false")
             .expected("at least one of them true"),
     )?;
     flags(
@@ -271,7 +409,9 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
 
 /// Names without a colon are built in; programs and addresses show what they are when they are called.
 fn known_rewards(specs: &[String]) -> Result<(), Problem> {
-    let names = || omnigrpo_rewards::table().iter().map(|row| row.name);
+    let scorers = omnigrpo_scorers::table();
+    let names =
+        || omnigrpo_rewards::table().iter().map(|row| row.name).chain(scorers.iter().map(|row| row.name));
     for spec in specs.iter().filter(|spec| !spec.contains(':')) {
         if names().any(|name| name == spec) {
             continue;

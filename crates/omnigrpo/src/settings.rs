@@ -12,7 +12,9 @@ use std::time::Duration;
 
 use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, LossPlan, RECIPES, RatioLevel, Recipe, Surrogate};
-use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, ExternalOptions, FormatMode, RewardOptions};
+use omnigrpo_rewards::{
+    AccuracyMode, AnswerPolicy, Compat, ExternalOptions, FormatMode, LabelSet, Labels, RewardOptions,
+};
 use serde_json::{Map, Value as Json};
 
 use crate::explain::Problem;
@@ -68,6 +70,14 @@ choice!(
     Bfloat16 = "bfloat16",
 );
 choice!(
+    /// How a checkpoint is written, where its family is published in two layouts.
+    Layout:
+    /// For transformers, vLLM and TRL.
+    Hf = "hf",
+    /// For the code of the model's own repository.
+    Original = "original",
+);
+choice!(
     /// Rule that picks video frames.
     FrameSampling:
     /// By rate, as the package qwen-vl-utils.
@@ -76,6 +86,22 @@ choice!(
     BaseInterval = "base_interval",
     /// Per segment, from the row's `meta`.
     Meta = "meta",
+);
+choice!(
+    /// What a file without an audio track gives.
+    MissingAudio:
+    /// A bad row.
+    Error = "error",
+    /// Silence.
+    Silence = "silence",
+);
+choice!(
+    /// How HumanOmni prompts are written.
+    PromptForm:
+    /// As in supervised training and inference.
+    Sft = "sft",
+    /// As the original GRPO trainer: an empty Qwen2-VL video before the media.
+    R1OmniGrpo = "r1omni_grpo",
 );
 choice!(
     /// Whether a completion must think first.
@@ -226,8 +252,12 @@ pub struct Environment {
     pub wandb_disabled: bool,
     /// `DEBUG_MODE` is true. Rollouts are always written; kept to say so.
     pub debug_mode: bool,
+    /// `DS_SKIP_CUDA_CHECK` is true. There is no DeepSpeed here; kept to say so.
+    pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
+    /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
+    pub judge_api_key: Option<String>,
 }
 
 impl Environment {
@@ -239,7 +269,9 @@ impl Environment {
         Self {
             wandb_disabled: on("WANDB_DISABLED"),
             debug_mode: on("DEBUG_MODE"),
+            ds_skip_cuda_check: on("DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
+            judge_api_key: get("OPENAI_API_KEY").filter(|key| !key.is_empty()),
         }
     }
 }
@@ -254,8 +286,22 @@ pub struct IoSettings {
     pub prompt: Option<String>,
     pub image: Vec<String>,
     pub video: Vec<String>,
+    pub audio: Vec<String>,
     pub row: u64,
     pub num_rows: u64,
+}
+
+/// The workload of `bench`.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct BenchSettings {
+    pub num_images: usize,
+    pub image_px: usize,
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    pub num_prompts: usize,
+    pub num_steps: usize,
+    pub json: Option<PathBuf>,
 }
 
 /// The checkpoint and its precision.
@@ -264,7 +310,16 @@ pub struct IoSettings {
 pub struct ModelSettings {
     pub model_name_or_path: Option<String>,
     pub torch_dtype: TorchDtype,
+    pub adapter_name_or_path: Option<PathBuf>,
+    pub merge: bool,
+    pub layout: Option<Layout>,
+    pub load_in_8bit: bool,
+    pub load_in_4bit: bool,
     pub init_weights: Option<u64>,
+    pub vision_tower: Option<String>,
+    pub audio_tower: Option<String>,
+    pub bert: Option<String>,
+    pub mm_dynamic_compressor: Option<bool>,
     pub pure_bf16: bool,
     pub max_stream_tokens: Option<usize>,
     pub gradient_checkpointing: bool,
@@ -285,6 +340,9 @@ pub struct DataSettings {
     pub image_folders: Vec<PathBuf>,
     pub video_folders: Vec<PathBuf>,
     pub audio_folders: Vec<PathBuf>,
+    pub use_audio_in_video: bool,
+    pub missing_audio: MissingAudio,
+    pub media_timeout_secs: f64,
     pub strict_media: bool,
     pub max_skipped: f64,
     pub skip_data_check: bool,
@@ -308,6 +366,7 @@ impl DataSettings {
 pub struct MediaSettings {
     pub min_pixels: Option<u64>,
     pub max_pixels: Option<u64>,
+    pub max_anyres_num: Option<u32>,
     pub frame_sampling: FrameSampling,
     pub fps: f64,
     pub nframes: Option<u32>,
@@ -324,6 +383,7 @@ pub struct MediaSettings {
 #[allow(missing_docs)]
 pub struct PromptSettings {
     pub question_template: &'static QuestionTemplate,
+    pub prompt_form: Option<PromptForm>,
     pub system_prompt: Option<String>,
     pub chat_template_kwargs: Map<String, Json>,
     pub max_prompt_length: Option<usize>,
@@ -345,6 +405,13 @@ pub struct RewardSettings {
     pub reward_timeout_secs: f64,
     pub reward_workers: usize,
     pub judge_model: Option<String>,
+    pub clip_model: Option<String>,
+    pub clip_text_model: Option<String>,
+    pub explanation_clip_weight: f64,
+    pub bertscore_model: Option<String>,
+    pub bertscore_layer: Option<usize>,
+    pub bertscore_idf: bool,
+    pub bertscore_baseline: Option<PathBuf>,
 }
 
 impl RewardSettings {
@@ -494,10 +561,21 @@ pub struct OptimSettings {
     pub mm_projector_lr: f64,
     /// Resolved: `learning_rate` unless given.
     pub vision_tower_lr: f64,
+    /// Resolved: false with adapters, else true, unless given.
     pub tune_mm_llm: bool,
+    /// Resolved: false with adapters, else true, unless given.
     pub tune_mm_mlp: bool,
     pub tune_mm_vision: bool,
     pub freeze_vision_modules: bool,
+    pub tune_bert: bool,
+    pub trainable_patterns: Vec<String>,
+    /// Resolved: also true where training starts from an adapter.
+    pub use_peft: bool,
+    pub lora_r: usize,
+    pub lora_alpha: f64,
+    pub lora_dropout: f64,
+    pub lora_target_modules: Vec<String>,
+    pub use_rslora: bool,
     /// Prompts, not completions.
     pub per_device_train_batch_size: usize,
     pub gradient_accumulation_steps: usize,
@@ -509,6 +587,9 @@ pub struct OptimSettings {
 pub struct RunSettings {
     /// Resolved from `exp_name` if that is given instead. Present for every verb that trains.
     pub output_dir: Option<PathBuf>,
+    /// What the console shows, with times: `log.txt` of the run directory, or `runs/NAME/log/log.txt` with `exp_name`.
+    pub log_file: Option<PathBuf>,
+    pub deepspeed: Option<PathBuf>,
     pub num_train_epochs: f64,
     /// `None` where the flag is -1.
     pub max_steps: Option<u64>,
@@ -534,6 +615,8 @@ pub struct EvalSettings {
     pub num_generations_eval: usize,
     pub metric_for_best_model: String,
     pub category_column: Option<String>,
+    pub accuracy_threshold: f64,
+    pub labels: Labels,
 }
 
 /// Metrics and console.
@@ -545,6 +628,8 @@ pub struct LogSettings {
     pub grpo_logging_steps: u64,
     pub run_name: Option<String>,
     pub log_completions: bool,
+    /// Count time, operations and bytes by phase and kernel.
+    pub profile: bool,
 }
 
 /// Every setting of one run.
@@ -563,6 +648,7 @@ pub struct Settings {
     pub run: RunSettings,
     pub eval: EvalSettings,
     pub log: LogSettings,
+    pub bench: BenchSettings,
     /// `None` uses all cores.
     pub threads: Option<usize>,
     pub env: Environment,
@@ -610,6 +696,9 @@ impl Settings {
             image_folders: v.get("image_folders")?,
             video_folders: v.get("video_folders")?,
             audio_folders: v.get("audio_folders")?,
+            use_audio_in_video: v.get("use_audio_in_video")?,
+            missing_audio: v.get("missing_audio")?,
+            media_timeout_secs: v.get("media_timeout_secs")?,
             strict_media: v.get("strict_media")?,
             max_skipped: v.get("max_skipped")?,
             skip_data_check: v.get("skip_data_check")?,
@@ -619,6 +708,8 @@ impl Settings {
             None if data.has_eval_rows() => EvalStrategy::Epoch,
             None => EvalStrategy::No,
         });
+        let adapter: Option<PathBuf> = v.get("adapter_name_or_path")?;
+        let use_peft = v.get("use_peft")? || adapter.is_some();
         Ok(Self {
             io: IoSettings {
                 format: v.get("format")?,
@@ -627,13 +718,23 @@ impl Settings {
                 prompt: v.get("prompt")?,
                 image: v.get("image")?,
                 video: v.get("video")?,
+                audio: v.get("audio")?,
                 row: v.get("row")?,
                 num_rows: v.get("num_rows")?,
             },
             model: ModelSettings {
                 model_name_or_path: v.get("model_name_or_path")?,
                 torch_dtype: v.get("torch_dtype")?,
+                adapter_name_or_path: adapter,
+                merge: v.get("merge")?,
+                layout: v.get("layout")?,
+                load_in_8bit: v.get("load_in_8bit")?,
+                load_in_4bit: v.get("load_in_4bit")?,
                 init_weights: v.get("init_weights")?,
+                vision_tower: v.get("vision_tower")?,
+                audio_tower: v.get("audio_tower")?,
+                bert: v.get("bert")?,
+                mm_dynamic_compressor: v.get("mm_dynamic_compressor")?,
                 pure_bf16: v.get("pure_bf16")?,
                 max_stream_tokens: v.get("max_stream_tokens")?,
                 gradient_checkpointing: v.get("gradient_checkpointing")?,
@@ -642,6 +743,7 @@ impl Settings {
             media: MediaSettings {
                 min_pixels: v.get("min_pixels")?,
                 max_pixels: v.get("max_pixels")?,
+                max_anyres_num: v.get("max_anyres_num")?,
                 frame_sampling: v.get("frame_sampling")?,
                 fps: v.get("fps")?,
                 nframes: v.get("nframes")?,
@@ -654,6 +756,7 @@ impl Settings {
             },
             prompt: PromptSettings {
                 question_template: v.get("question_template")?,
+                prompt_form: v.get("prompt_form")?,
                 system_prompt: v.get("system_prompt")?,
                 chat_template_kwargs: v.get::<Option<_>>("chat_template_kwargs")?.unwrap_or_default(),
                 max_prompt_length: v.get("max_prompt_length")?,
@@ -670,6 +773,13 @@ impl Settings {
                 reward_timeout_secs: v.get("reward_timeout_secs")?,
                 reward_workers: v.get("reward_workers")?,
                 judge_model: v.get("judge_model")?,
+                clip_model: v.get("clip_model")?,
+                clip_text_model: v.get("clip_text_model")?,
+                explanation_clip_weight: v.get("explanation_clip_weight")?,
+                bertscore_model: v.get("bertscore_model")?,
+                bertscore_layer: v.get("bertscore_layer")?,
+                bertscore_idf: v.get("bertscore_idf")?,
+                bertscore_baseline: v.get("bertscore_baseline")?,
             },
             rollout: RolloutSettings {
                 num_generations: v.get("num_generations")?,
@@ -700,16 +810,30 @@ impl Settings {
                 max_grad_norm: v.get("max_grad_norm")?,
                 mm_projector_lr: v.get::<Option<_>>("mm_projector_lr")?.unwrap_or(learning_rate),
                 vision_tower_lr: v.get::<Option<_>>("vision_tower_lr")?.unwrap_or(learning_rate),
-                tune_mm_llm: v.get("tune_mm_llm")?,
-                tune_mm_mlp: v.get("tune_mm_mlp")?,
+                tune_mm_llm: v.get::<Option<_>>("tune_mm_llm")?.unwrap_or(!use_peft),
+                tune_mm_mlp: v.get::<Option<_>>("tune_mm_mlp")?.unwrap_or(!use_peft),
                 tune_mm_vision: v.get("tune_mm_vision")?,
                 freeze_vision_modules: v.get("freeze_vision_modules")?,
+                tune_bert: v.get("tune_bert")?,
+                trainable_patterns: v.get("trainable_patterns")?,
+                use_peft,
+                lora_r: v.get("lora_r")?,
+                lora_alpha: v.get("lora_alpha")?,
+                lora_dropout: v.get("lora_dropout")?,
+                lora_target_modules: v.get("lora_target_modules")?,
+                use_rslora: v.get("use_rslora")?,
                 per_device_train_batch_size: v.get("per_device_train_batch_size")?,
                 gradient_accumulation_steps: v.get("gradient_accumulation_steps")?,
             },
             run: RunSettings {
+                log_file: match (&output_dir, &exp_name) {
+                    (Some(dir), _) => Some(dir.join("log.txt")),
+                    (None, Some(name)) => Some(PathBuf::from("runs").join(name).join("log/log.txt")),
+                    (None, None) => None,
+                },
                 output_dir: output_dir
                     .or_else(|| exp_name.map(|name| PathBuf::from("checkpoints/rl").join(name))),
+                deepspeed: v.get("deepspeed")?,
                 num_train_epochs: v.get("num_train_epochs")?,
                 max_steps: u64::try_from(max_steps).ok(),
                 seed,
@@ -727,12 +851,24 @@ impl Settings {
                 num_generations_eval: v.get::<Option<_>>("num_generations_eval")?.unwrap_or(1),
                 metric_for_best_model: v.get("metric_for_best_model")?,
                 category_column: v.get("category_column")?,
+                accuracy_threshold: v.get("accuracy_threshold")?,
+                labels: labels(&v.get::<Vec<String>>("label_set")?)?,
             },
             log: LogSettings {
                 logging_steps,
                 grpo_logging_steps: v.get::<Option<_>>("grpo_logging_steps")?.unwrap_or(logging_steps),
                 run_name: v.get("run_name")?,
                 log_completions: v.get("log_completions")?,
+                profile: v.get("profile")?,
+            },
+            bench: BenchSettings {
+                num_images: v.get("num_images")?,
+                image_px: v.get("image_px")?,
+                prompt_tokens: v.get("prompt_tokens")?,
+                completion_tokens: v.get("completion_tokens")?,
+                num_prompts: v.get("num_prompts")?,
+                num_steps: v.get("num_steps")?,
+                json: v.get("json")?,
             },
             threads: v.get("threads")?,
             env,
@@ -741,6 +877,17 @@ impl Settings {
 }
 
 /// A name that is one path component, so that logs and checkpoints of a run cannot land elsewhere.
+/// `--label_set`.
+fn labels(words: &[String]) -> Result<Labels, Problem> {
+    match words {
+        [] => Ok(Labels::None),
+        [word] if word == "auto" => Ok(Labels::OfGroundTruths),
+        names => LabelSet::new(names)
+            .map(Labels::Given)
+            .map_err(|e| Problem::usage(e.to_string()).expected("`auto`, or the labels").at("--label_set")),
+    }
+}
+
 fn plain_name(name: &str) -> Result<(), Problem> {
     if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']) && !name.contains("..") {
         return Ok(());

@@ -121,7 +121,10 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
         Kind::Texts if text.is_empty() => vec![],
         Kind::Texts => vec![text],
         // A program with arguments, or an address, may contain any separator.
-        Kind::Specs if text.starts_with("cmd:") || text.contains("://") => vec![text],
+        // With or without a name of its own: `mine=cmd:…`.
+        Kind::Specs if text.starts_with("cmd:") || text.contains("=cmd:") || text.contains("://") => {
+            vec![text]
+        }
         Kind::Paths => text.split([',', ':']).map(str::trim).collect(),
         _ => text.split(|c: char| c == ',' || c.is_whitespace()).collect(),
     };

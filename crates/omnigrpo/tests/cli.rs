@@ -121,6 +121,11 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["train", "--reward_weights", "1", "2", "3"],
         &["eval", "--num_generations", "4"],
         &["train", "--max_steps", "3", "--num_train_epochs", "2"],
+        &["train", "--category_column", "kind"],
+        &["train", "--replay", "r.jsonl", "--reward_funcs", "random"],
+        &["sft", "--accuracy_mode", "mcq_iou"],
+        &["generate", "--prompt", "Hm?", "--batch_size", "2"],
+        &["generate", "--prompt", "Hm?", "--output", "o.jsonl"],
     ];
     insta::assert_snapshot!(transcript(lines));
     // The same value as the default changes nothing, so nothing is lost by it.
@@ -289,6 +294,112 @@ fn the_environment_is_noted() {
             "# CUDA_VISIBLE_DEVICES=0",
         ]
     );
+}
+
+/// The values that the source systems document, by name as `--print_config` shows them.
+#[test]
+fn presets_are_pinned_to_their_sources() {
+    let video = [
+        ("model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("num_generations", "4"),
+        ("beta", "0.1"),
+        ("grpo_alpha", "0.5"),
+        ("reward_funcs", "[accuracy, format]"),
+        ("reward_weights", "[0.7, 0.3]"),
+        ("temperature", "0.7"),
+        ("top_p", "0.9"),
+        ("max_completion_length", "512"),
+        ("grpo_logging_steps", "50"),
+        ("learning_rate", "2.0e-5"),
+        ("lr_scheduler_type", "cosine"),
+        ("warmup_ratio", "0.03"),
+        ("weight_decay", "0.1"),
+        ("adam_beta1", "0.9"),
+        ("adam_beta2", "0.95"),
+        ("mm_projector_lr", "2.0e-5"),
+        ("tune_mm_llm", "true"),
+        ("tune_mm_mlp", "true"),
+        ("tune_mm_vision", "false"),
+        ("min_pixels", "12544"),
+        ("max_pixels", "451584"),
+        ("video_max_frames", "8"),
+        ("video_min_frames", "4"),
+    ];
+    let own: [(&str, &[(&str, &str)]); 5] = [
+        (
+            "r1-v",
+            &[
+                ("num_generations", "8"),
+                ("beta", "0.04"),
+                ("temperature", "1.0"),
+                ("max_completion_length", "256"),
+                ("advantage", "group_std"),
+                ("kl", "k3"),
+                ("loss_agg", "seq_mean"),
+                ("min_pixels", "3136"),
+                ("max_pixels", "12845056"),
+                ("learning_rate", "1.0e-6"),
+            ],
+        ),
+        (
+            "humanomni",
+            &[
+                ("num_generations", "8"),
+                ("beta", "0.04"),
+                ("max_completion_length", "512"),
+                ("max_pixels", "401408"),
+                ("accuracy_mode", "emotion"),
+                ("num_train_epochs", "2.0"),
+            ],
+        ),
+        (
+            "qwen-video",
+            &[
+                ("dataset_use", "[assy07_grpo]"),
+                ("format_mode", "graded"),
+                ("accuracy_mode", "mcq_iou"),
+                ("advantage", "group_center"),
+            ],
+        ),
+        (
+            "qwen-mcq",
+            &[
+                ("format_mode", "strict"),
+                ("think", "auto"),
+                ("accuracy_mode", "mcq_exact"),
+                ("advantage", "group_std_clamped"),
+            ],
+        ),
+        (
+            "vivqa-x",
+            &[
+                ("model_name_or_path", "OpenGVLab/InternVL3-1B"),
+                ("num_generations", "3"),
+                ("beta", "0.1"),
+                ("max_completion_length", "1024"),
+                ("format_mode", "tags3"),
+                ("accuracy_mode", "short_text"),
+                ("learning_rate", "2.0e-5"),
+                ("max_steps", "500"),
+                ("epsilon", "0.2"),
+                ("reward_weights", "[0.3333333333333333, 0.3333333333333333, 1.0]"),
+                ("freeze_vision_modules", "true"),
+                ("save_steps", "100"),
+                ("data_seed", "42"),
+            ],
+        ),
+    ];
+    for (preset, pinned) in own {
+        let config = printed(&["train", "--preset", preset]);
+        let shared: &[_] = if preset.starts_with("qwen") { &video } else { &[] };
+        for (name, expected) in pinned.iter().chain(shared) {
+            let line = setting(&config, name);
+            assert!(
+                line.starts_with(&format!("{name}: {expected} # ")),
+                "{preset}: {line}, expected {expected}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -17,8 +17,9 @@ fn line(steps: usize, threads: usize, dir: &str) -> String {
 /// Metrics without the clock and the memory.
 fn metrics(place: &Place, dir: &str) -> Vec<String> {
     let rows = place.lines(&format!("{dir}/metrics.jsonl"));
-    let measured =
-        |name: &str| name.starts_with("time/") || name.starts_with("memory/") || name == "step_time";
+    let measured = |name: &str| {
+        ["time/", "memory/", "step_time", "data/ahead_time"].iter().any(|start| name.starts_with(start))
+    };
     rows.into_iter()
         .map(|mut row| {
             row.as_object_mut().unwrap().retain(|name, _| !measured(name));
@@ -106,6 +107,27 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     same(&place, "whole", "cut");
 }
 
+/// Every second request finds the program killed before it answers; no step is lost by it.
+#[test]
+fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
+    let place = Place::new();
+    let answer = r#"id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.1, 0.9]}""#;
+    place.write("steady.sh", format!("while read -r line; do {answer}; done"));
+    let killed = format!(
+        "n=0\nwhile read -r line; do n=$((n+1)); [ $n = 2 ] && echo x >> kills && kill -9 $$; {answer}; done"
+    );
+    place.write("killed.sh", &killed);
+    for name in ["steady", "killed"] {
+        let line = format!(
+            "train --model M --train_file rows.jsonl --max_steps 5 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --learning_rate 1e-3 --output_dir {name}"
+        );
+        place.run_with(&line, &["--reward_funcs", &format!("mine=cmd:\"bash {name}.sh\"")]).ok();
+    }
+    assert_eq!(place.lines("killed/metrics.jsonl").len(), 5);
+    assert!(place.text("kills").lines().count() >= 4, "{}", place.text("kills"));
+    same(&place, "steady", "killed");
+}
+
 #[test]
 fn reward_programs_that_fail_are_named_with_their_rows() {
     let place = Place::new();
@@ -123,4 +145,20 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
         failed.fails(*code, parts);
         assert!(!place.exists("run/model.safetensors"));
     }
+}
+
+/// The largest resident memory after 20 steps is, within a fiftieth, that after 200.
+#[cfg(target_os = "linux")]
+#[test]
+#[ignore = "slow: 200 steps"]
+fn memory_does_not_grow_over_200_steps() {
+    let place = Place::new();
+    place.run(&line(200, 2, "long").replace("--save_steps 5", "--save_strategy no")).ok();
+    let rows = place.lines("long/metrics.jsonl");
+    let peak = |step: usize| rows[step - 1]["memory/peak_mb"].as_f64().unwrap();
+    for step in (20..=200).step_by(20) {
+        println!("step {step}: {:.1} MB", peak(step));
+    }
+    assert_eq!(rows.len(), 200);
+    assert!(peak(200) <= 1.02 * peak(20), "{} MB after 20 steps, {} MB after 200", peak(20), peak(200));
 }

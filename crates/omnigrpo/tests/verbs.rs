@@ -78,6 +78,56 @@ fn eval_writes_rows_a_summary_and_a_table() {
     let rows = place.lines("e.jsonl");
     assert_eq!(rows.len(), 3);
     assert_eq!(rows[1]["rewards"]["format"], json!([0.0]));
+    assert_eq!((&rows[1]["answers"], &rows[1]["dataset"]), (&json!([null]), &json!("rows")));
+    // Nothing that a random model says can be read as an answer, in each category.
+    assert_eq!(summary["eval_parse_fail_rate"], 1.0);
+    assert_eq!(summary["categories"][0]["category"], "number");
+    assert_eq!(summary["categories"][0]["parse_fail_rate"], 1.0);
+    assert!(shown.contains("eval_accuracy") && shown.contains("(95 % interval 0.000 to 0.56"), "{shown}");
+    assert!(summary.get("eval_pass@1").is_none() && summary.get("eval_war").is_none());
+
+    // Several samples, whatever the number of prompts worked on at a time.
+    let line = |batch: usize, out: &str| {
+        format!(
+            "eval --model M --eval_file rows.jsonl --output {out}.jsonl --max_completion_length 4 --num_generations 3 --temperature 1 --reward_funcs random --batch_size {batch}"
+        )
+    };
+    place.run(&line(1, "one")).ok();
+    place.run(&line(8, "all")).ok();
+    assert_eq!(place.text("one.jsonl"), place.text("all.jsonl"));
+    let row = &place.lines("one.jsonl")[0];
+    assert_eq!(row["completions"].as_array().unwrap().len(), 3);
+    let summary: Value = serde_json::from_str(&place.text("one.summary.json")).unwrap();
+    assert!(summary["eval_rewards/random/best_of_n"].as_f64() > summary["eval_rewards/random/mean"].as_f64());
+}
+
+#[test]
+fn recorded_completions_are_summed_up_like_an_evaluation() {
+    let place = Place::new();
+    place.write(
+        "said.jsonl",
+        r#"{"id": "a", "problem": "?", "kind": "x", "solution": "<answer>có</answer>", "explanations": ["trời đang mưa", "mặt đường ướt"], "completions": ["<answer>Có.</answer><explain>vì trời đang mưa</explain>", "có"]}
+{"id": "b", "problem": "?", "kind": "y", "solution": "<answer>không</answer>", "explanations": ["cô ấy cười"], "completions": ["<answer>có</answer><explain>cô ấy đang cười</explain>", "<answer>không</answer>"]}"#,
+    );
+    let line = "rewards run --input said.jsonl --output out.jsonl --reward_funcs label --label_set auto --category_column kind";
+    let shown = place.run(line).ok().stdout;
+    let summary: Value = serde_json::from_str(&place.text("out.summary.json")).unwrap();
+    let number = |name: &str| summary[name].as_f64().unwrap_or_else(|| panic!("{name}: {summary:#}"));
+    assert_eq!((number("eval_accuracy"), number("eval_pass@1"), number("eval_pass@2")), (0.75, 0.75, 1.0));
+    assert_eq!((number("eval_parse_fail_rate"), number("eval_war"), number("eval_uar")), (0.25, 0.5, 0.5));
+    assert_eq!(summary["confusion"]["counts"], json!([[1, 0, 1], [1, 1, 0]]));
+    assert_eq!(number("eval_explanation/filtered/ROUGE_L"), 50.0);
+    assert!(summary["eval_explanation/unfiltered/BERTScore_F1"].is_null());
+    for part in
+        ["truth \\ answer", "unfiltered (4)", "filtered (2)", "BERTScore needs --bertscore_model", "x "]
+    {
+        assert!(shown.contains(part), "`{part}` is not in\n{shown}");
+    }
+    // Labels that are given, in their order.
+    place.run(&line.replace("auto", "không,có,đúng")).ok();
+    let summary: Value = serde_json::from_str(&place.text("out.summary.json")).unwrap();
+    assert_eq!(summary["confusion"]["counts"], json!([[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]]));
+    place.run(&line.replace("auto", "có")).fails(2, &["got 1 labels, expected 2 to 64", "--label_set"]);
 }
 
 #[test]
@@ -196,4 +246,39 @@ fn doctor_looks_at_a_checkpoint() {
     for part in ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"] {
         assert!(shown.contains(part), "`{part}` is not in\n{shown}");
     }
+}
+
+/// A checkpoint of the original InternVL layout is trained, exported for `transformers`, and answers as before.
+#[test]
+fn a_checkpoint_is_exported_in_another_layout() {
+    let place = Place::new();
+    replay_rows(&place);
+    let model = golden("checkpoints/internvl_original").display().to_string();
+    place
+        .run(&format!(
+            "train --model {model} --replay replay.jsonl --output_dir run --threads 1 --num_generations 3 \
+             --gradient_accumulation_steps 1 --max_steps 1 --max_completion_length 32 --max_anyres_num 2"
+        ))
+        .ok();
+    assert!(place.text("run/config.json").contains("InternVLChatModel"));
+    place.run("export --model run --layout hf --output_dir hf").ok();
+    assert!(place.text("hf/config.json").contains("InternVLForConditionalGeneration"));
+    for name in ["processor_config.json", "preprocessor_config.json", "chat_template.jinja", "tokenizer.json"]
+    {
+        assert!(place.exists(&format!("hf/{name}")), "{name}");
+    }
+    let score = |model: &str, output: &str| {
+        place.run(&format!("score --model {model} --input replay.jsonl --output {output} --threads 1")).ok();
+        let rows = place.lines(output);
+        rows.iter().map(|row| row["completions"].clone()).collect::<Vec<Value>>()
+    };
+    assert_eq!(score("run", "a.jsonl"), score("hf", "b.jsonl"));
+    place.run("export --model hf --layout original --output_dir back").ok();
+    assert_eq!(score("back", "c.jsonl"), score("hf", "d.jsonl"));
+    place.run("export --model M --layout original --output_dir no").fails(1, &["have one layout", "\"hf\""]);
+    assert!(!place.exists("no"));
+    place.run("export --model run --layout gguf --output_dir no").fails(2, &["gguf", "original"]);
+    place
+        .run(&format!("score --model {model} --input replay.jsonl --output e.jsonl --max_pixels 10000"))
+        .fails(1, &["max_anyres_num"]);
 }

@@ -49,7 +49,9 @@ impl AttentionHeads {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
     }
 
-    fn views(self, packed: &[f32]) -> [Rows<'_>; 3] {
+    /// Queries, keys and values of packed rows.
+    #[must_use]
+    pub fn views(self, packed: &[f32]) -> [Rows<'_>; 3] {
         let stride = self.packed_width();
         [0, self.q * self.dim, (self.q + self.kv) * self.dim].map(|col| Rows { data: packed, stride, col })
     }

@@ -1,14 +1,17 @@
 //! Linear layers: one input, one or several weights, optionally a rotation or a residual in the same op.
 //!
-//! `y = x Wᵀ (+ b)`, weights `[n, k]` as published. Only gradients that somebody needs are computed: a frozen
-//! layer gives `dx` alone. Accumulation is f32 for f32 and bf16 weights alike.
+//! `y = x Wᵀ (+ b)`, weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank term
+//! before a rotation or residual. Only gradients that somebody needs are computed: a frozen layer gives `dx` alone.
+//! Accumulation is f32 for all weights alike.
 
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
-use omnigrpo_kernels::{linear as kernel, rope};
+use omnigrpo_kernels::linear::{self as kernel, Gradient, Layer};
+use omnigrpo_kernels::rope;
 
 use crate::Param;
+use crate::adapter::DropoutScope;
 use crate::rope::RopeTable;
 use crate::slices::{f32_of, rows_from_vec, with_f32};
 
@@ -27,8 +30,12 @@ impl Linear {
     /// # Errors
     /// A weight of rank other than 2 or a bias of another length than `n`.
     pub fn new(weight: Arc<Param>, bias: Option<Arc<Param>>) -> Result<Self> {
-        let (n, k) = weight.value().dims2()?;
-        Self::reshaped(weight, bias, n, k)
+        let &[n, k] = weight.shape() else {
+            bail!("linear {}: weight is {:?}, expected rank 2", weight.name(), weight.shape());
+        };
+        let layer = Self::reshaped(weight, bias, n, k)?;
+        layer.weight.mark_linear();
+        Ok(layer)
     }
 
     /// A linear layer over a weight whose published shape differs, such as a patch-embedding convolution:
@@ -60,6 +67,12 @@ impl Linear {
         self.k
     }
 
+    /// The bias, if there is one.
+    #[must_use]
+    pub fn bias(&self) -> Option<&Arc<Param>> {
+        self.bias.as_ref()
+    }
+
     /// The weight.
     #[must_use]
     pub fn weight(&self) -> &Arc<Param> {
@@ -89,7 +102,7 @@ pub fn linear(x_tk: &Tensor, layer: &Linear, mode: MatmulMode) -> Result<Tensor>
 /// # Errors
 /// As [`linear`].
 pub fn packed_linear(x_tk: &Tensor, layers: &[&Linear], mode: MatmulMode) -> Result<Tensor> {
-    x_tk.apply_op1(Packed { parts: layers.iter().map(|&l| l.clone()).collect(), rope: None, mode })
+    x_tk.apply_op1(PackedLinear::new(layers, mode))
 }
 
 /// [`packed_linear`] followed by a rotary embedding of the first `heads` heads of `2 · table.half` columns each.
@@ -103,11 +116,7 @@ pub fn qkv_rope(
     heads: usize,
     mode: MatmulMode,
 ) -> Result<Tensor> {
-    if table.rows() != x_tk.dim(0)? {
-        bail!("qkv_rope: {} positions for {} rows", table.rows(), x_tk.dim(0)?);
-    }
-    let rope = Some(Rotate { table: Arc::clone(table), heads });
-    x_tk.apply_op1(Packed { parts: layers.iter().map(|&l| l.clone()).collect(), rope, mode })
+    x_tk.apply_op1(PackedLinear::new(layers, mode).rotated(table, heads))
 }
 
 /// `residual + x Wᵀ (+ b)`, `[t, k]` and `[t, n]` → `[t, n]`.
@@ -120,8 +129,7 @@ pub fn linear_residual(
     layer: &Linear,
     mode: MatmulMode,
 ) -> Result<Tensor> {
-    let packed = Packed { parts: vec![layer.clone()], rope: None, mode };
-    x_tk.apply_op2(residual_tn, Residual(packed))
+    x_tk.apply_op2(residual_tn, Residual(PackedLinear::new(&[layer], mode)))
 }
 
 struct Rotate {
@@ -129,93 +137,162 @@ struct Rotate {
     heads: usize,
 }
 
-struct Packed {
+/// Layers that share an input, over plain slices: what the ops above are made of, and what code with a tape of its own
+/// calls directly. One value serves a forward pass and its backward pass: adapters drop the same inputs in both.
+pub struct PackedLinear {
     parts: Vec<Linear>,
     rope: Option<Rotate>,
     mode: MatmulMode,
+    /// What adapters drop, as it was when the value was made.
+    dropped: Option<DropoutScope>,
 }
 
-impl Packed {
-    fn width(&self) -> usize {
+impl PackedLinear {
+    /// The outputs of `layers` side by side in each row.
+    #[must_use]
+    pub fn new(layers: &[&Linear], mode: MatmulMode) -> Self {
+        let parts: Vec<Linear> = layers.iter().map(|&l| l.clone()).collect();
+        let dropped = parts.iter().find_map(|l| l.weight.adapter()).and_then(|a| a.scope());
+        Self { parts, rope: None, mode, dropped }
+    }
+
+    /// The same, followed by a rotation of the first `heads` heads of `2 · table.half` columns each.
+    #[must_use]
+    pub fn rotated(mut self, table: &Arc<RopeTable>, heads: usize) -> Self {
+        self.rope = Some(Rotate { table: Arc::clone(table), heads });
+        self
+    }
+
+    /// For some rows of the pass only, given by their indices: adapters drop of them what they would drop among all.
+    #[must_use]
+    pub fn of_rows(mut self, rows: &[usize]) -> Self {
+        self.dropped = self.dropped.map(|scope| scope.of_rows(rows));
+        self
+    }
+
+    /// Columns of the output.
+    #[must_use]
+    pub fn width(&self) -> usize {
         self.parts.iter().map(Linear::n).sum()
     }
 
-    fn rotate(&self, y: &mut [f32], rows: usize, inverse: bool) {
+    fn rotate(&self, y: &mut [f32], rows: usize, inverse: bool) -> Result<()> {
         if let Some(Rotate { table, heads }) = &self.rope {
+            if table.rows() != rows {
+                bail!("linear: {} positions for {rows} rows", table.rows());
+            }
             rope::apply(y, self.width(), 0, *heads, 2 * table.half, &table.cos, &table.sin, rows, inverse);
         }
+        Ok(())
     }
 
-    fn forward(&self, x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        let width = self.width();
-        let mut y = vec![0.0; rows * width];
-        let mut col = 0;
-        for part in &self.parts {
-            if part.k != k {
-                bail!("linear {}: input is {rows}×{k}, weight is {}×{}", part.weight.name(), part.n, part.k);
-            }
-            if rows > 0 {
-                part.weight.with_weight(|w| {
-                    let mut run = |bias: Option<&[f32]>| {
-                        let run = match self.mode {
-                            MatmulMode::Gemm => kernel::forward,
-                            MatmulMode::Rows => kernel::forward_rows,
-                        };
-                        run(&mut y[col..], width, x, k, w, bias, rows, k, part.n);
-                    };
-                    match &part.bias {
-                        Some(bias) => bias.with_f32(|b| run(Some(b))),
-                        None => {
-                            run(None);
-                            Ok(())
-                        }
-                    }
-                })??;
-            }
-            col += part.n;
-        }
-        self.rotate(&mut y, rows, false);
+    /// `[rows, k] → [rows, width]`.
+    ///
+    /// # Errors
+    /// An input width that differs from `k`; a rotation table whose rows are not the input's.
+    pub fn forward(&self, x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
+        let mut y = vec![0.0; rows * self.width()];
+        self.run(&mut y, x, rows, k, false)?;
         Ok(y)
     }
 
-    /// `dx`, with weight and bias gradients added to their buffers.
-    fn backward(&self, x_tk: &Tensor, dy_tn: &Tensor) -> Result<Tensor> {
-        let (rows, k) = x_tk.dims2()?;
-        let dy_tn = dy_tn.contiguous()?;
+    /// [`Self::forward`] plus `residual [rows, width]`, in one pass over the output.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; a residual of another length, or a rotation, which would turn the residual too.
+    pub fn forward_onto(&self, residual: &[f32], x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
+        if residual.len() != rows * self.width() || self.rope.is_some() {
+            bail!(
+                "linear: a residual of {} values for an output of {rows}×{} (rotated: {})",
+                residual.len(),
+                self.width(),
+                self.rope.is_some()
+            );
+        }
+        let mut y = residual.to_vec();
+        self.run(&mut y, x, rows, k, true)?;
+        Ok(y)
+    }
+
+    /// Writes the output, or adds it if `accumulate`.
+    fn run(&self, y: &mut [f32], x: &[f32], rows: usize, k: usize, accumulate: bool) -> Result<()> {
+        let width = self.width();
+        if let Some(part) = self.parts.iter().find(|part| part.k != k) {
+            bail!("linear {}: input is {rows}×{k}, weight is {}×{}", part.weight.name(), part.n, part.k);
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        with_layers(&self.parts, &[], &mut |layers| match self.mode {
+            MatmulMode::Gemm => kernel::forward(y, width, x, k, layers, rows, k, accumulate),
+            MatmulMode::Rows => kernel::forward_rows(y, width, x, k, layers, rows, k, accumulate),
+        })?;
+        let mut col = 0;
+        for part in &self.parts {
+            if let Some(adapter) = part.weight.adapter() {
+                adapter.forward(&mut y[col..], width, x, rows, self.mode, self.dropped.as_ref())?;
+            }
+            col += part.n;
+        }
+        self.rotate(y, rows, false)
+    }
+
+    /// `dx [rows, k]` for the input `x` of the forward pass, with weight and bias gradients added to their buffers.
+    /// A rotation is undone in `dy [rows, width]` itself.
+    ///
+    /// # Errors
+    /// Lengths that are not those of the forward pass.
+    pub fn backward(&self, x: &[f32], dy: &mut [f32], rows: usize, k: usize) -> Result<Vec<f32>> {
+        let width = self.width();
+        if x.len() != rows * k || dy.len() != rows * width {
+            bail!(
+                "linear backward: {} inputs and {} gradients for {rows} rows of {k} and {width}",
+                x.len(),
+                dy.len()
+            );
+        }
+        self.rotate(dy, rows, true)?;
         let mut dx = vec![0.0; rows * k];
-        with_f32(x_tk, |x| {
-            with_f32(&dy_tn, |dy| {
-                let rotated;
-                let dy = if self.rope.is_some() {
-                    let mut copy = dy.to_vec();
-                    self.rotate(&mut copy, rows, true);
-                    rotated = copy;
-                    &rotated
-                } else {
-                    dy
-                };
-                let width = self.width();
-                let mut col = 0;
-                for (i, part) in self.parts.iter().enumerate() {
-                    let dy = &dy[col..];
-                    part.weight.with_weight(|w| {
-                        kernel::backward_input(&mut dx, k, dy, width, w, rows, k, part.n, i > 0);
-                    })?;
-                    part.weight
-                        .accumulate(|dw| kernel::backward_weight(dw, dy, width, x, k, rows, k, part.n));
-                    if let Some(bias) = &part.bias {
-                        bias.accumulate(|db| kernel::backward_bias(db, dy, width, rows, part.n));
-                    }
-                    col += part.n;
-                }
-                Ok::<_, candle_core::Error>(())
-            })
-        })???;
+        if rows == 0 {
+            return Ok(dx);
+        }
+        with_layers(&self.parts, &[], &mut |layers| {
+            kernel::backward_input(&mut dx, k, dy, width, layers, rows, k, false);
+        })?;
+        let mut buffers: Vec<_> = self.parts.iter().map(|part| part.weight.gradient()).collect();
+        let mut gradients = Vec::with_capacity(buffers.len());
+        let mut col = 0;
+        for (part, buffer) in self.parts.iter().zip(&mut buffers) {
+            if let Some(buffer) = buffer {
+                gradients.push(Gradient { dw: buffer.as_mut_slice(), col, n: part.n });
+            }
+            col += part.n;
+        }
+        kernel::backward_weight(&mut gradients, dy, width, x, k, rows, k);
+        drop(buffers);
+        col = 0;
+        for part in &self.parts {
+            let dy = &dy[col..];
+            if let Some(bias) = &part.bias {
+                bias.accumulate(|db| kernel::backward_bias(db, dy, width, rows, part.n));
+            }
+            if let Some(adapter) = part.weight.adapter() {
+                adapter.backward(&mut dx, dy, width, x, rows, self.dropped.as_ref())?;
+            }
+            col += part.n;
+        }
+        Ok(dx)
+    }
+
+    fn backward_tensors(&self, x_tk: &Tensor, dy_tn: &Tensor) -> Result<Tensor> {
+        let (rows, k) = x_tk.dims2()?;
+        let mut dy = crate::to_vec(&dy_tn.contiguous()?)?;
+        let dx = with_f32(x_tk, |x| self.backward(x, &mut dy, rows, k))??;
         rows_from_vec(dx, rows, k)
     }
 }
 
-impl CustomOp1 for Packed {
+impl CustomOp1 for PackedLinear {
     fn name(&self) -> &'static str {
         "linear"
     }
@@ -227,11 +304,30 @@ impl CustomOp1 for Packed {
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.backward(x, dy)?))
+        Ok(Some(self.backward_tensors(x, dy)?))
     }
 }
 
-struct Residual(Packed);
+/// Calls `f` with the kernel's form of `parts`, after `done`. Weights lend their data inside a closure each.
+fn with_layers(parts: &[Linear], done: &[Layer], f: &mut dyn FnMut(&[Layer])) -> Result<()> {
+    let Some((part, rest)) = parts.split_first() else {
+        f(done);
+        return Ok(());
+    };
+    part.weight.with_weight(|w| {
+        let mut next = |bias: Option<&[f32]>| {
+            let mut layers = done.to_vec();
+            layers.push(Layer { w, bias, n: part.n });
+            with_layers(rest, &layers, f)
+        };
+        match &part.bias {
+            Some(bias) => bias.with_f32(|bias| next(Some(bias)))?,
+            None => next(None),
+        }
+    })?
+}
+
+struct Residual(PackedLinear);
 
 impl CustomOp2 for Residual {
     fn name(&self) -> &'static str {
@@ -246,18 +342,8 @@ impl CustomOp2 for Residual {
         residual_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (rows, k) = layout.shape().dims2()?;
-        let mut y = self.0.forward(f32_of("linear_residual", storage, layout)?, rows, k)?;
         let residual = f32_of("linear_residual", residual, residual_layout)?;
-        if residual.len() != y.len() {
-            bail!(
-                "linear_residual: residual is {:?}, output is {rows}×{}",
-                residual_layout.shape(),
-                self.0.width()
-            );
-        }
-        for (y, r) in y.iter_mut().zip(residual) {
-            *y += r;
-        }
+        let y = self.0.forward_onto(residual, f32_of("linear_residual", storage, layout)?, rows, k)?;
         Ok((CpuStorage::F32(y), Shape::from((rows, self.0.width()))))
     }
 
@@ -268,6 +354,6 @@ impl CustomOp2 for Residual {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(self.0.backward(x, dy)?), Some(dy.clone())))
+        Ok((Some(self.0.backward_tensors(x, dy)?), Some(dy.clone())))
     }
 }

@@ -37,18 +37,88 @@ pub fn norm(x_th: &Tensor, norm: &Norm) -> Result<Tensor> {
     x_th.apply_op1(NormOp { norm: norm.clone(), stats: Mutex::new(Vec::new()) })
 }
 
-struct NormOp {
-    norm: Norm,
-    /// `rstd` per row (and the mean in front of it for layer norm), kept for the backward pass.
-    stats: Mutex<Vec<f32>>,
-}
-
-impl NormOp {
+impl Norm {
     fn weight(&self) -> &Param {
-        match &self.norm {
-            Norm::Rms { weight, .. } | Norm::Layer { weight, .. } => weight,
+        match self {
+            Self::Rms { weight, .. } | Self::Layer { weight, .. } => weight,
         }
     }
+
+    /// `[rows, h] → [rows, h]` over plain slices, and what the backward pass needs of it: `rstd` per row, for layer norm
+    /// with the means in front.
+    ///
+    /// # Errors
+    /// A length that is not whole rows of the weight's.
+    pub fn forward(&self, x: &[f32], rows: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+        let dim = self.weight().len();
+        if x.len() != rows * dim {
+            bail!("norm {}: {} elements for {rows} rows of {dim}", self.weight().name(), x.len());
+        }
+        let mut y = vec![0.0; x.len()];
+        let stats = match self {
+            Self::Rms { weight, eps } => {
+                let mut rstd = vec![0.0; rows];
+                weight.with_f32(|w| kernel::rms_forward(&mut y, &mut rstd, x, w, rows, dim, *eps))?;
+                rstd
+            }
+            Self::Layer { weight, bias, eps } => {
+                let mut stats = vec![0.0; 2 * rows];
+                let (mean, rstd) = stats.split_at_mut(rows);
+                weight.with_f32(|w| {
+                    bias.with_f32(|b| kernel::layer_forward(&mut y, mean, rstd, x, w, b, rows, dim, *eps))
+                })??;
+                stats
+            }
+        };
+        Ok((y, stats))
+    }
+
+    /// `dx [rows, h]`, with the gradients of weight and bias added to their buffers. `x` and `stats` are those of
+    /// [`Self::forward`].
+    ///
+    /// # Errors
+    /// A device without kernels.
+    pub fn backward(&self, x: &[f32], stats: &[f32], dy: &[f32], rows: usize) -> Result<Vec<f32>> {
+        let dim = self.weight().len();
+        let mut dx = vec![0.0; rows * dim];
+        match self {
+            Self::Rms { weight, .. } => weight.with_f32(|w| {
+                let mut run = |dw: Option<&mut [f32]>| {
+                    kernel::rms_backward(&mut dx, dw, dy, x, w, stats, rows, dim);
+                };
+                if weight.trainable() { weight.accumulate(|dw| run(Some(dw))) } else { run(None) }
+            })?,
+            Self::Layer { weight, bias, .. } => weight.with_f32(|w| {
+                let (mean, rstd) = stats.split_at(rows);
+                let mut dw = weight.trainable().then(|| vec![0.0; dim]);
+                let mut db = bias.trainable().then(|| vec![0.0; dim]);
+                kernel::layer_backward(
+                    &mut dx,
+                    dw.as_deref_mut(),
+                    db.as_deref_mut(),
+                    dy,
+                    x,
+                    w,
+                    mean,
+                    rstd,
+                    rows,
+                    dim,
+                );
+                for (param, grad) in [(weight, dw), (bias, db)] {
+                    if let Some(grad) = grad {
+                        param.accumulate(|sum| sum.iter_mut().zip(grad).for_each(|(s, g)| *s += g));
+                    }
+                }
+            })?,
+        }
+        Ok(dx)
+    }
+}
+
+struct NormOp {
+    norm: Norm,
+    /// Of [`Norm::forward`], kept for the backward pass.
+    stats: Mutex<Vec<f32>>,
 }
 
 impl CustomOp1 for NormOp {
@@ -58,69 +128,20 @@ impl CustomOp1 for NormOp {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (rows, dim) = layout.shape().dims2()?;
-        if self.weight().len() != dim {
-            bail!("norm {}: input is {rows}×{dim}, weight has {}", self.weight().name(), self.weight().len());
+        if self.norm.weight().len() != dim {
+            let weight = self.norm.weight();
+            bail!("norm {}: input is {rows}×{dim}, weight has {}", weight.name(), weight.len());
         }
-        let x = f32_of("norm", storage, layout)?;
-        let mut y = vec![0.0; x.len()];
-        let mut stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
-        match &self.norm {
-            Norm::Rms { weight, eps } => {
-                stats.resize(rows, 0.0);
-                weight.with_f32(|w| kernel::rms_forward(&mut y, &mut stats, x, w, rows, dim, *eps))?;
-            }
-            Norm::Layer { weight, bias, eps } => {
-                stats.resize(2 * rows, 0.0);
-                let (mean, rstd) = stats.split_at_mut(rows);
-                weight.with_f32(|w| {
-                    bias.with_f32(|b| kernel::layer_forward(&mut y, mean, rstd, x, w, b, rows, dim, *eps))
-                })??;
-            }
-        }
+        let (y, stats) = self.norm.forward(f32_of("norm", storage, layout)?, rows)?;
+        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }
 
     fn bwd(&self, x_th: &Tensor, _y: &Tensor, dy_th: &Tensor) -> Result<Option<Tensor>> {
         let (rows, dim) = x_th.dims2()?;
-        let mut dx = vec![0.0; rows * dim];
         let stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
         let dy_th = dy_th.contiguous()?;
-        with_f32(x_th, |x| {
-            with_f32(&dy_th, |dy| match &self.norm {
-                Norm::Rms { weight, .. } => weight.with_f32(|w| {
-                    let mut done = false;
-                    weight.accumulate(|dw| {
-                        kernel::rms_backward(&mut dx, Some(dw), dy, x, w, &stats, rows, dim);
-                        done = true;
-                    });
-                    if !done {
-                        kernel::rms_backward(&mut dx, None, dy, x, w, &stats, rows, dim);
-                    }
-                }),
-                Norm::Layer { weight, bias, .. } => weight.with_f32(|w| {
-                    let (mean, rstd) = stats.split_at(rows);
-                    let mut dw = weight.trainable().then(|| vec![0.0; dim]);
-                    let mut db = bias.trainable().then(|| vec![0.0; dim]);
-                    kernel::layer_backward(
-                        &mut dx,
-                        dw.as_deref_mut(),
-                        db.as_deref_mut(),
-                        dy,
-                        x,
-                        w,
-                        mean,
-                        rstd,
-                        rows,
-                        dim,
-                    );
-                    for (param, grad) in [(weight, dw), (bias, db)] {
-                        if let Some(grad) = grad {
-                            param.accumulate(|sum| sum.iter_mut().zip(grad).for_each(|(s, g)| *s += g));
-                        }
-                    }
-                }),
-            })
-        })???;
+        let dx = with_f32(x_th, |x| with_f32(&dy_th, |dy| self.norm.backward(x, &stats, dy, rows)))???;
         Ok(Some(rows_from_vec(dx, rows, dim)?))
     }
 }

@@ -1,12 +1,14 @@
 //! Weights and their gradients.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
 use omnigrpo_kernels::Weight;
+use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 
+use crate::adapter::Adapter;
 use crate::slices::f32_of;
 
 /// Which part of a model a weight belongs to. Learning rates and freezing go by part.
@@ -20,11 +22,13 @@ pub enum Part {
     Vision,
     /// The audio tower.
     Audio,
+    /// The text encoder that steers the projector.
+    Instruction,
 }
 
 impl Part {
     /// Every part, in display order.
-    pub const ALL: [Self; 4] = [Self::Llm, Self::Projector, Self::Vision, Self::Audio];
+    pub const ALL: [Self; 5] = [Self::Llm, Self::Projector, Self::Vision, Self::Audio, Self::Instruction];
 
     /// The part's name in tables and messages.
     #[must_use]
@@ -34,6 +38,7 @@ impl Part {
             Self::Projector => "projector",
             Self::Vision => "vision",
             Self::Audio => "audio",
+            Self::Instruction => "instruction",
         }
     }
 }
@@ -41,14 +46,35 @@ impl Part {
 /// A gradient: f32 whatever the weight's dtype, absent until something reaches the weight.
 pub type GradBuffer = Option<Vec<f32>>;
 
-/// One weight of a model: its published name, its data (f32 or bf16) and its gradient.
+/// How a weight is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParamDtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// Quantised: frozen, `[n, k]`.
+    Quantised(QuantBits),
+}
+
+#[derive(Clone, Debug)]
+enum Data {
+    Dense(Tensor),
+    Quantised(Arc<QuantMatrix>),
+}
+
+/// One weight of a model: its published name, its data and its gradient. A linear layer's weight may carry an
+/// [`Adapter`].
 #[derive(Debug)]
 pub struct Param {
     name: String,
     part: Part,
-    value: Tensor,
+    data: Data,
+    shape: Vec<usize>,
     trainable: AtomicBool,
     grad: Mutex<GradBuffer>,
+    linear: AtomicBool,
+    adapter: OnceLock<Arc<Adapter>>,
 }
 
 impl Param {
@@ -62,7 +88,38 @@ impl Param {
             bail!("weight {name}: expected f32 or bf16, got {:?}", value.dtype());
         }
         let value = value.contiguous()?;
-        Ok(Self { name, part, value, trainable: AtomicBool::new(false), grad: Mutex::new(None) })
+        let shape = value.dims().to_vec();
+        Ok(Self::over(name, part, Data::Dense(value), shape))
+    }
+
+    /// A quantised weight. It can never be trained.
+    ///
+    /// # Errors
+    /// A shape that is not `[n, k]` of the matrix.
+    pub fn quantised(
+        name: impl Into<String>,
+        part: Part,
+        shape: &[usize],
+        value: QuantMatrix,
+    ) -> Result<Self> {
+        let name = name.into();
+        if shape.len() != 2 || shape.iter().product::<usize>() != value.rows().len() {
+            bail!("weight {name}: {} quantised values, expected shape {shape:?}", value.rows().len());
+        }
+        Ok(Self::over(name, part, Data::Quantised(Arc::new(value)), shape.to_vec()))
+    }
+
+    fn over(name: String, part: Part, data: Data, shape: Vec<usize>) -> Self {
+        Self {
+            name,
+            part,
+            data,
+            shape,
+            trainable: AtomicBool::new(false),
+            grad: Mutex::new(None),
+            linear: AtomicBool::new(false),
+            adapter: OnceLock::new(),
+        }
     }
 
     /// The published name.
@@ -77,16 +134,35 @@ impl Param {
         self.part
     }
 
-    /// The weight itself. The handle shares storage: an optimizer step is seen through it.
+    /// Its shape, as published.
     #[must_use]
-    pub fn value(&self) -> &Tensor {
-        &self.value
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// How it is stored.
+    #[must_use]
+    pub fn dtype(&self) -> ParamDtype {
+        match &self.data {
+            Data::Dense(value) if value.dtype() == DType::F32 => ParamDtype::F32,
+            Data::Dense(_) => ParamDtype::Bf16,
+            Data::Quantised(value) => ParamDtype::Quantised(value.bits()),
+        }
+    }
+
+    /// Memory of the data, bytes.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        match &self.data {
+            Data::Dense(value) => value.elem_count() * value.dtype().size_in_bytes(),
+            Data::Quantised(value) => value.num_bytes(),
+        }
     }
 
     /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.value.elem_count()
+        self.shape.iter().product()
     }
 
     /// Whether the weight has no elements.
@@ -106,12 +182,59 @@ impl Param {
         self.trainable.store(on, Ordering::Relaxed);
     }
 
-    /// A frozen copy with storage of its own: one weight of a reference model.
+    /// A frozen copy with storage of its own and without an adapter: one weight of a reference model.
     ///
     /// # Errors
     /// Out of memory on the device.
     pub fn frozen_copy(&self) -> Result<Self> {
-        Self::new(self.name.clone(), self.part, self.value.copy()?)
+        match &self.data {
+            Data::Dense(value) => Self::new(self.name.clone(), self.part, value.copy()?),
+            Data::Quantised(_) => Ok(self.bare()),
+        }
+    }
+
+    /// A frozen handle on the same storage, without an adapter.
+    #[must_use]
+    pub fn bare(&self) -> Self {
+        Self::over(self.name.clone(), self.part, self.data.clone(), self.shape.clone())
+    }
+
+    /// Whether this is the weight of a linear layer `[n, k]`, and so can carry an adapter.
+    #[must_use]
+    pub fn is_linear(&self) -> bool {
+        self.linear.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn mark_linear(&self) {
+        self.linear.store(true, Ordering::Relaxed);
+    }
+
+    /// The adapter that is added to this weight's product.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&Arc<Adapter>> {
+        self.adapter.get()
+    }
+
+    /// Gives a linear layer's frozen weight an adapter.
+    ///
+    /// # Errors
+    /// A weight that is no linear layer's, is trained itself, has an adapter, or has another shape than the adapter's.
+    pub fn attach(&self, adapter: Arc<Adapter>) -> Result<()> {
+        let (n, k) = adapter.shape();
+        if !self.is_linear() || self.shape != [n, k] {
+            bail!(
+                "adapter {n}×{k} on {} {:?}: expected the weight of a linear layer of that size",
+                self.name,
+                self.shape
+            );
+        }
+        if self.trainable() {
+            bail!("adapter on {}: the weight itself is trained; train one of the two", self.name);
+        }
+        if self.adapter.set(adapter).is_err() {
+            bail!("adapter on {}: it has one already", self.name);
+        }
+        Ok(())
     }
 
     /// Runs `f` on the data as a kernel weight.
@@ -119,18 +242,22 @@ impl Param {
     /// # Errors
     /// A device without kernels.
     pub fn with_weight<R>(&self, f: impl FnOnce(Weight) -> R) -> Result<R> {
-        let (storage, layout) = self.value.storage_and_layout();
+        let value = match &self.data {
+            Data::Dense(value) => value,
+            Data::Quantised(value) => return Ok(f(Weight::Quantised(value.rows()))),
+        };
+        let (storage, layout) = value.storage_and_layout();
         let Some((start, end)) = layout.contiguous_offsets() else {
             bail!("weight {}: not contiguous", self.name)
         };
         match &*storage {
             Storage::Cpu(CpuStorage::F32(data)) => Ok(f(Weight::F32(&data[start..end]))),
             Storage::Cpu(CpuStorage::BF16(data)) => Ok(f(Weight::Bf16(&data[start..end]))),
-            _ => bail!("weight {}: no kernel for {:?} on this device", self.name, self.value.dtype()),
+            _ => bail!("weight {}: no kernel for {:?} on this device", self.name, value.dtype()),
         }
     }
 
-    /// Runs `f` on the data as f32. Meant for vectors (norms, biases): bf16 is widened into a copy.
+    /// Runs `f` on the data as f32. Meant for vectors (norms, biases): other storage is widened into a copy.
     ///
     /// # Errors
     /// A device without kernels.
@@ -138,15 +265,41 @@ impl Param {
         self.with_weight(|weight| match weight {
             Weight::F32(data) => f(data),
             Weight::Bf16(data) => f(&data.iter().map(|x| x.to_f32()).collect::<Vec<_>>()),
+            Weight::Quantised(data) => {
+                let mut wide = vec![0.0; data.len()];
+                data.widen(&mut wide);
+                f(&wide)
+            }
         })
+    }
+
+    /// The weight itself. The handle shares storage: an optimizer step is seen through it.
+    ///
+    /// # Errors
+    /// A quantised weight.
+    pub fn dense(&self) -> Result<&Tensor> {
+        match &self.data {
+            Data::Dense(value) => Ok(value),
+            Data::Quantised(_) => bail!("weight {}: quantised weights cannot be written", self.name),
+        }
     }
 
     /// Runs `f` on the gradient buffer, which is created as zeros at first use. Does nothing for a frozen weight.
     pub fn accumulate(&self, f: impl FnOnce(&mut [f32])) {
-        if self.trainable() {
-            let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-            f(grad.get_or_insert_with(|| vec![0.0; self.len()]));
+        if let Some(mut gradient) = self.gradient() {
+            f(gradient.as_mut_slice());
         }
+    }
+
+    /// The gradient buffer for adding to, created as zeros at first use; `None` for a frozen weight. While the guard
+    /// lives, nothing else can reach the gradient.
+    #[must_use]
+    pub fn gradient(&self) -> Option<GradGuard<'_>> {
+        self.trainable().then(|| {
+            let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
+            grad.get_or_insert_with(|| vec![0.0; self.len()]);
+            GradGuard(grad)
+        })
     }
 
     /// Runs `f` on the gradient, if anything has reached this weight since [`Self::clear_grad`].
@@ -163,12 +316,12 @@ impl Param {
     /// Overwrites the data in place from f32 (rounded to nearest even for bf16), for the optimizer and for loading.
     ///
     /// # Errors
-    /// A length that differs, or a device without in-place kernels.
+    /// A length that differs, a quantised weight, or a device without in-place kernels.
     pub fn store(&self, data: &[f32]) -> Result<()> {
         if data.len() != self.len() {
             bail!("weight {}: storing {} values into {}", self.name, data.len(), self.len());
         }
-        self.value.inplace_op1(&Overwrite(data))
+        self.dense()?.inplace_op1(&Overwrite(data))
     }
 
     /// Runs `f` on the f32 data in place.
@@ -176,7 +329,18 @@ impl Param {
     /// # Errors
     /// A weight that is not f32 on the CPU.
     pub fn update_f32(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
-        self.value.inplace_op1(&UpdateF32(Mutex::new(Some(f))))
+        self.dense()?.inplace_op1(&UpdateF32(Mutex::new(Some(f))))
+    }
+}
+
+/// Exclusive access to a gradient buffer; see [`Param::gradient`].
+#[derive(Debug)]
+pub struct GradGuard<'a>(MutexGuard<'a, GradBuffer>);
+
+impl GradGuard<'_> {
+    /// The gradient.
+    pub fn as_mut_slice(&mut self) -> &mut [f32] {
+        self.0.as_deref_mut().unwrap_or_default()
     }
 }
 

@@ -7,7 +7,8 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, Var, bail};
 
-type Run<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
+type Run<'a> = Box<dyn Fn(&Tensor, Option<&Tensor>) -> Result<Tensor> + 'a>;
+type Back<'a> = Box<dyn FnOnce(Tensor) -> Result<Tensor> + 'a>;
 
 /// A chain of segments that has run forward and waits for its backward pass.
 #[derive(Default)]
@@ -16,10 +17,17 @@ pub struct Segments<'a> {
     chain: Vec<Segment<'a>>,
 }
 
-struct Segment<'a> {
-    input: Var,
-    output: Option<Tensor>,
-    run: Run<'a>,
+enum Segment<'a> {
+    /// Recorded by candle.
+    Recorded {
+        input: Var,
+        /// A second input, and the chain it comes from.
+        side: Option<(Var, Segments<'a>)>,
+        output: Option<Tensor>,
+        run: Run<'a>,
+    },
+    /// With a backward pass written by hand.
+    Own(Back<'a>),
 }
 
 impl<'a> Segments<'a> {
@@ -35,11 +43,51 @@ impl<'a> Segments<'a> {
     /// # Errors
     /// Whatever `run` returns.
     pub fn push(&mut self, x: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor> + 'a) -> Result<Tensor> {
+        self.record(x, None, Box::new(move |x, _| run(x)))
+    }
+
+    /// As [`Self::push`] with a second input `y`, the output of the chain `side`, which gets the gradient of `y`.
+    ///
+    /// # Errors
+    /// Whatever `run` returns.
+    pub fn join(
+        &mut self,
+        x: &Tensor,
+        y: &Tensor,
+        side: Self,
+        run: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + 'a,
+    ) -> Result<Tensor> {
+        let run: Run<'a> = Box::new(move |x, y| match y {
+            Some(y) => run(x, y),
+            None => bail!("segment: the second input is missing"),
+        });
+        self.record(x, Some((Var::from_tensor(&y.detach())?, side)), run)
+    }
+
+    fn record(&mut self, x: &Tensor, side: Option<(Var, Self)>, run: Run<'a>) -> Result<Tensor> {
         let input = Var::from_tensor(&x.detach())?;
-        let output = if self.recompute { run(&input.as_detached_tensor())? } else { run(&input)? };
+        let y = side.as_ref().map(|(y, _)| y);
+        let output = if self.recompute {
+            run(&input.as_detached_tensor(), y.map(Var::as_detached_tensor).as_ref())?
+        } else {
+            run(&input, y.map(Var::as_tensor))?
+        };
         let next = output.detach();
-        self.chain.push(Segment { input, output: (!self.recompute).then_some(output), run: Box::new(run) });
+        let output = (!self.recompute).then_some(output);
+        self.chain.push(Segment::Recorded { input, side, output, run });
         Ok(next)
+    }
+
+    /// Records a segment that has run already and knows its own backward pass: `back` takes the gradient of its output
+    /// and returns that of its input. What it keeps until then is its own affair; see [`Self::recompute`].
+    pub fn own(&mut self, back: impl FnOnce(Tensor) -> Result<Tensor> + 'a) {
+        self.chain.push(Segment::Own(Box::new(back)));
+    }
+
+    /// Whether activations inside segments are to be computed again instead of being kept.
+    #[must_use]
+    pub fn recompute(&self) -> bool {
+        self.recompute
     }
 
     /// Carries `dy`, the gradient of the last output, back to the first input, adding weight gradients on the way.
@@ -48,20 +96,30 @@ impl<'a> Segments<'a> {
     /// A shape of `dy` that differs from the output's.
     pub fn backward(self, mut dy: Tensor) -> Result<Tensor> {
         for segment in self.chain.into_iter().rev() {
-            let Segment { input, output, run } = segment;
+            let (input, side, output, run) = match segment {
+                Segment::Recorded { input, side, output, run } => (input, side, output, run),
+                Segment::Own(back) => {
+                    dy = back(dy)?;
+                    continue;
+                }
+            };
             let output = match output {
                 Some(output) => output,
-                None => run(&input)?,
+                None => run(&input, side.as_ref().map(|(y, _)| y.as_tensor()))?,
             };
             if output.shape() != dy.shape() {
                 bail!("segment backward: output is {:?}, gradient is {:?}", output.shape(), dy.shape());
             }
             let mut grads = output.apply_op1(Seed(dy))?.backward()?;
             drop(output);
-            dy = match grads.remove(&input) {
-                Some(dx) => dx,
+            let mut of = |input: &Var| match grads.remove(input) {
+                Some(dx) => Ok(dx),
                 None => bail!("segment backward: no gradient reached the input of shape {:?}", input.shape()),
             };
+            dy = of(&input)?;
+            if let Some((y, side)) = side {
+                side.backward(of(&y)?)?;
+            }
         }
         Ok(dy)
     }

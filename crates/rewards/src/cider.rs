@@ -52,10 +52,14 @@ impl From<DocumentFrequencies> for Stored {
 impl DocumentFrequencies {
     /// Counts one training item with all its references.
     pub fn add_item<S: AsRef<str>>(&mut self, references: &[S]) {
+        let texts: Vec<String> = references.iter().map(|text| normalised(text.as_ref())).collect();
+        self.add_words(&texts.iter().map(|text| words(text)).collect::<Vec<_>>());
+    }
+
+    /// [`Self::add_item`] for references that are words already.
+    pub(crate) fn add_words(&mut self, references: &[Vec<&str>]) {
         let mut seen = HashSet::new();
-        for reference in references {
-            let text = normalised(reference.as_ref());
-            let words: Vec<&str> = text.split_whitespace().collect();
+        for words in references {
             for n in 1..=MAX_N {
                 seen.extend(words.windows(n).map(|gram| gram.join(" ")));
             }
@@ -73,18 +77,22 @@ impl DocumentFrequencies {
 
     /// CIDEr-D of a candidate, 0 to 10; 0 without references.
     pub fn score<S: AsRef<str>>(&self, candidate: &str, references: &[S]) -> f64 {
+        let candidate = normalised(candidate);
+        let texts: Vec<String> = references.iter().map(|text| normalised(text.as_ref())).collect();
+        self.score_words(&words(&candidate), &texts.iter().map(|text| words(text)).collect::<Vec<_>>())
+    }
+
+    /// [`Self::score`] of texts that are words already.
+    pub(crate) fn score_words(&self, candidate: &[&str], references: &[Vec<&str>]) -> f64 {
         if references.is_empty() {
             return 0.0;
         }
         let candidate = self.vectors(candidate);
-        let sum: f64 =
-            references.iter().map(|text| similarity(&candidate, &self.vectors(text.as_ref()))).sum();
+        let sum: f64 = references.iter().map(|words| similarity(&candidate, &self.vectors(words))).sum();
         10.0 * sum / references.len() as f64
     }
 
-    fn vectors(&self, text: &str) -> Vectors {
-        let text = normalised(text);
-        let words: Vec<&str> = text.split_whitespace().collect();
+    fn vectors(&self, words: &[&str]) -> Vectors {
         let log_items = (self.num_items.max(1) as f64).ln();
         let weights: [HashMap<String, f64>; MAX_N] = std::array::from_fn(|index| {
             let mut weights: HashMap<String, f64> = HashMap::new();
@@ -100,6 +108,10 @@ impl DocumentFrequencies {
         let norms = std::array::from_fn(|n| weights[n].values().map(|w| w * w).sum::<f64>().sqrt());
         Vectors { weights, norms, num_bigrams: words.len().saturating_sub(1) }
     }
+}
+
+fn words(text: &str) -> Vec<&str> {
+    text.split_whitespace().collect()
 }
 
 struct Vectors {
@@ -150,8 +162,13 @@ fn scored(frequencies: &Arc<DocumentFrequencies>, input: &RewardInput<'_>) -> Op
     if references.is_empty() {
         return None;
     }
-    let candidate = content(input.completion, "explain", AnswerPolicy::First).unwrap_or_default();
-    Some((frequencies.score(candidate, &references) / 10.0).clamp(0.0, 1.0))
+    Some((frequencies.score(explanation(input.completion), &references) / 10.0).clamp(0.0, 1.0))
+}
+
+/// The text of a completion's first `<explain>` tag; empty where there is none.
+#[must_use]
+pub fn explanation(completion: &str) -> &str {
+    content(completion, "explain", AnswerPolicy::First).unwrap_or_default()
 }
 
 /// References of a row: column `explanations` or `explanation`, a text or a list of them; else the solution's

@@ -149,6 +149,11 @@ impl RewardSet {
         &self.weights
     }
 
+    /// Smallest and largest value of the reward of that name.
+    pub fn range_of(&self, name: &str) -> Option<(f64, f64)> {
+        self.rewards.iter().find(|reward| reward.name() == name).map(|reward| reward.range())
+    }
+
     /// Range of the weighted sum, for display and for early stopping at the best reachable score.
     pub fn range(&self) -> (f64, f64) {
         self.rewards.iter().zip(&self.weights).fold((0.0, 0.0), |(low, high), (reward, &weight)| {

@@ -37,7 +37,7 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
 }
 
 /// The emotions a text names, by index; none where it negates.
-fn emotions(text: &str) -> BTreeSet<usize> {
+pub(crate) fn emotions(text: &str) -> BTreeSet<usize> {
     let text = normalised(text);
     let words = || text.split(|c: char| !c.is_alphanumeric() && c != '\'');
     if words().any(|word| NEGATIONS.contains(&word) || word.ends_with("n't")) {

@@ -13,6 +13,7 @@ mod contract;
 mod detection;
 mod emotion;
 mod error;
+mod evaluation;
 mod external;
 mod format;
 mod fuzzy;
@@ -32,10 +33,14 @@ mod testing;
 mod weighted_sum;
 mod yes_no;
 
-pub use cider::{DocumentFrequencies, references};
+pub use cider::{DocumentFrequencies, explanation, references};
 pub use contract::{Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 pub use error::RewardError;
+pub use evaluation::{
+    Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
+    Summary, TextScores, answer, explanations, pass_at_k, summarize, wilson_interval,
+};
 pub use external::ExternalOptions;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
-pub use table::{RewardRow, build, table};
+pub use table::{RewardRow, build, build_with, table};
 pub use temporal::{temporal_order_bonus, thinking_length_bonus};

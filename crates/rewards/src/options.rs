@@ -163,6 +163,8 @@ pub enum Compat {
     S4Accuracy,
     /// `format tags3` may fall below 0.
     S4Format,
+    /// `explanation` counts words in the batch and stretches its scores from 0 to 1 over it.
+    S4Explanation,
     /// `mcq` and `yes_no` read letters and words as VLM-R1 does.
     VlmR1Choice,
     /// `iou` with `x2 - 1`, an overlap of one pixel counts 0.
@@ -179,6 +181,11 @@ impl Named for Compat {
         ("s3_format", Self::S3Format, "format strict: regular expression, repeats and empty tags pass"),
         ("s4_accuracy", Self::S4Accuracy, "short_text: literal rule without guards"),
         ("s4_format", Self::S4Format, "format tags3: may fall below 0"),
+        (
+            "s4_explanation",
+            Self::S4Explanation,
+            "explanation: words counted in the batch, scores stretched over it from 0 to 1",
+        ),
         ("vlmr1_choice", Self::VlmR1Choice, "mcq, yes_no: VLM-R1's letter and word search"),
         ("vlmr1_iou", Self::VlmR1Iou, "iou: x2-1 convention, one pixel of overlap counts 0"),
         ("vlmr1_length", Self::VlmR1Length, "length: always as if correct, rises beyond the limit"),

@@ -171,7 +171,26 @@ static TABLE: &[RewardRow] = &[
 /// # Errors
 /// Unknown names, settings a reward cannot work with, weights that do not fit.
 pub fn build(specs: &[String], options: &RewardOptions) -> Result<RewardSet, RewardError> {
-    let rewards = specs.iter().map(|spec| one(spec.trim(), options)).collect::<Result<Vec<_>, _>>()?;
+    build_with(specs, options, Vec::new())
+}
+
+/// [`build`] with rewards that the caller made itself, such as those that need models: a spec that is the name of one
+/// takes it.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_with(
+    specs: &[String],
+    options: &RewardOptions,
+    mut made: Vec<Box<dyn Reward>>,
+) -> Result<RewardSet, RewardError> {
+    let mut rewards = Vec::with_capacity(specs.len());
+    for spec in specs.iter().map(|spec| spec.trim()) {
+        rewards.push(match made.iter().position(|reward| reward.name() == spec) {
+            Some(at) => made.swap_remove(at),
+            None => one(spec, options)?,
+        });
+    }
     RewardSet::new(rewards, &options.weights)
 }
 

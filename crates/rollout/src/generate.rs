@@ -1,7 +1,7 @@
 //! The generator: prefill per prompt, decode in one batch.
 
+use omnigrpo_kernels::profile::{self, Op, span};
 use omnigrpo_models::{DecodeRows, Features, GroupCache, Model, Prompt};
-use omnigrpo_ops::rows_from_vec;
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 use rayon::prelude::*;
 
@@ -114,7 +114,9 @@ impl<'a> Generator<'a> {
                     break;
                 }
                 in_flight += request.num_samples;
+                let before = profile::enter("prefill");
                 live.push(self.admit(index, request, &mut on_token)?);
+                profile::enter(before);
                 next = waiting.next();
             }
             self.retire(&mut live, &mut finished);
@@ -124,7 +126,9 @@ impl<'a> Generator<'a> {
                 }
                 continue;
             }
+            let before = profile::enter("decode");
             self.step(&mut live, &mut on_token)?;
+            profile::enter(before);
             self.retire(&mut live, &mut finished);
         }
         let mut out = Vec::with_capacity(requests.len());
@@ -194,7 +198,7 @@ impl<'a> Generator<'a> {
                 positions.push([group.prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
             }
         }
-        let x = rows_from_vec(decoder.embed(&ids)?, ids.len(), h)?;
+        let x = decoder.embed(&ids)?;
         let mut rows: Vec<DecodeRows> = live
             .iter_mut()
             .map(|g| DecodeRows { slots: g.sequences.iter().map(|s| s.slot).collect(), cache: &mut g.cache })
@@ -209,8 +213,9 @@ impl<'a> Generator<'a> {
             })
             .collect();
         for (chunk, sequences) in sequences.chunks_mut(LOGIT_ROWS).enumerate() {
-            let rows = hidden.narrow(0, chunk * LOGIT_ROWS, sequences.len())?.contiguous()?;
-            let mut logits = decoder.logits(&rows)?;
+            let rows = &hidden[chunk * LOGIT_ROWS * h..][..sequences.len() * h];
+            let mut logits = decoder.logits(rows)?;
+            let counted = span(Op::Sampler, || (0, 4 * logits.len()));
             let drawn: Vec<Result<Draw>> = logits
                 .par_chunks_mut(vocab)
                 .zip(&*sequences)
@@ -219,6 +224,7 @@ impl<'a> Generator<'a> {
                     draw(logits, self.params, s.key, s.done.ids.len(), &seen, &self.stops.ids)
                 })
                 .collect();
+            drop(counted);
             for ((request, _, sequence), drawn) in sequences.iter_mut().zip(drawn) {
                 let drawn = drawn?;
                 on_token(TokenEvent { request: *request, sample: sequence.slot, id: drawn.id });

@@ -185,11 +185,11 @@ fn argmax(logits: &[f32]) -> u32 {
 
 fn from_all(logits: &[f32], t: f64, u: f64) -> (u32, f32) {
     let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)) / t;
-    let weight = |x: f32| (f64::from(x) / t - max).exp();
-    let total: f64 = logits.iter().map(|&x| weight(x)).sum();
+    // Each exponential is taken once: with a large vocabulary they are most of the work of a draw.
+    let weights: Vec<f64> = logits.iter().map(|&x| (f64::from(x) / t - max).exp()).collect();
+    let total: f64 = weights.iter().sum();
     let (mut sum, mut last) = (0.0, 0);
-    for (i, &x) in logits.iter().enumerate() {
-        let w = weight(x);
+    for (i, &w) in weights.iter().enumerate() {
         if w > 0.0 {
             sum += w;
             last = i;
@@ -198,7 +198,7 @@ fn from_all(logits: &[f32], t: f64, u: f64) -> (u32, f32) {
             }
         }
     }
-    (last as u32, (weight(logits[last]) / total).ln() as f32)
+    (last as u32, (weights[last] / total).ln() as f32)
 }
 
 fn from_truncated(logits: &[f32], params: &SamplingParams, u: f64) -> (u32, f32) {

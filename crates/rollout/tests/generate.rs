@@ -2,6 +2,8 @@
 //! independent of everything but the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "../../models/tests/support/rows.rs"]
+mod rows;
 #[path = "../../models/tests/support/mod.rs"]
 mod support;
 
@@ -11,7 +13,9 @@ use std::sync::Arc;
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
-use support::{CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff};
+use support::{
+    CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff, omni_prompt,
+};
 
 struct Setup {
     model: Model,
@@ -92,6 +96,32 @@ fn recorded(groups: &[Vec<Completion>]) -> Vec<f32> {
 }
 
 #[test]
+fn greedy_of_humanomni_equals_its_construction_without_a_cache() {
+    for (name, cases) in [("humanomni", &["va", "v", "a", "i", "t"][..]), ("humanomni_large", &["va", "i"])] {
+        let dir = checkpoint(name);
+        let setup = Setup {
+            model: Model::load(&dir, WeightDtype::Float32).unwrap(),
+            tokenizer: Tokenizer::from_dir(&dir).unwrap(),
+        };
+        for case in cases {
+            let expected = Golden::read(&format!("humanomni/{case}.{name}.safetensors"));
+            let prompt = omni_prompt(&expected);
+            let features = setup.model.encode_prompt(&prompt).unwrap();
+            let row = Row { prompt, features, row: 0 };
+            let expected = expected.ids("greedy");
+            let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
+            for completion in &groups[0] {
+                assert_eq!(completion.ids, expected, "{name} {case}");
+            }
+            // What sampling recorded is what training scores.
+            let groups = setup.generate(&[&row], 4, &sampled(6), &StopSet::default(), 8);
+            let delta = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+            assert!(delta <= 1e-4, "{name} {case}: recorded and scored differ by {delta}");
+        }
+    }
+}
+
+#[test]
 fn greedy_equals_transformers_without_a_cache() {
     let untied = ["qwen2_vl_untied", "qwen2_5_vl_untied"].map(|c| (c, vec!["E"]));
     let tied = CHECKPOINTS.map(|c| (c, vec!["A", "B", "C", "D1", "D2", "E"]));
@@ -108,6 +138,26 @@ fn greedy_equals_transformers_without_a_cache() {
                 assert_eq!(completion.text, setup.tokenizer.decode(&expected, true).unwrap());
                 // What is drawn is certain under the sampler, and recorded at temperature 1.
                 assert!(completion.sampler_logprobs.iter().all(|&p| p == 0.0));
+            }
+            let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+            assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
+        }
+    }
+}
+
+/// InternVL in both layouts: the reference recomputes everything for each token.
+#[test]
+fn greedy_of_tiles_equals_the_reference_without_a_cache() {
+    for (name, cases) in rows::INTERNVL {
+        let setup = Setup::new(name);
+        for case in cases.chars().map(|case| case.to_string()) {
+            let prompt = rows::prompt(&checkpoint(name), &case);
+            let features = setup.model.encode_prompt(&prompt).unwrap();
+            let row = Row { prompt, features, row: 0 };
+            let expected = Golden::read(&format!("internvl/{case}.{name}.safetensors")).ids("greedy");
+            let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
+            for completion in &groups[0] {
+                assert_eq!(completion.ids, expected, "{name} {case}");
             }
             let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
             assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
@@ -280,8 +330,8 @@ fn only_the_frames_of_a_video_change_its_completions() {
         // The same prompt with the temporal patches in reverse.
         let mut prompt = original.prompt.clone();
         let mut medium = (*prompt.media[0]).clone();
-        let slice = medium.patches.len() / medium.grid.t;
-        medium.patches = medium.patches.chunks(slice).rev().flatten().copied().collect();
+        let slice = medium.data.len() / medium.shape.patches().unwrap().t;
+        medium.data = medium.data.chunks(slice).rev().flatten().copied().collect();
         prompt.media[0] = Arc::new(medium);
         assert_eq!(prompt.ids, original.prompt.ids);
         let features = setup.model.encode_prompt(&prompt).unwrap();

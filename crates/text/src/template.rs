@@ -161,8 +161,8 @@ impl ChatTemplate {
         self.origin
     }
 
-    /// The template's text.
-    pub(crate) fn source(&self) -> &str {
+    /// The template's text, without `{% generation %}` tags.
+    pub fn source(&self) -> &str {
         &self.source
     }
 

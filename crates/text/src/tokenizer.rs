@@ -16,12 +16,17 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use serde_json::Value;
+use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
 use tokenizers::models::bpe::BPE;
+use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::normalizer::Range;
+use tokenizers::normalizers::bert::BertNormalizer;
 use tokenizers::normalizers::unicode::NFC;
+use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split as SplitAt, SplitPattern};
+use tokenizers::processors::bert::BertProcessing;
 use tokenizers::{
     AddedToken, Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PreTokenizedString,
     PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
@@ -93,8 +98,8 @@ pub(crate) struct EncodedRuns {
 }
 
 impl Tokenizer {
-    /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else Qwen's `vocab.json` + `merges.txt`; with
-    /// `tokenizer_config.json` and `special_tokens_map.json` if they are there.
+    /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else BERT's `vocab.txt`, else Qwen's `vocab.json` +
+    /// `merges.txt`; with `tokenizer_config.json` and `special_tokens_map.json` if they are there.
     ///
     /// # Errors
     /// [`TextError::NoTokenizer`], [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`].
@@ -110,7 +115,10 @@ impl Tokenizer {
                     .map_err(|e| bad(&path, format!("not a tokenizer this program can read: {e}")))?;
                 (path, inner)
             }
-            None => (dir.join("vocab.json"), qwen_from_slow_files(dir, &config)?),
+            None => match bert_from_vocabulary(&dir.join("vocab.txt"), &config)? {
+                Some(inner) => (dir.join("vocab.txt"), inner),
+                None => (dir.join("vocab.json"), qwen_from_slow_files(dir, &config)?),
+            },
         };
         if let ModelWrapper::BPE(model) = inner.get_model()
             && model.dropout.is_some_and(|p| p > 0.0)
@@ -567,6 +575,46 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
             ),
         )),
     }
+}
+
+/// BERT's `vocab.txt`, a word piece per line; `None` if there is no such file, or it belongs to a tokenizer of byte pairs.
+fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers::Tokenizer>> {
+    if path.with_file_name("bpe.codes").is_file() {
+        return Ok(None);
+    }
+    let Some(bytes) = read_limited(path, MAX_TOKENIZER_BYTES)? else { return Ok(None) };
+    let broken = |e: tokenizers::Error| bad(path, format!("the vocabulary does not load: {e}"));
+    let vocab = WordPiece::read_bytes(&bytes).map_err(broken)?;
+    let literal = |key: &str, default: &str| -> Result<(String, u32)> {
+        let token = config.get(key).and_then(token_literal).unwrap_or(default);
+        match vocab.get(token) {
+            Some(&id) => Ok((token.to_owned(), id)),
+            None => Err(bad(path, format!("no line is the {key} {token:?}; expected BERT's word pieces"))),
+        }
+    };
+    let (cls, sep) = (literal("cls_token", "[CLS]")?, literal("sep_token", "[SEP]")?);
+    let unk = literal("unk_token", "[UNK]")?;
+    let special = [&cls, &sep, &unk].map(|(token, _)| AddedToken::from(token.clone(), true));
+    let rare = [("pad_token", "[PAD]"), ("mask_token", "[MASK]")]
+        .into_iter()
+        .filter_map(|(key, default)| literal(key, default).ok())
+        .map(|(token, _)| AddedToken::from(token, true));
+    let flag = |key: &str| config.get(key).and_then(Value::as_bool);
+    let model = WordPiece::builder().vocab(vocab.clone()).unk_token(unk.0).build().map_err(broken)?;
+    let mut inner = tokenizers::Tokenizer::new(model);
+    inner
+        .with_normalizer(Some(BertNormalizer::new(
+            true,
+            flag("tokenize_chinese_chars").unwrap_or(true),
+            flag("strip_accents"),
+            flag("do_lower_case").unwrap_or(true),
+        )))
+        .map_err(broken)?;
+    inner.with_pre_tokenizer(Some(BertPreTokenizer));
+    inner.with_post_processor(Some(BertProcessing::new(sep, cls)));
+    inner.with_decoder(Some(WordPieceDecoder::default()));
+    inner.add_special_tokens(special.into_iter().chain(rare)).map_err(broken)?;
+    Ok(Some(inner))
 }
 
 /// Qwen's `vocab.json` + `merges.txt`.

@@ -1,6 +1,7 @@
 //! Checkpoints: everything a run needs to go on as if it had never stopped.
 //!
-//! `checkpoint-N/` holds the model in the published layout, `optimizer.safetensors` (moments and masters by weight name)
+//! `checkpoint-N/` holds the model in the published layout, or in PEFT's the adapter of a model that has one (and every
+//! tensor that is trained whole beside it; the base is where the run found it), `optimizer.safetensors` (moments and masters by weight name)
 //! and `trainer_state.json`. It is written under a temporary name, synced, and renamed, so a directory of that name with
 //! a `trainer_state.json` is always complete. The reference model is not stored: it is the checkpoint the run started
 //! from. Random numbers need no state; they are keyed by seed and step.
@@ -127,7 +128,7 @@ pub fn save(
         if temporary.exists() {
             fs::remove_dir_all(&temporary).map_err(TrainError::io(&temporary))?;
         }
-        model.save_pretrained(&temporary)?;
+        model.save_trained(&temporary)?;
         if let Some(optimizer) = optimizer {
             state.optimizer_steps = save_moments(&temporary, optimizer.state())?;
         }
@@ -221,7 +222,7 @@ pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
 /// # Errors
 /// Tensors that do not fit the model.
 pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &TrainerState) -> Result<()> {
-    model.load_weights(checkpoint)?;
+    model.load_trained(checkpoint)?;
     let path = checkpoint.join(OPTIMIZER);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {

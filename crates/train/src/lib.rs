@@ -17,9 +17,9 @@ mod streams;
 mod timing;
 
 pub use error::{Result, TrainError};
-pub use evaluate::{EvalPlan, EvalRow, Evaluation, evaluate, wilson_interval};
+pub use evaluate::{EvalPlan, Evaluation, eval_row, evaluate};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
-pub use rows::{PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
+pub use rows::{Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
 pub use run::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup, train};
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::score;

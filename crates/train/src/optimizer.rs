@@ -10,9 +10,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::DType;
 use omnigrpo_kernels::optim;
-use omnigrpo_ops::{Param, Part};
+use omnigrpo_ops::{Param, ParamDtype, Part};
 
 use crate::error::{Result, TrainError};
 use crate::selection::decayed_names;
@@ -80,7 +79,7 @@ impl AdamW {
                 let lr = match p.part() {
                     Part::Llm => None,
                     Part::Projector => config.projector_lr,
-                    Part::Vision | Part::Audio => config.tower_lr,
+                    Part::Vision | Part::Audio | Part::Instruction => config.tower_lr,
                 };
                 let decay = if decayed.contains(p.name()) { config.weight_decay } else { 0.0 };
                 (Arc::clone(p), lr.unwrap_or(config.learning_rate), decay)
@@ -140,7 +139,7 @@ impl AdamW {
                     }
                 });
             };
-            if param.value().dtype() == DType::F32 {
+            if param.dtype() == ParamDtype::F32 {
                 param.update_f32(update)?;
             } else if c.pure_bf16 {
                 let mut widened = param.with_f32(<[f32]>::to_vec)?;
@@ -204,7 +203,7 @@ impl AdamW {
     }
 
     fn has_master(&self, param: &Param) -> bool {
-        param.value().dtype() != DType::F32 && !self.config.pure_bf16
+        param.dtype() != ParamDtype::F32 && !self.config.pure_bf16
     }
 
     /// Bytes of gradients, moments and masters when every weight has them.

@@ -1,9 +1,12 @@
 //! Drawing rows and making prompts of them; a row that cannot be used costs itself, not the run.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use omnigrpo_data::{Dataset, MediumSource, Order, Sample};
+use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
 use omnigrpo_models::{Prompt, PromptBuilder, SftExample};
 
 use crate::error::{Result, TrainError};
@@ -26,6 +29,8 @@ pub struct SkippedRow {
     pub id: String,
     /// Why.
     pub reason: String,
+    /// Id of the row that took its place; none where no row was drawn for it.
+    pub replaced_by: Option<String>,
 }
 
 /// A row with its prompt.
@@ -37,7 +42,28 @@ pub struct PreparedRow {
     pub prompt: Arc<Prompt>,
 }
 
+/// What a row becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Making {
+    /// A prompt.
+    Prompt,
+    /// A supervised example.
+    Example,
+}
+
+enum Made {
+    Prompt(PreparedRow),
+    Example(SftExample),
+}
+
+/// The id of a row that cannot be used, and why.
+type Unusable = (String, String);
+
 /// Draws prepared rows in order; where one cannot be used the next takes its place.
+///
+/// While a step computes, [`Self::prepare_ahead`] has the rows of the next one read and decoded on another thread. That
+/// changes no result: the thread only makes what [`Self::draw`] would make of the same rows, the order moves when they
+/// are drawn, and a row that failed ahead is skipped when its turn comes.
 pub struct RowSource {
     dataset: Arc<Dataset>,
     order: Order,
@@ -45,6 +71,37 @@ pub struct RowSource {
     policy: SkipPolicy,
     total: u64,
     fresh: Vec<SkippedRow>,
+    ahead: Option<Ahead>,
+    ahead_time: Duration,
+}
+
+/// Rows by index: the row's id and what was made of it, or why it cannot be used.
+type MadeRows = HashMap<u64, std::result::Result<(String, Made), Unusable>>;
+
+struct Ahead {
+    making: Making,
+    thread: JoinHandle<(MadeRows, Duration)>,
+}
+
+/// What a row becomes, with its id.
+fn make(
+    dataset: &Dataset,
+    prompts: &PromptBuilder,
+    row: u64,
+    making: Making,
+) -> std::result::Result<(String, Made), Unusable> {
+    let sample = dataset.get(row).map_err(|e| (dataset.id(row), reason(&e)))?;
+    let id = sample.id.clone();
+    let made = match making {
+        Making::Prompt => prompts
+            .build(&sample)
+            .map(|prompt| Made::Prompt(PreparedRow { sample, prompt: Arc::new(prompt) })),
+        Making::Example => prompts.build_sft(&sample).map(Made::Example),
+    };
+    match made {
+        Ok(made) => Ok((id, made)),
+        Err(e) => Err((id, e.to_string())),
+    }
 }
 
 impl RowSource {
@@ -52,7 +109,26 @@ impl RowSource {
     #[must_use]
     pub fn new(dataset: Arc<Dataset>, order: Order, prompts: Arc<PromptBuilder>, policy: SkipPolicy) -> Self {
         let total = (order.num_usable() + order.state().skipped.len()) as u64;
-        Self { dataset, order, prompts, policy, total, fresh: Vec::new() }
+        let fresh = Vec::new();
+        Self { dataset, order, prompts, policy, total, fresh, ahead: None, ahead_time: Duration::ZERO }
+    }
+
+    /// Begins to make what the next `count` rows become, on another thread.
+    pub fn prepare_ahead(&mut self, count: usize, making: Making) {
+        let mut order = self.order.clone();
+        let rows: Vec<u64> = (0..count).map_while(|_| order.draw().ok()).collect();
+        let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
+        let thread = std::thread::spawn(move || {
+            let started = Instant::now();
+            let made = rows.into_iter().map(|row| (row, make(&dataset, &prompts, row, making))).collect();
+            (made, started.elapsed())
+        });
+        self.ahead = Some(Ahead { making, thread });
+    }
+
+    /// Time spent on other threads since the last call, for rows that have been drawn.
+    pub fn take_ahead_time(&mut self) -> Duration {
+        std::mem::take(&mut self.ahead_time)
     }
 
     /// The order, for checkpoints.
@@ -76,10 +152,8 @@ impl RowSource {
     /// # Errors
     /// No usable row left, or more skipped rows than the policy allows.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
-        self.draw_with(count, |prompts, sample| {
-            let prompt = prompts.build(&sample).map_err(|e| (sample.id.clone(), e.to_string()))?;
-            Ok(PreparedRow { sample, prompt: Arc::new(prompt) })
-        })
+        let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
+        Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
     }
 
     /// The next `count` rows as supervised examples.
@@ -87,25 +161,32 @@ impl RowSource {
     /// # Errors
     /// As [`Self::draw`].
     pub fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
-        self.draw_with(count, |prompts, sample| {
-            prompts.build_sft(&sample).map_err(|e| (sample.id, e.to_string()))
-        })
+        let each = |made| if let Made::Example(example) = made { Some(example) } else { None };
+        Ok(self.draw_made(count, Making::Example)?.into_iter().filter_map(each).collect())
     }
 
-    fn draw_with<T>(
-        &mut self,
-        count: usize,
-        make: impl Fn(&PromptBuilder, Sample) -> std::result::Result<T, (String, String)>,
-    ) -> Result<Vec<T>> {
+    fn draw_made(&mut self, count: usize, making: Making) -> Result<Vec<Made>> {
+        let mut ready = HashMap::new();
+        if let Some(ahead) = self.ahead.take()
+            && ahead.making == making
+            // A thread that panicked made nothing: its rows are made here, and the panic comes again in view.
+            && let Ok((made, time)) = ahead.thread.join()
+        {
+            ready = made;
+            self.ahead_time += time;
+        }
         let mut out = Vec::with_capacity(count);
+        // From here on skipped rows wait for the row that takes their place.
+        let mut waiting = self.fresh.len();
         while out.len() < count {
             let row = self.order.draw().map_err(|e| TrainError::Data { what: e.to_string() })?;
-            let made = match self.dataset.get(row) {
-                Ok(sample) => make(&self.prompts, sample),
-                Err(e) => Err((self.dataset.id(row), e.to_string())),
-            };
+            let made = ready.remove(&row).unwrap_or_else(|| make(&self.dataset, &self.prompts, row, making));
             match made {
-                Ok(value) => out.push(value),
+                Ok((id, value)) => {
+                    out.push(value);
+                    self.fresh[waiting..].iter_mut().for_each(|row| row.replaced_by = Some(id.clone()));
+                    waiting = self.fresh.len();
+                }
                 Err((id, reason)) => self.skip(row, &id, &reason)?,
             }
         }
@@ -119,7 +200,7 @@ impl RowSource {
 
     fn skip(&mut self, row: u64, id: &str, reason: &str) -> Result<()> {
         self.order.skip(row);
-        self.fresh.push(SkippedRow { row, id: id.to_owned(), reason: reason.to_owned() });
+        self.fresh.push(SkippedRow { row, id: id.to_owned(), reason: reason.to_owned(), replaced_by: None });
         if self.policy.strict {
             return Err(TrainError::Data {
                 what: format!(
@@ -129,6 +210,11 @@ impl RowSource {
         }
         check_share(self.num_skipped() as u64, self.total, self.policy.max_share)
     }
+}
+
+/// Where and why a row cannot be read; its index is told beside it.
+pub(crate) fn reason(error: &RowError) -> String {
+    format!("{}:{}: {}", error.file.display(), error.line, error.problem)
 }
 
 /// Whether the share of skipped rows is still within bounds.

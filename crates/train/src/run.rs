@@ -11,14 +11,14 @@ use omnigrpo_observe::{
     BeforeAfter, Console, Existing, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped,
     Window,
 };
-use omnigrpo_rewards::{RewardMatrix, RewardSet};
+use omnigrpo_rewards::{Category, RewardMatrix, RewardSet};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::{self, BufferState, TrainerState};
 use crate::error::{Result, TrainError};
 use crate::evaluate::{EvalPlan, Evaluation, evaluate};
 use crate::optimizer::{AdamW, AdamWConfig};
-use crate::rows::{RowSource, SkipPolicy, media_paths};
+use crate::rows::{Making, RowSource, SkipPolicy, media_paths};
 use crate::schedule::{Schedule, ScheduleKind};
 use crate::selection::Selection;
 use crate::step::{self, Algorithm, Rollouts, StepOutcome};
@@ -155,6 +155,8 @@ pub struct TrainSetup {
 pub struct RunSummary {
     /// Updates done in all.
     pub steps: u64,
+    /// Updates done by this process.
+    pub steps_here: u64,
     /// Whether it was asked to stop early.
     pub interrupted: bool,
     /// Evaluation before the first update.
@@ -216,6 +218,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         rewards_seen: Vec::new(),
         phase_sums: Vec::new(),
         steps_timed: 0,
+        ahead_secs: 0.0,
         model,
         reference,
         prompts,
@@ -244,7 +247,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         }
         None => {
             for (row, id, reason) in this.run.bad_rows.clone() {
-                this.skipped(0, &crate::rows::SkippedRow { row, id, reason })?;
+                this.skipped(0, &crate::rows::SkippedRow { row, id, reason, replaced_by: None })?;
             }
         }
     }
@@ -259,6 +262,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::start(Instant::now());
         let factor = schedule.factor(step);
+        this.model.set_dropout_key(this.algorithm.seed.rotate_left(32) ^ step);
         let mut metrics;
         let mut reward = None;
         if imitate {
@@ -267,6 +271,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 this.skipped(step + 1, &row)?;
             }
             let examples = drawn?;
+            if step + 1 < total {
+                source.prepare_ahead(this.run.prompts_per_step, Making::Example);
+            }
             let outcome =
                 step::imitate(&this.model, &mut optimizer, factor, &this.algorithm, &examples, &mut timer)?;
             metrics = imitation_metrics(&outcome);
@@ -279,7 +286,11 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                         this.skipped(step + 1, &row)?;
                     }
                     let epoch = source.order().epochs_done();
-                    let collected = this.collect(drawn?, rollout_index, step, epoch, &mut timer)?;
+                    let drawn = drawn?;
+                    if step + (this.run.num_iterations as u64) < total {
+                        source.prepare_ahead(this.run.prompts_per_step, Making::Prompt);
+                    }
+                    let collected = this.collect(drawn, rollout_index, step, epoch, &mut timer)?;
                     rollout_index += 1;
                     (collected, 0)
                 }
@@ -305,6 +316,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         }
         metrics.push(("learning_rate".into(), Some(optimizer.learning_rate() * factor)));
         metrics.push(("data/skipped".into(), Some(source.num_skipped() as f64)));
+        let ahead = source.take_ahead_time().as_secs_f64();
+        metrics.push(("data/ahead_time".into(), Some(ahead)));
+        this.ahead_secs += ahead;
         step += 1;
         let epoch = source.order().epochs_done();
         this.record(step, epoch, metrics, reward, timer)?;
@@ -356,6 +370,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         this.write_model_card(step, summary.after.as_ref())?;
     }
     summary.steps = step;
+    summary.steps_here = this.steps_timed;
     summary.report = this.report(&summary);
     Ok(summary)
 }
@@ -378,13 +393,15 @@ struct Loop {
     rewards_seen: Vec<f64>,
     phase_sums: Vec<(String, f64)>,
     steps_timed: u64,
+    /// Spent on other threads to read and decode rows.
+    ahead_secs: f64,
 }
 
 impl Loop {
     fn skipped(&mut self, step: u64, row: &crate::rows::SkippedRow) -> Result<()> {
         self.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));
-        let (id, reason) = (row.id.clone(), row.reason.clone());
-        Ok(self.records.append_skipped(&Skipped { step, id, reason, replaced_by: None })?)
+        let crate::rows::SkippedRow { id, reason, replaced_by, .. } = row.clone();
+        Ok(self.records.append_skipped(&Skipped { step, id, reason, replaced_by })?)
     }
 
     fn collect(
@@ -475,7 +492,7 @@ impl Loop {
         for row in &evaluation.skipped {
             self.skipped(step, row)?;
         }
-        self.records.append_metrics(step, epoch, &evaluation.metrics)?;
+        self.records.append_metrics(step, epoch, &evaluation.summary.metrics)?;
         let lines: Vec<u8> = evaluation
             .rows
             .iter()
@@ -490,12 +507,14 @@ impl Loop {
         omnigrpo_observe::write_atomic(&dir.join(format!("step-{step:06}.jsonl")), |out| {
             out.write_all(&lines)
         })?;
+        omnigrpo_observe::write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {
+            writeln!(out, "{:#}", evaluation.summary.to_json())
+        })?;
         let shown: Vec<String> = evaluation
+            .summary
             .metrics
             .iter()
-            .filter(|(name, _)| {
-                name == "eval_reward" || name.ends_with("/mean") || name.contains("parse_fail")
-            })
+            .filter(|(name, _)| is_headline(name))
             .filter_map(|(name, value)| {
                 Some(format!("{} {:.3}", name.trim_start_matches("eval_"), (*value)?))
             })
@@ -507,7 +526,7 @@ impl Loop {
     fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> Result<bool> {
         let Some(evaluation) = evaluation else { return Ok(false) };
         let Some(value) = evaluation.metric(&self.run.best_metric) else {
-            let known: Vec<&str> = evaluation.metrics.iter().map(|(name, _)| name.as_str()).collect();
+            let known: Vec<&str> = evaluation.summary.metrics.iter().map(|(name, _)| name.as_str()).collect();
             return Err(TrainError::setting(
                 "metric_for_best_model",
                 &self.run.best_metric,
@@ -554,7 +573,7 @@ impl Loop {
         if from.exists() {
             std::fs::remove_dir_all(&from).map_err(TrainError::io(&from))?;
         }
-        self.model.save_pretrained(&from)?;
+        self.model.save_trained(&from)?;
         let mut names: Vec<std::ffi::OsString> = Vec::new();
         for entry in std::fs::read_dir(&from).map_err(TrainError::io(&from))? {
             names.push(entry.map_err(TrainError::io(&from))?.file_name());
@@ -622,8 +641,13 @@ impl Loop {
                 ("grpo", format!("GRPO, {group} completions per prompt, rewards {names}"))
             }
         };
+        let head = if self.model.lora().is_some() {
+            format!("library_name: peft\nbase_model: {}", self.model.dir().display())
+        } else {
+            "library_name: transformers".to_owned()
+        };
         let mut text = format!(
-            "---\nlibrary_name: transformers\ntags: [omnigrpo, {tag}]\n---\n\n# {}\n\nTrained from `{base}` with omnigrpo \
+            "---\n{head}\ntags: [omnigrpo, {tag}]\n---\n\n# {}\n\nTrained from `{base}` with omnigrpo \
              {}: {steps} steps of {how}.\n\nThe settings are in `config.yaml`, every step's metrics in \
              `metrics.jsonl`.\n",
             self.run.run_name.clone().unwrap_or_else(|| {
@@ -633,7 +657,7 @@ impl Loop {
         );
         if let Some(after) = after {
             text.push_str("\n| metric | value |\n|---|---|\n");
-            for (name, value) in &after.metrics {
+            for (name, value) in &after.summary.metrics {
                 if let Some(value) = value {
                     text.push_str(&format!("| {name} | {value:.4} |\n"));
                 }
@@ -644,12 +668,10 @@ impl Loop {
     }
 
     fn report(&self, summary: &RunSummary) -> Report {
-        let names = summary.after.as_ref().map(|e| e.metrics.clone()).unwrap_or_default();
+        let names = summary.after.as_ref().map(|e| e.summary.metrics.clone()).unwrap_or_default();
         let before_after = names
             .into_iter()
-            .filter(|(name, _)| {
-                name.ends_with("/mean") || name == "eval_reward" || name.contains("parse_fail")
-            })
+            .filter(|(name, _)| is_headline(name))
             .map(|(name, after)| BeforeAfter {
                 before: summary.before.as_ref().and_then(|e| e.metric(&name)),
                 after,
@@ -657,12 +679,11 @@ impl Loop {
             })
             .collect();
         let by_category = |evaluation: &Evaluation, category: &str| {
-            let reward = evaluation.reward_names.iter().position(|n| n == "accuracy").unwrap_or(0);
-            let found = evaluation.categories.iter().find(|(name, ..)| name == category);
-            found.and_then(|(_, _, means)| means.get(reward).copied().flatten())
+            let found = evaluation.summary.categories.iter().find(|c| c.name == category);
+            found.and_then(|c| c.accuracy.or_else(|| c.means.first().copied().flatten()))
         };
         let mut before_after: Vec<BeforeAfter> = before_after;
-        for (category, ..) in summary.after.iter().flat_map(|e| &e.categories) {
+        for Category { name: category, .. } in summary.after.iter().flat_map(|e| &e.summary.categories) {
             before_after.push(BeforeAfter {
                 name: format!("  {category}"),
                 before: summary.before.as_ref().and_then(|e| by_category(e, category)),
@@ -680,10 +701,17 @@ impl Loop {
                 .filter_map(|(name, sum)| Some((name.strip_prefix("time/")?.to_owned(), per_step(*sum))))
                 .collect(),
             step_secs: secs("step_time"),
+            ahead_secs: per_step(self.ahead_secs),
             rewards: self.rewards_seen.clone(),
             run_dir: self.run.output_dir.display().to_string(),
         }
     }
+}
+
+/// Metrics of an evaluation that are worth a line on the console.
+fn is_headline(name: &str) -> bool {
+    const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
+    NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
 }
 
 fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {

@@ -5,12 +5,12 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use omnigrpo_models::Model;
-use omnigrpo_ops::{Param, Part};
+use omnigrpo_ops::{Param, ParamDtype, Part};
 use regex::Regex;
 
 use crate::error::{Result, TrainError};
 
-/// What is trained.
+/// What is trained whole. Adapters are always trained.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selection {
     /// The language model.
@@ -19,7 +19,9 @@ pub struct Selection {
     pub projector: bool,
     /// The vision and audio towers.
     pub towers: bool,
-    /// If not empty: of those, only weights whose name matches one of these patterns.
+    /// The text encoder that steers the projector, where the family has one.
+    pub instruction: bool,
+    /// If not empty: of those, only weights whose published name matches one of these regular expressions.
     pub patterns: Vec<String>,
 }
 
@@ -29,35 +31,73 @@ impl Selection {
             Part::Llm => self.llm,
             Part::Projector => self.projector,
             Part::Vision | Part::Audio => self.towers,
+            Part::Instruction => self.instruction,
         }
     }
 
-    /// Marks the selected weights of a model as trained and all others as frozen.
+    fn compiled(&self) -> Result<Vec<Regex>> {
+        let setting = |p: &String| {
+            Regex::new(p).map_err(|e| TrainError::setting("trainable_patterns", p, e.to_string()))
+        };
+        self.patterns.iter().map(setting).collect()
+    }
+
+    /// A function that says of a weight, by published name and part, whether it is trained whole. It needs no model, so
+    /// that what stays frozen can be quantised while it is read.
     ///
     /// # Errors
-    /// Nothing selected, a pattern that is no regular expression or matches nothing.
+    /// A pattern that is no regular expression.
+    pub fn matcher(&self) -> Result<impl Fn(&str, Part) -> bool + '_> {
+        let patterns = self.compiled()?;
+        Ok(move |name: &str, part: Part| {
+            self.part(part) && (patterns.is_empty() || patterns.iter().any(|p| p.is_match(name)))
+        })
+    }
+
+    /// Marks the selected weights and those of adapters as trained and all others as frozen.
+    ///
+    /// # Errors
+    /// Nothing selected, a pattern that is no regular expression or matches nothing, a weight that is quantised or
+    /// belongs to a layer with an adapter.
     pub fn apply(&self, model: &Model) -> Result<()> {
-        let patterns = self
-            .patterns
-            .iter()
-            .map(|p| Regex::new(p).map_err(|e| TrainError::setting("trainable_patterns", p, e.to_string())))
-            .collect::<Result<Vec<_>>>()?;
-        for pattern in &patterns {
-            if !model.params().iter().any(|p| self.part(p.part()) && pattern.is_match(p.name())) {
+        for pattern in &self.compiled()? {
+            let own = || model.base_params().iter().filter(|p| self.part(p.part()));
+            if !own().any(|p| pattern.is_match(p.name())) {
+                let names: Vec<&str> = own().map(|p| p.name()).take(4).collect();
+                let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
                 return Err(TrainError::setting(
                     "trainable_patterns",
                     pattern.as_str(),
-                    "matches no weight of the selected parts; `omnigrpo doctor` lists the names".into(),
+                    format!(
+                        "matches no weight of the parts that tune_mm_* select; those weights are {names}, …"
+                    ),
                 ));
             }
         }
-        let mut any = false;
-        for param in model.params() {
-            let on = self.part(param.part())
-                && (patterns.is_empty() || patterns.iter().any(|p| p.is_match(param.name())));
+        let selected = self.matcher()?;
+        let adapted: HashSet<&str> = model.adapted().map(|(p, _)| module(p.name())).collect();
+        let mut any = !adapted.is_empty();
+        for param in model.base_params() {
+            let on = selected(param.name(), param.part());
+            if on && adapted.contains(module(param.name())) {
+                return Err(TrainError::setting(
+                    "lora_target_modules",
+                    param.name(),
+                    "is selected to be trained whole and carries an adapter; leave it out of one of the two"
+                        .into(),
+                ));
+            }
+            if on && matches!(param.dtype(), ParamDtype::Quantised(_)) {
+                return Err(TrainError::setting(
+                    "load_in_8bit, load_in_4bit",
+                    param.name(),
+                    "is selected to be trained whole; quantised weights stay as they are".into(),
+                ));
+            }
             param.set_trainable(on);
             any |= on;
         }
+        model.adapter_params().iter().for_each(|p| p.set_trainable(true));
         if any {
             Ok(())
         } else {
@@ -70,16 +110,41 @@ impl Selection {
     }
 }
 
-/// A table of the model's parts: tensors, parameters, trained parameters.
+fn module(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(module, _)| module)
+}
+
+/// A table of the model's parts: tensors, parameters, those trained, those of adapters among them, and memory: of the
+/// weights, and of what training adds (gradient, two moments, and for bf16 the master that `pure_bf16` does without).
 #[must_use]
 pub fn summary(model: &Model) -> String {
-    let mut out = format!("{:<10} {:>8} {:>14} {:>14}\n", "part", "tensors", "parameters", "trained");
+    let mut out = format!(
+        "{:<10} {:>8} {:>14} {:>14} {:>12} {:>11} {:>11}\n",
+        "part", "tensors", "parameters", "trained", "of adapters", "weights", "training"
+    );
+    let adapters: HashSet<&str> = model.adapter_params().iter().map(|p| p.name()).collect();
     let mut row = |name: &str, params: &[&Arc<Param>]| {
-        let count = |ps: &mut dyn Iterator<Item = &&Arc<Param>>| ps.map(|p| p.len()).sum::<usize>();
-        let all = count(&mut params.iter());
-        let trained = count(&mut params.iter().filter(|p| p.trainable()));
+        let (mut all, mut trained, mut own, mut held, mut added) = (0, 0, 0, 0, 0);
+        for param in params {
+            all += param.len();
+            held += param.num_bytes();
+            if param.trainable() {
+                trained += param.len();
+                added += param.len() * if param.dtype() == ParamDtype::Bf16 { 16 } else { 12 };
+            }
+            if adapters.contains(param.name()) {
+                own += param.len();
+            }
+        }
+        let megabytes = |bytes: usize| format!("{:.1} MB", bytes as f64 / 1e6);
         // Writing to a string cannot fail.
-        let _ = writeln!(out, "{name:<10} {:>8} {all:>14} {trained:>14}", params.len());
+        let _ = writeln!(
+            out,
+            "{name:<10} {:>8} {all:>14} {trained:>14} {own:>12} {:>11} {:>11}",
+            params.len(),
+            megabytes(held),
+            megabytes(added)
+        );
     };
     for part in Part::ALL {
         let params: Vec<_> = model.params().iter().filter(|p| p.part() == part).collect();
@@ -102,7 +167,7 @@ pub fn decayed_names(params: &[Arc<Param>]) -> HashSet<String> {
         .filter(|p| {
             let name = p.name();
             let stem = name.strip_suffix(".weight").unwrap_or(name);
-            let layer_norm = p.value().rank() == 1 && names.contains(format!("{stem}.bias").as_str());
+            let layer_norm = p.shape().len() == 1 && names.contains(format!("{stem}.bias").as_str());
             let by_name = name.contains("bias")
                 || name.contains("layernorm")
                 || name.contains("rmsnorm")

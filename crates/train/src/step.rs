@@ -4,7 +4,9 @@ use omnigrpo_data::RecordedRewards;
 use omnigrpo_grpo::{
     AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate,
 };
-use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample};
+use omnigrpo_models::{
+    FeatureGradients, Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample,
+};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
@@ -49,8 +51,10 @@ pub struct Rollouts {
     pub rows: Vec<PreparedRow>,
     /// Completions of each row.
     pub completions: Vec<Vec<Completion>>,
-    /// Features of each row's media, by the weights that sampled.
+    /// Features of each row's media.
     features: Vec<Vec<Features>>,
+    /// Whether the weights have changed since the features were computed.
+    updated: bool,
     /// Every reward of every completion, prompt-major.
     pub rewards: RewardMatrix,
     /// Advantage of each completion, prompt-major.
@@ -229,7 +233,7 @@ fn assemble(
         advantage::advantages(&rewards.total, group, kind, alpha)?
     };
     let reference = vec![Vec::new(); rows.len()];
-    Ok(Rollouts { rows, completions, features, rewards, advantages, old, reference })
+    Ok(Rollouts { rows, completions, features, updated: false, rewards, advantages, old, reference })
 }
 
 /// One optimizer update from scored rollouts.
@@ -262,10 +266,15 @@ pub fn update(
         .collect();
     sums.add_rewards(&named, &rollouts.rewards.total, &rollouts.advantages)?;
 
+    if rollouts.updated && model.trains_media() {
+        rollouts.features = timed(timer, "encode", || encode_again(model, rollouts))?;
+    }
     let group = algorithm.num_generations;
     let mut pass = Pass {
         model,
         reference,
+        reference_features: vec![None; rollouts.rows.len()],
+        gradients: FeatureGradients::default(),
         algorithm,
         sums,
         gap: Gap::default(),
@@ -291,8 +300,13 @@ pub fn update(
             pass.run(&stream, rollouts, &normalizer, timer)?;
         }
     }
-    let Pass { sums, gap, num_tokens, new_old, on_policy, .. } = pass;
+    let Pass { sums, gap, num_tokens, new_old, on_policy, gradients, .. } = pass;
+    let prompts: Vec<&Prompt> = rollouts.rows.iter().map(|row| row.prompt.as_ref()).collect();
+    timed(timer, "backward", || {
+        model.backward_media(&prompts, &rollouts.features, gradients, algorithm.recompute)
+    })?;
     let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
+    rollouts.updated = true;
     if on_policy {
         rollouts.old = Some(new_old);
     }
@@ -309,6 +323,10 @@ pub fn update(
 struct Pass<'a> {
     model: &'a Model,
     reference: Option<&'a Model>,
+    /// Features of each row's media as the reference sees them, once they were needed.
+    reference_features: Vec<Option<Vec<Features>>>,
+    /// Of all streams so far, by row: media go back through the tower once, after the last stream.
+    gradients: FeatureGradients,
     algorithm: &'a Algorithm,
     sums: MetricSums,
     gap: Gap,
@@ -350,28 +368,17 @@ impl Pass<'_> {
             .collect();
         let stream = PackedStream::new(&groups)?;
         self.num_tokens += stream.rows() as u64;
-        let prompts: Vec<&Prompt> = parts.iter().map(|p| rows[p.group].prompt.as_ref()).collect();
         let features: Vec<Vec<Features>> = parts.iter().map(|p| rollouts.features[p.group].clone()).collect();
         let temperature = self.algorithm.sampling.scoring_temperature();
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {
             Some(reference) => Some(timed(timer, "reference", || {
-                let cached = &mut rollouts.reference;
-                reference_logprobs(
-                    reference,
-                    self.model,
-                    &stream,
-                    parts,
-                    &prompts,
-                    &features,
-                    temperature,
-                    cached,
-                )
+                self.reference_logprobs(reference, &stream, parts, rollouts, temperature)
             })?),
             None => None,
         };
         let pass = timed(timer, "forward", || {
-            self.model.train_pass(&stream, &prompts, &features, temperature, self.algorithm.recompute)
+            self.model.train_pass(&stream, &features, temperature, self.algorithm.recompute)
         })?;
         let old: Option<Vec<f64>> = rollouts.old.as_ref().map(|old| {
             let tokens = parts.iter().flat_map(|p| p.completions.clone().flat_map(|c| &old[p.group][c]));
@@ -401,8 +408,51 @@ impl Pass<'_> {
         self.record(parts, rollouts, &pass.logprobs);
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
-        timed(timer, "backward", || pass.backward(&narrow(&out.dlogp), dentropy.as_deref()))?;
+        timed(timer, "backward", || {
+            let groups: Vec<usize> = parts.iter().map(|p| p.group).collect();
+            let gradients = pass.backward(&narrow(&out.dlogp), dentropy.as_deref())?;
+            self.gradients.add(gradients, &groups)
+        })?;
         Ok(())
+    }
+
+    /// Reference log-probabilities of a stream's tokens, computed at the first update of a rollout and kept for the rest.
+    fn reference_logprobs(
+        &mut self,
+        reference: &Model,
+        stream: &PackedStream,
+        parts: &[Part],
+        rollouts: &mut Rollouts,
+        temperature: f32,
+    ) -> Result<Vec<f64>> {
+        let known = parts.iter().all(|p| rollouts.reference[p.group].len() > p.completions.end - 1);
+        if !known {
+            let mut own = Vec::with_capacity(parts.len());
+            for part in parts {
+                let slot = &mut self.reference_features[part.group];
+                if slot.is_none() {
+                    let prompt = &rollouts.rows[part.group].prompt;
+                    let features = &rollouts.features[part.group];
+                    *slot = Some(reference_features(reference, self.model, prompt, features)?);
+                }
+                own.push(slot.clone().unwrap_or_default());
+            }
+            let (logprobs, _) = reference.score(stream, &own, temperature)?;
+            let mut at = 0;
+            for (part, lengths) in parts.iter().zip(lengths_by_part(parts, stream.lengths())) {
+                let list = &mut rollouts.reference[part.group];
+                list.resize(list.len().max(part.completions.end), Vec::new());
+                for (c, len) in part.completions.clone().zip(lengths) {
+                    list[c] = logprobs[at..at + len].to_vec();
+                    at += len;
+                }
+            }
+        }
+        Ok(parts
+            .iter()
+            .flat_map(|p| p.completions.clone().flat_map(|c| &rollouts.reference[p.group][c]))
+            .map(|&x| f64::from(x))
+            .collect())
     }
 
     /// Completions that need no pass through the model: their loss is 0, and their log-probabilities are the rollout's
@@ -448,37 +498,27 @@ impl Pass<'_> {
     }
 }
 
-/// Reference log-probabilities of a stream's tokens, computed at the first update of a rollout and kept for the rest.
-#[allow(clippy::too_many_arguments)]
-fn reference_logprobs(
-    reference: &Model,
-    policy: &Model,
-    stream: &PackedStream,
-    parts: &[Part],
-    prompts: &[&Prompt],
-    features: &[Vec<Features>],
-    temperature: f32,
-    cached: &mut [Vec<Vec<f32>>],
-) -> Result<Vec<f64>> {
-    let known = parts.iter().all(|p| cached[p.group].len() > p.completions.end - 1);
-    if !known {
-        let own = reference_features(reference, policy, prompts, features)?;
-        let (logprobs, _) = reference.score(stream, &own, temperature)?;
-        let mut at = 0;
-        for (part, lengths) in parts.iter().zip(lengths_by_part(parts, stream.lengths())) {
-            let list = &mut cached[part.group];
-            list.resize(list.len().max(part.completions.end), Vec::new());
-            for (c, len) in part.completions.clone().zip(lengths) {
-                list[c] = logprobs[at..at + len].to_vec();
-                at += len;
-            }
-        }
-    }
-    Ok(parts
+/// Features after an update: through the tower again where it is trained, else through the projector alone.
+fn encode_again(model: &Model, rollouts: &Rollouts) -> Result<Vec<Vec<Features>>> {
+    use omnigrpo_ops::Part::{Audio, Vision};
+    let towers = model.trains(Vision) || model.trains(Audio);
+    rollouts
+        .rows
         .iter()
-        .flat_map(|p| p.completions.clone().flat_map(|c| &cached[p.group][c]))
-        .map(|&x| f64::from(x))
-        .collect())
+        .zip(&rollouts.features)
+        .map(
+            |(row, old)| {
+                if towers { Ok(model.encode_prompt(&row.prompt)?) } else { project(model, &row.prompt, old) }
+            },
+        )
+        .collect()
+}
+
+fn project(model: &Model, prompt: &Prompt, features: &[Features]) -> Result<Vec<Features>> {
+    let each = prompt.media.iter().zip(features);
+    Ok(each
+        .map(|(m, f)| model.project(&f.tower, m, &prompt.instruction))
+        .collect::<omnigrpo_models::Result<_>>()?)
 }
 
 /// Features as the reference sees them: the policy's where tower and projector are the same weights, the tower's output
@@ -486,22 +526,13 @@ fn reference_logprobs(
 fn reference_features(
     reference: &Model,
     policy: &Model,
-    prompts: &[&Prompt],
-    features: &[Vec<Features>],
-) -> Result<Vec<Vec<Features>>> {
-    use omnigrpo_ops::Part::{Audio, Projector, Vision};
-    if policy.trains(Vision) || policy.trains(Audio) {
-        return prompts.iter().map(|p| Ok(reference.encode_prompt(p)?)).collect();
+    prompt: &Prompt,
+    features: &[Features],
+) -> Result<Vec<Features>> {
+    if policy.trains_tower() {
+        return Ok(reference.encode_prompt(prompt)?);
     }
-    if !policy.trains(Projector) {
-        return Ok(features.to_vec());
-    }
-    let mut out = Vec::with_capacity(prompts.len());
-    for (prompt, features) in prompts.iter().zip(features) {
-        let own = prompt.media.iter().zip(features).map(|(m, f)| reference.project(&f.tower, m));
-        out.push(own.collect::<omnigrpo_models::Result<Vec<_>>>()?);
-    }
-    Ok(out)
+    if policy.trains_projection() { project(reference, prompt, features) } else { Ok(features.to_vec()) }
 }
 
 fn lengths_by_part<'a>(parts: &'a [Part], lengths: &'a [usize]) -> impl Iterator<Item = &'a [usize]> {
@@ -561,20 +592,17 @@ pub fn imitate(
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
         let features = timed(timer, "encode", || {
-            // A trained tower or projector runs on its own tape instead.
-            use omnigrpo_ops::Part::{Audio, Projector, Vision};
-            if model.trains(Vision) || model.trains(Audio) || model.trains(Projector) {
-                return Ok(Vec::new());
-            }
             prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()
         })?;
-        let pass = timed(timer, "forward", || {
-            model.train_pass(&stream, &prompts, &features, 1.0, algorithm.recompute)
-        })?;
+        let pass =
+            timed(timer, "forward", || model.train_pass(&stream, &features, 1.0, algorithm.recompute))?;
         loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
         entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
         let dlogp = vec![-weight as f32; stream.num_targets()];
-        timed(timer, "backward", || pass.backward(&dlogp, None))?;
+        timed(timer, "backward", || {
+            let gradients = pass.backward(&dlogp, None)?;
+            model.backward_media(&prompts, &features, gradients, algorithm.recompute)
+        })?;
     }
     let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
     Ok(ImitationOutcome {

@@ -12,14 +12,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
 use omnigrpo_observe::{Console, PhaseTimer};
-use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
+use omnigrpo_rewards::{Measures, Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamW, AdamWConfig, EvalPlan, EvalWhen, Objective, PreparedRow, ResumeFrom, SaveWhen, Selection,
-    TrainError, TrainSetup, step, train,
+    AdamW, AdamWConfig, EvalPlan, EvalWhen, Making, Objective, PreparedRow, ResumeFrom, RowSource, SaveWhen,
+    Selection, TrainError, TrainSetup, step, train,
 };
 use serde_json::{Value, json};
 use setup::{
@@ -168,7 +169,8 @@ fn what_is_frozen_stays_to_the_bit() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(2);
-    setup.selection = Selection { llm: false, projector: true, towers: false, patterns: Vec::new() };
+    setup.selection =
+        Selection { llm: false, projector: true, towers: false, instruction: false, patterns: Vec::new() };
     run(setup).unwrap();
     let (before, after) = (
         tensors(&checkpoint(NAME).join("model.safetensors")),
@@ -498,6 +500,11 @@ fn a_broken_row_is_skipped_replaced_and_recorded() {
     assert_eq!(skipped.len(), 1, "{skipped:?}");
     assert_eq!(skipped[0]["id"], "colour-2");
     assert!(skipped[0]["reason"].as_str().unwrap().contains("2.png"), "{skipped:?}");
+    // The next row in order takes its place in the same step.
+    let step = number(&skipped[0], "step") as u64;
+    let drawn = lines(&out.join(format!("rollouts/step-{step:06}.jsonl")));
+    let replacement = &skipped[0]["replaced_by"];
+    assert!(drawn.iter().any(|line| line["id"] == *replacement), "{skipped:?}");
     let found = number(&skipped[0], "step");
     let rows = lines(&out.join("metrics.jsonl"));
     assert_eq!(rows.len(), 4);
@@ -618,9 +625,11 @@ fn the_reference_sees_the_medium() {
             std::fs::write(&file, format!("{row}\n")).unwrap();
             let setup = setup::setup(NAME, &file, &golden(""), dir.path());
             let model = &setup.model;
-            Selection { llm, projector, towers, patterns: Vec::new() }.apply(model).unwrap();
+            Selection { llm, projector, towers, instruction: false, patterns: Vec::new() }
+                .apply(model)
+                .unwrap();
             let reference = model.reference().unwrap();
-            for param in model.params().iter().filter(|p| p.trainable() && p.value().rank() == 2) {
+            for param in model.params().iter().filter(|p| p.trainable() && p.shape().len() == 2) {
                 param.update_f32(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
             }
             let rows = prepared(&setup);
@@ -825,8 +834,10 @@ fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
         rows: vec![0, 1, 4],
         num_generations: 1,
         sampling: SamplingParams { temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() },
+        batch_rows: 2,
         max_live: 8,
         category: None,
+        measures: Measures::default(),
     });
     // Every evaluation is worse than the one before.
     let calls = AtomicU64::new(0);
@@ -876,4 +887,58 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
         lines(&place.out("run").join("metrics.jsonl")).iter().map(|row| number(row, "loss")).collect();
     assert!((losses[0] - expected).abs() <= 1e-5 * expected, "{} for {expected}", losses[0]);
     assert!(losses[7] < 0.7 * losses[0], "{losses:?}");
+}
+
+/// A trained tower sees a medium once for the rollout, once in the backward pass and once as the reference, also where a
+/// group is cut into several streams; a frozen one once in all.
+#[test]
+fn a_medium_goes_through_the_tower_once_per_pass() {
+    let place = Place::new();
+    for (towers, policy_runs, reference_runs) in [(true, 2, 1), (false, 1, 0)] {
+        let mut setup = place.setup("towers");
+        // A prompt with one completion at a time.
+        setup.algorithm.max_stream_tokens = 16;
+        setup.algorithm.sampling.min_completion_length = 8;
+        Selection { towers, ..EVERYTHING }.apply(&setup.model).unwrap();
+        let rows = prepared(&setup);
+        let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
+        assert!(media > 0);
+        let reference = setup.model.reference().unwrap();
+        let mut adamw = AdamW::new(optimizer(), setup.model.params());
+        let mut timer = PhaseTimer::start(Instant::now());
+        let (model, prompts) = (&setup.model, &setup.prompts);
+        let mut rollouts =
+            step::collect(model, prompts, &setup.rewards, &setup.algorithm, rows, 0, &mut timer, &mut || {})
+                .unwrap();
+        step::update(model, Some(&reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
+            .unwrap();
+        let runs = (model.tower_runs(), reference.tower_runs());
+        assert_eq!(runs, (policy_runs * media as u64, reference_runs * media as u64), "towers {towers}");
+    }
+}
+
+/// Rows made ahead on another thread are the rows that would have been made, in the same order, with the same skips.
+#[test]
+fn rows_made_ahead_change_nothing() {
+    let place = with_a_broken_row();
+    let source = || {
+        let setup = place.setup("ahead");
+        let order = Order::new(setup.rows, 1, true, BTreeSet::new());
+        RowSource::new(setup.dataset, order, setup.prompts, setup.run.skip)
+    };
+    let (mut plain, mut ahead) = (source(), source());
+    for round in 0..6 {
+        let expected = plain.draw(2).unwrap();
+        let drawn = ahead.draw(2).unwrap();
+        let ids = |rows: &[PreparedRow]| rows.iter().map(|r| r.sample.id.clone()).collect::<Vec<_>>();
+        assert_eq!(ids(&drawn), ids(&expected), "round {round}");
+        assert!(drawn.iter().zip(&expected).all(|(a, b)| a.prompt == b.prompt));
+        assert_eq!(ahead.take_skipped(), plain.take_skipped());
+        assert_eq!(ahead.order().state(), plain.order().state());
+        let before = ahead.order().state().clone();
+        ahead.prepare_ahead(2, Making::Prompt);
+        assert_eq!(*ahead.order().state(), before, "what is made ahead is not drawn yet");
+    }
+    assert_eq!(plain.num_skipped(), 1);
+    assert!(ahead.take_ahead_time() > std::time::Duration::ZERO);
 }

@@ -10,25 +10,31 @@ use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
 use crate::sample::{MediumOptions, MediumRef, MediumSource, Segments};
 
+#[derive(Clone)]
 struct Item {
     kind: MediumKind,
     source: MediumSource,
     options: MediumOptions,
 }
 
-/// Turns with their media in place, and the media in the order of their mention per kind.
+/// Turns with their media in place, and the media in the order of their mention per kind. A row that mentions sound and
+/// lists none means that of its videos; with `hear_videos` a row that does not even mention it does.
 pub(super) fn place(
     raw: Vec<RawTurn>,
     columns: &Map<String, Value>,
     resolver: &Resolver,
+    hear_videos: bool,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
     let mut listed = Vec::new();
     for kind in KINDS {
         listed.push(listed_media(kind, columns, resolver)?);
     }
+    if listed[2].is_empty() && mentions_sound(&raw) {
+        listed[2] = sounds(&videos(&raw, &listed[1], resolver)?);
+    }
     let counts = MediaCounts { images: listed[0].len(), videos: listed[1].len(), audios: listed[2].len() };
 
-    let (turns, mut items) = if raw.iter().any(|turn| matches!(turn.content, Content::Typed(_))) {
+    let (mut turns, mut items) = if raw.iter().any(|turn| matches!(turn.content, Content::Typed(_))) {
         place_typed(raw, listed, resolver)?
     } else {
         let texts: Vec<_> = raw
@@ -41,6 +47,9 @@ pub(super) fn place(
         (split_conversation(&texts, counts)?, listed.into_iter().flatten().collect())
     };
 
+    if hear_videos && items.iter().all(|item| item.kind != MediumKind::Audio) {
+        hear(&mut turns, &mut items);
+    }
     if !items.is_empty() {
         let row_options = options(columns, "")?;
         for item in &mut items {
@@ -54,6 +63,71 @@ pub(super) fn place(
     let media =
         items.into_iter().map(|Item { kind, source, options }| MediumRef { kind, source, options }).collect();
     Ok((turns, media))
+}
+
+/// Whether a user turn has a place for sound that brings no file of its own.
+fn mentions_sound(raw: &[RawTurn]) -> bool {
+    raw.iter().filter(|turn| turn.role == Role::User).any(|turn| match &turn.content {
+        Content::Text(text) => text.contains("<audio>"),
+        Content::Typed(parts) => {
+            parts.iter().any(|part| matches!(part, RawPart::Medium { kind: MediumKind::Audio, own: None }))
+        }
+    })
+}
+
+/// The videos of a row in the order of the conversation: of typed parts with files of their own, and of the columns.
+fn videos(raw: &[RawTurn], listed: &[Item], resolver: &Resolver) -> Result<Vec<Item>, RowProblem> {
+    let mut waiting = listed.iter();
+    let mut videos = Vec::new();
+    for (number, turn) in raw.iter().enumerate() {
+        let Content::Typed(parts) = &turn.content else { continue };
+        for part in parts {
+            match part {
+                RawPart::Medium { kind: MediumKind::Video, own: Some(map) } => {
+                    let place = format!("turn {number}, video part");
+                    videos.push(item(MediumKind::Video, &Value::Object(map.clone()), &place, resolver)?);
+                }
+                RawPart::Medium { kind: MediumKind::Video, own: None } => {
+                    videos.extend(waiting.next().cloned())
+                }
+                _ => {}
+            }
+        }
+    }
+    if videos.is_empty() { Ok(listed.to_vec()) } else { Ok(videos) }
+}
+
+/// The sound of those videos that are files; frames have none.
+fn sounds(videos: &[Item]) -> Vec<Item> {
+    let files = videos.iter().filter(|video| has_sound(video));
+    files.map(|video| Item { kind: MediumKind::Audio, ..video.clone() }).collect()
+}
+
+fn has_sound(video: &Item) -> bool {
+    matches!(&video.source, MediumSource::Path(path) if !path.is_dir())
+}
+
+/// Puts the sound of every video file behind it, on a line of its own.
+fn hear(turns: &mut [Turn], items: &mut Vec<Item>) {
+    let videos: Vec<Item> = items.iter().filter(|item| item.kind == MediumKind::Video).cloned().collect();
+    let mut next = 0;
+    for turn in turns {
+        let mut parts = Vec::with_capacity(turn.parts.len());
+        for part in std::mem::take(&mut turn.parts) {
+            let heard = match part {
+                Part::Medium { kind: MediumKind::Video, index } => videos.get(index).is_some_and(has_sound),
+                _ => false,
+            };
+            parts.push(part);
+            if heard {
+                parts.push(Part::Text("\n".to_owned()));
+                parts.push(Part::Medium { kind: MediumKind::Audio, index: next });
+                next += 1;
+            }
+        }
+        turn.parts = parts;
+    }
+    items.extend(sounds(&videos));
 }
 
 /// The media of a kind that the row's columns list.

@@ -7,14 +7,14 @@
 //! | --- | --- |
 //! | `image`, `images`, `video`, `videos`, `audio`, `audios` | a path, or a list of paths, one per placeholder; an entry may be an object with `path` (or the kind's name) and options of its own |
 //! | `video` as a list of lists, or as a list of still images | clips given as frames |
-//! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row |
+//! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row; the part of a clip in seconds is also the part that is heard |
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
 //! | `solution`, else `answer`, else the final assistant turn | the ground truth, verbatim |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
 //!
 //! In plain text of user turns `<image>`, `<video>`, `<audio>` mark where media go. In a conversation with typed parts
 //! text is literal, and parts without a path of their own take the next medium of the columns. Media that nothing mentions go before the text
-//! of the first user turn. Assistant turns before the first user turn are dropped, as the source loaders do.
+//! of the first user turn. Sound that is mentioned and not listed is that of the videos. Assistant turns before the first user turn are dropped, as the source loaders do.
 
 mod media;
 mod recorded;
@@ -93,6 +93,7 @@ pub(crate) struct Context<'a> {
     pub(crate) template: &'static QuestionTemplate,
     pub(crate) think: ThinkMode,
     pub(crate) columns: &'a Map<String, Value>,
+    pub(crate) use_audio_in_video: bool,
 }
 
 /// A turn as it stands in the row.
@@ -150,7 +151,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
     }
 
-    let (mut turns, media) = media::place(raw, &columns, context.resolver)?;
+    let (mut turns, media) = media::place(raw, &columns, context.resolver, context.use_audio_in_video)?;
     let said = turns.last().into_iter().flat_map(|turn| &turn.parts).any(|part| match part {
         Part::Text(text) => !text.trim().is_empty(),
         Part::Medium { .. } => true,

@@ -170,6 +170,26 @@ impl AttentionLayout {
         Ok(())
     }
 
+    /// The same pattern for some of the query rows only: the others are in no range, and kernels leave them alone. `rows`
+    /// ascend.
+    #[must_use]
+    pub fn only(&self, rows: &[usize]) -> Self {
+        let mut ranges = Vec::new();
+        for range in &self.ranges {
+            let first = rows.partition_point(|&row| row < range.queries.start);
+            let last = rows.partition_point(|&row| row < range.queries.end);
+            for run in rows[first..last.max(first)].chunk_by(|a, b| a + 1 == *b) {
+                let queries = run[0]..run[run.len() - 1] + 1;
+                let mut keys = range.keys.clone();
+                if let Some(last) = keys.last_mut() {
+                    last.end = last.start + range.seen_of_last(queries.end - 1 - range.queries.start);
+                }
+                ranges.push(QueryRange { queries, keys, causal: range.causal });
+            }
+        }
+        Self { ranges }
+    }
+
     /// Number of query-key pairs; the forward pass costs `4 · head_dim` floating-point operations per pair and head.
     #[must_use]
     pub fn pairs(&self) -> u64 {
@@ -201,6 +221,21 @@ mod tests {
         assert_eq!(layout.validate(9, 9), Ok(()));
         assert_eq!(AttentionLayout::prefix_suffixes(2, &[1, 3]).ranges, layout.ranges[..3]);
         assert_eq!(AttentionLayout::full_blocks(&[2, 1]).ranges[1].keys, vec![2..3]);
+    }
+
+    #[test]
+    fn some_rows_see_what_they_saw() {
+        let layout = AttentionLayout::groups(&[(4, vec![3]), (1, vec![2])]);
+        let some = layout.only(&[2, 3, 5, 8, 9]);
+        let expected = [(2..4, vec![0..4]), (5..6, vec![0..4, 4..6]), (8..10, vec![7..8, 8..10])];
+        assert_eq!(some.ranges.len(), expected.len());
+        for (range, (queries, keys)) in some.ranges.iter().zip(expected) {
+            assert_eq!((&range.queries, &range.keys, range.causal), (&queries, &keys, true));
+        }
+        // 3 + 4, 4 + 2, (1 + 1) + (1 + 2).
+        assert_eq!(some.pairs(), 18);
+        assert_eq!(layout.only(&(0..10).collect::<Vec<_>>()).ranges, layout.ranges);
+        assert_eq!(layout.only(&[]).ranges, []);
     }
 
     #[test]

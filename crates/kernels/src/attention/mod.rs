@@ -21,6 +21,7 @@ pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
 use crate::microkernel::Product;
 use crate::parallel::Shared;
+use crate::profile::{Op, span};
 use crate::simd::{Simd, exp, load, select, store};
 
 /// Lanes processed together, unless one key head has more query heads.
@@ -374,6 +375,7 @@ pub fn forward(
     shape: Shape,
     scale: f32,
 ) {
+    let _span = span(Op::Attention, || work(layout, shape, 4));
     debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
     let call = Call { q, k, v, shape, scale };
     let (out, lse) = (Shared::new(out), Shared::new(lse));
@@ -410,9 +412,23 @@ pub fn forward_decode(
     shape: Shape,
     scale: f32,
 ) {
+    let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
     let rows = layout.ranges.iter().map(|range| range.queries.end).max().unwrap_or(0);
     let mut lse = vec![0.0; rows * shape.q_heads];
     forward(out, &mut lse, q, k, v, layout, shape, scale);
+}
+
+/// Useful operations of a call, and the bytes of its rows.
+fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usize) {
+    let Shape { q_heads, kv_heads, head_dim: d } = shape;
+    let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
+    // A key range that several queries share, a prefix, is read once.
+    let mut seen: Vec<_> = layout.ranges.iter().flat_map(|r| &r.keys).map(|k| (k.start, k.end)).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    let keys: usize = seen.iter().map(|(start, end)| end - start).sum();
+    let flops = layout.pairs() as usize * q_heads * d * per_pair;
+    (flops, 4 * d * per_pair / 2 * (queries * q_heads + keys * kv_heads))
 }
 
 /// Where [`backward`] writes.
@@ -599,6 +615,7 @@ pub fn backward(
     shape: Shape,
     scale: f32,
 ) {
+    let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     for row in dqkv.chunks_mut(stride.max(1)) {
         for (col, width) in [(q_col, q_heads * d), (k_col, kv_heads * d), (v_col, kv_heads * d)] {

@@ -3,19 +3,26 @@
 //! To add one: a folder here with an implementation of [`Family`] and [`Network`], and a row in [`FAMILIES`]. The
 //! loader, the parity suite and the documentation iterate the table.
 
+pub(crate) mod frames;
+pub mod humanomni;
+pub mod internvl;
 pub mod qwen_vl;
+pub mod sound;
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
+use omnigrpo_media::audio::probe_audio;
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_media::{Limits, VideoSource, probe_image, probe_video};
-use omnigrpo_ops::Segments;
-use omnigrpo_text::{MediumKind, MediumTokens, Span};
+use omnigrpo_media::{Limits, MediaError, VideoSource, probe_image, probe_video};
+use omnigrpo_ops::{Param, Segments};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, Turn};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use serde_json::{Map, Value};
 
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, Position};
@@ -56,6 +63,30 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["Qwen2_5_VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::QwenVl::open(dir, json, qwen_vl::Generation::Qwen25),
     },
+    FamilyRow {
+        name: "internvl",
+        doc: "InternVL2, 2.5, 3 and Vintern on Qwen2, as published for their own code: tiles, videos as frames",
+        source: "arXiv 2412.05271, 2504.10479; OpenGVLab/InternVL internvl_chat",
+        model_types: &["internvl_chat"],
+        architectures: &["InternVLChatModel"],
+        open: |dir, json| internvl::InternVl::open(dir, json, internvl::Layout::Original),
+    },
+    FamilyRow {
+        name: "internvl_hf",
+        doc: "the same models as published for transformers",
+        source: "transformers models/internvl",
+        model_types: &["internvl"],
+        architectures: &["InternVLForConditionalGeneration"],
+        open: |dir, json| internvl::InternVl::open(dir, json, internvl::Layout::Hf),
+    },
+    FamilyRow {
+        name: "humanomni",
+        doc: "HumanOmni and R1-Omni: video, sound and text, features steered by the question",
+        source: "arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni, HumanMLLM/R1-Omni",
+        model_types: &["HumanOmni_qwen2"],
+        architectures: &["HumanOmniQwen2ForCausalLM"],
+        open: humanomni::HumanOmni::open,
+    },
 ];
 
 /// How frames of a video are chosen where the row does not say.
@@ -75,6 +106,16 @@ pub enum FrameRule {
     },
 }
 
+/// What a video without an audio track gives where its sound is asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MissingAudio {
+    /// An error: the row is bad.
+    #[default]
+    Error,
+    /// Silence.
+    Silence,
+}
+
 /// How media are read where a row does not say otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediaSettings {
@@ -88,6 +129,12 @@ pub struct MediaSettings {
     pub dynamic_sample: bool,
     /// Keys the draw.
     pub seed: u64,
+    /// What a file without sound gives.
+    pub missing_audio: MissingAudio,
+    /// What one medium may cost.
+    pub limits: Limits,
+    /// Most tiles of an image, for families that tile. What is open follows the checkpoint.
+    pub max_tiles: Option<u32>,
 }
 
 impl Default for MediaSettings {
@@ -98,6 +145,9 @@ impl Default for MediaSettings {
             rule: FrameRule::Qwen,
             dynamic_sample: false,
             seed: 0,
+            missing_audio: MissingAudio::default(),
+            limits: Limits::default(),
+            max_tiles: None,
         }
     }
 }
@@ -116,15 +166,15 @@ impl MediaSettings {
     }
 }
 
-/// Reads what a medium's header says. Depends on the source alone.
+/// Reads what a medium's header says. Depends on the source alone. A file without an audio track has no sample rate; whether
+/// that is an error is for [`Family::plan`] to say.
 ///
 /// # Errors
-/// An unreadable medium, with its path.
-pub fn probe_medium(medium: &MediumRef) -> Result<MediumInfo> {
-    let limits = Limits::default();
+/// An unreadable medium, or one over a limit, with its path.
+pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
     match (medium.kind, &medium.source) {
         (MediumKind::Image, MediumSource::Path(path)) => {
-            let info = probe_image(path, &limits)?;
+            let info = probe_image(path, limits)?;
             Ok(MediumInfo {
                 width_px: Some(info.width_px),
                 height_px: Some(info.height_px),
@@ -137,7 +187,7 @@ pub fn probe_medium(medium: &MediumRef) -> Result<MediumInfo> {
                 MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
                 MediumSource::Url(url) => return Err(no_url(url)),
             };
-            let info = probe_video(&source, None, &limits)?;
+            let info = probe_video(&source, None, limits)?;
             Ok(MediumInfo {
                 width_px: Some(info.width_px),
                 height_px: Some(info.height_px),
@@ -147,25 +197,107 @@ pub fn probe_medium(medium: &MediumRef) -> Result<MediumInfo> {
                 sample_rate_hz: None,
             })
         }
+        (MediumKind::Audio, MediumSource::Path(path)) => match probe_audio(path, limits) {
+            Ok(info) => Ok(MediumInfo {
+                duration_secs: info.duration_s,
+                sample_rate_hz: Some(info.sample_rate_hz),
+                ..MediumInfo::default()
+            }),
+            Err(MediaError::NoAudioTrack { .. }) => Ok(MediumInfo::default()),
+            Err(error) => Err(error.into()),
+        },
         (_, MediumSource::Url(url)) => Err(no_url(url)),
         (kind, _) => Err(ModelError::prompt(format!("no family here reads this kind of {kind}"))),
     }
 }
 
-fn no_url(url: &str) -> ModelError {
+pub(crate) fn no_url(url: &str) -> ModelError {
     ModelError::prompt(format!("{url}: media by URL are not read; download the file first"))
 }
 
-/// A medium, decoded and resized: the input of a tower.
+/// What the numbers of a prepared medium are. Each family makes and reads the shapes of its own towers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MediumShape {
+    /// Rows of vision patches, `[t · h · w, patch_len]`.
+    Patches(PatchGrid),
+    /// Pictures of one size, `[count, 3, height, width]`: the tiles of an image, the frames of a video.
+    Pictures {
+        /// How many.
+        count: usize,
+        /// Of each, px.
+        height_px: usize,
+        /// Of each, px.
+        width_px: usize,
+    },
+    /// A log-mel spectrogram, `[mels, frames]`.
+    Mel {
+        /// Frequency bands.
+        mels: usize,
+        /// Steps in time.
+        frames: usize,
+    },
+}
+
+impl MediumShape {
+    /// The grid of [`Self::Patches`].
+    ///
+    /// # Errors
+    /// Another shape.
+    pub fn patches(&self) -> Result<PatchGrid> {
+        match self {
+            Self::Patches(grid) => Ok(*grid),
+            other => Err(ModelError::prompt(format!("this tower reads patches, the medium is {other}"))),
+        }
+    }
+
+    /// Count, height and width of [`Self::Pictures`].
+    ///
+    /// # Errors
+    /// Another shape.
+    pub fn pictures(&self) -> Result<[usize; 3]> {
+        match self {
+            Self::Pictures { count, height_px, width_px } => Ok([*count, *height_px, *width_px]),
+            other => Err(ModelError::prompt(format!("this tower reads pictures, the medium is {other}"))),
+        }
+    }
+
+    /// Bands and frames of [`Self::Mel`].
+    ///
+    /// # Errors
+    /// Another shape.
+    pub fn mel(&self) -> Result<[usize; 2]> {
+        match self {
+            Self::Mel { mels, frames } => Ok([*mels, *frames]),
+            other => Err(ModelError::prompt(format!("this tower reads spectrograms, the medium is {other}"))),
+        }
+    }
+}
+
+impl fmt::Display for MediumShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Patches(grid) => {
+                write!(f, "{}×{}×{} patches (time × height × width)", grid.t, grid.h, grid.w)
+            }
+            Self::Pictures { count, height_px, width_px } => {
+                write!(f, "{count} × {height_px}×{width_px} px (pictures, height × width)")
+            }
+            Self::Mel { mels, frames } => write!(f, "{mels}×{frames} log-mel (bands × frames)"),
+        }
+    }
+}
+
+/// A medium, decoded and resized: the input of a tower. The sound of a clip is a medium of its own, since another tower
+/// reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediumInput {
-    /// Image or video.
+    /// Image, video or audio.
     pub kind: MediumKind,
-    /// Patch rows `[t · h · w, patch_len]`.
-    pub patches: Vec<f32>,
-    /// In patches.
-    pub grid: PatchGrid,
-    /// Seconds from one temporal patch to the next; 0 for an image.
+    /// What `data` holds.
+    pub shape: MediumShape,
+    /// The numbers, normalised as the tower expects them.
+    pub data: Vec<f32>,
+    /// Seconds from one temporal patch to the next; 0 where the family has none.
     pub seconds_per_grid: f64,
     /// Times of the frames in the clip, seconds; empty for an image.
     pub frame_times_secs: Vec<f64>,
@@ -174,14 +306,38 @@ pub struct MediumInput {
 /// What a medium will become, known from its header alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediumPlan {
-    /// Image or video.
+    /// Image, video or audio.
     pub kind: MediumKind,
-    /// In patches.
-    pub grid: PatchGrid,
-    /// Tokens in the prompt.
+    /// What it will be prepared to.
+    pub shape: MediumShape,
+    /// Tokens in the prompt, counting features only.
     pub tokens: usize,
     /// Times of the frames that will be read, seconds.
     pub frame_times_secs: Vec<f64>,
+}
+
+/// A checkpoint in another layout than it was loaded in.
+pub struct Converted {
+    /// The weights under their names there.
+    pub params: Vec<Arc<Param>>,
+    /// `config.json`.
+    pub config: Value,
+    /// Files to write, by name.
+    pub files: Vec<(&'static str, String)>,
+    /// Files of the old layout that are not copied.
+    pub left_out: &'static [&'static str],
+}
+
+/// A tower whose weights may be in a directory of its own.
+pub struct Companion {
+    /// That directory, if one was found.
+    pub dir: Option<PathBuf>,
+    /// The flag that gives it.
+    pub flag: &'static str,
+    /// What its tensors are called in the checkpoint, before [`Self::published`].
+    pub prefix: &'static str,
+    /// The name of a tensor of that directory below the prefix, or `None` for what is not part of the tower.
+    pub published: fn(&str) -> Option<String>,
 }
 
 /// A model family with the configuration of one checkpoint, without weights.
@@ -198,6 +354,25 @@ pub trait Family: Send + Sync {
     /// The published name of a tensor in a file, or `None` for keys that are no weights.
     fn published_name(&self, key: &str) -> Option<String>;
 
+    /// Whether these settings can be followed; checked once, before any medium is read.
+    ///
+    /// # Errors
+    /// A setting that would have no effect.
+    fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
+        match settings.max_tiles {
+            Some(_) => Err(ModelError::prompt(format!(
+                "max_anyres_num has no effect on {}, which does not cut images into tiles; remove it and set max_pixels",
+                self.name()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// A tensor's name, or its module's, in the model class that `transformers` builds; adapters are saved under it.
+    fn module_name(&self, published: &str) -> String {
+        published.to_owned()
+    }
+
     /// What a medium will become, given its header (see [`probe_medium`]).
     ///
     /// # Errors
@@ -210,14 +385,80 @@ pub trait Family: Send + Sync {
     /// As [`Self::plan`], and whatever only decoding shows.
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 
-    /// How a medium with this grid appears in the prompt.
-    fn tokens(&self, kind: MediumKind, grid: PatchGrid) -> MediumTokens;
+    /// How a medium of this shape appears in the prompt.
+    ///
+    /// # Errors
+    /// A shape that is not this family's.
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens>;
 
     /// Ids that only media may produce: a completion containing one is plain text.
     fn placeholder_ids(&self) -> Vec<u32>;
 
-    /// Positions of a rendered prompt, and the position of the token after it.
-    fn positions(&self, len: usize, spans: &[Span], media: &[Arc<MediumInput>]) -> (Vec<Position>, u32);
+    /// Positions of a rendered prompt of `len` tokens, and the position of the token after it. Plain counting unless a
+    /// family has axes of its own.
+    ///
+    /// # Errors
+    /// Media whose shape is not this family's.
+    fn positions(
+        &self,
+        len: usize,
+        _spans: &[Span],
+        _media: &[Arc<MediumInput>],
+    ) -> Result<(Vec<Position>, u32)> {
+        Ok(((0..len as u32).map(|p| [p; 3]).collect(), len as u32))
+    }
+
+    /// The conversation as it is rendered: a family may put white space around media that the row does not place.
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
+        turns.to_vec()
+    }
+
+    /// Towers that may be in directories of their own.
+    fn companions(&self) -> Vec<Companion> {
+        Vec::new()
+    }
+
+    /// Adjusts the `config.json` of a saved copy.
+    fn saved_config(&self, _config: &mut Map<String, Value>) {}
+
+    /// What the projector reads of the question (see [`Network::project`]), as ids of a vocabulary of its own. Most
+    /// projectors read nothing of it.
+    ///
+    /// # Errors
+    /// Text that cannot be encoded.
+    fn instruction_ids(&self, _turns: &[Turn]) -> Result<Vec<u32>> {
+        Ok(Vec::new())
+    }
+
+    /// The chat template of the checkpoint in `dir`.
+    ///
+    /// # Errors
+    /// Unreadable files, a template that does not compile.
+    fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
+        Ok(ChatTemplate::from_dir(dir)?)
+    }
+
+    /// Tokens that end a completion, whatever the checkpoint's files say.
+    fn stop_tokens(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// The layout the checkpoint is written in.
+    fn layout(&self) -> &'static str {
+        "hf"
+    }
+
+    /// The checkpoint in `dir` with these weights in another layout.
+    ///
+    /// # Errors
+    /// A layout this family does not have; settings it cannot express.
+    fn convert(&self, _dir: &Path, _params: &[Arc<Param>], layout: &str) -> Result<Converted> {
+        Err(ModelError::prompt(format!(
+            "layout {layout:?}: checkpoints of {} have one layout, {:?}",
+            self.name(),
+            self.layout()
+        )))
+    }
 
     /// The network, with weights from `source`.
     ///
@@ -237,7 +478,8 @@ pub trait Network: Send + Sync {
     /// Input that does not fit the tower.
     fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor>;
 
-    /// Tower output through the projector: features `[tokens, h]` in the order of the prompt.
+    /// Tower output through the projector: features `[tokens, h]` in the order of the prompt. `instruction` is what
+    /// [`Family::instruction_ids`] made of the prompt.
     ///
     /// # Errors
     /// Input that does not fit the projector.
@@ -245,6 +487,7 @@ pub trait Network: Send + Sync {
         &'a self,
         tower: &Tensor,
         medium: &MediumInput,
+        instruction: &[u32],
         tape: Option<&mut Segments<'a>>,
     ) -> Result<Tensor>;
 }
@@ -254,6 +497,14 @@ pub trait Network: Send + Sync {
 /// # Errors
 /// No readable `config.json`, or a model this program does not know.
 pub fn open_family(dir: &Path) -> Result<Arc<dyn Family>> {
+    open_family_with(dir, &Map::new())
+}
+
+/// As [`open_family`], with some keys of `config.json` replaced.
+///
+/// # Errors
+/// As [`open_family`].
+pub fn open_family_with(dir: &Path, overrides: &Map<String, Value>) -> Result<Arc<dyn Family>> {
     let path = dir.join("config.json");
     if !path.is_file() {
         return Err(ModelError::Checkpoint {
@@ -262,7 +513,8 @@ pub fn open_family(dir: &Path) -> Result<Arc<dyn Family>> {
                 .into(),
         });
     }
-    let json = ConfigJson::read(&path)?;
+    let mut json = ConfigJson::read(&path)?;
+    json.replace(overrides);
     let model_type = json.get("model_type").and_then(|v| v.as_str()).unwrap_or_default();
     let architectures: Vec<&str> = json
         .get("architectures")

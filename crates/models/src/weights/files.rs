@@ -1,6 +1,6 @@
 //! Safetensors files of a checkpoint directory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,7 @@ use safetensors::tensor::{Dtype, TensorInfo};
 
 use super::{WeightDtype, inside};
 use crate::error::{ModelError, Result};
+use crate::families::Companion;
 
 /// Open weight files, by published tensor name. Nothing is read until a tensor is asked for.
 pub struct WeightFiles {
@@ -64,6 +65,39 @@ impl WeightFiles {
             this.maps.push(map);
         }
         Ok(this)
+    }
+
+    /// Adds the tensors of towers that this checkpoint leaves to directories of their own, and names them. A directory is
+    /// not opened where the checkpoint has any tensor of that tower.
+    ///
+    /// # Errors
+    /// As [`Self::open`]; a tower that is nowhere.
+    pub fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
+        let mut added = HashSet::new();
+        for companion in companions {
+            if self.tensors.keys().any(|name| name.starts_with(companion.prefix)) {
+                continue;
+            }
+            let Some(dir) = &companion.dir else {
+                return Err(ModelError::Checkpoint {
+                    dir: self.dir.clone(),
+                    what: format!(
+                        "no tensor below {} in this checkpoint, and no directory of that tower was found; give one with {}",
+                        companion.prefix, companion.flag
+                    ),
+                });
+            };
+            let name =
+                |key: &str| (companion.published)(key).map(|name| format!("{}{name}", companion.prefix));
+            let other = Self::open(dir, name)?;
+            let first = self.maps.len();
+            self.maps.extend(other.maps);
+            for (name, entry) in other.tensors {
+                added.insert(name.clone());
+                self.tensors.insert(name, Entry { file: first + entry.file, ..entry });
+            }
+        }
+        Ok(added)
     }
 
     /// The checkpoint directory.

@@ -12,12 +12,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use omnigrpo_kernels::Weight;
+use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
 use omnigrpo_ops::{Param, Part};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 pub use files::WeightFiles;
 pub use save::save_weights;
+pub(crate) use save::share;
 
 use crate::error::{ModelError, Result};
 
@@ -31,6 +34,52 @@ pub enum WeightDtype {
     Float32,
     /// Everything bf16.
     BFloat16,
+}
+
+/// Which weights are held in few bits. Only frozen ones can be.
+#[derive(Clone, Copy)]
+pub struct Quantization<'a> {
+    /// Bits of a weight.
+    pub bits: QuantBits,
+    /// Weights to leave as they are, by published name and part: those that will be trained.
+    pub keep: &'a dyn Fn(&str, Part) -> bool,
+}
+
+impl Quantization<'_> {
+    /// Whether a tensor is a linear layer's weight worth quantising: embeddings, output heads and routers are not, as in
+    /// `bitsandbytes`' integration, and rows shorter than a group would gain nothing.
+    fn takes(&self, name: &str, part: Part, shape: &[usize]) -> bool {
+        let plain = |component: &str| {
+            !(component.contains("embed") || ["lm_head", "head", "router", "gate"].contains(&component))
+        };
+        let linear = matches!(*shape, [_, k] if k >= GROUP) && name.ends_with(".weight");
+        linear && name.split('.').all(plain) && !(self.keep)(name, part)
+    }
+}
+
+/// A weight as it will be held.
+fn hold(
+    name: &str,
+    part: Part,
+    value: Tensor,
+    quantization: Option<&Quantization>,
+) -> Result<std::result::Result<Param, String>> {
+    let Some(q) = quantization.filter(|q| q.takes(name, part, value.dims())) else {
+        return Ok(Ok(Param::new(name, part, value)?));
+    };
+    let (n, k) = value.dims2()?;
+    let dense = Param::new(name, part, value)?;
+    let matrix = dense.with_weight(|weight| {
+        QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i, i + 1, k) {
+            Weight::F32(from) => row.copy_from_slice(from),
+            Weight::Bf16(from) => row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32()),
+            Weight::Quantised(from) => from.widen(row),
+        })
+    })?;
+    Ok(match matrix {
+        Some(matrix) => Ok(Param::quantised(name, part, &[n, k], matrix)?),
+        None => Err(format!("  tensor {name}: values too large to quantise")),
+    })
 }
 
 /// How a new weight is filled when there is no checkpoint.
@@ -58,12 +107,19 @@ pub trait WeightSource {
     /// # Errors
     /// Unreadable files.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool>;
+
+    /// Whether there is a tensor of this name: for tensors that only some checkpoints of an architecture have. A new
+    /// model has none of them.
+    fn has(&self, _name: &str) -> bool {
+        false
+    }
 }
 
 /// Reads weights from a checkpoint directory and collects everything that does not fit.
 pub struct FileSource<'a> {
     files: &'a WeightFiles,
     dtype: WeightDtype,
+    quantization: Option<Quantization<'a>>,
     used: HashSet<String>,
     problems: Vec<String>,
     params: Vec<Arc<Param>>,
@@ -73,7 +129,15 @@ impl<'a> FileSource<'a> {
     /// A source over open files.
     #[must_use]
     pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
-        Self { files, dtype, used: HashSet::new(), problems: Vec::new(), params: Vec::new() }
+        let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
+        Self { files, dtype, quantization: None, used, problems, params }
+    }
+
+    /// Quantises what fits as it is read.
+    #[must_use]
+    pub fn quantised(mut self, quantization: Option<Quantization<'a>>) -> Self {
+        self.quantization = quantization;
+        self
     }
 
     /// The weights that were handed out, or one error that lists every missing, extra, mis-shaped or
@@ -117,7 +181,14 @@ impl WeightSource for FileSource<'_> {
         };
         let value =
             if self.problems.is_empty() { value } else { Tensor::zeros(shape, DType::F32, &Device::Cpu)? };
-        let param = Arc::new(Param::new(name, part, value)?);
+        let param = match hold(name, part, value, self.quantization.as_ref())? {
+            Ok(param) => param,
+            Err(problem) => {
+                self.problems.push(problem);
+                Param::new(name, part, Tensor::zeros(shape, DType::F32, &Device::Cpu)?)?
+            }
+        };
+        let param = Arc::new(param);
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -134,22 +205,28 @@ impl WeightSource for FileSource<'_> {
         }
         Ok(tied)
     }
+
+    fn has(&self, name: &str) -> bool {
+        self.files.shape(name).is_some()
+    }
 }
 
 /// Random weights: for training from nothing and for benchmarks. The numbers depend on the seed and the tensor's
 /// name only, not on the order of building.
-pub struct RandomSource {
+pub struct RandomSource<'a> {
     /// Seed of all tensors.
     pub seed: u64,
     /// Standard deviation of [`Init::Normal`].
     pub std: f32,
     /// f32, or bf16 when asked for.
     pub dtype: WeightDtype,
+    /// Which weights are held in few bits.
+    pub quantization: Option<Quantization<'a>>,
     /// The weights handed out so far.
     pub params: Vec<Arc<Param>>,
 }
 
-impl WeightSource for RandomSource {
+impl WeightSource for RandomSource<'_> {
     fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>> {
         let len = shape.iter().product();
         let data = match init {
@@ -159,7 +236,8 @@ impl WeightSource for RandomSource {
         };
         let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
         let value = if self.dtype == WeightDtype::BFloat16 { value.to_dtype(DType::BF16)? } else { value };
-        let param = Arc::new(Param::new(name, part, value)?);
+        let param =
+            Arc::new(hold(name, part, value, self.quantization.as_ref())?.map_err(ModelError::prompt)?);
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -189,7 +267,8 @@ fn normal(seed: u64, name: &str, std: f32, len: usize) -> Vec<f32> {
     data
 }
 
-/// The reference model's weights: frozen copies of what is trained, the policy's own tensors for the rest.
+/// The reference model's weights: frozen copies of what is trained, the policy's own tensors, without adapters, for the
+/// rest.
 pub struct ReferenceSource<'a> {
     /// The policy's weights by published name.
     pub policy: &'a std::collections::HashMap<String, Arc<Param>>,
@@ -204,13 +283,23 @@ impl WeightSource for ReferenceSource<'_> {
         let Some(param) = self.policy.get(name) else {
             return Err(ModelError::prompt(format!("reference model: the policy has no tensor {name}")));
         };
-        let param = if param.trainable() { Arc::new(param.frozen_copy()?) } else { Arc::clone(param) };
+        let param = if param.trainable() {
+            Arc::new(param.frozen_copy()?)
+        } else if param.adapter().is_some() {
+            Arc::new(param.bare())
+        } else {
+            Arc::clone(param)
+        };
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
 
     fn tied(&mut self, _embed: &str, _head: &str, _config: bool) -> Result<bool> {
         Ok(self.tied)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.policy.contains_key(name)
     }
 }
 

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, DType, Storage};
-use omnigrpo_ops::Param;
+use omnigrpo_kernels::Weight;
+use omnigrpo_ops::{Param, ParamDtype};
 use safetensors::tensor::{Dtype, View};
 
 use crate::error::{ModelError, Result};
@@ -24,11 +24,21 @@ const SHARD_BYTES: usize = 5_000_000_000;
 /// # Errors
 /// A directory that cannot be written, a full disk.
 pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
+    if let Some(param) = params.iter().find(|p| matches!(p.dtype(), ParamDtype::Quantised(_))) {
+        return Err(ModelError::Checkpoint {
+            dir: dir.to_path_buf(),
+            what: format!(
+                "{} is quantised, and the published layout has no place for that; save the adapter, or merge it into \
+                 the checkpoint it was trained on",
+                param.name()
+            ),
+        });
+    }
     let mut shards: Vec<Vec<&Param>> = vec![Vec::new()];
     let mut used = 0;
     let mut total = 0;
     for param in params {
-        let bytes = param.len() * param.value().dtype().size_in_bytes();
+        let bytes = param.num_bytes();
         if used + bytes > SHARD_BYTES && used > 0 {
             shards.push(Vec::new());
             used = 0;
@@ -64,13 +74,13 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
 
 /// The writer makes files for their owner alone; a model is to be read like the files beside it.
 #[cfg(unix)]
-fn share(path: &Path) -> Result<()> {
+pub(crate) fn share(path: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     fs::set_permissions(path, fs::Permissions::from_mode(0o644)).map_err(ModelError::io(path))
 }
 
 #[cfg(not(unix))]
-fn share(_path: &Path) -> Result<()> {
+pub(crate) fn share(_path: &Path) -> Result<()> {
     Ok(())
 }
 
@@ -78,27 +88,23 @@ struct ParamView<'a>(&'a Param);
 
 impl View for ParamView<'_> {
     fn dtype(&self) -> Dtype {
-        if self.0.value().dtype() == DType::BF16 { Dtype::BF16 } else { Dtype::F32 }
+        if self.0.dtype() == ParamDtype::Bf16 { Dtype::BF16 } else { Dtype::F32 }
     }
 
     fn shape(&self) -> &[usize] {
-        self.0.value().dims()
+        self.0.shape()
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let (storage, _) = self.0.value().storage_and_layout();
-        match &*storage {
-            Storage::Cpu(CpuStorage::F32(data)) => {
-                data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into()
-            }
-            Storage::Cpu(CpuStorage::BF16(data)) => {
-                data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into()
-            }
-            _ => Cow::Owned(Vec::new()),
-        }
+        let bytes = self.0.with_weight(|weight| match weight {
+            Weight::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
+            Weight::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Weight::Quantised(_) => Vec::new(),
+        });
+        bytes.unwrap_or_default().into()
     }
 
     fn data_len(&self) -> usize {
-        self.0.len() * self.0.value().dtype().size_in_bytes()
+        self.0.num_bytes()
     }
 }

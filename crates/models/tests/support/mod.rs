@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_models::{MediumInput, Model, Prompt, WeightDtype};
+use omnigrpo_models::{MediumInput, MediumShape, Model, Prompt, WeightDtype};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -118,16 +118,60 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
         spans.push(Span { medium: media.len(), start: at, len: tokens });
         media.push(Arc::new(MediumInput {
             kind,
-            patches: source[*offset..*offset + len].to_vec(),
-            grid,
+            shape: MediumShape::Patches(grid),
+            data: source[*offset..*offset + len].to_vec(),
             seconds_per_grid: f64::from(seconds),
             frame_times_secs: Vec::new(),
         }));
         *offset += len;
         at += tokens;
     }
-    let (positions, next_position) = model.family().positions(ids.len(), &spans, &media);
-    Prompt { ids, spans, positions, next_position, media, text: String::new() }
+    let (positions, next_position) = model.family().positions(ids.len(), &spans, &media).unwrap();
+    Prompt { ids, spans, positions, next_position, media, instruction: Vec::new(), text: String::new() }
+}
+
+/// The prompt of a case of `humanomni/`, its media from the golden file.
+pub fn omni_prompt(want: &Golden) -> Prompt {
+    let levels = |u: &u8| ((f64::from(*u) * (1.0 / 255.0)) as f32 - 0.5) / 0.5;
+    let picture = |name: &str, kind| {
+        let [count, _, height_px, width_px] = want.shapes.get(name)?.as_slice() else { panic!("{name}") };
+        let shape = MediumShape::Pictures { count: *count, height_px: *height_px, width_px: *width_px };
+        Some((kind, shape, want.u[name].iter().map(levels).collect::<Vec<f32>>()))
+    };
+    let sound = want.f.get("mel").map(|mel| {
+        let [mels, frames] = want.shapes["mel"][..] else { panic!("mel") };
+        (MediumKind::Audio, MediumShape::Mel { mels, frames }, mel.clone())
+    });
+    let media = [picture("image_u8", MediumKind::Image), picture("video_u8", MediumKind::Video), sound];
+    let media: Vec<_> = media
+        .into_iter()
+        .flatten()
+        .map(|(kind, shape, data)| {
+            Arc::new(MediumInput { kind, shape, data, seconds_per_grid: 0.0, frame_times_secs: Vec::new() })
+        })
+        .collect();
+    let (all, mut at) = (want.ids("chunk_ids"), 0);
+    let features = want.i.get("feature_lengths").cloned().unwrap_or_default();
+    let (mut ids, mut spans) = (Vec::new(), Vec::new());
+    for (i, &len) in want.i["chunk_lengths"].iter().enumerate() {
+        ids.extend_from_slice(&all[at..at + len as usize]);
+        at += len as usize;
+        if let Some(&len) = features.get(i) {
+            spans.push(Span { medium: i, start: ids.len(), len: len as usize });
+            ids.resize(ids.len() + len as usize, 0);
+        }
+    }
+    let next_position = ids.len() as u32;
+    let positions = (0..next_position).map(|p| [p; 3]).collect();
+    Prompt {
+        ids,
+        spans,
+        positions,
+        next_position,
+        media,
+        instruction: want.ids("bert_ids"),
+        text: String::new(),
+    }
 }
 
 /// The largest absolute difference.

@@ -26,7 +26,7 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         None => None,
     };
     let cache = std::env::temp_dir().join("omnigrpo-check");
-    let report = report(context, &dataset, prompts.as_ref(), Some(&cache))?;
+    let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache))?;
     print(&describe(&report, prompts.is_some()))?;
     if report.problems.is_empty() {
         return Ok(());
@@ -44,7 +44,7 @@ pub fn check_before(
     prompts: &PromptBuilder,
     cache: &Path,
 ) -> Result<Vec<(u64, String, String)>> {
-    let report = report(context, dataset, Some(prompts), Some(cache))?;
+    let report = report(settings, context, dataset, Some(prompts), Some(cache))?;
     context.console.line(describe(&report, true).trim_end());
     let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
     if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
@@ -66,6 +66,7 @@ pub fn check_before(
 }
 
 fn report(
+    settings: &Settings,
     context: &Context,
     dataset: &Dataset,
     prompts: Option<&PromptBuilder>,
@@ -81,7 +82,8 @@ fn report(
             bar.1 = done;
         }
     };
-    let probe = |medium: &MediumRef| probe_medium(medium).map_err(|e| e.to_string());
+    let limits = setup::limits(settings);
+    let probe = |medium: &MediumRef| probe_medium(medium, &limits).map_err(|e| e.to_string());
     let estimate = |sample: &Sample, headers: &[MediumInfo]| match prompts {
         Some(prompts) => {
             prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string())
@@ -146,19 +148,14 @@ pub fn show(settings: &Settings) -> Result<()> {
         let prompt = prompts.build(&sample)?;
         let mut out = format!("row {row} ({}), {} tokens\n", sample.id, prompt.ids.len());
         for (i, medium) in prompt.media.iter().enumerate() {
-            let grid = medium.grid;
             let tokens: usize = prompt.spans.iter().filter(|s| s.medium == i).map(|s| s.len).sum();
-            out.push_str(&format!(
-                "  {} {i}: {} tokens, {}×{}×{} patches (time × height × width)",
-                medium.kind, tokens, grid.t, grid.h, grid.w
-            ));
+            out.push_str(&format!("  {} {i}: {} tokens, {}", medium.kind, tokens, medium.shape));
             if !medium.frame_times_secs.is_empty() {
                 let times: Vec<_> = medium.frame_times_secs.iter().map(|t| format!("{t:.2}")).collect();
-                out.push_str(&format!(
-                    ", frames at {} s, {:.3} s per time slice",
-                    times.join(" "),
-                    medium.seconds_per_grid
-                ));
+                out.push_str(&format!(", frames at {} s", times.join(" ")));
+                if medium.seconds_per_grid > 0.0 {
+                    out.push_str(&format!(", {:.3} s per time slice", medium.seconds_per_grid));
+                }
             }
             out.push('\n');
         }
@@ -194,6 +191,25 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
             ));
             Ok(())
         }
-        other => Err(Problem::usage("unknown format").got(format!("`{other}`")).expected("vivqa-x").into()),
+        "parquet" => parquet(input, output, context),
+        other => Err(Problem::usage("unknown format")
+            .got(format!("`{other}`"))
+            .expected("vivqa-x, parquet")
+            .into()),
     }
+}
+
+#[cfg(feature = "parquet")]
+fn parquet(input: &Path, output: &Path, context: &Context) -> Result<()> {
+    let rows = omnigrpo_data::convert_parquet(input, output)?;
+    context.console.line(&format!("{rows} rows written to {}", output.display()));
+    Ok(())
+}
+
+#[cfg(not(feature = "parquet"))]
+fn parquet(input: &Path, _: &Path, _: &Context) -> Result<()> {
+    Err(Problem::usage("this program was built without the parquet reader")
+        .got(input.display().to_string())
+        .help("build it with `cargo install --locked --path crates/omnigrpo --features parquet`")
+        .into())
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::{Dataset, DatasetSpec, Roots};
 use omnigrpo_demo::{Sizes, generate, write_model};
+use omnigrpo_rewards::Measures;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{EvalPlan, Evaluation, Objective, evaluate};
 
@@ -89,8 +90,10 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
             max_completion_length: settings.rollout.max_completion_length,
             ..SamplingParams::default()
         },
+        batch_rows: MAX_LIVE,
         max_live: MAX_LIVE,
         category: None,
+        measures: Measures::default(),
     };
     let mut progress = context.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
     Ok(evaluate(&model, &prompts, &rewards, &plan, &mut |done| progress.advance(done))?)

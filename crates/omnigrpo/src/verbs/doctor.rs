@@ -3,9 +3,10 @@
 use std::process::Command;
 
 use anyhow::Result;
-use omnigrpo_models::{FAMILIES, WeightFiles, open_family};
-use omnigrpo_text::{ChatTemplate, StopSet, Tokenizer};
+use omnigrpo_models::{FAMILIES, WeightFiles, open_family_with};
+use omnigrpo_text::{StopSet, Tokenizer};
 
+use super::humanomni::overrides;
 use super::{print, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
@@ -32,10 +33,10 @@ pub fn doctor(settings: &Settings) -> Result<()> {
                 line(name, format!("PROBLEM: {error:#}"));
             }
         };
-        check("family", family(&dir));
+        check("family", family(&dir, settings));
         check("weights", weights(&dir, settings));
         check("tokenizer", tokenizer(&dir));
-        check("chat template", template(&dir));
+        check("chat template", template(&dir, settings));
     }
     print(&out)?;
     if problems.is_empty() {
@@ -44,8 +45,8 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("; ")).into())
 }
 
-fn family(dir: &std::path::Path) -> Result<String> {
-    let family = open_family(dir)?;
+fn family(dir: &std::path::Path, settings: &Settings) -> Result<String> {
+    let family = open_family_with(dir, &overrides(settings, dir)?)?;
     let c = family.decoder_config();
     Ok(format!(
         "{}: {} layers, width {}, {}/{} heads of {}, vocabulary {}",
@@ -60,11 +61,17 @@ fn family(dir: &std::path::Path) -> Result<String> {
 }
 
 fn weights(dir: &std::path::Path, settings: &Settings) -> Result<String> {
-    let family = open_family(dir)?;
+    let overrides = overrides(settings, dir)?;
+    let family = open_family_with(dir, &overrides)?;
     let files = WeightFiles::open(dir, |key| family.published_name(key))?;
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
-    let model = omnigrpo_models::Model::load(dir, setup::weight_dtype(settings))?;
+    let model = {
+        let dtype = setup::weight_dtype(settings);
+        let options =
+            omnigrpo_models::LoadOptions { dtype, overrides: Some(&overrides), ..Default::default() };
+        omnigrpo_models::Model::load_with(dir, &options)?
+    };
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
         "{} tensors, {:.1} million parameters, {:.1} MB, embeddings {}",
@@ -83,8 +90,8 @@ fn tokenizer(dir: &std::path::Path) -> Result<String> {
     Ok(format!("{} ids, stops at {}", tokenizer.vocab_size(), names.join(" ")))
 }
 
-fn template(dir: &std::path::Path) -> Result<String> {
-    Ok(format!("{:?}", ChatTemplate::from_dir(dir)?.origin()))
+fn template(dir: &std::path::Path, settings: &Settings) -> Result<String> {
+    Ok(open_family_with(dir, &overrides(settings, dir)?)?.chat_template(dir)?.origin().to_string())
 }
 
 fn program(name: &str, why: &str) -> String {

@@ -9,7 +9,7 @@ use omnigrpo_data::{Dataset, DatasetSpec, Sample};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_text::StreamDecoder;
-use omnigrpo_train::{EvalPlan, Evaluation, wilson_interval};
+use omnigrpo_train::EvalPlan;
 use serde_json::{Value, json};
 
 use super::train::MAX_LIVE;
@@ -241,12 +241,16 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     };
     let images = settings.io.image.iter().map(absolute).collect::<Result<Vec<_>>>()?;
     let videos = settings.io.video.iter().map(absolute).collect::<Result<Vec<_>>>()?;
+    let audios = settings.io.audio.iter().map(absolute).collect::<Result<Vec<_>>>()?;
     let mut row = json!({ "id": "prompt", "prompt": question });
     if !images.is_empty() {
         row["images"] = json!(images);
     }
     if !videos.is_empty() {
         row["video"] = json!(videos);
+    }
+    if !audios.is_empty() {
+        row["audios"] = json!(audios);
     }
     let options = setup::read_options(settings);
     let folder = std::env::current_dir().context("the working directory")?;
@@ -305,8 +309,10 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
         dataset: Arc::clone(&dataset),
         num_generations: settings.rollout.num_generations,
         sampling: setup::sampling(settings),
+        batch_rows: settings.rollout.batch_size,
         max_live: MAX_LIVE,
         category: settings.eval.category_column.clone(),
+        measures: setup::measures(settings),
     };
     let mut progress = context.console.progress("evaluating", dataset.len());
     let evaluation =
@@ -320,11 +326,9 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
         let lines: Vec<String> =
             evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
         write_lines(output, &lines)?;
-        let summary: serde_json::Map<String, Value> =
-            evaluation.metrics.iter().map(|(name, value)| (name.clone(), json!(value))).collect();
-        write_lines(&output.with_extension("summary.json"), &[format!("{:#}", Value::Object(summary))])?;
+        super::summary::write(output, &evaluation.summary)?;
     }
-    print(&tables(&evaluation))?;
+    print(&super::summary::tables(&evaluation.summary))?;
     let limit = if settings.data.strict_media { 0.0 } else { settings.data.max_skipped };
     if share > limit {
         return Err(Problem::failure(format!(
@@ -336,34 +340,4 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
         .into());
     }
     Ok(())
-}
-
-/// Metrics, and rewards by category.
-pub fn tables(evaluation: &Evaluation) -> String {
-    let mut out = String::new();
-    let rows = evaluation.rows.len();
-    for (name, value) in &evaluation.metrics {
-        let Some(value) = value else { continue };
-        out.push_str(&format!("{name:<36} {value:.4}"));
-        if name == "eval_rewards/accuracy/mean" && (0.0..=1.0).contains(value) {
-            let (low, high) = wilson_interval(*value, rows);
-            out.push_str(&format!("  (95 % interval {low:.3} to {high:.3})"));
-        }
-        out.push('\n');
-    }
-    if !evaluation.categories.is_empty() {
-        out.push_str(&format!("\n{:<20} {:>6}", "category", "rows"));
-        for name in &evaluation.reward_names {
-            out.push_str(&format!(" {name:>12}"));
-        }
-        out.push('\n');
-        for (category, rows, means) in &evaluation.categories {
-            out.push_str(&format!("{category:<20} {rows:>6}"));
-            for mean in means {
-                out.push_str(&mean.map_or(format!(" {:>12}", "-"), |m| format!(" {m:>12.4}")));
-            }
-            out.push('\n');
-        }
-    }
-    out
 }

@@ -1,11 +1,16 @@
 //! The commands. Each turns settings into the plans of the crates below and calls one function there.
 
+mod bench;
 mod data;
 mod demo;
 mod doctor;
+mod export;
+mod humanomni;
 mod infer;
+mod profile;
 mod rewards;
 mod setup;
+mod summary;
 mod train;
 
 use std::sync::Arc;
@@ -51,8 +56,10 @@ pub fn run(resolved: &Resolved) -> Result<()> {
         Verb::DataConvert => data::convert(&resolved.settings, &context),
         Verb::RewardsList => rewards::list(),
         Verb::RewardsRun => rewards::run(&resolved.settings, &context),
+        Verb::Export => export::export(&resolved.settings, &context),
         Verb::Doctor => doctor::doctor(&resolved.settings),
         Verb::Demo => demo::demo(resolved, &context),
+        Verb::Bench => bench::bench(&resolved.settings, &context),
     }
 }
 

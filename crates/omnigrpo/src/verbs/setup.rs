@@ -1,44 +1,64 @@
 //! Settings to plans: what several commands build alike.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::{
-    Dataset, DatasetSpec, MediumOptions, ReadOptions, Registry, Roots, ThinkMode as RowThink,
+    DataError, Dataset, DatasetSpec, MediumOptions, ReadOptions, Registry, Roots, ThinkMode as RowThink,
 };
 use omnigrpo_models::{
-    FrameRule, MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype, open_family,
+    FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part, PromptBuilder, PromptSettings,
+    QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
 };
-use omnigrpo_rewards::{DocumentFrequencies, RewardSet, references};
+use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
 use omnigrpo_rollout::SamplingParams;
+use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_text::RenderOptions;
+use omnigrpo_train::Selection;
 
+use super::humanomni::overrides;
 use crate::explain::Problem;
-use crate::settings::{FrameSampling, Settings, ThinkMode, TorchDtype};
+use crate::settings::{FrameSampling, MissingAudio, Settings, ThinkMode, TorchDtype};
 
 /// The checkpoint directory that `--model_name_or_path` names: a directory, or a model in the local Hugging Face cache.
 pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
     let Some(name) = &settings.model.model_name_or_path else {
         return Err(Problem::usage("no model is given").expected("`--model_name_or_path DIR`").into());
     };
+    Ok(named_dir("the model", name)?)
+}
+
+/// A directory, or a model in the local Hugging Face cache.
+pub fn named_dir(what: &str, name: &str) -> Result<PathBuf, Problem> {
     let path = PathBuf::from(name);
     if path.is_dir() {
+        let adapter = adapter_base(&path).map_err(|e| Problem::from_error(&e.into()))?;
+        if let (false, Some(base)) = (path.join("config.json").is_file(), adapter) {
+            return Err(Problem::usage("the directory holds an adapter, not a checkpoint")
+                .at(path.display().to_string())
+                .expected("the checkpoint it was trained on, and the adapter beside it")
+                .help(format!("--model_name_or_path {base} --adapter_name_or_path {}", path.display())));
+        }
         return Ok(path);
     }
-    let cache = hub_cache();
-    let repo = cache.join(format!("models--{}", name.replace('/', "--")));
-    let snapshot = std::fs::read_to_string(repo.join("refs/main"))
-        .ok()
-        .map(|revision| repo.join("snapshots").join(revision.trim()))
-        .filter(|dir| dir.is_dir());
-    snapshot.ok_or_else(|| {
-        Problem::failure("the model was not found")
+    cached(name).ok_or_else(|| {
+        Problem::failure(format!("{what} was not found"))
             .got(format!("`{name}`"))
-            .expected(format!("a checkpoint directory, or a model in the local cache {}", cache.display()))
+            .expected(format!(
+                "a checkpoint directory, or a model in the local cache {}",
+                hub_cache().display()
+            ))
             .help("download it with `hf download NAME`, or give the directory")
-            .into()
     })
+}
+
+/// The directory of a model in the local Hugging Face cache.
+pub fn cached(name: &str) -> Option<PathBuf> {
+    let repo = hub_cache().join(format!("models--{}", name.replace('/', "--")));
+    let revision = std::fs::read_to_string(repo.join("refs/main")).ok()?;
+    Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
 }
 
 fn hub_cache() -> PathBuf {
@@ -58,13 +78,70 @@ pub fn weight_dtype(settings: &Settings) -> WeightDtype {
     }
 }
 
-/// Loads the model, or makes a random one from its configuration.
+/// What is trained whole.
+pub fn selection(settings: &Settings) -> Selection {
+    let optim = &settings.optim;
+    Selection {
+        llm: optim.tune_mm_llm,
+        projector: optim.tune_mm_mlp && !optim.freeze_vision_modules,
+        towers: optim.tune_mm_vision && !optim.freeze_vision_modules,
+        instruction: optim.tune_bert,
+        patterns: optim.trainable_patterns.clone(),
+    }
+}
+
+/// Loads the model with its adapter, or makes a random one from its configuration.
 pub fn model(settings: &Settings) -> Result<Model> {
+    let nothing =
+        Selection { llm: false, projector: false, towers: false, instruction: false, patterns: Vec::new() };
+    load(settings, &nothing)
+}
+
+/// The model to train: as [`model`], with a new adapter where one is asked for.
+pub fn trained_model(settings: &Settings) -> Result<Model> {
+    let mut model = load(settings, &selection(settings))?;
+    let optim = &settings.optim;
+    if optim.use_peft && settings.model.adapter_name_or_path.is_none() {
+        model.add_lora(&LoraConfig {
+            rank: optim.lora_r,
+            alpha: optim.lora_alpha,
+            dropout: optim.lora_dropout,
+            rslora: optim.use_rslora,
+            targets: optim.lora_target_modules.clone(),
+            seed: settings.run.seed,
+        })?;
+    }
+    Ok(model)
+}
+
+fn load(settings: &Settings, trained: &Selection) -> Result<Model> {
     let dir = checkpoint_dir(settings)?;
-    Ok(match settings.model.init_weights {
-        Some(seed) => Model::random(&dir, seed, weight_dtype(settings))?,
-        None => Model::load(&dir, weight_dtype(settings))?,
-    })
+    let adapter = settings.model.adapter_name_or_path.as_deref();
+    let bits = match (settings.model.load_in_8bit, settings.model.load_in_4bit) {
+        (true, _) => Some(QuantBits::Eight),
+        (_, true) => Some(QuantBits::Four),
+        _ => None,
+    };
+    let overrides = overrides(settings, &dir)?;
+    let whole = match (adapter, bits) {
+        (Some(adapter), Some(_)) => whole_tensors(adapter, open_family_with(&dir, &overrides)?.as_ref())?,
+        _ => BTreeSet::new(),
+    };
+    let trained = trained.matcher()?;
+    let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
+    let options = LoadOptions {
+        dtype: weight_dtype(settings),
+        quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
+        overrides: Some(&overrides),
+    };
+    let mut model = match settings.model.init_weights {
+        Some(seed) => Model::random_with(&dir, seed, &options)?,
+        None => Model::load_with(&dir, &options)?,
+    };
+    if let Some(adapter) = adapter {
+        model.load_adapter(adapter)?;
+    }
+    Ok(model)
 }
 
 /// Makes prompts for the checkpoint in `dir`. `training` lets rows draw their number of frames.
@@ -92,7 +169,19 @@ pub fn prompts(settings: &Settings, dir: &Path, training: bool) -> Result<Prompt
         FrameSampling::Meta => FrameRule::Segments { interval_secs },
     };
     let prompt = PromptSettings {
-        media: MediaSettings { image, video, rule, dynamic_sample: training, seed: settings.run.data_seed },
+        media: MediaSettings {
+            image,
+            video,
+            rule,
+            dynamic_sample: training,
+            seed: settings.run.data_seed,
+            missing_audio: match settings.data.missing_audio {
+                MissingAudio::Error => omnigrpo_models::MissingAudio::Error,
+                MissingAudio::Silence => omnigrpo_models::MissingAudio::Silence,
+            },
+            limits: limits(settings),
+            max_tiles: media.max_anyres_num,
+        },
         render: RenderOptions {
             system: settings.prompt.system_prompt.clone(),
             kwargs: settings.prompt.chat_template_kwargs.clone(),
@@ -102,7 +191,15 @@ pub fn prompts(settings: &Settings, dir: &Path, training: bool) -> Result<Prompt
         max_completion_length: settings.rollout.max_completion_length,
         stop_strings: settings.rollout.stop_strings.clone(),
     };
-    Ok(PromptBuilder::open(dir, open_family(dir)?, prompt)?)
+    Ok(PromptBuilder::open(dir, open_family_with(dir, &overrides(settings, dir)?)?, prompt)?)
+}
+
+/// What reading one medium may cost.
+pub fn limits(settings: &Settings) -> Limits {
+    Limits {
+        timeout: std::time::Duration::from_secs_f64(settings.data.media_timeout_secs),
+        ..Limits::default()
+    }
 }
 
 /// Roots of relative media paths.
@@ -126,6 +223,7 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
         },
         allow_urls: false,
         seed: settings.run.data_seed,
+        use_audio_in_video: settings.data.use_audio_in_video,
     }
 }
 
@@ -142,7 +240,27 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     } else {
         from_registry(settings, &data.dataset_use, &roots)?
     };
-    Ok(Arc::new(Dataset::open(&specs, &read_options(settings))?))
+    open(&specs, settings)
+}
+
+/// Opens rows. A file that is not there may be one that `data convert` makes.
+fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
+    let dataset = Dataset::open(specs, &read_options(settings)).map_err(|e| match &e {
+        DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            Problem::failure("the dataset is not there")
+                .at(path.display().to_string())
+                .got(source.to_string())
+                .expected("a file of rows")
+                .help(format!(
+                    "correct the path; rows of ViVQA-X are made by `omnigrpo data convert vivqa-x --input \
+                     ViVQA-X_train.json --output {}`",
+                    path.display()
+                ))
+                .into()
+        }
+        _ => anyhow::Error::from(e),
+    })?;
+    Ok(Arc::new(dataset))
 }
 
 /// The evaluation rows, if any are given apart from the training rows.
@@ -156,7 +274,7 @@ pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     } else {
         return Ok(None);
     };
-    Ok(Some(Arc::new(Dataset::open(&specs, &read_options(settings))?)))
+    open(&specs, settings).map(Some)
 }
 
 fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result<Vec<DatasetSpec>> {
@@ -168,21 +286,60 @@ fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }
 
-/// The rewards. `cider` weighs words by how many of the rows in `corpus` have them.
+/// The rewards. `cider` weighs words, and `bertscore` tokens if asked, by how many of the rows in `corpus` have them.
 pub fn rewards(settings: &Settings, corpus: &Dataset) -> Result<RewardSet> {
-    let mut options = settings.rewards.options(settings.rollout.max_completion_length);
-    if settings.rewards.reward_funcs.iter().any(|name| name == "cider") {
+    let asked = &settings.rewards;
+    let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
+    let mut options = asked.options(settings.rollout.max_completion_length);
+    options.external.judge_api_key = settings.env.judge_api_key.clone();
+    let mut texts = Vec::new();
+    if wants("cider") || wants("explanation") || (wants("bertscore") && asked.bertscore_idf) {
         let mut frequencies = DocumentFrequencies::default();
         for row in 0..corpus.len() {
             // A row that cannot be read is reported where it would be used.
-            if let Ok(sample) = corpus.get(row) {
-                frequencies.add_item(&references(&sample.columns, sample.solution.as_deref()));
+            let Ok(sample) = corpus.get(row) else { continue };
+            let references = references(&sample.columns, sample.solution.as_deref());
+            frequencies.add_item(&references);
+            if asked.bertscore_idf {
+                texts.extend(references.into_iter().map(str::to_owned));
             }
         }
         options.cider = Some(Arc::new(frequencies));
     }
-    omnigrpo_rewards::build(&settings.rewards.reward_funcs, &options)
+    let dir = |flag: &str, wanted: bool, name: &Option<String>| {
+        let name = name.as_ref().filter(|_| wanted);
+        name.map(|name| named_dir("the model", name).map_err(|problem| problem.at(flag))).transpose()
+    };
+    let pictures = wants("explanation") && asked.explanation_clip_weight > 0.0;
+    let scorers = ScorerOptions {
+        clip_model: dir("--clip_model", pictures, &asked.clip_model)?,
+        clip_text_model: dir("--clip_text_model", pictures, &asked.clip_text_model)?,
+        explanation_clip_weight: asked.explanation_clip_weight,
+        explanation_compat: asked.compat.contains(&Compat::S4Explanation),
+        bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.bertscore_model)?,
+        bertscore_layer: asked.bertscore_layer,
+        bertscore_idf: asked.bertscore_idf,
+        bertscore_baseline: asked.bertscore_baseline.clone(),
+        frequencies: options.cider.clone(),
+        references: texts,
+        dtype: WeightDtype::Auto,
+    };
+    let made = omnigrpo_scorers::table()
+        .iter()
+        .filter(|row| wants(row.name))
+        .map(|row| (row.make)(&scorers).map_err(|e| Problem::failure(e.to_string()).at("--reward_funcs")))
+        .collect::<Result<Vec<_>, _>>()?;
+    omnigrpo_rewards::build_with(&asked.reward_funcs, &options, made)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
+}
+
+/// What an evaluation measures besides the rewards.
+pub fn measures(settings: &Settings) -> Measures {
+    Measures {
+        answer_policy: settings.rewards.answer_policy,
+        accuracy_threshold: settings.eval.accuracy_threshold,
+        labels: settings.eval.labels.clone(),
+    }
 }
 
 /// How completions are sampled.

@@ -1,6 +1,7 @@
 //! `train` and `sft`.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,11 +11,12 @@ use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen,
-    ScheduleKind, Selection, SkipPolicy, TrainSetup,
+    ScheduleKind, SkipPolicy, TrainSetup,
 };
 use serde_json::{Map, Value};
 
-use super::{Context, data, print, setup};
+use super::{Context, data, print, profile, setup};
+use crate::deepspeed;
 use crate::explain::{Problem, print_config};
 use crate::settings::{EvalStrategy, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings};
 use crate::values::Resolved;
@@ -41,20 +43,46 @@ fn finish(summary: &RunSummary) -> Result<()> {
     Ok(())
 }
 
-/// Builds everything from the settings and trains.
+/// Builds everything from the settings and trains. What is shown goes to the run's log as well, errors included.
 pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Result<RunSummary> {
-    let settings = &resolved.settings;
-    let dir = setup::checkpoint_dir(settings)?;
-    let Some(output_dir) = settings.run.output_dir.clone() else {
+    let Some(output_dir) = resolved.settings.run.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
-    std::fs::create_dir_all(&output_dir).map_err(|e| {
+    let unwritable = |e: String| {
         Problem::failure("the run directory cannot be written")
             .at(output_dir.display().to_string())
-            .got(e.to_string())
+            .got(e)
             .expected("a directory that can be written to, or a name where one can be made")
             .help("choose another --output_dir")
-    })?;
+    };
+    std::fs::create_dir_all(&output_dir).map_err(|e| unwritable(e.to_string()))?;
+    let console = match &resolved.settings.run.log_file {
+        Some(path) => context.console.with_log(path).map_err(|e| unwritable(e.to_string()))?,
+        None => context.console.clone(),
+    };
+    let context = Context { console, stop: Arc::clone(&context.stop) };
+    for note in &resolved.notes {
+        context.console.log(note);
+    }
+    run_logged(resolved, &context, objective, output_dir)
+        .inspect_err(|e| context.console.log(&Problem::from_error(e).to_string()))
+}
+
+fn run_logged(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    output_dir: PathBuf,
+) -> Result<RunSummary> {
+    let settings = &resolved.settings;
+    environment(context);
+    let dir = setup::checkpoint_dir(settings)?;
+    if let Some(path) = &settings.run.deepspeed {
+        context.console.line(&format!("{}:", path.display()));
+        for line in deepspeed::read(path, settings)? {
+            context.console.line(&format!("  {line}"));
+        }
+    }
     if std::fs::canonicalize(&output_dir).ok() == std::fs::canonicalize(&dir).ok() {
         return Err(Problem::usage("the run directory is the model's directory")
             .got(output_dir.display().to_string())
@@ -83,13 +111,8 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
     let eval_dataset = held_out.unwrap_or_else(|| Arc::clone(&dataset));
     let eval = (!eval_rows.is_empty()).then(|| eval_plan(settings, eval_dataset, eval_rows));
 
-    let model = setup::model(settings)?;
-    let selection = Selection {
-        llm: settings.optim.tune_mm_llm,
-        projector: settings.optim.tune_mm_mlp && !settings.optim.freeze_vision_modules,
-        towers: settings.optim.tune_mm_vision && !settings.optim.freeze_vision_modules,
-        patterns: Vec::new(),
-    };
+    let model = setup::trained_model(settings)?;
+    let selection = setup::selection(settings);
     selection.apply(&model)?;
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
@@ -109,7 +132,12 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
         selection,
         run,
     };
-    Ok(omnigrpo_train::train(setup, &context.console, &context.stop)?)
+    profile::enable(settings.log.profile);
+    let summary = omnigrpo_train::train(setup, &context.console, &context.stop)?;
+    if settings.log.profile {
+        print(&profile::table(&profile::take(), summary.steps_here))?;
+    }
+    Ok(summary)
 }
 
 /// The plan of an evaluation: greedy for one completion a row, sampled as in training for more.
@@ -129,8 +157,10 @@ fn eval_plan(settings: &Settings, dataset: Arc<Dataset>, rows: Vec<u64>) -> Eval
         rows,
         num_generations,
         sampling,
+        batch_rows: MAX_LIVE,
         max_live: MAX_LIVE,
         category: settings.eval.category_column.clone(),
+        measures: setup::measures(settings),
     }
 }
 
@@ -140,7 +170,7 @@ pub const MAX_LIVE: usize = 64;
 /// Rows of a packed stream where nothing is given: room for several short groups, or one of a long prompt.
 const STREAM_ROWS: usize = 4096;
 
-fn algorithm(settings: &Settings) -> Algorithm {
+pub(super) fn algorithm(settings: &Settings) -> Algorithm {
     Algorithm {
         num_generations: settings.rollout.num_generations,
         sampling: setup::sampling(settings),
@@ -174,7 +204,7 @@ fn optimizer(settings: &Settings) -> AdamWConfig {
 fn run_plan(
     resolved: &Resolved,
     objective: Objective,
-    output_dir: std::path::PathBuf,
+    output_dir: PathBuf,
     model: &Model,
     dataset: &Dataset,
     bad_rows: Vec<(u64, String, String)>,
@@ -238,6 +268,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "threads",
     "output_dir",
     "exp_name",
+    "deepspeed",
     "resume_from_checkpoint",
     "max_steps",
     "num_train_epochs",
@@ -249,6 +280,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "grpo_logging_steps",
     "gradient_checkpointing",
     "log_completions",
+    "profile",
     "eval_strategy",
     "eval_steps",
     "eval_on_start",
@@ -257,6 +289,8 @@ const FREE_TO_CHANGE: &[&str] = &[
     "num_generations_eval",
     "metric_for_best_model",
     "category_column",
+    "accuracy_threshold",
+    "label_set",
     "run_name",
     "skip_data_check",
     "max_skipped",
@@ -278,14 +312,22 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Map<Str
     out
 }
 
+/// First in the log: the program and the machine.
+fn environment(context: &Context) {
+    let threads = rayon::current_num_threads();
+    context.console.line(&format!(
+        "omnigrpo {} on {} thread{}, {}-{}",
+        env!("CARGO_PKG_VERSION"),
+        threads,
+        if threads == 1 { "" } else { "s" },
+        std::env::consts::OS,
+        std::env::consts::ARCH,
+    ));
+}
+
+/// Second: the model and the data.
 fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
     let console = &context.console;
-    console.line(&format!(
-        "omnigrpo {} on {} thread{}",
-        env!("CARGO_PKG_VERSION"),
-        rayon::current_num_threads(),
-        if rayon::current_num_threads() == 1 { "" } else { "s" }
-    ));
     console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
     console.line(omnigrpo_train::summary(model).trim_end());
     console.line(&format!("training on {rows} of {} rows", dataset.len()));

@@ -75,7 +75,7 @@ pub fn optimizer() -> AdamWConfig {
 }
 
 pub const EVERYTHING: Selection =
-    Selection { llm: true, projector: true, towers: true, patterns: Vec::new() };
+    Selection { llm: true, projector: true, towers: true, instruction: true, patterns: Vec::new() };
 
 /// A run of six updates with two prompts and three completions each, on the rows of a file.
 pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSetup {
@@ -137,7 +137,9 @@ pub fn lines(path: &Path) -> Vec<Value> {
 pub fn timeless(dir: &Path) -> Vec<Value> {
     let mut rows = lines(&dir.join("metrics.jsonl"));
     for row in &mut rows {
-        let clock = |key: &str| key.starts_with("time/") || key == "step_time" || key.starts_with("memory/");
+        let clock = |key: &str| {
+            ["time/", "step_time", "memory/", "data/ahead_time"].iter().any(|start| key.starts_with(start))
+        };
         row.as_object_mut().unwrap().retain(|key, _| !clock(key));
     }
     rows

@@ -80,39 +80,17 @@ impl QwenVlConfig {
     /// A missing or impossible field, by name.
     pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
         let text = json.section("text_config").unwrap_or_else(|| json.clone());
-        let hidden = text.size("hidden_size", None)?;
-        let q = text.size("num_attention_heads", None)?;
-        let kv = text.size("num_key_value_heads", Some(q))?;
-        let dim = text.size("head_dim", Some(hidden / q))?;
-        if kv == 0 || q % kv != 0 || dim % 2 != 0 {
-            return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
-        }
+        let mut decoder = DecoderConfig::parse(&text, json)?;
+        let (hidden, dim) = (decoder.hidden, decoder.heads.dim);
         let rope = text.section("rope_parameters").or_else(|| text.section("rope_scaling"));
         let section = rope.as_ref().and_then(|r| r.sizes("mrope_section").transpose()).transpose()?;
-        let mrope = match section.as_deref() {
-            Some(&[t, h, w]) if t + h + w == dim / 2 => [t, h, w],
+        decoder.mrope_section = match section.as_deref() {
+            Some(&[t, h, w]) if t + h + w == dim / 2 => Some([t, h, w]),
             other => {
                 let what =
                     format!("mrope_section is {other:?}; expected three sizes that sum to {}", dim / 2);
                 return Err(text.error(what));
             }
-        };
-        if text.boolean("use_sliding_window", false)? {
-            return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
-        }
-        let theta_default = text.number("rope_theta", 1e6)?;
-        let decoder = DecoderConfig {
-            hidden,
-            intermediate: text.size("intermediate_size", None)?,
-            layers: text.size("num_hidden_layers", None)?,
-            heads: AttentionHeads { q, kv, dim },
-            vocab: text.size("vocab_size", None)?,
-            rms_eps: text.number("rms_norm_eps", 1e-6)? as f32,
-            rope_theta: rope.as_ref().map_or(Ok(theta_default), |r| r.number("rope_theta", theta_default))?,
-            mrope_section: Some(mrope),
-            max_positions: text.size("max_position_embeddings", Some(32768))?,
-            tie_word_embeddings: json
-                .boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", false)?)?,
         };
         let vision = match json.section("vision_config") {
             Some(vision) => Self::vision(&vision, generation, hidden)?,

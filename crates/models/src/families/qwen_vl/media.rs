@@ -7,20 +7,17 @@ use std::path::Path;
 
 use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
-use omnigrpo_media::{
-    FrameChoice, FrameSampling, FrameSize, LISTED_FPS, Limits, PixelBudget, QwenSampling, VideoRequest,
-    VideoSource, decode_video, load_image, resize_bicubic,
-};
+use omnigrpo_media::{FrameSize, PixelBudget, VideoRequest, decode_video, load_image, resize_bicubic};
 use omnigrpo_text::MediumKind;
 
 use super::VisionConfig;
 use crate::error::{ModelError, Result};
-use crate::families::{FrameRule, MediaSettings, MediumInput, MediumPlan};
+use crate::families::frames::FramePlan;
+use crate::families::{MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's processors say.
 pub struct MediaReader {
     processors: Processors,
-    limits: Limits,
 }
 
 impl MediaReader {
@@ -42,7 +39,7 @@ impl MediaReader {
                 });
             }
         }
-        Ok(Self { processors, limits: Limits::default() })
+        Ok(Self { processors })
     }
 
     /// What a medium will become, given its header.
@@ -68,33 +65,21 @@ impl MediaReader {
                 (processor.grid(1, height, width)?, Vec::new())
             }
             MediumKind::Video => {
-                let (request, _) = self.video_request(medium, settings)?;
-                let listed = is_list(&medium.source);
-                let fps = if listed {
-                    request.listed_fps.unwrap_or(LISTED_FPS)
-                } else {
-                    header.fps.unwrap_or_default()
-                };
-                let frames = header.num_frames.unwrap_or_default() as usize;
-                let FrameChoice { indices, .. } = if listed {
-                    request.sampling.choose_listed(frames, fps)?
-                } else {
-                    request.sampling.choose(frames, fps)?
-                };
+                let (request, plan) = self.video_request(medium, settings)?;
+                let times = plan.times_secs(header)?;
                 let (height, width) = match &request.size {
                     FrameSize::Exact { width_px, height_px } => (*height_px, *width_px),
                     FrameSize::Budget { budget, factor } => {
-                        budget.frame_size(indices.len(), height, width, *factor)?
+                        budget.frame_size(times.len(), height, width, *factor)?
                     }
                     FrameSize::Native => (height, width),
                 };
-                let times = indices.iter().map(|&i| i as f64 / fps).collect();
-                (self.processors.video.grid(indices.len(), height, width)?, times)
+                (self.processors.video.grid(times.len(), height, width)?, times)
             }
             MediumKind::Audio => return Err(no_audio()),
         };
         let tokens = grid.num_tokens(self.processors.image.merge_size as usize);
-        Ok(MediumPlan { kind: medium.kind, grid, tokens, frame_times_secs })
+        Ok(MediumPlan { kind: medium.kind, shape: MediumShape::Patches(grid), tokens, frame_times_secs })
     }
 
     /// Decodes a medium.
@@ -113,7 +98,7 @@ impl MediaReader {
         let MediumSource::Path(path) = &medium.source else {
             return Err(ModelError::prompt("an image is one file; got a list of frames or a URL"));
         };
-        let mut image = load_image(path, &self.limits)?;
+        let mut image = load_image(path, &settings.limits)?;
         let mut processor = self.image_processor(&medium.options.or(&settings.image));
         if let Some((height, width)) = exact(&medium.options)? {
             image = resize_bicubic(&image, width, height)?;
@@ -124,8 +109,8 @@ impl MediaReader {
     }
 
     fn video(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        let (request, source) = self.video_request(medium, settings)?;
-        let video = decode_video(&source, &request, &self.limits)?;
+        let (request, plan) = self.video_request(medium, settings)?;
+        let video = decode_video(&plan.source, &request, &settings.limits)?;
         let Some(first) = video.frames.first() else {
             return Err(ModelError::prompt("the video gave no frame"));
         };
@@ -153,56 +138,10 @@ impl MediaReader {
         &self,
         medium: &MediumRef,
         settings: &MediaSettings,
-    ) -> Result<(VideoRequest, VideoSource)> {
-        let source = match &medium.source {
-            MediumSource::Path(path) => VideoSource::from_path(path),
-            MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
-            MediumSource::Url(url) => {
-                return Err(ModelError::prompt(format!(
-                    "{url}: videos by URL are not read; download the file first"
-                )));
-            }
-        };
-        let own = &medium.options;
-        let listed = is_list(&medium.source);
-        let options = own.or(&settings.video);
-        let count = |n: Option<u32>| n.map(|n| n as usize);
-        let qwen = FrameSampling::Qwen(QwenSampling {
-            // The rate of a list says how fast its pictures follow each other, not how many to take.
-            fps: options.fps.filter(|_| !listed),
-            nframes: count(options.nframes),
-            min_frames: count(options.min_frames),
-            max_frames: count(options.max_frames),
-            video_start: options.video_start,
-            video_end: options.video_end,
-        });
-        let row_decides = own.nframes.is_some()
-            || (own.fps.is_some() && !listed)
-            || own.video_start.or(own.video_end).is_some();
-        let interval = |interval_secs: f64| FrameSampling::BaseInterval {
-            interval_secs,
-            min_frames: count(options.min_frames).unwrap_or(4),
-            max_frames: count(options.max_frames).unwrap_or(8),
-        };
-        let sampling = match (&settings.rule, &own.segments) {
-            _ if row_decides => qwen,
-            (FrameRule::Segments { .. }, Some(segments)) => {
-                let n = if segments.dynamic_sample && settings.dynamic_sample {
-                    settings.draw(&medium.source, segments.min_frames, segments.max_frames)
-                } else {
-                    segments.max_frames
-                };
-                FrameSampling::Segments {
-                    frame_counts: segments.frame_counts.iter().map(|&n| f64::from(n)).collect(),
-                    num_frames: n as usize,
-                }
-            }
-            (FrameRule::Qwen, _) => qwen,
-            (FrameRule::BaseInterval { interval_secs } | FrameRule::Segments { interval_secs }, _) => {
-                interval(*interval_secs)
-            }
-        };
-        let size = match exact(own)? {
+    ) -> Result<(VideoRequest, FramePlan)> {
+        let plan = FramePlan::new(medium, settings)?;
+        let options = medium.options.or(&settings.video);
+        let size = match exact(&medium.options)? {
             Some((height_px, width_px)) => FrameSize::Exact { width_px, height_px },
             None => FrameSize::Budget {
                 budget: PixelBudget {
@@ -213,19 +152,19 @@ impl MediaReader {
                 factor: self.processors.video.factor(),
             },
         };
-        let listed_fps = if listed { own.fps } else { None };
-        Ok((VideoRequest { sampling, size, listed_fps }, source))
+        let request = VideoRequest { sampling: plan.sampling.clone(), size, listed_fps: plan.listed_fps };
+        Ok((request, plan))
     }
 }
 
 fn input(
     kind: MediumKind,
-    patches: Vec<f32>,
+    data: Vec<f32>,
     grid: PatchGrid,
     seconds_per_grid: f64,
     frame_times_secs: Vec<f64>,
 ) -> MediumInput {
-    MediumInput { kind, patches, grid, seconds_per_grid, frame_times_secs }
+    MediumInput { kind, shape: MediumShape::Patches(grid), data, seconds_per_grid, frame_times_secs }
 }
 
 fn exact(options: &MediumOptions) -> Result<Option<(u32, u32)>> {
@@ -235,14 +174,6 @@ fn exact(options: &MediumOptions) -> Result<Option<(u32, u32)>> {
         _ => Err(ModelError::prompt(
             "resized_height and resized_width belong together; one of them is missing",
         )),
-    }
-}
-
-fn is_list(source: &MediumSource) -> bool {
-    match source {
-        MediumSource::Path(path) => path.is_dir(),
-        MediumSource::Frames(_) => true,
-        MediumSource::Url(_) => false,
     }
 }
 

@@ -20,7 +20,7 @@ pub use config::{Generation, QwenVlConfig, VisionConfig};
 pub use positions::{MediumAxes, positions};
 pub use vision::VisionTower;
 
-use super::{Family, MediaSettings, MediumInput, MediumPlan, Network};
+use super::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames, Position};
 use crate::error::Result;
@@ -86,6 +86,14 @@ impl Family for QwenVl {
         })
     }
 
+    fn module_name(&self, published: &str) -> String {
+        match published.strip_prefix("model.") {
+            Some(rest) => format!("model.language_model.{rest}"),
+            None if published.starts_with("visual.") => format!("model.{published}"),
+            None => published.to_owned(),
+        }
+    }
+
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
         self.media.plan(medium, header, settings)
     }
@@ -94,22 +102,31 @@ impl Family for QwenVl {
         self.media.prepare(medium, settings)
     }
 
-    fn tokens(&self, kind: MediumKind, grid: PatchGrid) -> MediumTokens {
-        let count = grid.num_tokens(self.config.vision.merge);
-        match kind {
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+        let count = shape.patches()?.num_tokens(self.config.vision.merge);
+        Ok(match kind {
             MediumKind::Video => {
                 MediumTokens::repeated(kind, "<|video_pad|>", self.config.video_token, count)
             }
             _ => MediumTokens::repeated(kind, "<|image_pad|>", self.config.image_token, count),
-        }
+        })
     }
 
     fn placeholder_ids(&self) -> Vec<u32> {
         vec![self.config.image_token, self.config.video_token]
     }
 
-    fn positions(&self, len: usize, spans: &[Span], media: &[Arc<MediumInput>]) -> (Vec<Position>, u32) {
-        positions(len, spans, |m| self.axes(media[m].grid, media[m].seconds_per_grid))
+    fn positions(
+        &self,
+        len: usize,
+        spans: &[Span],
+        media: &[Arc<MediumInput>],
+    ) -> Result<(Vec<Position>, u32)> {
+        let axes = media
+            .iter()
+            .map(|m| Ok(self.axes(m.shape.patches()?, m.seconds_per_grid)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(positions(len, spans, |m| axes[m]))
     }
 
     fn network(&self, source: &mut dyn WeightSource) -> Result<Box<dyn Network>> {
@@ -130,15 +147,16 @@ impl Network for QwenVlNetwork {
     }
 
     fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
-        self.tower.forward(&medium.patches, medium.grid, tape)
+        self.tower.forward(&medium.data, medium.shape.patches()?, tape)
     }
 
     fn project<'a>(
         &'a self,
         tower: &Tensor,
         medium: &MediumInput,
+        _instruction: &[u32],
         tape: Option<&mut Segments<'a>>,
     ) -> Result<Tensor> {
-        self.tower.project(tower, medium.grid, tape)
+        self.tower.project(tower, medium.shape.patches()?, tape)
     }
 }

@@ -17,7 +17,7 @@ use omnigrpo_ops::{
 
 use super::config::{Generation, VisionConfig};
 use crate::error::{ModelError, Result};
-use crate::tower::{Mlp, TowerBlock};
+use crate::tower::{Mlp, NormOrder, TowerBlock};
 use crate::weights::{Init, WeightSource};
 
 /// Tower and merger.
@@ -76,9 +76,12 @@ impl VisionTower {
             let mut block = |name: &str, n, k| linear(&format!("blocks.{b}.{name}"), Part::Vision, n, k);
             let i = config.intermediate;
             blocks.push(TowerBlock {
+                order: NormOrder::Pre,
                 norm1,
+                qk_norm: None,
+                scales: None,
                 norm2,
-                qkv: block("attn.qkv", 3 * c, c)?,
+                qkv: vec![block("attn.qkv", 3 * c, c)?],
                 proj: block("attn.proj", c, c)?,
                 mlp: match generation {
                     Generation::Qwen2 => Mlp::Plain {
@@ -141,7 +144,7 @@ impl VisionTower {
         for (b, block) in self.blocks.iter().enumerate() {
             let layout = Arc::clone(plan.layout(&self.config, b));
             let rope = Arc::clone(&rope);
-            let run = move |x: &Tensor| block.forward(x, &rope, self.config.heads, &layout);
+            let run = move |x: &Tensor| block.forward(x, Some(&rope), self.config.heads, &layout);
             x = match &mut tape {
                 Some(tape) => tape.push(&x, run)?,
                 None => run(&x)?,

@@ -1,0 +1,388 @@
+//! What is measured: every kernel at the sizes of a model of 28 M parameters (width 512, feed-forward 1408, 8 query and
+//! 2 key heads of 64, a prompt of 340 tokens with 8 completions of 64), and plain code for the same result.
+
+use std::hint::black_box;
+
+use half::bf16;
+use omnigrpo_kernels::activation::{self, Activation};
+use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
+use omnigrpo_kernels::linear::{self, Gradient, Layer};
+use omnigrpo_kernels::{Weight, embedding, logprob, norm, optim, rope};
+
+/// What a call does 10⁹ of: operations or bytes.
+#[derive(Clone, Copy)]
+pub enum Amount {
+    Flops(f64),
+    Bytes(f64),
+}
+
+/// A kernel at one size. `make` allocates its buffers; the result is called again and again.
+pub struct Case {
+    pub name: String,
+    pub amount: Amount,
+    pub make: Box<dyn Fn() -> Box<dyn FnMut()>>,
+}
+
+fn case<F: FnMut() + 'static>(
+    name: impl Into<String>,
+    amount: Amount,
+    make: impl Fn() -> F + 'static,
+) -> Case {
+    Case { name: name.into(), amount, make: Box::new(move || Box::new(make())) }
+}
+
+fn noise(n: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1u32 << 23) as f32 - 1.0
+    };
+    (0..n).map(next).collect()
+}
+
+/// A weight in either dtype.
+struct Stored {
+    wide: Vec<f32>,
+    narrow: Vec<bf16>,
+}
+
+impl Stored {
+    fn new(len: usize, narrow: bool) -> Self {
+        let wide = noise(len, 2);
+        if narrow {
+            return Self { narrow: wide.iter().map(|&w| bf16::from_f32(w)).collect(), wide: Vec::new() };
+        }
+        Self { wide, narrow: Vec::new() }
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        if self.wide.is_empty() { Weight::Bf16(&self.narrow) } else { Weight::F32(&self.wide) }
+    }
+}
+
+const DTYPES: [(&str, bool); 2] = [("f32", false), ("bf16", true)];
+
+fn linear_cases(all: &mut Vec<Case>) {
+    for (m, k, n) in [(852, 512, 1408), (852, 1408, 512), (1700, 512, 1408), (1024, 256, 512)] {
+        let flops = Amount::Flops((2 * m * k * n) as f64);
+        for (dtype, narrow) in DTYPES {
+            all.push(case(format!("linear forward {m}x{k}x{n} {dtype}"), flops, move || {
+                let (w, x, mut y) = (Stored::new(n * k, narrow), noise(m * k, 1), vec![0.0; m * n]);
+                move || linear::forward(&mut y, n, &x, k, &[Layer::new(w.weight(), n)], m, k, false)
+            }));
+            all.push(case(format!("linear dx {m}x{k}x{n} {dtype}"), flops, move || {
+                let (w, dy, mut dx) = (Stored::new(n * k, narrow), noise(m * n, 1), vec![0.0; m * k]);
+                move || linear::backward_input(&mut dx, k, &dy, n, &[Layer::new(w.weight(), n)], m, k, false)
+            }));
+        }
+        all.push(case(format!("linear dw {m}x{k}x{n} f32"), flops, move || {
+            let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);
+            move || linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n }], &dy, n, &x, k, m, k)
+        }));
+        all.push(case(format!("linear forward {m}x{k}x{n} f32, gemm crate"), flops, move || {
+            let (w, x, mut y) = (noise(n * k, 2), noise(m * k, 1), vec![0.0f32; m * n]);
+            // SAFETY: contiguous matrices of these sizes.
+            move || unsafe {
+                gemm::gemm(
+                    m,
+                    n,
+                    k,
+                    y.as_mut_ptr(),
+                    1,
+                    n as isize,
+                    false,
+                    x.as_ptr(),
+                    1,
+                    k as isize,
+                    w.as_ptr(),
+                    k as isize,
+                    1,
+                    1.0,
+                    1.0,
+                    false,
+                    false,
+                    false,
+                    gemm::Parallelism::Rayon(0),
+                );
+            }
+        }));
+    }
+    // All layers of a decoder in turn, so that weights come from memory as they do in decoding.
+    let sizes = [(768, 512), (512, 512), (2816, 512), (512, 1408)];
+    let per: usize = sizes.iter().map(|(n, k)| n * k).sum();
+    for (dtype, narrow) in DTYPES {
+        for m in [1, 8, 16, 32] {
+            let bytes = Amount::Bytes((8 * per * if narrow { 2 } else { 4 }) as f64);
+            all.push(case(format!("linear decode, 8 layers, {m} rows {dtype}"), bytes, move || {
+                let (w, x) = (Stored::new(8 * per, narrow), noise(m * 1408, 1));
+                let mut y = vec![0.0; m * 2816];
+                move || {
+                    let mut at = 0;
+                    for _ in 0..8 {
+                        for (n, k) in sizes {
+                            let w = w.weight().rows(at, at + n * k, 1);
+                            linear::forward_rows(&mut y, n, &x, k, &[Layer::new(w, n)], m, k, false);
+                            at += n * k;
+                        }
+                    }
+                }
+            }));
+        }
+    }
+    let len = 94 << 18;
+    all.push(case("memory read", Amount::Bytes((len * 4) as f64), move || {
+        let x = noise(len, 3);
+        move || {
+            let sum = |x: &[f32]| {
+                x.chunks_exact(64).fold([0.0f32; 64], |mut a, c| {
+                    a.iter_mut().zip(c).for_each(|(a, c)| *a += c);
+                    a
+                })
+            };
+            let (a, b) = x.split_at(len / 2);
+            black_box(rayon::join(|| sum(a), || sum(b)));
+        }
+    }));
+}
+
+fn row_cases(all: &mut Vec<Case>) {
+    let (rows, dim, inner) = (852, 512, 1408);
+    let bytes = |per: usize, width: usize| Amount::Bytes((4 * per * rows * width) as f64);
+    all.push(case("rms_norm forward 852x512", bytes(2, dim), move || {
+        let (x, w) = (noise(rows * dim, 1), noise(dim, 2));
+        let (mut y, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows]);
+        move || norm::rms_forward(&mut y, &mut rstd, &x, &w, rows, dim, 1e-6)
+    }));
+    all.push(case("rms_norm forward 852x512, plain", bytes(2, dim), move || {
+        let (x, w, mut y) = (noise(rows * dim, 1), noise(dim, 2), vec![0.0; rows * dim]);
+        move || {
+            for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
+                let rstd = (x.iter().map(|x| x * x).sum::<f32>() / dim as f32 + 1e-6).sqrt().recip();
+                y.iter_mut().zip(x).zip(&w).for_each(|((y, x), w)| *y = x * rstd * w);
+            }
+            black_box(&mut y);
+        }
+    }));
+    all.push(case("rms_norm backward 852x512", bytes(3, dim), move || {
+        let (x, dy, w, rstd) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2), vec![1.7; rows]);
+        let (mut dx, mut dw) = (vec![0.0; rows * dim], vec![0.0; dim]);
+        move || norm::rms_backward(&mut dx, Some(&mut dw), &dy, &x, &w, &rstd, rows, dim)
+    }));
+    all.push(case("layer_norm forward 852x512", bytes(2, dim), move || {
+        let (x, w) = (noise(rows * dim, 1), noise(dim, 2));
+        let (mut y, mut mean, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows], vec![0.0; rows]);
+        move || norm::layer_forward(&mut y, &mut mean, &mut rstd, &x, &w, &w, rows, dim, 1e-6)
+    }));
+    all.push(case("layer_norm backward 852x512", bytes(3, dim), move || {
+        let (x, dy, w) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2));
+        let (mean, rstd) = (vec![0.0; rows], vec![1.7; rows]);
+        let (mut dx, mut dw, mut db) = (vec![0.0; rows * dim], vec![0.0; dim], vec![0.0; dim]);
+        move || {
+            norm::layer_backward(&mut dx, Some(&mut dw), Some(&mut db), &dy, &x, &w, &mean, &rstd, rows, dim);
+        }
+    }));
+    all.push(case("rope 852x10x64", bytes(2, 640), move || {
+        let (mut x, cos, sin) = (noise(rows * 640, 1), noise(rows * 32, 2), noise(rows * 32, 3));
+        move || rope::apply(&mut x, 640, 0, 10, 64, &cos, &sin, rows, false)
+    }));
+    all.push(case("swiglu forward 852x1408", bytes(3, inner), move || {
+        let (x, mut y) = (noise(rows * 2 * inner, 1), vec![0.0; rows * inner]);
+        move || activation::swiglu_forward(&mut y, &x, rows, inner)
+    }));
+    all.push(case("swiglu forward 852x1408, plain", bytes(3, inner), move || {
+        let (x, mut y) = (noise(rows * 2 * inner, 1), vec![0.0; rows * inner]);
+        move || {
+            for (y, x) in y.chunks_exact_mut(inner).zip(x.chunks_exact(2 * inner)) {
+                let (gate, up) = x.split_at(inner);
+                y.iter_mut().zip(gate).zip(up).for_each(|((y, g), u)| *y = g / (1.0 + (-g).exp()) * u);
+            }
+            black_box(&mut y);
+        }
+    }));
+    all.push(case("swiglu backward 852x1408", bytes(5, inner), move || {
+        let (x, dy) = (noise(rows * 2 * inner, 1), noise(rows * inner, 2));
+        let mut dx = vec![0.0; rows * 2 * inner];
+        move || activation::swiglu_backward(&mut dx, &dy, &x, rows, inner)
+    }));
+    all.push(case("gelu forward 852x1408", bytes(2, inner), move || {
+        let (x, mut y) = (noise(rows * inner, 1), vec![0.0; rows * inner]);
+        move || activation::forward(Activation::GeluErf, &mut y, &x)
+    }));
+    all.push(case("gelu backward 852x1408", bytes(3, inner), move || {
+        let (x, dy, mut dx) = (noise(rows * inner, 1), noise(rows * inner, 2), vec![0.0; rows * inner]);
+        move || activation::backward(Activation::GeluErf, &mut dx, &dy, &x)
+    }));
+    let ids: Vec<u32> = (0..rows as u32).map(|i| i * 577 % 2048).collect();
+    for (dtype, narrow) in DTYPES {
+        let ids = ids.clone();
+        all.push(case(format!("embedding forward 852x512 {dtype}"), bytes(2, dim), move || {
+            let (table, mut y, ids) = (Stored::new(2048 * dim, narrow), vec![0.0; rows * dim], ids.clone());
+            move || embedding::gather(&mut y, table.weight(), &ids, dim)
+        }));
+    }
+    all.push(case("embedding backward 852x512", bytes(3, dim), move || {
+        let (dy, mut dtable, ids) = (noise(rows * dim, 1), vec![0.0; 2048 * dim], ids.clone());
+        move || embedding::scatter_add(&mut dtable, &dy, &ids, dim)
+    }));
+    let n = 8 << 20;
+    all.push(case("adamw 8Mi", Amount::Bytes((28 * n) as f64), move || {
+        let [mut w, mut m, g] = [1, 2, 3].map(|seed| noise(n, seed));
+        let mut v = vec![1e-3; n];
+        move || optim::adamw(&mut w, &mut m, &mut v, &g, 1e-6, 0.9, 0.999, 1e-8, 0.0, 1, 1.0)
+    }));
+    all.push(case("gradient norm 8Mi", Amount::Bytes((4 * n) as f64), move || {
+        let g = noise(n, 3);
+        move || {
+            black_box(optim::sum_of_squares(&g));
+        }
+    }));
+}
+
+/// Operations of one pass; `products` is 2 forward, 5 backward.
+fn attention_flops(layout: &AttentionLayout, shape: Shape, products: u64) -> Amount {
+    Amount::Flops((2 * products * layout.pairs() * (shape.q_heads * shape.head_dim) as u64) as f64)
+}
+
+fn attention_cases(all: &mut Vec<Case>) {
+    let decoder = Shape { q_heads: 8, kv_heads: 2, head_dim: 64 };
+    let tower = Shape { q_heads: 4, kv_heads: 4, head_dim: 64 };
+    for (name, layout, shape, t) in [
+        ("shared prefix 340 + 8x64", AttentionLayout::prefix_suffixes(340, &[64; 8]), decoder, 852),
+        ("causal 852", AttentionLayout::causal(852), decoder, 852),
+        ("windows 16x64", AttentionLayout::full_blocks(&[64; 16]), tower, 1024),
+        ("full 1024", AttentionLayout::full_blocks(&[1024]), tower, 1024),
+    ] {
+        let (wq, wk) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let (stride, cols) = (wq + 2 * wk, [0, wq, wq + wk]);
+        let flops = attention_flops(&layout, shape, 2);
+        let own = layout.clone();
+        all.push(case(format!("attention forward {name}"), flops, move || {
+            let (x, layout) = (noise(t * stride, 6), own.clone());
+            let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
+            move || {
+                let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+                attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
+            }
+        }));
+        let flops = attention_flops(&layout, shape, 5);
+        all.push(case(format!("attention backward {name}"), flops, move || {
+            let (x, dout, layout) = (noise(t * stride, 6), noise(t * wq, 7), layout.clone());
+            let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
+            let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+            attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
+            let mut d = vec![0.0; t * stride];
+            move || {
+                let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+                let [qc, kc, vc] = cols;
+                attention::backward(
+                    &mut d, stride, qc, kc, vc, &dout, &out, &lse, q, k, v, &layout, shape, 0.125,
+                );
+            }
+        }));
+    }
+    let keys = |i| vec![0..340, 340 + 64 * i..404 + 64 * i];
+    let ranges = (0..8).map(|i| QueryRange { queries: i..i + 1, keys: keys(i), causal: false });
+    let layout = AttentionLayout { ranges: ranges.collect() };
+    all.push(case(
+        "attention decode 8 rows, 340 + 64 keys",
+        attention_flops(&layout, decoder, 2),
+        move || {
+            let (x, layout, mut out) = (noise(852 * 768, 6), layout.clone(), vec![0.0; 8 * 512]);
+            move || {
+                let [q, k, v] = [0, 512, 640].map(|col| Rows { data: &x, stride: 768, col });
+                attention::forward_decode(&mut out, q, k, v, &layout, decoder, 0.125);
+            }
+        },
+    ));
+}
+
+fn head_cases(all: &mut Vec<Case>) {
+    let (rows, h) = (505, 512);
+    for v in [2048, 16_384] {
+        for (dtype, narrow) in DTYPES {
+            let flops = (2 * rows * h * v) as f64;
+            let targets: Vec<u32> = (0..rows as u32).map(|i| i * 31 % v as u32).collect();
+            let offsets: Vec<usize> = (0..=rows).collect();
+            let (t, o) = (targets.clone(), offsets.clone());
+            all.push(case(
+                format!("token_logprob forward {rows}x{h}x{v} {dtype}"),
+                Amount::Flops(flops),
+                move || {
+                    let (hidden, head) = (noise(rows * h, 8), Stored::new(v * h, narrow));
+                    let (targets, offsets) = (t.clone(), o.clone());
+                    let [mut logp, mut entropy, mut lse] = [0; 3].map(|_| vec![0.0; rows]);
+                    move || {
+                        logprob::forward(
+                            &hidden,
+                            head.weight(),
+                            rows,
+                            h,
+                            v,
+                            &targets,
+                            &offsets,
+                            1.0,
+                            &mut logp,
+                            &mut entropy,
+                            &mut lse,
+                        );
+                    }
+                },
+            ));
+            all.push(case(
+                format!("token_logprob backward {rows}x{h}x{v} {dtype}"),
+                Amount::Flops(3.0 * flops),
+                move || {
+                    let (hidden, head) = (noise(rows * h, 8), Stored::new(v * h, narrow));
+                    let (targets, offsets) = (targets.clone(), offsets.clone());
+                    let (dlogp, lse, entropy) = (noise(rows, 10), vec![8.0; rows], vec![7.0; rows]);
+                    let (mut dhidden, mut dhead) = (vec![0.0; rows * h], vec![0.0; v * h]);
+                    move || {
+                        logprob::backward(
+                            &mut dhidden,
+                            Some(&mut dhead),
+                            &hidden,
+                            head.weight(),
+                            rows,
+                            h,
+                            v,
+                            &targets,
+                            &offsets,
+                            &lse,
+                            &entropy,
+                            &dlogp,
+                            None,
+                            1.0,
+                        );
+                    }
+                },
+            ));
+        }
+        let flops = Amount::Flops((2 * rows * h * v) as f64);
+        all.push(case(format!("token_logprob forward {rows}x{h}x{v} f32, plain"), flops, move || {
+            let (hidden, head, mut logits) = (noise(rows * h, 8), noise(v * h, 9), vec![0.0; rows * v]);
+            let mut logp = vec![0.0; rows];
+            move || {
+                let layers = [Layer::new(Weight::F32(&head), v)];
+                linear::forward(&mut logits, v, &hidden, h, &layers, rows, h, false);
+                for (r, z) in logits.chunks_exact(v).enumerate() {
+                    let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                    let sum: f32 = z.iter().map(|z| (z - max).exp()).sum();
+                    logp[r] = z[r * 31 % v] - max - sum.ln();
+                }
+                black_box(&mut logp);
+            }
+        }));
+    }
+}
+
+/// Everything, in the order of the tables.
+pub fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    linear_cases(&mut all);
+    row_cases(&mut all);
+    attention_cases(&mut all);
+    head_cases(&mut all);
+    all
+}

@@ -1,0 +1,441 @@
+//! The blocked matrix product for many rows: what linear layers, their gradients and the head run on.
+//!
+//! A task owns a strip of output columns. For one block of the inner dimension after the other it packs its part of the
+//! right operand into panels of two vectors (widening bf16 on the way) and runs over all rows with register tiles of
+//! `6 × 2` vectors (`12 × 2` with the 32 registers of AVX-512). So every element of the right operand is packed once per
+//! call, into scratch that stays in the second-level cache and is kept by its thread, and tasks never wait for each other.
+//!
+//! An output element is the sum, in order, of its blocks of the inner dimension, each a chain of multiply-adds in order.
+//! The blocks depend on the inner size alone, so the bits of an element do not depend on threads, on its place in the
+//! output or on what else is computed with it.
+
+use std::ops::Range;
+
+use half::bf16;
+use pulp::WithSimd;
+
+use crate::Weight;
+use crate::simd::{self, Simd, load, load_ptr, prefetch, store_ptr};
+
+/// Longest block of the inner dimension: a panel (32 KiB with AVX2) streams from the second-level cache, and outputs are
+/// seldom read back.
+const DEPTH: usize = 512;
+/// Rows that are multiplied with one panel before the next: what they hold of a block stays in the second-level cache.
+const ROWS: usize = 96;
+
+/// Cuts the inner dimension into nearly equal blocks; depends on `k` alone.
+pub(crate) fn blocks(k: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = k.div_ceil(k.div_ceil(DEPTH).max(1)).next_multiple_of(8);
+    (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
+}
+
+/// A cache line, so that panels are aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line([f32; 16]);
+
+/// The first `len` floats of `scratch`, which grows if it must.
+pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
+    let lines = len.div_ceil(16);
+    if scratch.len() < lines {
+        scratch.resize(lines, Line([0.0; 16]));
+    }
+    // SAFETY: a line is 16 floats without padding, and there are enough of them.
+    unsafe { std::slice::from_raw_parts_mut(scratch.as_mut_ptr().cast(), len) }
+}
+
+/// Rows of the largest register tile.
+const MAX_ROWS: usize = 12;
+
+/// Rows of a register tile.
+const fn tile_rows<S: Simd>() -> usize {
+    if S::F32_LANES >= 16 { 12 } else { 6 }
+}
+
+/// Columns of a panel with the widest vectors.
+pub(crate) const MAX_PANEL: usize = 32;
+
+/// Columns of a panel.
+const fn panel<S: Simd>() -> usize {
+    2 * S::F32_LANES
+}
+
+/// Rows of a register tile and columns of a panel of the instruction set in use.
+pub(crate) fn tile_shape() -> (usize, usize) {
+    struct Shape;
+    impl WithSimd for Shape {
+        type Output = (usize, usize);
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> (usize, usize) {
+            (tile_rows::<S>(), panel::<S>())
+        }
+    }
+    simd::arch().dispatch(Shape)
+}
+
+/// Packs a `depth × width` block of a right operand into panels: panel `j` holds columns `j · panel..`, row by row,
+/// zero beyond `width`.
+pub(crate) struct Pack<'a> {
+    /// `width` rounded up to whole panels, times `depth` elements.
+    pub to: *mut f32,
+    /// The matrix, from the first element of the block.
+    pub from: Weight<'a>,
+    /// Distance between two elements of the inner dimension.
+    pub inner: usize,
+    /// Distance between two columns. This one or `inner` is 1.
+    pub column: usize,
+    pub depth: usize,
+    pub width: usize,
+}
+
+/// An element that is widened to f32.
+trait Wide: Copy {
+    fn wide(self) -> f32;
+}
+
+impl Wide for f32 {
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self
+    }
+}
+
+impl Wide for bf16 {
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+impl Pack<'_> {
+    /// # Safety
+    /// `to` is writable for whole panels and not referenced elsewhere.
+    pub(crate) unsafe fn run(self) {
+        simd::arch().dispatch(self);
+    }
+
+    #[inline(always)]
+    fn pack<S: Simd, T: Wide>(&self, from: &[T]) {
+        let width = panel::<S>();
+        if self.depth == 0 {
+            return;
+        }
+        for j in (0..self.width).step_by(width) {
+            let columns = width.min(self.width - j);
+            // SAFETY: panel j / width lies inside `to` by the contract of `run`.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(self.to.add(j * self.depth), self.depth * width) };
+            if self.column == 1 {
+                for (p, to) in to.chunks_exact_mut(width).enumerate() {
+                    let row = &from[p * self.inner + j..][..columns];
+                    for (to, x) in to.iter_mut().zip(row) {
+                        *to = x.wide();
+                    }
+                    to[columns..].fill(0.0);
+                }
+            } else if columns == width {
+                self.transpose::<S, T>(to, &from[j * self.column..]);
+            } else {
+                to.fill(0.0);
+                for c in 0..columns {
+                    let column = &from[(j + c) * self.column..][..self.depth];
+                    for (to, x) in to[c..].iter_mut().step_by(width).zip(column) {
+                        *to = x.wide();
+                    }
+                }
+            }
+        }
+    }
+
+    /// A whole panel whose columns are contiguous in `from`, in squares that the compiler keeps in registers.
+    #[inline(always)]
+    fn transpose<S: Simd, T: Wide>(&self, to: &mut [f32], from: &[T]) {
+        const SIDE: usize = 8;
+        let width = panel::<S>();
+        let whole = if width.is_multiple_of(SIDE) { self.depth / SIDE * SIDE } else { 0 };
+        for c in (0..width).step_by(SIDE) {
+            for p in (0..whole).step_by(SIDE) {
+                let mut square = [[0.0f32; SIDE]; SIDE];
+                for i in 0..SIDE {
+                    let column: &[T] = &from[(c + i) * self.column + p..][..SIDE];
+                    for (to, x) in square[i].iter_mut().zip(column) {
+                        *to = x.wide();
+                    }
+                }
+                for q in 0..SIDE {
+                    let row: &mut [f32] = &mut to[(p + q) * width + c..][..SIDE];
+                    for i in 0..SIDE {
+                        row[i] = square[i][q];
+                    }
+                }
+            }
+        }
+        for p in whole..self.depth {
+            for c in 0..width {
+                to[p * width + c] = from[c * self.column + p].wide();
+            }
+        }
+    }
+}
+
+impl WithSimd for Pack<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        match self.from {
+            Weight::F32(from) => self.pack::<S, f32>(from),
+            Weight::Bf16(from) => self.pack::<S, bf16>(from),
+            // Widened by the caller.
+            Weight::Quantised(_) => {}
+        }
+    }
+}
+
+/// Packs a left operand that is contiguous across rows, `from[p · inner + i]`, into groups of a tile's rows:
+/// row `i` of group `g` at depth `p` is `to[(g · depth + p) · tile_rows + i]`, zero beyond `rows`.
+pub(crate) struct PackLeft<'a> {
+    pub to: *mut f32,
+    pub from: &'a [f32],
+    pub inner: usize,
+    pub depth: usize,
+    pub rows: usize,
+}
+
+impl PackLeft<'_> {
+    /// # Safety
+    /// `to` is writable for whole groups and not referenced elsewhere.
+    pub(crate) unsafe fn run(self) {
+        simd::arch().dispatch(self);
+    }
+}
+
+impl WithSimd for PackLeft<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let side = tile_rows::<S>();
+        for p in 0..self.depth {
+            let row = &self.from[p * self.inner..][..self.rows];
+            for (g, from) in row.chunks(side).enumerate() {
+                // SAFETY: group g, depth p lies inside `to` by the contract of `run`.
+                let to =
+                    unsafe { std::slice::from_raw_parts_mut(self.to.add((g * self.depth + p) * side), side) };
+                if from.len() == side {
+                    to.copy_from_slice(from);
+                } else {
+                    to[..from.len()].copy_from_slice(from);
+                    to[from.len()..].fill(0.0);
+                }
+            }
+        }
+    }
+}
+
+/// The left operand of a [`Multiply`].
+#[derive(Clone, Copy)]
+pub(crate) enum Left {
+    /// Rows where they lie: element `(i, p)` is `data[i · stride + p]`.
+    Rows { data: *const f32, stride: usize },
+    /// What [`PackLeft`] wrote.
+    Packed(*const f32),
+}
+
+/// `c [m, n] = left [m, depth] · panels [depth, n]` on the calling thread, plus what `c` held if `old`, plus `bias [n]`.
+pub(crate) struct Multiply<'a> {
+    pub c: *mut f32,
+    pub ldc: usize,
+    pub left: Left,
+    /// What [`Pack`] wrote.
+    pub panels: *const f32,
+    pub m: usize,
+    pub depth: usize,
+    pub n: usize,
+    pub old: bool,
+    pub bias: Option<&'a [f32]>,
+}
+
+/// One step of the inner dimension: `M` values of the left operand, `row` apart, times a row of a panel.
+///
+/// # Safety
+/// They are readable.
+#[inline(always)]
+unsafe fn step<S: Simd, const M: usize>(
+    simd: S,
+    acc: &mut [[S::f32s; 2]; M],
+    a: *const f32,
+    row: usize,
+    b: *const f32,
+) {
+    // SAFETY: by the contract.
+    let b = unsafe {
+        [
+            b.cast::<S::f32s>().read_unaligned(),
+            b.wrapping_add(S::F32_LANES).cast::<S::f32s>().read_unaligned(),
+        ]
+    };
+    for r in 0..M {
+        // SAFETY: by the contract.
+        let x = simd.splat_f32s(unsafe { *a.wrapping_add(r * row) });
+        for v in 0..2 {
+            acc[r][v] = simd.mul_add_e_f32s(x, b[v], acc[r][v]);
+        }
+    }
+}
+
+impl Multiply<'_> {
+    /// # Safety
+    /// Everything that sizes and strides reach is in bounds; `c` is not referenced elsewhere.
+    pub(crate) unsafe fn run(self) {
+        simd::arch().dispatch(self);
+    }
+
+    /// The tile of `M` rows at row `i` and the panel at column `j`.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, const M: usize, const PACKED: bool>(
+        &self,
+        simd: S,
+        data: *const f32,
+        stride: usize,
+        i: usize,
+        j: usize,
+    ) {
+        let lanes = S::F32_LANES;
+        let width = panel::<S>();
+        let side = tile_rows::<S>();
+        let (mut a, row, step_a) = if PACKED {
+            (data.wrapping_add(i / side * side * self.depth + i % side), 1, side)
+        } else {
+            (data.wrapping_add(i * stride), stride, 1)
+        };
+        let mut b = self.panels.wrapping_add(j * self.depth);
+        let mut acc = [[simd.splat_f32s(0.0); 2]; M];
+        if self.old {
+            // The output comes from a further cache than the operands.
+            for r in 0..M {
+                prefetch(self.c.wrapping_add((i + r) * self.ldc + j));
+            }
+        }
+        // SAFETY: depth steps of the tile's rows and of the panel, in bounds by the contract of `run`.
+        unsafe {
+            for _ in 0..self.depth / 4 {
+                // Written out: the compiler unrolls a loop too late to keep the accumulators in registers.
+                step::<S, M>(simd, &mut acc, a, row, b);
+                step::<S, M>(simd, &mut acc, a.wrapping_add(step_a), row, b.wrapping_add(width));
+                step::<S, M>(simd, &mut acc, a.wrapping_add(2 * step_a), row, b.wrapping_add(2 * width));
+                step::<S, M>(simd, &mut acc, a.wrapping_add(3 * step_a), row, b.wrapping_add(3 * width));
+                a = a.wrapping_add(4 * step_a);
+                b = b.wrapping_add(4 * width);
+            }
+            for _ in 0..self.depth % 4 {
+                step::<S, M>(simd, &mut acc, a, row, b);
+                a = a.wrapping_add(step_a);
+                b = b.wrapping_add(width);
+            }
+        }
+        let columns = self.n - j;
+        let c = self.c.wrapping_add(i * self.ldc + j);
+        // Short loops of fixed length alone touch the accumulators, else they would live in memory.
+        if columns < width {
+            let mut rest = [0.0f32; 2 * MAX_ROWS * 16];
+            for r in 0..M {
+                for v in 0..2 {
+                    // SAFETY: M rows of a panel's width.
+                    unsafe {
+                        store_ptr(simd, rest.as_mut_ptr().add(r * width + v * lanes), lanes, acc[r][v])
+                    };
+                }
+            }
+            for r in 0..M {
+                for q in 0..columns {
+                    let sum = rest[r * width + q] + self.bias.map_or(0.0, |bias| bias[j + q]);
+                    // SAFETY: row i + r < m, column j + q < n.
+                    unsafe {
+                        let c = c.wrapping_add(r * self.ldc + q);
+                        *c = if self.old { *c + sum } else { sum };
+                    }
+                }
+            }
+            return;
+        }
+        if let Some(bias) = self.bias {
+            let bias = &bias[j..j + width];
+            let bias = [load(simd, &bias[..lanes], 0), load(simd, &bias[lanes..], 0)];
+            for r in 0..M {
+                for v in 0..2 {
+                    acc[r][v] = simd.add_f32s(acc[r][v], bias[v]);
+                }
+            }
+        }
+        if self.old {
+            for r in 0..M {
+                for v in 0..2 {
+                    let c = c.wrapping_add(r * self.ldc + v * lanes);
+                    // SAFETY: row i + r < m, whole vectors before n.
+                    acc[r][v] = simd.add_f32s(acc[r][v], unsafe { load_ptr(simd, c, lanes) });
+                }
+            }
+        }
+        for r in 0..M {
+            for v in 0..2 {
+                // SAFETY: as above.
+                unsafe { store_ptr(simd, c.wrapping_add(r * self.ldc + v * lanes), lanes, acc[r][v]) };
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn rows<S: Simd, const M: usize, const PACKED: bool>(
+        &self,
+        simd: S,
+        data: *const f32,
+        stride: usize,
+    ) {
+        for first in (0..self.m).step_by(ROWS) {
+            let end = self.m.min(first + ROWS);
+            for j in (0..self.n).step_by(panel::<S>()) {
+                let mut i = first;
+                // SAFETY: every tile lies inside m rows; columns by the caller.
+                unsafe {
+                    while i + M <= end {
+                        self.tile::<S, M, PACKED>(simd, data, stride, i, j);
+                        i += M;
+                    }
+                    if M > 8 && i + 8 <= end {
+                        self.tile::<S, 8, PACKED>(simd, data, stride, i, j);
+                        i += 8;
+                    }
+                    if i + 4 <= end {
+                        self.tile::<S, 4, PACKED>(simd, data, stride, i, j);
+                        i += 4;
+                    }
+                    if i + 2 <= end {
+                        self.tile::<S, 2, PACKED>(simd, data, stride, i, j);
+                        i += 2;
+                    }
+                    if i < end {
+                        self.tile::<S, 1, PACKED>(simd, data, stride, i, j);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl WithSimd for Multiply<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        // SAFETY: the contract of `run`.
+        unsafe {
+            match (self.left, tile_rows::<S>()) {
+                (Left::Rows { data, stride }, 12) => self.rows::<S, 12, false>(simd, data, stride),
+                (Left::Rows { data, stride }, _) => self.rows::<S, 6, false>(simd, data, stride),
+                (Left::Packed(data), 12) => self.rows::<S, 12, true>(simd, data, 0),
+                (Left::Packed(data), _) => self.rows::<S, 6, true>(simd, data, 0),
+            }
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Counters of time, floating-point operations and bytes by phase and kernel, for `--profile` and `bench`.
+//!
+//! Off by default; a kernel then reads one flag. On, each call of a public kernel adds its wall time on the calling
+//! thread, its useful operations (a multiply-add is two; what is computed a second time does not count) and the bytes
+//! that it reads and writes at least once. A kernel called by another one counts in the outer one alone, so the times
+//! of a phase add up to at most the time of the phase. The counters belong to the process.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::Weight;
+use crate::linear::Layer;
+
+/// Kinds of work, in the order of the tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Op {
+    /// Outputs of linear layers, many rows.
+    Linear,
+    /// Outputs of linear layers while decoding.
+    LinearRows,
+    /// Gradients of linear layers with respect to their inputs.
+    LinearInput,
+    /// Gradients of weights and biases.
+    LinearWeight,
+    /// Attention.
+    Attention,
+    /// Attention over a cache.
+    AttentionDecode,
+    /// Gradients of attention.
+    AttentionBackward,
+    /// Normalisation, both ways.
+    Norm,
+    /// Rotary positions, both ways.
+    Rope,
+    /// Activations and gated products, both ways.
+    Activation,
+    /// Log-probabilities and entropies, or logits.
+    Head,
+    /// Their gradients.
+    HeadBackward,
+    /// Embedding rows and their gradient.
+    Embedding,
+    /// Gradient norm and weight update.
+    Optimizer,
+    /// Drawing tokens.
+    Sampler,
+}
+
+impl Op {
+    /// Its name in tables.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::LinearRows => "linear, decode",
+            Self::LinearInput => "linear, dx",
+            Self::LinearWeight => "linear, dw",
+            Self::Attention => "attention",
+            Self::AttentionDecode => "attention, decode",
+            Self::AttentionBackward => "attention, backward",
+            Self::Norm => "norm",
+            Self::Rope => "rope",
+            Self::Activation => "activation",
+            Self::Head => "head",
+            Self::HeadBackward => "head, backward",
+            Self::Embedding => "embedding",
+            Self::Optimizer => "optimizer",
+            Self::Sampler => "sampler",
+        }
+    }
+}
+
+/// What one kind of work took in one phase.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Total {
+    /// Calls.
+    pub calls: u64,
+    /// Wall time.
+    pub time: Duration,
+    /// Useful floating-point operations.
+    pub flops: u64,
+    /// Bytes read or written, each operand once per call.
+    pub bytes: u64,
+}
+
+/// A line of the profile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The phase that was entered last, `""` before the first.
+    pub phase: &'static str,
+    /// Which work.
+    pub op: Op,
+    /// How much.
+    pub total: Total,
+}
+
+static ON: AtomicBool = AtomicBool::new(false);
+static STATE: Mutex<State> =
+    Mutex::new(State { phase: "", since: None, phases: Vec::new(), entries: Vec::new() });
+
+struct State {
+    phase: &'static str,
+    since: Option<Instant>,
+    phases: Vec<(&'static str, Duration)>,
+    entries: Vec<Entry>,
+}
+
+impl State {
+    /// Gives the time since the last change of phase to the phase that was active.
+    fn settle(&mut self, now: Instant) {
+        if let Some(since) = self.since.replace(now) {
+            let time = now.saturating_duration_since(since);
+            match self.phases.iter_mut().find(|(name, _)| *name == self.phase) {
+                Some((_, sum)) => *sum += time,
+                None => self.phases.push((self.phase, time)),
+            }
+        }
+    }
+}
+
+/// What was counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Profile {
+    /// Wall time of each phase less that of phases inside it, in order of first use. `""` is outside of all.
+    pub phases: Vec<(&'static str, Duration)>,
+    /// Lines in the order of the phases, then by kind of work.
+    pub entries: Vec<Entry>,
+}
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Switches counting on or off.
+pub fn enable(on: bool) {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner).since = on.then(Instant::now);
+    ON.store(on, Ordering::Relaxed);
+}
+
+/// Whether counting is on.
+#[must_use]
+pub fn enabled() -> bool {
+    ON.load(Ordering::Relaxed)
+}
+
+/// What follows counts in `phase`. Returns the phase before, to go back to.
+pub fn enter(phase: &'static str) -> &'static str {
+    if !enabled() {
+        return "";
+    }
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    state.settle(Instant::now());
+    std::mem::replace(&mut state.phase, phase)
+}
+
+/// Everything counted since the last call.
+#[must_use]
+pub fn take() -> Profile {
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    state.settle(Instant::now());
+    let (phases, mut entries) = (std::mem::take(&mut state.phases), std::mem::take(&mut state.entries));
+    entries.sort_by_key(|e| (phases.iter().position(|(name, _)| *name == e.phase), e.op));
+    Profile { phases, entries }
+}
+
+/// Counts from its making to its end; see [`span`].
+#[must_use]
+pub struct Span(Option<(Op, Instant, u64, u64)>);
+
+/// Counts work of a kind until the result is dropped. `flops` and `bytes` are evaluated only when counting is on.
+#[inline]
+pub fn span(op: Op, work: impl FnOnce() -> (usize, usize)) -> Span {
+    if !enabled() || INSIDE.replace(true) {
+        return Span(None);
+    }
+    let (flops, bytes) = work();
+    Span(Some((op, Instant::now(), flops as u64, bytes as u64)))
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let Some((op, started, flops, bytes)) = self.0 else { return };
+        let time = started.elapsed();
+        INSIDE.set(false);
+        let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+        let phase = state.phase;
+        let at = state.entries.iter().position(|e| e.phase == phase && e.op == op).unwrap_or_else(|| {
+            state.entries.push(Entry { phase, op, total: Total::default() });
+            state.entries.len() - 1
+        });
+        let total = &mut state.entries[at].total;
+        total.calls += 1;
+        total.time += time;
+        total.flops += flops;
+        total.bytes += bytes;
+    }
+}
+
+/// Operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
+pub(crate) fn product(m: usize, k: usize, n: usize, w: Weight) -> (usize, usize) {
+    let weight = match w {
+        Weight::F32(_) => 4 * n * k,
+        Weight::Bf16(_) => 2 * n * k,
+        Weight::Quantised(w) => w.num_bytes(),
+    };
+    (2 * m * k * n, weight + 4 * m * (n + k))
+}
+
+/// [`product`] of several weights with the same input.
+pub(crate) fn products(m: usize, k: usize, layers: &[Layer]) -> (usize, usize) {
+    let each = layers.iter().map(|layer| product(m, k, layer.n, layer.w));
+    let (flops, bytes) = each.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    (flops, bytes - 4 * m * k * layers.len().saturating_sub(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // One test: the counters belong to the process, and tests of a binary share it.
+    #[test]
+    fn work_is_counted_once_by_phase_and_only_when_asked() {
+        drop(span(Op::Norm, || unreachable!("off")));
+        enable(true);
+        let before = enter("forward");
+        for _ in 0..2 {
+            let outer = span(Op::Head, || (100, 10));
+            drop(span(Op::Linear, || (1, 1)));
+            drop(outer);
+        }
+        assert_eq!(enter("backward"), "forward");
+        drop(span(Op::LinearInput, || (7, 3)));
+        enter(before);
+        enable(false);
+        drop(span(Op::Norm, || (1, 1)));
+        // Other tests of this binary may have counted kernels of their own meanwhile.
+        let own = take();
+        let of = |phase, op| own.entries.iter().find(|e| e.phase == phase && e.op == op).map(|e| e.total);
+        let head = of("forward", Op::Head).unwrap_or_default();
+        assert_eq!((head.calls, head.flops, head.bytes), (2, 200, 20));
+        assert!(of("backward", Op::LinearInput).is_some_and(|t| t.flops >= 7));
+        assert!(own.phases.iter().any(|(name, _)| *name == "forward"));
+        assert_eq!(take().entries, []);
+    }
+}

@@ -1,0 +1,13 @@
+//! The tests of the kernels once more, on the code for CPUs without known vector instructions.
+// The same helpers are part of both files, which are read as they are.
+#![allow(missing_docs, clippy::duplicate_mod)]
+
+#[path = "attention.rs"]
+mod attention_tests;
+#[path = "kernels.rs"]
+mod kernel_tests;
+
+pub fn choose_instructions() -> f64 {
+    omnigrpo_kernels::force_portable(true);
+    4.0
+}

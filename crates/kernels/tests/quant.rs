@@ -1,0 +1,151 @@
+//! Quantised weights: the error bound of a weight and of a product, tiles against rows, bits of a row.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+/// The best of this CPU, and the factor of all tolerances.
+pub fn choose_instructions() -> f64 {
+    1.0
+}
+
+use common::{noise, wide, with_threads};
+use omnigrpo_kernels::linear::Layer;
+use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix, QuantRows};
+use omnigrpo_kernels::{Weight, embedding, linear, twin};
+
+const BITS: [QuantBits; 2] = [QuantBits::Eight, QuantBits::Four];
+
+fn quantised(bits: QuantBits, w: &[f32], n: usize, k: usize) -> QuantMatrix {
+    QuantMatrix::from_rows(bits, n, k, |i, row| row.copy_from_slice(&w[i * k..(i + 1) * k])).unwrap()
+}
+
+fn widened(w: QuantRows) -> Vec<f32> {
+    let mut out = vec![f32::NAN; w.len()];
+    w.widen(&mut out);
+    out
+}
+
+/// Half a step and the rounding of the result, as the module promises.
+fn bounds(w: QuantRows, values: &[f32], n: usize, k: usize) -> Vec<f64> {
+    let mut out = Vec::with_capacity(n * k);
+    for i in 0..n {
+        let scales = w.row_scales(i);
+        out.extend((0..k).map(|p| {
+            scales[p / GROUP].step.to_f64() / 2.0 + 2f64.powi(-24) * f64::from(values[i * k + p].abs())
+        }));
+    }
+    out
+}
+
+#[test]
+fn every_weight_is_within_half_a_step() {
+    let mut w = noise(7 * 200, 1);
+    w[..64].fill(0.3);
+    w[200..264].fill(0.0);
+    w[400] = 1e4;
+    w[600..800].iter_mut().for_each(|w| *w *= 1e-6);
+    w[800..1000].iter_mut().for_each(|w| *w = 5.0 + *w * 1e-3);
+    for bits in BITS {
+        let matrix = quantised(bits, &w, 7, 200);
+        let got = widened(matrix.rows());
+        let bounds = bounds(matrix.rows(), &got, 7, 200);
+        for (i, ((&got, &want), bound)) in got.iter().zip(&w).zip(&bounds).enumerate() {
+            let error = (f64::from(got) - f64::from(want)).abs();
+            assert!(error <= *bound, "{bits:?}, element {i}: {got} for {want}, bound {bound:e}");
+        }
+        // The step itself is as documented.
+        for i in 0..7 {
+            for (g, group) in w[i * 200..(i + 1) * 200].chunks(GROUP).enumerate() {
+                let scale = matrix.rows().row_scales(i)[g];
+                let (min, max) = group.iter().fold((f32::MAX, f32::MIN), |(a, b), &x| (a.min(x), b.max(x)));
+                assert!(scale.min.to_f32() <= min && min - scale.min.to_f32() <= min.abs() / 128.0);
+                let range = f64::from(max) - scale.min.to_f64();
+                assert!(scale.step.to_f64() <= 1.01 * range / f64::from(bits.levels()) + 1e-38, "{scale:?}");
+            }
+        }
+    }
+    let bytes = |bits| quantised(bits, &noise(16 * 1024, 2), 16, 1024).num_bytes() as f64 / (16.0 * 1024.0);
+    assert_eq!((bytes(QuantBits::Eight) * 8.0, bytes(QuantBits::Four) * 8.0), (8.5, 4.5));
+    assert!(QuantMatrix::from_rows(QuantBits::Four, 1, 2, |_, row| row.fill(f32::INFINITY)).is_none());
+}
+
+/// `Σ |x|·bound` for the weights, and `(k + 2)·2⁻²⁴·Σ|x ŵ|` for summing `k` products and a bias in f32 in any order.
+#[test]
+fn products_are_within_the_bound_of_their_weights() {
+    for (m, k, n) in [(1, 64, 3), (5, 200, 9), (8, 1024, 33), (3, 65, 2), (70, 192, 40), (0, 64, 4)] {
+        let (x, w, bias) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3));
+        let (xs, ys) = (k + 3, n + 2);
+        let mut x_wide = vec![f32::NAN; m * xs];
+        (0..m).for_each(|i| x_wide[i * xs..i * xs + k].copy_from_slice(&x[i * k..(i + 1) * k]));
+        let exact = twin::linear_forward(&wide(&x), &wide(&w), Some(&wide(&bias)), m, k, n);
+        for bits in BITS {
+            let matrix = quantised(bits, &w, n, k);
+            let values = widened(matrix.rows());
+            let bounds = bounds(matrix.rows(), &values, n, k);
+            for kernel in [linear::forward, linear::forward_rows] {
+                let mut y = vec![7.0; m * ys];
+                let layer = Layer { w: Weight::Quantised(matrix.rows()), bias: Some(&bias), n };
+                kernel(&mut y, ys, &x_wide, xs, &[layer], m, k, false);
+                for i in 0..m {
+                    assert_eq!(y[i * ys + n..(i + 1) * ys], [7.0, 7.0], "gap columns stay");
+                    for j in 0..n {
+                        let terms = || (0..k).map(|p| (f64::from(x[i * k + p].abs()), j * k + p));
+                        let weights: f64 = terms().map(|(x, at)| x * bounds[at]).sum();
+                        let size: f64 = terms().map(|(x, at)| x * f64::from(values[at].abs())).sum();
+                        let sums = (k + 2) as f64 * 2f64.powi(-24) * (size + f64::from(bias[j].abs()));
+                        let error = (f64::from(y[i * ys + j]) - exact[i * n + j]).abs();
+                        assert!(error <= weights + sums, "{bits:?} {m}×{k}×{n}: {error:e} at {i},{j}");
+                    }
+                }
+            }
+            // Backward is that of the widened weights.
+            let dy = noise(m * n, 4);
+            let mut dx = vec![0.5; m * k];
+            let layers = [Layer::new(Weight::Quantised(matrix.rows()), n)];
+            linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, true);
+            let (want, ..) = twin::linear_backward(&wide(&dy), &wide(&x), &wide(&values), m, k, n);
+            common::close(&dx, &want.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
+        }
+    }
+}
+
+#[test]
+fn rows_have_the_same_bits_in_any_batch_and_with_any_number_of_threads() {
+    let (k, n) = (320, 190);
+    let (x, w) = (noise(17 * k, 1), noise(n * k, 2));
+    for bits in BITS {
+        let matrix = quantised(bits, &w, n, k);
+        let run = |first: usize, m: usize| {
+            let mut y = vec![0.0; m * n];
+            let layers = [Layer::new(Weight::Quantised(matrix.rows()), n)];
+            linear::forward_rows(&mut y, n, &x[first * k..], k, &layers, m, k, false);
+            y
+        };
+        let all = with_threads(1, || run(0, 17));
+        assert_eq!(all, with_threads(4, || run(0, 17)));
+        for (first, m) in [(0, 1), (16, 1), (2, 3), (9, 8)] {
+            assert_eq!(run(first, m), all[first * n..(first + m) * n], "{m} rows from {first}");
+        }
+    }
+}
+
+#[test]
+fn pieces_are_those_of_the_whole() {
+    // More elements than one widened chunk.
+    let (k, n) = (1100, 1000);
+    let w = noise(n * k, 3);
+    let matrix = quantised(QuantBits::Four, &w, n, k);
+    let values = widened(matrix.rows());
+    assert_eq!(widened(matrix.rows().rows(7, 9)), values[7 * k..9 * k]);
+    let mut y = vec![0.0; 2 * k];
+    embedding::gather(&mut y, Weight::Quantised(matrix.rows()), &[999, 0], k);
+    assert_eq!((&y[..k], &y[k..]), (&values[999 * k..], &values[..k]));
+    let (x, mut y) = (noise(2 * k, 4), vec![1.0; 2 * n]);
+    let ones = vec![1.0; n];
+    let expected = twin::linear_forward(&wide(&x), &wide(&values), Some(&ones), 2, k, n);
+    for kernel in [linear::forward, linear::forward_rows] {
+        y.fill(1.0);
+        kernel(&mut y, n, &x, k, &[Layer::new(Weight::Quantised(matrix.rows()), n)], 2, k, true);
+        common::close(&y, &expected, 1e-5);
+    }
+}

@@ -1,0 +1,290 @@
+//! Whisper's log-mel features.
+//!
+//! Padded with zeros or cut to the window (30 s), reflected by half a frame at both ends, cut into frames of `n_fft` samples
+//! every `hop_length`, weighted with a periodic Hann window; power spectrum; Slaney's mel filters with area norm from 0 to
+//! 8000 Hz; log10 of at least 1e-10; raised to at least (maximum - 8); (x + 4) / 4. The last frame is dropped. Computed in f64.
+//!
+//! Source: `transformers` 5.23 `models/whisper/feature_extraction_whisper.py`, `audio_utils.mel_filter_bank`.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use realfft::{RealFftPlanner, RealToComplex};
+use serde::Deserialize;
+
+use super::{AudioClip, resample};
+use crate::MediaError;
+
+/// Upper end of the filters, Hz.
+const MAX_HZ: f64 = 8000.0;
+/// Where Slaney's scale turns from linear to logarithmic, Hz and mel.
+const BREAK_HZ: f64 = 1000.0;
+const BREAK_MEL: f64 = 15.0;
+/// Mel per unit of the natural logarithm above the break: 27 for a factor of 6.4.
+const MEL_PER_LOG: f64 = 27.0;
+/// Least power.
+const FLOOR: f64 = 1e-10;
+/// Decades below the maximum that are kept.
+const RANGE: f64 = 8.0;
+
+/// Log-mel features of one sound.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MelSpectrogram {
+    /// `[num_mels, num_frames]`, row-major.
+    pub data: Vec<f32>,
+    /// Number of filters.
+    pub num_mels: usize,
+    /// Number of frames.
+    pub num_frames: usize,
+}
+
+/// Turns sound into log-mel features as one checkpoint's processor says.
+#[derive(Clone)]
+pub struct LogMel {
+    sample_rate_hz: u32,
+    num_samples: usize,
+    n_fft: usize,
+    hop_length: usize,
+    window: Vec<f64>,
+    filters: Vec<Filter>,
+    fft: Arc<dyn RealToComplex<f64>>,
+}
+
+/// The part of a mel filter that is not 0.
+#[derive(Clone)]
+struct Filter {
+    first_bin: usize,
+    weights: Vec<f64>,
+}
+
+/// The keys of `preprocessor_config.json` that decide the features; the others do not.
+#[derive(Deserialize)]
+#[serde(default)]
+struct Config {
+    feature_extractor_type: String,
+    feature_size: usize,
+    sampling_rate: u32,
+    hop_length: usize,
+    chunk_length: usize,
+    n_fft: usize,
+    padding_value: f64,
+    padding_side: String,
+    dither: f64,
+    do_normalize: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            feature_extractor_type: "WhisperFeatureExtractor".into(),
+            feature_size: 80,
+            sampling_rate: 16_000,
+            hop_length: 160,
+            chunk_length: 30,
+            n_fft: 400,
+            padding_value: 0.0,
+            padding_side: "right".into(),
+            dither: 0.0,
+            do_normalize: false,
+        }
+    }
+}
+
+impl LogMel {
+    /// Whisper's own: 16 kHz, 30 s, frames of 400 samples every 160. `num_mels` is 128 for large-v3, 80 for its
+    /// predecessors.
+    ///
+    /// # Errors
+    /// No mel filter at all, or more than 1024.
+    pub fn whisper(num_mels: usize) -> Result<Self, MediaError> {
+        Self::new(&Config { feature_size: num_mels, ..Config::default() })
+    }
+
+    /// As the `preprocessor_config.json` of a Whisper checkpoint says.
+    ///
+    /// # Errors
+    /// A file that cannot be read, belongs to another feature extractor, or asks for what this one does not do.
+    pub fn from_config(path: &Path) -> Result<Self, MediaError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
+        let wrong = |e: serde_json::Error| {
+            MediaError::setting(
+                path.display().to_string(),
+                e,
+                "the preprocessor_config.json of a Whisper model",
+            )
+        };
+        // Through a map, since a list would pass for a struct without any key.
+        let map: serde_json::Map<_, _> = serde_json::from_str(&text).map_err(wrong)?;
+        let config: Config = serde_json::from_value(map.into()).map_err(wrong)?;
+        Self::new(&config)
+    }
+
+    fn new(config: &Config) -> Result<Self, MediaError> {
+        let wrong = |key: &str, got: &dyn std::fmt::Display, expected: &str| {
+            Err(MediaError::setting(format!("`{key}` of the audio processor"), got, expected))
+        };
+        if config.feature_extractor_type != "WhisperFeatureExtractor" {
+            return wrong(
+                "feature_extractor_type",
+                &config.feature_extractor_type,
+                "WhisperFeatureExtractor",
+            );
+        }
+        if !(1..=1024).contains(&config.feature_size) {
+            return wrong("feature_size", &config.feature_size, "1 to 1024 mel filters");
+        }
+        if !(1..=384_000).contains(&config.sampling_rate) {
+            return wrong("sampling_rate", &config.sampling_rate, "1 to 384000 Hz");
+        }
+        if !(2..=65_536).contains(&config.n_fft) || !config.n_fft.is_multiple_of(2) {
+            return wrong("n_fft", &config.n_fft, "an even number from 2 to 65536");
+        }
+        if !(1..=config.n_fft).contains(&config.hop_length) {
+            return wrong("hop_length", &config.hop_length, "1 to n_fft");
+        }
+        let num_samples = config.chunk_length.saturating_mul(config.sampling_rate as usize);
+        if !(1..=600).contains(&config.chunk_length) || num_samples <= config.n_fft {
+            return wrong("chunk_length", &config.chunk_length, "1 to 600 seconds, more than a frame");
+        }
+        if config.dither != 0.0 {
+            return wrong("dither", &config.dither, "0: features do not depend on chance");
+        }
+        if config.do_normalize {
+            return wrong("do_normalize", &true, "false");
+        }
+        if config.padding_value != 0.0 {
+            return wrong("padding_value", &config.padding_value, "0");
+        }
+        if config.padding_side != "right" {
+            return wrong("padding_side", &config.padding_side, "right");
+        }
+        let n = config.n_fft;
+        let window =
+            (0..n).map(|i| 0.5 - 0.5 * (std::f64::consts::TAU * i as f64 / n as f64).cos()).collect();
+        Ok(Self {
+            sample_rate_hz: config.sampling_rate,
+            num_samples,
+            n_fft: n,
+            hop_length: config.hop_length,
+            window,
+            filters: mel_filters(config.feature_size, n, f64::from(config.sampling_rate)),
+            fft: RealFftPlanner::new().plan_fft_forward(n),
+        })
+    }
+
+    /// Rate the features are made at, Hz.
+    pub fn sample_rate_hz(&self) -> u32 {
+        self.sample_rate_hz
+    }
+
+    /// Seconds of sound that the features cover; longer sound is cut.
+    pub fn window_s(&self) -> f64 {
+        self.num_samples as f64 / f64::from(self.sample_rate_hz)
+    }
+
+    /// Number of mel filters.
+    pub fn num_mels(&self) -> usize {
+        self.filters.len()
+    }
+
+    /// Number of frames, the same for every sound: 3000 for Whisper.
+    pub fn num_frames(&self) -> usize {
+        self.num_samples / self.hop_length
+    }
+
+    /// Features of a sound at any rate.
+    ///
+    /// # Errors
+    /// As [`resample()`] and [`Self::features`].
+    pub fn features_of(&self, clip: &AudioClip) -> Result<MelSpectrogram, MediaError> {
+        self.features(&resample(clip, self.sample_rate_hz)?.samples)
+    }
+
+    /// Features `[num_mels, num_frames]` of samples at [`Self::sample_rate_hz`], padded or cut to the window.
+    ///
+    /// # Errors
+    /// A sample that is not a finite number.
+    pub fn features(&self, samples: &[f32]) -> Result<MelSpectrogram, MediaError> {
+        let samples = &samples[..samples.len().min(self.num_samples)];
+        if let Some(i) = samples.iter().position(|x| !x.is_finite()) {
+            return Err(MediaError::setting(format!("sample {i}"), samples[i], "a finite number"));
+        }
+        let at = |i: i64| {
+            // Reflected without repeating the border; the border itself may lie in the padding.
+            let last = self.num_samples as i64 - 1;
+            let i = if i < 0 { -i } else { last - (last - i).abs() };
+            samples.get(i as usize).map_or(0.0, |&x| f64::from(x))
+        };
+        let (num_mels, num_frames) = (self.filters.len(), self.num_frames());
+        let mut log = vec![FLOOR.log10(); num_mels * num_frames];
+        let (mut frame, mut spectrum) = (self.fft.make_input_vec(), self.fft.make_output_vec());
+        let mut scratch = self.fft.make_scratch_vec();
+        let mut power = vec![0.0f64; spectrum.len()];
+        let half = (self.n_fft / 2) as i64;
+        for t in 0..num_frames {
+            let start = (t * self.hop_length) as i64 - half;
+            let touches_end = start + self.n_fft as i64 >= self.num_samples as i64;
+            if start >= samples.len() as i64 && !touches_end {
+                continue; // nothing but padding
+            }
+            for (i, (x, w)) in frame.iter_mut().zip(&self.window).enumerate() {
+                *x = at(start + i as i64) * w;
+            }
+            self.fft
+                .process_with_scratch(&mut frame, &mut spectrum, &mut scratch)
+                .map_err(|e| MediaError::setting("spectrum", e, "buffers of the planned length"))?;
+            for (p, z) in power.iter_mut().zip(&spectrum) {
+                *p = z.norm_sqr();
+            }
+            for (m, filter) in self.filters.iter().enumerate() {
+                let sum: f64 =
+                    filter.weights.iter().zip(&power[filter.first_bin..]).map(|(w, p)| w * p).sum();
+                log[m * num_frames + t] = sum.max(FLOOR).log10();
+            }
+        }
+        let max = log.iter().copied().fold(f64::MIN, f64::max);
+        let data = log.into_iter().map(|x| ((x.max(max - RANGE) + 4.0) / 4.0) as f32).collect();
+        Ok(MelSpectrogram { data, num_mels, num_frames })
+    }
+}
+
+/// Triangles between equal steps of Slaney's mel scale, each of area 2 over its width in Hz.
+fn mel_filters(num_mels: usize, n_fft: usize, sample_rate_hz: f64) -> Vec<Filter> {
+    let top = mel_from_hz(MAX_HZ);
+    let edges: Vec<f64> =
+        (0..num_mels + 2).map(|i| hz_from_mel(top * i as f64 / (num_mels + 1) as f64)).collect();
+    let hz_of = |bin: usize| bin as f64 * sample_rate_hz / n_fft as f64;
+    edges
+        .windows(3)
+        .map(|edge| {
+            let weight = |bin: usize| {
+                let hz = hz_of(bin);
+                let (rise, fall) =
+                    ((hz - edge[0]) / (edge[1] - edge[0]), (edge[2] - hz) / (edge[2] - edge[1]));
+                rise.min(fall).max(0.0) * 2.0 / (edge[2] - edge[0])
+            };
+            let touched = || (0..=n_fft / 2).filter(|&bin| weight(bin) > 0.0);
+            let first_bin = touched().next().unwrap_or(0);
+            let weights =
+                touched().next_back().map_or(Vec::new(), |last| (first_bin..=last).map(weight).collect());
+            Filter { first_bin, weights }
+        })
+        .collect()
+}
+
+fn mel_from_hz(hz: f64) -> f64 {
+    if hz < BREAK_HZ {
+        hz * BREAK_MEL / BREAK_HZ
+    } else {
+        BREAK_MEL + (hz / BREAK_HZ).ln() * MEL_PER_LOG / 6.4f64.ln()
+    }
+}
+
+fn hz_from_mel(mel: f64) -> f64 {
+    if mel < BREAK_MEL {
+        mel * BREAK_HZ / BREAK_MEL
+    } else {
+        BREAK_HZ * ((mel - BREAK_MEL) * 6.4f64.ln() / MEL_PER_LOG).exp()
+    }
+}

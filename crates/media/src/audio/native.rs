@@ -1,0 +1,249 @@
+//! Sound that is decoded in this process, with `symphonia`.
+//!
+//! The decoder is foreign code that reads hostile files: the file is read through a [`Source`] that fails once the time
+//! is up, packets are decoded one by one, and a panic becomes an error.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use symphonia::core::codecs::audio::{AudioDecoder, AudioDecoderOptions};
+use symphonia::core::errors::Error;
+use symphonia::core::formats::probe::Hint;
+use symphonia::core::formats::{FormatOptions, FormatReader, Track, TrackType};
+use symphonia::core::io::{MediaSource, MediaSourceStream};
+use symphonia::core::meta::MetadataOptions;
+
+use super::{AudioInfo, Mix};
+use crate::limits::require_regular_file;
+use crate::{Limits, MediaError};
+
+/// An open audio track and the decoder for it.
+pub(super) struct NativeTrack {
+    path: PathBuf,
+    reader: Box<dyn FormatReader>,
+    decoder: Box<dyn AudioDecoder>,
+    track_id: u32,
+    /// Frames the header promises.
+    num_frames: Option<u64>,
+    started: Instant,
+    pub(super) info: AudioInfo,
+}
+
+/// Opens the first audio track, or gives `None` for a kind of file or sound that only ffmpeg reads.
+pub(super) fn open(path: &Path, limits: &Limits) -> Result<Option<NativeTrack>, MediaError> {
+    require_regular_file(path)?;
+    let started = Instant::now();
+    let read = |source| MediaError::Read { path: path.to_owned(), source };
+    let file = File::open(path).map_err(read)?;
+    let num_bytes = file.metadata().map_err(read)?.len();
+    if num_bytes == 0 {
+        return Err(MediaError::decode(path, "the file is empty"));
+    }
+    if !is_native(path, &file)? {
+        return Ok(None);
+    }
+    let source = Source { file, num_bytes, started, limits: limits.clone() };
+    let outcome = guarded(path, || {
+        let stream = MediaSourceStream::new(Box::new(source), Default::default());
+        let reader = match symphonia::default::get_probe().probe(
+            &Hint::new(),
+            stream,
+            FormatOptions::default(),
+            MetadataOptions::default(),
+        ) {
+            Ok(reader) => reader,
+            Err(error) => return unreadable(path, error, started, limits),
+        };
+        let Some(track) = reader.first_track(TrackType::Audio) else {
+            // A container without sound; one whose tracks were not understood is left to ffmpeg.
+            let understood = reader.tracks().iter().all(|track| track.codec_params.is_some());
+            return if understood && !reader.tracks().is_empty() {
+                Err(MediaError::NoAudioTrack { path: path.to_owned() })
+            } else {
+                Ok(None)
+            };
+        };
+        let (track_id, num_frames) = (track.id, track.num_frames.filter(|&n| n > 0));
+        let Some(params) = track.codec_params.as_ref().and_then(|params| params.audio()) else {
+            return Ok(None);
+        };
+        let decoder = match symphonia::default::get_codecs()
+            .make_audio_decoder(params, &AudioDecoderOptions::default())
+        {
+            Ok(decoder) => decoder,
+            Err(error) => return unreadable(path, error, started, limits),
+        };
+        let (Some(sample_rate_hz), Some(channels)) = (params.sample_rate, params.channels.as_ref()) else {
+            return Ok(None);
+        };
+        let num_channels = channels.count() as u32;
+        let info = AudioInfo { sample_rate_hz, num_channels, duration_s: duration_s(track, sample_rate_hz) };
+        Ok(Some((reader, decoder, track_id, num_frames, info)))
+    })?;
+    Ok(outcome.map(|(reader, decoder, track_id, num_frames, info)| NativeTrack {
+        path: path.to_owned(),
+        reader,
+        decoder,
+        track_id,
+        num_frames,
+        started,
+        info,
+    }))
+}
+
+/// Whether the file begins as one of the kinds read here. `symphonia` itself would look for such a beginning anywhere in the first
+/// megabyte, and take a FLAC track in another container for a FLAC file.
+fn is_native(path: &Path, mut file: &File) -> Result<bool, MediaError> {
+    let read = |source| MediaError::Read { path: path.to_owned(), source };
+    let mut start = Vec::new();
+    file.take(12).read_to_end(&mut start).map_err(read)?;
+    file.rewind().map_err(read)?;
+    let at = |i: usize, magic: &[u8]| start.get(i..i + magic.len()) == Some(magic);
+    let mpeg = matches!(start[..], [0xff, second, ..] if second & 0xe0 == 0xe0);
+    let riff = at(0, b"RIFF") && at(8, b"WAVE");
+    let aiff = at(0, b"FORM") && (at(8, b"AIFF") || at(8, b"AIFC"));
+    Ok(riff || aiff || mpeg || at(0, b"fLaC") || at(0, b"OggS") || at(0, b"ID3") || at(4, b"ftyp"))
+}
+
+fn duration_s(track: &Track, sample_rate_hz: u32) -> Option<f64> {
+    if let (Some(base), Some(duration)) = (track.time_base, track.duration) {
+        return Some(base.calc_duration_saturating(duration).as_secs_f64());
+    }
+    track.num_frames.map(|n| n as f64 / f64::from(sample_rate_hz.max(1)))
+}
+
+impl NativeTrack {
+    /// Decodes into `mix` until it is full or the track ends.
+    pub(super) fn decode(mut self, mix: &mut Mix<'_>, limits: &Limits) -> Result<(), MediaError> {
+        let path = self.path.clone();
+        guarded(&path, || self.decode_packets(mix, limits))
+    }
+
+    fn decode_packets(&mut self, mix: &mut Mix<'_>, limits: &Limits) -> Result<(), MediaError> {
+        let mut interleaved: Vec<f32> = Vec::new();
+        while !mix.is_full() {
+            self.check_time(limits)?;
+            let packet = match self.reader.next_packet() {
+                Ok(Some(packet)) if packet.track_id == self.track_id => packet,
+                Ok(Some(_)) => continue,
+                Ok(None) => break,
+                Err(error) => return Err(self.damaged(&error, mix.seen, limits)),
+            };
+            let buffer = match self.decoder.decode(&packet) {
+                Ok(buffer) => buffer,
+                Err(error) => return Err(self.damaged(&error, mix.seen, limits)),
+            };
+            let spec = buffer.spec();
+            let got = (spec.rate(), spec.channels().count() as u32);
+            let expected = (self.info.sample_rate_hz, self.info.num_channels);
+            if got != expected && !buffer.is_empty() {
+                return Err(MediaError::decode(
+                    &self.path,
+                    format!("rate and channels change from {expected:?} to {got:?} on the way"),
+                ));
+            }
+            buffer.copy_to_vec_interleaved(&mut interleaved);
+            mix.push(&interleaved)?;
+        }
+        match self.num_frames {
+            Some(expected) if !mix.is_full() && mix.seen + self.slack() < expected => {
+                Err(MediaError::decode(
+                    &self.path,
+                    format!("the sound ends after {} of {expected} samples", mix.seen),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Samples that may be missing at the end of a whole file: some encoders promise their padding.
+    fn slack(&self) -> u64 {
+        let codec = self.decoder.codec_info().short_name;
+        let lossless = codec.starts_with("pcm") || codec == "flac" || codec == "alac";
+        if lossless { 0 } else { 2048 }
+    }
+
+    fn check_time(&self, limits: &Limits) -> Result<(), MediaError> {
+        if self.started.elapsed() > limits.timeout {
+            return Err(timeout(&self.path, limits));
+        }
+        Ok(())
+    }
+
+    fn damaged(&self, error: &Error, seen: u64, limits: &Limits) -> MediaError {
+        if self.started.elapsed() > limits.timeout {
+            return timeout(&self.path, limits);
+        }
+        MediaError::decode(&self.path, format!("after {seen} samples: {error}"))
+    }
+}
+
+/// What an error on opening means: `None` sends the file to ffmpeg.
+fn unreadable<T>(
+    path: &Path,
+    error: Error,
+    started: Instant,
+    limits: &Limits,
+) -> Result<Option<T>, MediaError> {
+    if started.elapsed() > limits.timeout {
+        return Err(timeout(path, limits));
+    }
+    match error {
+        Error::Unsupported(what) => {
+            tracing::debug!(path = %path.display(), what, "left to ffmpeg");
+            Ok(None)
+        }
+        // The probe ran to the end of the file and knew nothing in it.
+        Error::IoError(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        error => Err(MediaError::decode(path, error)),
+    }
+}
+
+fn timeout(path: &Path, limits: &Limits) -> MediaError {
+    MediaError::Timeout {
+        path: path.to_owned(),
+        program: "sound decoder",
+        limit_secs: limits.timeout.as_secs_f64(),
+    }
+}
+
+fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, MediaError>) -> Result<T, MediaError> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed on its content")))
+}
+
+/// A file whose reads fail once the time is up, which ends any loop of the decoder that reads.
+struct Source {
+    file: File,
+    num_bytes: u64,
+    started: Instant,
+    limits: Limits,
+}
+
+impl Read for Source {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.started.elapsed() > self.limits.timeout {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "the time limit has passed"));
+        }
+        self.file.read(buffer)
+    }
+}
+
+impl Seek for Source {
+    fn seek(&mut self, position: SeekFrom) -> io::Result<u64> {
+        self.file.seek(position)
+    }
+}
+
+impl MediaSource for Source {
+    fn is_seekable(&self) -> bool {
+        true
+    }
+
+    fn byte_len(&self) -> Option<u64> {
+        Some(self.num_bytes)
+    }
+}

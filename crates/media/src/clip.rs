@@ -1,0 +1,55 @@
+//! The pixels that CLIP looks at: the shorter side resized, the middle cut out, colours normalised.
+//!
+//! Source: `transformers` 5.23 `models/clip/image_processing_pil_clip.py`; equal to it bit for bit.
+
+use crate::{MediaError, Rgb8Image, resize_bicubic};
+
+/// Longest side over shortest; a picture beyond it would grow without bound when its shorter side is resized.
+const MAX_ASPECT: u32 = 200;
+
+/// What CLIP's processor does to a picture.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ClipPixels {
+    /// Length of the shorter side after resizing, px.
+    pub shorter_px: u32,
+    /// Side of the square in the middle, px; at most `shorter_px`.
+    pub crop_px: u32,
+    /// Of each colour, on a scale of 0 to 1.
+    pub mean: [f64; 3],
+    /// Of each colour, on a scale of 0 to 1.
+    pub std: [f64; 3],
+}
+
+impl ClipPixels {
+    /// Normalised pixels `[3, crop, crop]`.
+    ///
+    /// # Errors
+    /// [`MediaError::Shape`] for a picture more than 200 times as long as wide, or a crop beyond the shorter side.
+    pub fn pixels(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
+        let (width, height) = (image.width_px, image.height_px);
+        let (short, long) = (width.min(height), width.max(height));
+        if short == 0 || long / short > MAX_ASPECT || self.crop_px > self.shorter_px {
+            return Err(MediaError::Shape {
+                what: "picture for CLIP",
+                got: format!("{width}x{height}, resized to {} and cut to {}", self.shorter_px, self.crop_px),
+                expected: format!("sides that differ by a factor of at most {MAX_ASPECT}, a cut inside"),
+            });
+        }
+        let longer = (u64::from(self.shorter_px) * u64::from(long) / u64::from(short)) as u32;
+        let (w, h) = if width <= height { (self.shorter_px, longer) } else { (longer, self.shorter_px) };
+        let resized = resize_bicubic(image, w, h)?;
+        let (w, crop) = (w as usize, self.crop_px as usize);
+        let (left, top) = ((w - crop) / 2, (h as usize - crop) / 2);
+        let mut out = Vec::with_capacity(3 * crop * crop);
+        for c in 0..3 {
+            let (mean, std) = (self.mean[c] as f32, self.std[c] as f32);
+            for y in top..top + crop {
+                for x in left..left + crop {
+                    let scaled = (f64::from(resized.pixels[(y * w + x) * 3 + c]) * (1.0 / 255.0)) as f32;
+                    out.push((scaled - mean) / std);
+                }
+            }
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,253 @@
+//! The programs `ffprobe` and `ffmpeg`, run as children on one file.
+//!
+//! A child gets no standard input, may open only this file (`-protocol_whitelist file,pipe`) as one of the usual
+//! containers (playlists and scripts that name other files are refused), runs under a bound on its address space, and is
+//! killed together with what it started when its time is up.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+
+use crate::{Limits, MediaError};
+
+/// Containers that hold their own streams.
+const FORMATS: &str = "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,ogg,asf,h264,hevc,ivf,nut,mxf,rm,swf,3gp,\
+     wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,dts,amr,amrnb,amrwb,ape,wv,tta";
+
+/// Address space of a child. Far above what 8K video takes; keeps a hostile file from taking the machine's memory.
+#[cfg(target_os = "linux")]
+const MAX_ADDRESS_SPACE: u64 = 8 << 30;
+
+/// Kept of a child's standard error.
+const STDERR_TAIL_BYTES: usize = 2048;
+
+/// Largest answer of ffprobe that is read; a few hundred bytes are usual.
+const MAX_PROBE_BYTES: u64 = 1 << 20;
+
+/// What the demuxers of ffmpeg 4 to 7 say on a file that ends inside a sample.
+pub(crate) const TRUNCATION_SIGNS: [&str; 2] = ["partial file", "File ended prematurely"];
+
+/// Names the input file, and what may be opened.
+pub(crate) fn input_args(path: &Path) -> Vec<OsString> {
+    // `file:` keeps a name with a colon or a leading dash from being read as a protocol or a flag.
+    let mut url = OsString::from("file:");
+    url.push(path);
+    let mut args: Vec<OsString> =
+        ["-protocol_whitelist", "file,pipe", "-format_whitelist", FORMATS, "-i"].map(Into::into).into();
+    args.push(url);
+    args
+}
+
+/// What a child left.
+pub(crate) struct Output<T> {
+    pub(crate) value: T,
+    status: ExitStatus,
+    pub(crate) stderr_tail: String,
+}
+
+impl<T> Output<T> {
+    pub(crate) fn require_success(&self, path: &Path, program: &'static str) -> Result<(), MediaError> {
+        if self.status.success() {
+            return Ok(());
+        }
+        Err(MediaError::ProgramFailed {
+            path: path.to_owned(),
+            program,
+            status: self.status.to_string(),
+            stderr_tail: self.stderr_tail.clone(),
+        })
+    }
+}
+
+/// Asks ffprobe about `path` in JSON; also gives the end of what it wrote to standard error.
+pub(crate) fn ffprobe<T: DeserializeOwned>(
+    path: &Path,
+    args: &[&str],
+    limits: &Limits,
+) -> Result<(T, String), MediaError> {
+    let mut all: Vec<OsString> = ["-v", "error", "-of", "json"].map(Into::into).into();
+    all.extend(args.iter().map(OsString::from));
+    all.extend(input_args(path));
+    let output = run("ffprobe", &all, path, limits.timeout, |stdout| {
+        let mut text = String::new();
+        stdout.take(MAX_PROBE_BYTES).read_to_string(&mut text).map(|_| text)
+    })?;
+    output.require_success(path, "ffprobe")?;
+    let answer = serde_json::from_str(&output.value)
+        .map_err(|e| MediaError::decode(path, format!("ffprobe gave an unreadable answer: {e}")))?;
+    Ok((answer, output.stderr_tail))
+}
+
+/// Runs a program on `path`, hands its standard output to `consume`, and kills it when `limit` has passed.
+pub(crate) fn run<T>(
+    program: &'static str,
+    args: &[OsString],
+    path: &Path,
+    limit: Duration,
+    consume: impl FnOnce(&mut dyn Read) -> io::Result<T>,
+) -> Result<Output<T>, MediaError> {
+    let mut command = Command::new(program);
+    // A group of its own, so that what the child starts dies with it: such a process would hold the pipes open.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let mut child = command
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| match e.kind() {
+            ErrorKind::NotFound => MediaError::ProgramMissing { path: path.to_owned(), program },
+            _ => failed(path, program, "could not be started", &e),
+        })?;
+    bound_memory(&child);
+    let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
+        return Err(failed(path, program, "could not be started", &"no pipes"));
+    };
+    let child = &Mutex::new(child);
+    let started = Instant::now();
+    let (done, is_done) = mpsc::channel::<()>();
+
+    let (value, status, timed_out, stderr_tail) = std::thread::scope(|scope| {
+        let tail = scope.spawn(move || read_tail(&mut stderr));
+        let watchdog = scope.spawn(move || {
+            let timed_out = matches!(is_done.recv_timeout(limit), Err(RecvTimeoutError::Timeout));
+            if timed_out {
+                kill(child);
+            }
+            timed_out
+        });
+        let value = consume(&mut stdout);
+        drop(stdout); // a child that still writes ends on the closed pipe
+        let status = wait(child, started + limit + Duration::from_secs(5));
+        drop(done);
+        let timed_out = watchdog.join().unwrap_or(true);
+        (value, status, timed_out, tail.join().unwrap_or_default())
+    });
+    if timed_out {
+        return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs: limit.as_secs_f64() });
+    }
+    let value = value.map_err(|e| failed(path, program, "its output could not be read", &e))?;
+    let status = status.map_err(|e| failed(path, program, "its end could not be awaited", &e))?;
+    Ok(Output { value, status, stderr_tail })
+}
+
+fn failed(path: &Path, program: &'static str, status: &str, reason: &dyn std::fmt::Display) -> MediaError {
+    MediaError::ProgramFailed {
+        path: path.to_owned(),
+        program,
+        status: status.into(),
+        stderr_tail: reason.to_string(),
+    }
+}
+
+fn kill(child: &Mutex<Child>) {
+    let mut child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // It may have ended by itself meanwhile, which is as good.
+    #[cfg(unix)]
+    if let Ok(group) = libc::pid_t::try_from(child.id()) {
+        // SAFETY: a plain system call. The child is reaped only once its output has ended, so while somebody still waits for
+        // that output the group is its own.
+        unsafe { libc::kill(-group, libc::SIGKILL) };
+    }
+    let _ = child.kill();
+}
+
+/// Waits for the end of the child without holding the lock that the watchdog needs. After `deadline` (the kill has not
+/// worked, for instance on a dead network drive) the child is left alone.
+fn wait(child: &Mutex<Child>, deadline: Instant) -> io::Result<ExitStatus> {
+    loop {
+        let status = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).try_wait()?;
+        if let Some(status) = status {
+            return Ok(status);
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::new(ErrorKind::TimedOut, "the process does not end"));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Reads to the end and keeps the last bytes.
+fn read_tail(stream: &mut dyn Read) -> String {
+    let mut tail = VecDeque::with_capacity(2 * STDERR_TAIL_BYTES);
+    let mut buffer = [0u8; 1024];
+    while let Ok(n @ 1..) = stream.read(&mut buffer) {
+        tail.extend(&buffer[..n]);
+        tail.drain(..tail.len().saturating_sub(STDERR_TAIL_BYTES));
+    }
+    String::from_utf8_lossy(tail.make_contiguous()).trim().to_owned()
+}
+
+/// Bounds the child's address space. Done from outside after the start: a limit set between fork and exec would
+/// make the start copy the page tables of this process, which may be large.
+#[cfg(target_os = "linux")]
+fn bound_memory(child: &Child) {
+    let Ok(pid) = libc::pid_t::try_from(child.id()) else { return };
+    let limit = libc::rlimit {
+        rlim_cur: MAX_ADDRESS_SPACE as libc::rlim_t,
+        rlim_max: MAX_ADDRESS_SPACE as libc::rlim_t,
+    };
+    // SAFETY: `limit` outlives the call, the old limit is not asked for, and the child is not reaped yet, so the pid is its own.
+    // Failure leaves the child with the system's own limit.
+    unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn bound_memory(_: &Child) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_is_explained() {
+        let error =
+            run("omnigrpo-no-such-program", &[], Path::new("clip.mp4"), Duration::from_secs(1), |_| Ok(()))
+                .err()
+                .unwrap();
+        let text = error.to_string();
+        assert!(matches!(error, MediaError::ProgramMissing { .. }), "{text}");
+        assert!(text.contains("clip.mp4") && text.contains("apt install ffmpeg"), "{text}");
+    }
+
+    #[test]
+    fn a_child_that_hangs_is_killed() {
+        let started = Instant::now();
+        let limit = Duration::from_millis(50);
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let error = run("sleep", &["60".into()], Path::new("clip.mp4"), limit, read).err().unwrap();
+        assert!(matches!(error, MediaError::Timeout { limit_secs: 0.05, .. }), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn the_end_of_standard_error_is_kept() {
+        let script = "i=0; while [ $i -lt 3000 ]; do echo line $i >&2; i=$((i+1)); done; exit 3";
+        let args = ["-c".into(), script.into()];
+        let output = run("sh", &args, Path::new("clip.mp4"), Duration::from_secs(20), |_| Ok(())).unwrap();
+        assert!(output.stderr_tail.len() <= STDERR_TAIL_BYTES && output.stderr_tail.ends_with("line 2999"));
+        let error = output.require_success(Path::new("clip.mp4"), "sh").unwrap_err();
+        assert!(error.to_string().contains("exit status: 3"), "{error}");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn what_a_hanging_child_started_is_killed_too() {
+        let started = Instant::now();
+        let limit = Duration::from_millis(100);
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let script = "sleep 60 & sleep 60";
+        let error =
+            run("sh", &["-c".into(), script.into()], Path::new("clip.mp4"), limit, read).err().unwrap();
+        assert!(matches!(error, MediaError::Timeout { .. }), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+}

@@ -1,0 +1,147 @@
+//! Pictures for SigLIP towers: made square, resized, normalised.
+//!
+//! Source: `transformers` 5.23 `SiglipImageProcessorPil` and, for the padding, HumanOmni's `mm_utils.expand2square`. The
+//! numbers are bit for bit those of the two.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::{MediaError, Rgb8Image, resize_bicubic};
+
+/// What becomes of a picture that is not square.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Squaring {
+    /// It is stretched.
+    Stretch,
+    /// It is centred on a square of the mean colour.
+    Pad,
+}
+
+/// The processor of one tower.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SiglipProcessor {
+    /// Side of the output, pixels.
+    pub side_px: u32,
+    /// Subtracted from colours in 0..1.
+    pub mean: [f32; 3],
+    /// Divides what is left.
+    pub std: [f32; 3],
+    /// What becomes of a picture that is not square.
+    pub squaring: Squaring,
+}
+
+impl SiglipProcessor {
+    /// The published processor for pictures of this size.
+    #[must_use]
+    pub fn new(side_px: u32, squaring: Squaring) -> Self {
+        Self { side_px, mean: [0.5; 3], std: [0.5; 3], squaring }
+    }
+
+    /// Reads a `preprocessor_config.json`.
+    ///
+    /// # Errors
+    /// [`MediaError::Setting`] for a file that cannot be read, another resampling than bicubic, sides that differ from
+    /// each other or from `side_px`.
+    pub fn from_config(path: &Path, side_px: u32, squaring: Squaring) -> Result<Self, MediaError> {
+        #[derive(Deserialize)]
+        struct Size {
+            height: u32,
+            width: u32,
+        }
+        #[derive(Deserialize)]
+        struct Config {
+            size: Option<Size>,
+            image_mean: Option<[f32; 3]>,
+            image_std: Option<[f32; 3]>,
+            resample: Option<u32>,
+            rescale_factor: Option<f64>,
+        }
+        let fail = |got: String, expected: &str| {
+            Err(MediaError::setting("SigLIP processor", format!("{}: {got}", path.display()), expected))
+        };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) => return fail(e.to_string(), "a readable preprocessor_config.json"),
+        };
+        let config: Config = match serde_json::from_str(&text) {
+            Ok(config) => config,
+            Err(e) => return fail(e.to_string(), "size, image_mean and image_std of a SigLIP processor"),
+        };
+        let (height, width) = config.size.map_or((side_px, side_px), |size| (size.height, size.width));
+        if (height, width) != (side_px, side_px) {
+            return fail(format!("size {width}x{height}"), &format!("the tower's {side_px}x{side_px}"));
+        }
+        if config.resample.is_some_and(|filter| filter != 3) {
+            return fail(format!("resample {:?}", config.resample), "3 (bicubic)");
+        }
+        if config.rescale_factor.is_some_and(|factor| (factor * 255.0 - 1.0).abs() > 1e-6) {
+            return fail(format!("rescale_factor {:?}", config.rescale_factor), "1/255");
+        }
+        let (mean, std) = (config.image_mean.unwrap_or([0.5; 3]), config.image_std.unwrap_or([0.5; 3]));
+        if std.iter().any(|s| !s.is_normal()) || mean.iter().any(|m| !(0.0..=1.0).contains(m)) {
+            return fail(
+                format!("image_mean {mean:?}, image_std {std:?}"),
+                "means in 0..1 and a std other than 0",
+            );
+        }
+        Ok(Self { side_px, mean, std, squaring })
+    }
+
+    /// Pixels `[pictures.len(), 3, side, side]`.
+    ///
+    /// # Errors
+    /// As [`resize_bicubic`].
+    pub fn process(&self, pictures: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
+        let cells = self.side_px as usize * self.side_px as usize;
+        let levels = [0, 1, 2].map(|c| {
+            let level = |value: usize| ((value as f64 * (1.0 / 255.0)) as f32 - self.mean[c]) / self.std[c];
+            (0..256).map(level).collect::<Vec<f32>>()
+        });
+        let mut out = Vec::with_capacity(pictures.len() * 3 * cells);
+        for picture in pictures {
+            let square = self.square(picture)?;
+            let resized = resize_bicubic(&square, self.side_px, self.side_px)?;
+            for (c, levels) in levels.iter().enumerate() {
+                out.extend(resized.pixels.iter().skip(c).step_by(3).map(|&value| levels[value as usize]));
+            }
+        }
+        Ok(out)
+    }
+
+    fn square<'a>(&self, picture: &'a Rgb8Image) -> Result<Cow<'a, Rgb8Image>, MediaError> {
+        let (width, height) = (picture.width_px, picture.height_px);
+        if width == height || self.squaring == Squaring::Stretch {
+            return Ok(Cow::Borrowed(picture));
+        }
+        let side = width.max(height);
+        let mut square = Rgb8Image::filled(side, side, self.mean.map(|m| (f64::from(m) * 255.0) as u8))?;
+        let (left, top) = ((side - width) as usize / 2, (side - height) as usize / 2);
+        for (y, row) in picture.pixels.chunks_exact(width as usize * 3).enumerate() {
+            let at = ((top + y) * side as usize + left) * 3;
+            square.pixels[at..at + row.len()].copy_from_slice(row);
+        }
+        Ok(Cow::Owned(square))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn padding_is_centred_on_grey() {
+        let wide = Rgb8Image::new(3, 1, vec![255; 9]).unwrap();
+        let processor = SiglipProcessor::new(3, Squaring::Pad);
+        let grey = (127.0f64 / 255.0) as f32 * 2.0 - 1.0;
+        let rows = processor.process(std::slice::from_ref(&wide)).unwrap();
+        assert_eq!(rows.len(), 27);
+        for (i, x) in rows[..9].iter().enumerate() {
+            let expected = if (3..6).contains(&i) { 1.0 } else { grey };
+            assert!((x - expected).abs() < 1e-6, "{i}: {x}");
+        }
+        let stretched = SiglipProcessor::new(3, Squaring::Stretch).process(&[wide]).unwrap();
+        assert_eq!(stretched, [1.0; 27]);
+    }
+}

@@ -1,0 +1,271 @@
+//! Pictures as square tiles, as InternVL sees them.
+//!
+//! A picture is resized to the arrangement of `columns x rows` tiles whose aspect ratio is nearest to its own, whatever that
+//! does to its shape, and cut row by row; the whole picture as one tile follows if there is more than one. Pixels are
+//! scaled and normalised per channel.
+//!
+//! Pictures equal Pillow's bicubic followed by `u8 / 255` in f64, rounded to f32, then `(x - mean) / std` in f32, which is
+//! `GotOcr2ImageProcessorPil` and the published code of the original checkpoints alike.
+//!
+//! Source: `dynamic_preprocess` in `internvl_chat` of OpenGVLab/InternVL; `transformers` 5.23
+//! `models/got_ocr2/image_processing_pil_got_ocr2.py`. Among arrangements of equally many tiles the order is that of
+//! `transformers` (fewer columns first); the original takes that of a hash set.
+
+use rayon::prelude::*;
+
+use crate::{MediaError, Rgb8Image, resize_bicubic};
+
+/// Most tiles of a picture that a setting may ask for. Published values go up to 40.
+const MOST_TILES: u32 = 1024;
+
+/// Settings of the tiling.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TileProcessor {
+    /// Side of a tile, pixels.
+    pub side_px: u32,
+    /// Fewest tiles, the thumbnail not counted.
+    pub min_tiles: u32,
+    /// Most tiles, the thumbnail not counted. 1 turns tiling off.
+    pub max_tiles: u32,
+    /// Whether the whole picture follows as one tile when there is more than one.
+    pub thumbnail: bool,
+    /// Channel means on the scale 0 to 1.
+    pub mean: [f64; 3],
+    /// Channel standard deviations, likewise.
+    pub std: [f64; 3],
+}
+
+/// The published tiling with the normalisation of ImageNet.
+impl Default for TileProcessor {
+    fn default() -> Self {
+        Self {
+            side_px: 448,
+            min_tiles: 1,
+            max_tiles: 12,
+            thumbnail: true,
+            mean: [0.485, 0.456, 0.406],
+            std: [0.229, 0.224, 0.225],
+        }
+    }
+}
+
+/// The arrangement `(columns, rows)` of `min_tiles` to `max_tiles` tiles for a picture of `width x height`.
+///
+/// The ratio nearest to the picture's wins. Of arrangements with exactly equal distance (1x1, 2x2 and 3x3 for a square) a later
+/// and larger one wins only while the picture has more than half of its pixels.
+#[must_use]
+pub fn tile_grid(width: u32, height: u32, side_px: u32, min_tiles: u32, max_tiles: u32) -> (u32, u32) {
+    let ratio = f64::from(width) / f64::from(height);
+    let area = f64::from(width) * f64::from(height);
+    let mut candidates: Vec<(u32, u32)> = (1..=max_tiles)
+        .flat_map(|columns| (1..=max_tiles / columns).map(move |rows| (columns, rows)))
+        .filter(|(columns, rows)| columns * rows >= min_tiles)
+        .collect();
+    candidates.sort_by_key(|(columns, rows)| columns * rows);
+    let (mut best, mut nearest) = ((1, 1), f64::INFINITY);
+    for (columns, rows) in candidates {
+        let distance = (ratio - f64::from(columns) / f64::from(rows)).abs();
+        let half = 0.5 * f64::from(side_px) * f64::from(side_px) * f64::from(columns * rows);
+        if distance < nearest || (distance == nearest && area > half) {
+            (best, nearest) = ((columns, rows), distance);
+        }
+    }
+    best
+}
+
+impl TileProcessor {
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`MediaError::Setting`] for an impossible side, bounds or normalisation.
+    pub fn check(&self) -> Result<(), MediaError> {
+        let fine = (1..=1 << 14).contains(&self.side_px)
+            && (1..=MOST_TILES).contains(&self.max_tiles)
+            && (1..=self.max_tiles).contains(&self.min_tiles)
+            && self.mean.iter().all(|m| m.is_finite())
+            && self.std.iter().all(|s| s.is_finite() && *s > 0.0);
+        if fine {
+            return Ok(());
+        }
+        Err(MediaError::setting(
+            "picture tiling",
+            format!("{self:?}"),
+            "a side of 1 to 16384 px, 1 <= min_tiles <= max_tiles <= 1024, finite mean, positive std",
+        ))
+    }
+
+    /// Tiles of a picture of `width x height`, the thumbnail included.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); [`MediaError::Shape`] for an empty picture.
+    pub fn num_tiles(&self, width: u32, height: u32) -> Result<usize, MediaError> {
+        let (columns, rows) = self.grid(width, height)?;
+        let tiles = (columns * rows) as usize;
+        Ok(tiles + usize::from(self.thumbnail && tiles > 1))
+    }
+
+    fn grid(&self, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
+        self.check()?;
+        if width == 0 || height == 0 {
+            return Err(MediaError::Shape {
+                what: "picture",
+                got: format!("{width}x{height}"),
+                expected: "sides of at least 1".into(),
+            });
+        }
+        Ok(tile_grid(width, height, self.side_px, self.min_tiles, self.max_tiles))
+    }
+
+    /// A picture as tiles, `[num_tiles, 3, side, side]`.
+    ///
+    /// # Errors
+    /// As [`num_tiles`](Self::num_tiles).
+    pub fn process_image(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
+        let (columns, rows) = self.grid(image.width_px, image.height_px)?;
+        let side = self.side_px;
+        let canvas = resize(image, side * columns, side * rows)?;
+        let mut places: Vec<(&Rgb8Image, u32, u32)> =
+            (0..columns * rows).map(|i| (&canvas, i % columns * side, i / columns * side)).collect();
+        let thumbnail;
+        if self.thumbnail && places.len() > 1 {
+            thumbnail = resize(image, side, side)?;
+            places.push((&thumbnail, 0, 0));
+        }
+        Ok(self.normalise(&places))
+    }
+
+    /// Frames of a video, each as one tile, `[frames, 3, side, side]`.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); [`MediaError::Shape`] for no frames.
+    pub fn process_frames(&self, frames: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
+        self.check()?;
+        if frames.is_empty() {
+            return Err(MediaError::Shape {
+                what: "video",
+                got: "no frames".into(),
+                expected: "at least one frame".into(),
+            });
+        }
+        let frames = frames
+            .par_iter()
+            .map(|frame| resize(frame, self.side_px, self.side_px))
+            .collect::<Result<Vec<_>, _>>()?;
+        let places: Vec<_> = frames.iter().map(|frame| (frame, 0, 0)).collect();
+        Ok(self.normalise(&places))
+    }
+
+    /// Squares of pictures, given with their left upper corners, as planes of normalised numbers.
+    fn normalise(&self, places: &[(&Rgb8Image, u32, u32)]) -> Vec<f32> {
+        let table: [[f32; 256]; 3] = std::array::from_fn(|c| {
+            std::array::from_fn(|byte| {
+                ((byte as f64 * (1.0 / 255.0)) as f32 - self.mean[c] as f32) / self.std[c] as f32
+            })
+        });
+        let side = self.side_px as usize;
+        let plane = side * side;
+        let mut out = vec![0f32; places.len() * 3 * plane];
+        out.par_chunks_exact_mut(3 * plane).zip(places).for_each(|(tile, (image, x0, y0))| {
+            for y in 0..side {
+                let start = (*y0 as usize + y) * image.width_px as usize + *x0 as usize;
+                for (x, rgb) in image.pixels[start * 3..][..side * 3].chunks_exact(3).enumerate() {
+                    for c in 0..3 {
+                        tile[c * plane + y * side + x] = table[c][rgb[c] as usize];
+                    }
+                }
+            }
+        });
+        out
+    }
+}
+
+/// Resizes; checks the picture in any case.
+fn resize(image: &Rgb8Image, width: u32, height: u32) -> Result<Rgb8Image, MediaError> {
+    image.check()?;
+    if (image.width_px, image.height_px) == (width, height) {
+        return Ok(image.clone());
+    }
+    resize_bicubic(image, width, height)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Corners of the published rule, computed by hand.
+    #[test]
+    fn the_nearest_ratio_wins_and_ties_go_by_area() {
+        let grid = |w, h, max| tile_grid(w, h, 448, 1, max);
+        // A square ties between 1x1, 2x2 and 3x3: the larger wins while the picture has more than half of its pixels.
+        assert_eq!(grid(448, 448, 12), (1, 1));
+        assert_eq!(grid(633, 633, 12), (1, 1)); // 400,689 px against 401,408
+        assert_eq!(grid(634, 634, 12), (2, 2));
+        assert_eq!(grid(950, 950, 12), (2, 2)); // 902,500 px against 903,168
+        assert_eq!(grid(951, 951, 12), (3, 3));
+        assert_eq!(grid(4000, 4000, 3), (1, 1));
+        // 2:1 ties between 2x1 and 4x2.
+        assert_eq!(grid(800, 400, 12), (2, 1));
+        assert_eq!(grid(1800, 900, 12), (4, 2));
+        assert_eq!(grid(1800, 900, 7), (2, 1));
+        // Ratios that no arrangement has.
+        assert_eq!(grid(10_000, 10, 12), (12, 1));
+        assert_eq!(grid(10, 10_000, 12), (1, 12));
+        assert_eq!(grid(300, 200, 6), (3, 2));
+        assert_eq!(grid(1000, 370, 12), (5, 2));
+        assert_eq!(grid(4000, 3000, 1), (1, 1));
+        // Fewest tiles; where nothing fits between the bounds there is one tile.
+        assert_eq!(tile_grid(100, 100, 448, 2, 12), (2, 2));
+        assert_eq!(tile_grid(125, 100, 448, 2, 2), (1, 2));
+        assert_eq!(tile_grid(2000, 1600, 448, 2, 2), (2, 1));
+    }
+
+    /// 200 sizes under five bounds, as `transformers` chooses (`tools/goldens/make_internvl.py`).
+    #[test]
+    fn arrangements_equal_transformers() {
+        let rows: Vec<[u32; 6]> = serde_json::from_str(include_str!("../tests/data/tilings.json")).unwrap();
+        assert_eq!(rows.len(), 200);
+        for [width, height, least, most, columns, rows] in rows {
+            let got = tile_grid(width, height, 448, least, most);
+            assert_eq!(got, (columns, rows), "{width}x{height}, {least} to {most} tiles");
+        }
+    }
+
+    #[test]
+    fn the_thumbnail_comes_last_and_only_beside_others() {
+        let p = TileProcessor { side_px: 2, thumbnail: true, ..TileProcessor::default() };
+        assert_eq!(p.num_tiles(4, 2).unwrap(), 3);
+        assert_eq!(p.num_tiles(2, 2).unwrap(), 1);
+        let without = TileProcessor { thumbnail: false, ..p.clone() };
+        assert_eq!(without.num_tiles(4, 2).unwrap(), 2);
+        // Left tile black, right tile white: no resizing except for the thumbnail.
+        let row = [0u8, 0, 0, 0, 0, 0, 255, 255, 255, 255, 255, 255];
+        let image = Rgb8Image::new(4, 2, [row, row].concat()).unwrap();
+        let tiles = p.process_image(&image).unwrap();
+        assert_eq!(tiles.len(), 3 * 12);
+        let black = [0, 1, 2].map(|c| (0.0 - p.mean[c] as f32) / p.std[c] as f32);
+        let white = [0, 1, 2].map(|c| (1.0 - p.mean[c] as f32) / p.std[c] as f32);
+        for c in 0..3 {
+            assert_eq!(tiles[c * 4..c * 4 + 4], [black[c]; 4]);
+            assert_eq!(tiles[12 + c * 4..12 + c * 4 + 4], [white[c]; 4]);
+            let thumbnail = &tiles[24 + c * 4..24 + c * 4 + 4];
+            assert!(thumbnail[0] < thumbnail[1] && thumbnail[..2] == thumbnail[2..]);
+        }
+        assert_eq!(without.process_image(&image).unwrap(), tiles[..24]);
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        let p = TileProcessor::default();
+        for bad in [
+            TileProcessor { max_tiles: 0, ..p.clone() },
+            TileProcessor { min_tiles: 13, ..p.clone() },
+            TileProcessor { side_px: 0, ..p.clone() },
+            TileProcessor { std: [0.0, 1.0, 1.0], ..p.clone() },
+            TileProcessor { max_tiles: 1025, ..p.clone() },
+        ] {
+            assert!(bad.num_tiles(10, 10).is_err(), "{bad:?}");
+        }
+        assert!(p.num_tiles(0, 10).is_err());
+        assert!(p.process_frames(&[]).is_err());
+    }
+}

@@ -1,0 +1,288 @@
+//! Text encoders of BERT's kind: BERT, RoBERTa, XLM-RoBERTa, DistilBERT.
+//!
+//! Norms stand after each half of a block. The members differ in the names of tensors and configuration keys, in where
+//! positions start, and in whether there are token types and a pooler. Source: arXiv 1810.04805, 1907.11692,
+//! 1911.02116, 1910.01108; `transformers` 5.23 `models/{bert,roberta,xlm_roberta,distilbert}`.
+//!
+//! Sequences of a batch lie one after the other without padding, and see only themselves. Refused: decoders, relative
+//! positions.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use omnigrpo_ops::{
+    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, add_rows, linear, norm,
+};
+
+use super::{Blocks, EncoderSizes, LayerNames, Scope, SizeKeys, load, step};
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::tower::NormOrder;
+use crate::weights::{Init, WeightDtype, WeightSource};
+
+const BERT_LAYERS: LayerNames = LayerNames {
+    prefix: "encoder.layer.",
+    order: NormOrder::Post,
+    norm1: "attention.output.LayerNorm",
+    qkv: ["attention.self.query", "attention.self.key", "attention.self.value"],
+    out: "attention.output.dense",
+    norm2: "output.LayerNorm",
+    fc: ["intermediate.dense", "output.dense"],
+    key_bias: true,
+};
+
+const DISTIL_LAYERS: LayerNames = LayerNames {
+    prefix: "transformer.layer.",
+    order: NormOrder::Post,
+    norm1: "sa_layer_norm",
+    qkv: ["attention.q_lin", "attention.k_lin", "attention.v_lin"],
+    out: "attention.out_lin",
+    norm2: "output_layer_norm",
+    fc: ["ffn.lin1", "ffn.lin2"],
+    key_bias: true,
+};
+
+/// A configuration of BERT's kind.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BertConfig {
+    /// The blocks.
+    pub sizes: EncoderSizes,
+    /// Rows of the word embedding.
+    pub vocab: usize,
+    /// Rows of the position embedding.
+    pub max_positions: usize,
+    /// Position of the first token: 0, or the padding id + 1 for RoBERTa.
+    pub first_position: usize,
+    /// Rows of the token-type embedding; 0 for none.
+    pub token_types: usize,
+    /// DistilBERT's names.
+    distil: bool,
+}
+
+impl BertConfig {
+    /// Reads a `config.json` with `model_type` bert, roberta, xlm-roberta, camembert or distilbert.
+    ///
+    /// # Errors
+    /// Another model, an impossible field, by name.
+    pub fn parse(json: &ConfigJson) -> Result<Self> {
+        let kind = json.get("model_type").and_then(|v| v.as_str()).unwrap_or("bert");
+        let roberta = match kind {
+            "bert" | "distilbert" => false,
+            "roberta" | "xlm-roberta" | "camembert" => true,
+            other => {
+                let known = "bert, roberta, xlm-roberta, camembert or distilbert";
+                return Err(json.error(format!("model_type is {other:?}; expected {known}")));
+            }
+        };
+        let distil = kind == "distilbert";
+        let embedding = json.get("position_embedding_type").and_then(|v| v.as_str()).unwrap_or("absolute");
+        if json.boolean("is_decoder", false)? || embedding != "absolute" {
+            return Err(json.error("expected an encoder with absolute positions"));
+        }
+        let keys = if distil {
+            SizeKeys {
+                hidden: ("dim", 768),
+                intermediate: ("hidden_dim", 3072),
+                layers: ("n_layers", 6),
+                heads: ("n_heads", 12),
+                activation: ("activation", "gelu"),
+                norm_eps: 1e-12,
+            }
+        } else {
+            SizeKeys {
+                hidden: ("hidden_size", 768),
+                intermediate: ("intermediate_size", 3072),
+                layers: ("num_hidden_layers", 12),
+                heads: ("num_attention_heads", 12),
+                activation: ("hidden_act", "gelu"),
+                norm_eps: 1e-12,
+            }
+        };
+        let max_positions = json.size("max_position_embeddings", Some(512))?;
+        let padding = json.get("pad_token_id").map_or(Some(1), serde_json::Value::as_u64);
+        let first_position = match (roberta, padding) {
+            (false, _) => 0,
+            (true, Some(id)) if (id as usize) < max_positions.saturating_sub(1) => id as usize + 1,
+            (true, _) => return Err(json.error("pad_token_id leaves no room among the positions")),
+        };
+        Ok(Self {
+            sizes: EncoderSizes::parse(json, &keys)?,
+            vocab: json.size("vocab_size", Some(if roberta { 50_265 } else { 30_522 }))?,
+            max_positions,
+            first_position,
+            token_types: if distil { 0 } else { json.size("type_vocab_size", Some(2))? },
+            distil,
+        })
+    }
+
+    /// The longest sequence, in tokens.
+    #[must_use]
+    pub fn max_tokens(&self) -> usize {
+        self.max_positions - self.first_position
+    }
+}
+
+/// A text encoder of BERT's kind.
+pub struct Bert {
+    config: BertConfig,
+    words: Arc<Param>,
+    positions: Arc<Param>,
+    token_types: Option<Arc<Param>>,
+    embed_norm: Norm,
+    blocks: Blocks,
+    pooler: Option<Linear>,
+}
+
+impl Bert {
+    /// Builds the encoder. Names below `prefix` are those of `BertModel`, such as
+    /// `embeddings.word_embeddings.weight`; `pooler` says whether the checkpoint has one.
+    ///
+    /// # Errors
+    /// As the source.
+    pub fn build(
+        config: BertConfig,
+        pooler: bool,
+        prefix: &str,
+        part: Part,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let mut weights = Scope { source, prefix, part };
+        let c = config.sizes.hidden;
+        let mut table = |name: &str, rows: usize| {
+            weights.get(&format!("embeddings.{name}_embeddings.weight"), &[rows, c], Init::Normal)
+        };
+        let words = table("word", config.vocab)?;
+        let positions = table("position", config.max_positions)?;
+        let token_types =
+            (config.token_types > 0).then(|| table("token_type", config.token_types)).transpose()?;
+        let embed_norm = weights.layer_norm("embeddings.LayerNorm", c, config.sizes.norm_eps)?;
+        let layers = if config.distil { &DISTIL_LAYERS } else { &BERT_LAYERS };
+        let blocks = Blocks::build(&config.sizes, layers, &mut weights)?;
+        let pooler = pooler.then(|| weights.linear("pooler.dense", c, c, true)).transpose()?;
+        Ok(Self { words, positions, token_types, embed_norm, blocks, pooler, config })
+    }
+
+    /// Loads an encoder without pooler from a directory of its own, frozen.
+    ///
+    /// # Errors
+    /// Unreadable files, another architecture, tensors that do not fit.
+    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+        let name = |key: &str| published_name(key).filter(|name| !name.starts_with("pooler."));
+        load(dir, dtype, "BERT", name, |json, source| {
+            Self::build(BertConfig::parse(json)?, false, "", Part::Llm, source)
+        })
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &BertConfig {
+        &self.config
+    }
+
+    /// Token ids, framed as the tokenizer frames them → the stream after the first `blocks` blocks `[t, c]`, the
+    /// sequences one after the other.
+    ///
+    /// # Errors
+    /// No sequence, an empty or too long one, ids outside the vocabulary, more blocks than there are.
+    pub fn hidden<'a>(
+        &'a self,
+        sequences: &[&[u32]],
+        blocks: usize,
+        mut tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        self.hidden_with(sequences, blocks, &mut tape)
+    }
+
+    /// The first row of each sequence of the last block's output, `[n, c]`: that of `[CLS]`.
+    ///
+    /// # Errors
+    /// As [`Self::hidden`].
+    pub fn first<'a>(&'a self, sequences: &[&[u32]], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+        let x = self.hidden_with(sequences, self.config.sizes.layers, &mut tape)?;
+        let rows = first_rows(sequences)?;
+        step(&mut tape, &x, move |x| x.index_select(&rows, 0))
+    }
+
+    /// `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
+    ///
+    /// # Errors
+    /// As [`Self::hidden`]; an encoder that was built without pooler.
+    pub fn pooled<'a>(&'a self, sequences: &[&[u32]], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+        let Some(pooler) = &self.pooler else {
+            return Err(ModelError::prompt("BERT: pooled output asked for, but there is no pooler"));
+        };
+        let x = self.hidden_with(sequences, self.config.sizes.layers, &mut tape)?;
+        let rows = first_rows(sequences)?;
+        step(&mut tape, &x, move |x| linear(&x.index_select(&rows, 0)?, pooler, MatmulMode::Gemm)?.tanh())
+    }
+
+    fn hidden_with<'a>(
+        &'a self,
+        sequences: &[&[u32]],
+        blocks: usize,
+        tape: &mut Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let config = &self.config;
+        if sequences.is_empty() || blocks > config.sizes.layers {
+            return Err(ModelError::prompt(format!(
+                "BERT: {} sequences and {blocks} blocks asked for; expected at least one sequence and at most {} blocks",
+                sequences.len(),
+                config.sizes.layers
+            )));
+        }
+        if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > config.max_tokens()) {
+            return Err(ModelError::prompt(format!(
+                "BERT: a sequence of {} tokens; expected 1 to {}",
+                bad.len(),
+                config.max_tokens()
+            )));
+        }
+        let words: Arc<[_]> = sequences.iter().flat_map(|s| s.iter().copied().map(Some)).collect();
+        let first = config.first_position;
+        let positions: Arc<[_]> =
+            sequences.iter().flat_map(|s| (first..first + s.len()).map(|p| Some(p as u32))).collect();
+        let types: Arc<[_]> = vec![Some(0); words.len()].into();
+        let x = Tensor::zeros((words.len(), config.sizes.hidden), DType::F32, &Device::Cpu)?;
+        let x = step(tape, &x, move |x| {
+            let mut x = add_rows(&add_rows(x, &self.words, &words)?, &self.positions, &positions)?;
+            if let Some(table) = &self.token_types {
+                x = add_rows(&x, table, &types)?;
+            }
+            norm(&x, &self.embed_norm)
+        })?;
+        let lens: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
+        self.blocks.forward(x, blocks, &Arc::new(AttentionLayout::full_blocks(&lens)), tape)
+    }
+}
+
+fn first_rows(sequences: &[&[u32]]) -> Result<Tensor> {
+    let mut rows = Vec::with_capacity(sequences.len());
+    let mut at = 0;
+    for sequence in sequences {
+        rows.push(at);
+        at += sequence.len() as u32;
+    }
+    Ok(Tensor::from_vec(rows, sequences.len(), &Device::Cpu)?)
+}
+
+/// The name of a tensor of a directory of BERT's kind below an empty prefix; `None` for heads and what is no weight.
+/// Files of 2018 call a norm's weight and bias `gamma` and `beta`.
+#[must_use]
+pub fn published_name(key: &str) -> Option<String> {
+    let heads = ["cls.", "lm_head.", "vocab_", "classifier.", "qa_outputs.", "pre_classifier."];
+    if heads.iter().any(|head| key.starts_with(head)) {
+        return None;
+    }
+    let models = ["bert.", "roberta.", "distilbert."];
+    let name = models.iter().find_map(|model| key.strip_prefix(model)).unwrap_or(key);
+    if ["embeddings.position_ids", "embeddings.token_type_ids"].contains(&name) {
+        return None;
+    }
+    let name = match (name.strip_suffix(".gamma"), name.strip_suffix(".beta")) {
+        (Some(norm), _) => format!("{norm}.weight"),
+        (_, Some(norm)) => format!("{norm}.bias"),
+        _ => name.to_owned(),
+    };
+    Some(name)
+}

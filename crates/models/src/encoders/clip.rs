@@ -1,0 +1,222 @@
+//! CLIP: pictures and text in one space.
+//!
+//! Source: arXiv 2103.00020; `transformers` 5.23 `models/clip/modeling_clip.py`. Frozen: it scores, nothing trains it.
+//! Not supported: pictures of another size than the configuration's.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use omnigrpo_ops::{
+    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, add_rows, linear, norm, rows_from_vec,
+};
+
+use super::siglip::LAYERS;
+use super::{Blocks, EncoderSizes, PictureConfig, Scope, SizeKeys, load};
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::weights::{Init, WeightDtype, WeightSource};
+
+/// A CLIP configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClipConfig {
+    /// Pictures and the blocks of the vision tower.
+    pub picture: PictureConfig,
+    /// Blocks of the text tower.
+    pub text: EncoderSizes,
+    /// Rows of the word embedding.
+    pub vocab: usize,
+    /// The longest text, tokens.
+    pub max_tokens: usize,
+    /// The end token, whose row stands for the text; `None` for the largest id, as the first published models do.
+    pub end_token: Option<u32>,
+    /// Width of the common space.
+    pub projection: usize,
+}
+
+impl ClipConfig {
+    /// Reads a `config.json` with `vision_config` and `text_config`.
+    ///
+    /// # Errors
+    /// A missing or impossible field, by name.
+    pub fn parse(json: &ConfigJson) -> Result<Self> {
+        let section = |key: &str| json.section(key).ok_or_else(|| json.error(format!("{key} is missing")));
+        let (vision, text) = (section("vision_config")?, section("text_config")?);
+        let keys = |hidden, intermediate, heads| SizeKeys {
+            hidden: ("hidden_size", hidden),
+            intermediate: ("intermediate_size", intermediate),
+            layers: ("num_hidden_layers", 12),
+            heads: ("num_attention_heads", heads),
+            activation: ("hidden_act", "quick_gelu"),
+            norm_eps: 1e-5,
+        };
+        let end = match text.get("eos_token_id") {
+            None => 49_407,
+            Some(value) => value
+                .as_u64()
+                .and_then(|id| u32::try_from(id).ok())
+                .ok_or_else(|| text.error(format!("eos_token_id is {value}; expected a token id")))?,
+        };
+        Ok(Self {
+            picture: PictureConfig::parse(&vision, &keys(768, 3072, 12), 32)?,
+            text: EncoderSizes::parse(&text, &keys(512, 2048, 8))?,
+            vocab: text.size("vocab_size", Some(49_408))?,
+            max_tokens: text.size("max_position_embeddings", Some(77))?,
+            // The published files say 2, which is not the end token's id.
+            end_token: (end != 2).then_some(end),
+            projection: json.size("projection_dim", Some(512))?,
+        })
+    }
+}
+
+/// A CLIP model.
+pub struct Clip {
+    config: ClipConfig,
+    class: Arc<Param>,
+    patch_embed: Linear,
+    picture_positions: Arc<Param>,
+    pre_norm: Norm,
+    picture_blocks: Blocks,
+    post_norm: Norm,
+    picture_projection: Linear,
+    words: Arc<Param>,
+    text_positions: Arc<Param>,
+    text_blocks: Blocks,
+    text_norm: Norm,
+    text_projection: Linear,
+}
+
+impl Clip {
+    /// Builds the model; names below `prefix` are those of `CLIPModel`.
+    ///
+    /// # Errors
+    /// As the source.
+    pub fn build(
+        config: ClipConfig,
+        prefix: &str,
+        part: Part,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let picture = &config.picture;
+        let (c, eps) = (picture.sizes.hidden, picture.sizes.norm_eps);
+        let vision = format!("{prefix}vision_model.");
+        let mut weights = Scope { source: &mut *source, prefix: &vision, part };
+        let class = weights.get("embeddings.class_embedding", &[c], Init::Normal)?;
+        let patch_embed = weights.convolution("embeddings.patch_embedding", &picture.patch_shape(), false)?;
+        let rows = picture.num_patches() + 1;
+        let picture_positions =
+            weights.get("embeddings.position_embedding.weight", &[rows, c], Init::Normal)?;
+        // Misspelt in every published checkpoint.
+        let pre_norm = weights.layer_norm("pre_layrnorm", c, eps)?;
+        let picture_blocks = Blocks::build(&picture.sizes, &LAYERS, &mut weights)?;
+        let post_norm = weights.layer_norm("post_layernorm", c, eps)?;
+
+        let (t, eps) = (config.text.hidden, config.text.norm_eps);
+        let text = format!("{prefix}text_model.");
+        let mut weights = Scope { source: &mut *source, prefix: &text, part };
+        let words = weights.get("embeddings.token_embedding.weight", &[config.vocab, t], Init::Normal)?;
+        let text_positions =
+            weights.get("embeddings.position_embedding.weight", &[config.max_tokens, t], Init::Normal)?;
+        let text_blocks = Blocks::build(&config.text, &LAYERS, &mut weights)?;
+        let text_norm = weights.layer_norm("final_layer_norm", t, eps)?;
+
+        let mut weights = Scope { source, prefix, part };
+        let picture_projection = weights.linear("visual_projection", config.projection, c, false)?;
+        let text_projection = weights.linear("text_projection", config.projection, t, false)?;
+        Ok(Self {
+            class,
+            patch_embed,
+            picture_positions,
+            pre_norm,
+            picture_blocks,
+            post_norm,
+            picture_projection,
+            words,
+            text_positions,
+            text_blocks,
+            text_norm,
+            text_projection,
+            config,
+        })
+    }
+
+    /// Loads a directory.
+    ///
+    /// # Errors
+    /// Unreadable files, another architecture, tensors that do not fit.
+    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+        let name = |key: &str| {
+            let weight = key != "logit_scale" && !key.ends_with("embeddings.position_ids");
+            weight.then(|| key.to_owned())
+        };
+        load(dir, dtype, "CLIP", name, |json, source| {
+            Self::build(ClipConfig::parse(json)?, "", Part::Vision, source)
+        })
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &ClipConfig {
+        &self.config
+    }
+
+    /// Normalised pixels `[n, 3, side, side]` → features `[n, p]`, not normalised.
+    ///
+    /// # Errors
+    /// Pixels of another size.
+    pub fn picture_features(&self, pixels: &[f32], n: usize) -> Result<Tensor> {
+        let picture = &self.config.picture;
+        let rows = picture.num_patches() + 1;
+        let x = rows_from_vec(picture.patch_rows(pixels, n, 1)?, n * rows, picture.patch_len())?;
+        // A row of zeros makes a row of zeros, the patch layer having no bias; the class token is put there.
+        let x = linear(&x, &self.patch_embed, MatmulMode::Gemm)?;
+        let class: Arc<[_]> = (0..n * rows).map(|i| (i % rows == 0).then_some(0)).collect();
+        let ids: Arc<[_]> = (0..n * rows).map(|i| Some((i % rows) as u32)).collect();
+        let x = add_rows(&add_rows(&x, &self.class, &class)?, &self.picture_positions, &ids)?;
+        let x = norm(&x, &self.pre_norm)?;
+        let layout = Arc::new(AttentionLayout::full_blocks(&vec![rows; n]));
+        let x = self.picture_blocks.forward(x, picture.sizes.layers, &layout, &mut None)?;
+        let first: Vec<u32> = (0..n).map(|i| (i * rows) as u32).collect();
+        let x = x.index_select(&Tensor::from_vec(first, n, &Device::Cpu)?, 0)?;
+        Ok(linear(&norm(&x, &self.post_norm)?, &self.picture_projection, MatmulMode::Gemm)?)
+    }
+
+    /// Token ids with start and end tokens → features `[n, p]`, not normalised.
+    ///
+    /// # Errors
+    /// No text, an empty or too long one, one without end token, ids outside the vocabulary.
+    pub fn text_features(&self, texts: &[&[u32]]) -> Result<Tensor> {
+        let config = &self.config;
+        let mut ends = Vec::with_capacity(texts.len());
+        let mut total = 0;
+        for ids in texts {
+            if ids.is_empty() || ids.len() > config.max_tokens {
+                let what =
+                    format!("CLIP: a text of {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
+                return Err(ModelError::prompt(what));
+            }
+            let end = match config.end_token {
+                Some(end) => ids.iter().position(|&id| id == end),
+                None => ids.iter().enumerate().rev().max_by_key(|(_, id)| **id).map(|(i, _)| i),
+            };
+            let end = end.ok_or_else(|| {
+                ModelError::prompt(format!("CLIP: a text without the end token {:?}", config.end_token))
+            })?;
+            ends.push((total + end) as u32);
+            total += ids.len();
+        }
+        if texts.is_empty() {
+            return Err(ModelError::prompt("CLIP: no text"));
+        }
+        let words: Arc<[_]> = texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect();
+        let positions: Arc<[_]> = texts.iter().flat_map(|ids| (0..ids.len() as u32).map(Some)).collect();
+        let x = Tensor::zeros((total, config.text.hidden), DType::F32, &Device::Cpu)?;
+        let x = add_rows(&add_rows(&x, &self.words, &words)?, &self.text_positions, &positions)?;
+        let groups: Vec<_> = texts.iter().map(|ids| (ids.len(), Vec::new())).collect();
+        let layout = Arc::new(AttentionLayout::groups(&groups));
+        let x = self.text_blocks.forward(x, config.text.layers, &layout, &mut None)?;
+        let x =
+            norm(&x.index_select(&Tensor::from_vec(ends, texts.len(), &Device::Cpu)?, 0)?, &self.text_norm)?;
+        Ok(linear(&x, &self.text_projection, MatmulMode::Gemm)?)
+    }
+}

@@ -1,0 +1,290 @@
+//! Encoders of pictures, sound and text: towers of families, and scorers.
+//!
+//! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`] that the caller gives, so the same code reads a
+//! directory of its own and a tower inside a larger checkpoint. With a [`Segments`] tape its weights can be trained.
+//! They differ in what comes before and after the blocks; the blocks are `TowerBlock`s, whose names are a row of a
+//! table each (`LayerNames`).
+//!
+//! Shapes: `n` pictures or sequences, `t` rows of the stream, `c` width, `p` width of a projection.
+
+pub mod bert;
+pub mod clip;
+pub mod siglip;
+pub mod whisper;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use omnigrpo_ops::{Activation, AttentionHeads, AttentionLayout, Linear, Norm, Param, Part, Segments, norm};
+
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::tower::{Mlp, NormOrder, TowerBlock};
+use crate::weights::{FileSource, Init, WeightDtype, WeightFiles, WeightSource};
+
+/// Sizes of a stack of blocks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EncoderSizes {
+    /// Width of the stream.
+    pub hidden: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Attention heads; queries, keys and values have the same number.
+    pub heads: AttentionHeads,
+    /// Of the feed-forward layer.
+    pub activation: Activation,
+    /// Added to variances.
+    pub norm_eps: f32,
+}
+
+/// Keys of `config.json` that hold [`EncoderSizes`], each with the default of the `transformers` class.
+struct SizeKeys {
+    hidden: (&'static str, usize),
+    intermediate: (&'static str, usize),
+    layers: (&'static str, usize),
+    heads: (&'static str, usize),
+    activation: (&'static str, &'static str),
+    norm_eps: f64,
+}
+
+impl EncoderSizes {
+    fn parse(json: &ConfigJson, keys: &SizeKeys) -> Result<Self> {
+        let size = |(key, default): (&str, usize)| json.size(key, Some(default));
+        let (hidden, q) = (size(keys.hidden)?, size(keys.heads)?);
+        if !hidden.is_multiple_of(q) {
+            return Err(json.error(format!("a width of {hidden} cannot be split into {q} heads")));
+        }
+        let (key, default) = keys.activation;
+        let name = match json.get(key) {
+            None => default,
+            Some(value) => value
+                .as_str()
+                .ok_or_else(|| json.error(format!("{key} is {value}; expected the name of an activation")))?,
+        };
+        let activation = match name {
+            "gelu" => Activation::GeluErf,
+            "gelu_pytorch_tanh" | "gelu_new" => Activation::GeluTanh,
+            "quick_gelu" => Activation::QuickGelu,
+            "silu" | "swish" => Activation::Silu,
+            other => {
+                let known = "gelu, gelu_pytorch_tanh, gelu_new, quick_gelu or silu";
+                return Err(json.error(format!("{key} is {other:?}; expected {known}")));
+            }
+        };
+        Ok(Self {
+            hidden,
+            intermediate: size(keys.intermediate)?,
+            layers: size(keys.layers)?,
+            heads: AttentionHeads { q, kv: q, dim: hidden / q },
+            activation,
+            norm_eps: json.number("layer_norm_eps", keys.norm_eps)? as f32,
+        })
+    }
+}
+
+/// How an architecture names the parts of a block, after `prefix` and the block's number.
+struct LayerNames {
+    prefix: &'static str,
+    order: NormOrder,
+    /// Of attention; then query, key, value, output.
+    norm1: &'static str,
+    qkv: [&'static str; 3],
+    out: &'static str,
+    /// Of the feed-forward layer; then its two layers.
+    norm2: &'static str,
+    fc: [&'static str; 2],
+    /// Whether the key projection has a bias; the others always do.
+    key_bias: bool,
+}
+
+/// The blocks of an encoder.
+struct Blocks {
+    heads: AttentionHeads,
+    blocks: Vec<TowerBlock>,
+}
+
+impl Blocks {
+    fn build(sizes: &EncoderSizes, names: &LayerNames, weights: &mut Scope) -> Result<Self> {
+        let (c, i) = (sizes.hidden, sizes.intermediate);
+        let mut blocks = Vec::with_capacity(sizes.layers);
+        for b in 0..sizes.layers {
+            let at = |name: &str| format!("{}{b}.{name}", names.prefix);
+            let [q, k, v] = names.qkv;
+            blocks.push(TowerBlock {
+                order: names.order,
+                qk_norm: None,
+                scales: None,
+                norm1: weights.layer_norm(&at(names.norm1), c, sizes.norm_eps)?,
+                qkv: vec![
+                    weights.linear(&at(q), c, c, true)?,
+                    weights.linear(&at(k), c, c, names.key_bias)?,
+                    weights.linear(&at(v), c, c, true)?,
+                ],
+                proj: weights.linear(&at(names.out), c, c, true)?,
+                norm2: weights.layer_norm(&at(names.norm2), c, sizes.norm_eps)?,
+                mlp: Mlp::Plain {
+                    fc1: weights.linear(&at(names.fc[0]), i, c, true)?,
+                    act: sizes.activation,
+                    fc2: weights.linear(&at(names.fc[1]), c, i, true)?,
+                },
+            });
+        }
+        Ok(Self { heads: sizes.heads, blocks })
+    }
+
+    /// The first `count` blocks, `[t, c] → [t, c]`.
+    fn forward<'a>(
+        &'a self,
+        mut x: Tensor,
+        count: usize,
+        layout: &Arc<AttentionLayout>,
+        tape: &mut Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        for block in &self.blocks[..count] {
+            let layout = Arc::clone(layout);
+            x = step(tape, &x, move |x| block.forward(x, None, self.heads, &layout))?;
+        }
+        Ok(x)
+    }
+}
+
+/// Runs a segment, on the tape where there is one.
+fn step<'a>(
+    tape: &mut Option<&mut Segments<'a>>,
+    x: &Tensor,
+    run: impl Fn(&Tensor) -> candle_core::Result<Tensor> + 'a,
+) -> Result<Tensor> {
+    Ok(match tape {
+        Some(tape) => tape.push(x, run)?,
+        None => run(x)?,
+    })
+}
+
+/// The last norm of an encoder as a segment.
+fn step_norm<'a>(tape: &mut Option<&mut Segments<'a>>, x: &Tensor, layer: &'a Norm) -> Result<Tensor> {
+    step(tape, x, move |x| norm(x, layer))
+}
+
+/// A source of weights below a prefix.
+struct Scope<'s> {
+    source: &'s mut dyn WeightSource,
+    prefix: &'s str,
+    part: Part,
+}
+
+impl Scope<'_> {
+    fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
+        self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
+    }
+
+    fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
+        let weight = self.get(&format!("{name}.weight"), &[n, k], Init::Normal)?;
+        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
+        Ok(Linear::new(weight, bias)?)
+    }
+
+    /// A convolution whose windows arrive as rows of `k` numbers in the order of its published `shape`.
+    fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
+        let (n, k) = (shape[0], shape[1..].iter().product());
+        let weight = self.get(&format!("{name}.weight"), shape, Init::Normal)?;
+        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
+        Ok(Linear::reshaped(weight, bias, n, k)?)
+    }
+
+    fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
+        let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
+        let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
+        Ok(Norm::Layer { weight, bias, eps })
+    }
+}
+
+/// Builds an encoder from a directory of its own: `build` gets a source of the tensors that `published` renames, and
+/// has to use each of them.
+fn load<T>(
+    dir: &Path,
+    dtype: WeightDtype,
+    name: &'static str,
+    published: fn(&str) -> Option<String>,
+    build: impl FnOnce(&ConfigJson, &mut dyn WeightSource) -> Result<T>,
+) -> Result<T> {
+    let json = ConfigJson::read(&dir.join("config.json"))?;
+    let files = WeightFiles::open(dir, published)?;
+    let mut source = FileSource::new(&files, dtype);
+    let encoder = build(&json, &mut source)?;
+    source.finish(name)?;
+    Ok(encoder)
+}
+
+/// Sizes of a tower of square pictures.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PictureConfig {
+    /// The blocks.
+    pub sizes: EncoderSizes,
+    /// Colour channels.
+    pub channels: usize,
+    /// Side of a picture, px.
+    pub side_px: usize,
+    /// Side of a patch, px.
+    pub patch_px: usize,
+}
+
+impl PictureConfig {
+    fn parse(json: &ConfigJson, keys: &SizeKeys, default_patch: usize) -> Result<Self> {
+        let this = Self {
+            sizes: EncoderSizes::parse(json, keys)?,
+            channels: json.size("num_channels", Some(3))?,
+            side_px: json.size("image_size", Some(224))?,
+            patch_px: json.size("patch_size", Some(default_patch))?,
+        };
+        if this.patch_px > this.side_px {
+            let what = format!("patch_size is {}, image_size only {}", this.patch_px, this.side_px);
+            return Err(json.error(what));
+        }
+        Ok(this)
+    }
+
+    /// Patches of a picture. What is left of a side that is no multiple of the patch is not looked at.
+    #[must_use]
+    pub fn num_patches(&self) -> usize {
+        (self.side_px / self.patch_px).pow(2)
+    }
+
+    fn patch_len(&self) -> usize {
+        self.channels * self.patch_px * self.patch_px
+    }
+
+    fn patch_shape(&self) -> [usize; 4] {
+        [self.sizes.hidden, self.channels, self.patch_px, self.patch_px]
+    }
+
+    /// Pixels `[n, channels, side, side]` as rows of patches, each `[channels, patch, patch]`, a picture after the other;
+    /// `lead` rows of zeros stand before the patches of each.
+    fn patch_rows(&self, pixels: &[f32], n: usize, lead: usize) -> Result<Vec<f32>> {
+        let (side, patch, cells) = (self.side_px, self.patch_px, self.side_px / self.patch_px);
+        let picture = self.channels * side * side;
+        if n == 0 || pixels.len() != n * picture {
+            return Err(ModelError::prompt(format!(
+                "picture tower: {} numbers for {n} pictures of {}×{side}×{side}; expected {}",
+                pixels.len(),
+                self.channels,
+                n * picture
+            )));
+        }
+        let mut rows = Vec::with_capacity(n * (lead + self.num_patches()) * self.patch_len());
+        for picture in pixels.chunks_exact(picture) {
+            rows.resize(rows.len() + lead * self.patch_len(), 0.0);
+            for cell in 0..self.num_patches() {
+                let (y0, x0) = (cell / cells * patch, cell % cells * patch);
+                for channel in picture.chunks_exact(side * side) {
+                    for y in y0..y0 + patch {
+                        rows.extend_from_slice(&channel[y * side + x0..][..patch]);
+                    }
+                }
+            }
+        }
+        Ok(rows)
+    }
+}

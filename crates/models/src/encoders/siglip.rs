@@ -1,0 +1,196 @@
+//! The SigLIP vision tower.
+//!
+//! A patch is a token, there is no class token. Source: arXiv 2303.15343; `transformers` 5.23
+//! `models/siglip/modeling_siglip.py`. The attention-pooling head is carried, so that a checkpoint can be saved as it
+//! was, but never run: families use the tokens. Not supported: pictures of another size than the configuration's.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use omnigrpo_ops::{
+    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, add_rows, linear, rows_from_vec,
+};
+
+use super::{Blocks, LayerNames, PictureConfig, Scope, SizeKeys, load, step, step_norm};
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::tower::NormOrder;
+use crate::weights::{Init, WeightDtype, WeightSource};
+
+/// Blocks of SigLIP and of both towers of CLIP.
+pub(super) const LAYERS: LayerNames = LayerNames {
+    prefix: "encoder.layers.",
+    order: NormOrder::Pre,
+    norm1: "layer_norm1",
+    qkv: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    out: "self_attn.out_proj",
+    norm2: "layer_norm2",
+    fc: ["mlp.fc1", "mlp.fc2"],
+    key_bias: true,
+};
+
+/// A SigLIP vision configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SiglipConfig {
+    /// Pictures and blocks.
+    pub picture: PictureConfig,
+    /// Whether the checkpoint has the pooling head.
+    pub head: bool,
+}
+
+impl SiglipConfig {
+    /// Reads the `config.json` of a vision tower, or of a whole SigLIP (its `vision_config`).
+    ///
+    /// # Errors
+    /// An impossible field, by name.
+    pub fn parse(json: &ConfigJson) -> Result<Self> {
+        let json = json.section("vision_config").unwrap_or_else(|| json.clone());
+        let keys = SizeKeys {
+            hidden: ("hidden_size", 768),
+            intermediate: ("intermediate_size", 3072),
+            layers: ("num_hidden_layers", 12),
+            heads: ("num_attention_heads", 12),
+            activation: ("hidden_act", "gelu_pytorch_tanh"),
+            norm_eps: 1e-6,
+        };
+        Ok(Self {
+            picture: PictureConfig::parse(&json, &keys, 16)?,
+            head: json.boolean("vision_use_head", true)?,
+        })
+    }
+
+    /// How many blocks give `hidden_states[index]` of `transformers`: 0 is the stream before the first block, −1 the last
+    /// block's output (before the last norm), −2 the one before it.
+    ///
+    /// # Errors
+    /// An index outside the list.
+    pub fn blocks_at(&self, index: i64) -> Result<usize> {
+        let states = self.picture.sizes.layers as i64 + 1;
+        usize::try_from(if index < 0 { states + index } else { index })
+            .ok()
+            .filter(|&blocks| (blocks as i64) < states)
+            .ok_or_else(|| {
+                ModelError::prompt(format!(
+                    "SigLIP: hidden state {index}; the tower has {states}, so −{states} to {}",
+                    states - 1
+                ))
+            })
+    }
+}
+
+/// A SigLIP vision tower.
+pub struct Siglip {
+    config: SiglipConfig,
+    patch_embed: Linear,
+    positions: Arc<Param>,
+    blocks: Blocks,
+    post_norm: Norm,
+}
+
+impl Siglip {
+    /// Builds the tower. Names below `prefix` are those of `SiglipVisionModel`, such as
+    /// `embeddings.patch_embedding.weight`; the prefix is `vision_model.` in the hub's files.
+    ///
+    /// # Errors
+    /// As the source.
+    pub fn build(
+        config: SiglipConfig,
+        prefix: &str,
+        part: Part,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let mut weights = Scope { source, prefix, part };
+        let (picture, sizes) = (&config.picture, &config.picture.sizes);
+        let c = sizes.hidden;
+        let patch_embed = weights.convolution("embeddings.patch_embedding", &picture.patch_shape(), true)?;
+        let positions =
+            weights.get("embeddings.position_embedding.weight", &[picture.num_patches(), c], Init::Normal)?;
+        let blocks = Blocks::build(sizes, &LAYERS, &mut weights)?;
+        let post_norm = weights.layer_norm("post_layernorm", c, sizes.norm_eps)?;
+        if config.head {
+            weights.get("head.probe", &[1, 1, c], Init::Normal)?;
+            weights.get("head.attention.in_proj_weight", &[3 * c, c], Init::Normal)?;
+            weights.get("head.attention.in_proj_bias", &[3 * c], Init::Zeros)?;
+            weights.linear("head.attention.out_proj", c, c, true)?;
+            weights.layer_norm("head.layernorm", c, sizes.norm_eps)?;
+            weights.linear("head.mlp.fc1", sizes.intermediate, c, true)?;
+            weights.linear("head.mlp.fc2", c, sizes.intermediate, true)?;
+        }
+        Ok(Self { patch_embed, positions, blocks, post_norm, config })
+    }
+
+    /// Loads a tower from a directory of its own, or from that of a whole SigLIP, frozen.
+    ///
+    /// # Errors
+    /// Unreadable files, another architecture, tensors that do not fit.
+    pub fn load(dir: &Path, part: Part, dtype: WeightDtype) -> Result<Self> {
+        load(dir, dtype, "SigLIP", published_name, |json, source| {
+            Self::build(SiglipConfig::parse(json)?, "", part, source)
+        })
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &SiglipConfig {
+        &self.config
+    }
+
+    /// Normalised pixels `[n, 3, side, side]` → the stream after the first `blocks` blocks, `[n · patches, c]`, a picture
+    /// after the other. See [`SiglipConfig::blocks_at`].
+    ///
+    /// # Errors
+    /// Pixels of another size, more blocks than there are.
+    pub fn hidden<'a>(
+        &'a self,
+        pixels: &[f32],
+        n: usize,
+        blocks: usize,
+        mut tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        self.hidden_with(pixels, n, blocks, &mut tape)
+    }
+
+    /// Normalised pixels `[n, 3, side, side]` → `last_hidden_state` `[n · patches, c]`: all blocks and the last norm.
+    ///
+    /// # Errors
+    /// Pixels of another size.
+    pub fn forward<'a>(
+        &'a self,
+        pixels: &[f32],
+        n: usize,
+        mut tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let x = self.hidden_with(pixels, n, self.config.picture.sizes.layers, &mut tape)?;
+        step_norm(&mut tape, &x, &self.post_norm)
+    }
+
+    fn hidden_with<'a>(
+        &'a self,
+        pixels: &[f32],
+        n: usize,
+        blocks: usize,
+        tape: &mut Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let picture = &self.config.picture;
+        if blocks > picture.sizes.layers {
+            let what = format!("SigLIP: {blocks} blocks asked for, the tower has {}", picture.sizes.layers);
+            return Err(ModelError::prompt(what));
+        }
+        let patches = picture.num_patches();
+        let x = rows_from_vec(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len())?;
+        let ids: Arc<[_]> = (0..n * patches).map(|i| Some((i % patches) as u32)).collect();
+        let x = step(tape, &x, move |x| {
+            add_rows(&linear(x, &self.patch_embed, MatmulMode::Gemm)?, &self.positions, &ids)
+        })?;
+        self.blocks.forward(x, blocks, &Arc::new(AttentionLayout::full_blocks(&vec![patches; n])), tape)
+    }
+}
+
+/// The name of a tensor of a SigLIP directory below an empty prefix; `None` for the text tower and what is no weight.
+#[must_use]
+pub fn published_name(key: &str) -> Option<String> {
+    let other = ["text_model.", "logit_scale", "logit_bias"].iter().any(|start| key.starts_with(start));
+    let name = key.strip_prefix("vision_model.").unwrap_or(key);
+    (!other && name != "embeddings.position_ids").then(|| name.to_owned())
+}

@@ -1,0 +1,88 @@
+//! Which frames of a video are read: the choice that families share.
+
+use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
+use omnigrpo_media::{FrameChoice, FrameSampling, LISTED_FPS, QwenSampling, VideoSource};
+
+use super::{FrameRule, MediaSettings, no_url};
+use crate::error::Result;
+
+/// A video and which of its frames to take.
+pub(crate) struct FramePlan {
+    pub source: VideoSource,
+    pub sampling: FrameSampling,
+    /// Rate of a list or folder of pictures, where the row gives it.
+    pub listed_fps: Option<f64>,
+}
+
+impl FramePlan {
+    /// What row and settings ask of a video.
+    ///
+    /// # Errors
+    /// A video by URL.
+    pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Result<Self> {
+        let source = match &medium.source {
+            MediumSource::Path(path) => VideoSource::from_path(path),
+            MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
+            MediumSource::Url(url) => return Err(no_url(url)),
+        };
+        let own = &medium.options;
+        let listed = !matches!(source, VideoSource::File(_));
+        let options = own.or(&settings.video);
+        let count = |n: Option<u32>| n.map(|n| n as usize);
+        let qwen = FrameSampling::Qwen(QwenSampling {
+            // The rate of a list says how fast its pictures follow each other, not how many to take.
+            fps: options.fps.filter(|_| !listed),
+            nframes: count(options.nframes),
+            min_frames: count(options.min_frames),
+            max_frames: count(options.max_frames),
+            video_start: options.video_start,
+            video_end: options.video_end,
+        });
+        let row_decides = own.nframes.is_some()
+            || (own.fps.is_some() && !listed)
+            || own.video_start.or(own.video_end).is_some();
+        let interval = |interval_secs: f64| FrameSampling::BaseInterval {
+            interval_secs,
+            min_frames: count(options.min_frames).unwrap_or(4),
+            max_frames: count(options.max_frames).unwrap_or(8),
+        };
+        let sampling = match (&settings.rule, &own.segments) {
+            _ if row_decides => qwen,
+            (FrameRule::Segments { .. }, Some(segments)) => {
+                let n = if segments.dynamic_sample && settings.dynamic_sample {
+                    settings.draw(&medium.source, segments.min_frames, segments.max_frames)
+                } else {
+                    segments.max_frames
+                };
+                FrameSampling::Segments {
+                    frame_counts: segments.frame_counts.iter().map(|&n| f64::from(n)).collect(),
+                    num_frames: n as usize,
+                }
+            }
+            (FrameRule::Qwen, _) => qwen,
+            (FrameRule::BaseInterval { interval_secs } | FrameRule::Segments { interval_secs }, _) => {
+                interval(*interval_secs)
+            }
+        };
+        Ok(Self { source, sampling, listed_fps: if listed { own.fps } else { None } })
+    }
+
+    /// Times of the frames that will be read, seconds, given the header.
+    ///
+    /// # Errors
+    /// A choice the video cannot give.
+    pub fn times_secs(&self, header: &MediumInfo) -> Result<Vec<f64>> {
+        let frames = header.num_frames.unwrap_or_default() as usize;
+        let (FrameChoice { indices, .. }, fps) = match self.source {
+            VideoSource::File(_) => {
+                let fps = header.fps.unwrap_or_default();
+                (self.sampling.choose(frames, fps)?, fps)
+            }
+            _ => {
+                let fps = self.listed_fps.unwrap_or(LISTED_FPS);
+                (self.sampling.choose_listed(frames, fps)?, fps)
+            }
+        };
+        Ok(indices.iter().map(|&i| i as f64 / fps).collect())
+    }
+}

@@ -1,0 +1,383 @@
+//! HumanOmni and R1-Omni: video and sound.
+//!
+//! A SigLIP tower reads the frames, a Whisper encoder the sound, a BERT the question; three branches over the frames are
+//! mixed by what BERT made of it (see `projector`). The language model is a Qwen2 with plain positions.
+//! Source: arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni and HumanMLLM/R1-Omni.
+//!
+//! Prompts are those of supervised training and inference: the model's own chat template, media in the order of the
+//! conversation between markers that are ordinary text. A line break stands behind each medium that the row does not place.
+//! Differences from the original: BERT reads the text of the question alone, everywhere; rows may have any of video,
+//! image, sound and text; nothing is encoded for a medium that is not there. BERT has no dropout.
+//!
+//! Towers may be in the checkpoint or in directories of their own. What is in the checkpoint wins.
+
+mod config;
+mod media;
+mod projector;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_ops::{Param, Part, Segments};
+use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
+use serde_json::{Map, Value};
+
+use super::{Companion, Family, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
+use crate::config_json::ConfigJson;
+use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
+use crate::encoders::{bert, siglip, whisper};
+use crate::error::{ModelError, Result};
+use crate::weights::{Init, WeightSource};
+
+pub use config::{Component, HumanOmniConfig, ProjectorConfig, PromptForm, TOWER_KEYS, find_tower};
+use projector::{AudioProjector, Plan, VisualProjector, audio_tokens, num_tokens};
+
+const DECODER: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
+const VISION: &str = "model.vision_tower.vision_tower.vision_model.";
+const AUDIO: &str = "model.audio_tower.audio_tower.encoder.";
+const TEXT: &str = "model.bert_model.";
+
+/// Markers around media. They are no tokens of the vocabulary: each becomes several.
+pub const MARKERS: [(MediumKind, [&str; 2]); 3] = [
+    (MediumKind::Image, ["<im_start>", "<im_end>"]),
+    (MediumKind::Video, ["<vi_start>", "<vi_end>"]),
+    (MediumKind::Audio, ["<au_start>", "<au_end>"]),
+];
+
+/// Where media stand in text. The original gives each an id outside the vocabulary, [`PLACEHOLDER_IDS`]; here positions
+/// of features hold `FEATURE_ID`, whose embedding is never used.
+pub const PLACEHOLDERS: [(MediumKind, &str); 3] =
+    [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
+
+/// The original's ids of [`PLACEHOLDERS`].
+pub const PLACEHOLDER_IDS: [i32; 3] = [-200, -201, -202];
+
+/// Frames of a video where the configuration does not say.
+pub const NUM_FRAMES: usize = 8;
+
+/// Written at the positions of features.
+const FEATURE_ID: u32 = 0;
+
+/// What the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
+const EMPTY_QWEN_VIDEO: &str = "<|vision_start|><|video_pad|><|vision_end|>";
+
+/// A HumanOmni checkpoint's configuration.
+pub struct HumanOmni {
+    config: HumanOmniConfig,
+    media: media::MediaReader,
+    /// BERT's, if its directory has one.
+    tokenizer: Option<Tokenizer>,
+}
+
+impl HumanOmni {
+    /// Reads the configuration of a checkpoint and of its towers.
+    ///
+    /// # Errors
+    /// Missing or impossible files and fields.
+    pub fn open(dir: &Path, json: &ConfigJson) -> Result<Box<dyn Family>> {
+        let config = HumanOmniConfig::parse(dir, json)?;
+        if config.form == PromptForm::R1OmniGrpo {
+            let tokenizer = Tokenizer::from_dir(dir)?;
+            if tokenizer.token_id("<|video_pad|>").is_none() {
+                return Err(json.error(
+                    "prompt_form \"r1omni_grpo\" needs a tokenizer with Qwen2-VL's <|vision_start|>, <|video_pad|> and \
+                     <|vision_end|>: the original used that of Qwen2-VL-2B-Instruct",
+                ));
+            }
+        }
+        let media = media::MediaReader::open(&config)?;
+        let tokenizer = match &config.text.dir {
+            Some(dir) if dir.join("tokenizer.json").is_file() || dir.join("vocab.txt").is_file() => {
+                Some(Tokenizer::from_dir(dir)?)
+            }
+            _ => None,
+        };
+        Ok(Box::new(Self { config, media, tokenizer }))
+    }
+
+    fn count(&self, shape: &MediumShape) -> Result<usize> {
+        match shape {
+            MediumShape::Mel { frames, .. } => Ok(audio_tokens(frames / 2)),
+            other => Ok(num_tokens(&self.config.projector, other.pictures()?[0])),
+        }
+    }
+}
+
+impl Family for HumanOmni {
+    fn name(&self) -> &'static str {
+        "humanomni"
+    }
+
+    fn decoder_config(&self) -> &DecoderConfig {
+        &self.config.decoder
+    }
+
+    fn initializer_range(&self) -> f32 {
+        self.config.initializer_range
+    }
+
+    /// Towers as `transformers` names them in the checkpoint's own wrappers; what belongs to parts that are never run
+    /// (Whisper's classifier) is no weight here.
+    fn published_name(&self, key: &str) -> Option<String> {
+        if key.ends_with("rotary_emb.inv_freq") {
+            return None;
+        }
+        let below = |start: &str| key.strip_prefix(start);
+        if let Some(name) = below("model.vision_tower.vision_tower.") {
+            return siglip::published_name(name).map(|name| format!("{VISION}{name}"));
+        }
+        if let Some(name) = below("model.audio_tower.audio_tower.") {
+            return name.starts_with("encoder.").then(|| key.to_owned());
+        }
+        if let Some(name) = below(TEXT) {
+            return bert::published_name(name).map(|name| format!("{TEXT}{name}"));
+        }
+        Some(key.to_owned())
+    }
+
+    fn companions(&self) -> Vec<Companion> {
+        let config = &self.config;
+        let mut list = Vec::new();
+        let mut add = |dir: &Option<PathBuf>, key, prefix, published| {
+            list.push(Companion { dir: dir.clone(), flag: config::flag(key), prefix, published });
+        };
+        add(&config.vision.dir, TOWER_KEYS[0], VISION, siglip::published_name as fn(&str) -> Option<String>);
+        if let Some(audio) = &config.audio {
+            add(&audio.dir, TOWER_KEYS[1], AUDIO, whisper::published_name);
+        }
+        add(&config.text.dir, TOWER_KEYS[2], TEXT, bert::published_name);
+        list
+    }
+
+    /// The directories of the towers as absolute paths, so that the copy finds them.
+    fn saved_config(&self, config: &mut Map<String, Value>) {
+        let dirs = [
+            self.config.vision.dir.as_ref(),
+            self.config.audio.as_ref().and_then(|audio| audio.dir.as_ref()),
+            self.config.text.dir.as_ref(),
+        ];
+        for (key, dir) in TOWER_KEYS.into_iter().zip(dirs) {
+            if let Some(dir) = dir.and_then(|dir| std::fs::canonicalize(dir).ok()) {
+                config.insert(key.into(), Value::String(dir.to_string_lossy().into_owned()));
+            }
+        }
+    }
+
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        let (shape, frame_times_secs) = self.media.plan(medium, header, settings)?;
+        Ok(MediumPlan { kind: medium.kind, shape, tokens: self.count(&shape)?, frame_times_secs })
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.media.prepare(medium, settings)
+    }
+
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+        let mut segments = vec![MediumSegment::Features { token: FEATURE_ID, count: self.count(shape)? }];
+        if self.config.markers {
+            let [open, close] = of_kind(&MARKERS, kind).map(str::to_owned);
+            segments.insert(0, MediumSegment::Text(open));
+            segments.push(MediumSegment::Text(close));
+        }
+        if self.config.form == PromptForm::R1OmniGrpo && kind == MediumKind::Video {
+            segments.insert(0, MediumSegment::Text(EMPTY_QWEN_VIDEO.into()));
+        }
+        Ok(MediumTokens { kind, marker: of_kind(&PLACEHOLDERS, kind).into(), segments })
+    }
+
+    fn placeholder_ids(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// A line break behind every medium, where the row has not put white space there itself.
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
+        let mut turns = turns.to_vec();
+        for turn in &mut turns {
+            let mut parts: Vec<TurnPart> = Vec::with_capacity(turn.parts.len());
+            for part in turn.parts.drain(..) {
+                let after_medium = matches!(parts.last(), Some(TurnPart::Medium { .. }));
+                match part {
+                    TurnPart::Text(text) if after_medium && !text.starts_with(char::is_whitespace) => {
+                        parts.push(TurnPart::Text(format!("\n{text}")));
+                    }
+                    part @ TurnPart::Medium { .. } if after_medium => {
+                        parts.push(TurnPart::Text("\n".into()));
+                        parts.push(part);
+                    }
+                    part => parts.push(part),
+                }
+            }
+            turn.parts = parts;
+        }
+        turns
+    }
+
+    /// The text of the last user turn, framed and cut to what BERT can read.
+    fn instruction_ids(&self, turns: &[Turn]) -> Result<Vec<u32>> {
+        let Some(turn) = turns.iter().rev().find(|turn| turn.role == Role::User) else {
+            return Ok(Vec::new());
+        };
+        let shows = |part: &TurnPart| match part {
+            TurnPart::Medium { kind, .. } => *kind != MediumKind::Audio,
+            TurnPart::Text(_) => false,
+        };
+        if !turns.iter().flat_map(|turn| &turn.parts).any(shows) {
+            return Ok(Vec::new());
+        }
+        let Some(tokenizer) = &self.tokenizer else {
+            return Err(ModelError::prompt(
+                "the question cannot be read for the projector: no tokenizer.json or vocab.txt of BERT was found; give \
+                 its directory with --bert",
+            ));
+        };
+        let text: String = turn
+            .parts
+            .iter()
+            .filter_map(|part| match part {
+                TurnPart::Text(text) => Some(text.as_str()),
+                TurnPart::Medium { .. } => None,
+            })
+            .collect();
+        let mut ids = tokenizer.encode_framed(text.trim())?;
+        let longest = self.config.text.config.max_tokens();
+        if let (true, Some(&end)) = (ids.len() > longest, ids.last()) {
+            ids.truncate(longest - 1);
+            ids.push(end);
+        }
+        Ok(ids)
+    }
+
+    fn network(&self, source: &mut dyn WeightSource) -> Result<Box<dyn Network>> {
+        let config = &self.config;
+        let decoder = Decoder::build(config.decoder.clone(), DECODER, source)?;
+        let vision = siglip::Siglip::build(config.vision.config.clone(), VISION, Part::Vision, source)?;
+        let audio = config
+            .audio
+            .as_ref()
+            .map(|audio| -> Result<_> {
+                let tower = whisper::Whisper::build(audio.config.clone(), AUDIO, Part::Audio, source)?;
+                let width = audio.config.sizes.hidden;
+                Ok((tower, AudioProjector::build(width, config.decoder.hidden, source)?))
+            })
+            .transpose()?;
+        let text_width = config.text.config.sizes.hidden;
+        let projector = VisualProjector::build(&config.projector, text_width, source)?;
+        for name in ["query", "key"] {
+            let name = format!("model.feature_compressor.vlm_{name}_projector");
+            if source.has(&format!("{name}.weight")) {
+                // Made by the compressor's constructor, used by no code; carried so that a checkpoint is saved as it was.
+                let shape = [256, config.projector.tower_width];
+                source.get(&format!("{name}.weight"), Part::Projector, &shape, Init::Normal)?;
+                source.get(&format!("{name}.bias"), Part::Projector, &shape[..1], Init::Zeros)?;
+            }
+        }
+        let pooler = source.has(&format!("{TEXT}pooler.dense.weight"));
+        let mut recorded = Recorded { source, params: Vec::new() };
+        let text =
+            bert::Bert::build(config.text.config.clone(), pooler, TEXT, Part::Instruction, &mut recorded)?;
+        let text_params = recorded.params;
+        Ok(Box::new(HumanOmniNetwork {
+            decoder,
+            vision,
+            vision_blocks: config.vision_blocks,
+            audio,
+            text,
+            text_params,
+            projector,
+            sizes: config.projector.clone(),
+        }))
+    }
+}
+
+fn of_kind<T: Copy>(table: &[(MediumKind, T); 3], kind: MediumKind) -> T {
+    match kind {
+        MediumKind::Image => table[0].1,
+        MediumKind::Video => table[1].1,
+        MediumKind::Audio => table[2].1,
+    }
+}
+
+/// A source that remembers what it gave.
+struct Recorded<'s> {
+    source: &'s mut dyn WeightSource,
+    params: Vec<Arc<Param>>,
+}
+
+impl WeightSource for Recorded<'_> {
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>> {
+        let param = self.source.get(name, part, shape, init)?;
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
+        self.source.tied(embed, head, config)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.source.has(name)
+    }
+}
+
+/// A HumanOmni network.
+struct HumanOmniNetwork {
+    decoder: Decoder,
+    vision: siglip::Siglip,
+    vision_blocks: usize,
+    audio: Option<(whisper::Whisper, AudioProjector)>,
+    text: bert::Bert,
+    text_params: Vec<Arc<Param>>,
+    projector: VisualProjector,
+    sizes: ProjectorConfig,
+}
+
+impl HumanOmniNetwork {
+    fn audio(&self) -> Result<&(whisper::Whisper, AudioProjector)> {
+        self.audio.as_ref().ok_or_else(|| ModelError::prompt("the checkpoint has no audio tower"))
+    }
+}
+
+impl Network for HumanOmniNetwork {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+        match medium.shape {
+            MediumShape::Mel { .. } => self.audio()?.0.forward(&medium.data, tape),
+            _ => {
+                let [count, ..] = medium.shape.pictures()?;
+                self.vision.hidden(&medium.data, count, self.vision_blocks, tape)
+            }
+        }
+    }
+
+    fn project<'a>(
+        &'a self,
+        tower: &Tensor,
+        medium: &MediumInput,
+        instruction: &[u32],
+        tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        if let MediumShape::Mel { .. } = medium.shape {
+            let (_, projector) = self.audio()?;
+            return Ok(match tape {
+                Some(tape) => tape.push(tower, move |x| projector.forward(x))?,
+                None => projector.forward(tower)?,
+            });
+        }
+        let plan = Plan::new(&self.sizes, medium.shape.pictures()?[0]);
+        match tape {
+            Some(tape) => {
+                let mut side = Segments::new(tape.recompute());
+                let trained = self.text_params.iter().any(|p| p.trainable());
+                let question = self.text.first(&[instruction], trained.then_some(&mut side))?;
+                let run = move |x: &Tensor, question: &Tensor| self.projector.forward(x, question, &plan);
+                Ok(tape.join(tower, &question, side, run)?)
+            }
+            None => Ok(self.projector.forward(tower, &self.text.first(&[instruction], None)?, &plan)?),
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! `config.json` of InternVL in both layouts.
+//!
+//! Where a published file omits a field, the class default applies: that of the layout's own class, and they differ
+//! (a tower without further words has RMS norms in the original, layer norms in hf).
+
+use omnigrpo_media::tiles::TileProcessor;
+use omnigrpo_ops::{Activation, AttentionHeads};
+
+use super::template;
+use crate::config_json::ConfigJson;
+use crate::decoder::DecoderConfig;
+use crate::error::Result;
+
+/// How a checkpoint is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// `InternVLChatModel`: `vision_model`, `mlp1`, one projection for query, key and value.
+    Original,
+    /// `InternVLForConditionalGeneration`: `vision_tower`, `multi_modal_projector`, three projections.
+    Hf,
+}
+
+impl Layout {
+    /// The name `export --layout` takes.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Original => "original",
+            Self::Hf => "hf",
+        }
+    }
+
+    /// The layout of this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Original, Self::Hf].into_iter().find(|layout| layout.name() == name)
+    }
+}
+
+/// Sizes and rules of the InternViT tower.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VisionConfig {
+    /// Width of the tower.
+    pub hidden: usize,
+    /// Blocks.
+    pub depth: usize,
+    /// Attention heads; queries, keys and values have the same number.
+    pub heads: AttentionHeads,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Of the feed-forward layer.
+    pub activation: Activation,
+    /// Side of a patch, px.
+    pub patch: usize,
+    /// Positions per side that the checkpoint holds.
+    pub grid: usize,
+    /// RMS norms instead of layer norms.
+    pub rms: bool,
+    /// Added to variances.
+    pub norm_eps: f32,
+    /// Added to variances of queries and keys where these are normalised.
+    pub qk_norm_eps: Option<f32>,
+    /// Whether query, key and value projections have biases.
+    pub qkv_bias: bool,
+}
+
+/// A whole configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct InternVlConfig {
+    /// How the checkpoint is written.
+    pub layout: Layout,
+    /// The language model.
+    pub decoder: DecoderConfig,
+    /// The tower.
+    pub vision: VisionConfig,
+    /// Of the projector.
+    pub projector_activation: Activation,
+    /// Patches per side that become one token.
+    pub merge: usize,
+    /// Tiling as `config.json` says; the hf layout has it in its processor file.
+    pub tiles: TileProcessor,
+    /// Id that stands for a feature, where `config.json` says.
+    pub context_token: Option<u32>,
+    /// The chat template that `config.json` names.
+    pub template: Option<String>,
+    /// Standard deviation of new weights.
+    pub initializer_range: f32,
+}
+
+impl InternVlConfig {
+    /// Reads a configuration.
+    ///
+    /// # Errors
+    /// A missing or impossible field, by name; a language model other than Qwen2.
+    pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
+        let section = |key: &str| json.section(key).ok_or_else(|| json.error(format!("{key} is missing")));
+        let text = section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
+        let model_type = text.get("model_type").and_then(|v| v.as_str()).unwrap_or("qwen2");
+        let architecture = text
+            .get("architectures")
+            .and_then(|v| v.as_array()?.first()?.as_str())
+            .unwrap_or("Qwen2ForCausalLM");
+        if model_type != "qwen2" || architecture != "Qwen2ForCausalLM" {
+            return Err(json.error(format!(
+                "the language model is {architecture} ({model_type}); of InternVL those with Qwen2 are supported"
+            )));
+        }
+        let decoder = DecoderConfig::parse(&text, json)?;
+        if let Some(rope) = text.section("rope_scaling").or_else(|| text.section("rope_parameters")) {
+            let kind = rope.get("rope_type").or_else(|| rope.get("type")).and_then(|v| v.as_str());
+            // "dynamic" changes nothing below max_position_embeddings, and no prompt is longer.
+            if !matches!(kind, None | Some("dynamic" | "default")) {
+                return Err(text.error(format!("rope_scaling of type {kind:?} is not supported")));
+            }
+        }
+        let ratio = json.number("downsample_ratio", 0.5)?;
+        let merge = (1.0 / ratio) as usize;
+        if !(1..=64).contains(&merge) || merge as f64 * ratio != 1.0 {
+            return Err(json.error(format!("downsample_ratio is {ratio}; expected 1/n")));
+        }
+        let vision_json = section("vision_config")?;
+        let vision = VisionConfig::parse(&vision_json, layout)?;
+        let image_px = vision.grid * vision.patch;
+        let mut tiles = TileProcessor { side_px: image_px as u32, ..TileProcessor::default() };
+        let only = |key: &str, expected: serde_json::Value| match json.get(key) {
+            Some(value) if *value != expected => {
+                Err(json.error(format!("{key} is {value}; only {expected} is supported")))
+            }
+            _ => Ok(()),
+        };
+        let mut context_token = None;
+        let mut template = None;
+        match layout {
+            Layout::Original => {
+                only("select_layer", (-1).into())?;
+                only("pad2square", false.into())?;
+                if json.get("ps_version").and_then(|v| v.as_str()) != Some("v2") {
+                    return Err(
+                        json.error("ps_version is not \"v2\"; the older pixel shuffle is not supported")
+                    );
+                }
+                tiles.side_px = json.size("force_image_size", Some(image_px))? as u32;
+                tiles.thumbnail = json.boolean("use_thumbnail", false)?;
+                if json.boolean("dynamic_image_size", false)? {
+                    tiles.min_tiles = json.size("min_dynamic_patch", Some(1))? as u32;
+                    tiles.max_tiles = json.size("max_dynamic_patch", Some(6))? as u32;
+                } else {
+                    tiles.max_tiles = 1;
+                }
+                if let Some(name) = json.get("template") {
+                    let name = name.as_str().unwrap_or_default();
+                    template = Some(template::original(name).ok_or_else(|| {
+                        json.error(format!(
+                            "template is {name:?}; known are {}",
+                            template::NAMES.map(|(name, ..)| name).join(", ")
+                        ))
+                    })?);
+                }
+            }
+            Layout::Hf => {
+                only("vision_feature_layer", (-1).into())?;
+                only("vision_feature_select_strategy", "default".into())?;
+                let key =
+                    if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
+                let id = json.get(key).map_or(Some(151_667), serde_json::Value::as_u64);
+                match id.and_then(|id| u32::try_from(id).ok()) {
+                    Some(id) if (id as usize) < decoder.vocab => context_token = Some(id),
+                    _ => {
+                        let what = format!("{key} is not an id of the vocabulary of {}", decoder.vocab);
+                        return Err(json.error(what));
+                    }
+                }
+            }
+        }
+        // The processor of the hf layout may cut other tiles than the tower's own; their tokens tell.
+        let seq_length = json.get("image_seq_length").and_then(serde_json::Value::as_u64);
+        if let (Layout::Hf, Some(tokens)) = (layout, seq_length) {
+            tiles.side_px = ((tokens as f64).sqrt() as usize * vision.patch * merge) as u32;
+        }
+        let this = Self {
+            layout,
+            projector_activation: activation(json, "projector_hidden_act")?,
+            initializer_range: text.number("initializer_range", 0.02)? as f32,
+            decoder,
+            vision,
+            merge,
+            tiles,
+            context_token,
+            template,
+        };
+        this.check_side(this.tiles.side_px as usize).map_err(|what| json.error(what))?;
+        if let Some(expected) = seq_length
+            && expected != this.tokens_per_tile() as u64
+        {
+            return Err(json.error(format!(
+                "image_seq_length is {expected}; a tile of {} px has {} tokens",
+                this.tiles.side_px,
+                this.tokens_per_tile()
+            )));
+        }
+        Ok(this)
+    }
+
+    /// Whether tiles of this side fit patches and merging; the error is what is wrong.
+    pub(super) fn check_side(&self, side_px: usize) -> std::result::Result<(), String> {
+        let factor = self.vision.patch * self.merge;
+        if side_px == 0 || !side_px.is_multiple_of(factor) {
+            return Err(format!("tiles of {side_px} px are no multiple of {factor} px, the side of a token"));
+        }
+        Ok(())
+    }
+
+    /// Tokens of a tile in the prompt.
+    #[must_use]
+    pub fn tokens_per_tile(&self) -> usize {
+        let side = self.tiles.side_px as usize / self.vision.patch / self.merge;
+        side * side
+    }
+}
+
+fn activation(json: &ConfigJson, key: &str) -> Result<Activation> {
+    match json.get(key).and_then(|v| v.as_str()) {
+        None | Some("gelu") => Ok(Activation::GeluErf),
+        Some("gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
+        Some("quick_gelu") => Ok(Activation::QuickGelu),
+        Some("silu") => Ok(Activation::Silu),
+        Some(other) => Err(json.error(format!("{key} {other:?} is not one of this family's activations"))),
+    }
+}
+
+impl VisionConfig {
+    fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
+        let original = layout == Layout::Original;
+        let default =
+            |original_class: usize, hf_class: usize| Some(if original { original_class } else { hf_class });
+        let hidden = json.size("hidden_size", default(3200, 1024))?;
+        let heads = json.size("num_attention_heads", default(25, 16))?;
+        if !hidden.is_multiple_of(heads) {
+            return Err(json.error(format!("a width of {hidden} cannot be split into {heads} heads")));
+        }
+        // A number, or the same number twice.
+        let side = |key: &str, default: usize| match json.get(key) {
+            Some(value) if value.is_array() => match json.sizes(key)?.as_deref() {
+                Some(&[h, w]) if h == w && h > 0 => Ok(h),
+                other => Err(json.error(format!("{key} is {other:?}; expected two equal sizes"))),
+            },
+            _ => json.size(key, Some(default)),
+        };
+        let (image, patch) = (side("image_size", if original { 224 } else { 448 })?, side("patch_size", 14)?);
+        if image < patch {
+            return Err(json.error(format!("image_size is {image}, patch_size {patch}")));
+        }
+        let channels = json.size("num_channels", Some(3))?;
+        if channels != 3 {
+            return Err(json.error(format!("num_channels is {channels}; pictures have 3")));
+        }
+        for (key, expected) in [
+            ("use_mask_token", false),
+            ("use_mean_pooling", true),
+            ("use_absolute_position_embeddings", true),
+        ] {
+            if json.boolean(key, expected)? != expected {
+                return Err(json.error(format!("{key} is {}; only {expected} is supported", !expected)));
+            }
+        }
+        let rms = match json.get("norm_type").and_then(|v| v.as_str()) {
+            None => original,
+            Some("rms_norm") => true,
+            Some("layer_norm") => false,
+            Some(other) => {
+                return Err(json.error(format!("norm_type {other:?}: expected rms_norm or layer_norm")));
+            }
+        };
+        let norm_eps = json.number("layer_norm_eps", 1e-6)? as f32;
+        let qk_norm = json.boolean(if original { "qk_normalization" } else { "use_qk_norm" }, original)?;
+        Ok(Self {
+            hidden,
+            depth: json.size("num_hidden_layers", default(48, 24))?,
+            heads: AttentionHeads { q: heads, kv: heads, dim: hidden / heads },
+            intermediate: json.size("intermediate_size", default(12800, 4096))?,
+            activation: activation(json, "hidden_act")?,
+            patch,
+            grid: image / patch,
+            rms,
+            norm_eps,
+            // The class of the hf layout does not hand its epsilon on to these two.
+            qk_norm_eps: qk_norm.then_some(if original { norm_eps } else { 1e-6 }),
+            qkv_bias: json.boolean(if original { "qkv_bias" } else { "attention_bias" }, false)?,
+        })
+    }
+}

@@ -1,0 +1,402 @@
+//! From one layout of InternVL to the other: tensors, configuration, processor and prompt.
+//!
+//! Source: the conversion script of `transformers` for names, the published directories for files. What one layout cannot
+//! say is an error, not a guess. The original layout knows prompts by the names of its own code, so an hf checkpoint
+//! whose template is not one of them becomes `internvl2_5`.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use omnigrpo_ops::{Activation, Param, Part};
+use omnigrpo_text::ChatTemplate;
+use serde_json::{Map, Value, json};
+
+use super::config::{InternVlConfig, Layout};
+use super::media::MediaReader;
+use super::vision::{HF, Names, ORIGINAL};
+use super::{CLOSE, CONTEXT, OPEN, template};
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::families::Converted;
+
+/// Fields of a Qwen2 configuration that both layouts keep; published files carry many that concern other programs.
+const TEXT_KEYS: [&str; 24] = [
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "max_window_layers",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "use_cache",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// A checkpoint in the other layout.
+///
+/// # Errors
+/// An unknown layout; settings the other layout cannot express; unreadable files.
+pub fn convert(
+    dir: &Path,
+    config: &InternVlConfig,
+    context_token: u32,
+    params: &[Arc<Param>],
+    layout: &str,
+) -> Result<Converted> {
+    match (config.layout, Layout::from_name(layout)) {
+        (Layout::Original, Some(Layout::Hf)) => to_hf(dir, config, context_token, params),
+        (Layout::Hf, Some(Layout::Original)) => to_original(dir, config, params),
+        _ => Err(ModelError::prompt(format!(
+            "layout {layout:?}: this checkpoint is in the layout {:?}, the other one is known as \"hf\" or \"original\"",
+            config.layout.name()
+        ))),
+    }
+}
+
+/// Name in the other layout, where the tensor stays whole.
+fn renamed(name: &str, from: &Names, to: &Names) -> Option<String> {
+    let ends = |name: &str, part: &str| {
+        name.strip_prefix(part)
+            .filter(|end| end.is_empty() || *end == ".weight" || *end == ".bias")
+            .map(str::to_owned)
+    };
+    if name.starts_with("language_model.") {
+        return Some(name.to_owned());
+    }
+    if let Some((block, rest)) = name.strip_prefix(from.blocks).and_then(|rest| rest.split_once('.')) {
+        let pairs = from.norms.iter().zip(&to.norms);
+        let pairs =
+            pairs.chain(from.qk_norms.iter().zip(&to.qk_norms)).chain(from.scales.iter().zip(&to.scales));
+        let mut pairs = pairs.map(|(a, b)| (*a, *b)).chain([(from.proj, to.proj)]);
+        let pairs = pairs.by_ref().chain([("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")]);
+        return pairs.filter_map(|(a, b)| Some(format!("{}{block}.{b}{}", to.blocks, ends(rest, a)?))).next();
+    }
+    let pairs = [(from.class, to.class), (from.positions, to.positions), (from.patch, to.patch)];
+    let pairs = pairs.into_iter().chain(from.projector.iter().zip(&to.projector).map(|(a, b)| (*a, *b)));
+    pairs.filter_map(|(a, b)| Some(format!("{b}{}", ends(name, a)?))).next()
+}
+
+/// `prefix.{name}.end` of a block's projection, taken apart: block prefix and end.
+fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, &'n str)> {
+    let rest = name.strip_prefix(names.blocks)?;
+    let (block, rest) = rest.split_once('.')?;
+    Some((block, rest.strip_prefix(part)?))
+}
+
+fn unknown(name: &str) -> ModelError {
+    ModelError::prompt(format!("tensor {name} has no place in the other layout"))
+}
+
+fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
+    Ok(Arc::new(Param::new(name, param.part(), param.dense()?.clone())?))
+}
+
+fn split_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
+    let mut out = Vec::with_capacity(params.len());
+    for param in params {
+        if let Some((block, end)) = projection(param.name(), &ORIGINAL, ORIGINAL.qkv[0]) {
+            let rows = param.shape()[0] / HF.qkv.len();
+            for (i, part) in HF.qkv.iter().enumerate() {
+                let value = param.dense()?.narrow(0, i * rows, rows)?;
+                out.push(Arc::new(Param::new(
+                    format!("{}{block}.{part}{end}", HF.blocks),
+                    param.part(),
+                    value,
+                )?));
+            }
+        } else {
+            let name = renamed(param.name(), &ORIGINAL, &HF).ok_or_else(|| unknown(param.name()))?;
+            out.push(with_name(param, name)?);
+        }
+    }
+    Ok(out)
+}
+
+fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
+    let find = |name: &str| {
+        params
+            .iter()
+            .find(|p| p.name() == name)
+            .ok_or_else(|| ModelError::prompt(format!("tensor {name} is missing beside its siblings")))
+    };
+    let mut out = Vec::with_capacity(params.len());
+    for param in params {
+        if let Some((block, end)) = projection(param.name(), &HF, HF.qkv[0]) {
+            let mut values = Vec::with_capacity(HF.qkv.len());
+            for part in HF.qkv {
+                values.push(find(&format!("{}{block}.{part}{end}", HF.blocks))?.dense()?);
+            }
+            let name = format!("{}{block}.{}{end}", ORIGINAL.blocks, ORIGINAL.qkv[0]);
+            out.push(Arc::new(Param::new(name, param.part(), Tensor::cat(&values, 0)?)?));
+        } else if HF.qkv[1..].iter().all(|part| projection(param.name(), &HF, part).is_none()) {
+            let name = renamed(param.name(), &HF, &ORIGINAL).ok_or_else(|| unknown(param.name()))?;
+            out.push(with_name(param, name)?);
+        }
+    }
+    // The original code reads the head from the file even where it equals the embedding.
+    if out.iter().all(|p| p.name() != super::NAMES.head) {
+        let embed = find(&format!("{}embed_tokens.weight", super::NAMES.model))?;
+        out.push(Arc::new(Param::new(super::NAMES.head, Part::Llm, embed.dense()?.clone())?));
+    }
+    Ok(out)
+}
+
+/// The language model's section, reduced to its own fields, rotary settings in their published form.
+fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Map<String, Value> {
+    let section = json.section(key);
+    let object = section.as_ref().map(|s| s.object().clone()).unwrap_or_default();
+    let mut out: Map<String, Value> =
+        object.into_iter().filter(|(name, _)| TEXT_KEYS.contains(&name.as_str())).collect();
+    out.insert("rope_theta".into(), json!(config.decoder.rope_theta));
+    out.insert("architectures".into(), json!(["Qwen2ForCausalLM"]));
+    out.insert("model_type".into(), json!("qwen2"));
+    out
+}
+
+fn activation_name(activation: Activation) -> &'static str {
+    match activation {
+        Activation::GeluTanh => "gelu_pytorch_tanh",
+        Activation::QuickGelu => "quick_gelu",
+        Activation::Silu => "silu",
+        _ => "gelu",
+    }
+}
+
+/// Fields of the tower that both layouts spell alike.
+fn vision_section(config: &InternVlConfig) -> Map<String, Value> {
+    let v = &config.vision;
+    let fields = json!({
+        "architectures": ["InternVisionModel"],
+        "attention_dropout": 0.0,
+        "hidden_act": activation_name(v.activation),
+        "hidden_size": v.hidden,
+        "intermediate_size": v.intermediate,
+        "layer_norm_eps": number(v.norm_eps),
+        "norm_type": if v.rms { "rms_norm" } else { "layer_norm" },
+        "num_attention_heads": v.heads.q,
+        "num_channels": 3,
+        "num_hidden_layers": v.depth,
+    });
+    fields.as_object().cloned().unwrap_or_default()
+}
+
+/// The shortest decimal that reads back as this f32, so that 1e-6 stays 1e-6.
+fn number(x: f32) -> Value {
+    x.to_string().parse::<f64>().map_or(Value::Null, |x| json!(x))
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+fn text(value: &Value) -> String {
+    format!("{value:#}\n")
+}
+
+fn to_hf(
+    dir: &Path,
+    config: &InternVlConfig,
+    context_token: u32,
+    params: &[Arc<Param>],
+) -> Result<Converted> {
+    let path = dir.join("config.json");
+    let json = ConfigJson::read(&path)?;
+    let (v, tiles) = (&config.vision, &config.tiles);
+    if tiles.max_tiles > 1 && !tiles.thumbnail {
+        return Err(json.error(
+            "use_thumbnail is false; a processor of the hf layout always appends the thumbnail, so prompts would differ",
+        ));
+    }
+    if v.qk_norm_eps.is_some_and(|eps| eps != 1e-6) {
+        return Err(json.error("layer_norm_eps is not 1e-6; the hf layout fixes it for queries and keys"));
+    }
+    let mut vision = vision_section(config);
+    let image = v.grid * v.patch;
+    vision.extend(object(json!({
+        "attention_bias": v.qkv_bias,
+        "hidden_dropout_prob": 0.0,
+        "image_size": [image, image],
+        "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision",
+        "patch_size": [v.patch, v.patch],
+        "projection_dropout": 0.0,
+        "use_absolute_position_embeddings": true,
+        "use_mask_token": false,
+        "use_mean_pooling": true,
+        "use_qk_norm": v.qk_norm_eps.is_some(),
+    })));
+    let mut root = object(json!({
+        "architectures": ["InternVLForConditionalGeneration"],
+        "downsample_ratio": 1.0 / config.merge as f64,
+        "image_seq_length": config.tokens_per_tile(),
+        "image_token_id": context_token,
+        "model_type": "internvl",
+        "projector_hidden_act": activation_name(config.projector_activation),
+        "text_config": text_section(&json, "llm_config", config),
+        "vision_config": vision,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+    }));
+    keep_dtype(&json, &mut root);
+    let side = json!({ "height": tiles.side_px, "width": tiles.side_px });
+    let pixels = object(json!({
+        "do_convert_rgb": true,
+        "do_normalize": true,
+        "do_rescale": true,
+        "do_resize": true,
+        "image_mean": tiles.mean,
+        "image_std": tiles.std,
+        "processor_class": "InternVLProcessor",
+        "resample": 3,
+        "rescale_factor": 1.0 / 255.0,
+        "size": side,
+    }));
+    let mut image = pixels.clone();
+    image.extend(object(json!({
+        "crop_to_patches": true,
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "max_patches": tiles.max_tiles,
+        "min_patches": tiles.min_tiles,
+    })));
+    let mut video = pixels;
+    video.insert("video_processor_type".into(), json!("InternVLVideoProcessor"));
+    let processor =
+        json!({ "image_seq_length": config.tokens_per_tile(), "processor_class": "InternVLProcessor" });
+    let template = json
+        .get("template")
+        .and_then(|name| template::original_for_hf(name.as_str()?))
+        .unwrap_or_else(|| template::HF.to_owned());
+    let mut tokenizer = ConfigJson::read(&dir.join("tokenizer_config.json"))?.object().clone();
+    let named = object(json!({
+        "context_image_token": CONTEXT,
+        "end_image_token": CLOSE,
+        "start_image_token": OPEN,
+        "video_token": "<video>",
+    }));
+    // The prompt is the processor's; code of the original repository is not needed.
+    for key in ["chat_template", "auto_map"] {
+        tokenizer.remove(key);
+    }
+    tokenizer.insert("extra_special_tokens".into(), Value::Object(named.clone()));
+    tokenizer.extend(named);
+    tokenizer.insert("processor_class".into(), json!("InternVLProcessor"));
+    Ok(Converted {
+        params: split_tensors(params)?,
+        config: Value::Object(root),
+        files: vec![
+            ("preprocessor_config.json", text(&Value::Object(image))),
+            ("video_preprocessor_config.json", text(&Value::Object(video))),
+            ("processor_config.json", text(&processor)),
+            ("chat_template.jinja", template),
+            ("tokenizer_config.json", text(&Value::Object(tokenizer))),
+        ],
+        left_out: &["chat_template.json", "configuration.json"],
+    })
+}
+
+fn to_original(dir: &Path, config: &InternVlConfig, params: &[Arc<Param>]) -> Result<Converted> {
+    let json = ConfigJson::read(&dir.join("config.json"))?;
+    let v = &config.vision;
+    let tiles = MediaReader::open(dir, config)?.tiling().clone();
+    let published = omnigrpo_media::tiles::TileProcessor::default();
+    if (tiles.mean, tiles.std) != (published.mean, published.std) {
+        return Err(
+            json.error("image_mean and image_std are not those of ImageNet, which the original code fixes")
+        );
+    }
+    if config.projector_activation != Activation::GeluErf {
+        return Err(json.error("projector_hidden_act is not gelu, which the original code fixes"));
+    }
+    if v.qk_norm_eps.is_some_and(|eps| eps != v.norm_eps) {
+        return Err(
+            json.error("layer_norm_eps is not 1e-6; the original layout has it for queries and keys too")
+        );
+    }
+    let mut vision = vision_section(config);
+    vision.extend(object(json!({
+        "drop_path_rate": 0.0,
+        "dropout": 0.0,
+        "image_size": v.grid * v.patch,
+        "initializer_factor": 0.1,
+        "initializer_range": 1e-10,
+        "model_type": "intern_vit_6b",
+        "patch_size": v.patch,
+        "qk_normalization": v.qk_norm_eps.is_some(),
+        "qkv_bias": v.qkv_bias,
+        "use_flash_attn": false,
+    })));
+    let name = template::name_of(ChatTemplate::from_dir(dir)?.source()).unwrap_or("internvl2_5");
+    let mut root = object(json!({
+        "architectures": ["InternVLChatModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_internvl_chat.InternVLChatConfig",
+            "AutoModel": "modeling_internvl_chat.InternVLChatModel",
+            "AutoModelForCausalLM": "modeling_internvl_chat.InternVLChatModel",
+        },
+        "downsample_ratio": 1.0 / config.merge as f64,
+        "dynamic_image_size": tiles.max_tiles > 1,
+        "force_image_size": tiles.side_px,
+        "llm_config": text_section(&json, "text_config", config),
+        "max_dynamic_patch": tiles.max_tiles,
+        "min_dynamic_patch": tiles.min_tiles,
+        "model_type": "internvl_chat",
+        "pad2square": false,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": name,
+        "use_backbone_lora": 0,
+        "use_llm_lora": 0,
+        "use_thumbnail": true,
+        "vision_config": vision,
+    }));
+    keep_dtype(&json, &mut root);
+    let image = json!({
+        "crop_size": tiles.side_px,
+        "do_center_crop": true,
+        "do_normalize": true,
+        "do_resize": true,
+        "feature_extractor_type": "CLIPFeatureExtractor",
+        "image_mean": tiles.mean,
+        "image_std": tiles.std,
+        "resample": 3,
+        "size": tiles.side_px,
+    });
+    Ok(Converted {
+        params: join_tensors(params)?,
+        config: Value::Object(root),
+        files: vec![("preprocessor_config.json", text(&image))],
+        left_out: &[
+            "chat_template.jinja",
+            "chat_template.json",
+            "processor_config.json",
+            "video_preprocessor_config.json",
+        ],
+    })
+}
+
+fn keep_dtype(json: &ConfigJson, root: &mut Map<String, Value>) {
+    for key in ["torch_dtype", "dtype"] {
+        if let Some(value) = json.get(key) {
+            root.insert(key.into(), value.clone());
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! The InternViT tower and the projector.
+//!
+//! Source: `modeling_intern_vit.py` and `modeling_internvl_chat.py` of OpenGVLab/InternVL, `transformers` 5.23
+//! `models/internvl/modeling_internvl.py`. All tiles of a medium run as one stream; each sees itself alone.
+//!
+//! Shapes: `n` tiles of `g × g` patches, `c` width of the tower, `h` width of the language model.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use omnigrpo_ops::{
+    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, activation, add_mixed, add_rows,
+    linear, norm, rows_from_vec,
+};
+
+use super::config::{InternVlConfig, Layout};
+use crate::error::{ModelError, Result};
+use crate::tower::{Mlp, NormOrder, TowerBlock};
+use crate::weights::{Init, WeightSource};
+
+/// Names of the tensors in a layout.
+pub(super) struct Names {
+    pub class: &'static str,
+    pub positions: &'static str,
+    pub patch: &'static str,
+    pub blocks: &'static str,
+    pub norms: [&'static str; 2],
+    pub qkv: &'static [&'static str],
+    pub qk_norms: [&'static str; 2],
+    pub proj: &'static str,
+    pub scales: [&'static str; 2],
+    /// Norm and both layers of the projector.
+    pub projector: [&'static str; 3],
+}
+
+pub(super) const ORIGINAL: Names = Names {
+    class: "vision_model.embeddings.class_embedding",
+    positions: "vision_model.embeddings.position_embedding",
+    patch: "vision_model.embeddings.patch_embedding",
+    blocks: "vision_model.encoder.layers.",
+    norms: ["norm1", "norm2"],
+    qkv: &["attn.qkv"],
+    qk_norms: ["attn.q_norm", "attn.k_norm"],
+    proj: "attn.proj",
+    scales: ["ls1", "ls2"],
+    projector: ["mlp1.0", "mlp1.1", "mlp1.3"],
+};
+
+pub(super) const HF: Names = Names {
+    class: "vision_tower.embeddings.cls_token",
+    positions: "vision_tower.embeddings.position_embeddings",
+    patch: "vision_tower.embeddings.patch_embeddings.projection",
+    blocks: "vision_tower.encoder.layer.",
+    norms: ["layernorm_before", "layernorm_after"],
+    qkv: &["attention.q_proj", "attention.k_proj", "attention.v_proj"],
+    qk_norms: ["attention.q_norm", "attention.k_norm"],
+    proj: "attention.projection_layer",
+    scales: ["lambda_1", "lambda_2"],
+    projector: [
+        "multi_modal_projector.layer_norm",
+        "multi_modal_projector.linear_1",
+        "multi_modal_projector.linear_2",
+    ],
+};
+
+impl Names {
+    pub fn of(layout: Layout) -> &'static Self {
+        match layout {
+            Layout::Original => &ORIGINAL,
+            Layout::Hf => &HF,
+        }
+    }
+}
+
+/// Tower and projector.
+pub struct VisionTower {
+    config: InternVlConfig,
+    patch: Linear,
+    class: Arc<Param>,
+    positions: Arc<Param>,
+    blocks: Vec<TowerBlock>,
+    projector_norm: Norm,
+    projector_fc1: Linear,
+    projector_fc2: Linear,
+}
+
+impl VisionTower {
+    /// Builds the tower from a source of weights.
+    ///
+    /// # Errors
+    /// As the source.
+    pub fn build(config: &InternVlConfig, source: &mut dyn WeightSource) -> Result<Self> {
+        let (names, v) = (Names::of(config.layout), &config.vision);
+        let (c, i) = (v.hidden, v.intermediate);
+        let mut weights = Weights { source, part: Part::Vision };
+        let class = weights.get(names.class, &[1, 1, c], Init::Normal)?;
+        let positions = weights.get(names.positions, &[1, 1 + v.grid * v.grid, c], Init::Normal)?;
+        let patch_shape = [c, 3, v.patch, v.patch];
+        let patch = Linear::reshaped(
+            weights.get(&format!("{}.weight", names.patch), &patch_shape, Init::Normal)?,
+            Some(weights.get(&format!("{}.bias", names.patch), &[c], Init::Zeros)?),
+            c,
+            3 * v.patch * v.patch,
+        )?;
+        let mut blocks = Vec::with_capacity(v.depth);
+        for b in 0..v.depth {
+            let at = |name: &str| format!("{}{b}.{name}", names.blocks);
+            let parts = names.qkv.len();
+            let qkv = names
+                .qkv
+                .iter()
+                .map(|name| weights.linear(&at(name), 3 * c / parts, c, v.qkv_bias))
+                .collect::<Result<Vec<_>>>()?;
+            let qk_norm = match v.qk_norm_eps {
+                None => None,
+                Some(eps) => Some([
+                    weights.norm(&at(names.qk_norms[0]), c, eps, true)?,
+                    weights.norm(&at(names.qk_norms[1]), c, eps, true)?,
+                ]),
+            };
+            blocks.push(TowerBlock {
+                order: NormOrder::Pre,
+                norm1: weights.norm(&at(names.norms[0]), c, v.norm_eps, v.rms)?,
+                qk_norm,
+                scales: Some([
+                    weights.get(&at(names.scales[0]), &[c], Init::Ones)?,
+                    weights.get(&at(names.scales[1]), &[c], Init::Ones)?,
+                ]),
+                qkv,
+                proj: weights.linear(&at(names.proj), c, c, true)?,
+                norm2: weights.norm(&at(names.norms[1]), c, v.norm_eps, v.rms)?,
+                mlp: Mlp::Plain {
+                    fc1: weights.linear(&at("mlp.fc1"), i, c, true)?,
+                    act: v.activation,
+                    fc2: weights.linear(&at("mlp.fc2"), c, i, true)?,
+                },
+            });
+        }
+        weights.part = Part::Projector;
+        let (h, wide) = (config.decoder.hidden, c * config.merge * config.merge);
+        let [norm, fc1, fc2] = names.projector;
+        Ok(Self {
+            projector_norm: weights.norm(norm, wide, 1e-5, false)?,
+            projector_fc1: weights.linear(fc1, h, wide, true)?,
+            projector_fc2: weights.linear(fc2, h, h, true)?,
+            config: config.clone(),
+            patch,
+            class,
+            positions,
+            blocks,
+        })
+    }
+
+    /// Patches per side of a tile.
+    fn grid(&self, side_px: usize) -> usize {
+        side_px / self.config.vision.patch
+    }
+
+    /// Pictures `[n, 3, side, side]` → the tower's output `[n · (1 + g²), c]`, class token first in each tile.
+    ///
+    /// # Errors
+    /// Numbers that do not fit the shape, tiles that do not fit the tower.
+    pub fn forward<'a>(
+        &'a self,
+        pixels: &[f32],
+        [count, height_px, width_px]: [usize; 3],
+        mut tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let v = &self.config.vision;
+        let fits = self.config.check_side(height_px);
+        if pixels.len() != count * 3 * height_px * width_px || height_px != width_px || fits.is_err() {
+            return Err(ModelError::prompt(format!(
+                "vision tower: {} numbers for {count} tiles of {height_px}×{width_px} px; expected squares whose side \
+                 is a multiple of {} px",
+                pixels.len(),
+                v.patch * self.config.merge
+            )));
+        }
+        let grid = self.grid(height_px);
+        let (patches, c) = (grid * grid, v.hidden);
+        let rows = patch_rows(pixels, count, height_px, v.patch);
+        let x = rows_from_vec(rows, count * patches, 3 * v.patch * v.patch)?;
+        let classes: Arc<[Option<u32>]> =
+            (0..count * (1 + patches)).map(|row| (row % (1 + patches) == 0).then_some(0)).collect();
+        let taps = Arc::new(position_taps(count, grid, v.grid));
+        let embed = move |x: &Tensor| {
+            let x = linear(x, &self.patch, MatmulMode::Gemm)?.reshape((count, patches, c))?;
+            let class = Tensor::zeros((count, 1, c), DType::F32, &Device::Cpu)?;
+            let x = Tensor::cat(&[&class, &x], 1)?.reshape((count * (1 + patches), c))?;
+            add_mixed(&add_rows(&x, &self.class, &classes)?, &self.positions, &taps)
+        };
+        let mut x = match &mut tape {
+            Some(tape) => tape.push(&x, embed)?,
+            None => embed(&x)?,
+        };
+        let layout = Arc::new(AttentionLayout::full_blocks(&vec![1 + patches; count]));
+        for block in &self.blocks {
+            let layout = Arc::clone(&layout);
+            let run = move |x: &Tensor| block.forward(x, None, v.heads, &layout);
+            x = match &mut tape {
+                Some(tape) => tape.push(&x, run)?,
+                None => run(&x)?,
+            };
+        }
+        Ok(x)
+    }
+
+    /// Drops the class tokens, joins `merge × merge` patches and maps them to the language model:
+    /// `[n · (1 + g²), c] → [n · (g / merge)², h]`, row by row.
+    ///
+    /// # Errors
+    /// A tower output of other tiles.
+    pub fn project<'a>(
+        &'a self,
+        tower: &Tensor,
+        [count, side_px, _]: [usize; 3],
+        tape: Option<&mut Segments<'a>>,
+    ) -> Result<Tensor> {
+        let (grid, merge) = (self.grid(side_px), self.config.merge);
+        let order = shuffle_order(count, grid, merge);
+        let (tokens, wide) = (order.len() / (merge * merge), merge * merge * self.config.vision.hidden);
+        let rows = order.len();
+        let order = Tensor::from_vec(order, rows, &Device::Cpu)?;
+        let run = move |x: &Tensor| {
+            let x = x.index_select(&order, 0)?.reshape((tokens, wide))?;
+            let x = linear(&norm(&x, &self.projector_norm)?, &self.projector_fc1, MatmulMode::Gemm)?;
+            linear(&activation(&x, self.config.projector_activation)?, &self.projector_fc2, MatmulMode::Gemm)
+        };
+        Ok(match tape {
+            Some(tape) => tape.push(tower, run)?,
+            None => run(tower)?,
+        })
+    }
+}
+
+struct Weights<'s> {
+    source: &'s mut dyn WeightSource,
+    part: Part,
+}
+
+impl Weights<'_> {
+    fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
+        self.source.get(name, self.part, shape, init)
+    }
+
+    fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
+        let weight = self.get(&format!("{name}.weight"), &[n, k], Init::Normal)?;
+        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
+        Ok(Linear::new(weight, bias)?)
+    }
+
+    fn norm(&mut self, name: &str, dim: usize, eps: f32, rms: bool) -> Result<Norm> {
+        let weight = self.get(&format!("{name}.weight"), &[dim], Init::Ones)?;
+        Ok(match rms {
+            true => Norm::Rms { weight, eps },
+            false => {
+                Norm::Layer { weight, bias: self.get(&format!("{name}.bias"), &[dim], Init::Zeros)?, eps }
+            }
+        })
+    }
+}
+
+/// Tiles as rows of patches, each `(channel, y, x)`.
+fn patch_rows(pixels: &[f32], count: usize, side: usize, patch: usize) -> Vec<f32> {
+    let grid = side / patch;
+    let mut rows = Vec::with_capacity(pixels.len());
+    for tile in 0..count {
+        for cell in 0..grid * grid {
+            let (y0, x0) = (cell / grid * patch, cell % grid * patch);
+            for channel in 0..3 {
+                for y in y0..y0 + patch {
+                    let start = ((tile * 3 + channel) * side + y) * side + x0;
+                    rows.extend_from_slice(&pixels[start..start + patch]);
+                }
+            }
+        }
+    }
+    rows
+}
+
+/// Row of the tower's output at each place of the projector's input: the patches of a token one after the other.
+fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<u32> {
+    let cells = grid / merge;
+    let mut order = Vec::with_capacity(count * grid * grid);
+    for tile in 0..count {
+        let first = tile * (1 + grid * grid) + 1;
+        for cell in 0..cells * cells {
+            let (y0, x0) = (cell / cells * merge, cell % cells * merge);
+            for inner in 0..merge * merge {
+                order.push((first + (y0 + inner / merge) * grid + x0 + inner % merge) as u32);
+            }
+        }
+    }
+    order
+}
+
+/// Rows of the position table that each row of the stream receives: its own where the tile has the table's size, else the
+/// bicubic mixture of PyTorch's `interpolate` (a = −0.75, corners not aligned, no smoothing).
+fn position_taps(count: usize, grid: usize, table: usize) -> Vec<Vec<(u32, f32)>> {
+    let axis: Vec<[(usize, f32); 4]> = (0..grid).map(|i| cubic_taps(i, grid, table)).collect();
+    let mut tile = vec![vec![(0, 1.0)]];
+    for y in 0..grid {
+        for x in 0..grid {
+            tile.push(if grid == table {
+                vec![((1 + y * grid + x) as u32, 1.0)]
+            } else {
+                let pairs = axis[y].iter().flat_map(|v| axis[x].iter().map(move |h| (v, h)));
+                pairs.map(|(v, h)| ((1 + v.0 * table + h.0) as u32, v.1 * h.1)).collect()
+            });
+        }
+    }
+    (0..count).flat_map(|_| tile.iter().cloned()).collect()
+}
+
+/// The four inputs of one output of a cubic interpolation along an axis, clamped at its ends.
+fn cubic_taps(output: usize, outputs: usize, inputs: usize) -> [(usize, f32); 4] {
+    const A: f32 = -0.75;
+    let place = (output as f32 + 0.5) * (inputs as f32 / outputs as f32) - 0.5;
+    let first = place.floor();
+    let t = place - first;
+    let near = |x: f32| ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0;
+    let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
+    let weights = [far(t + 1.0), near(t), near(1.0 - t), far(2.0 - t)];
+    std::array::from_fn(|i| {
+        let at = (first as isize + i as isize - 1).clamp(0, inputs as isize - 1);
+        (at as usize, weights[i])
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_squares_of_patches_row_by_row() {
+        // Two tiles of 4 × 4 patches behind their class tokens.
+        let order = shuffle_order(2, 4, 2);
+        assert_eq!(order[..8], [1, 2, 5, 6, 3, 4, 7, 8]);
+        assert_eq!(order[8..16], [9, 10, 13, 14, 11, 12, 15, 16]);
+        assert_eq!(order[16..20], [18, 19, 22, 23]);
+        assert_eq!(order.len(), 32);
+    }
+
+    #[test]
+    fn patches_are_cut_in_reading_order() {
+        let pixels: Vec<f32> = (0..48).map(|x| x as f32).collect();
+        let rows = patch_rows(&pixels, 1, 4, 2);
+        assert_eq!(rows[..12], [0., 1., 4., 5., 16., 17., 20., 21., 32., 33., 36., 37.]);
+        assert_eq!(rows[12..16], [2., 3., 6., 7.]);
+    }
+
+    /// `torch.nn.functional.interpolate(mode="bicubic")` of the line 0, 1, 2, 3 to 6 places.
+    #[test]
+    fn positions_of_other_sizes_are_interpolated_as_in_pytorch() {
+        let line = |i: usize| -> f32 { cubic_taps(i, 6, 4).iter().map(|(at, w)| *at as f32 * w).sum() };
+        let expected = [-0.086_805_6, 0.406_250_06, 1.212_962_9, 1.787_037_4, 2.593_750_2, 3.086_806_3];
+        for (i, expected) in expected.into_iter().enumerate() {
+            assert!((line(i) - expected).abs() <= 2e-6, "{i}: {}", line(i));
+        }
+        let same = position_taps(2, 2, 2);
+        assert_eq!(same.len(), 10);
+        assert_eq!((&same[0], &same[4], &same[5]), (&vec![(0, 1.0)], &vec![(4, 1.0)], &vec![(0, 1.0)]));
+    }
+}

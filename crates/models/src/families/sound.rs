@@ -1,0 +1,128 @@
+//! Sound as the families with a Whisper encoder hear it: a part of a file or of a video's audio track, as log-mel features.
+
+use std::path::Path;
+
+use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
+use omnigrpo_media::MediaError;
+use omnigrpo_media::audio::{AudioClip, AudioRange, LogMel, read_audio};
+use omnigrpo_text::MediumKind;
+
+use super::{MediaSettings, MediumInput, MediumShape, MissingAudio, no_url};
+use crate::error::{ModelError, Result};
+
+/// What a sound will become, given its header.
+///
+/// # Errors
+/// A file without sound, unless the settings ask for silence then; a part that is too long or not there.
+pub fn plan(
+    medium: &MediumRef,
+    header: &MediumInfo,
+    mel: &LogMel,
+    settings: &MediaSettings,
+) -> Result<MediumShape> {
+    let path = path(medium)?;
+    if header.sample_rate_hz.is_some() {
+        range(medium, mel).check(path, header.duration_secs, &settings.limits)?;
+    } else if settings.missing_audio == MissingAudio::Error {
+        return Err(MediaError::NoAudioTrack { path: path.to_owned() }.into());
+    }
+    Ok(MediumShape::Mel { mels: mel.num_mels(), frames: mel.num_frames() })
+}
+
+/// Decodes a sound to features. What is longer than the window is cut, what is shorter is followed by silence.
+///
+/// # Errors
+/// As [`plan`], and whatever only decoding shows.
+pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Result<MediumInput> {
+    let clip = match read_audio(path(medium)?, &range(medium, mel), &settings.limits) {
+        Err(MediaError::NoAudioTrack { .. }) if settings.missing_audio == MissingAudio::Silence => {
+            AudioClip::silence(mel.window_s(), mel.sample_rate_hz())
+        }
+        clip => clip?,
+    };
+    let features = mel.features_of(&clip)?;
+    Ok(MediumInput {
+        kind: MediumKind::Audio,
+        shape: MediumShape::Mel { mels: features.num_mels, frames: features.num_frames },
+        data: features.data,
+        seconds_per_grid: 0.0,
+        frame_times_secs: Vec::new(),
+    })
+}
+
+fn range(medium: &MediumRef, mel: &LogMel) -> AudioRange {
+    AudioRange {
+        start_s: medium.options.video_start,
+        end_s: medium.options.video_end,
+        keep_s: Some(mel.window_s()),
+    }
+}
+
+fn path(medium: &MediumRef) -> Result<&Path> {
+    match &medium.source {
+        MediumSource::Path(path) => Ok(path),
+        MediumSource::Url(url) => Err(no_url(url)),
+        MediumSource::Frames(_) => Err(ModelError::prompt("a sound is one file; got a list of frames")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use omnigrpo_data::MediumOptions;
+
+    use super::*;
+    use crate::families::probe_medium;
+
+    fn sound(name: &str) -> MediumRef {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../media/tests/data/audio");
+        let path: PathBuf = dir.join(name);
+        MediumRef {
+            kind: MediumKind::Audio,
+            source: MediumSource::Path(path),
+            options: MediumOptions::default(),
+        }
+    }
+
+    #[test]
+    fn the_sound_of_a_video_becomes_features() {
+        let (mel, settings) = (LogMel::whisper(80).unwrap(), MediaSettings::default());
+        let mut medium = sound("clip.mp4");
+        let header = probe_medium(&medium, &settings.limits).unwrap();
+        assert_eq!(header.sample_rate_hz, Some(22050));
+        let shape = plan(&medium, &header, &mel, &settings).unwrap();
+        let heard = prepare(&medium, &mel, &settings).unwrap();
+        assert_eq!((heard.shape, shape), (shape, MediumShape::Mel { mels: 80, frames: 3000 }));
+        assert_eq!(heard.data.len(), 80 * 3000);
+        // A fifth of a second of speech: loud in its frames, quiet everywhere else.
+        let data = &heard.data;
+        let loudest = |frames: std::ops::Range<usize>| {
+            let bins = (0..80).flat_map(|m| frames.clone().map(move |t| data[m * 3000 + t]));
+            bins.fold(f32::MIN, f32::max)
+        };
+        assert!(loudest(0..25) > 1.0 && loudest(30..3000) < loudest(0..25) - 1.0);
+
+        // A part that is not there is refused from the header alone.
+        medium.options.video_start = Some(3.0);
+        let error = plan(&medium, &header, &mel, &settings).unwrap_err().to_string();
+        assert!(error.contains("clip.mp4") && error.contains("within the sound"), "{error}");
+    }
+
+    #[test]
+    fn silence_comes_only_when_asked_for() {
+        let (mel, settings) = (LogMel::whisper(80).unwrap(), MediaSettings::default());
+        let medium = sound("mute.mp4");
+        let header = probe_medium(&medium, &settings.limits).unwrap();
+        for error in [plan(&medium, &header, &mel, &settings).err(), prepare(&medium, &mel, &settings).err()]
+        {
+            assert!(error.unwrap().to_string().contains("no audio track"));
+        }
+        let silent = MediaSettings { missing_audio: MissingAudio::Silence, ..settings };
+        plan(&medium, &header, &mel, &silent).unwrap();
+        let heard = prepare(&medium, &mel, &silent).unwrap();
+        assert!(heard.data.iter().all(|&x| x == -1.5));
+        // A file that is not there is no silence.
+        assert!(prepare(&sound("missing.wav"), &mel, &silent).is_err());
+    }
+}

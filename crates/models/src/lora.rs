@@ -1,0 +1,554 @@
+//! LoRA adapters of a model: which layers get one, and PEFT's files.
+//!
+//! Source of the format: `peft` 0.21 `utils/save_and_load.py` and `tuners/lora/config.py`. `adapter_model.safetensors` holds
+//! `base_model.model.{module}.lora_A.weight` `[r, k]` and `.lora_B.weight` `[n, r]`, and under
+//! `base_model.model.{tensor}` every tensor that was trained whole; `adapter_config.json` says how they are meant. Module
+//! names are those of the class that `transformers` builds.
+//!
+//! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, an alpha
+//! per layer, a base changed at initialisation).
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use omnigrpo_ops::{Adapter, Param, Part};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use regex::Regex;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, View};
+use serde_json::{Value, json};
+
+use crate::error::{ModelError, Result};
+use crate::families::Family;
+use crate::model::Model;
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+const PREFIX: &str = "base_model.model.";
+/// Far above any use; bounds what a file can make the program allocate.
+const MAX_RANK: usize = 1 << 14;
+
+/// What adapters a model gets.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rows of `A`, columns of `B`.
+    pub rank: usize,
+    /// The update is scaled by `alpha / rank`.
+    pub alpha: f64,
+    /// Share of an adapter's inputs dropped in training.
+    pub dropout: f64,
+    /// Scale by `alpha / √rank` instead.
+    pub rslora: bool,
+    /// Which linear layers: `all-linear` for those of the language model, ends of module names, or regular expressions
+    /// over whole module names. An end is looked up in the language model first, and elsewhere only if that has none.
+    pub targets: Vec<String>,
+    /// Keys the initial values of `A`; `B` starts at 0.
+    pub seed: u64,
+}
+
+impl LoraConfig {
+    /// What `B A` is multiplied with at some rank.
+    #[must_use]
+    pub fn scale(&self, rank: usize) -> f32 {
+        let rank = rank as f64;
+        (self.alpha / if self.rslora { rank.sqrt() } else { rank }) as f32
+    }
+}
+
+fn wrong(name: &'static str, got: &str, what: impl Into<String>) -> ModelError {
+    ModelError::prompt(format!("{name} {got:?}: {}", what.into()))
+}
+
+/// The module of a tensor: its name without `weight` or `bias`, or what holds a bare parameter.
+fn module_of(tensor: &str) -> &str {
+    tensor.rsplit_once('.').map_or(tensor, |(module, _)| module)
+}
+
+/// The base model's name in the `adapter_config.json` of `dir`, if there is one.
+///
+/// # Errors
+/// A file that is no adapter configuration.
+pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
+    if !dir.join(CONFIG).is_file() {
+        return Ok(None);
+    }
+    let config = read_config(dir)?;
+    Ok(config.get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned))
+}
+
+impl Model {
+    /// The configuration of the adapters, if there are any.
+    #[must_use]
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref()
+    }
+
+    /// Adds an adapter to every layer that `config.targets` names. `B` is 0, so outputs stay as they are.
+    ///
+    /// # Errors
+    /// A target that names no linear layer, a layer that is trained whole, settings out of range.
+    pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
+        if config.rank == 0 || config.rank > MAX_RANK {
+            return Err(wrong("lora_r", &config.rank.to_string(), format!("expected 1 to {MAX_RANK}")));
+        }
+        let layers = self.targets(&config.targets)?;
+        for base in layers {
+            let stem = module_of(base.name()).to_owned();
+            let (n, k) = (base.shape()[0], base.shape()[1]);
+            let (a, b) = (kaiming(config.seed, &stem, config.rank, k), vec![0.0; n * config.rank]);
+            self.adapt(&base, config, (config.rank, a, b))?;
+        }
+        self.lora = Some(config.clone());
+        Ok(())
+    }
+
+    fn adapt(
+        &mut self,
+        base: &Arc<Param>,
+        config: &LoraConfig,
+        (rank, a, b): (usize, Vec<f32>, Vec<f32>),
+    ) -> Result<()> {
+        let (stem, part) = (module_of(base.name()), base.part());
+        let (n, k) = (base.shape()[0], base.shape()[1]);
+        let param = |name: &str, data: Vec<f32>, shape: (usize, usize)| -> Result<Arc<Param>> {
+            let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
+            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, value)?))
+        };
+        let (a, b) = (param("lora_A", a, (rank, k))?, param("lora_B", b, (n, rank))?);
+        let (scale, rate) = (config.scale(rank), config.dropout as f32);
+        let adapter = Adapter::new(Arc::clone(&a), Arc::clone(&b), scale, rate, Arc::clone(&self.dropout))?;
+        base.attach(Arc::new(adapter))?;
+        self.push_adapter_param(a);
+        self.push_adapter_param(b);
+        Ok(())
+    }
+
+    /// The linear layers that the targets name, in building order.
+    fn targets(&self, targets: &[String]) -> Result<Vec<Arc<Param>>> {
+        let linear: Vec<(&Arc<Param>, String)> = self
+            .base_params()
+            .iter()
+            .filter(|p| p.is_linear() && p.name().ends_with(".weight"))
+            .map(|p| (p, self.family().module_name(module_of(p.name()))))
+            .collect();
+        let mut chosen = BTreeSet::new();
+        for target in targets {
+            let in_llm = |i: &usize| linear[*i].0.part() == Part::Llm;
+            let all = 0..linear.len();
+            let found: Vec<usize> = if target == "all-linear" {
+                all.filter(in_llm).collect()
+            } else if target.contains(|c: char| r"*+?()[]{}|\^$".contains(c)) {
+                let pattern = Regex::new(&format!("^(?:{target})$"))
+                    .map_err(|e| wrong("lora_target_modules", target, e.to_string()))?;
+                all.filter(|&i| {
+                    pattern.is_match(&linear[i].1) || pattern.is_match(module_of(linear[i].0.name()))
+                })
+                .collect()
+            } else {
+                let ends = |name: &str| {
+                    name.strip_suffix(target.as_str())
+                        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+                };
+                let found: Vec<usize> =
+                    all.filter(|&i| ends(&linear[i].1) || ends(module_of(linear[i].0.name()))).collect();
+                let own: Vec<usize> = found.iter().copied().filter(in_llm).collect();
+                if own.is_empty() { found } else { own }
+            };
+            if found.is_empty() {
+                let head = target.ends_with("lm_head");
+                let mut ends: BTreeSet<&str> =
+                    linear.iter().filter_map(|(_, name)| name.rsplit('.').next()).collect();
+                ends.retain(|end| end.chars().any(char::is_alphabetic));
+                return Err(wrong(
+                    "lora_target_modules",
+                    target,
+                    if head {
+                        "the output head takes no adapter; train it whole with tune_mm_llm and trainable_patterns"
+                            .to_owned()
+                    } else {
+                        format!(
+                            "names no linear layer; expected all-linear or the end of a module's name, such as {}",
+                            ends.into_iter().collect::<Vec<_>>().join(", ")
+                        )
+                    },
+                ));
+            }
+            chosen.extend(found);
+        }
+        Ok(chosen.into_iter().map(|i| Arc::clone(linear[i].0)).collect())
+    }
+
+    /// The frozen weights that carry an adapter, with it.
+    pub fn adapted(&self) -> impl Iterator<Item = (&Arc<Param>, &Arc<Adapter>)> {
+        self.base_params().iter().filter_map(|p| Some((p, p.adapter()?)))
+    }
+
+    /// Adds every adapter to its weight and drops the adapters. bf16 weights are rounded once.
+    ///
+    /// # Errors
+    /// A quantised weight.
+    pub fn merge_adapters(&mut self) -> Result<()> {
+        for (base, adapter) in self.adapted() {
+            let mut wide = base.with_f32(<[f32]>::to_vec)?;
+            adapter.merge_into(&mut wide)?;
+            base.store(&wide)?;
+            adapter.b().update_f32(|b| b.fill(0.0))?;
+        }
+        self.forget_adapters();
+        Ok(())
+    }
+
+    /// Writes the adapters and every tensor that is trained whole as PEFT does.
+    ///
+    /// # Errors
+    /// A model without adapters, a directory that cannot be written.
+    pub fn save_adapter(&self, dir: &Path) -> Result<()> {
+        let Some(lora) = &self.lora else {
+            return Err(ModelError::Checkpoint {
+                dir: dir.to_path_buf(),
+                what: "the model has no adapter".into(),
+            });
+        };
+        std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
+        let family = self.family();
+        let mut tensors: Vec<(String, Owned)> = Vec::new();
+        let mut modules = Vec::new();
+        for (base, adapter) in self.adapted() {
+            let module = family.module_name(module_of(base.name()));
+            for (name, param) in [("lora_A", adapter.a()), ("lora_B", adapter.b())] {
+                tensors.push((format!("{PREFIX}{module}.{name}.weight"), Owned::of(param)?));
+            }
+            modules.push(module);
+        }
+        // PEFT saves modules, so what stands beside a trained tensor goes with it.
+        let whole = |p: &&Arc<Param>| p.trainable() || self.whole.contains(p.name());
+        let whole: BTreeSet<&str> =
+            self.base_params().iter().filter(whole).map(|p| module_of(p.name())).collect();
+        for param in self.base_params() {
+            let name = param.name();
+            if whole.iter().any(|m| name.strip_prefix(m).is_some_and(|rest| rest.starts_with('.'))) {
+                tensors.push((format!("{PREFIX}{}", family.module_name(name)), Owned::of(param)?));
+            }
+        }
+        let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
+        let path = dir.join(WEIGHTS);
+        safetensors::serialize_to_file(tensors, metadata, &path).map_err(|e| match e {
+            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path: path.clone(), source },
+            other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
+        })?;
+        crate::weights::share(&path)?;
+        let whole: Vec<String> = whole.into_iter().map(|m| family.module_name(m)).collect();
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.dir().display().to_string(),
+            "inference_mode": true,
+            "r": lora.rank,
+            "lora_alpha": if lora.alpha.fract() == 0.0 { json!(lora.alpha as i64) } else { json!(lora.alpha) },
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.rslora,
+            "use_dora": false,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+            "target_modules": modules,
+            "modules_to_save": if whole.is_empty() { Value::Null } else { json!(whole) },
+        });
+        let path = dir.join(CONFIG);
+        std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(path))
+    }
+
+    /// Reads an adapter in PEFT's format: adds the adapters and stores the tensors that were trained whole.
+    ///
+    /// # Errors
+    /// Files that are missing, damaged, of another method, or made for another model.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        let config = read_config(dir)?;
+        let lora = lora_config(dir, &config)?;
+        let file = AdapterFile::open(dir, self.family().as_ref())?;
+        let mut by_name: BTreeMap<String, Arc<Param>> =
+            self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
+        for (stem, pair) in &file.pairs {
+            let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+            let Some(base) = by_name.remove(&format!("{stem}.weight")).filter(|p| p.is_linear()) else {
+                return Err(fail(format!(
+                    "the adapter is for {stem}, which is no linear layer of this model"
+                )));
+            };
+            let (n, k) = (base.shape()[0], base.shape()[1]);
+            let (Some((a_shape, a)), Some((b_shape, b))) = pair else {
+                return Err(fail(format!("the adapter of {stem} lacks lora_A or lora_B")));
+            };
+            let rank = a_shape.first().copied().unwrap_or_default();
+            if rank == 0 || rank > MAX_RANK || *a_shape != [rank, k] || *b_shape != [n, rank] {
+                return Err(fail(format!(
+                    "the adapter of {stem} is {a_shape:?} and {b_shape:?}, expected [r, {k}] and [{n}, r]"
+                )));
+            }
+            self.adapt(&base, &lora, (rank, a.clone(), b.clone()))?;
+        }
+        self.lora = Some(lora);
+        self.store_whole(dir, &file)?;
+        self.whole = file.whole.into_keys().collect();
+        Ok(())
+    }
+
+    /// Overwrites adapters and wholly trained tensors with those of a directory that [`Self::save_adapter`] wrote.
+    ///
+    /// # Errors
+    /// A file that does not hold exactly this model's adapters.
+    pub fn reload_adapter(&self, dir: &Path) -> Result<()> {
+        let file = AdapterFile::open(dir, self.family().as_ref())?;
+        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+        if file.pairs.len() != self.adapted().count() {
+            return Err(fail(format!(
+                "{} layers with adapters, this model has {}",
+                file.pairs.len(),
+                self.adapted().count()
+            )));
+        }
+        for (base, adapter) in self.adapted() {
+            let stem = module_of(base.name());
+            let Some((Some((a_shape, a)), Some((b_shape, b)))) = file.pairs.get(stem) else {
+                return Err(fail(format!("no adapter of {stem}")));
+            };
+            if *a_shape != adapter.a().shape() || *b_shape != adapter.b().shape() {
+                return Err(fail(format!(
+                    "the adapter of {stem} is {a_shape:?}, expected {:?}",
+                    adapter.a().shape()
+                )));
+            }
+            adapter.a().store(a)?;
+            adapter.b().store(b)?;
+        }
+        if let Some(p) =
+            self.base_params().iter().find(|p| p.trainable() && !file.whole.contains_key(p.name()))
+        {
+            return Err(fail(format!("no tensor {}, which this run trains", p.name())));
+        }
+        self.store_whole(dir, &file)
+    }
+
+    fn store_whole(&self, dir: &Path, file: &AdapterFile) -> Result<()> {
+        for (name, (shape, data)) in &file.whole {
+            let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+            match self.base_params().iter().find(|p| p.name() == name) {
+                Some(param) if param.shape() == shape => param.store(data)?,
+                Some(param) => {
+                    return Err(fail(format!(
+                        "tensor {name} is {shape:?}, this model's is {:?}",
+                        param.shape()
+                    )));
+                }
+                None => return Err(fail(format!("tensor {name} is not part of this model"))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what training made: the adapter where there is one, else the whole checkpoint. Tokenizer and processor files
+    /// go with either.
+    ///
+    /// # Errors
+    /// As [`Self::save_adapter`] and [`Self::save_pretrained`].
+    pub fn save_trained(&self, dir: &Path) -> Result<()> {
+        if self.lora.is_none() {
+            return self.save_pretrained(dir);
+        }
+        self.save_adapter(dir)?;
+        self.copy_companions(dir, &[])
+    }
+
+    /// Loads what [`Self::save_trained`] wrote.
+    ///
+    /// # Errors
+    /// As [`Self::reload_adapter`] and [`Self::load_weights`].
+    pub fn load_trained(&self, dir: &Path) -> Result<()> {
+        if self.lora.is_none() { self.load_weights(dir) } else { self.reload_adapter(dir) }
+    }
+}
+
+/// Names of the tensors that an adapter directory holds whole. They cannot be quantised.
+///
+/// # Errors
+/// An unreadable file.
+pub fn whole_tensors(dir: &Path, family: &dyn Family) -> Result<BTreeSet<String>> {
+    Ok(AdapterFile::open(dir, family)?.whole.into_keys().collect())
+}
+
+/// Uniform in `±1/√k`, as `peft` starts `A` (Kaiming's rule with a = √5), from a stream keyed by seed and layer.
+fn kaiming(seed: u64, stem: &str, rank: usize, k: usize) -> Vec<f32> {
+    let mut key = [0u8; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    for (i, byte) in stem.bytes().enumerate() {
+        let slot = &mut key[8 + i % 24];
+        *slot = slot.wrapping_mul(31).wrapping_add(byte);
+    }
+    let mut rng = ChaCha8Rng::from_seed(key);
+    let bound = 1.0 / (k as f64).sqrt();
+    let uniform = |_| ((f64::from(rng.next_u32()) + 0.5) / 2f64.powi(31) - 1.0) * bound;
+    (0..rank * k).map(uniform).map(|x| x as f32).collect()
+}
+
+fn read_config(dir: &Path) -> Result<Value> {
+    let path = dir.join(CONFIG);
+    let text = std::fs::read(&path).map_err(ModelError::io(&path))?;
+    serde_json::from_slice(&text)
+        .map_err(|e| ModelError::Config { path, what: format!("not valid JSON: {e}") })
+}
+
+fn lora_config(dir: &Path, config: &Value) -> Result<LoraConfig> {
+    let fail = |what: String| ModelError::Config { path: dir.join(CONFIG), what };
+    let is = |key: &str| config.get(key).and_then(Value::as_bool).unwrap_or(false);
+    let kind = config.get("peft_type").and_then(Value::as_str).unwrap_or_default();
+    if kind != "LORA" {
+        return Err(fail(format!("peft_type {kind:?}, expected LORA")));
+    }
+    for key in ["use_dora", "lora_bias"] {
+        if is(key) {
+            return Err(fail(format!(
+                "{key} is true, which is not supported; merge the adapter with `peft` first"
+            )));
+        }
+    }
+    if !matches!(config.get("bias").and_then(Value::as_str), None | Some("none")) {
+        return Err(fail(
+            "bias is trained, which is not supported; merge the adapter with `peft` first".into(),
+        ));
+    }
+    if config.get("alpha_pattern").and_then(Value::as_object).is_some_and(|map| !map.is_empty()) {
+        return Err(fail("alpha_pattern is not supported; merge the adapter with `peft` first".into()));
+    }
+    // These change the base weights at initialisation, so the file alone is not the difference to the checkpoint.
+    let init = config.get("init_lora_weights").and_then(Value::as_str).unwrap_or_default();
+    if ["pissa", "olora", "corda", "loftq"].iter().any(|name| init.starts_with(name)) {
+        return Err(fail(format!(
+            "init_lora_weights {init:?} changes the base model; convert the adapter with `peft` first"
+        )));
+    }
+    let number = |key: &str| config.get(key).and_then(Value::as_f64);
+    let rank = config.get("r").and_then(Value::as_u64).unwrap_or_default() as usize;
+    let (Some(alpha), 1..=MAX_RANK) = (number("lora_alpha"), rank) else {
+        return Err(fail(format!(
+            "r {rank} and lora_alpha {:?}, expected two numbers, r 1 to {MAX_RANK}",
+            number("lora_alpha")
+        )));
+    };
+    let dropout = number("lora_dropout").unwrap_or(0.0);
+    if !(0.0..1.0).contains(&dropout) || !alpha.is_finite() {
+        return Err(fail(format!("lora_dropout {dropout}, lora_alpha {alpha}: out of range")));
+    }
+    Ok(LoraConfig { rank, alpha, dropout, rslora: is("use_rslora"), targets: Vec::new(), seed: 0 })
+}
+
+/// Shape and data of a tensor.
+type Dense = (Vec<usize>, Vec<f32>);
+
+/// The tensors of an adapter, by published name.
+struct AdapterFile {
+    /// `A` and `B` by the layer's published name without `weight`.
+    pairs: BTreeMap<String, (Option<Dense>, Option<Dense>)>,
+    whole: BTreeMap<String, Dense>,
+}
+
+impl AdapterFile {
+    fn open(dir: &Path, family: &dyn Family) -> Result<Self> {
+        let path = dir.join(WEIGHTS);
+        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+        if !path.is_file() && dir.join("adapter_model.bin").is_file() {
+            return Err(fail(
+                "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as safetensors".into(),
+            ));
+        }
+        let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
+        let file = SafeTensors::deserialize(&bytes)
+            .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let mut this = Self { pairs: BTreeMap::new(), whole: BTreeMap::new() };
+        for (key, view) in file.tensors() {
+            let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
+            let inner = inner.replace(".modules_to_save", "").replace(".base_layer", "");
+            let published = |name: &str| {
+                family
+                    .published_name(name)
+                    .ok_or_else(|| fail(format!("{key} names no weight of this family")))
+            };
+            let dense =
+                (view.shape().to_vec(), widened(&view).map_err(|what| fail(format!("{key}: {what}")))?);
+            let (end_a, end_b) = (".lora_A.weight", ".lora_B.weight");
+            let stem = inner.strip_suffix(end_a).or_else(|| inner.strip_suffix(end_b));
+            let Some(stem) = stem else {
+                if inner.contains("lora_") {
+                    return Err(fail(format!(
+                        "{key}: only lora_A and lora_B of linear layers are supported"
+                    )));
+                }
+                this.whole.insert(published(&inner)?, dense);
+                continue;
+            };
+            let stem = published(&format!("{stem}.weight"))?;
+            let pair = this.pairs.entry(module_of(&stem).to_owned()).or_default();
+            *(if inner.ends_with(end_a) { &mut pair.0 } else { &mut pair.1 }) = Some(dense);
+        }
+        Ok(this)
+    }
+}
+
+fn widened(view: &TensorView) -> std::result::Result<Vec<f32>, String> {
+    let bytes = view.data();
+    let two = || bytes.as_chunks::<2>().0.iter();
+    let data: Vec<f32> = match view.dtype() {
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        Dtype::BF16 => two().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F16 => two().map(|&b| half::f16::from_le_bytes(b).to_f32()).collect(),
+        other => return Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
+    };
+    match data.iter().find(|x| !x.is_finite()) {
+        Some(x) => Err(format!("holds {x}, expected finite numbers")),
+        None => Ok(data),
+    }
+}
+
+/// A tensor on its way to a file, in the dtype it is held in.
+struct Owned {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Owned {
+    fn of(param: &Param) -> Result<Self> {
+        use omnigrpo_kernels::Weight;
+        let (dtype, bytes) = param.with_weight(|weight| match weight {
+            Weight::F32(x) => (Dtype::F32, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Weight::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Weight::Quantised(x) => {
+                let mut wide = vec![0.0; x.len()];
+                x.widen(&mut wide);
+                (Dtype::F32, wide.iter().flat_map(|x| x.to_le_bytes()).collect())
+            }
+        })?;
+        Ok(Self { dtype, shape: param.shape().to_vec(), bytes })
+    }
+}
+
+impl View for Owned {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}

@@ -1,0 +1,395 @@
+//! Adapters and quantised bases: against `peft` 0.21 on tiny checkpoints, against the same weights merged, widened or
+//! bare, and through files. Data and scripts: `tests/golden/README.md`.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use omnigrpo_models::{
+    GroupStream, LoadOptions, LoraConfig, Model, PackedStream, Prompt, Quantization, WeightDtype,
+    open_family, whole_tensors,
+};
+use omnigrpo_ops::{ParamDtype, Part, QuantBits};
+use safetensors::SafeTensors;
+use support::{
+    Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
+    take_gradients, weight_bits,
+};
+
+const ADAPTERS: [(&str, &str); 2] = [("everywhere", "qwen2_5_vl_tied"), ("attention", "qwen2_vl_untied")];
+
+fn load(name: &str) -> Model {
+    Model::load(&checkpoint(name), WeightDtype::Auto).unwrap()
+}
+
+fn adapted(adapter: &str, name: &str) -> Model {
+    let mut model = load(name);
+    model.load_adapter(&golden("lora").join(adapter)).unwrap();
+    model
+}
+
+fn config(targets: &[&str]) -> LoraConfig {
+    let targets = targets.iter().map(|&t| t.to_owned()).collect();
+    LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, targets, seed: 3 }
+}
+
+/// `B` is no longer 0.
+fn fill(model: &Model) {
+    for (i, (_, adapter)) in model.adapted().enumerate() {
+        adapter
+            .b()
+            .update_f32(|b| {
+                b.iter_mut().enumerate().for_each(|(j, b)| *b = ((i * 31 + j) as f32 * 0.7).sin() * 0.2)
+            })
+            .unwrap();
+    }
+}
+
+fn train_adapters(model: &Model) {
+    for param in model.params() {
+        param.set_trainable(false);
+        param.clear_grad();
+    }
+    model.adapter_params().iter().for_each(|p| p.set_trainable(true));
+}
+
+const COMPLETIONS: [&[u32]; 3] = [&[5, 9, 200, 31], &[5, 9, 17], &[88]];
+
+fn score(model: &Model, case: &str) -> Vec<f32> {
+    let prompt = case_prompt(case, model);
+    let stream =
+        PackedStream::new(&[GroupStream { prompt: &prompt, completions: COMPLETIONS.to_vec() }]).unwrap();
+    model.score(&stream, &[model.encode_prompt(&prompt).unwrap()], 1.0).unwrap().0
+}
+
+/// Log-probabilities and gradients with the completions in one stream or in streams of their own.
+fn pass(model: &Model, prompt: &Prompt, packed: bool, recompute: bool) -> (Vec<f32>, Gradients) {
+    take_gradients(model);
+    let streams: Vec<Vec<&[u32]>> =
+        if packed { vec![COMPLETIONS.to_vec()] } else { COMPLETIONS.iter().map(|c| vec![*c]).collect() };
+    let features = [model.encode_prompt(prompt).unwrap()];
+    let mut logprobs = Vec::new();
+    for completions in streams {
+        let stream = PackedStream::new(&[GroupStream { prompt, completions }]).unwrap();
+        let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+        let first = logprobs.len();
+        logprobs.extend_from_slice(&pass.logprobs);
+        let d: Vec<f32> = (first..logprobs.len()).map(|i| (i as f32 * 1.3).cos()).collect();
+        let gradients = pass.backward(&d, None).unwrap();
+        model.backward_media(&[prompt], &features, gradients, recompute).unwrap();
+    }
+    (logprobs, take_gradients(model))
+}
+
+#[test]
+fn values_and_gradients_equal_peft() {
+    for (adapter, name) in ADAPTERS {
+        // The goldens drop nothing.
+        let dir = tempfile::TempDir::new().unwrap();
+        support::copy_dir(&golden("lora").join(adapter), dir.path());
+        let path = dir.path().join("adapter_config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, config.replace("\"lora_dropout\": 0.1", "\"lora_dropout\": 0.0")).unwrap();
+        let mut model = load(name);
+        model.load_adapter(dir.path()).unwrap();
+        assert_eq!(model.lora().unwrap().dropout, 0.0);
+        let expected = Golden::read(&format!("lora/{adapter}.safetensors"));
+        let inputs = Golden::read("cases/E.safetensors");
+        let prompt = case_prompt("E", &model);
+        let completion = inputs.ids("completion_ids");
+        let whole = whole_tensors(&golden("lora").join(adapter), model.family().as_ref()).unwrap();
+        for recompute in [false, true] {
+            train_adapters(&model);
+            model
+                .base_params()
+                .iter()
+                .filter(|p| whole.contains(p.name()))
+                .for_each(|p| p.set_trainable(true));
+            let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
+            let stream = PackedStream::new(&groups).unwrap();
+            let features = [model.encode_prompt(&prompt).unwrap()];
+            let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+            let d = max_diff(&pass.logprobs, &expected.f["logp"]);
+            assert!(d <= 1e-4, "{adapter}: log-probabilities differ by {d}");
+            let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
+            model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
+            let compared = check_gradients(&model, &expected, "", 1e-3);
+            assert_eq!(compared, if adapter == "everywhere" { 44 } else { 14 });
+        }
+    }
+}
+
+fn tensors(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<u8>)> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    file.tensors().into_iter().map(|(name, v)| (name, (v.shape().to_vec(), v.data().to_vec()))).collect()
+}
+
+#[test]
+fn files_are_those_of_peft() {
+    for (adapter, name) in ADAPTERS {
+        let (from, dir) = (golden("lora").join(adapter), tempfile::TempDir::new().unwrap());
+        let model = adapted(adapter, name);
+        model.save_adapter(dir.path()).unwrap();
+        let file = "adapter_model.safetensors";
+        assert_eq!(tensors(&dir.path().join(file)), tensors(&from.join(file)), "{adapter}");
+        let read = |dir: &Path| -> serde_json::Value {
+            serde_json::from_slice(&std::fs::read(dir.join("adapter_config.json")).unwrap()).unwrap()
+        };
+        let (ours, theirs) = (read(dir.path()), read(&from));
+        for key in ["peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "task_type"] {
+            assert_eq!(ours[key], theirs[key], "{adapter}: {key}");
+        }
+        // And back.
+        let mut again = load(name);
+        again.load_adapter(dir.path()).unwrap();
+        assert_eq!(score(&again, "E"), score(&model, "E"));
+        fill(&again);
+        assert_ne!(score(&again, "E"), score(&model, "E"));
+        again.reload_adapter(dir.path()).unwrap();
+        assert_eq!(weight_bits(&again), weight_bits(&model));
+        assert_eq!(score(&again, "E"), score(&model, "E"));
+    }
+}
+
+#[test]
+fn a_new_adapter_changes_no_bit_and_the_reference_has_none() {
+    for name in ["qwen2_vl_untied", "qwen2_5_vl_tied"] {
+        let plain = load(name);
+        let expected = score(&plain, "E");
+        let mut model = load(name);
+        model.add_lora(&config(&["all-linear", "visual.blocks.0.attn.qkv", "merger.mlp.0"])).unwrap();
+        assert_eq!(score(&model, "E"), expected);
+        fill(&model);
+        let moved = score(&model, "E");
+        assert!(max_diff(&moved, &expected) > 1e-2);
+        // A module trained whole beside the adapters is copied, everything else is shared.
+        train_adapters(&model);
+        let norm = model.base_params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
+        norm.set_trainable(true);
+        let reference = model.reference().unwrap();
+        norm.update_f32(|w| w[0] += 1.0).unwrap();
+        assert_eq!(score(&reference, "E"), expected);
+        assert!(reference.params().iter().all(|p| p.adapter().is_none() && !p.trainable()));
+        let address = |m: &Model, name: &str| {
+            let param = m.base_params().iter().find(|p| p.name() == name).unwrap();
+            param.with_f32(|w| w.as_ptr() as usize).unwrap()
+        };
+        for param in model.base_params() {
+            let shared = address(&model, param.name()) == address(&reference, param.name());
+            assert_eq!(shared, param.name() != "model.norm.weight", "{}", param.name());
+        }
+    }
+}
+
+#[test]
+fn merged_equals_adapted() {
+    for (adapter, name) in ADAPTERS {
+        let mut model = adapted(adapter, name);
+        let expected = score(&model, "E");
+        model.merge_adapters().unwrap();
+        assert!(model.lora().is_none() && model.adapter_params().is_empty());
+        // Merging rounds every weight once more.
+        let d = max_diff(&score(&model, "E"), &expected);
+        assert!(d <= 2e-5, "{adapter}: {d}");
+        let dir = tempfile::TempDir::new().unwrap();
+        model.save_pretrained(dir.path()).unwrap();
+        let saved = Model::load(dir.path(), WeightDtype::Auto).unwrap();
+        assert_eq!(weight_bits(&saved), weight_bits(&model));
+    }
+}
+
+#[test]
+fn packed_equals_separate_and_masks_belong_to_rows() {
+    for (dropout, name) in [(0.0, "qwen2_vl_untied"), (0.3, "qwen2_vl_untied"), (0.3, "qwen2_5_vl_tied")] {
+        let mut model = load(name);
+        let targets = ["all-linear", "visual.blocks.1.attn.qkv", "merger.mlp.2"];
+        model.add_lora(&LoraConfig { dropout, ..config(&targets) }).unwrap();
+        fill(&model);
+        train_adapters(&model);
+        let prompt = case_prompt("C", &model);
+        let separate = pass(&model, &prompt, false, false);
+        for recompute in [false, true] {
+            let packed = pass(&model, &prompt, true, recompute);
+            let d = max_diff(&packed.0, &separate.0);
+            assert!(d <= 1e-5, "{name}, dropout {dropout}: log-probabilities differ by {d}");
+            assert_close(&packed.1, &separate.1, 5e-5, name);
+        }
+        assert_eq!(separate.1.len(), model.adapter_params().len());
+        // Outside of training nothing is dropped; another update drops something else.
+        let scored = score(&model, "C");
+        assert_eq!(dropout == 0.0, max_diff(&scored, &separate.0) <= 1e-5);
+        model.set_dropout_key(1);
+        let other = pass(&model, &prompt, true, false);
+        assert_eq!(dropout == 0.0, max_diff(&other.0, &separate.0) <= 1e-5);
+    }
+}
+
+fn quantised(name: &str, bits: QuantBits) -> Model {
+    let keep = |_: &str, part: Part| part == Part::Projector;
+    let options = LoadOptions {
+        dtype: WeightDtype::Auto,
+        quantization: Some(Quantization { bits, keep: &keep }),
+        overrides: None,
+    };
+    Model::load_with(&checkpoint(name), &options).unwrap()
+}
+
+#[test]
+fn a_quantised_base_is_its_widened_weights() {
+    let mut errors = Vec::new();
+    for bits in [QuantBits::Eight, QuantBits::Four] {
+        let mut model = quantised("qwen2_5_vl_tied", bits);
+        let (mut dense, plain) = (load("qwen2_5_vl_tied"), load("qwen2_5_vl_tied"));
+        let mut few = 0;
+        for (param, wide) in model.base_params().iter().zip(dense.base_params()) {
+            let linear = param.part() == Part::Llm && param.is_linear();
+            assert_eq!(param.dtype() == ParamDtype::Quantised(bits), linear, "{}", param.name());
+            if linear {
+                param.with_f32(|w| wide.store(w)).unwrap().unwrap();
+                few += 1;
+            }
+        }
+        assert_eq!(few, 14);
+        for model in [&mut model, &mut dense] {
+            model.add_lora(&config(&["all-linear"])).unwrap();
+            fill(model);
+            train_adapters(model);
+        }
+        let prompt = case_prompt("C", &model);
+        let (got, want) = (pass(&model, &prompt, true, false), pass(&dense, &prompt, true, false));
+        assert!(max_diff(&got.0, &want.0) <= 1e-5);
+        assert_close(&got.1, &want.1, 5e-5, "quantised");
+        // The reference shares the few bits.
+        let off = score(&model.reference().unwrap(), "C");
+        errors.push(max_diff(&off, &score(&plain, "C")));
+        let dir = tempfile::TempDir::new().unwrap();
+        let why = model.save_pretrained(dir.path()).unwrap_err().to_string();
+        assert!(why.contains("is quantised"), "{why}");
+        assert!(model.merge_adapters().is_err());
+        model.save_adapter(dir.path()).unwrap();
+    }
+    // The steps differ by a factor of 17.
+    assert!(errors[0] > 0.0 && 5.0 * errors[0] < errors[1], "{errors:?}");
+}
+
+#[test]
+fn targets_are_found_by_their_ends_in_the_language_model_first() {
+    let chosen = |targets: &[&str]| -> Vec<String> {
+        let mut model = load("qwen2_5_vl_tied");
+        model.add_lora(&config(targets)).unwrap();
+        model.adapted().map(|(p, _)| p.name().trim_end_matches(".weight").to_owned()).collect()
+    };
+    let all = chosen(&["all-linear"]);
+    assert_eq!(all.len(), 14);
+    assert!(all.iter().all(|n| n.starts_with("model.layers.")), "no tower, projector or head: {all:?}");
+    assert_eq!(chosen(&["gate_proj"]), ["model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_proj"]);
+    assert_eq!(chosen(&["attn.qkv"]).len(), 4);
+    assert_eq!(chosen(&["visual.blocks.2.mlp.gate_proj"]), ["visual.blocks.2.mlp.gate_proj"]);
+    assert_eq!(chosen(&[r"model\.language_model\.layers\.1\..*_proj"]).len(), 7);
+    assert_eq!(chosen(&["q_proj", "layers.0.self_attn.q_proj"]).len(), 2);
+    let fails = |targets: &[&str], part: &str| {
+        let why = load("qwen2_5_vl_tied").add_lora(&config(targets)).unwrap_err().to_string();
+        assert!(why.contains(part), "{why}");
+    };
+    fails(&["q_proj", "query"], "\"query\": names no linear layer");
+    fails(&["query"], "q_proj");
+    fails(&["lm_head"], "output head");
+    fails(&["(q_proj"], "lora_target_modules");
+    fails(&["embed_tokens"], "names no linear layer");
+    let mut model = load("qwen2_5_vl_tied");
+    let layer = model.base_params().iter().find(|p| p.name().ends_with("q_proj.weight")).unwrap();
+    layer.set_trainable(true);
+    assert!(model.add_lora(&config(&["q_proj"])).unwrap_err().to_string().contains("is trained"));
+}
+
+#[test]
+fn start_values_are_uniform_and_keyed_by_seed_and_layer() {
+    let start = |seed: u64| {
+        let mut model = load("qwen2_5_vl_tied");
+        model.add_lora(&LoraConfig { seed, ..config(&["q_proj"]) }).unwrap();
+        let of =
+            |(_, a): (_, &std::sync::Arc<omnigrpo_ops::Adapter>)| a.a().with_f32(<[f32]>::to_vec).unwrap();
+        model.adapted().map(of).collect::<Vec<_>>()
+    };
+    let (one, two) = (start(1), start(2));
+    assert_eq!(one, start(1));
+    assert!(one[0] != one[1] && one[0] != two[0]);
+    // ±1/√64, and the variance of a uniform number.
+    let bound = 0.125f32;
+    assert!(one.iter().flatten().all(|x| x.abs() <= bound));
+    let variance = one.iter().flatten().map(|x| x * x).sum::<f32>() / (2.0 * 256.0);
+    assert!((variance / (bound * bound / 3.0) - 1.0).abs() < 0.2, "{variance}");
+}
+
+#[test]
+fn adapters_that_do_not_fit_are_refused() {
+    let from = golden("lora/attention");
+    let fails = |change: &dyn Fn(&Path), part: &str| {
+        let dir = tempfile::TempDir::new().unwrap();
+        support::copy_dir(&from, dir.path());
+        change(dir.path());
+        let why = load("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err().to_string();
+        assert!(why.contains(part), "`{part}` is not in: {why}");
+    };
+    let set = |key: &'static str, value: serde_json::Value| {
+        move |dir: &Path| {
+            let path = dir.join("adapter_config.json");
+            let mut config: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+            config[key] = value.clone();
+            std::fs::write(path, config.to_string()).unwrap();
+        }
+    };
+    fails(&set("peft_type", "IA3".into()), "expected LORA");
+    fails(&set("use_dora", true.into()), "use_dora");
+    fails(&set("bias", "all".into()), "bias");
+    fails(&set("alpha_pattern", serde_json::json!({"q_proj": 4})), "alpha_pattern");
+    fails(&set("init_lora_weights", "pissa_niter_16".into()), "pissa");
+    fails(&set("r", 0.into()), "r 0");
+    fails(&set("r", 1_000_000_000.into()), "1 to 16384");
+    fails(&set("lora_dropout", 1.0.into()), "out of range");
+    fails(&|dir| std::fs::write(dir.join("adapter_config.json"), "{").unwrap(), "not valid JSON");
+    fails(&|dir| std::fs::remove_file(dir.join("adapter_config.json")).unwrap(), "adapter_config.json");
+    let weights = |dir: &Path| dir.join("adapter_model.safetensors");
+    fails(&|dir| std::fs::write(weights(dir), "oops").unwrap(), "not a valid safetensors file");
+    fails(&|dir| std::fs::rename(weights(dir), dir.join("adapter_model.bin")).unwrap(), "pickle");
+    type Tensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+    let rewrite = |change: &'static dyn Fn(&mut Tensors)| {
+        move |dir: &Path| {
+            let path = dir.join("adapter_model.safetensors");
+            let mut all = tensors(&path);
+            change(&mut all);
+            let views: Vec<_> = all
+                .iter()
+                .map(|(name, (shape, data))| {
+                    (
+                        name,
+                        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), data)
+                            .unwrap(),
+                    )
+                })
+                .collect();
+            safetensors::serialize_to_file(views, None, &path).unwrap();
+        }
+    };
+    const A: &str = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight";
+    fails(&rewrite(&|t| drop(t.remove(A))), "lacks lora_A or lora_B");
+    fails(&rewrite(&|t| drop(t.insert(A.replace("q_proj", "z_proj"), t[A].clone()))), "no linear layer");
+    fails(&rewrite(&|t| t.get_mut(A).unwrap().0 = vec![64, 3]), "expected [r, 64]");
+    fails(&rewrite(&|t| t.get_mut(A).unwrap().1[..4].copy_from_slice(&f32::NAN.to_le_bytes())), "finite");
+    fails(
+        &rewrite(&|t| drop(t.insert("base_model.model.extra.weight".into(), (vec![1], vec![0; 4])))),
+        "extra.weight",
+    );
+    fails(
+        &rewrite(&|t| drop(t.insert(A.replace("lora_A.weight", "lora_embedding_A"), (vec![1], vec![0; 4])))),
+        "only lora_A and lora_B",
+    );
+    // Another family.
+    let why = load("qwen2_5_vl_tied").load_adapter(&from).unwrap_err().to_string();
+    assert!(why.contains("merger") || why.contains("shape"), "{why}");
+    assert!(open_family(&checkpoint("qwen2_vl_untied")).is_ok());
+}

@@ -1,0 +1,39 @@
+//! Prompts of the InternVL cases, read from their rows as a run reads them.
+#![allow(clippy::unwrap_used, dead_code, missing_docs)]
+
+use std::path::Path;
+
+use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
+use omnigrpo_models::{MediaSettings, Prompt, PromptBuilder, PromptSettings, open_family};
+
+use super::support::golden;
+
+/// Checkpoints and the cases they have results for.
+pub const INTERNVL: [(&str, &str); 4] = [
+    ("internvl_hf", "ABCDEF"),
+    ("internvl_original", "ABCDEF"),
+    ("internvl_rms_hf", "CE"),
+    ("internvl_rms_original", "CE"),
+];
+
+pub fn dataset() -> Dataset {
+    let spec = DatasetSpec::file(golden("internvl/rows.jsonl"), Roots::all(golden("")));
+    Dataset::open(&[spec], &ReadOptions::default()).unwrap()
+}
+
+pub fn builder(dir: &Path, media: MediaSettings) -> PromptBuilder {
+    let settings = PromptSettings {
+        media,
+        render: omnigrpo_text::RenderOptions::default(),
+        max_prompt_length: None,
+        max_completion_length: 16,
+        stop_strings: Vec::new(),
+    };
+    PromptBuilder::open(dir, open_family(dir).unwrap(), settings).unwrap()
+}
+
+pub fn prompt(dir: &Path, case: &str) -> Prompt {
+    let rows = dataset();
+    let row = u64::from(case.as_bytes()[0] - b'A');
+    builder(dir, MediaSettings::default()).build(&rows.get(row).unwrap()).unwrap()
+}

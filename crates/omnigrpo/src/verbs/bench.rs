@@ -1,0 +1,368 @@
+//! `bench`: a GRPO step of a model with random weights, beside what the machine can do.
+//!
+//! The step is that of `train`: prompts with images, sampling, reference, policy forward and backward, optimizer; every
+//! weight is trained. Two rates of the machine are measured first, with all threads: that of matrix products of the
+//! model's own shapes (the three of every layer: output, input gradient, weight gradient), and that of reading memory.
+//!
+//! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass
+//!   is worth twice the forward pass; what is computed again does not count. A tower counts once forward for the
+//!   rollout, once for the policy, and once for the reference where it is trained.
+//! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per
+//!   group). That, at the rate of reading memory, is the time decoding is compared with.
+
+use std::hint::black_box;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
+use omnigrpo_demo::MODEL_FILES;
+use omnigrpo_kernels::profile::{Op, Profile};
+use omnigrpo_kernels::{Weight, linear};
+use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, open_family};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_rewards::RewardOptions;
+use omnigrpo_rollout::SamplingParams;
+use omnigrpo_text::RenderOptions;
+use omnigrpo_train::{AdamW, AdamWConfig, Algorithm, PreparedRow, Selection, peak_memory_bytes, step};
+use rayon::prelude::*;
+use serde_json::json;
+
+use super::{Context, print, profile, setup, train};
+use crate::settings::Settings;
+
+/// A Qwen2.5-VL of 28 million parameters, for a bench without `--model_name_or_path`.
+const CONFIG: &[u8] = include_bytes!("../../assets/bench/config.json");
+/// Its image processor, also for directories that have none.
+const PREPROCESSOR: &[u8] = include_bytes!("../../assets/bench/preprocessor_config.json");
+
+/// Kinds of work that count as useful.
+const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
+
+/// Measures and prints.
+pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
+    let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
+    let dir = scratch.path();
+    checkpoint(settings, dir)?;
+    let model = Model::random(dir, settings.run.seed, setup::weight_dtype(settings))?;
+    let everything =
+        Selection { llm: true, projector: true, towers: true, instruction: true, patterns: Vec::new() };
+    everything.apply(&model)?;
+    let algorithm = algorithm(settings);
+    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+    let mut optimizer = AdamW::new(optimizer(), model.params());
+    let prompts = prompts(settings, dir)?;
+    let rows = rows(settings, &prompts, dir)?;
+    let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
+
+    let prompt_rows = rows[0].prompt.ids.len();
+    let group = algorithm.num_generations;
+    let stream_rows = rows.len() * (prompt_rows + group * (settings.bench.completion_tokens - 1));
+    context.console.line("measuring this machine");
+    let memory_rate = memory_rate();
+    let gemm_rate = gemm_rate(&model, stream_rows);
+    let mut steps: Vec<(f64, Profile)> = Vec::new();
+    for index in 0..=settings.bench.num_steps {
+        // The first step pays for first touches of memory.
+        profile::enable(index > 0);
+        let started = Instant::now();
+        let mut timer = PhaseTimer::start(started);
+        let mut rollouts = step::collect(
+            &model,
+            &prompts,
+            &rewards,
+            &algorithm,
+            rows.clone(),
+            index as u64,
+            &mut timer,
+            &mut || {},
+        )?;
+        step::update(&model, reference.as_ref(), &mut optimizer, 1.0, &algorithm, &mut rollouts, &mut timer)?;
+        if index > 0 {
+            steps.push((started.elapsed().as_secs_f64(), profile::take()));
+            context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
+        }
+    }
+    profile::enable(false);
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (step_secs, median) = &steps[(steps.len() - 1) / 2];
+
+    let sum = |phases: &[&str]| phases.iter().map(|p| profile::secs(median, p)).sum::<f64>();
+    let useful = |phase: &str| profile::flops(median, phase, USEFUL) as f64;
+    let decode_bytes = decode_bytes(&model, prompt_rows, rows.len(), group, settings.bench.completion_tokens);
+    // A trained tower counts for the policy what it took in the rollout.
+    let policy = 3.0 * (useful("forward") + useful("encode"));
+    let phases = [
+        ("tower, for the rollout", sum(&["encode"]), useful("encode")),
+        ("prefill", sum(&["prefill"]), useful("prefill")),
+        ("decode", sum(&["decode"]), useful("decode")),
+        ("reference", sum(&["reference"]), useful("reference")),
+        ("policy, forward and backward", sum(&["forward", "backward"]), policy),
+        ("optimizer", sum(&["optimizer"]), 0.0),
+    ];
+    let (policy_share, decode_share) =
+        (policy / phases[4].1 / gemm_rate, decode_bytes / memory_rate / phases[2].1);
+    let peak = peak_memory_bytes().unwrap_or(0);
+
+    let params: usize = model.params().iter().map(|p| p.len()).sum();
+    let mut out = format!(
+        "{:.2} million parameters, {} prompt{} of {prompt_rows} tokens with {} images, {group} completions of {} tokens, \
+         {} threads\nthis machine: {:.1} GFLOP/s in matrix products of these shapes, {:.1} GB/s from memory\n\n",
+        params as f64 / 1e6,
+        rows.len(),
+        if rows.len() == 1 { "" } else { "s" },
+        settings.bench.num_images,
+        settings.bench.completion_tokens,
+        rayon::current_num_threads(),
+        gemm_rate / 1e9,
+        memory_rate / 1e9,
+    );
+    out.push_str(&format!("{:30}{:>9}{:>10}{:>10}{:>14}\n", "", "s", "GFLOP", "GFLOP/s", "of the rate"));
+    for (name, secs, flops) in phases {
+        out.push_str(&format!("{name:30}{secs:>9.3}"));
+        if flops > 0.0 {
+            let rate = flops / secs;
+            let share = 100.0 * rate / gemm_rate;
+            out.push_str(&format!("{:>10.2}{:>10.1}{share:>12.0} %", flops / 1e9, rate / 1e9));
+        }
+        out.push('\n');
+    }
+    out.push_str(&format!("{:30}{step_secs:>9.3}\n\n", "step"));
+    out.push_str(&format!(
+        "policy: {:.0} % of the rate of matrix products\ndecode: {:.0} % of the rate of memory ({:.2} GB have to be read)\n\
+         peak memory: {:.0} MB\n\n",
+        100.0 * policy_share,
+        100.0 * decode_share,
+        decode_bytes / 1e9,
+        peak as f64 / 1e6
+    ));
+    out.push_str(&profile::table(median, 1));
+    if let Some(path) = &settings.bench.json {
+        let phases: serde_json::Map<String, serde_json::Value> = phases
+            .iter()
+            .map(|(name, secs, flops)| ((*name).to_owned(), json!({"secs": secs, "flops": flops})))
+            .collect();
+        let all: Vec<f64> = steps.iter().map(|(secs, _)| *secs).collect();
+        let value = json!({
+            "prompt_tokens": prompt_rows,
+            "num_prompts": rows.len(),
+            "num_generations": group,
+            "completion_tokens": settings.bench.completion_tokens,
+            "num_images": settings.bench.num_images,
+            "gradient_checkpointing": algorithm.recompute,
+            "threads": rayon::current_num_threads(),
+            "parameters": params,
+            "gemm_flops_per_sec": gemm_rate,
+            "memory_bytes_per_sec": memory_rate,
+            "step_secs": step_secs,
+            "steps_secs": all,
+            "phases": phases,
+            "policy_share_of_gemm": policy_share,
+            "decode_share_of_memory": decode_share,
+            "peak_bytes": peak,
+        });
+        let text = serde_json::to_string_pretty(&value)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    print(&out)
+}
+
+/// A directory with everything but weights: the given one's files, else the embedded ones.
+fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
+    for (name, bytes) in MODEL_FILES.iter().filter(|(name, _)| !name.ends_with(".safetensors")) {
+        std::fs::write(dir.join(name), bytes)?;
+    }
+    std::fs::write(dir.join("preprocessor_config.json"), PREPROCESSOR)?;
+    if settings.model.model_name_or_path.is_none() {
+        return Ok(std::fs::write(dir.join("config.json"), CONFIG)?);
+    }
+    let from = setup::checkpoint_dir(settings)?;
+    for entry in std::fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
+        let path = entry?.path();
+        let text =
+            path.extension().is_some_and(|e| e == "json" || e == "jinja" || e == "txt" || e == "model");
+        if let Some(name) = path.file_name().filter(|_| text) {
+            std::fs::copy(&path, dir.join(name)).with_context(|| format!("copying {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn algorithm(settings: &Settings) -> Algorithm {
+    let length = settings.bench.completion_tokens;
+    let mut algorithm = train::algorithm(settings);
+    algorithm.sampling = SamplingParams {
+        min_completion_length: length,
+        max_completion_length: length,
+        seed: settings.run.seed,
+        ..SamplingParams::default()
+    };
+    algorithm
+}
+
+fn optimizer() -> AdamWConfig {
+    AdamWConfig {
+        learning_rate: 1e-6,
+        projector_lr: None,
+        tower_lr: None,
+        beta1: 0.9,
+        beta2: 0.999,
+        epsilon: 1e-8,
+        weight_decay: 0.0,
+        max_grad_norm: 1.0,
+        pure_bf16: false,
+    }
+}
+
+fn prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
+    let area = (settings.bench.image_px * settings.bench.image_px) as u64;
+    let image = MediumOptions { max_pixels: Some(area), ..MediumOptions::default() };
+    let prompt = PromptSettings {
+        media: MediaSettings { image, ..MediaSettings::default() },
+        render: RenderOptions::default(),
+        max_prompt_length: None,
+        max_completion_length: settings.bench.completion_tokens,
+        stop_strings: Vec::new(),
+    };
+    Ok(PromptBuilder::open(dir, open_family(dir)?, prompt)?)
+}
+
+/// Prompts of the wanted length with pictures of noise.
+fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
+    let b = &settings.bench;
+    let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
+    for (i, name) in names.iter().enumerate() {
+        std::fs::write(dir.join(name), bitmap(b.image_px as u32, i as u32 + 1))?;
+    }
+    let build = |words: usize, count: usize| -> Result<Vec<PreparedRow>> {
+        let problem = "<image>".repeat(b.num_images) + &"a".repeat(words);
+        let row = json!({"image": names, "problem": problem, "solution": "a"}).to_string() + "\n";
+        let file = dir.join("rows.jsonl");
+        std::fs::write(&file, row.repeat(count))?;
+        let dataset =
+            Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
+        let each = (0..dataset.len()).map(|row| {
+            let sample = dataset.get(row)?;
+            let prompt = prompts.build(&sample)?.into();
+            Ok(PreparedRow { sample, prompt })
+        });
+        each.collect()
+    };
+    // A letter more is at most a token more, so this ends.
+    let text_tokens =
+        |row: &PreparedRow| row.prompt.ids.len() - row.prompt.spans.iter().map(|s| s.len).sum::<usize>();
+    let mut words = 1;
+    loop {
+        let short = b.prompt_tokens.saturating_sub(text_tokens(&build(words, 1)?[0]));
+        if short == 0 {
+            return build(words, b.num_prompts);
+        }
+        words += short;
+    }
+}
+
+/// A picture of noise, 24 bits per pixel.
+fn bitmap(px: u32, seed: u32) -> Vec<u8> {
+    let stride = (px * 3).next_multiple_of(4);
+    let mut out = Vec::with_capacity(54 + (stride * px) as usize);
+    out.extend_from_slice(b"BM");
+    for word in [54 + stride * px, 0, 54, 40, px, px, 1 | (24 << 16), 0, stride * px, 2835, 2835, 0, 0] {
+        out.extend_from_slice(&word.to_le_bytes());
+    }
+    let mut state = seed;
+    for _ in 0..stride * px {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        out.push((state >> 24) as u8);
+    }
+    out
+}
+
+/// Bytes that decoding has to read: for each token the decoder's weights, and keys and values, a prompt's once per group.
+fn decode_bytes(model: &Model, prompt: usize, groups: usize, group: usize, completion: usize) -> f64 {
+    let decoder = model.decoder();
+    let config = decoder.config();
+    let llm = model.params().iter().filter(|p| p.part() == omnigrpo_ops::Part::Llm);
+    let mut weights: usize = llm.map(|p| p.num_bytes()).sum();
+    if !decoder.tied() {
+        // Of the embedding only a row per token is read.
+        weights -= decoder.embedding().num_bytes();
+    }
+    let row = 2 * config.heads.kv_width() * size_of::<f32>() * config.layers;
+    let tokens = completion - 1;
+    // Token t sees the t before it, itself included.
+    let own: usize = (1..=tokens).sum();
+    (tokens * weights + groups * row * (tokens * prompt + group * own)) as f64
+}
+
+/// Seconds of the fastest of `runs` calls.
+fn fastest(runs: usize, mut f: impl FnMut()) -> f64 {
+    let time = |f: &mut dyn FnMut()| {
+        let started = Instant::now();
+        f();
+        started.elapsed().as_secs_f64()
+    };
+    (0..runs).map(|_| time(&mut f)).fold(f64::INFINITY, f64::min)
+}
+
+/// Floating-point operations per second of the products of the decoder's layers at `rows` rows.
+fn gemm_rate(model: &Model, rows: usize) -> f64 {
+    let llm = model.params().iter().filter(|p| p.part() == omnigrpo_ops::Part::Llm);
+    let layers = llm.filter(|p| p.name().contains(".layers."));
+    let mut shapes: Vec<(usize, usize, usize)> = Vec::new();
+    for param in layers {
+        if let [n, k] = *param.shape() {
+            match shapes.iter_mut().find(|s| (s.0, s.1) == (n, k)) {
+                Some(shape) => shape.2 += 1,
+                None => shapes.push((n, k, 1)),
+            }
+        }
+    }
+    let (mut flops, mut secs) = (0.0, 0.0);
+    for (n, k, count) in shapes {
+        let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
+        let (w, x, dy) = (fill(n * k), fill(rows * k), fill(rows * n));
+        let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
+        let layer = [linear::Layer::new(Weight::F32(&w), n)];
+        let time = fastest(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
+            + fastest(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
+            + fastest(3, || {
+                let gradient = linear::Gradient { dw: &mut dw, col: 0, n };
+                linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
+            });
+        black_box((&y, &dx, &dw));
+        flops += count as f64 * 6.0 * (rows * n * k) as f64;
+        secs += count as f64 * time;
+    }
+    flops / secs.max(f64::MIN_POSITIVE)
+}
+
+/// Bytes per second that all threads together read from memory.
+fn memory_rate() -> f64 {
+    // Far larger than caches.
+    let data: Vec<f32> = vec![1.0; 1 << 26];
+    let read = |part: &[f32]| {
+        let mut sums = [0.0f32; 64];
+        for block in part.chunks_exact(64) {
+            sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
+        }
+        sums.iter().sum::<f32>()
+    };
+    let secs = fastest(5, || {
+        black_box(data.par_chunks(1 << 20).map(read).sum::<f32>());
+    });
+    (data.len() * size_of::<f32>()) as f64 / secs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bitmap_has_its_size_in_its_header() {
+        let bytes = bitmap(30, 1);
+        // 90 bytes of a row are padded to 92.
+        assert_eq!(bytes.len(), 54 + 92 * 30);
+        assert_eq!(bytes[2..6], (54u32 + 92 * 30).to_le_bytes());
+        assert_eq!((bytes[18], bytes[22], bytes[28]), (30, 30, 24));
+    }
+}

@@ -1,0 +1,65 @@
+//! What flags change about a HumanOmni checkpoint: where its towers are, and two switches.
+
+use std::path::Path;
+
+use anyhow::Result;
+use omnigrpo_models::ConfigJson;
+use omnigrpo_models::humanomni::{TOWER_KEYS, find_tower};
+use serde_json::{Map, Value};
+
+use super::setup::{cached, named_dir};
+use crate::explain::Problem;
+use crate::settings::{PromptForm, Settings};
+
+/// Keys of the `config.json` in `dir` that flags replace, and the places of towers that are named there and lie in the local
+/// Hugging Face cache. Empty for other families, for which these flags are an error.
+pub fn overrides(settings: &Settings, dir: &Path) -> Result<Map<String, Value>> {
+    let model = &settings.model;
+    let path = dir.join("config.json");
+    let Some(json) = path.is_file().then(|| ConfigJson::read(&path)).transpose()? else {
+        return Ok(Map::new());
+    };
+    let of_humanomni = json.get("model_type").is_some_and(|v| v == "HumanOmni_qwen2");
+    let flags = [
+        ("vision_tower", model.vision_tower.is_some()),
+        ("audio_tower", model.audio_tower.is_some()),
+        ("bert", model.bert.is_some()),
+        ("mm_dynamic_compressor", model.mm_dynamic_compressor.is_some()),
+        ("prompt_form", settings.prompt.prompt_form.is_some()),
+        ("tune_bert", settings.optim.tune_bert),
+    ];
+    if !of_humanomni {
+        return match flags.iter().find(|(_, given)| *given) {
+            None => Ok(Map::new()),
+            Some((flag, _)) => Err(Problem::usage(format!("`{flag}` has no effect"))
+                .got(format!("{} is not a HumanOmni checkpoint", dir.display()))
+                .expected("a checkpoint of the family that has this part")
+                .into()),
+        };
+    }
+    let mut keys = Map::new();
+    let given = [&model.vision_tower, &model.audio_tower, &model.bert];
+    for (key, given) in TOWER_KEYS.into_iter().zip(given) {
+        let unnamed = (key == TOWER_KEYS[2]).then_some("bert-base-uncased");
+        let configured = json.get(key).and_then(Value::as_str).or(unnamed);
+        let place = match (given, configured) {
+            (Some(name), _) => Some(std::path::absolute(named_dir("the tower", name)?)?),
+            (None, Some(name)) if find_tower(dir, name).is_none() => cached(name),
+            _ => None,
+        };
+        if let Some(place) = place {
+            keys.insert(key.into(), place.to_string_lossy().into());
+        }
+    }
+    if let Some(on) = model.mm_dynamic_compressor {
+        keys.insert("mm_dynamic_compressor".into(), on.into());
+    }
+    if let Some(form) = settings.prompt.prompt_form {
+        let word = match form {
+            PromptForm::Sft => "sft",
+            PromptForm::R1OmniGrpo => "r1omni_grpo",
+        };
+        keys.insert("prompt_form".into(), word.into());
+    }
+    Ok(keys)
+}

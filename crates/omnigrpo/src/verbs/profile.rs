@@ -1,0 +1,53 @@
+//! The table of `--profile`, and the parts of it that `bench` needs.
+
+use omnigrpo_kernels::profile::{Op, Profile};
+
+pub use omnigrpo_kernels::profile::{enable, take};
+
+/// Time by phase and kind of work, per step.
+pub fn table(profile: &Profile, steps: u64) -> String {
+    let steps = steps.max(1) as f64;
+    let mut out = format!(
+        "{:22}{:>10}{:>8}{:>10}{:>9}{:>10}{:>9}\n",
+        "", "s/step", "share", "GFLOP", "GFLOP/s", "GB", "GB/s"
+    );
+    let total: f64 = profile.phases.iter().map(|(_, time)| time.as_secs_f64()).sum();
+    for (phase, time) in &profile.phases {
+        let secs = time.as_secs_f64();
+        let name = if phase.is_empty() { "outside of phases" } else { phase };
+        let share = 100.0 * secs / total.max(f64::MIN_POSITIVE);
+        out.push_str(&format!("{name:22}{:>10.4}{share:>6.1} %\n", secs / steps));
+        let mut rest = secs;
+        for entry in profile.entries.iter().filter(|e| e.phase == *phase) {
+            let t = entry.total;
+            let secs = t.time.as_secs_f64();
+            rest -= secs;
+            let rate = |x: u64| x as f64 / 1e9 / secs.max(f64::MIN_POSITIVE);
+            out.push_str(&format!(
+                "  {:20}{:>10.4}{:>6.1} %{:>10.2}{:>9.1}{:>10.3}{:>9.1}\n",
+                entry.op.name(),
+                secs / steps,
+                100.0 * secs / total.max(f64::MIN_POSITIVE),
+                t.flops as f64 / 1e9 / steps,
+                rate(t.flops),
+                t.bytes as f64 / 1e9 / steps,
+                rate(t.bytes),
+            ));
+        }
+        let share = 100.0 * rest / total.max(f64::MIN_POSITIVE);
+        out.push_str(&format!("  {:20}{:>10.4}{share:>6.1} %\n", "outside of kernels", rest / steps));
+    }
+    out
+}
+
+/// Useful operations of some kinds of work in a phase.
+pub fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> u64 {
+    let of_phase = profile.entries.iter().filter(|e| e.phase == phase && ops.contains(&e.op));
+    of_phase.map(|e| e.total.flops).sum()
+}
+
+/// Seconds of a phase.
+pub fn secs(profile: &Profile, phase: &str) -> f64 {
+    let of_phase = profile.phases.iter().filter(|(name, _)| *name == phase);
+    of_phase.map(|(_, time)| time.as_secs_f64()).sum()
+}

@@ -1,0 +1,206 @@
+//! Media that cannot be read: the row is skipped and counted, or the run stops where that was asked for, in bounded time.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+#![cfg(unix)]
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use support::{Place, ROWS, Ran, ran};
+
+const TRAIN: &str = "train --model M --threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_steps 4 --max_completion_length 4 --train_file with.jsonl --output_dir run";
+const CLIP: &str = r#"{"id": "bad", "video": "clip.mp4", "problem": "<video>What?", "solution": "x"}"#;
+
+/// Good rows, and a bad one in second place.
+fn with(place: &Place, bad: &str) {
+    let rows: Vec<&str> = ROWS.lines().collect();
+    place.write("with.jsonl", [rows[0], bad, rows[1], rows[2]].join("\n"));
+}
+
+/// Programs in a folder of their own, found before all others.
+fn programs(place: &Place, scripts: &[(&str, &str)]) {
+    fs::create_dir(place.path("bin")).unwrap();
+    for (name, body) in scripts {
+        let path = place.path("bin").join(name);
+        fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+}
+
+fn with_programs(place: &Place, line: &str) -> Ran {
+    let mut command: Command = place.command(line);
+    let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
+    ran(command.env("PATH", path))
+}
+
+/// The run goes on without the row and counts it; with `--strict_media` it stops.
+fn skipped(place: &Place, more: &str, reason: &str) {
+    let started = Instant::now();
+    with_programs(place, &format!("{TRAIN} {more} --max_skipped 0.5")).ok();
+    assert!(started.elapsed() < Duration::from_secs(60));
+    let rows = place.lines("run/skipped.jsonl");
+    assert!(rows.iter().all(|row| row["id"] == "bad") && !rows.is_empty(), "{rows:?}");
+    assert!(rows[0]["reason"].as_str().unwrap().contains(reason), "{}", rows[0]);
+    let steps = place.lines("run/metrics.jsonl");
+    assert_eq!((steps.len(), &steps[3]["data/skipped"]), (4, &1.0.into()));
+    let strict = TRAIN.replace("--output_dir run", "--output_dir strict --strict_media");
+    with_programs(place, &format!("{strict} {more}")).fails(1, &[reason]);
+    assert!(!place.exists("strict/model.safetensors"));
+}
+
+#[test]
+fn a_decoder_that_hangs_on_the_header() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    // The sleep is a child of the script, and holds its output open.
+    programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
+    skipped(&place, "--media_timeout_secs 0.4", "`ffprobe` did not finish within 0.4 s");
+}
+
+#[test]
+fn a_decoder_that_hangs_on_the_frames() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    let header = r#"echo '{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "nb_read_packets": "8", "avg_frame_rate": "4/1"}]}'"#;
+    programs(&place, &[("ffprobe", header), ("ffmpeg", "sleep 600; exit 0")]);
+    skipped(&place, "--media_timeout_secs 0.4", "`ffmpeg` did not finish within 0.4 s");
+}
+
+#[test]
+fn a_decoder_that_answers_nonsense() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    programs(&place, &[("ffprobe", "echo nonsense")]);
+    skipped(&place, "", "ffprobe gave an unreadable answer");
+}
+
+#[test]
+fn a_video_without_frames_per_second() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    let header = r#"echo '{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "avg_frame_rate": "0/0", "r_frame_rate": "0/0"}]}'"#;
+    programs(&place, &[("ffprobe", header)]);
+    skipped(&place, "", "neither frame rate nor duration is known");
+}
+
+#[test]
+#[ignore = "needs ffmpeg"]
+fn videos_that_ffmpeg_cannot_read() {
+    for (name, args) in [
+        // An hour at 30 frames a second is more than is ever read.
+        ("hour.mp4", &["-f", "lavfi", "-i", "color=s=16x16:r=30:d=3600", "-c:v", "mpeg4", "-q:v", "31"][..]),
+        ("sound.mp4", &["-f", "lavfi", "-i", "sine=d=1"]),
+    ] {
+        let place = Place::new();
+        let mut made = Command::new("ffmpeg");
+        made.args(["-v", "error"]).args(args).arg(place.path(name));
+        assert!(made.status().unwrap().success());
+        with(&place, &CLIP.replace("clip.mp4", name));
+        fs::create_dir(place.path("bin")).unwrap();
+        skipped(&place, "", name);
+    }
+    for (name, content) in [("empty.mp4", ""), ("text.mp4", "no video at all")] {
+        let place = Place::new();
+        place.write(name, content);
+        with(&place, &CLIP.replace("clip.mp4", name));
+        fs::create_dir(place.path("bin")).unwrap();
+        skipped(&place, "", name);
+    }
+}
+
+/// Sound files of the `media` tests.
+fn sound(name: &str) -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../media/tests/data/audio").join(name)
+}
+
+/// A RIFF file that claims `num_bytes` of samples (`format` 1: 16 bits, 3: float) at 8 kHz; a hole where `samples` end.
+fn wav(place: &Place, name: &str, format: u8, num_bytes: u32, samples: &[u8]) {
+    let width = if format == 3 { 4u8 } else { 2 };
+    let mut bytes = b"RIFF".to_vec();
+    bytes.extend((num_bytes + 36).to_le_bytes());
+    bytes.extend(b"WAVEfmt \x10\0\0\0");
+    bytes.extend([format, 0, 1, 0]);
+    bytes.extend(8000u32.to_le_bytes());
+    bytes.extend((8000 * u32::from(width)).to_le_bytes());
+    bytes.extend([width, 0, 8 * width, 0]);
+    bytes.extend(b"data");
+    bytes.extend(num_bytes.to_le_bytes());
+    bytes.extend(samples);
+    place.write(name, &bytes);
+    let file = fs::File::options().write(true).open(place.path(name)).unwrap();
+    file.set_len(44 + u64::from(num_bytes)).unwrap();
+}
+
+#[test]
+fn sound_that_cannot_be_heard() {
+    let place = Place::new();
+    for (from, to) in [
+        ("speech.wav", "speech.wav"),
+        ("speech.flac", "flac.wav"),
+        ("mute.mp4", "mute.mp4"),
+        ("speech.opus", "hang.opus"),
+    ] {
+        fs::copy(sound(from), place.path(to)).unwrap();
+    }
+    let whole = fs::read(sound("speech.wav")).unwrap();
+    place.write("cut.wav", &whole[..whole.len() / 2]);
+    place.write("empty.wav", "");
+    wav(&place, "hour.wav", 1, 3600 * 16_000, &[]);
+    wav(&place, "nan.wav", 3, 8, &[0, 0, 0, 0, 0, 0, 0xc0, 0x7f]);
+    // No opus without ffmpeg, and this one sleeps.
+    programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
+
+    let row = |id: &str, file: &str| {
+        format!(
+            r#"{{"id": "{id}", "audio": "{file}", "problem": "<audio>\nWhat is said?", "solution": "yes"}}"#
+        )
+    };
+    let bad = [
+        ("empty", "empty.wav", "the file is empty"),
+        ("cut", "cut.wav", "cut.wav: cannot decode"),
+        ("missing", "missing.wav", "no such file"),
+        ("hour", "hour.wav", "length of the sound in seconds"),
+        ("nan", "nan.wav", "sample 1 is NaN"),
+        ("mute", "mute.mp4", "no audio track"),
+        ("hang", "hang.opus", "`ffprobe` did not finish within 0.4 s"),
+    ];
+    let mut rows: Vec<String> = bad.iter().map(|(id, file, _)| row(id, file)).collect();
+    // The last one has the wrong name, which does not matter.
+    rows.extend([row("good", "speech.wav"), row("named", "flac.wav")]);
+    place.write("with.jsonl", rows.join("\n"));
+
+    let model = support::golden("checkpoints/humanomni");
+    let train = TRAIN.replace("--model M", &format!("--model {}", model.display()));
+    let train = format!("{train} --media_timeout_secs 0.4").replace("--max_steps 4", "--max_steps 8");
+    let started = Instant::now();
+    with_programs(&place, &format!("{train} --max_skipped 0.9")).ok();
+    assert!(started.elapsed() < Duration::from_secs(60));
+    let skipped = place.lines("run/skipped.jsonl");
+    for (id, _, reason) in bad {
+        let line = skipped.iter().find(|line| line["id"] == id).unwrap_or_else(|| panic!("{id} was used"));
+        assert!(line["reason"].as_str().unwrap().contains(reason), "{line}");
+    }
+    assert_eq!(skipped.len(), bad.len());
+    assert_eq!(place.lines("run/metrics.jsonl")[7]["data/skipped"], bad.len() as f64);
+    let strict = train.replace("--output_dir run", "--output_dir strict --strict_media");
+    with_programs(&place, &strict).fails(1, &["none, with --strict_media"]);
+
+    // A clip without sound is silence where that is asked for.
+    place.write("with.jsonl", [row("mute", "mute.mp4"), row("good", "speech.wav")].join("\n"));
+    let silent = train.replace("--output_dir run", "--output_dir silent --missing_audio silence");
+    with_programs(&place, &silent).ok();
+    assert!(!place.exists("silent/skipped.jsonl") || place.lines("silent/skipped.jsonl").is_empty());
+
+    // One question about one sound.
+    let ask = format!("generate --model {} --audio flac.wav --max_completion_length 4", model.display());
+    place.run_with(&ask, &["--prompt", "What is said?"]).ok();
+    let ask = format!("generate --model {} --audio cut.wav --max_completion_length 4", model.display());
+    place.run_with(&ask, &["--prompt", "What is said?"]).fails(1, &["cut.wav: cannot decode"]);
+}

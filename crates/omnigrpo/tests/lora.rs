@@ -1,0 +1,102 @@
+//! Adapters from the command line: trained, resumed, used, merged; over few bits; and what is refused.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Place, numbers};
+
+const TRAIN: &str = "--threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 4 \
+                     --train_file rows.jsonl --reward_funcs random --learning_rate 1e-2";
+const LORA: &str = "--use_peft --lora_r 4 --lora_alpha 8";
+
+fn scores(place: &Place, model: &str, output: &str) -> Vec<f64> {
+    let mut rows = place.lines("rows.jsonl");
+    rows.iter_mut().for_each(|row| row["completions"] = json!(["one", "two 2"]));
+    place.write("scored-rows.jsonl", rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    place.run(&format!("score {model} --input scored-rows.jsonl --output {output} --threads 1")).ok();
+    let all = place.lines(output);
+    let completions = all.iter().flat_map(|row| row["completions"].as_array().unwrap().clone());
+    completions.flat_map(|c| numbers(&c["logprobs"])).collect()
+}
+
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn an_adapter_is_trained_resumed_used_and_merged() {
+    let place = Place::new();
+    let run = format!("train --model M {TRAIN} {LORA} --tune_mm_mlp true --save_steps 1 --output_dir run");
+    let ran = place.run(&format!("{run} --max_steps 2")).ok();
+    assert!(ran.stderr.contains("of adapters"), "{}", ran.stderr);
+    for dir in ["run", "run/checkpoint-1", "run/checkpoint-2"] {
+        let names = place.names(dir);
+        let has = |name: &str| names.iter().any(|n| n == name);
+        assert!(has("adapter_config.json") && has("adapter_model.safetensors"), "{dir}: {names:?}");
+        assert!(!has("model.safetensors") && !has("config.json"), "{dir}: {names:?}");
+    }
+    let config: Value = serde_json::from_str(&place.text("run/adapter_config.json")).unwrap();
+    assert_eq!((&config["r"], &config["lora_alpha"]), (&json!(4), &json!(8)));
+    assert_eq!(config["target_modules"].as_array().unwrap().len(), 14);
+    assert!(config["modules_to_save"].as_array().unwrap().contains(&json!("model.visual.merger.mlp.0")));
+    assert!(place.text("run/README.md").contains("library_name: peft"));
+    assert_eq!(place.lines("run/metrics.jsonl")[0]["kl"], json!(0.0));
+    let ran = place.run(&format!("{run} --max_steps 3")).ok();
+    assert!(ran.stderr.contains("resuming from run/checkpoint-2"), "{}", ran.stderr);
+
+    let plain = scores(&place, "--model M", "plain.jsonl");
+    let adapted = scores(&place, "--model M --adapter_path run", "adapted.jsonl");
+    assert!(distance(&plain, &adapted) > 1e-3);
+    let merge = "export --model M --adapter_name_or_path run --merge --output_dir merged";
+    place.run(merge).ok();
+    let merged = scores(&place, "--model merged", "merged.jsonl");
+    assert!(distance(&merged, &adapted) <= 1e-5, "{}", distance(&merged, &adapted));
+    place.run(merge).fails(2, &["is not empty"]);
+    // Few bits move the answer a little, and the adapter goes on top of them.
+    let eight = scores(&place, "--model M --adapter_path run --load_in_8bit", "eight.jsonl");
+    assert!((1e-7..0.3).contains(&distance(&eight, &adapted)), "{}", distance(&eight, &adapted));
+
+    place
+        .run("eval --model M --adapter_path run --eval_file rows.jsonl --max_completion_length 4 --threads 1")
+        .ok();
+    // From here on: the rank and scale are the adapter's.
+    let go_on =
+        "sft --model M --adapter_path run --train_file rows.jsonl --max_steps 1 --threads 1 --output_dir on";
+    place.run(go_on).ok();
+    let config: Value = serde_json::from_str(&place.text("on/adapter_config.json")).unwrap();
+    assert_eq!(config["r"], json!(4));
+    // The projector that came with the adapter is kept, though it is trained no more.
+    assert!(config["modules_to_save"].as_array().unwrap().contains(&json!("model.visual.merger.mlp.0")));
+    place.run(&format!("{go_on} --lora_r 8")).fails(2, &["lora_r", "has its own"]);
+    place.run("score --model run --input rows.jsonl --output x.jsonl").fails(2, &["holds an adapter"]);
+}
+
+#[test]
+fn four_bits_under_adapters_and_patterns() {
+    let place = Place::new();
+    let line = format!("train --model M {TRAIN} {LORA} --max_steps 1");
+    place.run(&format!("{line} --load_in_4bit --output_dir four")).ok();
+    assert!(place.exists("four/adapter_model.safetensors"));
+    place
+        .run(&format!(
+            "train --model M {TRAIN} --max_steps 1 --trainable_patterns layers.1.mlp --output_dir few"
+        ))
+        .ok();
+    assert!(place.exists("few/model.safetensors"));
+    let fails = |flags: &str, code: i32, parts: &[&str]| {
+        place
+            .run(&format!("train --model M {TRAIN} --max_steps 1 --output_dir no {flags}"))
+            .fails(code, parts);
+    };
+    fails("--load_in_4bit", 2, &["quantised weights can not be trained", "--use_peft"]);
+    fails("--use_peft --load_in_4bit --load_in_8bit", 2, &["8 and in 4 bits"]);
+    fails("--lora_r 8", 2, &["lora_r", "`use_peft` is false"]);
+    fails("--use_peft --lora_target_modules nothing_here", 1, &["nothing_here", "names no linear layer"]);
+    fails("--trainable_patterns nothing_here", 1, &["nothing_here", "matches no weight"]);
+    fails("--use_peft --trainable_patterns mlp", 2, &["no part is trained whole"]);
+    fails("--use_peft --tune_mm_llm true", 1, &["carries an adapter"]);
+    fails("--lora_modules_to_save merger", 2, &["tune_mm_mlp"]);
+    place.run("export --model M --output_dir out").fails(2, &["nothing to change"]);
+}

@@ -1,0 +1,189 @@
+//! Where a run writes, what it says first, when it resumes, and settings files of DeepSpeed.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use support::{Place, ran};
+
+const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 4 --save_steps 1 --threads 1";
+
+fn example(name: &str) -> String {
+    format!("{}/../../examples/deepspeed/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn in_order(text: &str, parts: &[&str]) {
+    let mut rest = text;
+    for part in parts {
+        let Some(at) = rest.find(part) else { panic!("`{part}` is not, or not in this place, in\n{text}") };
+        rest = &rest[at + part.len()..];
+    }
+}
+
+#[test]
+fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in_that_order() {
+    let place = Place::new();
+    let mut command = place.command(&format!("{TRAIN} --exp_name first --max_steps 2"));
+    let stderr = ran(command.env("DS_SKIP_CUDA_CHECK", "1")).ok().stderr;
+    let parts = [
+        "DS_SKIP_CUDA_CHECK is on: no effect",
+        "omnigrpo ",
+        "model ",
+        "a step takes 1 prompt, 2 completions each",
+        "step 1/2 |",
+        "step 2/2 |",
+    ];
+    in_order(&stderr, &parts);
+    let log = place.text("runs/first/log/log.txt");
+    in_order(&log, &parts);
+    assert!(log.lines().all(|line| line.starts_with("20") && line.contains("Z ")), "{log}");
+    assert!(place.exists("checkpoints/rl/first/checkpoint-2/trainer_state.json"));
+    assert!(place.exists("checkpoints/rl/first/metrics.jsonl"));
+    assert!(place.exists("checkpoints/rl/first/model.safetensors"));
+
+    place.run(&format!("{TRAIN} --output_dir out --max_steps 1")).ok();
+    in_order(&place.text("out/log.txt"), &["omnigrpo ", "model ", "step 1/1 |"]);
+}
+
+#[test]
+fn an_error_is_in_the_log_too() {
+    let place = Place::new();
+    place
+        .run(&format!("{} --exp_name lost", TRAIN.replace("--model M", "--model nowhere/no-model")))
+        .fails(1, &["the model was not found"]);
+    in_order(&place.text("runs/lost/log/log.txt"), &["omnigrpo ", "error: the model was not found"]);
+}
+
+#[test]
+fn a_missing_file_of_rows_names_the_command_that_makes_it() {
+    let place = Place::new();
+    let line = TRAIN.replace("rows.jsonl", "ViVQA-X_train_grpo.jsonl");
+    place.run(&format!("{line} --exp_name x")).fails(
+        1,
+        &[
+            "the dataset is not there",
+            "omnigrpo data convert vivqa-x --input ViVQA-X_train.json --output ViVQA-X_train_grpo.jsonl",
+        ],
+    );
+}
+
+#[test]
+fn a_run_resumes_only_where_it_makes_sense() {
+    let place = Place::new();
+    let line = |name: &str, steps: usize| format!("{TRAIN} --exp_name {name} --max_steps {steps}");
+    place.run(&line("a", 2)).ok();
+
+    // The same settings, a longer run: it goes on.
+    let longer = place.run(&line("a", 3)).ok().stderr;
+    assert!(longer.contains("resuming from checkpoints/rl/a/checkpoint-2 at step 2 of 3"), "{longer}");
+    assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 3);
+
+    // Another learning rate: from the beginning, and it says which setting differs.
+    let changed = place.run(&format!("{} --learning_rate 0.5", line("a", 1))).ok().stderr;
+    assert!(!changed.contains("resuming"), "{changed}");
+    assert!(changed.contains("learning_rate: 1e-6 → 0.5") && changed.contains("starting anew"), "{changed}");
+    assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 1);
+
+    // A fresh name, and an emptied directory: from the beginning.
+    assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
+    std::fs::remove_dir_all(place.path("checkpoints/rl/b")).unwrap();
+    std::fs::create_dir(place.path("checkpoints/rl/b")).unwrap();
+    assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
+    assert_eq!(place.lines("checkpoints/rl/b/metrics.jsonl").len(), 1);
+
+    // Told not to, or told from where.
+    let never = place.run(&format!("{} --resume_from_checkpoint never", line("b", 2))).ok().stderr;
+    assert!(!never.contains("resuming") && never.contains("resume_from_checkpoint is never"), "{never}");
+    let from = "checkpoints/rl/b/checkpoint-1";
+    let path = place.run(&format!("{} --resume_from_checkpoint {from}", line("b", 3))).ok().stderr;
+    assert!(path.contains(&format!("resuming from {from} at step 1 of 3")), "{path}");
+    place
+        .run(&format!("{} --resume_from_checkpoint {from} --learning_rate 0.5", line("b", 3)))
+        .fails(1, &["was written with other settings (learning_rate: 1e-6 → 0.5)"]);
+}
+
+#[test]
+fn a_name_with_a_slash_is_refused_with_a_better_one() {
+    let place = Place::new();
+    place.run(&format!("{TRAIN} --exp_name a/b")).fails(2, &["`exp_name` is not a plain name", "try `a-b`"]);
+    assert!(!place.exists("checkpoints"));
+}
+
+#[test]
+fn deepspeed_files_are_explained_field_by_field() {
+    let place = Place::new();
+    let line = format!("{TRAIN} --max_steps 1 --output_dir");
+    let two = place.run_with(&format!("{line} two --deepspeed"), &[&example("zero2.json")]).ok().stderr;
+    for part in [
+        "zero_optimization.stage = 2: shards optimizer states and gradients over processes; with one process it keeps \
+         them whole",
+        "zero_optimization.offload_optimizer.device = \"cpu\": in host memory, as always",
+        "zero_optimization.overlap_comm = false: no effect: one process exchanges nothing",
+        "gradient_clipping = \"auto\": max_grad_norm = 1",
+        "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps = 1",
+        "fp16.enabled = \"auto\": off: there is no fp16 training",
+    ] {
+        assert!(two.contains(part), "`{part}` is not in\n{two}");
+    }
+    let three = place.run_with(&format!("{line} three --deepspeed"), &[&example("zero3.json")]).ok().stderr;
+    assert!(
+        three.contains("zero_optimization.stage = 3: shards optimizer states, gradients and weights"),
+        "{three}"
+    );
+    assert_eq!(
+        place.bytes("two/model.safetensors"),
+        place.bytes("three/model.safetensors"),
+        "a file that only explains changed the result"
+    );
+}
+
+#[test]
+fn deepspeed_fields_that_would_be_disregarded_are_errors() {
+    let place = Place::new();
+    let refused = |content: &str, parts: &[&str]| {
+        place.write("ds.json", content);
+        place.run(&format!("{TRAIN} --output_dir out --deepspeed ds.json")).fails(2, parts);
+    };
+    refused(r#"{"fp16": {"enabled": true}}"#, &["fp16.enabled = true: there is no fp16 training; use bf16"]);
+    refused(
+        r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}"#,
+        &["zero_optimization.offload_param.device = \"nvme\": there is no offload to disk"],
+    );
+    refused(
+        r#"{"gradient_clipping": 0.5, "optimizer": {"type": "OneBitAdam", "params": {"betas": [0.9, 0.95]}}}"#,
+        &[
+            "gradient_clipping = 0.5: max_grad_norm is 1; write \"auto\" or the same number",
+            "optimizer.type = \"OneBitAdam\": the only optimizer is AdamW",
+            "optimizer.params.betas = [0.9,0.95]: adam_beta1 and adam_beta2 is 0.9, 0.999",
+        ],
+    );
+    refused(
+        r#"{"activation_checkpointing": {"partition_activations": true}}"#,
+        &["not a field this program knows"],
+    );
+    refused("[1, 2]", &["no JSON object"]);
+    refused(r#"{"zero_optimization": {"stage": "#, &["the DeepSpeed file cannot be read", "EOF"]);
+    place
+        .run(&format!("{TRAIN} --output_dir out --deepspeed gone.json"))
+        .fails(2, &["the DeepSpeed file cannot be read", "No such file"]);
+}
+
+#[test]
+fn every_preset_has_a_launch_script_that_sets_what_it_says() {
+    let place = Place::new();
+    let examples = format!("{}/../../examples/presets", env!("CARGO_MANIFEST_DIR"));
+    let presets = format!("{}/presets", env!("CARGO_MANIFEST_DIR"));
+    let mut count = 0;
+    for entry in std::fs::read_dir(presets).unwrap() {
+        let name = entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned();
+        let script = format!("{examples}/{name}.sh");
+        let mut bash = std::process::Command::new("bash");
+        bash.args([&script, "--max_steps", "7", "--print_config"]).current_dir(place.path(""));
+        let config = ran(bash.env("OMNIGRPO", env!("CARGO_BIN_EXE_omnigrpo"))).ok().stdout;
+        assert!(
+            config.contains(&format!("# preset {name}")) && config.contains("\nmax_steps: 7 "),
+            "{config}"
+        );
+        count += 1;
+    }
+    assert_eq!(count, 5);
+}

@@ -1,0 +1,150 @@
+//! Rewards that need models, through the program: `rewards run`, `train` and `eval` with tiny checkpoints.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod support;
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::Place;
+
+/// A scorer's directory of the `scorers` tests.
+fn scorer(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../scorers/tests/golden").join(name).display().to_string()
+}
+
+/// Two rows with pictures, references and completions.
+fn place() -> Place {
+    let place = Place::new();
+    let row = |id: &str, image: &str, references: &[&str], texts: &[&str]| {
+        let completions: Vec<_> = texts
+            .iter()
+            .map(|text| json!({ "text": format!("<answer>x</answer><explain>{text}</explain>") }))
+            .collect();
+        json!({
+            "id": id, "image": image, "problem": "<image>\nVì sao?", "explanations": references,
+            "solution": format!("<answer>x</answer><explain>{}</explain>", references[0]), "completions": completions,
+        })
+    };
+    let rows = [
+        row(
+            "a",
+            "shapes.png",
+            &["trong ảnh có một vòi sen", "vòi sen"],
+            &["trong ảnh có một vòi sen", "con mèo", ""],
+        ),
+        row("b", "noise.png", &["con mèo"], &["A cat, on THE  mat!"]),
+    ];
+    place.write("explained.jsonl", rows.map(|row| row.to_string()).join("\n"));
+    place
+}
+
+fn rewards(lines: &[Value], row: usize, name: &str) -> Vec<f64> {
+    support::numbers(&lines[row]["rewards"][name])
+}
+
+#[test]
+fn completions_are_scored_by_models() {
+    let place = place();
+    let (clip, text, roberta) = (scorer("clip"), scorer("multilingual"), scorer("roberta"));
+    let run = |more: &str| {
+        let line = format!("rewards run --input explained.jsonl --output out.jsonl {more}");
+        place.run(&line).ok();
+        place.lines("out.jsonl")
+    };
+    let all =
+        run(&format!("--reward_funcs explanation bertscore --clip_model {clip} --bertscore_model {roberta}"));
+    // Its cosine is 0.666, beyond the end of the range; the text is its first reference, and shares "vòi sen" with the
+    // second. Nothing explained earns nothing.
+    let cider = rewards(&run("--reward_funcs cider"), 0, "cider");
+    let explanation = rewards(&all, 0, "explanation");
+    assert!((explanation[0] - (0.5 + 0.5 * cider[0])).abs() < 1e-6, "{explanation:?} {cider:?}");
+    assert!((explanation[1] - 0.5 * cider[1]).abs() < 1e-6 && explanation[2] == 0.0, "{explanation:?}");
+    // A cosine of 0.0758 is a CLIP score below 15.
+    assert_eq!(rewards(&all, 1, "explanation"), [0.0]);
+    let bertscore = rewards(&all, 0, "bertscore");
+    assert!(
+        (bertscore[0] - 1.0).abs() < 1e-5 && bertscore[1] < 0.999 && bertscore[2] == 0.0,
+        "{bertscore:?}"
+    );
+    assert!((all[0]["reward"][0].as_f64().unwrap() - (explanation[0] + bertscore[0])).abs() < 1e-9);
+
+    let pictures = format!("--reward_funcs explanation --explanation_clip_weight 1 --clip_model {clip}");
+    let own = rewards(&run(&pictures), 0, "explanation");
+    assert_eq!(own, [1.0, 0.0, 0.0]);
+    // The other text tower finds less in common: transformers' cosines say how much.
+    let goldens: Value =
+        serde_json::from_str(&std::fs::read_to_string(scorer("goldens.json")).unwrap()).unwrap();
+    let part = |text: usize| {
+        let cosine = goldens["multilingual"]["cosines"][text][1].as_f64().unwrap();
+        ((100.0 * cosine - 15.0) / 20.0).clamp(0.0, 1.0)
+    };
+    let other = rewards(&run(&format!("{pictures} --clip_text_model {text}")), 0, "explanation");
+    for (got, want) in other.iter().zip([part(0), part(4), 0.0]) {
+        assert!((got - want).abs() < 1e-3, "{other:?}, expected {want}");
+    }
+    assert!(part(0) > 0.2);
+    let words = run("--reward_funcs explanation --explanation_clip_weight 0");
+    assert_eq!(rewards(&words, 0, "explanation"), cider);
+    let stretched = run(&format!("--reward_funcs explanation --clip_model {clip} --compat s4_explanation"));
+    assert_eq!(rewards(&stretched, 0, "explanation")[0], 1.0);
+    let line =
+        format!("--reward_funcs bertscore --bertscore_model {roberta} --bertscore_layer 2 --bertscore_idf");
+    assert_ne!(rewards(&run(&line), 0, "bertscore")[1], bertscore[1]);
+}
+
+#[test]
+fn a_model_that_is_missing_is_named_by_its_flag() {
+    let place = place();
+    let run =
+        |more: &str| place.run(&format!("rewards run --input explained.jsonl --output out.jsonl {more}"));
+    run("--reward_funcs explanation")
+        .fails(2, &["needs a CLIP", "--clip_model DIR", "--explanation_clip_weight 0"]);
+    run("--reward_funcs bertscore").fails(2, &["--bertscore_model DIR"]);
+    for (flag, more) in [
+        ("--clip_model", "--reward_funcs explanation".to_owned()),
+        ("--clip_text_model", format!("--reward_funcs explanation --clip_model {}", scorer("clip"))),
+        ("--bertscore_model", "--reward_funcs bertscore".to_owned()),
+    ] {
+        run(&format!("{more} {flag} nowhere/model"))
+            .fails(1, &[flag, "nowhere/model", "checkpoint directory"]);
+    }
+    run(&format!("--reward_funcs explanation --clip_model {}", scorer("roberta")))
+        .fails(1, &["vision_config is missing"]);
+    run(&format!("--reward_funcs accuracy --clip_model {}", scorer("clip")))
+        .fails(2, &["`clip_model`", "no explanation"]);
+    run(&format!("--reward_funcs bertscore --bertscore_model {} --bertscore_layer 9", scorer("roberta")))
+        .fails(1, &["layer 9", "has 3"]);
+}
+
+/// The preset of the Vietnamese pipeline takes the whole reward as soon as there is a CLIP.
+#[test]
+fn the_preset_trains_and_evaluates_with_a_clip() {
+    let place = place();
+    let clip = format!("--clip_model {} --clip_text_model {}", scorer("clip"), scorer("multilingual"));
+    let shown = place.run(&format!("train --preset vivqa-x --print_config {clip}")).ok().stdout;
+    assert!(shown.contains("explanation") && !shown.contains("cider"), "{shown}");
+    let line = format!("train --preset vivqa-x --print_config --reward_funcs cider {clip}");
+    place.run(&line).fails(2, &["`clip_model`", "no explanation"]);
+
+    place.run(&format!(
+        "train --model M --preset vivqa-x --train_file explained.jsonl --max_steps 1 --max_completion_length 6 \
+         --gradient_accumulation_steps 1 --max_pixels 12544 --save_strategy no --output_dir run --threads 1 {clip}"
+    ))
+    .ok();
+    let rollouts = place.lines("run/rollouts/step-000001.jsonl");
+    assert_eq!(rollouts.len(), 3);
+    for rollout in rollouts {
+        let names: Vec<_> = rollout["rewards"].as_object().unwrap().keys().cloned().collect();
+        assert_eq!(names, ["accuracy", "explanation", "format"]);
+        // The random model writes no tag.
+        assert_eq!(rollout["rewards"]["explanation"], 0.0);
+    }
+    let eval = place
+        .run(&format!(
+            "eval --model M --preset vivqa-x --eval_file explained.jsonl --max_completion_length 6 --max_pixels 12544 \
+             --output eval.jsonl --threads 1 {clip}"
+        ))
+        .ok();
+    assert!(eval.stdout.contains("rewards/explanation"), "{}", eval.stdout);
+}

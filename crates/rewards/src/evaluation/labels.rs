@@ -1,0 +1,205 @@
+//! Classification by a set of labels: which label a completion answers, the confusion matrix, and the weighted and
+//! unweighted average recall.
+//!
+//! Source: the evaluation of R1-Omni on DFEW and MAFW: WAR is the recall of each class weighted by its frequency, which
+//! is the accuracy; UAR is the plain mean over the classes that occur. Differences: the label is read from the answer
+//! tag, not from the whole response, and synonyms of emotion words count; a completion whose answer is no label is wrong.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+
+use crate::RewardError;
+use crate::answer::normalised;
+use crate::emotion::emotions;
+
+/// Most labels of a set; more make no table anybody reads.
+const MAX_LABELS: usize = 64;
+
+/// The labels of a classification.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LabelSet {
+    names: Vec<String>,
+    keys: Vec<Key>,
+}
+
+/// What makes two texts the same label.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    Emotion(usize),
+    Text(String),
+}
+
+/// Emotion words by what they mean, other texts by their normal form.
+fn key(text: &str) -> Option<Key> {
+    let named = emotions(text);
+    if named.len() == 1 {
+        return named.first().copied().map(Key::Emotion);
+    }
+    Some(normalised(text)).filter(|text| !text.is_empty()).map(Key::Text)
+}
+
+impl LabelSet {
+    /// The given labels, in the order of the table.
+    ///
+    /// # Errors
+    /// Fewer than two, more than 64, an empty one, or two that mean the same.
+    pub fn new(names: &[String]) -> Result<Self, RewardError> {
+        let wrong = |what: String| RewardError::Setting { reward: "label_set".to_owned(), what };
+        if !(2..=MAX_LABELS).contains(&names.len()) {
+            return Err(wrong(format!("got {} labels, expected 2 to {MAX_LABELS}", names.len())));
+        }
+        let mut keys = Vec::with_capacity(names.len());
+        for name in names {
+            let key = key(name).ok_or_else(|| wrong(format!("`{name}` has no letters or digits")))?;
+            if keys.contains(&key) {
+                return Err(wrong(format!("`{name}` means the same as a label before it")));
+            }
+            keys.push(key);
+        }
+        Ok(Self { names: names.to_vec(), keys })
+    }
+
+    /// The labels among ground truths, sorted.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of_ground_truths<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, RewardError> {
+        let mut seen = BTreeSet::new();
+        let mut names = BTreeSet::new();
+        for text in texts {
+            if key(text).is_some_and(|key| seen.insert(key)) {
+                names.insert(normalised(text));
+            }
+            // Free text has no labels; do not collect all of it before saying so.
+            if names.len() > MAX_LABELS {
+                break;
+            }
+        }
+        Self::new(&names.into_iter().collect::<Vec<_>>())
+    }
+
+    /// The labels.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Which label a text is.
+    pub fn find(&self, text: &str) -> Option<usize> {
+        let key = key(text)?;
+        self.keys.iter().position(|label| *label == key)
+    }
+}
+
+/// How often each label was answered with each.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Confusion {
+    /// The labels.
+    pub labels: Vec<String>,
+    /// `counts[truth][answer]`; the last column counts answers that are no label.
+    pub counts: Vec<Vec<usize>>,
+    /// Completions whose ground truth is no label; they are not counted above.
+    pub unlabelled: usize,
+}
+
+impl Confusion {
+    pub(super) fn new(labels: &LabelSet) -> Self {
+        let num = labels.names.len();
+        Self { labels: labels.names.clone(), counts: vec![vec![0; num + 1]; num], unlabelled: 0 }
+    }
+
+    pub(super) fn add(&mut self, labels: &LabelSet, truth: &str, answer: Option<&str>) {
+        match labels.find(truth) {
+            Some(truth) => {
+                let answer = answer.and_then(|text| labels.find(text)).unwrap_or(labels.names.len());
+                self.counts[truth][answer] += 1;
+            }
+            None => self.unlabelled += 1,
+        }
+    }
+
+    /// Weighted average recall, 0..1; `None` without any labelled completion.
+    pub fn war(&self) -> Option<f64> {
+        let all: usize = self.counts.iter().flatten().sum();
+        let right: usize = self.counts.iter().enumerate().map(|(label, row)| row[label]).sum();
+        (all > 0).then(|| right as f64 / all as f64)
+    }
+
+    /// Unweighted average recall over the classes that occur, 0..1.
+    pub fn uar(&self) -> Option<f64> {
+        let recalls: Vec<f64> = self.recalls().into_iter().flatten().collect();
+        (!recalls.is_empty()).then(|| recalls.iter().sum::<f64>() / recalls.len() as f64)
+    }
+
+    /// Recall of each label; `None` for one that does not occur.
+    pub fn recalls(&self) -> Vec<Option<f64>> {
+        let recall = |(label, row): (usize, &Vec<usize>)| {
+            let all: usize = row.iter().sum();
+            (all > 0).then(|| row[label] as f64 / all as f64)
+        };
+        self.counts.iter().enumerate().map(recall).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(names: &[&str]) -> LabelSet {
+        LabelSet::new(&names.iter().map(|&n| n.to_owned()).collect::<Vec<_>>()).unwrap()
+    }
+
+    /// scikit-learn 1.7: `accuracy_score` 0.6 and `recall_score(average="macro")` over the classes of the truth
+    /// (3/4 + 0/1 + 3/5) / 3 = 0.45.
+    #[test]
+    fn war_is_accuracy_and_uar_the_mean_recall_of_classes_that_occur() {
+        let labels = set(&["happy", "sad", "angry", "fear"]);
+        let mut confusion = Confusion::new(&labels);
+        let rows = [
+            ("happy", Some("Happy.")),
+            ("happy", Some("joyful")),
+            ("happy", Some("happiness")),
+            ("happy", Some("sad")),
+            ("sad", None),
+            ("fear", Some("fearful")),
+            ("fear", Some("scared")),
+            ("fear", Some("afraid")),
+            ("fear", Some("I do not know")),
+            ("fear", Some("surprise")),
+            ("bored", Some("happy")),
+        ];
+        for (truth, answer) in rows {
+            confusion.add(&labels, truth, answer);
+        }
+        assert_eq!(
+            confusion.counts,
+            [[3, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 3, 2]].map(|row| row.to_vec())
+        );
+        assert_eq!(confusion.unlabelled, 1);
+        assert!((confusion.war().unwrap() - 0.6).abs() < 1e-12);
+        assert!((confusion.uar().unwrap() - 0.45).abs() < 1e-12);
+        assert_eq!(confusion.recalls(), [Some(0.75), Some(0.0), None, Some(0.6)]);
+        assert_eq!(Confusion::new(&labels).war(), None);
+    }
+
+    #[test]
+    fn sets_are_checked_and_collected() {
+        let labels = LabelSet::of_ground_truths(["sad", "Happy!", "joy", "sad", "cat", ""]).unwrap();
+        assert_eq!(labels.names(), ["cat", "happy", "sad"]);
+        assert_eq!(
+            (labels.find("Cat."), labels.find("sorrow"), labels.find("dog")),
+            (Some(0), Some(2), None)
+        );
+        for (names, expected) in [
+            (vec!["a"], "got 1 labels"),
+            (vec!["a", "!"], "no letters"),
+            (vec!["joy", "happy"], "means the same"),
+        ] {
+            let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
+            let error = LabelSet::new(&names).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        let texts: Vec<String> = (0..1000).map(|i| format!("text {i}")).collect();
+        assert!(LabelSet::of_ground_truths(texts.iter().map(String::as_str)).is_err());
+    }
+}

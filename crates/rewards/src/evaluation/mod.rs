@@ -1,0 +1,525 @@
+//! From scored completions to the numbers of an evaluation: accuracy with its interval, pass@k, means of the rewards,
+//! answers that cannot be read, tables by category, classification by labels, and scores of explanations.
+//!
+//! Rows come from a model (`eval`, or during training) or from a file of completions (`rewards run`); the numbers are
+//! the same.
+
+mod explanations;
+mod labels;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use crate::answer::MAX_ANSWER_CHARS;
+use crate::tags::content;
+use crate::{AnswerPolicy, RewardError, RewardSet};
+
+pub use explanations::{Explained, ExplanationReport, MEASURES, TextScores, explanations};
+pub use labels::{Confusion, LabelSet};
+
+/// Rewards that say whether an answer is right, the first of a run counts.
+const ANSWER_REWARDS: &[&str] = &[
+    "accuracy",
+    "label",
+    "emotion",
+    "mcq",
+    "mcq_iou",
+    "yes_no",
+    "short_text",
+    "math",
+    "iou",
+    "od_ap",
+    "od_ap50",
+    "odLength",
+    "weighted_sum",
+    "all_match",
+    "fuzzy",
+];
+
+/// What is measured besides the rewards.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measures {
+    /// Which answer tag counts.
+    pub answer_policy: AnswerPolicy,
+    /// An answer is right from this share of the accuracy reward's largest value on.
+    pub accuracy_threshold: f64,
+    /// Labels to tell apart.
+    pub labels: Labels,
+}
+
+impl Default for Measures {
+    fn default() -> Self {
+        Self { answer_policy: AnswerPolicy::Last, accuracy_threshold: 1.0, labels: Labels::None }
+    }
+}
+
+/// The labels of a classification.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Labels {
+    /// No classification.
+    None,
+    /// The ground truths of the rows.
+    OfGroundTruths,
+    /// These.
+    Given(LabelSet),
+}
+
+/// A row with its scored completions: a line of the result file.
+#[derive(Debug, Clone, Serialize)]
+pub struct EvalRow {
+    /// The row's id.
+    pub id: String,
+    /// The dataset it is from.
+    pub dataset: String,
+    /// The question.
+    pub prompt: String,
+    /// Ground truth.
+    pub solution: Option<String>,
+    /// Files of its media.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub media: Vec<PathBuf>,
+    /// Value of the category column.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub category: Option<String>,
+    /// Sampled texts.
+    pub completions: Vec<String>,
+    /// What stands in the answer tag of each; `None` where there is no answer.
+    pub answers: Vec<Option<String>>,
+    /// Each reward's value per completion.
+    pub rewards: BTreeMap<String, Vec<Option<f64>>>,
+    /// Weighted sum per completion.
+    pub reward: Vec<Option<f64>>,
+    /// References of its explanation.
+    #[serde(skip)]
+    pub references: Vec<String>,
+}
+
+impl EvalRow {
+    /// A reward's values where it applies.
+    fn values(&self, reward: &str) -> impl Iterator<Item = f64> + '_ {
+        self.rewards.get(reward).into_iter().flatten().flatten().copied()
+    }
+}
+
+/// What stands in a completion's answer tag, stripped; `None` where that is nothing.
+pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<&str> {
+    content(completion, "answer", policy).map(str::trim).filter(|text| !text.is_empty())
+}
+
+/// One line of the table by category.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Category {
+    /// The category.
+    pub name: String,
+    /// Its rows.
+    pub rows: usize,
+    /// Share of right answers.
+    pub accuracy: Option<f64>,
+    /// Share of completions without an answer.
+    pub parse_fail_rate: Option<f64>,
+    /// Mean of each reward, in the order of the rewards.
+    pub means: Vec<Option<f64>>,
+}
+
+/// The numbers of an evaluation.
+#[derive(Debug, Clone, Default)]
+pub struct Summary {
+    /// Metrics by name; `None` where there is nothing to measure.
+    pub metrics: Vec<(String, Option<f64>)>,
+    /// Rewards, in order.
+    pub reward_names: Vec<String>,
+    /// By category, sorted.
+    pub categories: Vec<Category>,
+    /// By label.
+    pub confusion: Option<Confusion>,
+    /// Of explanations.
+    pub explanations: Option<ExplanationReport>,
+    /// 95 % interval of `eval_accuracy`.
+    pub accuracy_interval: Option<(f64, f64)>,
+}
+
+impl Summary {
+    /// A metric by name.
+    #[must_use]
+    pub fn metric(&self, name: &str) -> Option<f64> {
+        self.metrics.iter().find(|(n, _)| n == name).and_then(|(_, v)| *v)
+    }
+
+    /// All of it as an object: the metrics, and the tables under `categories`, `confusion` and `accuracy_interval`.
+    #[must_use]
+    pub fn to_json(&self) -> serde_json::Value {
+        let mut out: serde_json::Map<String, serde_json::Value> =
+            self.metrics.iter().map(|(name, value)| (name.clone(), serde_json::json!(value))).collect();
+        if let Some((low, high)) = self.accuracy_interval {
+            out.insert("accuracy_interval".to_owned(), serde_json::json!([low, high]));
+        }
+        if !self.categories.is_empty() {
+            let table = self.categories.iter().map(|category| {
+                let means: BTreeMap<_, _> = self.reward_names.iter().zip(&category.means).collect();
+                serde_json::json!({
+                    "category": category.name, "rows": category.rows, "accuracy": category.accuracy,
+                    "parse_fail_rate": category.parse_fail_rate, "rewards": means,
+                })
+            });
+            out.insert("categories".to_owned(), table.collect());
+        }
+        if let Some(confusion) = &self.confusion {
+            out.insert("confusion".to_owned(), serde_json::json!(confusion));
+        }
+        serde_json::Value::Object(out)
+    }
+}
+
+/// Sums up scored rows.
+///
+/// # Errors
+/// Labels that make no set.
+pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> Result<Summary, RewardError> {
+    let names: Vec<String> = rewards.names().iter().map(|&name| name.to_owned()).collect();
+    let judge = Judge::new(rewards, measures.accuracy_threshold);
+    let total = mean(rows.iter().flat_map(|row| row.reward.iter().copied().flatten()));
+    let mut metrics: Vec<(String, Option<f64>)> = vec![
+        ("eval_rows".into(), Some(rows.len() as f64)),
+        ("eval_reward".into(), total),
+        ("eval_total_reward".into(), total),
+        ("eval_parse_fail_rate".into(), parse_fail_rate(rows)),
+    ];
+    let mut accuracy_interval = None;
+    if let Some(judge) = &judge {
+        let counts: Vec<(usize, usize)> = rows.iter().filter_map(|row| judge.count(row)).collect();
+        let accuracy = judge.accuracy(rows);
+        metrics.push(("eval_accuracy".into(), accuracy));
+        accuracy_interval = accuracy.map(|p| wilson_interval(p, counts.len()));
+        // Rows may carry different numbers of completions; k is bounded by the fewest.
+        let samples = counts.iter().map(|&(n, _)| n).min().unwrap_or(0);
+        let mut k = 1;
+        while samples > 1 && k <= samples {
+            let all = counts.iter().map(|&(n, right)| pass_at_k(n, right, k));
+            metrics.push((format!("eval_pass@{k}"), mean(all)));
+            k = if k < samples { (2 * k).min(samples) } else { k + 1 };
+        }
+    }
+    let many = rows.iter().any(|row| row.completions.len() > 1);
+    for name in &names {
+        let values = || rows.iter().flat_map(|row| row.values(name));
+        metrics.push((format!("eval_rewards/{name}/mean"), mean(values())));
+        // The names of the evaluation of qwen-vl-finetune's GRPO trainer.
+        metrics.push((format!("eval_{name}_reward"), mean(values())));
+        if many {
+            let best = rows.iter().filter_map(|row| row.values(name).reduce(f64::max));
+            metrics.push((format!("eval_rewards/{name}/best_of_n"), mean(best)));
+        }
+    }
+    let confusion = confusion(rows, measures)?;
+    if let Some(confusion) = &confusion {
+        metrics.push(("eval_war".into(), confusion.war()));
+        metrics.push(("eval_uar".into(), confusion.uar()));
+    }
+    let explanations = explained(rows);
+    for (view, scores) in explanations.iter().flat_map(ExplanationReport::views) {
+        for (measure, score) in MEASURES.iter().zip(scores) {
+            metrics.push((format!("eval_explanation/{view}/{measure}"), *score));
+        }
+    }
+    Ok(Summary {
+        metrics,
+        categories: by_category(rows, &names, judge.as_ref()),
+        reward_names: names,
+        confusion,
+        explanations,
+        accuracy_interval,
+    })
+}
+
+/// Says which completions are right.
+struct Judge<'a> {
+    reward: &'a str,
+    from: f64,
+}
+
+impl<'a> Judge<'a> {
+    /// By the first reward that looks at answers, if there is one.
+    fn new(rewards: &RewardSet, threshold: f64) -> Option<Judge<'static>> {
+        let names = rewards.names();
+        let reward = ANSWER_REWARDS.iter().copied().find(|name| names.contains(name))?;
+        let (_, best) = rewards.range_of(reward)?;
+        Some(Judge { reward, from: threshold * best - 1e-9 })
+    }
+
+    /// Completions that were judged, and the right ones among them; `None` where the reward does not apply.
+    fn count(&self, row: &EvalRow) -> Option<(usize, usize)> {
+        let judged: Vec<f64> = row.values(self.reward).collect();
+        let right = judged.iter().filter(|&&value| value >= self.from).count();
+        (!judged.is_empty()).then_some((judged.len(), right))
+    }
+
+    /// Mean over the rows of their share of right completions.
+    fn accuracy<'r>(&self, rows: impl IntoIterator<Item = &'r EvalRow>) -> Option<f64> {
+        mean(rows.into_iter().filter_map(|row| self.count(row)).map(|(n, right)| right as f64 / n as f64))
+    }
+}
+
+fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>, RewardError> {
+    let truth = |row: &'_ EvalRow| -> Option<String> {
+        let solution = row.solution.as_deref()?;
+        let text = content(solution, "answer", measures.answer_policy).unwrap_or(solution).trim();
+        // Longer texts are no labels; comparing them would only cost time.
+        (text.len() <= MAX_ANSWER_CHARS).then(|| text.to_owned())
+    };
+    let found;
+    let labels = match &measures.labels {
+        Labels::None => return Ok(None),
+        Labels::Given(labels) => labels,
+        Labels::OfGroundTruths => {
+            let texts: Vec<String> = rows.iter().filter_map(truth).collect();
+            found = LabelSet::of_ground_truths(texts.iter().map(String::as_str))?;
+            &found
+        }
+    };
+    let mut confusion = Confusion::new(labels);
+    for row in rows {
+        let truth = truth(row).unwrap_or_default();
+        for answer in &row.answers {
+            confusion.add(labels, &truth, answer.as_deref());
+        }
+    }
+    Ok(Some(confusion))
+}
+
+/// The reward whose numbers are shown beside the other measures of explanations.
+const BERT_SCORE: &str = "bertscore";
+
+fn explained(rows: &[EvalRow]) -> Option<ExplanationReport> {
+    let of_row = |row: &'_ EvalRow, sample: usize| *row.rewards.get(BERT_SCORE)?.get(sample)?;
+    let items: Vec<Explained<'_>> = rows
+        .iter()
+        .filter(|row| !row.references.is_empty())
+        .flat_map(|row| {
+            row.completions.iter().enumerate().map(move |(sample, completion)| Explained {
+                completion,
+                references: &row.references,
+                solution: row.solution.as_deref().unwrap_or_default(),
+                bert_score: of_row(row, sample),
+            })
+        })
+        .collect();
+    explanations(&items)
+}
+
+fn by_category(rows: &[EvalRow], names: &[String], judge: Option<&Judge<'_>>) -> Vec<Category> {
+    let mut groups: BTreeMap<&str, Vec<&EvalRow>> = BTreeMap::new();
+    for row in rows {
+        if let Some(category) = &row.category {
+            groups.entry(category).or_default().push(row);
+        }
+    }
+    let line = |(name, rows): (&str, Vec<&EvalRow>)| Category {
+        name: name.to_owned(),
+        rows: rows.len(),
+        accuracy: judge.and_then(|judge| judge.accuracy(rows.iter().copied())),
+        parse_fail_rate: parse_fail_rate(rows.iter().copied()),
+        means: names.iter().map(|name| mean(rows.iter().flat_map(|row| row.values(name)))).collect(),
+    };
+    groups.into_iter().map(line).collect()
+}
+
+fn parse_fail_rate<'r>(rows: impl IntoIterator<Item = &'r EvalRow>) -> Option<f64> {
+    mean(rows.into_iter().flat_map(|row| &row.answers).map(|answer| f64::from(answer.is_none())))
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (mut sum, mut num) = (0.0, 0usize);
+    for value in values {
+        sum += value;
+        num += 1;
+    }
+    (num > 0).then(|| sum / num as f64)
+}
+
+/// The chance that a draw of `k` among `n` completions, of which `right` are right, has a right one: 1 - C(n-right, k) /
+/// C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374). `k` is at most `n`.
+#[must_use]
+pub fn pass_at_k(n: usize, right: usize, k: usize) -> f64 {
+    if n < right + k {
+        return 1.0;
+    }
+    1.0 - ((n - right + 1)..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
+}
+
+/// The 95 % Wilson interval of a share that was observed as `p` in `n` trials.
+#[must_use]
+pub fn wilson_interval(p: f64, n: usize) -> (f64, f64) {
+    if n == 0 {
+        return (0.0, 1.0);
+    }
+    const Z: f64 = 1.959_963_984_540_054;
+    let n = n as f64;
+    let centre = (p + Z * Z / (2.0 * n)) / (1.0 + Z * Z / n);
+    let half = Z / (1.0 + Z * Z / n) * (p * (1.0 - p) / n + Z * Z / (4.0 * n * n)).sqrt();
+    ((centre - half).max(0.0), (centre + half).min(1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, json};
+
+    use super::*;
+    use crate::{RewardInput, RewardOptions, RowKey, Think, build, references};
+
+    fn rows(rewards: &RewardSet, given: &[(&str, &str, serde_json::Value, &[&str])]) -> Vec<EvalRow> {
+        let row = |(i, (category, solution, columns, completions)): (
+            usize,
+            &(&str, &str, serde_json::Value, &[&str]),
+        )| {
+            let columns: Map<String, serde_json::Value> = columns.as_object().cloned().unwrap_or_default();
+            let inputs: Vec<RewardInput<'_>> = completions
+                .iter()
+                .map(|completion| RewardInput {
+                    prompt: "q",
+                    completion,
+                    completion_ids: &[],
+                    solution: Some(solution),
+                    columns: &columns,
+                    think: Think::On,
+                    media_paths: &[],
+                    key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
+                    truncated: false,
+                })
+                .collect();
+            let matrix = rewards.score(&inputs).unwrap();
+            EvalRow {
+                id: i.to_string(),
+                dataset: "d".into(),
+                prompt: "q".into(),
+                solution: Some((*solution).to_owned()),
+                media: vec![],
+                category: Some((*category).to_owned()),
+                completions: completions.iter().map(|&c| c.to_owned()).collect(),
+                answers: completions
+                    .iter()
+                    .map(|c| answer(c, AnswerPolicy::Last).map(str::to_owned))
+                    .collect(),
+                rewards: matrix.names.iter().cloned().zip(matrix.values).collect(),
+                reward: matrix.total,
+                references: references(&columns, Some(solution)).into_iter().map(str::to_owned).collect(),
+            }
+        };
+        given.iter().enumerate().map(row).collect()
+    }
+
+    fn near(summary: &Summary, name: &str, expected: f64) {
+        let got = summary.metric(name).unwrap_or_else(|| panic!("no {name} in {:?}", summary.metrics));
+        assert!((got - expected).abs() < 1e-9, "{name}: {got} {expected}");
+    }
+
+    #[test]
+    fn several_samples_give_pass_at_k_and_means() {
+        let rewards = build(&["accuracy".into(), "format".into()], &RewardOptions::default()).unwrap();
+        let good = "<think>t</think><answer>cat</answer>";
+        let rows = rows(
+            &rewards,
+            &[
+                ("a", "cat", json!({}), &[good, "<answer>dog</answer>", "<answer>cat</answer>", "cat"]),
+                ("a", "dog", json!({}), &[good, good, good, "<answer></answer>"]),
+                ("b", "cat", json!({}), &[good; 4]),
+            ],
+        );
+        let summary = summarize(&rows, &rewards, &Measures::default()).unwrap();
+        // Right: 3 of 4 (an answer without its tag is read where it stands alone), 0 of 4, 4 of 4.
+        near(&summary, "eval_accuracy", (0.75 + 0.0 + 1.0) / 3.0);
+        near(&summary, "eval_pass@1", (0.75 + 0.0 + 1.0) / 3.0);
+        // 1 - C(1, 2)/C(4, 2) is 1.
+        near(&summary, "eval_pass@2", 2.0 / 3.0);
+        near(&summary, "eval_pass@4", 2.0 / 3.0);
+        assert_eq!(summary.metric("eval_pass@3"), None);
+        near(&summary, "eval_parse_fail_rate", 2.0 / 12.0);
+        near(&summary, "eval_rewards/format/mean", 8.0 / 12.0);
+        near(&summary, "eval_format_reward", 8.0 / 12.0);
+        near(&summary, "eval_rewards/accuracy/best_of_n", 2.0 / 3.0);
+        near(&summary, "eval_total_reward", (7.0 + 8.0) / 12.0);
+        let [a, b] = &summary.categories[..] else { panic!("{:?}", summary.categories) };
+        assert_eq!(
+            (a.name.as_str(), a.rows, a.accuracy, a.parse_fail_rate),
+            ("a", 2, Some(0.375), Some(0.25))
+        );
+        assert_eq!((b.rows, b.accuracy, b.parse_fail_rate), (1, Some(1.0), Some(0.0)));
+        assert_eq!(b.means, [Some(1.0), Some(1.0)]);
+        let json = summary.to_json();
+        assert_eq!(json["categories"][1]["rewards"]["format"], 1.0);
+        assert_eq!(json["accuracy_interval"].as_array().map(Vec::len), Some(2));
+    }
+
+    #[test]
+    fn a_threshold_makes_overlaps_right() {
+        let rewards = build(&["iou".into()], &RewardOptions::default()).unwrap();
+        let rows = rows(
+            &rewards,
+            &[
+                ("", "[0,0,10,10]", json!({}), &["<answer>[0,0,10,8]</answer>"]),
+                ("", "[0,0,10,10]", json!({}), &["<answer>[0,0,10,4]</answer>"]),
+                ("", "no box", json!({}), &["<answer>[0,0,10,4]</answer>"]),
+            ],
+        );
+        let with = |accuracy_threshold| {
+            summarize(&rows, &rewards, &Measures { accuracy_threshold, ..Measures::default() }).unwrap()
+        };
+        near(&with(0.5), "eval_accuracy", 0.5);
+        near(&with(1.0), "eval_accuracy", 0.0);
+        near(&with(0.5), "eval_iou_reward", 0.6);
+    }
+
+    #[test]
+    fn labels_and_explanations_are_measured_where_there_are_any() {
+        let rewards = build(&["emotion".into()], &RewardOptions::default()).unwrap();
+        let rows = rows(
+            &rewards,
+            &[
+                (
+                    "",
+                    "<answer>happy</answer>",
+                    json!({"explanations": ["she smiles", "a wide smile"]}),
+                    &["<answer>joy</answer><explain>she smiles</explain>"],
+                ),
+                ("", "sad", json!({}), &["<answer>happy</answer>"]),
+            ],
+        );
+        let measures = Measures { labels: Labels::OfGroundTruths, ..Measures::default() };
+        let summary = summarize(&rows, &rewards, &measures).unwrap();
+        assert_eq!(summary.confusion.as_ref().unwrap().labels, ["happy", "sad"]);
+        assert_eq!(summary.confusion.as_ref().unwrap().counts, [vec![1, 0, 0], vec![1, 0, 0]]);
+        near(&summary, "eval_war", 0.5);
+        near(&summary, "eval_uar", 0.5);
+        near(&summary, "eval_explanation/unfiltered/ROUGE_L", 100.0);
+        // The literal rule of the source: "joy" is not "happy".
+        near(&summary, "eval_explanation/filtered/ROUGE_L", 0.0);
+        assert_eq!(summary.metric("eval_explanation/filtered/BERTScore_F1"), None);
+        let none = summarize(&rows[1..], &rewards, &Measures::default()).unwrap();
+        assert!(none.confusion.is_none() && none.explanations.is_none());
+    }
+
+    /// Values of the estimator's paper's formula with exact fractions.
+    #[test]
+    fn pass_at_k_is_unbiased() {
+        for (n, right, k, expected) in [
+            (4, 1, 1, 0.25),
+            (4, 1, 2, 0.5),
+            (5, 2, 3, 0.9),
+            (10, 3, 4, 1.0 - 35.0 / 210.0),
+            (3, 0, 3, 0.0),
+            (3, 3, 1, 1.0),
+            (200, 5, 100, 1.0 - 9_034_502_400.0 / 304_278_004_800.0),
+        ] {
+            let got = pass_at_k(n, right, k);
+            assert!((got - expected).abs() < 1e-12, "{n} {right} {k}: {got}");
+        }
+    }
+
+    /// Newcombe (1998), table I: 15 of 148.
+    #[test]
+    fn the_interval_is_wilsons() {
+        let (low, high) = wilson_interval(15.0 / 148.0, 148);
+        assert!((low - 0.0624).abs() < 5e-5 && (high - 0.1605).abs() < 5e-5, "{low} {high}");
+    }
+}

@@ -1,0 +1,142 @@
+//! `explanation`: `w · clip + (1 − w) · cider`, both cut to [0, 1].
+//!
+//! Source: the ViVQA-X project's reward of explanations, w = 0.5. The text is that of the completion's first `<explain>`
+//! tag. CLIP score: 100 · cosine of text and the row's first picture, of which (score − 15) / 20 counts. CIDEr: that of
+//! the `cider` reward, over 10.
+//!
+//! Differences by design, each of which the source's numbers need: document frequencies are those of the training
+//! references (in the source those of the batch, which makes CIDEr 0 whenever a batch is one prompt); all references count;
+//! the CLIP part is cut at 1 too; scores are not stretched over the batch (which forces a 0 and a 1 into every batch and
+//! lets a reward depend on its neighbours); no explanation earns 0, where CLIP would still like the empty text. The option
+//! `explanation_compat` brings the source's counting, stretching and missing cut back.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use omnigrpo_rewards::{DocumentFrequencies, Reward, RewardError, RewardInput, explanation, references};
+
+use crate::clip_score::{ClipScorer, clip_score};
+use crate::error::{Result, ScorerError};
+use crate::table::ScorerOptions;
+
+const NAME: &str = "explanation";
+/// CLIP scores of unrelated and of fitting texts.
+const CLIP_FLOOR: f64 = 15.0;
+const CLIP_SPAN: f64 = 20.0;
+
+struct Explanation {
+    clip: Option<ClipScorer>,
+    frequencies: Option<Arc<DocumentFrequencies>>,
+    clip_weight: f64,
+    compat: bool,
+}
+
+pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
+    let setting = |what: &str| ScorerError::Setting { reward: NAME, what: what.to_owned() };
+    let weight = options.explanation_clip_weight;
+    if !(0.0..=1.0).contains(&weight) {
+        return Err(setting(&format!("its CLIP share is {weight}; expected a number from 0 to 1")));
+    }
+    let clip = match &options.clip_model {
+        _ if weight == 0.0 => None,
+        Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.dtype)?),
+        None => {
+            return Err(setting(
+                "it needs a CLIP: give its directory with `--clip_model DIR`, or `--explanation_clip_weight 0` for CIDEr \
+                 alone",
+            ));
+        }
+    };
+    let frequencies = options.frequencies.clone().filter(|f| f.num_items() >= 2);
+    if weight < 1.0 && frequencies.is_none() && !options.explanation_compat {
+        return Err(setting(
+            "its CIDEr needs document frequencies of at least 2 training items with references (column \
+             `explanations`, or an <explain> tag in the solution)",
+        ));
+    }
+    Ok(Box::new(Explanation { clip, frequencies, clip_weight: weight, compat: options.explanation_compat }))
+}
+
+impl Reward for Explanation {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (0.0, 1.0)
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let clip = self.clip_parts(batch)?;
+        let rows = batch.iter().zip(clip);
+        if self.compat {
+            return Ok(self.stretched(rows.collect()));
+        }
+        Ok(rows
+            .map(|(input, clip)| {
+                let cider = self.cider_part(input)?;
+                let clip = clip?.clamp(0.0, 1.0);
+                // Parts that are not there have no weight, and a weight of 0 is no reason to look at a part.
+                let value = self.clip_weight * clip + (1.0 - self.clip_weight) * cider;
+                Some(if explanation(input.completion).trim().is_empty() { 0.0 } else { value })
+            })
+            .collect())
+    }
+}
+
+impl Explanation {
+    /// CIDEr over 10; `None` for a row without references.
+    fn cider_part(&self, input: &RewardInput<'_>) -> Option<f64> {
+        let Some(frequencies) = self.frequencies.as_ref().filter(|_| self.clip_weight < 1.0) else {
+            return Some(0.0);
+        };
+        let references = references(input.columns, input.solution);
+        let text = explanation(input.completion);
+        (!references.is_empty()).then(|| (frequencies.score(text, &references) / 10.0).clamp(0.0, 1.0))
+    }
+
+    /// `max(0, (score − 15) / 20)` of each row; `None` for a row without picture.
+    fn clip_parts(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let Some(clip) = &self.clip else { return Ok(vec![Some(0.0); batch.len()]) };
+        let mut texts: Vec<&str> = Vec::new();
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        for input in batch {
+            let text = explanation(input.completion).trim();
+            places.entry(text).or_insert_with(|| {
+                texts.push(text);
+                texts.len() - 1
+            });
+        }
+        let texts = clip.texts(&texts).map_err(|e| e.of_batch(NAME))?;
+        let part = |(index, input): (usize, &RewardInput<'_>)| {
+            let Some(path) = input.media_paths.first() else { return Ok(None) };
+            let picture = clip.picture(path).map_err(|e| RewardError::Row {
+                reward: NAME.to_owned(),
+                row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
+                what: format!("the CLIP score wants a picture: {e}"),
+            })?;
+            let score = clip_score(&texts[places[explanation(input.completion).trim()]], &picture);
+            Ok(Some(((score - CLIP_FLOOR) / CLIP_SPAN).max(0.0)))
+        };
+        batch.iter().enumerate().map(part).collect()
+    }
+
+    /// The source's own form: the explanation of the solution as the one reference, words counted over the batch, CIDEr
+    /// on its scale of 10, and the sums stretched so that the worst row of the batch gets 0 and the best 1.
+    fn stretched(&self, rows: Vec<(&RewardInput<'_>, Option<f64>)>) -> Vec<Option<f64>> {
+        let reference =
+            |input: &RewardInput<'_>| input.solution.map_or(String::new(), |s| explanation(s).to_owned());
+        let mut frequencies = DocumentFrequencies::default();
+        rows.iter().for_each(|(input, _)| frequencies.add_item(&[reference(input)]));
+        let raw: Vec<f64> = rows
+            .iter()
+            .map(|(input, clip)| {
+                let cider = frequencies.score(explanation(input.completion), &[reference(input)]);
+                self.clip_weight * clip.unwrap_or(0.0) + (1.0 - self.clip_weight) * cider
+            })
+            .collect();
+        let low = raw.iter().copied().fold(f64::INFINITY, f64::min);
+        let high = raw.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        raw.iter().map(|x| Some(if high > low { (x - low) / (high - low) } else { 0.0 })).collect()
+    }
+}

@@ -1,0 +1,217 @@
+//! Texts to one vector each: a text encoder, pooling, and a layer into another model's space.
+//!
+//! Reads the layout of `sentence-transformers`, in which multilingual text towers for CLIP are published:
+//! `modules.json` names a transformer (XLM-RoBERTa, DistilBERT, BERT, RoBERTa), mean or `[CLS]` pooling, and dense layers.
+//! Refused: other modules, other pooling.
+
+use std::path::{Component, Path, PathBuf};
+
+use omnigrpo_models::encoders::bert::Bert;
+use omnigrpo_models::{ConfigJson, WeightDtype, WeightFiles};
+use omnigrpo_ops::{Linear, MatmulMode, Param, Part, linear, rows_from_vec, to_vec};
+use omnigrpo_text::Tokenizer;
+use serde_json::Value;
+
+use crate::error::{Result, ScorerError};
+
+/// A text encoder with pooling and dense layers.
+pub struct SentenceEncoder {
+    bert: Bert,
+    tokenizer: Tokenizer,
+    max_tokens: usize,
+    pooling: Pooling,
+    dense: Vec<Dense>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Pooling {
+    /// Mean over all tokens, start and end included.
+    Mean,
+    /// The first token's row.
+    First,
+}
+
+struct Dense {
+    layer: Linear,
+    tanh: bool,
+}
+
+fn fail(path: impl Into<PathBuf>, what: impl Into<String>) -> ScorerError {
+    ScorerError::File { path: path.into(), what: what.into() }
+}
+
+impl SentenceEncoder {
+    /// Loads a directory.
+    ///
+    /// # Errors
+    /// Another layout, unreadable files, widths that do not fit together.
+    pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+        let modules = dir.join("modules.json");
+        if !modules.is_file() {
+            let what = "modules.json is missing; expected a directory of `sentence-transformers`";
+            return Err(fail(dir, what));
+        }
+        let bytes = std::fs::read(&modules).map_err(|e| fail(&modules, e.to_string()))?;
+        let list: Vec<Value> =
+            serde_json::from_slice(&bytes).map_err(|e| fail(&modules, format!("not a JSON list: {e}")))?;
+        let mut transformer = None;
+        let mut pooling = None;
+        let mut dense = Vec::new();
+        for module in &list {
+            let text = |key: &str| module.get(key).and_then(Value::as_str).unwrap_or_default();
+            let place = inside(dir, text("path")).ok_or_else(|| {
+                fail(&modules, format!("{:?} is no folder of this directory", text("path")))
+            })?;
+            match text("type").rsplit('.').next().unwrap_or_default() {
+                "Transformer" => transformer = Some(place),
+                "Pooling" => pooling = Some(read_pooling(&place)?),
+                "Dense" => dense.push(Dense::load(&place, dtype)?),
+                // Lengths do not matter to a cosine.
+                "Normalize" => {}
+                other => {
+                    let known = "Transformer, Pooling, Dense or Normalize";
+                    return Err(fail(&modules, format!("module {other:?}; expected {known}")));
+                }
+            }
+        }
+        let (Some(place), Some(pooling)) = (transformer, pooling) else {
+            return Err(fail(&modules, "expected a Transformer and a Pooling"));
+        };
+        let bert = Bert::load(&place, dtype)?;
+        let tokenizer_dir = if place.join("tokenizer.json").is_file() { &place } else { dir };
+        let tokenizer = Tokenizer::from_dir(tokenizer_dir)?;
+        let most = bert.config().max_tokens();
+        let limits = place.join("sentence_bert_config.json");
+        let asked = if limits.is_file() {
+            ConfigJson::read(&limits)?.size("max_seq_length", Some(most))?
+        } else {
+            most
+        };
+        let this = Self { bert, tokenizer, max_tokens: asked.min(most), pooling, dense };
+        let mut width = this.bert.config().sizes.hidden;
+        for Dense { layer, .. } in &this.dense {
+            if layer.k() != width {
+                return Err(fail(
+                    dir,
+                    format!("a dense layer takes {} features, but gets {width}", layer.k()),
+                ));
+            }
+            width = layer.n();
+        }
+        Ok(this)
+    }
+
+    /// Features of a text.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        self.dense.last().map_or(self.bert.config().sizes.hidden, |dense| dense.layer.n())
+    }
+
+    /// Rows of [`Self::width`] numbers, one per text. A text that is too long is cut.
+    ///
+    /// # Errors
+    /// A text that cannot be tokenised.
+    pub fn encode(&self, texts: &[&str]) -> Result<Vec<f32>> {
+        let ids = framed(&self.tokenizer, texts, self.max_tokens)?;
+        let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
+        let c = self.bert.config().sizes.hidden;
+        let pooled = match self.pooling {
+            Pooling::First => to_vec(&self.bert.first(&ids, None)?)?,
+            Pooling::Mean => {
+                let hidden = to_vec(&self.bert.hidden(&ids, self.bert.config().sizes.layers, None)?)?;
+                let mut rows = hidden.chunks_exact(c);
+                let mut pooled = vec![0.0f32; ids.len() * c];
+                for (mean, ids) in pooled.chunks_exact_mut(c).zip(&ids) {
+                    for row in rows.by_ref().take(ids.len()) {
+                        mean.iter_mut().zip(row).for_each(|(m, x)| *m += x);
+                    }
+                    mean.iter_mut().for_each(|m| *m /= ids.len() as f32);
+                }
+                pooled
+            }
+        };
+        let mut x = rows_from_vec(pooled, ids.len(), c)?;
+        for Dense { layer, tanh } in &self.dense {
+            x = linear(&x, layer, MatmulMode::Gemm)?;
+            if *tanh {
+                x = x.tanh()?;
+            }
+        }
+        Ok(to_vec(&x)?)
+    }
+}
+
+impl Dense {
+    fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
+        let json = ConfigJson::read(&dir.join("config.json"))?;
+        let (k, n) = (json.size("in_features", None)?, json.size("out_features", None)?);
+        let activation = json.get("activation_function").and_then(Value::as_str).unwrap_or("Tanh");
+        let tanh = match activation.rsplit('.').next().unwrap_or_default() {
+            "Tanh" => true,
+            "Identity" => false,
+            other => {
+                let what = format!("activation_function {other:?}; expected Identity or Tanh");
+                return Err(fail(dir.join("config.json"), what));
+            }
+        };
+        let files = WeightFiles::open(dir, |key| Some(key.to_owned()))?;
+        let read = |name: &str| -> Result<_> {
+            let tensor = files.read(name, dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
+            Ok(std::sync::Arc::new(Param::new(name, Part::Projector, tensor)?))
+        };
+        let bias = json.boolean("bias", true)?.then(|| read("linear.bias")).transpose()?;
+        Ok(Self { layer: Linear::reshaped(read("linear.weight")?, bias, n, k)?, tanh })
+    }
+}
+
+fn read_pooling(dir: &Path) -> Result<Pooling> {
+    let path = dir.join("config.json");
+    let json = ConfigJson::read(&path)?;
+    if let Some(mode) = json.get("pooling_mode").and_then(Value::as_str) {
+        return match mode {
+            "mean" => Ok(Pooling::Mean),
+            "cls" => Ok(Pooling::First),
+            other => Err(fail(path, format!("pooling_mode is {other:?}; expected mean or cls"))),
+        };
+    }
+    let on: Vec<&str> = json
+        .object()
+        .iter()
+        .filter(|(key, value)| key.starts_with("pooling_mode_") && value.as_bool() == Some(true))
+        .map(|(key, _)| key.as_str())
+        .collect();
+    match on.as_slice() {
+        ["pooling_mode_mean_tokens"] => Ok(Pooling::Mean),
+        ["pooling_mode_cls_token"] => Ok(Pooling::First),
+        other => Err(fail(path, format!("pools by {other:?}; expected mean or cls"))),
+    }
+}
+
+/// A folder of a directory; nothing outside it.
+fn inside(dir: &Path, path: &str) -> Option<PathBuf> {
+    Path::new(path).components().all(|part| matches!(part, Component::Normal(_))).then(|| dir.join(path))
+}
+
+/// Token ids with start and end tokens, cut to at most `max_tokens` with the end token kept.
+pub(crate) fn framed(tokenizer: &Tokenizer, texts: &[&str], max_tokens: usize) -> Result<Vec<Vec<u32>>> {
+    texts
+        .iter()
+        .map(|text| {
+            let mut end = text.len().min(MAX_TEXT_BYTES);
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            let mut ids = tokenizer.encode_framed(&text[..end])?;
+            if ids.len() > max_tokens
+                && let Some(&last) = ids.last()
+            {
+                ids.truncate(max_tokens);
+                ids[max_tokens - 1] = last;
+            }
+            Ok(ids)
+        })
+        .collect()
+}
+
+/// No text tower reads further than a few hundred tokens; what a model wrote without end is not tokenised whole.
+const MAX_TEXT_BYTES: usize = 1 << 16;

@@ -1,0 +1,398 @@
+//! Scorers against `transformers`, `bert_score` and hand-made sums on tiny random checkpoints. Data:
+//! `tools/goldens/make_scorers.py`.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use omnigrpo_media::clip::ClipPixels;
+use omnigrpo_media::{Limits, Rgb8Image, load_image};
+use omnigrpo_models::WeightDtype;
+use omnigrpo_rewards::{
+    DocumentFrequencies, Reward, RewardInput, RewardOptions, RewardSet, RowKey, Think, build_with,
+};
+use omnigrpo_scorers::{BertScorer, ClipScorer, ScorerOptions, table};
+use safetensors::SafeTensors;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+fn picture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/media").join(name)
+}
+
+fn goldens(path: &str) -> Value {
+    let all: Value = serde_json::from_slice(&std::fs::read(golden("goldens.json")).unwrap()).unwrap();
+    all.pointer(path).unwrap().clone()
+}
+
+fn read<T: DeserializeOwned>(path: &str) -> T {
+    serde_json::from_value(goldens(path)).unwrap()
+}
+
+fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+fn clip(text_dir: Option<&str>) -> ClipScorer {
+    ClipScorer::load(&golden("clip"), text_dir.map(golden).as_deref(), WeightDtype::Auto).unwrap()
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        match path.is_dir() {
+            true => copy(&path, &target),
+            false => assert!(std::fs::copy(&path, target).is_ok()),
+        }
+    }
+}
+
+#[test]
+fn pixels_equal_the_processor_bit_for_bit() {
+    let bytes = std::fs::read(golden("clip.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let want: Vec<f32> = file
+        .tensor("pixels")
+        .unwrap()
+        .data()
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|&b| f32::from_le_bytes(b))
+        .collect();
+    let clip = ClipPixels {
+        shorter_px: 32,
+        crop_px: 32,
+        mean: [0.48145466, 0.4578275, 0.40821073],
+        std: [0.26862954, 0.26130258, 0.27577711],
+    };
+    let mut got = Vec::new();
+    for name in read::<Vec<String>>("/pictures") {
+        got.extend(clip.pixels(&load_image(&picture(&name), &Limits::default()).unwrap()).unwrap());
+    }
+    assert_eq!(got.len(), want.len());
+    assert!(got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()), "pixels differ");
+    let thread = Rgb8Image::filled(1, 300, [0; 3]).unwrap();
+    assert!(clip.pixels(&thread).unwrap_err().to_string().contains("1x300"));
+}
+
+#[test]
+fn cosines_equal_transformers_with_every_text_tower() {
+    let texts: Vec<String> = read("/texts");
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    for (tower, name) in [(None, "clip"), (Some("multilingual"), "multilingual"), (Some("distil"), "distil")]
+    {
+        let scorer = clip(tower);
+        let want: Vec<Vec<f64>> = read(&format!("/{name}/cosines"));
+        let features = scorer.texts(&texts).unwrap();
+        for (column, file) in read::<Vec<String>>("/pictures").iter().enumerate() {
+            let picture = scorer.picture(&picture(file)).unwrap();
+            for (row, text) in features.iter().enumerate() {
+                let (got, want) = (cosine(text, &picture), want[row][column]);
+                assert!((got - want).abs() < 1e-4, "{name}, text {row}, {file}: {got}, expected {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn pictures_are_kept_while_their_file_stays_as_it_is() {
+    let scorer = clip(None);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.png");
+    std::fs::copy(picture("shapes.png"), &path).unwrap();
+    let first = scorer.picture(&path).unwrap();
+    assert!(Arc::ptr_eq(&first, &scorer.picture(&path).unwrap()), "the second time it comes from the cache");
+    std::fs::copy(picture("noise.png"), &path).unwrap();
+    assert_ne!(first, scorer.picture(&path).unwrap());
+    std::fs::write(&path, "no picture").unwrap();
+    assert!(scorer.picture(&path).is_err());
+}
+
+#[test]
+fn bertscore_equals_the_package() {
+    let candidates: Vec<String> = read("/bertscore/candidates");
+    let references: Vec<Vec<String>> = read("/bertscore/references");
+    let pairs: Vec<(&str, Vec<&str>)> = candidates
+        .iter()
+        .zip(&references)
+        .map(|(c, r)| (c.as_str(), r.iter().map(String::as_str).collect()))
+        .collect();
+    let all: Vec<&str> = references.iter().flatten().map(String::as_str).collect();
+    let cases = goldens("/bertscore/cases");
+    for case in cases.as_array().unwrap() {
+        let layer = case["layer"].as_u64().unwrap() as usize;
+        let dir = golden(case["model"].as_str().unwrap());
+        let mut scorer = BertScorer::load(&dir, Some(layer), WeightDtype::Auto).unwrap();
+        if case["idf"] == true {
+            scorer = scorer.with_idf(&all).unwrap();
+        }
+        let want: Vec<[f64; 3]> = serde_json::from_value(case["scores"].clone()).unwrap();
+        for (score, want) in scorer.score(&pairs).unwrap().iter().zip(want) {
+            for (got, want) in [score.precision, score.recall, score.f1].into_iter().zip(want) {
+                assert!((got - want).abs() < 1e-5, "{case}: {score:?}, expected {want}");
+            }
+        }
+    }
+    // The last layer is the default, and nothing is like nothing.
+    let scorer = BertScorer::load(&golden("roberta"), None, WeightDtype::Auto).unwrap();
+    let want: f64 = read("/bertscore/cases/0/scores/0/2");
+    let scores = scorer.score(&[
+        (" trong ảnh có vòi sen\n", vec![&references[0][0]]),
+        ("", vec!["con"]),
+        ("con", vec![" "]),
+    ]);
+    let scores = scores.unwrap();
+    assert!((scores[0].f1 - want).abs() < 1e-5);
+    assert_eq!((scores[1].f1, scores[2].f1), (0.0, 0.0));
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("baseline.tsv");
+    std::fs::write(&file, "LAYER,P,R,F\n2,0.1,0.2,0.3\n3,0.5,0.6,0.7\n").unwrap();
+    let rescaled =
+        scorer.with_baseline(&file).unwrap().score(&[(&candidates[0], vec![&references[0][0]])]).unwrap();
+    let raw: [f64; 3] = read("/bertscore/cases/0/scores/0");
+    for ((got, raw), b) in
+        [rescaled[0].precision, rescaled[0].recall, rescaled[0].f1].into_iter().zip(raw).zip([0.5, 0.6, 0.7])
+    {
+        assert!((got - (raw - b) / (1.0 - b)).abs() < 1e-4, "{rescaled:?}");
+    }
+    std::fs::write(&file, "LAYER,P,R,F\n1,0.1,0.2,0.3\n").unwrap();
+    let scorer = BertScorer::load(&golden("roberta"), None, WeightDtype::Auto).unwrap();
+    assert!(scorer.with_baseline(&file).err().unwrap().to_string().contains("3,P,R,F"));
+    let error = BertScorer::load(&golden("roberta"), Some(4), WeightDtype::Auto).err().unwrap().to_string();
+    assert!(error.contains("layer 4") && error.contains('3'), "{error}");
+}
+
+/// A row with its picture.
+struct Row {
+    completion: String,
+    solution: String,
+    columns: Map<String, Value>,
+    media: Vec<PathBuf>,
+}
+
+impl Row {
+    fn new(explanation: &str, references: &[&str], file: &str) -> Self {
+        let columns = json!({ "explanations": references }).as_object().unwrap().clone();
+        Self {
+            completion: format!("<think>x</think><answer>y</answer><explain>{explanation}</explain>"),
+            solution: format!("<answer>y</answer><explain>{}</explain>", references.first().unwrap_or(&"")),
+            columns,
+            media: vec![picture(file)],
+        }
+    }
+
+    fn input(&self, sample: u64) -> RewardInput<'_> {
+        RewardInput {
+            prompt: "",
+            completion: &self.completion,
+            completion_ids: &[],
+            solution: Some(&self.solution),
+            columns: &self.columns,
+            think: Think::On,
+            media_paths: &self.media,
+            key: RowKey { seed: 0, step: 0, row: 7, sample },
+            truncated: false,
+        }
+    }
+}
+
+fn make(name: &str, options: &ScorerOptions) -> Box<dyn Reward> {
+    (table().iter().find(|row| row.name == name).unwrap().make)(options).unwrap()
+}
+
+fn refused(name: &str, options: &ScorerOptions) -> String {
+    (table().iter().find(|row| row.name == name).unwrap().make)(options).err().unwrap().to_string()
+}
+
+/// Through the contract, as a run does: range, count, finiteness.
+fn scores(reward: Box<dyn Reward>, rows: &[Row]) -> Vec<Option<f64>> {
+    let name = reward.name().to_owned();
+    let set: RewardSet = build_with(&[name], &RewardOptions::default(), vec![reward]).unwrap();
+    let batch: Vec<_> = rows.iter().enumerate().map(|(i, row)| row.input(i as u64)).collect();
+    set.score(&batch).unwrap().values.remove(0)
+}
+
+fn frequencies(items: &[&[&str]]) -> Arc<DocumentFrequencies> {
+    let mut frequencies = DocumentFrequencies::default();
+    items.iter().for_each(|item| frequencies.add_item(item));
+    Arc::new(frequencies)
+}
+
+const ITEMS: [&[&str]; 3] =
+    [&["trong ảnh có một vòi sen", "vòi sen trong ảnh"], &["con mèo"], &["a cat on the mat"]];
+
+fn options() -> ScorerOptions {
+    ScorerOptions {
+        clip_model: Some(golden("clip")),
+        frequencies: Some(frequencies(&ITEMS)),
+        ..ScorerOptions::default()
+    }
+}
+
+#[test]
+fn explanation_weighs_clip_and_cider() {
+    let texts: Vec<String> = read("/texts");
+    let pictures: Vec<String> = read("/pictures");
+    let cosines: Vec<Vec<f64>> = read("/clip/cosines");
+    let mut rows = Vec::new();
+    let mut parts = Vec::new();
+    for (text, cosines) in texts.iter().zip(&cosines) {
+        for (file, cosine) in pictures.iter().zip(cosines) {
+            rows.push(Row::new(text, ITEMS[0], file));
+            let clip = ((100.0 * cosine).max(0.0) - 15.0) / 20.0;
+            let cider = (frequencies(&ITEMS).score(text, ITEMS[0]) / 10.0).clamp(0.0, 1.0);
+            parts.push((clip.clamp(0.0, 1.0), cider));
+        }
+    }
+    // The goldens reach both ends of the range and its inside.
+    assert!([0.0, 1.0].iter().all(|end| parts.iter().any(|(clip, _)| clip == end)));
+    assert!(parts.iter().any(|(clip, _)| *clip > 0.2 && *clip < 0.9));
+    assert!(parts.iter().any(|(_, cider)| *cider > 0.3));
+    for weight in [0.5, 0.25, 0.0, 1.0] {
+        let options = ScorerOptions { explanation_clip_weight: weight, ..options() };
+        for (got, (clip, cider)) in scores(make("explanation", &options), &rows).iter().zip(&parts) {
+            let want = weight * clip + (1.0 - weight) * cider;
+            // A cosine counts 5 on this scale, and is right to 1e-4.
+            assert!((got.unwrap() - want).abs() < 5e-4, "{got:?}, expected {want}");
+        }
+    }
+}
+
+#[test]
+fn explanation_knows_rows_it_can_not_judge() {
+    let no_tag = Row { completion: "a cat".into(), ..Row::new("", ITEMS[0], "noise.png") };
+    let no_reference = Row { solution: "y".into(), ..Row::new("con mèo", &[], "noise.png") };
+    let no_picture = Row { media: vec![], ..Row::new("con mèo", ITEMS[1], "noise.png") };
+    let fine = Row::new("con mèo", ITEMS[1], "shapes.png");
+    let rows = [no_tag, no_reference, no_picture, fine];
+    let got = scores(make("explanation", &options()), &rows);
+    assert_eq!(got[..3], [Some(0.0), None, None]);
+    assert!(got[3].unwrap() > 0.1);
+    // CIDEr alone asks for no picture, the CLIP score alone for no reference.
+    let text = ScorerOptions { explanation_clip_weight: 0.0, clip_model: None, ..options() };
+    assert_eq!(scores(make("explanation", &text), &rows)[..2], [Some(0.0), None]);
+    assert!(scores(make("explanation", &text), &rows)[2].unwrap() > 0.4);
+    let pictures = ScorerOptions { explanation_clip_weight: 1.0, frequencies: None, ..options() };
+    let got = scores(make("explanation", &pictures), &rows);
+    assert!(got[1].is_some() && got[2].is_none());
+
+    let broken = Row { media: vec![picture("missing.png")], ..Row::new("con mèo", ITEMS[1], "noise.png") };
+    let set =
+        build_with(&["explanation".into()], &RewardOptions::default(), vec![make("explanation", &options())])
+            .unwrap();
+    let error = set.score(&[rows[3].input(0), broken.input(1)]).unwrap_err().to_string();
+    assert!(error.contains("row 1 (dataset row 7, sample 1)") && error.contains("missing.png"), "{error}");
+}
+
+/// The numbers of a completion do not move with what was scored before it.
+#[test]
+fn explanation_repeats_bit_for_bit() {
+    let rows = [Row::new("con mèo", ITEMS[1], "shapes.png"), Row::new("a cat", ITEMS[2], "noise.png")];
+    let bits = |reward: &dyn Reward| {
+        let batch = [rows[0].input(0), rows[1].input(1)];
+        reward.score(&batch).unwrap().into_iter().map(|x| x.unwrap().to_bits()).collect::<Vec<_>>()
+    };
+    let warm = make("explanation", &options());
+    warm.score(&[Row::new("khác", ITEMS[0], "noise.png").input(0)]).unwrap();
+    assert_eq!(bits(&*warm), bits(&*make("explanation", &options())));
+}
+
+#[test]
+fn explanation_reproduces_the_sources_stretching_when_asked() {
+    let options = ScorerOptions { explanation_compat: true, ..options() };
+    let rows: Vec<Row> = ["trong ảnh có một vòi sen", "A cat, on THE  mat!", "con mèo"]
+        .map(|text| Row::new(text, &["trong ảnh có một vòi sen"], "shapes.png"))
+        .into();
+    // One prompt in the batch: CIDEr is 0 for all, and the CLIP parts, not cut at 1, are stretched.
+    let cosines: Vec<Vec<f64>> = read("/clip/cosines");
+    let raw = [0, 2, 4].map(|text: usize| ((100.0 * cosines[text][1]).max(0.0) - 15.0).max(0.0));
+    let got = scores(make("explanation", &options), &rows);
+    assert!(raw[0] > 20.0 && raw[2] == 0.0);
+    assert_eq!((got[0], got[2]), (Some(1.0), Some(0.0)));
+    assert!((got[1].unwrap() - raw[1] / raw[0]).abs() < 1e-3, "{got:?}");
+    let same = scores(
+        make("explanation", &options),
+        &[Row::new("x", &["x"], "noise.png"), Row::new("x", &["x"], "noise.png")],
+    );
+    assert_eq!(same, [Some(0.0), Some(0.0)]);
+}
+
+#[test]
+fn bertscore_is_a_reward() {
+    let options = ScorerOptions { bertscore_model: Some(golden("roberta")), ..ScorerOptions::default() };
+    let reference: [f64; 3] = read("/bertscore/cases/0/scores/1");
+    let references: Vec<Vec<String>> = read("/bertscore/references");
+    let references: Vec<&str> = references[1].iter().map(String::as_str).collect();
+    let rows = [
+        Row::new("con mèo nằm trên ghế", &references, "noise.png"),
+        Row { completion: "no tag".into(), ..Row::new("", &references, "noise.png") },
+        Row { solution: "y".into(), ..Row::new("con mèo", &[], "noise.png") },
+    ];
+    let got = scores(make("bertscore", &options), &rows);
+    assert!((got[0].unwrap() - reference[2]).abs() < 1e-5, "{got:?}");
+    assert_eq!(got[1..], [Some(0.0), None]);
+    let idf =
+        ScorerOptions { bertscore_idf: true, references: vec!["con mèo".into(), "ghế".into()], ..options };
+    assert_ne!(scores(make("bertscore", &idf), &rows)[0], got[0]);
+}
+
+#[test]
+fn what_is_missing_or_does_not_fit_is_said() {
+    let error = refused("explanation", &ScorerOptions { clip_model: None, ..options() });
+    assert!(error.contains("--clip_model DIR") && error.contains("--explanation_clip_weight 0"), "{error}");
+    let error = refused("explanation", &ScorerOptions { frequencies: None, ..options() });
+    assert!(error.contains("document frequencies"), "{error}");
+    let error = refused("bertscore", &ScorerOptions::default());
+    assert!(error.contains("--bertscore_model DIR"), "{error}");
+
+    let dir = tempfile::tempdir().unwrap();
+    let place = |name: &str| dir.path().join(name);
+    copy(&golden("multilingual"), &place("text"));
+    let with_text = || ScorerOptions { clip_text_model: Some(place("text")), ..options() };
+    let edit = |file: &str, from: &str, to: &str| {
+        let text = std::fs::read_to_string(place(file)).unwrap();
+        assert!(text.contains(from), "{file} has no {from}");
+        std::fs::write(place(file), text.replacen(from, to, 1)).unwrap();
+    };
+    edit("text/modules.json", "1_Pooling", "../1_Pooling");
+    assert!(refused("explanation", &with_text()).contains("no folder of this directory"));
+    edit("text/modules.json", "../1_Pooling", "1_Pooling");
+    edit(
+        "text/1_Pooling/config.json",
+        "\"pooling_mode_max_tokens\": false",
+        "\"pooling_mode_max_tokens\": true",
+    );
+    assert!(refused("explanation", &with_text()).contains("expected mean or cls"));
+    edit(
+        "text/1_Pooling/config.json",
+        "\"pooling_mode_max_tokens\": true",
+        "\"pooling_mode_max_tokens\": false",
+    );
+    edit("text/modules.json", "models.Dense", "models.Normalize");
+    let error = refused("explanation", &with_text());
+    assert!(error.contains("16 features") && error.contains("pictures 10"), "{error}");
+
+    copy(&golden("clip"), &place("clip"));
+    let with_clip = || ScorerOptions { clip_model: Some(place("clip")), ..options() };
+    edit(
+        "clip/preprocessor_config.json",
+        "\"crop_size\": 32",
+        "\"crop_size\": {\"height\": 24, \"width\": 24}",
+    );
+    let error = refused("explanation", &with_clip());
+    assert!(error.contains("cut to 24 px") && error.contains("takes 32 px"), "{error}");
+    std::fs::remove_file(place("clip/preprocessor_config.json")).unwrap();
+    make("explanation", &with_clip());
+    std::fs::remove_file(place("clip/tokenizer.json")).unwrap();
+    assert!(refused("explanation", &with_clip()).contains("tokenizer.json is missing"));
+    std::fs::rename(place("clip/model.safetensors"), place("clip/pytorch_model.bin")).unwrap();
+    assert!(refused("explanation", &with_clip()).contains("pickle"));
+}

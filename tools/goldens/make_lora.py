@@ -1,0 +1,73 @@
+"""LoRA adapters made and saved by peft on the tiny checkpoints: files, log-probs, gradients of A, B and whole modules."""
+
+import shutil
+
+import torch
+from fixtures import OUT, extend, family_of, load_model, position_ids, published, save_tensors, sketch
+from make_cases import build_inputs, logits_of, model_inputs
+from peft import LoraConfig, get_peft_model
+
+LORA = OUT / "lora"
+DECODER = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+# name -> (checkpoint, case, LoraConfig)
+ADAPTERS = {
+    "everywhere": (
+        "qwen2_5_vl_tied", "E",
+        dict(r=4, lora_alpha=8, target_modules=rf"{DECODER}|model\.visual\.blocks\.\d+\.attn\.(qkv|proj)"),
+    ),
+    "attention": (
+        "qwen2_vl_untied", "E",
+        dict(r=3, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"], modules_to_save=["merger"]),
+    ),
+}
+
+
+def short(name: str) -> str:
+    """A parameter of the wrapped model -> the name of these goldens."""
+    name = name.removeprefix("base_model.model.").replace(".default", "")
+    return published(name.replace(".modules_to_save", ""))
+
+
+def run(adapter: str, cases):
+    name, case, settings = ADAPTERS[adapter]
+    model, inputs = load_model(name), cases[case]
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)).eval()
+    generator = torch.Generator().manual_seed(11)
+    trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for n, p in trained.items():
+            noise = torch.randn(p.shape, generator=generator)
+            if "lora_" in n:
+                p.copy_(0.3 * noise / p.shape[1] ** 0.5)
+            else:
+                p.add_(0.05 * noise)
+    prompt, completion = inputs["ids"], inputs["completion"]
+    positions = position_ids(prompt, family_of(name), inputs["images"], inputs["videos"], inputs["seconds"])
+    logits = logits_of(model, prompt + completion, extend(positions, len(completion)), model_inputs(inputs, case))
+    logp = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    loss = (inputs["coefficients"] * logp).sum()
+    loss.backward()
+    out = {"logp": logp, "loss": loss.reshape(1)}
+    for n, p in trained.items():
+        assert p.grad is not None and torch.isfinite(p.grad).all(), n
+        out[f"sketch.{short(n)}"] = sketch(p.grad)
+        if "lora_" in n:
+            out[f"grad.{short(n)}"] = p.grad
+    save_tensors(LORA / f"{adapter}.safetensors", out)
+    directory = LORA / adapter
+    shutil.rmtree(directory, ignore_errors=True)
+    wrapped.peft_config["default"].base_model_name_or_path = name
+    wrapped.save_pretrained(directory)
+    (directory / "README.md").unlink(missing_ok=True)
+    (directory / "adapter_model.safetensors").chmod(0o644)
+    print(adapter, float(loss.detach()), len(trained))
+
+
+def main():
+    cases = build_inputs()
+    for adapter in ADAPTERS:
+        run(adapter, cases)
+
+
+if __name__ == "__main__":
+    main()
