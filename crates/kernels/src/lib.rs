@@ -17,7 +17,7 @@
 mod simd;
 mod gemm;
 mod microkernel;
-mod parallel;
+mod team;
 
 pub mod activation;
 pub mod attention;
@@ -27,6 +27,7 @@ pub mod linear;
 pub mod logprob;
 pub mod norm;
 pub mod optim;
+pub mod parallel;
 pub mod profile;
 pub mod quant;
 pub mod rope;

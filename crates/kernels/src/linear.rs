@@ -121,7 +121,7 @@ fn each_wide(layers: &[Layer], k: usize, mut f: impl FnMut(usize, Layer)) {
     let mut col = 0;
     for &layer in layers {
         if let Weight::Quantised(w) = layer.w {
-            // Taken out of its cell: rayon may run another kernel on this thread meanwhile.
+            // Taken out of its cell, which kernels called meanwhile may use.
             let mut wide = WIDE.take();
             let step = (WIDE_LEN / k.max(1)).max(1);
             for start in (0..layer.n).step_by(step) {

@@ -30,7 +30,7 @@ fn for_logits(
     v: usize,
     mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32]),
 ) {
-    // Taken out of its cell: rayon may run another kernel on this thread while a product waits.
+    // Taken out of its cell, which kernels called meanwhile may use.
     let mut logits = LOGITS.take();
     logits.resize(ROWS.min(rows) * CHUNK, 0.0);
     for first in (0..rows).step_by(ROWS) {

@@ -1,8 +1,6 @@
 //! The optimizer's elementwise update and the gradient norm.
 
-use rayon::prelude::*;
-
-use crate::parallel::{Shared, ranges};
+use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
 /// What one update needs besides the arrays.
@@ -88,6 +86,5 @@ pub fn sum_of_squares(x: &[f32]) -> f64 {
     if x.len() <= 2 * BLOCK {
         return x.chunks(BLOCK).map(block_sum).sum();
     }
-    let sums: Vec<f64> = x.par_chunks(BLOCK).map(block_sum).collect();
-    sums.iter().sum()
+    map(x.chunks(BLOCK), x.len(), block_sum).iter().sum()
 }

@@ -1,11 +1,16 @@
-//! Splitting outputs over the rayon pool, and staying on the calling thread when the work is small.
+//! Splitting outputs over threads, and staying on the calling thread when the work is small.
+//!
+//! The rayon pool says how many threads there are; [`crate::team`] holds those that kernels use.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-/// Elementary operations (multiply-adds, element updates) below which waking a second thread costs more than it saves.
-const MIN_PARALLEL: usize = 1 << 17;
+use crate::team;
+
+/// Elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
+const MIN_PARALLEL: usize = 1 << 15;
 
 /// Calls `f` for every number below `count`, on several threads if `work` (elementary operations in total) is large.
 ///
@@ -17,7 +22,7 @@ pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
         return;
     }
     let next = AtomicUsize::new(0);
-    spread(threads, &|| {
+    team::run(threads, &|| {
         loop {
             // Only a claim: what a number's task computes does not depend on who runs it.
             let i = next.fetch_add(1, Ordering::Relaxed);
@@ -29,13 +34,19 @@ pub(crate) fn tasks(count: usize, work: usize, f: impl Fn(usize) + Sync) {
     });
 }
 
-/// Runs `f` on up to `threads` threads.
-fn spread(threads: usize, f: &(impl Fn() + Sync)) {
-    if threads <= 1 {
-        f();
-    } else {
-        rayon::join(|| spread(threads / 2, f), || spread(threads - threads / 2, f));
-    }
+/// `f` of every item, in their order, on several threads if `work` (elementary operations in total) is large.
+pub fn map<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: usize,
+    f: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    let slots: Vec<Mutex<(Option<T>, Option<R>)>> =
+        items.into_iter().map(|item| Mutex::new((Some(item), None))).collect();
+    tasks(slots.len(), work, |i| {
+        let mut slot = slots[i].lock().unwrap_or_else(PoisonError::into_inner);
+        slot.1 = slot.0.take().map(&f);
+    });
+    slots.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner).1).collect()
 }
 
 /// Calls `f` for consecutive ranges that cover `0..n`, on several threads if `work` (elementary operations in total) is

@@ -1,9 +1,9 @@
 //! The generator: prefill per prompt, decode in one batch.
 
+use omnigrpo_kernels::parallel;
 use omnigrpo_kernels::profile::{self, Op, span};
 use omnigrpo_models::{DecodeRows, Features, GroupCache, Model, Prompt};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
-use rayon::prelude::*;
 
 use crate::error::Result;
 use crate::sample::{Draw, SampleKey, SamplingParams, draw};
@@ -216,14 +216,12 @@ impl<'a> Generator<'a> {
             let rows = &hidden[chunk * LOGIT_ROWS * h..][..sequences.len() * h];
             let mut logits = decoder.logits(rows)?;
             let counted = span(Op::Sampler, || (0, 4 * logits.len()));
-            let drawn: Vec<Result<Draw>> = logits
-                .par_chunks_mut(vocab)
-                .zip(&*sequences)
-                .map(|(logits, (_, prompt, s))| {
-                    let seen = [prompt.ids.as_slice(), &s.done.ids];
-                    draw(logits, self.params, s.key, s.done.ids.len(), &seen, &self.stops.ids)
-                })
-                .collect();
+            let work = logits.len();
+            let rows = logits.chunks_mut(vocab).zip(&*sequences);
+            let drawn: Vec<Result<Draw>> = parallel::map(rows, work, |(logits, (_, prompt, s))| {
+                let seen = [prompt.ids.as_slice(), &s.done.ids];
+                draw(logits, self.params, s.key, s.done.ids.len(), &seen, &self.stops.ids)
+            });
             drop(counted);
             for ((request, _, sequence), drawn) in sequences.iter_mut().zip(drawn) {
                 let drawn = drawn?;

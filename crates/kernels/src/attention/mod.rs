@@ -15,12 +15,10 @@ mod layout;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
 use crate::microkernel::Product;
-use crate::parallel::Shared;
+use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, exp, load, select, store};
 
@@ -31,7 +29,7 @@ const TILE: usize = 64;
 /// Lanes and head columns in scratch are padded to this, the widest vector.
 const PAD: usize = 16;
 /// Multiply-adds below which a call stays on its thread.
-const MIN_PARALLEL: u64 = 1 << 18;
+const MIN_PARALLEL: u64 = 1 << 16;
 
 /// Rows inside a larger buffer: row `r` starts at `data[r * stride + col]`, its heads lie one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -396,7 +394,7 @@ pub fn forward(
     }
     let tasks: Vec<(&Unit, usize)> =
         cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();
-    tasks.into_par_iter().with_max_len(1).for_each(run);
+    parallel::tasks(tasks.len(), usize::MAX, |i| run(tasks[i]));
 }
 
 /// As [`forward`], without saving `lse`; for decoding, where few queries see many keys.
@@ -641,9 +639,6 @@ pub fn backward(
     let components = components(layout);
     let tasks: Vec<(&Vec<&QueryRange>, usize)> =
         components.iter().flat_map(|c| (0..kv_heads).map(move |head| (c, head))).collect();
-    if layout.pairs() * ((q_heads * d) as u64) < MIN_PARALLEL {
-        tasks.into_iter().for_each(run);
-    } else {
-        tasks.into_par_iter().with_max_len(1).for_each(run);
-    }
+    let work = layout.pairs() * (q_heads * d) as u64;
+    parallel::tasks(tasks.len(), if work < MIN_PARALLEL { 0 } else { usize::MAX }, |i| run(tasks[i]));
 }

@@ -1,8 +1,9 @@
 //! `bench`: a GRPO step of a model with random weights, beside what the machine can do.
 //!
 //! The step is that of `train`: prompts with images, sampling, reference, policy forward and backward, optimizer; every
-//! weight is trained. Two rates of the machine are measured first, with all threads: that of matrix products of the
-//! model's own shapes (the three of every layer: output, input gradient, weight gradient), and that of reading memory.
+//! weight is trained. Two rates of the machine are measured with all threads: that of matrix products of the model's own
+//! shapes (the three of every layer: output, input gradient, weight gradient) before and after every step, and that of
+//! reading memory before the first and after the last. Their medians count.
 //!
 //! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass
 //!   is worth twice the forward pass; what is computed again does not count. A tower counts once forward for the
@@ -59,11 +60,14 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let group = algorithm.num_generations;
     let stream_rows = rows.len() * (prompt_rows + group * (settings.bench.completion_tokens - 1));
     context.console.line("measuring this machine");
-    let memory_rate = memory_rate();
-    let gemm_rate = gemm_rate(&model, stream_rows);
+    // What a machine does for us changes while we measure, so its rates are taken more than once.
+    let mut memory_rates = vec![memory_rate()];
+    let mut gemm_rates = Vec::new();
     let mut steps: Vec<(f64, Profile)> = Vec::new();
     for index in 0..=settings.bench.num_steps {
         // The first step pays for first touches of memory.
+        profile::enable(false);
+        gemm_rates.push(gemm_rate(&model, stream_rows));
         profile::enable(index > 0);
         let started = Instant::now();
         let mut timer = PhaseTimer::start(started);
@@ -84,6 +88,10 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         }
     }
     profile::enable(false);
+    gemm_rates.push(gemm_rate(&model, stream_rows));
+    let peak = peak_memory_bytes().unwrap_or(0);
+    memory_rates.push(memory_rate());
+    let (gemm_rate, memory_rate) = (median_of(gemm_rates), median_of(memory_rates));
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (step_secs, median) = &steps[(steps.len() - 1) / 2];
 
@@ -102,7 +110,6 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     ];
     let (policy_share, decode_share) =
         (policy / phases[4].1 / gemm_rate, decode_bytes / memory_rate / phases[2].1);
-    let peak = peak_memory_bytes().unwrap_or(0);
 
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     let mut out = format!(
@@ -302,6 +309,13 @@ fn fastest(runs: usize, mut f: impl FnMut()) -> f64 {
         started.elapsed().as_secs_f64()
     };
     (0..runs).map(|_| time(&mut f)).fold(f64::INFINITY, f64::min)
+}
+
+/// The median; the mean of the middle two of an even number.
+fn median_of(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    (values[(n - 1) / 2] + values[n / 2]) / 2.0
 }
 
 /// Floating-point operations per second of the products of the decoder's layers at `rows` rows.

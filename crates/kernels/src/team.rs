@@ -1,0 +1,234 @@
+//! Threads that help the calling thread with a kernel, and wait for the next one without sleeping.
+//!
+//! A decoder runs thousands of kernels a second, with little between them. A thread that sleeps in between is woken too late
+//! to help (tens of microseconds, more on a virtual machine), so helpers look for work for a while before they sleep. The
+//! caller never waits for a helper that has not begun: it closes the job when its own share is done and waits only for
+//! helpers inside.
+//!
+//! There is one job at a time. A kernel called while another runs, from inside of it or from another thread, runs alone.
+
+use std::any::Any;
+use std::hint::spin_loop;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+/// How long a helper looks for work before it sleeps.
+const PATIENCE: Duration = Duration::from_micros(300);
+/// Looks at the job between two looks at the clock.
+const LOOKS: usize = 64;
+
+/// What [`STATE`] counts: helpers inside in its low bits, whether the job takes helpers, and above them the job's number.
+const OPEN: u64 = 1 << 16;
+const NEXT: u64 = 1 << 17;
+const INSIDE: u64 = OPEN - 1;
+
+static STATE: AtomicU64 = AtomicU64::new(0);
+/// The job, alive while it is open or a helper is inside.
+static JOB: AtomicPtr<Job> = AtomicPtr::new(std::ptr::null_mut());
+/// Set while a caller owns the team.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+static ASLEEP: AtomicUsize = AtomicUsize::new(0);
+static HELPERS: Mutex<Vec<Thread>> = Mutex::new(Vec::new());
+
+struct Job {
+    /// Calls what `work` points to.
+    call: unsafe fn(*const ()),
+    work: *const (),
+    /// Helpers that may still join.
+    wanted: AtomicUsize,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+/// Runs `work` on the calling thread and on up to `threads − 1` helpers at the same time; back when all have returned.
+/// Whether a helper joins is left to chance, so `work` shares out what is to do.
+pub(crate) fn run<F: Fn() + Sync>(threads: usize, work: &F) {
+    if threads <= 1 || TAKEN.swap(true, Ordering::Acquire) {
+        return work();
+    }
+    let helpers = gather(threads - 1);
+    /// # Safety
+    /// `work` points to a living `F`.
+    unsafe fn call<F: Fn()>(work: *const ()) {
+        // SAFETY: by the contract.
+        unsafe { (*work.cast::<F>())() }
+    }
+    let job = Job {
+        call: call::<F>,
+        work: std::ptr::from_ref(work).cast(),
+        wanted: AtomicUsize::new(helpers),
+        panic: Mutex::new(None),
+    };
+    {
+        let _closing = Closing;
+        JOB.store((&raw const job).cast_mut(), Ordering::Relaxed);
+        // The job is closed and empty, so this leaves a new number and an open job.
+        STATE.fetch_add(NEXT | OPEN, Ordering::SeqCst);
+        if ASLEEP.load(Ordering::SeqCst) > 0 {
+            let threads = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
+            threads.iter().take(helpers).for_each(Thread::unpark);
+        }
+        work();
+    }
+    let panic = job.panic.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(panic) = panic {
+        resume_unwind(panic);
+    }
+}
+
+/// Closes the job and gives the team back, also when the caller's share panics.
+struct Closing;
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        STATE.fetch_and(!OPEN, Ordering::AcqRel);
+        for looks in 0.. {
+            if STATE.load(Ordering::Acquire) & INSIDE == 0 {
+                break;
+            }
+            // A helper that lost its core needs one.
+            if looks % LOOKS == LOOKS - 1 { thread::yield_now() } else { spin_loop() }
+        }
+        TAKEN.store(false, Ordering::Release);
+    }
+}
+
+/// Makes sure that there are `count` helpers; fewer where the system gives no more threads.
+fn gather(count: usize) -> usize {
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    if MADE.load(Ordering::Relaxed) < count {
+        let mut helpers = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
+        while helpers.len() < count.min(INSIDE as usize) {
+            let name = format!("kernel-{}", helpers.len() + 1);
+            let Ok(handle) = thread::Builder::new().name(name).spawn(help) else { break };
+            helpers.push(handle.thread().clone());
+        }
+        MADE.store(helpers.len(), Ordering::Relaxed);
+    }
+    MADE.load(Ordering::Relaxed).min(count)
+}
+
+/// What a helper does for ever.
+fn help() {
+    let mut last = 0;
+    loop {
+        let state = wait(last);
+        last = state / NEXT;
+        if STATE.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            // Others joined or the job closed meanwhile: look again.
+            last = last.wrapping_sub(1);
+            continue;
+        }
+        // SAFETY: this thread is counted inside, so the caller keeps the job and what it works on until it leaves.
+        let job = unsafe { &*JOB.load(Ordering::Relaxed) };
+        let joins = job.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+        if joins.is_ok() {
+            // SAFETY: as above.
+            let done = catch_unwind(AssertUnwindSafe(|| unsafe { (job.call)(job.work) }));
+            if let Err(panic) = done {
+                *job.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            }
+        }
+        STATE.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Waits for an open job whose number is not `last`; the state that was seen.
+fn wait(last: u64) -> u64 {
+    let open = |state: u64| state & OPEN > 0 && state / NEXT != last;
+    let look = || Some(STATE.load(Ordering::Acquire)).filter(|&state| open(state));
+    loop {
+        let since = Instant::now();
+        while since.elapsed() < PATIENCE {
+            for _ in 0..LOOKS {
+                if let Some(state) = look() {
+                    return state;
+                }
+                spin_loop();
+            }
+        }
+        ASLEEP.fetch_add(1, Ordering::SeqCst);
+        // A job that was opened before this thread counted as asleep is seen here, a later one unparks it.
+        let state = Some(STATE.load(Ordering::SeqCst)).filter(|&state| open(state));
+        if state.is_none() {
+            thread::park();
+        }
+        ASLEEP.fetch_sub(1, Ordering::SeqCst);
+        if let Some(state) = state {
+            return state;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tasks that add up the numbers below `count`.
+    fn sum(threads: usize, count: usize) -> usize {
+        let (next, total) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        run(threads, &|| {
+            loop {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                if i >= count {
+                    break;
+                }
+                total.fetch_add(i, Ordering::Relaxed);
+            }
+        });
+        total.into_inner()
+    }
+
+    #[test]
+    fn every_task_is_done_once_however_many_threads_call() {
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for i in 0..2000 {
+                        let threads = 1 + i % 5;
+                        assert_eq!(sum(threads, 100), 4950);
+                        if i % 500 == 0 {
+                            // Long enough for helpers to fall asleep.
+                            thread::sleep(4 * PATIENCE);
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_kernel_inside_a_kernel_runs_alone() {
+        let total = AtomicUsize::new(0);
+        run(3, &|| {
+            total.fetch_max(sum(3, 10), Ordering::Relaxed);
+        });
+        assert_eq!(total.into_inner(), 45);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_team_goes_on() {
+        let caller = thread::current().id();
+        for _ in 0..50 {
+            let helped = AtomicBool::new(false);
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                run(2, &|| {
+                    if thread::current().id() != caller {
+                        helped.store(true, Ordering::Relaxed);
+                        resume_unwind(Box::new("helper"));
+                    }
+                    let since = Instant::now();
+                    while !helped.load(Ordering::Relaxed) && since.elapsed() < Duration::from_millis(20) {}
+                });
+            }));
+            // Another test may own the team, then nobody helps and nobody panics.
+            assert_eq!(result.is_err(), helped.into_inner());
+            assert_eq!(sum(2, 100), 4950);
+        }
+        let result = catch_unwind(|| run(2, &|| resume_unwind(Box::new("caller"))));
+        assert!(result.is_err());
+        assert_eq!(sum(2, 100), 4950);
+    }
+}
