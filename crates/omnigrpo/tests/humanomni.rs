@@ -113,7 +113,10 @@ fn towers_come_from_flags_and_go_where_they_belong() {
 
     place.run(&format!("doctor --model M --bert {base}/bert")).fails(2, &["`bert` has no effect"]);
     place
-        .run(&format!("generate --model alone {towers} --prompt Hi --bert nowhere"))
+        .run(&format!(
+            "generate --model alone {} --prompt Hi",
+            towers.replace(&format!("{base}/bert"), "nowhere")
+        ))
         .fails(1, &["the tower was not found"]);
 }
 

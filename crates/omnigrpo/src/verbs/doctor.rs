@@ -1,10 +1,12 @@
 //! `doctor`: what this machine and a checkpoint offer.
 
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
 use omnigrpo_models::{FAMILIES, WeightFiles, open_family_with};
 use omnigrpo_text::{StopSet, Tokenizer};
+use serde_json::{Map, Value};
 
 use super::humanomni::overrides;
 use super::{print, setup};
@@ -26,6 +28,7 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     if settings.model.model_name_or_path.is_some() {
         let dir = setup::checkpoint_dir(settings)?;
         line("checkpoint", dir.display().to_string());
+        let overrides = overrides(settings, &dir)?;
         let mut check = |name: &str, result: Result<String>| match result {
             Ok(text) => line(name, text),
             Err(error) => {
@@ -33,10 +36,10 @@ pub fn doctor(settings: &Settings) -> Result<()> {
                 line(name, format!("PROBLEM: {error:#}"));
             }
         };
-        check("family", family(&dir, settings));
-        check("weights", weights(&dir, settings));
+        check("family", family(&dir, &overrides));
+        check("weights", weights(&dir, settings, &overrides));
         check("tokenizer", tokenizer(&dir));
-        check("chat template", template(&dir, settings));
+        check("chat template", template(&dir, &overrides));
     }
     print(&out)?;
     if problems.is_empty() {
@@ -45,8 +48,8 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("; ")).into())
 }
 
-fn family(dir: &std::path::Path, settings: &Settings) -> Result<String> {
-    let family = open_family_with(dir, &overrides(settings, dir)?)?;
+fn family(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {
+    let family = open_family_with(dir, overrides)?;
     let c = family.decoder_config();
     Ok(format!(
         "{}: {} layers, width {}, {}/{} heads of {}, vocabulary {}",
@@ -60,16 +63,15 @@ fn family(dir: &std::path::Path, settings: &Settings) -> Result<String> {
     ))
 }
 
-fn weights(dir: &std::path::Path, settings: &Settings) -> Result<String> {
-    let overrides = overrides(settings, dir)?;
-    let family = open_family_with(dir, &overrides)?;
+fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Result<String> {
+    let family = open_family_with(dir, overrides)?;
     let files = WeightFiles::open(dir, |key| family.published_name(key))?;
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
     let model = {
         let dtype = setup::weight_dtype(settings);
         let options =
-            omnigrpo_models::LoadOptions { dtype, overrides: Some(&overrides), ..Default::default() };
+            omnigrpo_models::LoadOptions { dtype, overrides: Some(overrides), ..Default::default() };
         omnigrpo_models::Model::load_with(dir, &options)?
     };
     let params: usize = model.params().iter().map(|p| p.len()).sum();
@@ -82,7 +84,7 @@ fn weights(dir: &std::path::Path, settings: &Settings) -> Result<String> {
     ))
 }
 
-fn tokenizer(dir: &std::path::Path) -> Result<String> {
+fn tokenizer(dir: &Path) -> Result<String> {
     let tokenizer = Tokenizer::from_dir(dir)?;
     let stops = StopSet::from_dir(dir, &tokenizer, &[])?;
     let names: Vec<String> =
@@ -90,8 +92,8 @@ fn tokenizer(dir: &std::path::Path) -> Result<String> {
     Ok(format!("{} ids, stops at {}", tokenizer.vocab_size(), names.join(" ")))
 }
 
-fn template(dir: &std::path::Path, settings: &Settings) -> Result<String> {
-    Ok(open_family_with(dir, &overrides(settings, dir)?)?.chat_template(dir)?.origin().to_string())
+fn template(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {
+    Ok(open_family_with(dir, overrides)?.chat_template(dir)?.origin().to_string())
 }
 
 fn program(name: &str, why: &str) -> String {
