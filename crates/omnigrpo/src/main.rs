@@ -37,9 +37,11 @@ fn main() -> ExitCode {
 }
 
 /// Warnings of the libraries (a reward program that is asked again, say) go to standard error; `RUST_LOG` shows more.
+/// Without those of `symphonia`'s probe: it calls the first four bytes of every MP4 and MOV file junk.
 fn show_warnings() {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let shown = "warn,symphonia_core::formats::probe=error";
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
 }
 
