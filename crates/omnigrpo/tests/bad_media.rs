@@ -115,6 +115,85 @@ fn videos_that_ffmpeg_cannot_read() {
     }
 }
 
+/// Rows that are seen and heard: the sound of a clip is a medium of its own, and each of the two may be broken.
+#[test]
+#[ignore = "needs ffmpeg"]
+fn clips_with_sound_that_ffmpeg_cannot_read() {
+    let place = Place::new();
+    let made = |name: &str, args: &[&str]| {
+        let mut ffmpeg = Command::new("ffmpeg");
+        ffmpeg.args(["-v", "error"]).args(args).arg(place.path(name));
+        assert!(ffmpeg.status().unwrap().success());
+    };
+    let picture = ["-f", "lavfi", "-i", "testsrc=s=64x64:r=8:d=2"];
+    let tone = ["-f", "lavfi", "-i", "sine=r=16000:d=2"];
+    let coded = ["-c:v", "mpeg4", "-c:a", "aac"];
+    made("whole.mp4", &[&picture[..], &tone, &coded].concat());
+    made("mute.mp4", &[&picture[..], &coded[..2]].concat());
+    made("blind.mp4", &[&tone[..], &coded[2..]].concat());
+    // An hour of few frames: only its sound is too long.
+    let hour = [
+        "-f",
+        "lavfi",
+        "-i",
+        "color=s=16x16:r=0.2",
+        "-f",
+        "lavfi",
+        "-i",
+        "anullsrc=r=8000:cl=mono",
+        "-t",
+        "3600",
+    ];
+    made("hour.mp4", &[&hour[..], &coded].concat());
+    let whole = place.bytes("whole.mp4");
+    place.write("cut.mp4", &whole[..whole.len() / 2]);
+    let mut scratched = whole.clone();
+    scratched[100..whole.len() / 2].fill(0x5a);
+    place.write("scratched.mp4", scratched);
+    place.write("empty.mp4", "");
+    // What is in a file decides, not its name.
+    place.write("named.wav", whole);
+
+    let row = |id: &str, media: &str, question: &str| {
+        format!(r#"{{"id": "{id}", {media} "problem": "{question}", "solution": "sad"}}"#)
+    };
+    let clip = |id: &str, file: &str| {
+        row(id, &format!(r#""video": "{file}","#), r"<video>\n<audio>\nWhich emotion?")
+    };
+    let bad = [
+        ("missing", "no such file"),
+        ("empty", "the file is empty"),
+        ("cut", "cut.mp4"),
+        ("scratched", "scratched.mp4"),
+        ("mute", "no audio track"),
+        ("blind", "blind.mp4: "),
+        ("hour", "length of the sound in seconds"),
+    ];
+    let mut rows: Vec<String> = bad.iter().map(|(id, _)| clip(id, &format!("{id}.mp4"))).collect();
+    rows.extend([
+        clip("whole", "whole.mp4"),
+        clip("named", "named.wav"),
+        row("seen", r#""video": "mute.mp4","#, r"<video>\nWhich emotion?"),
+        row("heard", r#""audio": "whole.mp4","#, r"<audio>\nWhich emotion?"),
+        row("read", "", "Which emotion?"),
+    ]);
+    place.write("with.jsonl", rows.join("\n"));
+    let model = support::golden("checkpoints/humanomni");
+    let train = TRAIN.replace("--model M", &format!("--model {}", model.display()));
+    let started = Instant::now();
+    let ran = place.run(&format!("{train} --per_device_train_batch_size 3 --max_skipped 0.9")).ok();
+    assert!(!ran.stderr.contains("WARN"), "{}", ran.stderr);
+    assert!(started.elapsed() < Duration::from_secs(60));
+    let skipped = place.lines("run/skipped.jsonl");
+    for (id, reason) in bad {
+        let line = skipped.iter().find(|line| line["id"] == id).unwrap_or_else(|| panic!("{id} was used"));
+        assert!(line["reason"].as_str().unwrap().contains(reason), "{line}");
+    }
+    assert_eq!(skipped.len(), bad.len(), "{skipped:?}");
+    let strict = train.replace("--output_dir run", "--output_dir strict --strict_media");
+    place.run(&strict).fails(1, &["none, with --strict_media"]);
+}
+
 /// Sound files of the `media` tests.
 fn sound(name: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../media/tests/data/audio").join(name)

@@ -83,6 +83,39 @@ fn the_recipe_runs_on_rows_of_every_kind() {
     assert_eq!(place.lines("eval.jsonl").len(), 5);
 }
 
+/// The preset is no matter of the architecture: Qwen2-VL and Qwen2.5-VL take its question, its frames and its rewards.
+#[test]
+fn the_preset_serves_qwen_checkpoints() {
+    let place = Place::new();
+    let row = |id: &str, media: Value| {
+        let mut row = json!({"id": id, "conversations": [
+            {"from": "human", "value": "Which emotion?"}, {"from": "gpt", "value": "sad"},
+        ]});
+        row.as_object_mut().unwrap().extend(media.as_object().unwrap().clone());
+        row.to_string() + "\n"
+    };
+    let rows = [
+        row("v", json!({"video": "clip.gif"})),
+        row("i", json!({"image": "shapes.png"})),
+        row("t", json!({})),
+    ];
+    place.write("rows.jsonl", rows.concat());
+    for name in ["qwen2_vl_tied", "qwen2_5_vl_tied"] {
+        // The fixtures have room for few tokens.
+        let small = "--nframes 4 --max_pixels 12544 --max_completion_length 4 --num_generations 2";
+        let train = format!("train --preset humanomni --model {} --train_file rows.jsonl", model(name));
+        place
+            .run(&format!("{train} --output_dir {name} {SMALL} {small} --per_device_train_batch_size 3"))
+            .ok();
+        let made = place.lines(&format!("{name}/rollouts/step-000001.jsonl"));
+        assert_eq!(made.len(), 6);
+        assert!(
+            made.iter()
+                .all(|row| row["rewards"]["accuracy"].is_number() && row["rewards"]["format"].is_number())
+        );
+    }
+}
+
 /// Towers beside the checkpoint by flags; a trained one is saved inside, the others are found again.
 #[test]
 fn towers_come_from_flags_and_go_where_they_belong() {
