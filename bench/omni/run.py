@@ -67,14 +67,14 @@ def main():
         model = checkpoint(scratch / "model")
         rows = (args.clips / "train.jsonl").resolve()
         packed = run(args.binary, model, rows, args.steps, args.threads, scratch, None)
-        prompt = packed[0]["num_tokens"] - GENERATIONS * (COMPLETION - 1)
+        prompt = int(packed[0]["num_tokens"]) - GENERATIONS * (COMPLETION - 1)
         single = run(args.binary, model, rows, args.steps, args.threads, scratch, prompt + COMPLETION)
     assert prompt > 892, prompt
     print(f"prompt {prompt} tokens, {GENERATIONS} completions of {COMPLETION}")
     print(f"{'':24}{'one sequence':>14}{'one per completion':>20}")
     def row(name, value):
         a, b = (statistics.median(value(line) for line in lines[1:] or lines) for lines in (packed, single))
-        print(f"{name:24}{a:14.3g}{b:20.3g}{b / a if a else 0:8.2f}")
+        print(f"{name:24}{a:14.4g}{b:20.4g}{b / a if a else 0:8.2f}")
     row("step, s", lambda line: line["step_time"])
     row("tokens in training", lambda line: line["num_tokens"])
     for phase in sorted(key for key in packed[0] if key.startswith("time/")):
