@@ -63,14 +63,15 @@ pub struct Advantages {
 /// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them).
 ///
 /// # Errors
-/// A group size below 2, a number of rows that is no multiple of it, or a reward that is NaN, infinite or beyond 1e100.
+/// A group size below 2 (below 1 with an `alpha` of 0, where nothing is compared), a number of rows that is no multiple of
+/// it, or a reward that is NaN, infinite or beyond 1e100.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
     kind: AdvantageKind,
     alpha: f64,
 ) -> Result<Advantages, Error> {
-    check_groups("advantage", rewards.len(), group_size)?;
+    check_groups("advantage", rewards.len(), group_size, if alpha == 0.0 { 1 } else { 2 })?;
     check_finite("reward", rewards.iter().copied())?;
     if !alpha.is_finite() {
         return Err(Error::Setting { setting: "grpo_alpha", value: alpha, expected: "a finite number" });
@@ -129,7 +130,7 @@ pub fn normalize_then_sum(
     alpha: f64,
 ) -> Result<Advantages, Error> {
     let rows = check_matrix(values, weights)?;
-    check_groups("advantage", rows, group_size)?;
+    check_groups("advantage", rows, group_size, 2)?;
     let mut normalized = Vec::with_capacity(values.len());
     for column in values {
         let z = advantages(column, group_size, AdvantageKind::GroupStd, 1.0)?.values;
@@ -192,8 +193,8 @@ impl Spread {
     }
 }
 
-fn check_groups(what: &'static str, rows: usize, group_size: usize) -> Result<(), Error> {
-    if group_size < 2 {
+fn check_groups(what: &'static str, rows: usize, group_size: usize, least: usize) -> Result<(), Error> {
+    if group_size < least {
         return Err(Error::GroupTooSmall { group_size });
     }
     if !rows.is_multiple_of(group_size) {
@@ -387,6 +388,8 @@ mod tests {
     #[test]
     fn bad_input_is_named() {
         assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 1.0), Err(Error::GroupTooSmall { group_size: 1 }));
+        assert_eq!(advantages(&some(&[1.0]), 0, GroupStd, 0.0), Err(Error::GroupTooSmall { group_size: 0 }));
+        assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 0.0).unwrap().values, [0.0]);
         assert!(matches!(
             advantages(&some(&[1.0; 5]), 2, GroupStd, 1.0),
             Err(Error::PartialGroup { rows: 5, .. })

@@ -204,6 +204,10 @@ fn algorithm(settings: &Settings) -> Algorithm {
         seed: settings.run.seed,
         ..SamplingParams::default()
     };
+    if algorithm.num_generations == 1 {
+        // Nothing to compare with; the step computes the same for the KL alone.
+        algorithm.alpha = 0.0;
+    }
     algorithm
 }
 
