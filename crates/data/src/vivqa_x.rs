@@ -1,9 +1,9 @@
 //! ViVQA-X (Vietnamese visual questions with explanations over COCO images) → JSON lines for training.
 //!
 //! Source: `ViVQA-X_{train,val,test}.json` of duongtruongbinh/ViVQA-X. One line per item:
-//! `{id, image, conversations: [human, gpt], explanations, question, question_id}`, where the human turn is the
-//! instruction below with the question, and the gpt turn `<answer>…</answer><explain>…</explain>` with the first
-//! explanation. The image is the file's bare name; it is found in its split's folder when rows are read.
+//! `{id, image, conversations: [human, gpt], explanations, question, question_id, question_type, answer_type}`, where the
+//! human turn is the instruction below with the question, and the gpt turn `<answer>…</answer><explain>…</explain>` with
+//! the first explanation. The types are for tables by category. The image is the file's bare name; it is found in its split's folder when rows are read.
 //!
 //! Differences from the source's converter: every explanation is kept (column `explanations`), since a reward that
 //! compares with references needs them all; and items that are dropped are reported. As there, ids are 1-based positions in the source
@@ -46,6 +46,8 @@ struct Item {
     answer: String,
     explanation: Vec<String>,
     question_id: Option<Value>,
+    question_type: Option<Value>,
+    answer_type: Option<Value>,
 }
 
 /// Converts one split. The output is there whole or not at all.
@@ -95,6 +97,8 @@ fn line(items: &RowFile, position: u64) -> Result<Value, String> {
         "question": item.question,
         "explanations": explanations,
         "question_id": item.question_id,
+        "question_type": item.question_type,
+        "answer_type": item.answer_type,
     }))
 }
 
@@ -145,6 +149,10 @@ mod tests {
         assert_eq!((first.id.as_str(), last.id.as_str()), ("1", "4"));
         assert_eq!(first.solution.as_deref(), Some("<answer>có</answer><explain>trời sáng</explain>"));
         assert_eq!(first.columns["explanations"], json!(["trời sáng", "có nắng", "thấy mặt trời"]));
+        assert_eq!(
+            (&first.columns["question_type"], &first.columns["answer_type"]),
+            (&json!("is this"), &json!("yes/no"))
+        );
         let image = images.canonicalize().unwrap().join("val2014/COCO_val2014_000000262284.jpg");
         assert_eq!(last.media[0].source, MediumSource::Path(image));
         let Part::Text(prompt) = &first.turns[0].parts[1] else { panic!() };
