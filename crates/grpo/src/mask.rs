@@ -10,12 +10,6 @@ pub fn completion_length(ids: &[u32], stop_ids: &[u32]) -> usize {
     ids.iter().position(|id| stop_ids.contains(id)).map_or(ids.len(), |first_stop| first_stop + 1)
 }
 
-/// Whether the completion ran into its length limit, that is, no id in `stop_ids` occurs.
-#[must_use]
-pub fn is_truncated(ids: &[u32], stop_ids: &[u32]) -> bool {
-    !ids.iter().any(|id| stop_ids.contains(id))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -38,7 +32,5 @@ mod tests {
     #[test]
     fn any_of_several_stop_ids_ends_the_completion() {
         assert_eq!(completion_length(&[5, 9, STOP], &[STOP, 9]), 2);
-        assert!(is_truncated(&[5, 6], &[STOP, 9]));
-        assert!(!is_truncated(&[5, 9, 6], &[STOP, 9]));
     }
 }

@@ -2,7 +2,7 @@
 
 use omnigrpo_data::RecordedRewards;
 use omnigrpo_grpo::{
-    AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate,
+    AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate, mask,
 };
 use omnigrpo_models::{
     FeatureGradients, Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample,
@@ -126,7 +126,23 @@ pub fn collect(
     assemble(algorithm, rows, completions, features, matrix, None)
 }
 
-/// Takes completions and rewards from the rows themselves instead of sampling.
+/// Samples as the algorithm says.
+pub(crate) fn generator<'a>(
+    model: &'a Model,
+    prompts: &'a PromptBuilder,
+    algorithm: &'a Algorithm,
+) -> Generator<'a> {
+    Generator {
+        model,
+        tokenizer: prompts.tokenizer(),
+        stops: prompts.stops(),
+        params: &algorithm.sampling,
+        max_live: algorithm.max_live,
+    }
+}
+
+/// Takes completions and rewards from the rows themselves instead of sampling. What stands behind a completion's first
+/// stop token is left out: other trainers record the padding, too.
 ///
 /// # Errors
 /// A row without completions or rewards, or with another number of them than the other rows.
@@ -160,22 +176,24 @@ pub fn replay(
         let mut group = Vec::with_capacity(recorded.len());
         let mut given = Vec::with_capacity(recorded.len());
         for completion in recorded {
-            let ids = match (&completion.completion_ids, &completion.text) {
+            let mut ids = match (&completion.completion_ids, &completion.text) {
                 (Some(ids), _) => ids.clone(),
                 (None, Some(text)) => prompts.completion_ids(text)?,
                 (None, None) => return Err(fail("a completion has neither text nor ids".into())),
             };
-            let text = prompts
-                .tokenizer()
-                .decode(&ids, true)
-                .map_err(|e| fail(format!("a completion cannot be decoded: {e}")))?;
+            let length = mask::completion_length(&ids, &prompts.stops().ids);
             if let Some(logprobs) = &completion.logprobs {
                 if logprobs.len() != ids.len() {
                     return Err(fail(format!("{} logprobs for {} tokens", logprobs.len(), ids.len())));
                 }
-                given.push(logprobs.iter().map(|&x| x as f32).collect::<Vec<f32>>());
+                given.push(logprobs[..length].iter().map(|&x| x as f32).collect::<Vec<f32>>());
             }
             let truncated = completion.finish_reason.as_deref() == Some("length");
+            ids.truncate(length);
+            let text = prompts
+                .tokenizer()
+                .decode(&ids, true)
+                .map_err(|e| fail(format!("a completion cannot be decoded: {e}")))?;
             group.push(Completion {
                 ids,
                 logprobs: Vec::new(),

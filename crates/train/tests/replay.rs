@@ -173,6 +173,36 @@ fn steps_equal_pytorch() {
     }
 }
 
+/// Padding that another trainer recorded is no part of a completion: `[5, 6, E, 7, E]` counts as `[5, 6, E]`.
+#[test]
+fn what_follows_a_stop_token_does_not_count() {
+    let name = "qwen2_5_vl_tied";
+    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let (builder, mut given) = prepared(name, IDS);
+    let stop = builder.stops().ids[0];
+    for (row, group) in given.iter_mut().zip([[5, 6], [stop, 7], [5, 7]]) {
+        for (i, completion) in row.sample.completions.as_mut().unwrap().iter_mut().enumerate() {
+            // The first and last row stop at their third token, the second at its first; one completion never stops.
+            let ids = [group[0], group[1], stop, 7, stop];
+            let ids = if i == 1 { vec![5, 6, 7] } else { ids.to_vec() };
+            completion.logprobs = Some(ids.iter().map(|&id| -f64::from(id)).collect());
+            completion.completion_ids = Some(ids);
+        }
+    }
+    let rollouts = step::replay(&model, &builder, &algorithm(3, 32), given, &mut timer()).unwrap();
+    let ids: Vec<Vec<Vec<u32>>> =
+        rollouts.completions.iter().map(|row| row.iter().map(|c| c.ids.clone()).collect()).collect();
+    let expected = |stopped: &[u32]| [stopped.to_vec(), vec![5, 6, 7], stopped.to_vec()];
+    assert_eq!(ids[0], expected(&[5, 6, stop]));
+    assert_eq!(ids[1], expected(&[stop]));
+    assert_eq!(ids[2], expected(&[5, 7, stop]));
+    for (row, old) in ids.iter().zip(rollouts.old.unwrap()) {
+        for (ids, old) in row.iter().zip(old) {
+            assert_eq!(old, ids.iter().map(|&id| -(id as f32)).collect::<Vec<f32>>());
+        }
+    }
+}
+
 #[test]
 fn a_replay_run_equals_pytorch() {
     for name in CHECKPOINTS {
