@@ -552,6 +552,7 @@ pub const FLAGS: &[Flag] = &[
     row("answer_policy", Choice(words::<AnswerPolicy>), Is("last"), Section::Rewards, REWARDED, "Which answer tag counts if there are several."),
     row("think", Choice(words::<ThinkMode>), Is("auto"), Section::Rewards, REWARDED, "Whether a completion must think first; `auto` decides per dataset by its name."),
     row("multi_objective_aggregation", Choice(words::<MultiObjective>), Is("sum_then_normalize"), Section::Rewards, GRPO, "Normalise the weighted sum, or each reward before the sum."),
+    row("temporal_order_bonus", Bool, Is("false"), Section::Rewards, &[Train], "Sample half as many completions again on shuffled frames of videos; right answers that do better with the frames in order earn 0.3 more (T-GRPO)."),
     row("compat", Choices(words::<Compat>), Is(""), Section::Rewards, REWARDED, "Known defects of the source systems to reproduce, for comparisons only."),
     row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
     row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),

@@ -208,6 +208,7 @@ pub const IDLE: &[Idle] = &[
     idle_in(&[Sft], "accuracy_mode", only_evaluated),
     idle_in(&[Train], "answer_policy", replayed),
     idle_in(&[Sft], "answer_policy", only_evaluated),
+    idle("temporal_order_bonus", not_sampled),
     idle_in(&[Train], "compat", replayed),
     idle_in(&[Sft], "compat", only_evaluated),
     idle_in(&[Train], "reward_timeout_secs", replayed),

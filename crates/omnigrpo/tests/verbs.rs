@@ -150,6 +150,96 @@ fn sft_and_train_leave_a_model_that_runs() {
     assert_eq!(place.lines("made.jsonl").len(), 3);
 }
 
+/// Rows held out by share or named by a registry are evaluated as the run goes, with the frames that `eval` takes, and
+/// the best checkpoint is kept.
+#[test]
+fn training_evaluates_held_out_rows() {
+    let place = Place::new();
+    let rows: String = (0..10)
+        .map(|i| {
+            format!("{{\"id\": \"{i}\", \"problem\": \"{i}?\", \"solution\": \"<answer>{i}</answer>\"}}\n")
+        })
+        .collect();
+    place.write("ten.jsonl", rows);
+    place
+        .run(&format!(
+            "train --model M --train_file ten.jsonl --val_split_ratio 0.3 --eval_steps 1 --save_strategy best \
+             --metric_for_best_model eval_rewards/random/mean --reward_funcs random,accuracy --output_dir split {SMALL}"
+        ))
+        .ok();
+    let held_out = |step: &str| -> Vec<Value> {
+        place.lines(&format!("split/eval/step-{step}.jsonl")).iter().map(|row| row["id"].clone()).collect()
+    };
+    assert_eq!(held_out("000001").len(), 3);
+    assert_eq!(held_out("000001"), held_out("000002"));
+    for step in ["000001", "000002"] {
+        for row in place.lines(&format!("split/rollouts/step-{step}.jsonl")) {
+            assert!(!held_out("000001").contains(&row["id"]), "{row}");
+        }
+    }
+    let metrics = place.lines("split/metrics.jsonl");
+    let evaluated: Vec<&Value> = metrics.iter().filter(|row| row.get("eval_reward").is_some()).collect();
+    assert_eq!(evaluated.iter().map(|row| &row["step"]).collect::<Vec<_>>(), [&json!(1), &json!(2)]);
+    let best = |row: &Value| row["eval_rewards/random/mean"].as_f64().unwrap();
+    let kept = if best(evaluated[1]) > best(evaluated[0]) { "checkpoint-2" } else { "checkpoint-1" };
+    assert!(place.names("split").contains(&kept.to_owned()), "{:?}", place.names("split"));
+
+    // Clips of two segments whose rows draw their number of frames in training: evaluations take the largest.
+    let clip = |i: usize| {
+        std::fs::copy(golden("media/clip.gif"), place.path(&format!("{i}.gif"))).unwrap();
+        let meta = json!({"frame_cnts": [4, 4], "min_frames": 1, "max_frames": 4, "dynamic_sample": true});
+        json!({"id": format!("clip {i}"), "video": format!("{i}.gif"), "problem": "<video>Which way?", "solution": "right",
+            "min_pixels": 3136, "max_pixels": 12544, "meta": meta})
+    };
+    place.write("clips.json", json!((0..6).map(clip).collect::<Vec<_>>()).to_string());
+    place.write(
+        "registry.yaml",
+        "clips: {annotation_path: clips.json}\nten: {annotation_path: ten.jsonl, columns: {kind: number}}\n",
+    );
+    let names = "--dataset_registry registry.yaml --eval_dataset_use clips,ten%20 --frame_sampling meta";
+    let greedy = "--max_completion_length 4 --category_column kind --threads 1";
+    place
+        .run(&format!(
+            "train --model M --dataset_use ten%50 {names} --eval_on_start --eval_steps 2 --num_generations 2 \
+             --gradient_accumulation_steps 1 --max_steps 2 --output_dir named {greedy}"
+        ))
+        .ok();
+    place.run(&format!("eval --model M {names} --output alone.jsonl {greedy}")).ok();
+    assert_eq!(place.text("named/eval/step-000000.jsonl"), place.text("alone.jsonl"));
+    let alone = place.lines("alone.jsonl");
+    assert_eq!((alone.len(), &alone[6]["category"]), (8, &json!("number")));
+    assert_eq!(place.lines("named/eval/step-000002.jsonl").len(), 8);
+}
+
+/// T-GRPO: rows with a video are answered on shuffled frames, too, and right answers earn the bonus.
+#[test]
+fn right_answers_that_need_the_order_of_frames_earn_a_bonus() {
+    let place = Place::new();
+    place.write(
+        "judge.sh",
+        // The first request holds the completions of all rows, the second those on shuffled frames: right, then wrong.
+        r#"n=0; while read -r line; do id=${line#*\"id\":}; r=1; [ $((n%2)) = 1 ] && r=0; n=$((n+1))
+k=$(grep -o '"completion":' <<< "$line" | wc -l); list=$(printf "$r,%.0s" $(seq $k)); echo "$k $r" >> asked
+echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [${list%,}]}"; done"#,
+    );
+    let line = "train --model M --train_file rows.jsonl --output_dir run --temporal_order_bonus --num_generations 4 \
+                --gradient_accumulation_steps 3 --max_steps 2 --max_completion_length 4 --threads 1";
+    place.run_with(line, &["--reward_funcs", "accuracy=cmd:bash judge.sh"]).ok();
+    assert_eq!(place.text("asked"), "12 1\n2 0\n12 1\n2 0\n");
+    for row in place.lines("run/metrics.jsonl") {
+        assert_eq!(row["rewards/temporal_order/mean"], 0.3, "{row}");
+        assert_eq!(row["rewards/accuracy/mean"], 1.0);
+        assert!((row["reward"].as_f64().unwrap() - 1.1).abs() < 1e-9, "{row}");
+    }
+    for row in place.lines("run/rollouts/step-000001.jsonl") {
+        let expected = if row["id"] == "clip" { json!(0.3) } else { Value::Null };
+        assert_eq!(row["rewards"]["temporal_order"], expected, "{row}");
+    }
+    place
+        .run_with(line, &["--reward_funcs", "format"])
+        .fails(2, &["--temporal_order_bonus", "`reward_funcs` format"]);
+}
+
 /// A file of settings, what `--print_config` shows of it, and the run's own record give the same run.
 #[test]
 fn settings_from_files_give_the_same_run() {
@@ -237,6 +327,44 @@ fn rewards_list_and_run() {
     assert_eq!(row["rewards"]["accuracy"][2], 0.0);
     assert_eq!(row["reward"][0], 3.0);
     assert_eq!(row["reward"][2], 1.0);
+}
+
+/// Rows share the requests to a program and its workers, and one that cannot be scored costs itself.
+#[test]
+fn rewards_of_many_rows_are_asked_together() {
+    let place = Place::new();
+    let rows: Vec<String> = (0..150)
+        .map(|i| match i {
+            70 => r#"{"id": 70, "problem": "?", "completions": ["bad"]}"#.to_owned(),
+            71 => r#"{"id": 71, "problem": "?"}"#.to_owned(),
+            _ => format!(r#"{{"id": {i}, "problem": "?", "completions": ["{i}", "x"]}}"#),
+        })
+        .collect();
+    place.write("said.jsonl", rows.join("\n"));
+    place.write(
+        "count.sh",
+        r#"while read -r line; do id=${line#*\"id\":}; id=${id%%[,\}]*}; k=$(grep -o '"completion":' <<< "$line" | wc -l)
+echo "$$ $k" >> asked; list=$(printf "0.5,%.0s" $(seq $k))
+case $line in *'"completion":"bad"'*) echo "{\"id\": $id, \"error\": \"a bad text\"}";;
+*) echo "{\"id\": $id, \"rewards\": [${list%,}]}";; esac; done"#,
+    );
+    let line = "rewards run --input said.jsonl --output out.jsonl --reward_workers 2 --reward_funcs";
+    place.run_with(line, &["half=cmd:bash count.sh"]).fails(1, &["2 of 150 rows failed"]);
+    let out = place.lines("out.jsonl");
+    assert_eq!(out.len(), 150);
+    for (i, row) in out.iter().enumerate() {
+        let error = row["error"].as_str().unwrap_or_default();
+        match i {
+            70 => assert!(error.contains("a bad text") && error.contains("dataset row 70"), "{error}"),
+            71 => assert!(error.contains("no `completions`"), "{error}"),
+            _ => assert_eq!(row["rewards"]["half"], json!([0.5, 0.5])),
+        }
+    }
+    let asked = place.text("asked");
+    assert!(asked.lines().any(|line| line.ends_with(" 64")), "{asked}");
+    let processes: std::collections::BTreeSet<&str> =
+        asked.lines().filter_map(|line| line.split(' ').next()).collect();
+    assert!(processes.len() >= 2, "{asked}");
 }
 
 #[test]

@@ -86,6 +86,18 @@ pub struct RewardMatrix {
 }
 
 impl RewardMatrix {
+    /// Adds a reward of weight 1, one entry per completion.
+    pub fn add(&mut self, name: &str, values: Vec<Option<f64>>) {
+        for (total, value) in self.total.iter_mut().zip(&values) {
+            if let Some(value) = value {
+                *total = Some(total.unwrap_or(0.0) + value);
+            }
+        }
+        self.names.push(name.to_owned());
+        self.values.push(values);
+        self.weights.push(1.0);
+    }
+
     /// Mean and population standard deviation of each reward over the completions it applies to; `None` where it
     /// applies to none.
     pub fn mean_and_std(&self) -> Vec<Option<(f64, f64)>> {
@@ -170,12 +182,11 @@ impl RewardSet {
     /// What a reward reports; a panic inside it; a wrong number of values; a value that is not finite or lies outside
     /// the declared range. Each names the reward and, where one row is to blame, that row.
     pub fn score(&self, batch: &[RewardInput<'_>]) -> Result<RewardMatrix, RewardError> {
-        let mut values = Vec::with_capacity(self.rewards.len());
-        for reward in &self.rewards {
-            let scores = guarded(reward.as_ref(), batch)?;
-            check(reward.as_ref(), batch, &scores)?;
-            values.push(scores);
-        }
+        let values = self
+            .rewards
+            .iter()
+            .map(|reward| checked(reward.as_ref(), batch))
+            .collect::<Result<Vec<_>, _>>()?;
         let total = (0..batch.len())
             .map(|row| {
                 let mut applied = values
@@ -189,6 +200,28 @@ impl RewardSet {
         let names = self.rewards.iter().map(|reward| reward.name().to_owned()).collect();
         Ok(RewardMatrix { names, values, weights: self.weights.clone(), total })
     }
+
+    /// Scores a batch with the reward of that name alone.
+    ///
+    /// # Errors
+    /// As [`Self::score`]; also when there is no such reward.
+    pub fn score_by(&self, name: &str, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        match self.rewards.iter().find(|reward| reward.name() == name) {
+            Some(reward) => checked(reward.as_ref(), batch),
+            None => Err(RewardError::UnknownReward {
+                name: name.to_owned(),
+                hint: String::new(),
+                known: self.names().join(", "),
+            }),
+        }
+    }
+}
+
+/// The scores of one reward, or what is wrong with them.
+fn checked(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+    let scores = guarded(reward, batch)?;
+    check(reward, batch, &scores)?;
+    Ok(scores)
 }
 
 /// Runs a reward so that a panic becomes an error. The row is found by scoring one by one, which only happens then.
@@ -314,6 +347,14 @@ mod tests {
         assert_eq!(matrix.total, vec![Some(6.5), Some(3.0), None]);
         assert_eq!(matrix.mean_and_std(), vec![Some((1.0, 0.0)), Some((2.25, 0.75))]);
         assert_eq!(set.range(), (0.0, 6.5));
+        assert_eq!(set.score_by("b", &batch).unwrap(), vec![Some(3.0), Some(1.5), None]);
+        assert!(set.score_by("c", &batch).unwrap_err().to_string().contains("a, b"));
+
+        let mut matrix = matrix;
+        matrix.add("bonus", vec![Some(0.25), None, None]);
+        assert_eq!(matrix.total, vec![Some(6.75), Some(3.0), None]);
+        assert_eq!((matrix.names[2].as_str(), matrix.weights[2]), ("bonus", 1.0));
+        assert_eq!(matrix.mean_and_std()[2], Some((0.25, 0.0)));
     }
 
     #[test]

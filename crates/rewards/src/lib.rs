@@ -38,9 +38,9 @@ pub use contract::{Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 pub use error::RewardError;
 pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
-    Summary, TextScores, answer, explanations, pass_at_k, summarize, wilson_interval,
+    Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,
 };
 pub use external::ExternalOptions;
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
-pub use temporal::{temporal_order_bonus, thinking_length_bonus};
+pub use temporal::temporal_order_bonus;

@@ -1,15 +1,14 @@
-//! T-GRPO: a bonus for right answers that need the order of the frames, and a bonus for thinking long enough.
+//! T-GRPO: a bonus for right answers that need the order of the frames.
 //!
-//! Not a reward of the table, since it needs a second set of completions, sampled with shuffled frames; the step adds
-//! what these functions return to the rewards. Source: Video-R1 (T-GRPO and its length control), with its constants.
+//! Not a reward of the table, since it needs a second set of completions, sampled with shuffled frames: `train` takes
+//! them with `--temporal_order_bonus` and adds what is returned here to the rewards. Source: Video-R1, with its
+//! constants.
 
 /// Ordered frames must reach this share of the accuracy on shuffled frames.
 const SHUFFLED_SHARE: f64 = 0.8;
 /// Accuracy above which a completion counts as right.
 const RIGHT_ABOVE: f64 = 0.1;
 const ORDER_BONUS: f64 = 0.3;
-const LENGTH_BONUS: f64 = 0.2;
-const LENGTH_TOKENS: std::ops::RangeInclusive<usize> = 320..=512;
 
 /// One bonus per completion sampled with the frames in order: 0.3 for each with accuracy above 0.1, if their mean
 /// accuracy is at least 0.8 times that of the completions sampled with shuffled frames; else 0. Without shuffled
@@ -21,22 +20,6 @@ pub fn temporal_order_bonus(ordered_accuracy: &[f64], shuffled_accuracy: &[f64])
     ordered_accuracy
         .iter()
         .map(|&accuracy| if needs_order && accuracy > RIGHT_ABOVE { ORDER_BONUS } else { 0.0 })
-        .collect()
-}
-
-/// One bonus per completion of a group: 0.2 for each right one of 320 to 512 tokens, if more than one is right.
-pub fn thinking_length_bonus(accuracy: &[f64], num_tokens: &[usize]) -> Vec<f64> {
-    let several = accuracy.iter().filter(|&&a| a > RIGHT_ABOVE).count() > 1;
-    accuracy
-        .iter()
-        .zip(num_tokens)
-        .map(|(&accuracy, tokens)| {
-            if several && accuracy > RIGHT_ABOVE && LENGTH_TOKENS.contains(tokens) {
-                LENGTH_BONUS
-            } else {
-                0.0
-            }
-        })
         .collect()
 }
 
@@ -55,11 +38,5 @@ mod tests {
         // Nobody right on either side: the comparison holds, and there is nobody to reward.
         assert_eq!(temporal_order_bonus(&[0.0, 0.1], &[0.0]), vec![0.0, 0.0]);
         assert_eq!(temporal_order_bonus(&[1.0], &[]), vec![0.0]);
-    }
-
-    #[test]
-    fn length_bonus() {
-        assert_eq!(thinking_length_bonus(&[1.0, 1.0, 0.0], &[320, 513, 400]), vec![0.2, 0.0, 0.0]);
-        assert_eq!(thinking_length_bonus(&[1.0, 0.0], &[400, 400]), vec![0.0, 0.0]);
     }
 }

@@ -16,6 +16,8 @@ use crate::scoring;
 /// What is evaluated and how.
 #[derive(Clone)]
 pub struct EvalPlan {
+    /// Makes prompts. Not those of training, where rows may draw their number of frames.
+    pub prompts: Arc<PromptBuilder>,
     /// Rows.
     pub dataset: Arc<Dataset>,
     /// Which of them.
@@ -59,11 +61,11 @@ impl Evaluation {
 /// As the rollout and the rewards; a row that cannot be used is left out and reported.
 pub fn evaluate(
     model: &Model,
-    prompts: &PromptBuilder,
     rewards: &RewardSet,
     plan: &EvalPlan,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Evaluation> {
+    let prompts = &plan.prompts;
     let mut out = Evaluation::default();
     let mut tally = Tally::default();
     for batch in plan.rows.chunks(plan.batch_rows.max(1)) {
@@ -144,7 +146,7 @@ pub fn eval_row(
         prompt: sample.question(),
         solution: sample.solution.clone(),
         media: media_paths(sample),
-        category: category.and_then(|column| sample.columns.get(column)).map(plain),
+        category: category.and_then(|column| sample.columns.get(column)).filter(|v| !v.is_null()).map(plain),
         answers: completions.iter().map(|text| answer(text, policy).map(str::to_owned)).collect(),
         rewards: values.map(|(name, values)| (name.clone(), values[span.clone()].to_vec())).collect(),
         reward: scores.total[span].to_vec(),

@@ -14,6 +14,7 @@ mod scoring;
 mod selection;
 pub mod step;
 mod streams;
+mod temporal;
 mod timing;
 
 pub use error::{Result, TrainError};

@@ -132,6 +132,8 @@ pub struct TrainSetup {
     pub model: Model,
     /// Makes prompts.
     pub prompts: Arc<PromptBuilder>,
+    /// Makes prompts with shuffled frames, where answers that need their order earn a bonus.
+    pub shuffled: Option<Arc<PromptBuilder>>,
     /// Training rows.
     pub dataset: Arc<Dataset>,
     /// Which rows of it are trained on.
@@ -172,8 +174,19 @@ pub struct RunSummary {
 /// # Errors
 /// Settings that cannot work, unusable data, non-finite losses, a full disk. The last complete checkpoint stays usable.
 pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<RunSummary> {
-    let TrainSetup { model, prompts, dataset, rows, eval, rewards, algorithm, optimizer, selection, run } =
-        setup;
+    let TrainSetup {
+        model,
+        prompts,
+        shuffled,
+        dataset,
+        rows,
+        eval,
+        rewards,
+        algorithm,
+        optimizer,
+        selection,
+        run,
+    } = setup;
     selection.apply(&model)?;
     let imitate = run.objective == Objective::Imitate;
     let reference =
@@ -222,6 +235,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         model,
         reference,
         prompts,
+        shuffled,
         rewards,
         algorithm,
         run,
@@ -380,6 +394,7 @@ struct Loop {
     model: Model,
     reference: Option<Model>,
     prompts: Arc<PromptBuilder>,
+    shuffled: Option<Arc<PromptBuilder>>,
     rewards: RewardSet,
     algorithm: Algorithm,
     run: RunPlan,
@@ -418,6 +433,7 @@ impl Loop {
             step::collect(
                 &self.model,
                 &self.prompts,
+                self.shuffled.as_deref(),
                 &self.rewards,
                 &self.algorithm,
                 rows,
@@ -486,8 +502,7 @@ impl Loop {
     fn evaluate(&mut self, step: u64, epoch: f64) -> Result<Option<Evaluation>> {
         let Some(plan) = &self.eval else { return Ok(None) };
         let mut progress = self.console.progress("evaluating", plan.rows.len() as u64);
-        let evaluation =
-            evaluate(&self.model, &self.prompts, &self.rewards, plan, &mut |done| progress.advance(done))?;
+        let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         for row in &evaluation.skipped {
             self.skipped(step, row)?;

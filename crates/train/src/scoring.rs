@@ -17,6 +17,26 @@ pub fn score(
     seed: u64,
     step: u64,
 ) -> Result<RewardMatrix> {
+    with_inputs(rows, seed, step, |inputs| Ok(rewards.score(inputs)?))
+}
+
+/// As [`score`], with the reward of that name alone.
+pub(crate) fn score_by(
+    rewards: &RewardSet,
+    name: &str,
+    rows: &[(&Sample, &[Completion])],
+    seed: u64,
+    step: u64,
+) -> Result<Vec<Option<f64>>> {
+    with_inputs(rows, seed, step, |inputs| Ok(rewards.score_by(name, inputs)?))
+}
+
+fn with_inputs<T>(
+    rows: &[(&Sample, &[Completion])],
+    seed: u64,
+    step: u64,
+    scored: impl FnOnce(&[RewardInput<'_>]) -> Result<T>,
+) -> Result<T> {
     let contexts: Vec<_> = rows.iter().map(|(sample, _)| (sample.question(), media_paths(sample))).collect();
     let mut inputs = Vec::new();
     for ((sample, completions), (question, paths)) in rows.iter().zip(&contexts) {
@@ -37,5 +57,5 @@ pub fn score(
             });
         }
     }
-    Ok(rewards.score(&inputs)?)
+    scored(&inputs)
 }

@@ -16,6 +16,7 @@ use crate::optimizer::AdamW;
 use crate::rows::PreparedRow;
 use crate::scoring;
 use crate::streams::{Part, pack};
+use crate::temporal;
 use crate::timing::timed;
 
 /// What an algorithm needs to know for a step. The same for all steps of a run.
@@ -81,13 +82,15 @@ pub struct StepOutcome {
     pub num_tokens: u64,
 }
 
-/// Samples completions for `rows` and scores them.
+/// Samples completions for `rows` and scores them; with `shuffled`, which makes prompts with shuffled frames, answers
+/// that need the order of the frames earn a bonus.
 ///
 /// # Errors
 /// As the rollout and the rewards.
 pub fn collect(
     model: &Model,
     prompts: &PromptBuilder,
+    shuffled: Option<&PromptBuilder>,
     rewards: &RewardSet,
     algorithm: &Algorithm,
     rows: Vec<PreparedRow>,
@@ -110,19 +113,17 @@ pub fn collect(
                 row: row.sample.row,
             })
             .collect();
-        let generator = Generator {
-            model,
-            tokenizer: prompts.tokenizer(),
-            stops: prompts.stops(),
-            params: &algorithm.sampling,
-            max_live: algorithm.max_live,
-        };
-        Ok::<_, TrainError>(generator.generate(&requests, |_| progress())?)
+        Ok::<_, TrainError>(generator(model, prompts, algorithm).generate(&requests, |_| progress())?)
     })?;
-    let matrix = timed(timer, "reward", || {
+    let mut matrix = timed(timer, "reward", || {
         let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
         scoring::score(rewards, &scored, algorithm.seed, step)
     })?;
+    if let Some(shuffled) = shuffled {
+        timed(timer, "shuffled_rollout", || {
+            temporal::add_order_bonus(model, shuffled, rewards, algorithm, &rows, step, &mut matrix)
+        })?;
+    }
     assemble(algorithm, rows, completions, features, matrix, None)
 }
 
@@ -188,12 +189,12 @@ pub fn replay(
                 }
                 given.push(logprobs[..length].iter().map(|&x| x as f32).collect::<Vec<f32>>());
             }
-            let truncated = completion.finish_reason.as_deref() == Some("length");
             ids.truncate(length);
             let text = prompts
                 .tokenizer()
                 .decode(&ids, true)
                 .map_err(|e| fail(format!("a completion cannot be decoded: {e}")))?;
+            let truncated = completion.finish_reason.as_deref() == Some("length");
             group.push(Completion {
                 ids,
                 logprobs: Vec::new(),

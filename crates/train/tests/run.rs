@@ -830,6 +830,7 @@ fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.eval = Some(EvalPlan {
+        prompts: Arc::clone(&setup.prompts),
         dataset: Arc::clone(&setup.dataset),
         rows: vec![0, 1, 4],
         num_generations: 1,
@@ -907,9 +908,18 @@ fn a_medium_goes_through_the_tower_once_per_pass() {
         let mut adamw = AdamW::new(optimizer(), setup.model.params());
         let mut timer = PhaseTimer::start(Instant::now());
         let (model, prompts) = (&setup.model, &setup.prompts);
-        let mut rollouts =
-            step::collect(model, prompts, &setup.rewards, &setup.algorithm, rows, 0, &mut timer, &mut || {})
-                .unwrap();
+        let mut rollouts = step::collect(
+            model,
+            prompts,
+            None,
+            &setup.rewards,
+            &setup.algorithm,
+            rows,
+            0,
+            &mut timer,
+            &mut || {},
+        )
+        .unwrap();
         step::update(model, Some(&reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
             .unwrap();
         let runs = (model.tower_runs(), reference.tower_runs());

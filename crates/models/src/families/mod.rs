@@ -127,7 +127,9 @@ pub struct MediaSettings {
     pub rule: FrameRule,
     /// Whether rows with `meta.dynamic_sample` draw their number of frames (training) or take the largest.
     pub dynamic_sample: bool,
-    /// Keys the draw.
+    /// Whether the frames of videos come in another order than they were filmed in, their times unchanged.
+    pub shuffle_frames: bool,
+    /// Keys the draw and the order.
     pub seed: u64,
     /// What a file without sound gives.
     pub missing_audio: MissingAudio,
@@ -144,6 +146,7 @@ impl Default for MediaSettings {
             video: MediumOptions::default(),
             rule: FrameRule::Qwen,
             dynamic_sample: false,
+            shuffle_frames: false,
             seed: 0,
             missing_audio: MissingAudio::default(),
             limits: Limits::default(),
@@ -155,14 +158,39 @@ impl Default for MediaSettings {
 impl MediaSettings {
     /// A number from `min` to `max` that depends on the seed and the medium alone.
     pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
+        let span = u64::from(max.saturating_sub(min)) + 1;
+        min + (self.stream(source, 0).next_u64() % span) as u32
+    }
+
+    /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
+    /// alone and is never theirs.
+    pub(crate) fn order<T>(&self, source: &MediumSource, frames: &mut [T]) {
+        if !self.shuffle_frames || frames.len() < 2 {
+            return;
+        }
+        let mut random = self.stream(source, 1);
+        let mut moved = false;
+        for last in (1..frames.len()).rev() {
+            let pick = (random.next_u64() % (last as u64 + 1)) as usize;
+            frames.swap(last, pick);
+            moved |= pick != last;
+        }
+        if !moved {
+            frames.rotate_left(1);
+        }
+    }
+
+    /// Random numbers keyed by the seed and the medium, a stream per use.
+    fn stream(&self, source: &MediumSource, purpose: u64) -> ChaCha8Rng {
         let mut key = [0u8; 32];
         key[..8].copy_from_slice(&self.seed.to_le_bytes());
         for (i, byte) in format!("{source:?}").bytes().enumerate() {
             let slot = &mut key[8 + i % 24];
             *slot = slot.wrapping_mul(31).wrapping_add(byte);
         }
-        let span = u64::from(max.saturating_sub(min)) + 1;
-        min + (ChaCha8Rng::from_seed(key).next_u64() % span) as u32
+        let mut random = ChaCha8Rng::from_seed(key);
+        random.set_stream(purpose);
+        random
     }
 }
 
@@ -534,6 +562,52 @@ pub fn open_family_with(dir: &Path, overrides: &Map<String, Value>) -> Result<Ar
                  knows {}",
                 known.join(", ")
             )))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of the tower's input: what is read, its shape, and the times.
+    fn clip(checkpoint: &str, shuffle_frames: bool, seed: u64) -> MediumInput {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let family = open_family(&golden.join("checkpoints").join(checkpoint)).unwrap();
+        let medium = MediumRef {
+            kind: MediumKind::Video,
+            source: MediumSource::Path(golden.join("media/clip.gif")),
+            options: MediumOptions { max_pixels: Some(12_544), ..MediumOptions::default() },
+        };
+        let settings = MediaSettings { shuffle_frames, seed, ..MediaSettings::default() };
+        family.prepare(&medium, &settings).unwrap()
+    }
+
+    #[test]
+    fn shuffled_frames_keep_their_number_and_times() {
+        for checkpoint in ["qwen2_5_vl_tied", "internvl_hf", "humanomni"] {
+            let (plain, shuffled) = (clip(checkpoint, false, 1), clip(checkpoint, true, 1));
+            assert_ne!(plain.data, shuffled.data, "{checkpoint}");
+            assert_eq!(shuffled, clip(checkpoint, true, 1), "{checkpoint}");
+            assert_eq!(MediumInput { data: plain.data.clone(), ..shuffled }, plain, "{checkpoint}");
+            assert_eq!(clip(checkpoint, false, 2), plain, "{checkpoint}");
+        }
+    }
+
+    #[test]
+    fn an_order_is_never_the_old_one() {
+        let source = MediumSource::Path("clip.mp4".into());
+        for seed in 0..50 {
+            let settings = MediaSettings { shuffle_frames: true, seed, ..MediaSettings::default() };
+            for num in 2..5 {
+                let plain: Vec<usize> = (0..num).collect();
+                let mut order = plain.clone();
+                settings.order(&source, &mut order);
+                assert_ne!(order, plain);
+                order.sort_unstable();
+                assert_eq!(order, plain);
+            }
+            settings.order(&source, &mut [0]);
         }
     }
 }

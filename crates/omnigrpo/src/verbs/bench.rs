@@ -74,6 +74,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         let mut rollouts = step::collect(
             &model,
             &prompts,
+            None,
             &rewards,
             &algorithm,
             rows.clone(),

@@ -80,8 +80,9 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     let prompts = setup::prompts(&trained, model.dir(), false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
-    let rewards = setup::rewards(&trained, &dataset)?;
+    let rewards = setup::rewards(&trained, &setup::Corpus::of(&trained, &dataset, 0..dataset.len()))?;
     let plan = EvalPlan {
+        prompts: Arc::new(prompts),
         rows: (0..dataset.len()).collect(),
         dataset,
         num_generations: 1,
@@ -96,7 +97,7 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
         measures: Measures::default(),
     };
     let mut progress = context.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
-    Ok(evaluate(&model, &prompts, &rewards, &plan, &mut |done| progress.advance(done))?)
+    Ok(evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?)
 }
 
 fn verdict(before: Option<&Evaluation>, after: Option<&Evaluation>, permuted: &Evaluation) -> String {

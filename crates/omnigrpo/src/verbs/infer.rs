@@ -303,8 +303,10 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
     }
     let model = setup::model(settings)?;
     let prompts = setup::prompts(settings, model.dir(), false)?;
-    let rewards = setup::rewards(settings, &dataset)?;
+    let corpus = setup::Corpus::of(settings, &dataset, 0..dataset.len()).or_of_run(model.dir())?;
+    let rewards = setup::rewards(settings, &corpus)?;
     let plan = EvalPlan {
+        prompts: Arc::new(prompts),
         rows: (0..dataset.len()).collect(),
         dataset: Arc::clone(&dataset),
         num_generations: settings.rollout.num_generations,
@@ -315,8 +317,7 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
         measures: setup::measures(settings),
     };
     let mut progress = context.console.progress("evaluating", dataset.len());
-    let evaluation =
-        omnigrpo_train::evaluate(&model, &prompts, &rewards, &plan, &mut |done| progress.advance(done))?;
+    let evaluation = omnigrpo_train::evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?;
     drop(progress);
     for row in &evaluation.skipped {
         context.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));

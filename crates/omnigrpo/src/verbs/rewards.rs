@@ -1,7 +1,7 @@
 //! `rewards list` and `rewards run`.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, DatasetSpec};
+use omnigrpo_data::{Dataset, DatasetSpec, Sample};
 use omnigrpo_rewards::{EvalRow, Measures, RewardSet, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::json;
@@ -36,23 +36,33 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::can_write(output)?;
     let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
     let dataset = Dataset::open(&specs, &setup::read_options(settings))?;
-    let rewards = setup::rewards(settings, &dataset)?;
+    let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
     let measures = setup::measures(settings);
     let category = settings.eval.category_column.as_deref();
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
     let mut rows = Vec::new();
-    for row in 0..dataset.len() {
-        let line = match score_row(&dataset, row, &rewards, settings.run.seed, category, &measures) {
-            Ok(row) => {
-                let line = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
-                rows.push(row);
-                line
-            }
-            Err(error) => json!({ "id": dataset.id(row), "error": format!("{error:#}") }),
-        };
-        lines.push(line.to_string());
-        progress.advance(1);
+    let all: Vec<u64> = (0..dataset.len()).collect();
+    for numbers in all.chunks(BATCH_ROWS) {
+        let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
+        let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
+        let mut scored = score_rows(&good, &rewards, settings.run.seed, category, &measures).into_iter();
+        for (&number, read) in numbers.iter().zip(&read) {
+            let row = match read {
+                Ok(_) => scored.next().context("a row was not scored").flatten(),
+                Err(error) => Err(anyhow::anyhow!("{error:#}")),
+            };
+            let line = match row {
+                Ok(row) => {
+                    let line = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
+                    rows.push(row);
+                    line
+                }
+                Err(error) => json!({ "id": dataset.id(number), "error": format!("{error:#}") }),
+            };
+            lines.push(line.to_string());
+        }
+        progress.advance(numbers.len() as u64);
     }
     drop(progress);
     super::infer::write_lines(output, &lines)?;
@@ -62,17 +72,16 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }
 
-fn score_row(
-    dataset: &Dataset,
-    row: u64,
-    rewards: &RewardSet,
-    seed: u64,
-    category: Option<&str>,
-    measures: &Measures,
-) -> Result<EvalRow> {
+/// Rows that are scored together, so that a program or an endpoint gets its requests filled and spread over its
+/// workers.
+const BATCH_ROWS: usize = 64;
+
+type Scored<'a> = (&'a Sample, &'a [Completion]);
+
+fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     let sample = dataset.get(row)?;
     let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
-    let completions: Vec<Completion> = recorded
+    let completions = recorded
         .iter()
         .map(|c| Completion {
             ids: c.completion_ids.clone().unwrap_or_default(),
@@ -86,8 +95,29 @@ fn score_row(
             text: c.text.clone().unwrap_or_default(),
         })
         .collect();
-    let scores = omnigrpo_train::score(rewards, &[(&sample, &completions)], seed, 0)?;
-    let texts: Vec<String> = completions.into_iter().map(|c| c.text).collect();
-    let all = 0..texts.len();
-    Ok(omnigrpo_train::eval_row(&sample, texts, &scores, all, category, measures))
+    Ok((sample, completions))
+}
+
+/// Scores rows together; where that fails each alone, so that an error is that of its row.
+fn score_rows(
+    rows: &[Scored<'_>],
+    rewards: &RewardSet,
+    seed: u64,
+    category: Option<&str>,
+    measures: &Measures,
+) -> Vec<Result<EvalRow>> {
+    match omnigrpo_train::score(rewards, rows, seed, 0) {
+        Ok(scores) => {
+            let mut from = 0;
+            let each = |(sample, completions): &Scored<'_>| {
+                let span = from..from + completions.len();
+                from = span.end;
+                let texts = completions.iter().map(|c| c.text.clone()).collect();
+                Ok(omnigrpo_train::eval_row(sample, texts, &scores, span, category, measures))
+            };
+            rows.iter().map(each).collect()
+        }
+        Err(error) if rows.len() == 1 => vec![Err(error.into())],
+        Err(_) => rows.chunks(1).flat_map(|row| score_rows(row, rewards, seed, category, measures)).collect(),
+    }
 }

@@ -146,6 +146,20 @@ fn load(settings: &Settings, trained: &Selection) -> Result<Model> {
 
 /// Makes prompts for the checkpoint in `dir`. `training` lets rows draw their number of frames.
 pub fn prompts(settings: &Settings, dir: &Path, training: bool) -> Result<PromptBuilder> {
+    prompts_with(settings, dir, training, false)
+}
+
+/// As [`prompts`] of training, with the frames of videos in another order.
+pub fn shuffled_prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
+    prompts_with(settings, dir, true, true)
+}
+
+fn prompts_with(
+    settings: &Settings,
+    dir: &Path,
+    training: bool,
+    shuffle_frames: bool,
+) -> Result<PromptBuilder> {
     let media = &settings.media;
     let video = MediumOptions {
         fps: media.nframes.is_none().then_some(media.fps),
@@ -174,6 +188,7 @@ pub fn prompts(settings: &Settings, dir: &Path, training: bool) -> Result<Prompt
             video,
             rule,
             dynamic_sample: training,
+            shuffle_frames,
             seed: settings.run.data_seed,
             missing_audio: match settings.data.missing_audio {
                 MissingAudio::Error => omnigrpo_models::MissingAudio::Error,
@@ -286,26 +301,78 @@ fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }
 
-/// The rewards. `cider` weighs words, and `bertscore` tokens if asked, by how many of the rows in `corpus` have them.
-pub fn rewards(settings: &Settings, corpus: &Dataset) -> Result<RewardSet> {
+/// Where a run keeps the document frequencies of its training references.
+const FREQUENCIES: &str = "document_frequencies.json";
+
+/// The references that `cider` and `explanation` weigh words by, and `bertscore` tokens if asked.
+#[derive(Default)]
+pub struct Corpus {
+    frequencies: Option<Arc<DocumentFrequencies>>,
+    references: Vec<String>,
+}
+
+impl Corpus {
+    /// Counts the references of these rows; none where no reward asks for them.
+    pub fn of(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Self {
+        let asked = &settings.rewards;
+        let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
+        let weigh_tokens = wants("bertscore") && asked.bertscore_idf;
+        if !(wants("cider") || wants("explanation") || weigh_tokens) {
+            return Self::default();
+        }
+        let mut frequencies = DocumentFrequencies::default();
+        let mut texts = Vec::new();
+        for row in rows {
+            // A row that cannot be read is reported where it would be used.
+            let Ok(sample) = dataset.get(row) else { continue };
+            let references = references(&sample.columns, sample.solution.as_deref());
+            // A row without references would make every word look rarer.
+            if references.is_empty() {
+                continue;
+            }
+            frequencies.add_item(&references);
+            if weigh_tokens {
+                texts.extend(references.into_iter().map(str::to_owned));
+            }
+        }
+        Self { frequencies: Some(Arc::new(frequencies)), references: texts }
+    }
+
+    /// With the counts of the run that made the checkpoint in `dir`, where it kept them: a score then means what it
+    /// meant in training.
+    pub fn or_of_run(mut self, dir: &Path) -> Result<Self> {
+        let kept = [Some(dir), dir.parent()].into_iter().flatten().map(|dir| dir.join(FREQUENCIES));
+        if let (Some(_), Some(path)) = (&self.frequencies, kept.into_iter().find(|path| path.is_file())) {
+            let broken = |e: String| {
+                Problem::failure("the run's document frequencies cannot be read")
+                    .at(path.display().to_string())
+                    .got(e)
+                    .help("remove the file to count the references of the evaluated rows instead")
+            };
+            let text = std::fs::read(&path).map_err(|e| broken(e.to_string()))?;
+            let kept = serde_json::from_slice(&text).map_err(|e| broken(e.to_string()))?;
+            self.frequencies = Some(Arc::new(kept));
+        }
+        Ok(self)
+    }
+
+    /// Keeps the counts in the run directory, for evaluations of its checkpoints.
+    pub fn save(&self, run_dir: &Path) -> Result<()> {
+        let Some(frequencies) = &self.frequencies else { return Ok(()) };
+        let text = serde_json::to_vec(frequencies.as_ref())?;
+        Ok(omnigrpo_observe::write_atomic(&run_dir.join(FREQUENCIES), |out| {
+            std::io::Write::write_all(out, &text)
+        })?)
+    }
+}
+
+/// The rewards.
+pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
     let asked = &settings.rewards;
     let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
     let mut options = asked.options(settings.rollout.max_completion_length);
     options.external.judge_api_key = settings.env.judge_api_key.clone();
-    let mut texts = Vec::new();
-    if wants("cider") || wants("explanation") || (wants("bertscore") && asked.bertscore_idf) {
-        let mut frequencies = DocumentFrequencies::default();
-        for row in 0..corpus.len() {
-            // A row that cannot be read is reported where it would be used.
-            let Ok(sample) = corpus.get(row) else { continue };
-            let references = references(&sample.columns, sample.solution.as_deref());
-            frequencies.add_item(&references);
-            if asked.bertscore_idf {
-                texts.extend(references.into_iter().map(str::to_owned));
-            }
-        }
-        options.cider = Some(Arc::new(frequencies));
-    }
+    options.cider = corpus.frequencies.clone();
     let dir = |flag: &str, wanted: bool, name: &Option<String>| {
         let name = name.as_ref().filter(|_| wanted);
         name.map(|name| named_dir("the model", name).map_err(|problem| problem.at(flag))).transpose()
@@ -321,7 +388,7 @@ pub fn rewards(settings: &Settings, corpus: &Dataset) -> Result<RewardSet> {
         bertscore_idf: asked.bertscore_idf,
         bertscore_baseline: asked.bertscore_baseline.clone(),
         frequencies: options.cider.clone(),
-        references: texts,
+        references: corpus.references.clone(),
         dtype: WeightDtype::Auto,
     };
     let made = omnigrpo_scorers::table()

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_rewards::answer_reward;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen,
@@ -95,21 +96,39 @@ fn run_logged(
     let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
     let dataset = setup::train_data(settings)?;
     let held_out = setup::eval_data(settings)?;
-    let rewards = setup::rewards(settings, &dataset)?;
-
-    let bad_rows = if settings.data.skip_data_check {
-        Vec::new()
-    } else {
-        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"))?
-    };
     let ratio = settings.data.val_split_ratio;
     let (rows, eval_rows) = match &held_out {
         Some(held_out) => ((0..dataset.len()).collect(), (0..held_out.len()).collect()),
         None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
         None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
     };
+    let corpus = setup::Corpus::of(settings, &dataset, rows.iter().copied());
+    let rewards = setup::rewards(settings, &corpus)?;
+    let shuffled = if settings.rewards.temporal_order_bonus {
+        if answer_reward(&rewards).is_none() {
+            return Err(Problem::usage("no reward looks at answers, so none can need the order of frames")
+                .at("--temporal_order_bonus")
+                .got(format!("`reward_funcs` {}", settings.rewards.reward_funcs.join(", ")))
+                .expected("`accuracy` or one of its rules among them")
+                .into());
+        }
+        Some(Arc::new(setup::shuffled_prompts(settings, &dir)?))
+    } else {
+        None
+    };
+
+    let bad_rows = if settings.data.skip_data_check {
+        Vec::new()
+    } else {
+        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"))?
+    };
     let eval_dataset = held_out.unwrap_or_else(|| Arc::clone(&dataset));
-    let eval = (!eval_rows.is_empty()).then(|| eval_plan(settings, eval_dataset, eval_rows));
+    let eval = if eval_rows.is_empty() {
+        None
+    } else {
+        let prompts = Arc::new(setup::prompts(settings, &dir, false)?);
+        Some(eval_plan(settings, prompts, eval_dataset, eval_rows))
+    };
 
     let model = setup::trained_model(settings)?;
     let selection = setup::selection(settings);
@@ -119,10 +138,12 @@ fn run_logged(
     describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
     install_signals(&context.stop)?;
+    corpus.save(&output_dir)?;
     let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
     let setup = TrainSetup {
         model,
         prompts,
+        shuffled,
         dataset,
         rows,
         eval,
@@ -141,7 +162,12 @@ fn run_logged(
 }
 
 /// The plan of an evaluation: greedy for one completion a row, sampled as in training for more.
-fn eval_plan(settings: &Settings, dataset: Arc<Dataset>, rows: Vec<u64>) -> EvalPlan {
+fn eval_plan(
+    settings: &Settings,
+    prompts: Arc<PromptBuilder>,
+    dataset: Arc<Dataset>,
+    rows: Vec<u64>,
+) -> EvalPlan {
     let num_generations = settings.eval.num_generations_eval;
     let mut sampling = setup::sampling(settings);
     if num_generations == 1 {
@@ -153,6 +179,7 @@ fn eval_plan(settings: &Settings, dataset: Arc<Dataset>, rows: Vec<u64>) -> Eval
         };
     }
     EvalPlan {
+        prompts,
         dataset,
         rows,
         num_generations,

@@ -233,6 +233,17 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
     })
 }
 
+/// The reward of a run that looks at answers, and the value of a right one: the largest it gives, or 1 for a program or
+/// endpoint of that name that declares no bound. The first of the table where there are several, none where there is
+/// none.
+#[must_use]
+pub fn answer_reward(rewards: &RewardSet) -> Option<(&'static str, f64)> {
+    let names = rewards.names();
+    let name = ANSWER_REWARDS.iter().copied().find(|name| names.contains(name))?;
+    let (_, best) = rewards.range_of(name)?;
+    Some((name, if best.is_finite() { best } else { 1.0 }))
+}
+
 /// Says which completions are right.
 struct Judge<'a> {
     reward: &'a str,
@@ -242,9 +253,7 @@ struct Judge<'a> {
 impl<'a> Judge<'a> {
     /// By the first reward that looks at answers, if there is one.
     fn new(rewards: &RewardSet, threshold: f64) -> Option<Judge<'static>> {
-        let names = rewards.names();
-        let reward = ANSWER_REWARDS.iter().copied().find(|name| names.contains(name))?;
-        let (_, best) = rewards.range_of(reward)?;
+        let (reward, best) = answer_reward(rewards)?;
         Some(Judge { reward, from: threshold * best - 1e-9 })
     }
 

@@ -85,6 +85,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
     TrainSetup {
         model: Model::load(&dir, WeightDtype::Auto).unwrap(),
         prompts: Arc::new(prompts(&dir, 8)),
+        shuffled: None,
         dataset: Arc::new(dataset),
         rows,
         eval: None,

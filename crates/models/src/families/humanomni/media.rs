@@ -94,7 +94,8 @@ impl MediaReader {
             }
             MediumKind::Video => {
                 let (request, source) = self.video_request(medium, settings)?;
-                let video = decode_video(&source, &request, &settings.limits)?;
+                let mut video = decode_video(&source, &request, &settings.limits)?;
+                settings.order(&medium.source, &mut video.frames);
                 let data = self.pictures.process(&video.frames)?;
                 (self.shape(video.frames.len()), data, video.timestamps_s)
             }

@@ -129,7 +129,8 @@ impl MediaReader {
                 let plan = FramePlan::new(medium, settings)?;
                 let size = FrameSize::Exact { width_px: tiles.side_px, height_px: tiles.side_px };
                 let request = VideoRequest { sampling: plan.sampling, size, listed_fps: plan.listed_fps };
-                let video = decode_video(&plan.source, &request, &settings.limits)?;
+                let mut video = decode_video(&plan.source, &request, &settings.limits)?;
+                settings.order(&medium.source, &mut video.frames);
                 (tiles.process_frames(&video.frames)?, video.timestamps_s)
             }
             MediumKind::Audio => return Err(no_audio()),

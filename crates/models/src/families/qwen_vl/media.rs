@@ -110,7 +110,8 @@ impl MediaReader {
 
     fn video(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
         let (request, plan) = self.video_request(medium, settings)?;
-        let video = decode_video(&plan.source, &request, &settings.limits)?;
+        let mut video = decode_video(&plan.source, &request, &settings.limits)?;
+        settings.order(&medium.source, &mut video.frames);
         let Some(first) = video.frames.first() else {
             return Err(ModelError::prompt("the video gave no frame"));
         };
