@@ -15,7 +15,7 @@ from make_encoders import eager
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoTokenizer, BertConfig, BertModel, BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer,
-    DistilBertConfig, DistilBertModel, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer, XLMRobertaConfig,
+    DistilBertConfig, DistilBertModel, PhobertTokenizer, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer, XLMRobertaConfig,
     XLMRobertaModel, XLMRobertaTokenizer,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -202,6 +202,28 @@ def roberta():
     return model.roberta, tokenizer
 
 
+def phobert():
+    """PhoBERT's tokenizer: byte pairs over characters in files of its own, here without some of the parts that merging
+    makes, and with no `Ơ`."""
+    directory = GOLDEN / "phobert"
+    directory.mkdir(parents=True)
+    ends = sorted({c for text in TEXTS for word in text.split() for c in word})
+    merges = [
+        ("o", "n</w>"), ("c", "on</w>"), ("m", "ộ"), ("mộ", "t</w>"), ("è", "o</w>"), ("n", "h</w>"), ("t", "r"),
+        ("tr", "on"), ("o", "n"), ("s", "e"), ("se", "n</w>"), ("v", "ò"), ("vò", "i</w>"), ("ò", "i</w>"),
+    ]
+    spell = lambda part: part.removesuffix("</w>") if part.endswith("</w>") else part + "@@"
+    pieces = [c + "@@" for c in ends] + ends + [spell("".join(m)) for m in merges if "".join(m) not in ("mộ", "èo</w>")]
+    (directory / "vocab.txt").write_text("".join(f"{p} {900 - i}\n" for i, p in enumerate(pieces)))
+    (directory / "bpe.codes").write_text("".join(f"{a} {b} {900 - i}\n" for i, (a, b) in enumerate(merges)))
+    write_json(directory / "tokenizer_config.json", dict(tokenizer_class="PhobertTokenizer", model_max_length=256))
+    tokenizer = PhobertTokenizer(str(directory / "vocab.txt"), str(directory / "bpe.codes"))
+    texts = TEXTS + ["vòi_sen\ncon mèo", "Ơ một m Ơm", "  mộ  mộm ", "", "n\n\nn"]
+    ids = [tokenizer(t)["input_ids"] for t in texts]
+    assert any(tokenizer.unk_token_id in row for row in ids)
+    return dict(texts=texts, ids=ids)
+
+
 CANDIDATES = ["trong ảnh có vòi sen", "con mèo nằm trên ghế", "con mèo", "it's a mat", TEXTS[5] + " " + TEXTS[5], "một"]
 REFERENCES = [
     ["trong ảnh có một vòi sen"], ["một con mèo nằm trên ghế", "con chó nằm dưới ghế", "ghế"], ["con mèo"],
@@ -267,6 +289,7 @@ def main():
     xlmr = AutoTokenizer.from_pretrained(GOLDEN / "multilingual")
     goldens["multilingual"]["ids"] = [xlmr(t)["input_ids"] for t in TEXTS]
     goldens["roberta"] = dict(ids=[tokenizer(t)["input_ids"] for t in TEXTS])
+    goldens["phobert"] = phobert()
     cases = []
     # bert_score cuts a model of n layers after the one asked for.
     for name, m, tok, layer, idf, limit in [

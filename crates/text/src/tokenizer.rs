@@ -16,8 +16,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use serde_json::Value;
+use tokenizers::decoders::bpe::BPEDecoder;
 use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
-use tokenizers::models::bpe::BPE;
+use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::normalizer::Range;
 use tokenizers::normalizers::bert::BertNormalizer;
@@ -98,8 +99,8 @@ pub(crate) struct EncodedRuns {
 }
 
 impl Tokenizer {
-    /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else BERT's `vocab.txt`, else Qwen's `vocab.json` +
-    /// `merges.txt`; with `tokenizer_config.json` and `special_tokens_map.json` if they are there.
+    /// Loads the tokenizer of the model in `dir`: `tokenizer.json`, else PhoBERT's `vocab.txt` + `bpe.codes`, else BERT's
+    /// `vocab.txt`, else Qwen's `vocab.json` + `merges.txt`; with `tokenizer_config.json` and `special_tokens_map.json` if they are there.
     ///
     /// # Errors
     /// [`TextError::NoTokenizer`], [`TextError::Read`], [`TextError::TooLarge`], [`TextError::BadFile`].
@@ -108,12 +109,18 @@ impl Tokenizer {
         let config = read_json(&config_path, MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
         let named = read_json(&dir.join("special_tokens_map.json"), MAX_CONFIG_BYTES)?.unwrap_or(Value::Null);
 
+        let mut num_known = None;
         let path = dir.join("tokenizer.json");
         let (path, mut inner) = match read_limited(&path, MAX_TOKENIZER_BYTES)? {
             Some(bytes) => {
                 let inner = tokenizers::Tokenizer::from_bytes(&bytes)
                     .map_err(|e| bad(&path, format!("not a tokenizer this program can read: {e}")))?;
                 (path, inner)
+            }
+            None if dir.join("bpe.codes").is_file() => {
+                let (inner, size) = phobert_from_slow_files(dir, &config)?;
+                num_known = Some(size);
+                (dir.join("vocab.txt"), inner)
             }
             None => match bert_from_vocabulary(&dir.join("vocab.txt"), &config)? {
                 Some(inner) => (dir.join("vocab.txt"), inner),
@@ -135,7 +142,9 @@ impl Tokenizer {
                 add_token(&mut inner, id, token, &config_path)?;
             }
         }
-        Self::new(inner, &path, &config, &named)
+        let mut this = Self::new(inner, &path, &config, &named)?;
+        this.vocab_size = num_known.unwrap_or(this.vocab_size);
+        Ok(this)
     }
 
     fn new(mut inner: tokenizers::Tokenizer, path: &Path, config: &Value, named: &Value) -> Result<Self> {
@@ -274,6 +283,8 @@ impl Tokenizer {
                     let token = self.inner.id_to_token(id).unwrap_or_default();
                     return Err(TextError::ControlInText { excerpt: excerpt(&text), token, id });
                 }
+                // A piece that merging leaves over, but the vocabulary does not have.
+                None if id as usize >= self.vocab_size => out.ids.extend(self.unk_id),
                 None => out.ids.push(id),
             }
         }
@@ -577,11 +588,8 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
     }
 }
 
-/// BERT's `vocab.txt`, a word piece per line; `None` if there is no such file, or it belongs to a tokenizer of byte pairs.
+/// BERT's `vocab.txt`, a word piece per line; `None` if there is no such file.
 fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers::Tokenizer>> {
-    if path.with_file_name("bpe.codes").is_file() {
-        return Ok(None);
-    }
     let Some(bytes) = read_limited(path, MAX_TOKENIZER_BYTES)? else { return Ok(None) };
     let broken = |e: tokenizers::Error| bad(path, format!("the vocabulary does not load: {e}"));
     let vocab = WordPiece::read_bytes(&bytes).map_err(broken)?;
@@ -615,6 +623,57 @@ fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers
     inner.with_decoder(Some(WordPieceDecoder::default()));
     inner.add_special_tokens(special.into_iter().chain(rare)).map_err(broken)?;
     Ok(Some(inner))
+}
+
+/// PhoBERT's `vocab.txt` (a piece and its count per line; `@@` marks pieces that a word goes on after) and `bpe.codes` (two
+/// parts and their count per line), with how many pieces the vocabulary has. Merging makes parts that are no piece; they
+/// have the ids behind the vocabulary. Source: `transformers` 5.23 `tokenization_phobert.py`.
+fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::Tokenizer, usize)> {
+    const END: &str = "</w>";
+    let (path, codes) = (dir.join("vocab.txt"), dir.join("bpe.codes"));
+    let class = config.get("tokenizer_class").and_then(Value::as_str).unwrap_or("PhobertTokenizer");
+    if class != "PhobertTokenizer" {
+        let what = format!("tokenizer_class is {class:?}; with bpe.codes only PhobertTokenizer can be built");
+        return Err(bad(&codes, what));
+    }
+    let read = |path: &Path| -> Result<String> {
+        let bytes = read_limited(path, MAX_TOKENIZER_BYTES)?;
+        let bytes = bytes.ok_or_else(|| TextError::NoTokenizer { dir: dir.to_owned() })?;
+        String::from_utf8(bytes).map_err(|e| bad(path, format!("not UTF-8: {e}")))
+    };
+    const SPECIAL: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
+    let mut vocab: Vocab = SPECIAL.iter().zip(0..).map(|(token, id)| ((*token).to_owned(), id)).collect();
+    for (number, line) in read(&path)?.lines().enumerate() {
+        let Some((piece, _)) = line.trim().rsplit_once(' ') else {
+            return Err(bad(&path, format!("line {}: expected a piece and its count", number + 1)));
+        };
+        let part = piece.strip_suffix("@@").map_or_else(|| format!("{piece}{END}"), str::to_owned);
+        let id = vocab.len() as u32;
+        vocab.insert(part, id);
+    }
+    let size = vocab.len();
+    let mut merges = Vec::new();
+    for (number, line) in read(&codes)?.lines().enumerate() {
+        let &[a, b, _] = line.split_whitespace().collect::<Vec<_>>().as_slice() else {
+            return Err(bad(&codes, format!("line {}: expected two parts and their count", number + 1)));
+        };
+        for part in [a.to_owned(), b.to_owned(), format!("{a}{b}")] {
+            let id = vocab.len() as u32;
+            vocab.entry(part).or_insert(id);
+        }
+        merges.push((a.to_owned(), b.to_owned()));
+    }
+    let broken = |e: tokenizers::Error| bad(&codes, format!("vocab.txt and bpe.codes do not load: {e}"));
+    let model = BPE::builder().vocab_and_merges(vocab, merges).unk_token("<unk>".into());
+    let model = model.end_of_word_suffix(END.into()).build().map_err(broken)?;
+    let words = SplitPattern::Regex(r"\S+\n?".to_owned());
+    let words = SplitAt::new(words, SplitDelimiterBehavior::Removed, true).map_err(broken)?;
+    let mut inner = tokenizers::Tokenizer::new(model);
+    inner.with_pre_tokenizer(Some(words));
+    inner.with_post_processor(Some(BertProcessing::new(("</s>".into(), 2), ("<s>".into(), 0))));
+    inner.with_decoder(Some(BPEDecoder::new(END.into())));
+    inner.add_special_tokens(SPECIAL.map(|token| AddedToken::from(token, true))).map_err(broken)?;
+    Ok((inner, size))
 }
 
 /// Qwen's `vocab.json` + `merges.txt`.

@@ -40,6 +40,29 @@ fn ids_with_start_and_end_equal_transformers() {
 }
 
 #[test]
+fn phoberts_own_files_are_read() {
+    let all = goldens();
+    let tokenizer = Tokenizer::from_dir(&golden("phobert")).unwrap();
+    assert_eq!(framed(&tokenizer, &all["phobert"]["texts"]), ids(&all["phobert"]["ids"]));
+    let lines = std::fs::read_to_string(golden("phobert/vocab.txt")).unwrap().lines().count();
+    assert_eq!(tokenizer.vocab_size(), 4 + lines);
+
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+    let error = || Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
+    write("bpe.codes", "a b 3\n");
+    assert!(error().contains("tokenizer.json"), "{}", error());
+    write("vocab.txt", "a@@ 3\nb");
+    assert!(error().contains("vocab.txt") && error().contains("line 2"), "{}", error());
+    write("vocab.txt", "a@@ 3\nb 1\n");
+    assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().encode_framed("ab b").unwrap(), [0, 4, 5, 5, 2]);
+    write("bpe.codes", "a b\n");
+    assert!(error().contains("bpe.codes") && error().contains("line 1"), "{}", error());
+    write("tokenizer_config.json", r#"{"tokenizer_class": "BertweetTokenizer"}"#);
+    assert!(error().contains("BertweetTokenizer"), "{}", error());
+}
+
+#[test]
 fn a_vocabulary_alone_follows_its_configuration() {
     let all = goldens();
     let dir = tempfile::tempdir().unwrap();
@@ -59,9 +82,4 @@ fn a_vocabulary_alone_follows_its_configuration() {
     write("vocab.txt", "a\nb\n");
     let error = Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
     assert!(error.contains("vocab.txt") && error.contains("[CLS]"), "{error}");
-    // PhoBERT's file of this name holds byte pairs.
-    write("vocab.txt", &vocab);
-    write("bpe.codes", "");
-    let error = Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
-    assert!(error.contains("tokenizer.json"), "{error}");
 }
