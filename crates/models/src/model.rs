@@ -229,13 +229,20 @@ impl Model {
         self.dropout_key.store(key, Ordering::Relaxed);
     }
 
-    /// Lets adapters drop inputs while the guard lives. `rows` names each row of the calls to come.
-    fn dropping(&self, rows: Option<&[u64]>) -> Dropping<'_> {
+    /// Lets adapters drop inputs while the guard lives. `rows` names each row of the calls to come; without, rows are named
+    /// by their index and `salt`.
+    fn dropping(&self, rows: Option<&[u64]>, salt: u64) -> Dropping<'_> {
         let on = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         if on {
-            self.dropout.enter(self.dropout_key.load(Ordering::Relaxed), rows.map(Arc::from));
+            self.dropout.enter(self.dropout_key.load(Ordering::Relaxed) ^ salt, rows.map(Arc::from));
         }
         Dropping(on.then_some(&self.dropout))
+    }
+
+    /// Whether an adapter of one of these parts drops inputs in training.
+    fn drops(&self, parts: &[Part]) -> bool {
+        self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0)
+            && self.adapted().any(|(base, _)| parts.contains(&base.part()))
     }
 
     /// The directory it came from.
@@ -303,6 +310,28 @@ impl Model {
     /// As [`Self::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<Features>> {
         prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
+    }
+
+    /// What a policy pass reads in place of `features`, which are those of the present weights: the same, unless adapters
+    /// of towers or projectors drop inputs. Then it is what [`Self::backward_media`] will differentiate.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn features_in_training(&self, prompt: &Prompt, features: &[Features]) -> Result<Vec<Features>> {
+        let towers = self.drops(&[Part::Vision, Part::Audio]);
+        if !towers && !self.drops(&[Part::Projector, Part::Instruction]) {
+            return Ok(features.to_vec());
+        }
+        let media = prompt.media.iter().zip(features).enumerate();
+        media
+            .map(|(m, (medium, own))| {
+                let _dropping = self.dropping(None, prompt.medium_key(m));
+                match towers {
+                    true => self.encode(medium, &prompt.instruction),
+                    false => self.project(&own.tower, medium, &prompt.instruction),
+                }
+            })
+            .collect()
     }
 
     /// The input rows of a prompt: token embeddings with features in their spans.
@@ -385,7 +414,7 @@ impl Model {
     }
 
     /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where
-    /// tower or projector are trained. `recompute` trades time for memory.
+    /// tower or projector are trained, as [`Self::features_in_training`] gives them. `recompute` trades time for memory.
     ///
     /// # Errors
     /// Features that do not fill their spans.
@@ -400,7 +429,7 @@ impl Model {
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
         let mut decoder_tape = Segments::new(recompute);
-        let _dropping = self.dropping(Some(&stream.keys));
+        let _dropping = self.dropping(Some(&stream.keys), 0);
         let rows = &stream.targets.rows;
         let hidden = decoder.forward(x, &rope, &stream.layout, rows, Some(&mut decoder_tape))?;
         let scored = decoder.score(&hidden, &stream.targets, temperature)?;
@@ -435,6 +464,8 @@ impl Model {
                 return Err(ModelError::prompt(format!("feature gradients: group {g} has no medium {m}")));
             };
             let mut tape = Segments::new(recompute);
+            // The scope of `features_in_training`; recomputed blocks read it again.
+            let _dropping = self.dropping(None, prompt.medium_key(m));
             let tower = if tower_trained { self.tower(medium, Some(&mut tape))? } else { own.tower.clone() };
             self.network.project(&tower, medium, &prompt.instruction, Some(&mut tape))?;
             let rows = d.len() / h;
@@ -476,7 +507,7 @@ impl StreamPass<'_> {
         let decoder = model.decoder();
         let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;
         // Recomputed blocks must drop what they dropped before.
-        let dropping = model.dropping(Some(&stream.keys));
+        let dropping = model.dropping(Some(&stream.keys), 0);
         let dx = decoder_tape.backward(dhidden)?;
         drop(dropping);
         let h = decoder.config().hidden;

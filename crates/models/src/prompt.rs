@@ -12,6 +12,7 @@ use omnigrpo_text::{
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumPlan};
+use crate::stream::next_key;
 
 /// A rendered prompt with its media.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,6 +31,14 @@ pub struct Prompt {
     pub instruction: Vec<u32>,
     /// The rendered text, one marker per medium.
     pub text: String,
+}
+
+impl Prompt {
+    /// The name of a medium in the dropout of adapters: it differs between prompts and between their media.
+    pub(crate) fn medium_key(&self, medium: usize) -> u64 {
+        let key = self.ids.iter().fold(0, |key, &id| next_key(key, id));
+        next_key(key, medium as u32)
+    }
 }
 
 /// How prompts are made.

@@ -387,7 +387,6 @@ impl Pass<'_> {
             .collect();
         let stream = PackedStream::new(&groups)?;
         self.num_tokens += stream.rows() as u64;
-        let features: Vec<Vec<Features>> = parts.iter().map(|p| rollouts.features[p.group].clone()).collect();
         let temperature = self.algorithm.sampling.scoring_temperature();
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {
@@ -397,6 +396,10 @@ impl Pass<'_> {
             None => None,
         };
         let pass = timed(timer, "forward", || {
+            let own = |p: &Part| {
+                self.model.features_in_training(&rollouts.rows[p.group].prompt, &rollouts.features[p.group])
+            };
+            let features = parts.iter().map(own).collect::<omnigrpo_models::Result<Vec<_>>>()?;
             self.model.train_pass(&stream, &features, temperature, self.algorithm.recompute)
         })?;
         let old: Option<Vec<f64>> = rollouts.old.as_ref().map(|old| {
@@ -611,7 +614,8 @@ pub fn imitate(
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
         let features = timed(timer, "encode", || {
-            prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()
+            let encode = |p: &&Prompt| Ok(model.features_in_training(p, &model.encode_prompt(p)?)?);
+            prompts.iter().map(encode).collect::<Result<Vec<_>>>()
         })?;
         let pass =
             timed(timer, "forward", || model.train_pass(&stream, &features, 1.0, algorithm.recompute))?;
