@@ -196,11 +196,15 @@ class Hf:
     def zero_grad(self):
         self.model.zero_grad(set_to_none=True)
 
+    @staticmethod
+    def published_name(n):
+        if n == "lm_head.weight":
+            return "language_model.lm_head.weight"
+        return n.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
+
     def published_parameters(self):
         """Published name -> parameter."""
-        rename = lambda n: "language_model.lm_head.weight" if n == "lm_head.weight" else \
-            n.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
-        return {rename(n): p for n, p in self.model.named_parameters()}
+        return {self.published_name(n): p for n, p in self.model.named_parameters()}
 
 
 def load(name):

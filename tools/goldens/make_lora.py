@@ -2,10 +2,12 @@
 
 import shutil
 
+import make_internvl
 import torch
 from fixtures import OUT, extend, family_of, load_model, position_ids, published, save_tensors, sketch
 from make_cases import build_inputs, logits_of, model_inputs
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 LORA = OUT / "lora"
 DECODER = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -20,18 +22,28 @@ ADAPTERS = {
         dict(r=3, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"], modules_to_save=["merger"]),
     ),
 }
+# The same for InternVL: the decoder, a tower block and the projector in the words of either layout.
+INTERNVL = {
+    "tiles_hf": (
+        "internvl_hf", "C",
+        dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj", "projection_layer", "linear_1"]),
+    ),
+    "tiles_original": (
+        "internvl_original", "C",
+        dict(r=3, lora_alpha=6, use_rslora=True, target_modules=["attn.qkv", "o_proj", "up_proj", "mlp1.3"]),
+    ),
+}
 
 
 def short(name: str) -> str:
-    """A parameter of the wrapped model -> the name of these goldens."""
+    """A parameter of the wrapped model -> its name in the model, without the wrapper's words."""
     name = name.removeprefix("base_model.model.").replace(".default", "")
-    return published(name.replace(".modules_to_save", ""))
+    return name.replace(".modules_to_save", "")
 
 
-def run(adapter: str, cases):
-    name, case, settings = ADAPTERS[adapter]
-    model, inputs = load_model(name), cases[case]
-    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)).eval()
+def wrap(model, settings):
+    """The adapted model with random A and B, and its trained parameters."""
+    wrapped = get_peft_model(model, LoraConfig(lora_dropout=0.1, **settings)).eval()
     generator = torch.Generator().manual_seed(11)
     trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -41,18 +53,18 @@ def run(adapter: str, cases):
                 p.copy_(0.3 * noise / p.shape[1] ** 0.5)
             else:
                 p.add_(0.05 * noise)
-    prompt, completion = inputs["ids"], inputs["completion"]
-    positions = position_ids(prompt, family_of(name), inputs["images"], inputs["videos"], inputs["seconds"])
-    logits = logits_of(model, prompt + completion, extend(positions, len(completion)), model_inputs(inputs, case))
-    logp = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-    loss = (inputs["coefficients"] * logp).sum()
+    return wrapped, trained
+
+
+def write(adapter, name, wrapped, trained, logp, coefficients, published):
+    loss = (coefficients * logp).sum()
     loss.backward()
     out = {"logp": logp, "loss": loss.reshape(1)}
     for n, p in trained.items():
         assert p.grad is not None and torch.isfinite(p.grad).all(), n
-        out[f"sketch.{short(n)}"] = sketch(p.grad)
+        out[f"sketch.{published(short(n))}"] = sketch(p.grad)
         if "lora_" in n:
-            out[f"grad.{short(n)}"] = p.grad
+            out[f"grad.{published(short(n))}"] = p.grad
     save_tensors(LORA / f"{adapter}.safetensors", out)
     directory = LORA / adapter
     shutil.rmtree(directory, ignore_errors=True)
@@ -63,10 +75,37 @@ def run(adapter: str, cases):
     print(adapter, float(loss.detach()), len(trained))
 
 
+def run(adapter: str, cases):
+    name, case, settings = ADAPTERS[adapter]
+    inputs = cases[case]
+    wrapped, trained = wrap(load_model(name), dict(task_type="CAUSAL_LM", **settings))
+    prompt, completion = inputs["ids"], inputs["completion"]
+    positions = position_ids(prompt, family_of(name), inputs["images"], inputs["videos"], inputs["seconds"])
+    logits = logits_of(wrapped, prompt + completion, extend(positions, len(completion)), model_inputs(inputs, case))
+    logp = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], published)
+
+
+def run_internvl(adapter: str):
+    name, case, settings = INTERNVL[adapter]
+    inputs = load_file(make_internvl.ROOT / f"{case}.safetensors")
+    prompt = load_file(make_internvl.ROOT / f"{case}.{name}.safetensors")["prompt_ids"].tolist()
+    # Adapters go into the modules of the model itself.
+    model = make_internvl.load(name)
+    inner = model.model if isinstance(model, make_internvl.Hf) else model
+    wrapped, trained = wrap(inner, settings)
+    pixels = make_internvl.normalise(inputs["u8"])
+    _, logp = make_internvl.logp_of(model, prompt, inputs["completion_ids"].tolist(), pixels)
+    names = make_internvl.Hf.published_name if inner is not model else str
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], names)
+
+
 def main():
     cases = build_inputs()
     for adapter in ADAPTERS:
         run(adapter, cases)
+    for adapter in INTERNVL:
+        run_internvl(adapter)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     let merge = "export --model M --adapter_name_or_path run --merge --output_dir merged";
     place.run(merge).ok();
     let merged = scores(&place, "--model merged", "merged.jsonl");
-    assert!(distance(&merged, &adapted) <= 1e-5, "{}", distance(&merged, &adapted));
+    assert!(distance(&merged, &adapted) <= 2e-5, "{}", distance(&merged, &adapted));
     place.run(merge).fails(2, &["is not empty"]);
     // Few bits move the answer a little, and the adapter goes on top of them.
     let eight = scores(&place, "--model M --adapter_path run --load_in_8bit", "eight.jsonl");
