@@ -1,5 +1,5 @@
 #!/bin/sh
-# Peak memory of two GRPO steps on random weights (130 million, float32): all weights trained, adapters on frozen weights,
+# Peak memory of two GRPO steps on random weights (122 million, float32): all weights trained, adapters on frozen weights,
 # and the same with the frozen weights in 8 and 4 bits. Needs the built program and nothing else:
 #
 #   cargo build --release && bench/adapters/memory.sh [target/release/omnigrpo]
