@@ -620,7 +620,7 @@ pub const FLAGS: &[Flag] = &[
     row("tune_mm_mlp", Bool, Unset("true; false with adapters"), Section::Optimizer, STEPS, "Train the projector; with adapters it is trained whole beside them."),
     row("tune_mm_vision", Bool, Is("false"), Section::Optimizer, STEPS, "Train the vision tower, and the audio tower where there is one. A frozen tower runs once per step and medium."),
     row("tune_bert", Bool, Is("false"), Section::Optimizer, STEPS, "Train the text encoder that steers HumanOmni's projector."),
-    row("freeze_vision_modules", Bool, Is("false"), Section::Optimizer, STEPS, "Freeze everything of the vision side that the source system's keyword names; for Qwen that includes the projector."),
+    row("freeze_vision_modules", Bool, Is("false"), Section::Optimizer, STEPS, "Freeze what VLM-R1 calls the vision modules: the towers, and of all families but InternVL the projector too."),
     row("trainable_patterns", Texts, Is(""), Section::Optimizer, TUNES, "Of the parts that are trained whole, only weights whose published name matches one of these regular expressions. One that matches nothing is an error."),
     row("use_peft", Bool, Is("false"), Section::Optimizer, TUNES, "Train LoRA adapters on frozen weights. Outputs, checkpoints included, then hold the adapters and whatever is trained whole; the reference is the same weights with adapters off.")
         .alias(&["use_lora", "lora_enable"]),

@@ -81,12 +81,20 @@ fn converted_checked_trained_and_evaluated() {
     let check = place.run(&format!("data check --model model {data}")).fails(1, &["1 of 3 rows"]);
     assert!(check.stdout.contains("COCO_train2014_000000000001.jpg"), "{}", check.stdout);
 
-    place
+    let ran = place
         .run(&format!(
             "train --model model {data} --max_skipped 50% --max_steps 2 --max_completion_length 6 --num_generations 3 \
              --gradient_accumulation_steps 1 --save_steps 1 --exp_name vi --threads 1"
         ))
         .ok();
+    // The preset freezes what its source calls the vision modules, which of InternVL is the tower alone.
+    let trained = |part: &str| -> (String, String) {
+        let line = ran.stderr.lines().find(|line| line.starts_with(part)).unwrap();
+        let cells: Vec<&str> = line.split_whitespace().collect();
+        (cells[2].to_owned(), cells[3].to_owned())
+    };
+    let (parameters, projector) = trained("projector ");
+    assert_eq!((projector, trained("vision ").1), (parameters, "0".to_owned()), "{}", ran.stderr);
     let rollouts = place.lines("checkpoints/rl/vi/rollouts/step-000001.jsonl");
     assert_eq!(rollouts.len(), 3);
     for rollout in &rollouts {

@@ -396,6 +396,11 @@ pub trait Family: Send + Sync {
         }
     }
 
+    /// Whether the projector belongs to the vision modules that VLM-R1 freezes, which are named by a part of their names.
+    fn projector_is_vision(&self) -> bool {
+        true
+    }
+
     /// A tensor's name, or its module's, in the model class that `transformers` builds; adapters are saved under it.
     fn module_name(&self, published: &str) -> String {
         published.to_owned()

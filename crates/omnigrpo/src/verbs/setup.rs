@@ -9,8 +9,8 @@ use omnigrpo_data::{
     DataError, Dataset, DatasetSpec, MediumOptions, ReadOptions, Registry, Roots, ThinkMode as RowThink,
 };
 use omnigrpo_models::{
-    FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part, PromptBuilder, PromptSettings,
-    QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
+    Family, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part, PromptBuilder,
+    PromptSettings, QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
 };
 use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
 use omnigrpo_rollout::SamplingParams;
@@ -79,11 +79,11 @@ pub fn weight_dtype(settings: &Settings) -> WeightDtype {
 }
 
 /// What is trained whole.
-pub fn selection(settings: &Settings) -> Selection {
+pub fn selection(settings: &Settings, family: &dyn Family) -> Selection {
     let optim = &settings.optim;
     Selection {
         llm: optim.tune_mm_llm,
-        projector: optim.tune_mm_mlp && !optim.freeze_vision_modules,
+        projector: optim.tune_mm_mlp && !(optim.freeze_vision_modules && family.projector_is_vision()),
         towers: optim.tune_mm_vision && !optim.freeze_vision_modules,
         instruction: optim.tune_bert,
         patterns: optim.trainable_patterns.clone(),
@@ -99,7 +99,9 @@ pub fn model(settings: &Settings) -> Result<Model> {
 
 /// The model to train: as [`model`], with a new adapter where one is asked for.
 pub fn trained_model(settings: &Settings) -> Result<Model> {
-    let mut model = load(settings, &selection(settings))?;
+    let dir = checkpoint_dir(settings)?;
+    let family = open_family_with(&dir, &overrides(settings, &dir)?)?;
+    let mut model = load(settings, &selection(settings, family.as_ref()))?;
     let optim = &settings.optim;
     if optim.use_peft && settings.model.adapter_name_or_path.is_none() {
         model.add_lora(&LoraConfig {

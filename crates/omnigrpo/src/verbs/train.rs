@@ -131,7 +131,7 @@ fn run_logged(
     };
 
     let model = setup::trained_model(settings)?;
-    let selection = setup::selection(settings);
+    let selection = setup::selection(settings, model.family().as_ref());
     selection.apply(&model)?;
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();

@@ -117,6 +117,11 @@ impl Family for InternVl {
         }
     }
 
+    /// `vision_model` names the tower alone.
+    fn projector_is_vision(&self) -> bool {
+        false
+    }
+
     fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
         media::check_settings(settings)
     }
