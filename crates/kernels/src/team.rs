@@ -220,7 +220,9 @@ mod tests {
                         resume_unwind(Box::new("helper"));
                     }
                     let since = Instant::now();
-                    while !helped.load(Ordering::Relaxed) && since.elapsed() < Duration::from_millis(20) {}
+                    while !helped.load(Ordering::Relaxed) && since.elapsed() < Duration::from_millis(20) {
+                        std::hint::spin_loop();
+                    }
                 });
             }));
             // Another test may own the team, then nobody helps and nobody panics.
