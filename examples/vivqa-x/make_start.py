@@ -21,7 +21,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SIDE, PATCH = 56, 7
-SFT_ROWS = 200
+SFT_ROWS = 150
 
 
 def corpus(data):

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-SIZES = {"train": 400, "val": 100}
+SIZES = {"train": 1200, "val": 300}
 COLOURS = {"đỏ": (214, 40, 40), "xanh lá": (44, 160, 68), "xanh dương": (40, 80, 210), "vàng": (240, 200, 30)}
 SHAPES = {"hình vuông": "rectangle", "hình tròn": "ellipse"}
 NUMBERS = {1: "một", 2: "hai", 3: "ba"}
+# As VQA v2 names the types of questions and answers.
+KINDS = {"colour": ("what color is the", "other"), "count": ("how many", "number"), "yes_no": ("is the", "yes/no")}
 
 
 def draw(rng):
@@ -31,17 +33,17 @@ def draw(rng):
 
 
 def ask(rng, colour, shape, count):
-    """A question, its answer and three explanations."""
+    """The kind of a question, its text, its answer and three explanations."""
     number = NUMBERS[count]
-    kind = rng.choice(["colour", "count", "yes_no"])
+    kind = rng.choice(list(KINDS))
     if kind == "colour":
-        return f"{shape} màu gì?", colour, [
+        return kind, f"{shape} màu gì?", colour, [
             f"{shape} trong ảnh có màu {colour}",
             f"vì {shape} được tô màu {colour}",
             f"ảnh có {shape} màu {colour}",
         ]
     if kind == "count":
-        return f"có bao nhiêu {shape}?", number, [
+        return kind, f"có bao nhiêu {shape}?", number, [
             f"trong ảnh có {number} {shape}",
             f"đếm được {number} {shape} trong ảnh",
             f"có {number} {shape} màu {colour}",
@@ -49,7 +51,7 @@ def ask(rng, colour, shape, count):
     asked = rng.choice(list(COLOURS))
     asked = asked if rng.random() < 0.5 else colour
     word = "có" if asked == colour else "không"
-    return f"{shape} có phải màu {asked} không?", word, [
+    return kind, f"{shape} có phải màu {asked} không?", word, [
         f"{shape} có màu {colour}",
         f"vì màu của {shape} là {colour}",
         f"{shape} trong ảnh là màu {colour}",
@@ -71,7 +73,7 @@ def main():
             number += 1
             name = f"COCO_{split}2014_{number:012d}.jpg"
             image.save(folder / name, quality=95)
-            question, answer, explanation = ask(rng, colour, shape, count)
+            kind, question, answer, explanation = ask(rng, colour, shape, count)
             items.append(
                 {
                     "question": question,
@@ -80,6 +82,8 @@ def main():
                     "explanation": explanation,
                     "answer": answer,
                     "question_id": f"{number}000",
+                    "question_type": KINDS[kind][0],
+                    "answer_type": KINDS[kind][1],
                 }
             )
         text = json.dumps(items, ensure_ascii=False, indent=1)
