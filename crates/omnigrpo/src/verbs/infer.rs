@@ -83,7 +83,10 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let output = output(settings)?;
     let dataset = input(settings)?;
     let model = setup::model(settings)?;
-    let prompts = setup::prompts(settings, model.dir(), false)?;
+    // No room is kept for new tokens: what counts is how long the given completions are.
+    let mut no_new_tokens = settings.clone();
+    no_new_tokens.rollout.max_completion_length = 0;
+    let prompts = setup::prompts(&no_new_tokens, model.dir(), false)?;
     let mut lines = Vec::new();
     let mut failed = 0;
     let mut progress = context.console.progress("scoring", dataset.len());
@@ -113,6 +116,12 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
         });
     }
     let prompt = prompts.build(sample)?;
+    let (tokens, longest) = (prompt.ids.len(), ids.iter().map(Vec::len).max().unwrap_or(0));
+    let positions = model.decoder().config().max_positions;
+    anyhow::ensure!(
+        tokens + longest <= positions,
+        "the prompt has {tokens} tokens with its media and a completion {longest}, the model has {positions} positions"
+    );
     let features = vec![model.encode_prompt(&prompt)?];
     let temperature = settings.rollout.logprob_temperature as f32;
     let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(ids.len());
