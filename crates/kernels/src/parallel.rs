@@ -1,6 +1,6 @@
 //! Splitting outputs over threads, and staying on the calling thread when the work is small.
 //!
-//! The rayon pool says how many threads there are; [`crate::team`] holds those that kernels use.
+//! The rayon pool says how many threads there are; the module `team` holds those that kernels use.
 
 use std::marker::PhantomData;
 use std::ops::Range;
