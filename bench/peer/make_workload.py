@@ -1,4 +1,4 @@
-"""Writes the random checkpoint (once) and the rows and images of a workload under bench/peer/work/.
+"""Writes the random checkpoint (once) and the rows and images of a workload under bench/peer/scratch/.
 
     python make_workload.py --workload image1
 

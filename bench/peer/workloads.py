@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WORK = HERE / "work"
+WORK = HERE / "scratch"
 MODEL = WORK / "model"
 
 IMAGE_PX = 448
