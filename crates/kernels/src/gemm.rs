@@ -25,7 +25,7 @@ const ROWS: usize = 96;
 
 /// Cuts the inner dimension into nearly equal blocks; depends on `k` alone.
 pub(crate) fn blocks(k: usize) -> impl Iterator<Item = Range<usize>> {
-    let step = k.div_ceil(k.div_ceil(DEPTH).max(1)).next_multiple_of(8);
+    let step = k.div_ceil(k.div_ceil(DEPTH).max(1)).next_multiple_of(32);
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
 }
 

@@ -18,6 +18,7 @@ mod simd;
 mod gemm;
 mod microkernel;
 mod team;
+mod tiles;
 
 pub mod activation;
 pub mod attention;

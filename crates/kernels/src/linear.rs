@@ -11,14 +11,11 @@ use std::ops::Range;
 
 use crate::gemm::{self, Left, Line, Multiply, Pack, PackLeft};
 use crate::microkernel::{self, Dots, WeightPtr};
-use crate::parallel::{Shared, part, ranges, tasks};
+use crate::parallel::{Shared, Strips, part, ranges, tasks};
 use crate::profile::{self, Op, span};
+use crate::tiles::{self, Right};
 use crate::{Weight, quant};
 
-/// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
-const STRIP_PANELS: usize = 6;
-/// Rows below which a strip is not divided among threads.
-const MIN_ROWS: usize = 96;
 /// Elements of packed gradients that exist at a time (8 MiB).
 const PACKED_LEN: usize = 2 << 20;
 
@@ -61,55 +58,6 @@ pub struct Gradient<'a> {
 /// Multiply-adds as elementary operations, for the decision to use threads.
 fn work(m: usize, k: usize, n: usize) -> usize {
     m * k * n / 8
-}
-
-/// How `widths` (columns of several outputs) and `m` rows are divided into tasks.
-struct Strips<'a> {
-    widths: &'a [usize],
-    panel: usize,
-    /// Panels of a strip at most.
-    panels: usize,
-    row_parts: usize,
-}
-
-impl<'a> Strips<'a> {
-    fn new(widths: &'a [usize], m: usize, panel: usize) -> Self {
-        let threads = rayon::current_num_threads();
-        let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        // Several strips per thread, so that none waits long for the last one.
-        let panels = total.div_ceil(threads * 6).clamp(1, STRIP_PANELS);
-        let mut strips = Self { widths, panel, panels, row_parts: 1 };
-        if threads > 1 {
-            strips.row_parts = (2 * threads).div_ceil(strips.columns().max(1)).min(m / MIN_ROWS).max(1);
-        }
-        strips
-    }
-
-    fn of(&self, width: usize) -> usize {
-        width.div_ceil(self.panel).div_ceil(self.panels)
-    }
-
-    fn columns(&self) -> usize {
-        self.widths.iter().map(|&n| self.of(n)).sum()
-    }
-
-    fn len(&self) -> usize {
-        self.columns() * self.row_parts
-    }
-
-    /// Output, its columns, and the part of the rows of task `i`.
-    fn get(&self, i: usize) -> (usize, Range<usize>, usize) {
-        let (mut strip, row_part) = (i / self.row_parts, i % self.row_parts);
-        for (at, &width) in self.widths.iter().enumerate() {
-            let count = self.of(width);
-            if strip < count {
-                let panels = part(width.div_ceil(self.panel), count, strip);
-                return (at, panels.start * self.panel..width.min(panels.end * self.panel), row_part);
-            }
-            strip -= count;
-        }
-        (0, 0..0, 0)
-    }
 }
 
 /// Elements of a piece of a quantised weight that is widened at a time (4 MiB).
@@ -180,8 +128,21 @@ pub fn forward(
         return;
     }
     let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
-    let strips = Strips::new(&widths, m, gemm::tile_shape().1);
     let y = Shared::new(y);
+    let mut at = 0;
+    let rights: Vec<Right> = layers
+        .iter()
+        .map(|&Layer { w: from, bias, n: columns }| {
+            at += columns;
+            Right { from, outer: k, inner: 1, columns, at: at - columns, bias }
+        })
+        .collect();
+    let left = tiles::Left { from: x, outer: x_stride, inner: 1, rows: m, c: y };
+    // SAFETY: the assertions above bound rows and columns.
+    if unsafe { tiles::multiply(&[left], &rights, k, y_stride, accumulate) } {
+        return;
+    }
+    let strips = Strips::new(&widths, m, gemm::tile_shape().1);
     tasks(strips.len(), work(m, k, n), |i| {
         let (at, columns, row_part) = strips.get(i);
         let Layer { w, bias, .. } = layers[at];
@@ -357,9 +318,23 @@ pub fn backward_input(
         });
         return;
     }
+    let dx = Shared::new(dx);
+    let (mut col, mut old, mut done) = (0, accumulate, true);
+    for &Layer { w: from, n, .. } in layers.iter().filter(|layer| layer.n > 0) {
+        let left = tiles::Left { from: &dy[col..], outer: dy_stride, inner: 1, rows: m, c: dx };
+        let right = Right { from, outer: 1, inner: k, columns: k, at: 0, bias: None };
+        // SAFETY: the assertions above bound rows and columns.
+        done = unsafe { tiles::multiply(&[left], &[right], n, dx_stride, old) };
+        (col, old) = (col + n, true);
+        if !done {
+            break;
+        }
+    }
+    if done {
+        return;
+    }
     let widths = [k];
     let strips = Strips::new(&widths, m, gemm::tile_shape().1);
-    let dx = Shared::new(dx);
     tasks(strips.len(), work(m, k, n), |i| {
         let (_, columns, row_part) = strips.get(i);
         let rows = part(m, strips.row_parts, row_part);
@@ -397,6 +372,21 @@ pub fn backward_weight(
     assert!(fits(x.len(), m, k, x_stride), "linear: a row is out of bounds");
     assert!(gradients.iter().all(|g| g.dw.len() == g.n * k && fits(dy.len(), m, g.col + g.n, dy_stride)));
     if m == 0 || n == 0 || k == 0 {
+        return;
+    }
+    let lefts: Vec<tiles::Left> = gradients
+        .iter_mut()
+        .map(|g| tiles::Left {
+            from: &dy[g.col..],
+            outer: 1,
+            inner: dy_stride,
+            rows: g.n,
+            c: Shared::new(g.dw),
+        })
+        .collect();
+    let right = Right { from: Weight::F32(x), outer: 1, inner: x_stride, columns: k, at: 0, bias: None };
+    // SAFETY: the assertions above bound rows and columns.
+    if unsafe { tiles::multiply(&lefts, &[right], m, k, true) } {
         return;
     }
     let (side, panel) = gemm::tile_shape();

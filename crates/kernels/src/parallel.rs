@@ -71,6 +71,74 @@ pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
     i * n / parts..(i + 1) * n / parts
 }
 
+/// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
+const STRIP_PANELS: usize = 6;
+/// Rows below which a strip is not divided among threads.
+const MIN_ROWS: usize = 96;
+
+/// How `widths` (columns of several outputs) and `m` rows are divided into tasks.
+pub(crate) struct Strips<'a> {
+    pub widths: &'a [usize],
+    /// Columns of a panel.
+    pub panel: usize,
+    /// Panels of a strip at most.
+    pub panels: usize,
+    pub row_parts: usize,
+}
+
+impl<'a> Strips<'a> {
+    pub(crate) fn new(widths: &'a [usize], m: usize, panel: usize) -> Self {
+        let threads = rayon::current_num_threads();
+        let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
+        // Several strips per thread, so that none waits long for the last one.
+        let panels = total.div_ceil(threads * 6).clamp(1, STRIP_PANELS);
+        Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
+    }
+
+    /// As few strips as keep the threads equally busy.
+    pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize) -> Self {
+        let threads = rayon::current_num_threads();
+        let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
+        let rounds = total.div_ceil(threads * STRIP_PANELS).max(1);
+        let panels = total.div_ceil(threads * rounds).max(1);
+        Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
+    }
+
+    /// Cuts the rows too where there are fewer strips than `tasks`.
+    fn divide_rows(mut self, m: usize, tasks: usize) -> Self {
+        if rayon::current_num_threads() > 1 {
+            self.row_parts = tasks.div_ceil(self.columns().max(1)).min(m / MIN_ROWS).max(1);
+        }
+        self
+    }
+
+    fn of(&self, width: usize) -> usize {
+        width.div_ceil(self.panel).div_ceil(self.panels)
+    }
+
+    fn columns(&self) -> usize {
+        self.widths.iter().map(|&n| self.of(n)).sum()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.columns() * self.row_parts
+    }
+
+    /// Output, its columns, and the part of the rows of task `i`.
+    pub(crate) fn get(&self, i: usize) -> (usize, Range<usize>, usize) {
+        let (mut strip, row_part) = (i / self.row_parts, i % self.row_parts);
+        for (at, &width) in self.widths.iter().enumerate() {
+            let count = self.of(width);
+            if strip < count {
+                let panels = part(width.div_ceil(self.panel), count, strip);
+                return (at, panels.start * self.panel..width.min(panels.end * self.panel), row_part);
+            }
+            strip -= count;
+        }
+        (0, 0..0, 0)
+    }
+}
+
 /// A mutable slice whose disjoint parts are written by several threads.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a> {

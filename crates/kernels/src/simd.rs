@@ -13,10 +13,15 @@ pub fn force_portable(on: bool) {
     PORTABLE.store(on, Ordering::Relaxed);
 }
 
+/// Whether portable code is asked for.
+pub(crate) fn portable() -> bool {
+    PORTABLE.load(Ordering::Relaxed)
+}
+
 /// The instruction set in use.
 #[inline]
 pub(crate) fn arch() -> Arch {
-    if PORTABLE.load(Ordering::Relaxed) { Arch::Scalar } else { Arch::new() }
+    if portable() { Arch::Scalar } else { Arch::new() }
 }
 
 /// Defines a function whose body is compiled once per instruction set; the best one runs.

@@ -1,0 +1,561 @@
+//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers in
+//! one instruction.
+//!
+//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. So a factor
+//! is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`, each the rounded rest of the ones before. They hold
+//! all 24 bits of an `f32`. Of the nine products of two such sums those below 2⁻²⁶ of the whole are left out:
+//!
+//! `x y ≈ x₁y₁ + x₁y₂ + x₂y₁ + x₂y₂ + x₁y₃ + x₃y₁`
+//!
+//! A bf16 weight is one number, which leaves three products, and those are exact. The error of a sum is that of adding up
+//! in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero,
+//! what a number has below that is lost, and an infinite factor gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
+//! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//!
+//! Both operands are cut into tiles by [`split`] when they are packed. Pairs that the instruction adds up are elements `p`
+//! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
+//!
+//! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
+//! order whatever stands beside it: its bits depend on the inner size alone.
+
+use crate::Weight;
+use crate::parallel::Shared;
+
+/// Rows of the left operand, and where their products go.
+pub(crate) struct Left<'a> {
+    /// Element `(i, p)` is `from[i · outer + p · inner]`; one of the two is 1.
+    pub from: &'a [f32],
+    pub outer: usize,
+    pub inner: usize,
+    pub rows: usize,
+    /// Row `i` begins at element `i · ldc`.
+    pub c: Shared<'a>,
+}
+
+/// Columns of the right operand, and which columns of the output they make.
+pub(crate) struct Right<'a> {
+    /// Element `(p, j)` is `from[p · inner + j · outer]`; one of the two is 1. Not quantised.
+    pub from: Weight<'a>,
+    pub outer: usize,
+    pub inner: usize,
+    pub columns: usize,
+    /// First column in a row of the output.
+    pub at: usize,
+    /// Added once if nothing is kept of what the output held.
+    pub bias: Option<&'a [f32]>,
+}
+
+/// `c = left · right (+ bias)` for every left and every right operand, with `k` the inner size; plus what `c` held if
+/// `old`. Returns whether this CPU can; if not, nothing has been written.
+///
+/// # Safety
+/// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap.
+#[inline]
+pub(crate) unsafe fn multiply(lefts: &[Left], rights: &[Right], k: usize, ldc: usize, old: bool) -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if k > 0 && amx::available() {
+        // SAFETY: the contract of this function, and the instructions exist.
+        unsafe { amx::multiply(lefts, rights, k, ldc, old) };
+        return true;
+    }
+    let _ = (lefts, rights, k, ldc, old);
+    false
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx {
+    use std::arch::asm;
+    use std::arch::x86_64::*;
+    use std::cell::RefCell;
+    use std::ops::Range;
+    use std::sync::OnceLock;
+
+    use half::bf16;
+
+    use super::{Left, Right};
+    use crate::Weight;
+    use crate::gemm::{self, Line};
+    use crate::parallel::{Strips, part, tasks};
+    use crate::simd;
+
+    /// Elements of the inner dimension that one instruction takes.
+    const STEP: usize = 32;
+    /// Rows or columns of a tile.
+    const SIDE: usize = 16;
+    /// 32-bit words of a tile, each a pair of bf16.
+    const TILE: usize = SIDE * SIDE;
+    /// Rows of a group and columns of a panel: two tiles of either, which makes four tiles of the output.
+    const GROUP: usize = 2 * SIDE;
+    /// Parts of an `f32`.
+    const PARTS: usize = 3;
+    /// Groups of the left operand that are packed at a time, and words of them (16 MiB).
+    const GROUPS: usize = 64;
+    const PACKED_LEN: usize = 4 << 20;
+
+    thread_local! {
+        static LEFT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+        static RIGHT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// Whether CPU and kernel have tiles for bf16, and portable code is not asked for.
+    pub(super) fn available() -> bool {
+        static FOUND: OnceLock<bool> = OnceLock::new();
+        *FOUND.get_or_init(detect) && !simd::portable()
+    }
+
+    fn detect() -> bool {
+        const AMX_BF16: u32 = 1 << 22;
+        const AMX_TILE: u32 = 1 << 24;
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        if !is_x86_feature_detected!("avx512f") || __cpuid(0).eax < 0x1d {
+            return false;
+        }
+        let palette = __cpuid_count(0x1d, 1);
+        __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
+            // Eight tiles of 16 rows of 64 bytes.
+            && palette.ebx >> 16 >= 8 && palette.ebx & 0xffff >= 64 && palette.ecx & 0xffff >= 16
+            // SAFETY: asks that this process may use the tiles; changes nothing else.
+            && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+    }
+
+    /// The tiles of this thread while it multiplies: all eight are 16 rows of 64 bytes.
+    struct Tiles;
+
+    impl Tiles {
+        /// # Safety
+        /// The instructions exist.
+        unsafe fn new() -> Self {
+            #[repr(C, align(64))]
+            struct Config {
+                palette: u8,
+                start_row: u8,
+                reserved: [u8; 14],
+                row_bytes: [u16; 16],
+                rows: [u8; 16],
+            }
+            let mut config =
+                Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+            config.row_bytes[..8].fill(64);
+            config.rows[..8].fill(16);
+            // SAFETY: reads the 64 bytes of `config`.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
+            Self
+        }
+    }
+
+    impl Drop for Tiles {
+        fn drop(&mut self) {
+            // SAFETY: there are tiles if there is a `Tiles`.
+            unsafe { asm!("tilerelease", options(nostack, nomem)) };
+        }
+    }
+
+    /// An element of an operand in memory.
+    trait Element: Copy {
+        /// How many bf16 numbers it is the sum of.
+        const PARTS: usize;
+        fn wide(self) -> f32;
+        /// # Safety
+        /// 16 elements are readable, and there is AVX-512.
+        unsafe fn load(from: *const Self) -> __m512;
+    }
+
+    impl Element for f32 {
+        const PARTS: usize = PARTS;
+        fn wide(self) -> f32 {
+            self
+        }
+        #[inline]
+        #[target_feature(enable = "avx512f")]
+        unsafe fn load(from: *const Self) -> __m512 {
+            // SAFETY: by the contract.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+    }
+
+    impl Element for bf16 {
+        const PARTS: usize = 1;
+        fn wide(self) -> f32 {
+            self.to_f32()
+        }
+        #[inline]
+        #[target_feature(enable = "avx512f")]
+        unsafe fn load(from: *const Self) -> __m512 {
+            // SAFETY: by the contract.
+            let narrow = unsafe { _mm256_loadu_si256(from.cast()) };
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
+        }
+    }
+
+    /// Rows become columns.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn transpose(rows: &mut [__m512; SIDE]) {
+        let mut half = *rows;
+        for i in (0..SIDE).step_by(2) {
+            half[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+            half[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+        }
+        // Element `4 q + c` of what follows: column `4 · lane + c` of rows `4 q..4 q + 4`.
+        let mut quarter = half;
+        for i in (0..SIDE).step_by(4) {
+            for j in 0..2 {
+                let (a, b) = (_mm512_castps_pd(half[i + j]), _mm512_castps_pd(half[i + j + 2]));
+                quarter[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                quarter[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+            }
+        }
+        for c in 0..4 {
+            let [a, b, d, e] = [quarter[c], quarter[4 + c], quarter[8 + c], quarter[12 + c]];
+            let (ab_even, ab_odd) =
+                (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+            let (de_even, de_odd) =
+                (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
+            rows[c] = _mm512_shuffle_f32x4::<0x88>(ab_even, de_even);
+            rows[4 + c] = _mm512_shuffle_f32x4::<0x88>(ab_odd, de_odd);
+            rows[8 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_even, de_even);
+            rows[12 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_odd, de_odd);
+        }
+    }
+
+    /// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension: part `q` to
+    /// `to + q · 2 · TILE`.
+    ///
+    /// Line `i` of the tile holds the words `(low[i], high[i])`. With `turn`, the operand is contiguous the other way.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn split<T: Element>(to: *mut u32, from: *const T, outer: usize, inner: usize, left: bool) {
+        let (mut low, mut high) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
+        let along = inner == 1;
+        let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
+        for i in 0..SIDE {
+            // SAFETY: 16 lines of 32 elements, or 32 lines of 16.
+            unsafe {
+                low[i] = T::load(from.add(i * line));
+                high[i] = T::load(from.add(i * line + other));
+            }
+        }
+        if along != left {
+            transpose(&mut low);
+            transpose(&mut high);
+        }
+        let top = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+        let half = _mm512_set1_epi32(0x8000);
+        for i in 0..SIDE {
+            let mut rest = [low[i], high[i]];
+            for q in 0..T::PARTS {
+                // The last part has few enough bits to be taken as it is.
+                let last = q + 1 == T::PARTS;
+                let (a, b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
+                let (a, b) =
+                    if last { (a, b) } else { (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half)) };
+                let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
+                let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
+                // SAFETY: the tile of part `q` is writable.
+                unsafe { _mm512_store_si512(to.add(q * 2 * TILE + i * SIDE).cast(), pair) };
+                rest = [
+                    _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top)),
+                    _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top)),
+                ];
+            }
+        }
+    }
+
+    /// Words that a group or panel of `depth` elements of the inner dimension takes.
+    fn panel_len(parts: usize, depth: usize) -> usize {
+        depth.div_ceil(STEP) * parts * 2 * TILE
+    }
+
+    /// Packs `count ≤ 32` rows (or columns) with `depth` elements each, zero beyond: for every step of the inner dimension
+    /// its parts, of each the two tiles.
+    ///
+    /// # Safety
+    /// `to` has [`panel_len`] words, aligned; `from` all elements; AVX-512.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn pack<T: Element>(
+        to: *mut u32,
+        from: *const T,
+        outer: usize,
+        inner: usize,
+        left: bool,
+        count: usize,
+        depth: usize,
+    ) {
+        for p in (0..depth).step_by(STEP) {
+            let steps = STEP.min(depth - p);
+            for first in [0, SIDE] {
+                let to = to.wrapping_add(p / STEP * T::PARTS * 2 * TILE + first / SIDE * TILE);
+                let from = from.wrapping_add(p * inner + first * outer);
+                let lines = SIDE.min(count.saturating_sub(first));
+                // SAFETY: by the contract; of a tile that is not whole the elements that exist are copied.
+                unsafe {
+                    if steps == STEP && lines == SIDE {
+                        split(to, from, outer, inner, left);
+                        continue;
+                    }
+                    let mut whole = [0.0f32; SIDE * STEP];
+                    let (o, i) = if inner == 1 { (STEP, 1) } else { (1, SIDE) };
+                    for line in 0..lines {
+                        for p in 0..steps {
+                            whole[line * o + p * i] = (*from.add(line * outer + p * inner)).wide();
+                        }
+                    }
+                    let mut tiles = Tile3([0; PARTS * 2 * TILE]);
+                    split(tiles.0.as_mut_ptr(), whole.as_ptr(), o, i, left);
+                    for q in 0..T::PARTS {
+                        let at = q * 2 * TILE;
+                        tiles.0.as_ptr().add(at).copy_to_nonoverlapping(to.add(at), TILE);
+                    }
+                }
+            }
+        }
+    }
+
+    #[repr(C, align(64))]
+    struct Tile3([u32; PARTS * 2 * TILE]);
+
+    #[repr(C, align(64))]
+    struct Output([f32; GROUP * GROUP]);
+
+    /// Adds the product of tile `$i` (0 or 1) of the rows and tile `$j` of the columns to its accumulator.
+    macro_rules! add {
+        (0, 0) => { "tdpbf16ps tmm0, tmm4, tmm6" };
+        (0, 1) => { "tdpbf16ps tmm1, tmm4, tmm7" };
+        (1, 0) => { "tdpbf16ps tmm2, tmm5, tmm6" };
+        (1, 1) => { "tdpbf16ps tmm3, tmm5, tmm7" };
+    }
+    /// Loads a tile of part `$part` of the rows (`a`) or columns (`b`).
+    macro_rules! load {
+        (a, $part:literal, 0) => { concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, "]") };
+        (a, $part:literal, 1) => { concat!("tileloadd tmm5, [{a} + {line} + 2048 * ", $part, " + 1024]") };
+        (b, $part:literal, 0) => { concat!("tileloadd tmm6, [{b} + {line} + 2048 * ", $part, "]") };
+        (b, $part:literal, 1) => { concat!("tileloadd tmm7, [{b} + {line} + 2048 * ", $part, " + 1024]") };
+    }
+    macro_rules! kernel {
+        ($name:ident, $b_step:literal, $($body:expr),* $(,)?) => {
+            /// `c [32, 32] = a · b` for a packed group and a packed panel of `steps` steps.
+            ///
+            /// # Safety
+            /// All of them are there, and this thread has its tiles.
+            unsafe fn $name(c: &mut Output, a: *const u32, b: *const u32, steps: usize) {
+                // SAFETY: by the contract.
+                unsafe {
+                    asm!(
+                        "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                        "2:",
+                        $($body,)*
+                        "add {a}, 6144",
+                        concat!("add {b}, ", $b_step),
+                        "dec {steps}",
+                        "jnz 2b",
+                        "tilestored [{c} + {c_line}], tmm0",
+                        "tilestored [{c} + {c_line} + 64], tmm1",
+                        "tilestored [{c} + {c_line} + 2048], tmm2",
+                        "tilestored [{c} + {c_line} + 2048 + 64], tmm3",
+                        a = inout(reg) a => _,
+                        b = inout(reg) b => _,
+                        steps = inout(reg) steps => _,
+                        c = in(reg) c.0.as_mut_ptr(),
+                        line = in(reg) 64usize,
+                        c_line = in(reg) 4 * GROUP,
+                        out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                        out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                        options(nostack)
+                    );
+                }
+            }
+        };
+    }
+    // Each pair of parts follows one that shares an operand with it; a tile is loaded as early as its register is free.
+    kernel!(
+        multiply_wide, "6144",
+        // Parts 2 and 0.
+        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
+        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
+        // 1 and 0.
+        add!(0, 0), load!(a, "1", 1), add!(0, 1), add!(1, 0), load!(b, "1", 0), add!(1, 1),
+        // 1 and 1.
+        add!(0, 0), load!(b, "1", 1), add!(1, 0), add!(0, 1), load!(a, "0", 0), add!(1, 1),
+        // 0 and 1.
+        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), load!(b, "2", 0), add!(1, 1),
+        // 0 and 2.
+        add!(0, 0), load!(b, "2", 1), add!(1, 0), add!(0, 1), load!(b, "0", 0), add!(1, 1),
+        // 0 and 0.
+        add!(0, 0), load!(b, "0", 1), add!(1, 0), add!(0, 1), add!(1, 1),
+    );
+    kernel!(
+        multiply_narrow, "2048",
+        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
+        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
+        add!(0, 0), load!(a, "1", 1), add!(0, 1), load!(a, "0", 0), add!(1, 0), add!(1, 1),
+        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), add!(1, 1),
+    );
+
+    /// Writes `rows × columns` of what a kernel computed.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store(
+        c: *mut f32,
+        ldc: usize,
+        from: &Output,
+        rows: usize,
+        columns: usize,
+        bias: Option<&[f32]>,
+        old: bool,
+    ) {
+        let masks = [0, SIDE].map(|first| {
+            let lanes = SIDE.min(columns.saturating_sub(first));
+            ((1u32 << lanes) - 1) as __mmask16
+        });
+        for (v, mask) in masks.into_iter().enumerate() {
+            if mask == 0 {
+                continue;
+            }
+            let bias = match bias {
+                // SAFETY: one number per column.
+                Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().add(v * SIDE)) },
+                None => _mm512_setzero_ps(),
+            };
+            for i in 0..rows {
+                // SAFETY: row i, and of its columns those of the mask.
+                unsafe {
+                    let to = c.add(i * ldc + v * SIDE);
+                    let mut sum = _mm512_load_ps(from.0.as_ptr().add(i * GROUP + v * SIDE));
+                    sum = _mm512_add_ps(sum, bias);
+                    if old {
+                        sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to));
+                    }
+                    _mm512_mask_storeu_ps(to, mask, sum);
+                }
+            }
+        }
+    }
+
+    fn parts(of: Weight) -> usize {
+        if matches!(of, Weight::Bf16(_)) { 1 } else { PARTS }
+    }
+
+    /// A buffer of 32-bit words in lines.
+    fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
+        gemm::reserve(scratch, len).as_mut_ptr().cast()
+    }
+
+    /// Where packed words go that several threads write.
+    #[derive(Clone, Copy)]
+    struct Packed(*mut u32);
+    // SAFETY: tasks write disjoint groups, and read when all are written.
+    unsafe impl Send for Packed {}
+    // SAFETY: as above.
+    unsafe impl Sync for Packed {}
+
+    impl Packed {
+        fn at(self, offset: usize) -> *mut u32 {
+            self.0.wrapping_add(offset)
+        }
+    }
+
+    /// See the function of the same name outside.
+    ///
+    /// # Safety
+    /// Its contract, and [`available`].
+    pub(super) unsafe fn multiply(lefts: &[Left], rights: &[Right], k: usize, ldc: usize, old: bool) {
+        // Operand and first row of every group.
+        let groups: Vec<(usize, usize)> = lefts
+            .iter()
+            .enumerate()
+            .flat_map(|(at, left)| (0..left.rows).step_by(GROUP).map(move |row| (at, row)))
+            .collect();
+        let blocks: Vec<Range<usize>> = gemm::blocks(k).collect();
+        let widths: Vec<usize> = rights.iter().map(|right| right.columns).collect();
+        let mut packed = LEFT.take();
+        for groups in groups.chunks(GROUPS) {
+            let mut rest = &blocks[..];
+            while let Some(first) = rest.first() {
+                let fit = PACKED_LEN / (groups.len() * PARTS * GROUP / 2);
+                let take = rest.iter().take_while(|block| block.end - first.start <= fit).count().max(1);
+                let (now, later) = rest.split_at(take);
+                rest = later;
+                let depth: usize = now.iter().map(ExactSizeIterator::len).sum();
+                // Blocks begin at multiples of a step.
+                let place = |block: &Range<usize>, group: usize| {
+                    panel_len(PARTS, block.start - first.start) * groups.len()
+                        + panel_len(PARTS, block.len()) * group
+                };
+                let left = Packed(words(&mut packed, panel_len(PARTS, depth) * groups.len()));
+                tasks(now.len() * groups.len(), depth * groups.len() * GROUP, |i| {
+                    let (block, group) = (&now[i / groups.len()], i % groups.len());
+                    let (at, row) = groups[group];
+                    let Left { from, outer, inner, rows, .. } = lefts[at];
+                    let count = GROUP.min(rows - row);
+                    let from = from[row * outer + block.start * inner..].as_ptr();
+                    // SAFETY: tasks write different groups; the rest is the contract.
+                    unsafe { pack(left.at(place(block, group)), from, outer, inner, true, count, block.len()) };
+                });
+                let strips = Strips::even(&widths, groups.len() * GROUP, GROUP);
+                let work = depth * groups.len() * widths.iter().sum::<usize>();
+                tasks(strips.len(), work, |i| {
+                    let (at, columns, row_part) = strips.get(i);
+                    let right = &rights[at];
+                    let parts = parts(right.from);
+                    let mut scratch = RIGHT.take();
+                    // SAFETY: the instructions exist.
+                    let tiles = unsafe { Tiles::new() };
+                    let mut output = Output([0.0; GROUP * GROUP]);
+                    for block in now {
+                        let len = panel_len(parts, block.len());
+                        let panels = words(&mut scratch, len * columns.len().div_ceil(GROUP));
+                        for (j, column) in columns.clone().step_by(GROUP).enumerate() {
+                            let (to, count) = (panels.wrapping_add(j * len), GROUP.min(columns.end - column));
+                            let start = column * right.outer + block.start * right.inner;
+                            // SAFETY: the contract.
+                            unsafe {
+                                let (outer, inner, depth) = (right.outer, right.inner, block.len());
+                                match right.from {
+                                    Weight::F32(w) => {
+                                        pack(to, w[start..].as_ptr(), outer, inner, false, count, depth);
+                                    }
+                                    Weight::Bf16(w) => {
+                                        pack(to, w[start..].as_ptr(), outer, inner, false, count, depth);
+                                    }
+                                    // Widened by the caller.
+                                    Weight::Quantised(_) => {}
+                                }
+                            }
+                        }
+                        let old = old || block.start > 0;
+                        for group in part(groups.len(), strips.row_parts, row_part) {
+                            let (at, row) = groups[group];
+                            let rows = GROUP.min(lefts[at].rows - row);
+                            for (j, column) in columns.clone().step_by(GROUP).enumerate() {
+                                let a = left.at(place(block, group)).cast_const();
+                                let b = panels.wrapping_add(j * len).cast_const();
+                                let c = lefts[at].c.ptr(row * ldc + right.at + column);
+                                let count = GROUP.min(columns.end - column);
+                                let bias = right.bias.filter(|_| block.start == 0);
+                                let bias = bias.map(|bias| &bias[column..column + count]);
+                                let steps = block.len().div_ceil(STEP);
+                                // What is written comes while the tiles are multiplied.
+                                for i in 0..rows {
+                                    simd::prefetch(c.wrapping_add(i * ldc));
+                                    simd::prefetch(c.wrapping_add(i * ldc + SIDE));
+                                }
+                                // SAFETY: packed above; tasks write different columns or rows of the outputs.
+                                unsafe {
+                                    if parts == 1 {
+                                        multiply_narrow(&mut output, a, b, steps);
+                                    } else {
+                                        multiply_wide(&mut output, a, b, steps);
+                                    }
+                                    store(c, ldc, &output, rows, count, bias, old);
+                                }
+                            }
+                        }
+                    }
+                    drop(tiles);
+                    RIGHT.set(scratch);
+                });
+            }
+        }
+        LEFT.set(packed);
+    }
+}
