@@ -73,6 +73,8 @@ pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
 
 /// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
 const STRIP_PANELS: usize = 6;
+/// The same where strips are few: what a thread packs of them stays in its second-level cache (1 MiB).
+const EVEN_PANELS: usize = 11;
 /// Rows below which a strip is not divided among threads.
 const MIN_ROWS: usize = 96;
 
@@ -99,7 +101,7 @@ impl<'a> Strips<'a> {
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize) -> Self {
         let threads = rayon::current_num_threads();
         let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        let rounds = total.div_ceil(threads * STRIP_PANELS).max(1);
+        let rounds = total.div_ceil(threads * EVEN_PANELS).max(1);
         let panels = total.div_ceil(threads * rounds).max(1);
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
     }

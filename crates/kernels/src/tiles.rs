@@ -208,10 +208,8 @@ mod amx {
         }
         for c in 0..4 {
             let [a, b, d, e] = [quarter[c], quarter[4 + c], quarter[8 + c], quarter[12 + c]];
-            let (ab_even, ab_odd) =
-                (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-            let (de_even, de_odd) =
-                (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
+            let (ab_even, ab_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+            let (de_even, de_odd) = (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
             rows[c] = _mm512_shuffle_f32x4::<0x88>(ab_even, de_even);
             rows[4 + c] = _mm512_shuffle_f32x4::<0x88>(ab_odd, de_odd);
             rows[8 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_even, de_even);
@@ -219,45 +217,54 @@ mod amx {
         }
     }
 
-    /// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension: part `q` to
-    /// `to + q · 2 · TILE`.
-    ///
-    /// Line `i` of the tile holds the words `(low[i], high[i])`. With `turn`, the operand is contiguous the other way.
+    /// Writes line `i` of a tile of every part, part `q` to `to + q · 2 · TILE`: the words `(low, high)`.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn split<T: Element>(to: *mut u32, from: *const T, outer: usize, inner: usize, left: bool) {
-        let (mut low, mut high) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
-        let along = inner == 1;
-        let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
-        for i in 0..SIDE {
-            // SAFETY: 16 lines of 32 elements, or 32 lines of 16.
-            unsafe {
-                low[i] = T::load(from.add(i * line));
-                high[i] = T::load(from.add(i * line + other));
-            }
-        }
-        if along != left {
-            transpose(&mut low);
-            transpose(&mut high);
-        }
+    unsafe fn split_line<T: Element>(to: *mut u32, low: __m512, high: __m512) {
         let top = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         let half = _mm512_set1_epi32(0x8000);
-        for i in 0..SIDE {
-            let mut rest = [low[i], high[i]];
-            for q in 0..T::PARTS {
-                // The last part has few enough bits to be taken as it is.
-                let last = q + 1 == T::PARTS;
-                let (a, b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
-                let (a, b) =
-                    if last { (a, b) } else { (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half)) };
-                let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
-                let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
-                // SAFETY: the tile of part `q` is writable.
-                unsafe { _mm512_store_si512(to.add(q * 2 * TILE + i * SIDE).cast(), pair) };
-                rest = [
-                    _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top)),
-                    _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top)),
-                ];
+        let mut rest = [low, high];
+        for q in 0..T::PARTS {
+            let (mut a, mut b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
+            // The last part has few enough bits to be taken as it is.
+            if q + 1 < T::PARTS {
+                (a, b) = (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half));
+            }
+            let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
+            let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
+            // SAFETY: the tile of part `q` is writable.
+            unsafe { _mm512_store_si512(to.add(q * 2 * TILE).cast(), pair) };
+            rest[0] = _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top));
+            rest[1] = _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top));
+        }
+    }
+
+    /// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. Lines of memory are `line`
+    /// apart, and the second element of a pair is `other` behind the first. With `turn`, lines of memory become columns of
+    /// the tile, else lines.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn split<T: Element>(to: *mut u32, from: *const T, line: usize, other: usize, turn: bool) {
+        // SAFETY: 16 lines of 32 elements, or 32 lines of 16, by the caller.
+        unsafe {
+            if !turn {
+                for i in 0..SIDE {
+                    let from = from.add(i * line);
+                    split_line::<T>(to.add(i * SIDE), T::load(from), T::load(from.add(other)));
+                }
+                return;
+            }
+            let (mut low, mut high) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
+            for i in 0..SIDE {
+                low[i] = T::load(from.add(i * line));
+            }
+            transpose(&mut low);
+            for i in 0..SIDE {
+                high[i] = T::load(from.add(i * line + other));
+            }
+            transpose(&mut high);
+            for i in 0..SIDE {
+                split_line::<T>(to.add(i * SIDE), low[i], high[i]);
             }
         }
     }
@@ -282,6 +289,7 @@ mod amx {
         count: usize,
         depth: usize,
     ) {
+        let along = inner == 1;
         for p in (0..depth).step_by(STEP) {
             let steps = STEP.min(depth - p);
             for first in [0, SIDE] {
@@ -291,18 +299,20 @@ mod amx {
                 // SAFETY: by the contract; of a tile that is not whole the elements that exist are copied.
                 unsafe {
                     if steps == STEP && lines == SIDE {
-                        split(to, from, outer, inner, left);
+                        let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
+                        split(to, from, line, other, along != left);
                         continue;
                     }
                     let mut whole = [0.0f32; SIDE * STEP];
-                    let (o, i) = if inner == 1 { (STEP, 1) } else { (1, SIDE) };
+                    let (o, i) = if along { (STEP, 1) } else { (1, SIDE) };
                     for line in 0..lines {
                         for p in 0..steps {
                             whole[line * o + p * i] = (*from.add(line * outer + p * inner)).wide();
                         }
                     }
                     let mut tiles = Tile3([0; PARTS * 2 * TILE]);
-                    split(tiles.0.as_mut_ptr(), whole.as_ptr(), o, i, left);
+                    let (line, other) = if along { (STEP, SIDE) } else { (SIDE, SIDE * SIDE) };
+                    split(tiles.0.as_mut_ptr(), whole.as_ptr(), line, other, along != left);
                     for q in 0..T::PARTS {
                         let at = q * 2 * TILE;
                         tiles.0.as_ptr().add(at).copy_to_nonoverlapping(to.add(at), TILE);
@@ -320,17 +330,33 @@ mod amx {
 
     /// Adds the product of tile `$i` (0 or 1) of the rows and tile `$j` of the columns to its accumulator.
     macro_rules! add {
-        (0, 0) => { "tdpbf16ps tmm0, tmm4, tmm6" };
-        (0, 1) => { "tdpbf16ps tmm1, tmm4, tmm7" };
-        (1, 0) => { "tdpbf16ps tmm2, tmm5, tmm6" };
-        (1, 1) => { "tdpbf16ps tmm3, tmm5, tmm7" };
+        (0, 0) => {
+            "tdpbf16ps tmm0, tmm4, tmm6"
+        };
+        (0, 1) => {
+            "tdpbf16ps tmm1, tmm4, tmm7"
+        };
+        (1, 0) => {
+            "tdpbf16ps tmm2, tmm5, tmm6"
+        };
+        (1, 1) => {
+            "tdpbf16ps tmm3, tmm5, tmm7"
+        };
     }
     /// Loads a tile of part `$part` of the rows (`a`) or columns (`b`).
     macro_rules! load {
-        (a, $part:literal, 0) => { concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, "]") };
-        (a, $part:literal, 1) => { concat!("tileloadd tmm5, [{a} + {line} + 2048 * ", $part, " + 1024]") };
-        (b, $part:literal, 0) => { concat!("tileloadd tmm6, [{b} + {line} + 2048 * ", $part, "]") };
-        (b, $part:literal, 1) => { concat!("tileloadd tmm7, [{b} + {line} + 2048 * ", $part, " + 1024]") };
+        (a, $part:literal, 0) => {
+            concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, "]")
+        };
+        (a, $part:literal, 1) => {
+            concat!("tileloadd tmm5, [{a} + {line} + 2048 * ", $part, " + 1024]")
+        };
+        (b, $part:literal, 0) => {
+            concat!("tileloadd tmm6, [{b} + {line} + 2048 * ", $part, "]")
+        };
+        (b, $part:literal, 1) => {
+            concat!("tileloadd tmm7, [{b} + {line} + 2048 * ", $part, " + 1024]")
+        };
     }
     macro_rules! kernel {
         ($name:ident, $b_step:literal, $($body:expr),* $(,)?) => {
@@ -369,27 +395,76 @@ mod amx {
     }
     // Each pair of parts follows one that shares an operand with it; a tile is loaded as early as its register is free.
     kernel!(
-        multiply_wide, "6144",
+        multiply_wide,
+        "6144",
         // Parts 2 and 0.
-        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
-        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
+        load!(a, "2", 0),
+        load!(b, "0", 0),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(0, 1),
+        load!(a, "2", 1),
+        add!(1, 0),
+        load!(a, "1", 0),
+        add!(1, 1),
         // 1 and 0.
-        add!(0, 0), load!(a, "1", 1), add!(0, 1), add!(1, 0), load!(b, "1", 0), add!(1, 1),
+        add!(0, 0),
+        load!(a, "1", 1),
+        add!(0, 1),
+        add!(1, 0),
+        load!(b, "1", 0),
+        add!(1, 1),
         // 1 and 1.
-        add!(0, 0), load!(b, "1", 1), add!(1, 0), add!(0, 1), load!(a, "0", 0), add!(1, 1),
+        add!(0, 0),
+        load!(b, "1", 1),
+        add!(1, 0),
+        add!(0, 1),
+        load!(a, "0", 0),
+        add!(1, 1),
         // 0 and 1.
-        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), load!(b, "2", 0), add!(1, 1),
+        add!(0, 0),
+        load!(a, "0", 1),
+        add!(0, 1),
+        add!(1, 0),
+        load!(b, "2", 0),
+        add!(1, 1),
         // 0 and 2.
-        add!(0, 0), load!(b, "2", 1), add!(1, 0), add!(0, 1), load!(b, "0", 0), add!(1, 1),
+        add!(0, 0),
+        load!(b, "2", 1),
+        add!(1, 0),
+        add!(0, 1),
+        load!(b, "0", 0),
+        add!(1, 1),
         // 0 and 0.
-        add!(0, 0), load!(b, "0", 1), add!(1, 0), add!(0, 1), add!(1, 1),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(1, 0),
+        add!(0, 1),
+        add!(1, 1),
     );
     kernel!(
-        multiply_narrow, "2048",
-        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
-        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
-        add!(0, 0), load!(a, "1", 1), add!(0, 1), load!(a, "0", 0), add!(1, 0), add!(1, 1),
-        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), add!(1, 1),
+        multiply_narrow,
+        "2048",
+        load!(a, "2", 0),
+        load!(b, "0", 0),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(0, 1),
+        load!(a, "2", 1),
+        add!(1, 0),
+        load!(a, "1", 0),
+        add!(1, 1),
+        add!(0, 0),
+        load!(a, "1", 1),
+        add!(0, 1),
+        load!(a, "0", 0),
+        add!(1, 0),
+        add!(1, 1),
+        add!(0, 0),
+        load!(a, "0", 1),
+        add!(0, 1),
+        add!(1, 0),
+        add!(1, 1),
     );
 
     /// Writes `rows × columns` of what a kernel computed.
@@ -489,7 +564,9 @@ mod amx {
                     let count = GROUP.min(rows - row);
                     let from = from[row * outer + block.start * inner..].as_ptr();
                     // SAFETY: tasks write different groups; the rest is the contract.
-                    unsafe { pack(left.at(place(block, group)), from, outer, inner, true, count, block.len()) };
+                    unsafe {
+                        pack(left.at(place(block, group)), from, outer, inner, true, count, block.len())
+                    };
                 });
                 let strips = Strips::even(&widths, groups.len() * GROUP, GROUP);
                 let work = depth * groups.len() * widths.iter().sum::<usize>();
