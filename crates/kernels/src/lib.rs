@@ -22,6 +22,7 @@ mod tiles;
 
 pub mod activation;
 pub mod attention;
+pub mod buffer;
 pub mod conv;
 pub mod embedding;
 pub mod linear;

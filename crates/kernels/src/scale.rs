@@ -5,22 +5,31 @@ use crate::parallel::{Shared, ranges};
 /// `y [rows, dim] = residual + x · scale`, `scale [dim]`.
 pub fn residual_forward(y: &mut [f32], x: &[f32], residual: &[f32], scale: &[f32]) {
     let dim = scale.len().max(1);
-    let rows = y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(residual.chunks_exact(dim));
-    for ((y, x), residual) in rows {
-        for (((y, x), r), s) in y.iter_mut().zip(x).zip(residual).zip(scale) {
-            *y = r + x * s;
+    let (len, to) = (y.len(), Shared::new(y));
+    ranges(len / dim, 1, len, |rows| {
+        for at in rows.map(|row| row * dim) {
+            // SAFETY: every row is visited once.
+            let y = unsafe { to.part(at, dim) };
+            for (((y, x), r), s) in y.iter_mut().zip(&x[at..]).zip(&residual[at..]).zip(scale) {
+                *y = r + x * s;
+            }
         }
-    }
+    });
 }
 
 /// Gradient of [`residual_forward`] for `x`: `dx [rows, dim] = dy · scale`. That of the residual is `dy` itself.
 pub fn residual_backward_input(dx: &mut [f32], dy: &[f32], scale: &[f32]) {
     let dim = scale.len().max(1);
-    for (dx, dy) in dx.chunks_exact_mut(dim).zip(dy.chunks_exact(dim)) {
-        for ((dx, dy), s) in dx.iter_mut().zip(dy).zip(scale) {
-            *dx = dy * s;
+    let (len, to) = (dx.len(), Shared::new(dx));
+    ranges(len / dim, 1, len, |rows| {
+        for at in rows.map(|row| row * dim) {
+            // SAFETY: every row is visited once.
+            let dx = unsafe { to.part(at, dim) };
+            for ((dx, dy), s) in dx.iter_mut().zip(&dy[at..]).zip(scale) {
+                *dx = dy * s;
+            }
         }
-    }
+    });
 }
 
 /// Gradient of [`residual_forward`] for the scale: `dscale [dim] += Σ_rows dy · x`, row by row.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use omnigrpo_kernels::attention::{self, Rows};
-use omnigrpo_kernels::{activation, logprob};
+use omnigrpo_kernels::{activation, buffer, logprob};
 use omnigrpo_ops::{
     AttentionHeads, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Param, Part, RopeTable,
     Segments, rows_from_vec, with_f32,
@@ -526,7 +526,7 @@ impl<'a> Block<'a> {
     /// The reverse of [`Self::pick`]: zeros in the other rows.
     fn spread(&self, x: Vec<f32>, t: usize, width: usize) -> Vec<f32> {
         let Some(rows) = &self.some else { return x };
-        let mut all = vec![0.0; t * width];
+        let mut all = buffer::zeros(t * width);
         for (x, &r) in x.chunks_exact(width).zip(rows) {
             all[r * width..(r + 1) * width].copy_from_slice(x);
         }
@@ -543,18 +543,17 @@ impl<'a> Block<'a> {
     ) -> candle_core::Result<(Vec<f32>, Kept)> {
         let (h, heads) = (self.width(), self.heads);
         let qkv = self.qkv.forward(&self.layer.input_norm.forward(x, t)?.0, t, h)?;
-        let mut attended = vec![0.0; t * heads.q_width()];
-        let mut lse = vec![0.0; t * heads.q];
+        let mut attended = buffer::zeros(t * heads.q_width());
+        let mut lse = buffer::zeros(t * heads.q);
         attend(&qkv, &mut attended, &mut lse);
         let n = self.some.as_ref().map_or(t, Vec::len);
-        let mut middle = self.o.forward(&self.pick(&attended, heads.q_width()), n, heads.q_width())?;
-        add(&mut middle, &self.pick(x, h));
+        let q_width = heads.q_width();
+        let middle = self.o.forward_onto(&self.pick(x, h), &self.pick(&attended, q_width), n, q_width)?;
         let gate_up = self.gate_up.forward(&self.layer.mlp_norm.forward(&middle, n)?.0, n, h)?;
         let i = self.layer.gate.n();
-        let mut inner = vec![0.0; n * i];
+        let mut inner = buffer::zeros(n * i);
         activation::swiglu_forward(&mut inner, &gate_up, n, i);
-        let mut out = self.down.forward(&inner, n, i)?;
-        add(&mut out, &middle);
+        let out = self.down.forward_onto(&middle, &inner, n, i)?;
         Ok((out, Kept { qkv, lse, attended, middle, gate_up }))
     }
 
@@ -580,9 +579,9 @@ impl<'a> Block<'a> {
         let Kept { qkv, lse, attended, middle, gate_up } = kept;
         let (h, i, heads) = (self.width(), self.layer.gate.n(), self.heads);
         let n = self.some.as_ref().map_or(t, Vec::len);
-        let mut dgate_up = vec![0.0; n * 2 * i];
+        let mut dgate_up = buffer::zeros(n * 2 * i);
         {
-            let mut inner = vec![0.0; n * i];
+            let mut inner = buffer::zeros(n * i);
             activation::swiglu_forward(&mut inner, &gate_up, n, i);
             let dinner = self.down.backward(&inner, dy, n, i)?;
             activation::swiglu_backward(&mut dgate_up, &dinner, &gate_up, n, i);
@@ -593,11 +592,11 @@ impl<'a> Block<'a> {
         drop((normed, dgate_up));
         let mut dmiddle = self.layer.mlp_norm.backward(&middle, &stats, &dnormed, n)?;
         drop((middle, dnormed));
-        add(&mut dmiddle, dy);
+        buffer::add(&mut dmiddle, dy);
         let q_width = heads.q_width();
         let dattended = self.o.backward(&self.pick(&attended, q_width), &mut dmiddle, n, q_width)?;
         let dattended = self.spread(dattended, t, q_width);
-        let mut dqkv = vec![0.0; qkv.len()];
+        let mut dqkv = buffer::zeros(qkv.len());
         let [q, k, v] = heads.views(&qkv);
         let cols = [q.col, k.col, v.col];
         attention::backward(
@@ -620,7 +619,7 @@ impl<'a> Block<'a> {
         let (normed, stats) = self.layer.input_norm.forward(x, t)?;
         let dnormed = self.qkv.backward(&normed, &mut dqkv, t, h)?;
         let mut dx = self.layer.input_norm.backward(x, &stats, &dnormed, t)?;
-        add(&mut dx, &self.spread(dmiddle, t, h));
+        buffer::add(&mut dx, &self.spread(dmiddle, t, h));
         Ok(dx)
     }
 }
@@ -628,8 +627,4 @@ impl<'a> Block<'a> {
 fn attend(qkv: &[f32], out: &mut [f32], lse: &mut [f32], heads: AttentionHeads, layout: &AttentionLayout) {
     let [q, k, v]: [Rows; 3] = heads.views(qkv);
     attention::forward(out, lse, q, k, v, layout, heads.shape(), heads.scale());
-}
-
-fn add(to: &mut [f32], from: &[f32]) {
-    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }

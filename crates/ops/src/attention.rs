@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout, Rows};
+use omnigrpo_kernels::buffer;
 
 use crate::slices::{f32_of, rows_from_vec, with_f32};
 
@@ -92,7 +93,7 @@ impl CustomOp1 for Attention {
             bail!("attention: {error}");
         }
         let [q, k, v] = heads.views(f32_of("attention", storage, layout)?);
-        let mut out = vec![0.0; rows * heads.q_width()];
+        let mut out = buffer::zeros(rows * heads.q_width());
         let mut lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner);
         lse.resize(rows * heads.q, 0.0);
         kernel::forward(&mut out, &mut lse, q, k, v, &self.layout, heads.shape(), heads.scale());
@@ -102,7 +103,7 @@ impl CustomOp1 for Attention {
     fn bwd(&self, packed: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let (rows, width) = packed.dims2()?;
         let heads = self.heads;
-        let mut dqkv = vec![0.0; rows * width];
+        let mut dqkv = buffer::zeros(rows * width);
         let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner);
         let dout = dout.contiguous()?;
         with_f32(packed, |packed| {

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::conv as kernel;
 use omnigrpo_kernels::linear as matmul;
 
@@ -138,7 +139,7 @@ impl CustomOp1 for Convolution {
         self.check(t, c)?;
         let x = f32_of("convolution", storage, layout)?;
         let (rows, n, k) = (self.patches.rows(), self.layer.n(), self.layer.k());
-        let mut y = vec![0.0; rows * n];
+        let mut y = buffer::zeros(rows * n);
         self.pieces(x, c, |start, rows, unfolded, _| {
             let y = &mut y[start * n..(start + rows) * n];
             self.layer.weight().with_weight(|w| {
@@ -161,7 +162,7 @@ impl CustomOp1 for Convolution {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let (t, c) = x.dims2()?;
         let (n, k, taps) = (self.layer.n(), self.layer.k(), self.patches.taps);
-        let mut dx = vec![0.0; t * c];
+        let mut dx = buffer::zeros(t * c);
         let dy = dy.contiguous()?;
         with_f32(x, |x| {
             with_f32(&dy, |dy| {
@@ -182,7 +183,7 @@ impl CustomOp1 for Convolution {
                     if let Some(bias) = self.layer.bias() {
                         bias.accumulate(|db| matmul::backward_bias(db, dy, n, rows, n));
                     }
-                    let mut dunfolded = vec![0.0; rows * k];
+                    let mut dunfolded = buffer::zeros(rows * k);
                     weight.with_weight(|w| {
                         let layer = matmul::Layer::new(w, n);
                         matmul::backward_input(&mut dunfolded, k, dy, n, &[layer], rows, k, false);
@@ -218,7 +219,7 @@ impl CustomOp1 for Depthwise {
             );
         }
         let x = f32_of("depthwise3", storage, layout)?;
-        let mut y = vec![0.0; t * c];
+        let mut y = buffer::zeros(t * c);
         self.weight.with_f32(|k| kernel::depthwise3(&mut y, x, k, t / (h * w), h, w, c, false))?;
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }
@@ -226,7 +227,7 @@ impl CustomOp1 for Depthwise {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let (t, c) = x.dims2()?;
         let (h, w) = (self.h, self.w);
-        let mut dx = vec![0.0; t * c];
+        let mut dx = buffer::zeros(t * c);
         let dy = dy.contiguous()?;
         with_f32(x, |x| {
             with_f32(&dy, |dy| {
@@ -250,14 +251,14 @@ impl CustomOp1 for Mix {
         if self.0.reads() > t || self.0.offsets.last() != Some(&self.0.rows.len()) {
             bail!("mix_rows: reads {} of {t} rows", self.0.reads());
         }
-        let mut y = vec![0.0; self.0.len() * c];
+        let mut y = buffer::zeros(self.0.len() * c);
         kernel::mix_forward(&mut y, f32_of("mix_rows", storage, layout)?, &self.0, c);
         Ok((CpuStorage::F32(y), Shape::from((self.0.len(), c))))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let (t, c) = x.dims2()?;
-        let mut dx = vec![0.0; t * c];
+        let mut dx = buffer::zeros(t * c);
         let dy = dy.contiguous()?;
         with_f32(&dy, |dy| kernel::mix_backward(&mut dx, dy, &self.0, c))?;
         Ok(Some(rows_from_vec(dx, t, c)?))
@@ -282,7 +283,7 @@ impl CustomOp2 for Gate {
         if width != c || n == 0 || t % n != 0 {
             bail!("gate_rows: input is {t}×{c}, gate is {n}×{width}");
         }
-        let mut y = vec![0.0; t * c];
+        let mut y = buffer::zeros(t * c);
         let (x, gate) = (f32_of("gate_rows", x, lx)?, f32_of("gate_rows", gate, lg)?);
         kernel::gate_forward(&mut y, x, gate, n, t / n, c);
         Ok((CpuStorage::F32(y), lx.shape().clone()))
@@ -296,7 +297,7 @@ impl CustomOp2 for Gate {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((t, c), (n, _)) = (x.dims2()?, gate.dims2()?);
-        let (mut dx, mut dgate) = (vec![0.0; t * c], vec![0.0; n * c]);
+        let (mut dx, mut dgate) = (buffer::zeros(t * c), vec![0.0; n * c]);
         let dy = dy.contiguous()?;
         with_f32(x, |x| {
             with_f32(gate, |gate| {
@@ -325,7 +326,7 @@ impl CustomOp2 for Blend {
         if one != 1 || k == 0 || t % k != 0 {
             bail!("blend: input is {t}×{c}, logits are {one}×{k}; expected one row and k × t rows");
         }
-        let mut y = vec![0.0; t / k * c];
+        let mut y = buffer::zeros(t / k * c);
         kernel::blend_forward(&mut y, f32_of("blend", x, lx)?, f32_of("blend", logits, ll)?);
         Ok((CpuStorage::F32(y), Shape::from((t / k, c))))
     }
@@ -338,7 +339,7 @@ impl CustomOp2 for Blend {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((t, c), (_, k)) = (x.dims2()?, logits.dims2()?);
-        let (mut dx, mut dlogits) = (vec![0.0; t * c], vec![0.0; k]);
+        let (mut dx, mut dlogits) = (buffer::zeros(t * c), vec![0.0; k]);
         let dy = dy.contiguous()?;
         with_f32(x, |x| {
             with_f32(logits, |logits| {

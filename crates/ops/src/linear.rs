@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::linear::{self as kernel, Gradient, Layer};
 use omnigrpo_kernels::rope;
 
@@ -191,7 +192,7 @@ impl PackedLinear {
     /// # Errors
     /// An input width that differs from `k`; a rotation table whose rows are not the input's.
     pub fn forward(&self, x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        let mut y = vec![0.0; rows * self.width()];
+        let mut y = buffer::zeros(rows * self.width());
         self.run(&mut y, x, rows, k, false)?;
         Ok(y)
     }
@@ -209,7 +210,7 @@ impl PackedLinear {
                 self.rope.is_some()
             );
         }
-        let mut y = residual.to_vec();
+        let mut y = buffer::copy(residual);
         self.run(&mut y, x, rows, k, true)?;
         Ok(y)
     }
@@ -252,7 +253,7 @@ impl PackedLinear {
             );
         }
         self.rotate(dy, rows, true)?;
-        let mut dx = vec![0.0; rows * k];
+        let mut dx = buffer::zeros(rows * k);
         if rows == 0 {
             return Ok(dx);
         }

@@ -2,6 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use omnigrpo_kernels::activation::{self as kernel, Activation};
+use omnigrpo_kernels::buffer;
 
 use crate::slices::{f32_of, rows_from_vec, with_f32};
 
@@ -33,14 +34,14 @@ impl CustomOp1 for SwiGlu {
         if width % 2 != 0 {
             bail!("swiglu: expected gate and up of equal width in one row, got {rows}×{width}");
         }
-        let mut y = vec![0.0; rows * width / 2];
+        let mut y = buffer::zeros(rows * width / 2);
         kernel::swiglu_forward(&mut y, f32_of("swiglu", storage, layout)?, rows, width / 2);
         Ok((CpuStorage::F32(y), Shape::from((rows, width / 2))))
     }
 
     fn bwd(&self, gate_up: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let (rows, width) = gate_up.dims2()?;
-        let mut dx = vec![0.0; rows * width];
+        let mut dx = buffer::zeros(rows * width);
         let dy = dy.contiguous()?;
         with_f32(gate_up, |x| with_f32(&dy, |dy| kernel::swiglu_backward(&mut dx, dy, x, rows, width / 2)))??;
         Ok(Some(rows_from_vec(dx, rows, width)?))
@@ -56,14 +57,14 @@ impl CustomOp1 for Elementwise {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let x = f32_of("activation", storage, layout)?;
-        let mut y = vec![0.0; x.len()];
+        let mut y = buffer::zeros(x.len());
         kernel::forward(self.0, &mut y, x);
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let (rows, width) = x.dims2()?;
-        let mut dx = vec![0.0; rows * width];
+        let mut dx = buffer::zeros(rows * width);
         let dy = dy.contiguous()?;
         with_f32(x, |x| with_f32(&dy, |dy| kernel::backward(self.0, &mut dx, dy, x)))??;
         Ok(Some(rows_from_vec(dx, rows, width)?))

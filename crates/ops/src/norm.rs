@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::norm as kernel;
 
 use crate::Param;
@@ -54,10 +55,10 @@ impl Norm {
         if x.len() != rows * dim {
             bail!("norm {}: {} elements for {rows} rows of {dim}", self.weight().name(), x.len());
         }
-        let mut y = vec![0.0; x.len()];
+        let mut y = buffer::zeros(x.len());
         let stats = match self {
             Self::Rms { weight, eps } => {
-                let mut rstd = vec![0.0; rows];
+                let mut rstd = buffer::zeros(rows);
                 weight.with_f32(|w| kernel::rms_forward(&mut y, &mut rstd, x, w, rows, dim, *eps))?;
                 rstd
             }
@@ -80,7 +81,7 @@ impl Norm {
     /// A device without kernels.
     pub fn backward(&self, x: &[f32], stats: &[f32], dy: &[f32], rows: usize) -> Result<Vec<f32>> {
         let dim = self.weight().len();
-        let mut dx = vec![0.0; rows * dim];
+        let mut dx = buffer::zeros(rows * dim);
         match self {
             Self::Rms { weight, .. } => weight.with_f32(|w| {
                 let mut run = |dw: Option<&mut [f32]>| {

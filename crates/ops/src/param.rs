@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
 use omnigrpo_kernels::Weight;
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 
 use crate::adapter::Adapter;
@@ -297,7 +298,7 @@ impl Param {
     pub fn gradient(&self) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-            grad.get_or_insert_with(|| vec![0.0; self.len()]);
+            grad.get_or_insert_with(|| buffer::zeros(self.len()));
             GradGuard(grad)
         })
     }

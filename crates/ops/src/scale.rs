@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::scale as kernel;
 
 use crate::Param;
@@ -42,7 +43,7 @@ impl CustomOp2 for ScaleResidual {
         }
         let x = f32_of("scale_residual", x, x_layout)?;
         let residual = f32_of("scale_residual", residual, residual_layout)?;
-        let mut y = vec![0.0; x.len()];
+        let mut y = buffer::zeros(x.len());
         self.0.with_f32(|scale| kernel::residual_forward(&mut y, x, residual, scale))?;
         Ok((CpuStorage::F32(y), x_layout.shape().clone()))
     }
@@ -56,7 +57,7 @@ impl CustomOp2 for ScaleResidual {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, dim) = x.dims2()?;
         let dy = dy.contiguous()?;
-        let mut dx = vec![0.0; rows * dim];
+        let mut dx = buffer::zeros(rows * dim);
         with_f32(x, |x| {
             with_f32(&dy, |dy| {
                 self.0.with_f32(|scale| kernel::residual_backward_input(&mut dx, dy, scale))?;

@@ -144,8 +144,7 @@ impl Blocks {
         tape: &mut Option<&mut Segments<'a>>,
     ) -> Result<Tensor> {
         for block in &self.blocks[..count] {
-            let layout = Arc::clone(layout);
-            x = step(tape, &x, move |x| block.forward(x, None, self.heads, &layout))?;
+            x = block.forward(&x, None, self.heads, layout, tape.as_deref_mut())?;
         }
         Ok(x)
     }

@@ -195,12 +195,7 @@ impl VisionTower {
         };
         let layout = Arc::new(AttentionLayout::full_blocks(&vec![1 + patches; count]));
         for block in &self.blocks {
-            let layout = Arc::clone(&layout);
-            let run = move |x: &Tensor| block.forward(x, None, v.heads, &layout);
-            x = match &mut tape {
-                Some(tape) => tape.push(&x, run)?,
-                None => run(&x)?,
-            };
+            x = block.forward(&x, None, v.heads, &layout, tape.as_deref_mut())?;
         }
         Ok(x)
     }

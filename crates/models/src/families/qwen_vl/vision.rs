@@ -142,13 +142,8 @@ impl VisionTower {
             None => embed(&x)?,
         };
         for (b, block) in self.blocks.iter().enumerate() {
-            let layout = Arc::clone(plan.layout(&self.config, b));
-            let rope = Arc::clone(&rope);
-            let run = move |x: &Tensor| block.forward(x, Some(&rope), self.config.heads, &layout);
-            x = match &mut tape {
-                Some(tape) => tape.push(&x, run)?,
-                None => run(&x)?,
-            };
+            let layout = plan.layout(&self.config, b);
+            x = block.forward(&x, Some(&rope), self.config.heads, layout, tape.as_deref_mut())?;
         }
         Ok(x)
     }

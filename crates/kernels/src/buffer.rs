@@ -1,0 +1,80 @@
+//! Making, copying and adding whole buffers, which takes several threads to keep up with the kernels around it.
+
+use std::mem::MaybeUninit;
+
+use crate::parallel::{Shared, ranges};
+
+/// Elements of a cache line, so that threads do not share one.
+const LINE: usize = 16;
+
+/// `len` elements, each written by `fill(first element, where)` for consecutive parts.
+fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Vec<f32> {
+    struct Parts(*mut MaybeUninit<f32>);
+    // SAFETY: threads write disjoint parts.
+    unsafe impl Sync for Parts {}
+    impl Parts {
+        /// # Safety
+        /// The part is inside the buffer and nobody else's.
+        #[allow(clippy::mut_from_ref)]
+        unsafe fn get(&self, start: usize, len: usize) -> &mut [MaybeUninit<f32>] {
+            // SAFETY: by the contract.
+            unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
+        }
+    }
+    let mut buffer = Vec::with_capacity(len);
+    let parts = Parts(buffer.spare_capacity_mut().as_mut_ptr());
+    ranges(len, LINE, len, |range| {
+        // SAFETY: the ranges are disjoint and cover the capacity that was asked for.
+        fill(range.start, unsafe { parts.get(range.start, range.len()) });
+    });
+    // SAFETY: `fill` has written every element.
+    unsafe { buffer.set_len(len) };
+    buffer
+}
+
+/// `len` zeros.
+#[must_use]
+pub fn zeros(len: usize) -> Vec<f32> {
+    build(len, |_, part| {
+        part.fill(MaybeUninit::new(0.0));
+    })
+}
+
+/// The same numbers in memory of their own.
+#[must_use]
+pub fn copy(from: &[f32]) -> Vec<f32> {
+    build(from.len(), |start, part| {
+        for (to, &from) in part.iter_mut().zip(&from[start..]) {
+            to.write(from);
+        }
+    })
+}
+
+/// `to += from`, element by element.
+pub fn add(to: &mut [f32], from: &[f32]) {
+    let len = to.len().min(from.len());
+    let to = Shared::new(to);
+    ranges(len, LINE, len, |range| {
+        // SAFETY: the ranges are disjoint.
+        let to = unsafe { to.part(range.start, range.len()) };
+        to.iter_mut().zip(&from[range]).for_each(|(to, from)| *to += from);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_buffers_are_made_copied_and_added() {
+        for len in [0, 1, 15, 17, 100_003] {
+            let x: Vec<f32> = (0..len).map(|i| i as f32).collect();
+            let mut y = copy(&x);
+            assert_eq!(y, x);
+            add(&mut y, &x);
+            assert!(y.iter().zip(&x).all(|(y, x)| *y == 2.0 * x));
+            let zeros = zeros(len);
+            assert!(zeros.len() == len && zeros.iter().all(|&x| x == 0.0));
+        }
+    }
+}
