@@ -14,7 +14,6 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use omnigrpo_kernels::attention::{self, Rows};
 use omnigrpo_kernels::{activation, buffer, logprob};
 use omnigrpo_ops::{
     AttentionHeads, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Param, Part, RopeTable,
@@ -317,7 +316,7 @@ impl Decoder {
             let block = Block::new(layer, heads, rope, MatmulMode::Gemm, last.then_some(&end));
             let (out, _) = block.forward(&x, t, |qkv, out, lse| {
                 cache.write_prompt(l, qkv, heads);
-                attend(qkv, out, lse, heads, &layout);
+                heads.forward(qkv, out, lse, &layout);
             })?;
             x = out;
         }
@@ -563,7 +562,7 @@ impl<'a> Block<'a> {
         t: usize,
         layout: &AttentionLayout,
     ) -> candle_core::Result<(Vec<f32>, Kept)> {
-        self.forward(x, t, |qkv, out, lse| attend(qkv, out, lse, self.heads, layout))
+        self.forward(x, t, |qkv, out, lse| self.heads.forward(qkv, out, lse, layout))
     }
 
     /// `dx [t, h]` from `dy [n, h]`, with the gradients of the weights added to their buffers. Each kept array is freed
@@ -596,25 +595,7 @@ impl<'a> Block<'a> {
         let q_width = heads.q_width();
         let dattended = self.o.backward(&self.pick(&attended, q_width), &mut dmiddle, n, q_width)?;
         let dattended = self.spread(dattended, t, q_width);
-        let mut dqkv = buffer::zeros(qkv.len());
-        let [q, k, v] = heads.views(&qkv);
-        let cols = [q.col, k.col, v.col];
-        attention::backward(
-            &mut dqkv,
-            heads.packed_width(),
-            cols[0],
-            cols[1],
-            cols[2],
-            &dattended,
-            &attended,
-            &lse,
-            q,
-            k,
-            v,
-            layout,
-            heads.shape(),
-            heads.scale(),
-        );
+        let mut dqkv = heads.backward(&qkv, &attended, &lse, &dattended, layout);
         drop((qkv, attended, dattended));
         let (normed, stats) = self.layer.input_norm.forward(x, t)?;
         let dnormed = self.qkv.backward(&normed, &mut dqkv, t, h)?;
@@ -622,9 +603,4 @@ impl<'a> Block<'a> {
         buffer::add(&mut dx, &self.spread(dmiddle, t, h));
         Ok(dx)
     }
-}
-
-fn attend(qkv: &[f32], out: &mut [f32], lse: &mut [f32], heads: AttentionHeads, layout: &AttentionLayout) {
-    let [q, k, v]: [Rows; 3] = heads.views(qkv);
-    attention::forward(out, lse, q, k, v, layout, heads.shape(), heads.scale());
 }

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
-use omnigrpo_kernels::{activation, attention, buffer, scale};
+use omnigrpo_kernels::{activation, buffer, scale};
 use omnigrpo_ops::{
     Activation, AttentionHeads, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Param, RopeTable,
     Segments, rows_from_vec, with_f32,
@@ -269,8 +269,7 @@ impl<'a> Pass<'a> {
         };
         let mut attended = buffer::zeros(n * heads.q_width());
         let mut lse = vec![0.0; n * heads.q];
-        let [q, k, v] = heads.views(&qkv);
-        attention::forward(&mut attended, &mut lse, q, k, v, &self.layout, heads.shape(), heads.scale());
+        heads.forward(&qkv, &mut attended, &mut lse, &self.layout);
         let (middle, joined) = self.attend.leave(x, &attended)?;
         let wide = self.first.forward(&self.feed.enter(&middle)?, n, h)?;
         let (y, last) = self.feed.leave(&middle, &self.activate(&wide))?;
@@ -297,25 +296,7 @@ impl<'a> Pass<'a> {
         let dmiddle = self.feed.enter_back(&middle, dinput, &dresidual)?;
         drop((middle, dresidual));
         let (dattended, dresidual) = self.attend.leave_back(&attended, joined, dmiddle)?;
-        let mut dqkv = buffer::zeros(qkv.len());
-        let [q, k, v] = heads.views(&qkv);
-        let cols = [q.col, k.col, v.col];
-        attention::backward(
-            &mut dqkv,
-            heads.packed_width(),
-            cols[0],
-            cols[1],
-            cols[2],
-            &dattended,
-            &attended,
-            &lse,
-            q,
-            k,
-            v,
-            &self.layout,
-            heads.shape(),
-            heads.scale(),
-        );
+        let mut dqkv = heads.backward(&qkv, &attended, &lse, &dattended, &self.layout);
         drop((qkv, attended, dattended));
         if let (Some(norms), Some(raw)) = (&self.block.qk_norm, raw) {
             for (norm, (from, width)) in norms.iter().zip(self.columns()) {

@@ -21,23 +21,21 @@ mod linear;
 mod mlp;
 mod norm;
 mod param;
-mod scale;
 mod segments;
 mod slices;
 
 pub use adapter::{Adapter, Dropout, DropoutScope};
-pub use attention::{AttentionHeads, attention};
+pub use attention::AttentionHeads;
 pub use conv::{OUTSIDE, Patches, RowMix, blend, convolution, depthwise3, gate_rows, mix_rows};
 pub use embedding::{add_mixed, add_rows};
-pub use linear::{Linear, MatmulMode, PackedLinear, linear, linear_residual, packed_linear, qkv_rope};
-pub use mlp::{activation, swiglu};
+pub use linear::{Linear, MatmulMode, PackedLinear, linear};
+pub use mlp::activation;
 pub use norm::{Norm, norm};
 pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use param::{GradBuffer, GradGuard, Param, ParamDtype, Part};
 pub use rope::RopeTable;
-pub use scale::scale_residual;
 pub use segments::Segments;
 pub use slices::{rows_from_vec, to_vec, with_f32};
 

@@ -1,4 +1,4 @@
-//! Linear layers: one input, one or several weights, optionally a rotation or a residual in the same op.
+//! Linear layers: one input, one or several weights, optionally a rotation or a residual in the same pass.
 //!
 //! `y = x Wᵀ (+ b)`, weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank term
 //! before a rotation or residual. Only gradients that somebody needs are computed: a frozen layer gives `dx` alone.
@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::linear::{self as kernel, Gradient, Layer};
 use omnigrpo_kernels::rope;
@@ -95,42 +95,7 @@ pub enum MatmulMode {
 /// # Errors
 /// An input width that differs from `k`.
 pub fn linear(x_tk: &Tensor, layer: &Linear, mode: MatmulMode) -> Result<Tensor> {
-    packed_linear(x_tk, &[layer], mode)
-}
-
-/// `[t, k] → [t, n₁ + n₂ + …]`: the outputs of several layers side by side in each row.
-///
-/// # Errors
-/// As [`linear`].
-pub fn packed_linear(x_tk: &Tensor, layers: &[&Linear], mode: MatmulMode) -> Result<Tensor> {
-    x_tk.apply_op1(PackedLinear::new(layers, mode))
-}
-
-/// [`packed_linear`] followed by a rotary embedding of the first `heads` heads of `2 · table.half` columns each.
-///
-/// # Errors
-/// As [`linear`]; a table whose rows are not the input's.
-pub fn qkv_rope(
-    x_tk: &Tensor,
-    layers: &[&Linear],
-    table: &Arc<RopeTable>,
-    heads: usize,
-    mode: MatmulMode,
-) -> Result<Tensor> {
-    x_tk.apply_op1(PackedLinear::new(layers, mode).rotated(table, heads))
-}
-
-/// `residual + x Wᵀ (+ b)`, `[t, k]` and `[t, n]` → `[t, n]`.
-///
-/// # Errors
-/// As [`linear`]; a residual of another shape than the output.
-pub fn linear_residual(
-    x_tk: &Tensor,
-    residual_tn: &Tensor,
-    layer: &Linear,
-    mode: MatmulMode,
-) -> Result<Tensor> {
-    x_tk.apply_op2(residual_tn, Residual(PackedLinear::new(&[layer], mode)))
+    x_tk.apply_op1(PackedLinear::new(&[layer], mode))
 }
 
 struct Rotate {
@@ -138,8 +103,7 @@ struct Rotate {
     heads: usize,
 }
 
-/// Layers that share an input, over plain slices: what the ops above are made of, and what code with a tape of its own
-/// calls directly. One value serves a forward pass and its backward pass: adapters drop the same inputs in both.
+/// Layers that share an input: an op for candle's tape, and over plain slices for code with a tape of its own. One value serves a forward pass and its backward pass: adapters drop the same inputs in both.
 pub struct PackedLinear {
     parts: Vec<Linear>,
     rope: Option<Rotate>,
@@ -326,35 +290,4 @@ fn with_layers(parts: &[Linear], done: &[Layer], f: &mut dyn FnMut(&[Layer])) ->
             None => next(None),
         }
     })?
-}
-
-struct Residual(PackedLinear);
-
-impl CustomOp2 for Residual {
-    fn name(&self) -> &'static str {
-        "linear_residual"
-    }
-
-    fn cpu_fwd(
-        &self,
-        storage: &CpuStorage,
-        layout: &Layout,
-        residual: &CpuStorage,
-        residual_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, k) = layout.shape().dims2()?;
-        let residual = f32_of("linear_residual", residual, residual_layout)?;
-        let y = self.0.forward_onto(residual, f32_of("linear_residual", storage, layout)?, rows, k)?;
-        Ok((CpuStorage::F32(y), Shape::from((rows, self.0.width()))))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        _residual: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(self.0.backward_tensors(x, dy)?), Some(dy.clone())))
-    }
 }

@@ -1,18 +1,10 @@
 //! Elementwise activations of the feed-forward layers.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use omnigrpo_kernels::activation::{self as kernel, Activation};
 use omnigrpo_kernels::buffer;
 
 use crate::slices::{f32_of, rows_from_vec, with_f32};
-
-/// `[t, 2i] → [t, i]`: `silu(gate) · up`, the gate in the first half of each row.
-///
-/// # Errors
-/// An odd width.
-pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
-    gate_up.apply_op1(SwiGlu)
-}
 
 /// Applies `act` to every element of a `[t, n]` tensor.
 ///
@@ -20,32 +12,6 @@ pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
 /// A tensor that is not contiguous f32 of rank 2.
 pub fn activation(x: &Tensor, act: Activation) -> Result<Tensor> {
     x.apply_op1(Elementwise(act))
-}
-
-struct SwiGlu;
-
-impl CustomOp1 for SwiGlu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, width) = layout.shape().dims2()?;
-        if width % 2 != 0 {
-            bail!("swiglu: expected gate and up of equal width in one row, got {rows}×{width}");
-        }
-        let mut y = buffer::zeros(rows * width / 2);
-        kernel::swiglu_forward(&mut y, f32_of("swiglu", storage, layout)?, rows, width / 2);
-        Ok((CpuStorage::F32(y), Shape::from((rows, width / 2))))
-    }
-
-    fn bwd(&self, gate_up: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (rows, width) = gate_up.dims2()?;
-        let mut dx = buffer::zeros(rows * width);
-        let dy = dy.contiguous()?;
-        with_f32(gate_up, |x| with_f32(&dy, |dy| kernel::swiglu_backward(&mut dx, dy, x, rows, width / 2)))??;
-        Ok(Some(rows_from_vec(dx, rows, width)?))
-    }
 }
 
 struct Elementwise(Activation);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use omnigrpo_ops::{
-    Adapter, Dropout, Linear, MatmulMode, Param, Part, QuantBits, QuantMatrix, RopeTable, Segments,
-    linear_residual, packed_linear, qkv_rope, rows_from_vec, to_vec,
+    Adapter, Dropout, Linear, MatmulMode, PackedLinear, Param, Part, QuantBits, QuantMatrix, RopeTable,
+    Segments, rows_from_vec, to_vec,
 };
 
 const RANK: usize = 3;
@@ -78,24 +78,20 @@ fn table() -> Arc<RopeTable> {
     Arc::new(RopeTable::from_angles(ROWS, 2, |row, angles| angles.copy_from_slice(&[row as f32, 0.3])))
 }
 
-/// The three ops that hold linear layers.
+/// With and without a rotation behind the layers.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Packed,
     Rope,
-    Residual,
 }
 
 fn run(op: Op, x: &Tensor, l: &Layers, mode: MatmulMode) -> candle_core::Result<Tensor> {
     let layers: Vec<&Linear> = l.layers.iter().collect();
-    match op {
-        Op::Packed => packed_linear(x, &layers, mode),
-        Op::Rope => qkv_rope(x, &layers, &table(), 3, mode),
-        Op::Residual => {
-            let residual = rows_from_vec(noise(ROWS * 8, 99), ROWS, 8)?;
-            linear_residual(x, &residual, layers[0], mode)
-        }
-    }
+    let packed = PackedLinear::new(&layers, mode);
+    x.apply_op1(match op {
+        Op::Packed => packed,
+        Op::Rope => packed.rotated(&table(), 3),
+    })
 }
 
 fn input() -> Tensor {
@@ -117,7 +113,7 @@ fn change(p: &Param, at: usize, by: f32) {
 #[test]
 fn gradients_equal_central_differences() {
     for base in BASES {
-        for op in [Op::Packed, Op::Rope, Op::Residual] {
+        for op in [Op::Packed, Op::Rope] {
             for rate in [0.0, 0.4] {
                 let l = layers(base, rate, true);
                 if rate > 0.0 {
@@ -141,8 +137,7 @@ fn gradients_equal_central_differences() {
                     let down = loss(op, &rows_from_vec(data, ROWS, K).unwrap(), &l);
                     near(dx[at], (up - down) / 2.0, "dx");
                 }
-                let used = if matches!(op, Op::Residual) { &l.layers[..1] } else { &l.layers[..] };
-                for layer in used {
+                for layer in &l.layers {
                     assert!(layer.weight().with_grad(|g| g.is_none()), "a frozen weight has no gradient");
                     let Some(adapter) = layer.weight().adapter() else { continue };
                     for p in [adapter.a(), adapter.b()] {
@@ -213,6 +208,26 @@ fn values_are_base_plus_the_scaled_product() {
                 plain,
                 "{base:?}"
             );
+        }
+    }
+}
+
+/// A residual goes in first and is summed with the rest in f32: the last bits may differ.
+#[test]
+fn a_residual_is_added() {
+    let residual = noise(ROWS * 16, 99);
+    for base in BASES {
+        let l = layers(base, 0.0, true);
+        let layers: Vec<&Linear> = l.layers.iter().collect();
+        for mode in [MatmulMode::Gemm, MatmulMode::Rows] {
+            let packed = PackedLinear::new(&layers, mode);
+            let x = noise(ROWS * K, 1);
+            let onto = packed.forward_onto(&residual, &x, ROWS, K).unwrap();
+            let alone = packed.forward(&x, ROWS, K).unwrap();
+            for ((onto, alone), residual) in onto.iter().zip(&alone).zip(&residual) {
+                assert!((onto - alone - residual).abs() <= 2e-5, "{base:?} {mode:?}: {onto}");
+            }
+            assert!(packed.forward_onto(&residual[1..], &x, ROWS, K).is_err());
         }
     }
 }
