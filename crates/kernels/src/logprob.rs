@@ -77,6 +77,56 @@ simd_fn! {
     }
 }
 
+simd_fn! {
+    /// `e^(scale · logit − max)`, and their sum.
+    fn row_weights<'a>(simd: S, weights: &'a mut [f32], logits: &'a [f32], scale: f32, max: f32) -> f32 {
+        let (times, minus) = (simd.splat_f32s(scale), simd.splat_f32s(-max));
+        let mut sum = simd.splat_f32s(0.0);
+        let whole = logits.len() / S::F32_LANES * S::F32_LANES;
+        for i in (0..logits.len()).step_by(S::F32_LANES) {
+            let weight = exp(simd, simd.mul_add_e_f32s(load(simd, logits, i), times, minus));
+            store(simd, weights, i, weight);
+            if i < whole {
+                sum = simd.add_f32s(sum, weight);
+            }
+        }
+        simd.reduce_sum_f32s(sum) + weights[whole..logits.len()].iter().sum::<f32>()
+    }
+}
+
+/// Entries of a row of logits whose weights have one sum in [`Weights`].
+pub const WEIGHTS_CHUNK: usize = 1024;
+
+/// What a token is drawn from: `e^(z − max z)` of every logit `z`, divided by a temperature.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    /// One per logit.
+    pub weights: Vec<f32>,
+    /// Sums of [`WEIGHTS_CHUNK`] weights each.
+    pub sums: Vec<f64>,
+    /// Sum of all.
+    pub total: f64,
+    /// Log-sum-exp of the divided logits.
+    pub lse: f64,
+}
+
+impl Weights {
+    /// `None` if a logit is NaN or +∞, or all are −∞.
+    #[must_use]
+    pub fn new(logits: &[f32], temperature: f32) -> Option<Self> {
+        let scale = 1.0 / temperature;
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
+        if !max.is_finite() {
+            return None;
+        }
+        let mut weights = vec![0.0; logits.len()];
+        let chunks = weights.chunks_mut(WEIGHTS_CHUNK).zip(logits.chunks(WEIGHTS_CHUNK));
+        let sums: Vec<f64> = chunks.map(|(w, x)| f64::from(row_weights(w, x, scale, max))).collect();
+        let total: f64 = sums.iter().sum();
+        (!total.is_nan()).then(|| Self { weights, sums, total, lse: f64::from(max) + total.ln() })
+    }
+}
+
 /// Log-probability of every target, entropy and log-sum-exp of every row.
 ///
 /// `hidden [rows, h]`, `head [v, h]`. Row `r` has the targets `targets[offsets[r]..offsets[r + 1]]` (none, one or

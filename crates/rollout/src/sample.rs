@@ -4,6 +4,7 @@
 //! top-k, top-p, min-p. The recorded log-probability is that of `softmax(logits / temperature)` before penalties and
 //! truncation, the distribution whose gradient training takes.
 
+use omnigrpo_kernels::logprob::{WEIGHTS_CHUNK, Weights};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -123,10 +124,10 @@ pub(crate) fn draw(
     seen: &[&[u32]],
     stops: &[u32],
 ) -> Result<Draw> {
-    let scoring = f64::from(params.scoring_temperature());
-    let Some(lse) = log_sum_exp(logits, scoring) else {
-        return Err(RolloutError::NonFinite { row: key.row, sample: key.sample, token });
-    };
+    let scoring = params.scoring_temperature();
+    let broken = || RolloutError::NonFinite { row: key.row, sample: key.sample, token };
+    let scored = Weights::new(logits, scoring).ok_or_else(broken)?;
+    let lse = scored.lse;
     // Only the few logits that penalties touch are remembered, for the chosen token's record.
     let mut raw: Vec<(u32, f32)> = Vec::new();
     if params.repetition_penalty != 1.0 {
@@ -152,24 +153,17 @@ pub(crate) fn draw(
     } else {
         let truncated = params.top_p < 1.0 || params.top_k > 0 || params.min_p > 0.0;
         let u = key.uniform(params.seed, token);
+        let changed = !raw.is_empty() || token < params.min_completion_length;
         if truncated {
             from_truncated(logits, params, u)
+        } else if !changed && params.temperature == scoring {
+            from_all(&scored, u)
         } else {
-            from_all(logits, f64::from(params.temperature), u)
+            from_all(&Weights::new(logits, params.temperature).ok_or_else(broken)?, u)
         }
     };
     let logit = raw.iter().find(|(i, _)| *i == id).map_or(logits[id as usize], |(_, x)| *x);
-    Ok(Draw { id, logprob: (f64::from(logit) / scoring - lse) as f32, sampler_logprob })
-}
-
-/// `log Σ exp(x / t)` in f64, or `None` when a logit is NaN or all are −∞.
-fn log_sum_exp(logits: &[f32], t: f64) -> Option<f64> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if !max.is_finite() || logits.iter().any(|x| x.is_nan()) {
-        return None;
-    }
-    let max = f64::from(max) / t;
-    Some(max + logits.iter().map(|&x| (f64::from(x) / t - max).exp()).sum::<f64>().ln())
+    Ok(Draw { id, logprob: (f64::from(logit) / f64::from(scoring) - lse) as f32, sampler_logprob })
 }
 
 /// The first of the largest logits.
@@ -183,22 +177,27 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-fn from_all(logits: &[f32], t: f64, u: f64) -> (u32, f32) {
-    let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)) / t;
-    // Each exponential is taken once: with a large vocabulary they are most of the work of a draw.
-    let weights: Vec<f64> = logits.iter().map(|&x| (f64::from(x) / t - max).exp()).collect();
-    let total: f64 = weights.iter().sum();
+fn from_all(weights: &Weights, u: f64) -> (u32, f32) {
+    let bound = u * weights.total;
     let (mut sum, mut last) = (0.0, 0);
-    for (i, &w) in weights.iter().enumerate() {
-        if w > 0.0 {
-            sum += w;
-            last = i;
-            if sum > u * total {
+    // First the chunk of the vocabulary, then the token in it; rounding may leave the last of either.
+    for (chunk, (w, own)) in weights.weights.chunks(WEIGHTS_CHUNK).zip(&weights.sums).enumerate() {
+        if sum + own <= bound && chunk + 1 < weights.sums.len() {
+            sum += own;
+            continue;
+        }
+        for (i, &w) in w.iter().enumerate().filter(|(_, w)| **w > 0.0) {
+            sum += f64::from(w);
+            last = chunk * WEIGHTS_CHUNK + i;
+            if sum > bound {
                 break;
             }
         }
+        if sum > bound {
+            break;
+        }
     }
-    (last as u32, (weights[last] / total).ln() as f32)
+    (last as u32, (f64::from(weights.weights[last]) / weights.total).ln() as f32)
 }
 
 fn from_truncated(logits: &[f32], params: &SamplingParams, u: f64) -> (u32, f32) {
@@ -281,6 +280,24 @@ mod tests {
             let sigma = (p * (1.0 - p) / N as f64).sqrt();
             assert!((*count as f64 / N as f64 - p).abs() < 5.0 * sigma, "{counts:?}");
         }
+    }
+
+    /// A vocabulary of several chunks: the inverse of the cumulative distribution, as summed one by one.
+    #[test]
+    fn any_chunk_can_be_drawn_from() {
+        let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 977) as f32 / 100.0).collect();
+        let total: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
+        let weights = Weights::new(&logits, 1.0).unwrap();
+        assert!((weights.lse - total.ln()).abs() < 1e-6);
+        let mut below = 0.0;
+        for (id, x) in logits.iter().enumerate() {
+            let own = f64::from(*x).exp() / total;
+            let (drawn, logprob) = from_all(&weights, below + own / 2.0);
+            assert_eq!(drawn as usize, id);
+            assert!((f64::from(logprob) - own.ln()).abs() < 1e-5);
+            below += own;
+        }
+        assert_eq!(from_all(&weights, 1.0).0, 4999);
     }
 
     #[test]
