@@ -255,29 +255,46 @@ pub fn forward_rows(
     }
     let mut scratch = GROUPS.take();
     let dtypes = [false, true].map(|bf16| layers.iter().any(|l| matches!(l.w, Weight::Bf16(_)) == bf16));
-    let len = microkernel::packed_len(m, k);
-    let (plain, narrow) = gemm::reserve(&mut scratch, 2 * len).split_at_mut(len);
-    for (to, bf16) in [(&mut *plain, false), (&mut *narrow, true)] {
-        if dtypes[usize::from(bf16)] {
-            microkernel::pack_rows(to, x, x_stride, m, k, bf16);
-        }
+    let tiled = dtypes[1] && k > 0 && tiles::available();
+    let plain_len = microkernel::packed_len(m, k);
+    let narrow_len = if tiled { tiles::packed_len(m, k) } else { plain_len };
+    let (plain, narrow) = gemm::reserve(&mut scratch, plain_len + narrow_len).split_at_mut(plain_len);
+    if dtypes[0] {
+        microkernel::pack_rows(plain, x, x_stride, m, k, false);
+    }
+    if tiled {
+        tiles::pack_rows(narrow, x, x_stride, m, k);
+    } else if dtypes[1] {
+        microkernel::pack_rows(narrow, x, x_stride, m, k, true);
     }
     let (plain, narrow) = (&*plain, &*narrow);
     let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
     let threads = rayon::current_num_threads();
     // Strips of whole tiles, about four per thread.
-    let strips =
-        Strips { widths: &widths, panel: 6, panels: n.div_ceil(6 * 4 * threads).max(4), row_parts: 1 };
+    let panel = if tiled { 32 } else { 6 };
+    let panels = n.div_ceil(panel * 4 * threads).max(if tiled { 1 } else { 4 });
+    let strips = Strips { widths: &widths, panel, panels, row_parts: 1 };
     let y = Shared::new(y);
     tasks(strips.len(), work(m, k, n), |i| {
         let (at, columns, _) = strips.get(i);
         let Layer { w, bias, .. } = layers[at];
+        let y = y.ptr(widths[..at].iter().sum::<usize>());
+        if let (Weight::Bf16(w), true) = (w, tiled) {
+            // The others take the strips between.
+            let (next, after, _) = strips.get(i + threads);
+            let after = if next == at { after.start } else { columns.end };
+            let after = w.as_ptr().wrapping_add(after * k);
+            let (x, old) = (narrow.as_ptr(), accumulate);
+            // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
+            unsafe { tiles::Dots { y, y_stride, x, w, bias, m, k, columns, after, old }.run() };
+            return;
+        }
         let (w, x) = match w.rows(columns.start, columns.end, k) {
             Weight::F32(w) => (WeightPtr::F32(w.as_ptr()), plain.as_ptr()),
             Weight::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
             Weight::Quantised(_) => return,
         };
-        let y = y.ptr(widths[..at].iter().sum::<usize>() + columns.start);
+        let y = y.wrapping_add(columns.start);
         let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
         // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
         unsafe { Dots { y, y_stride, x, w, bias, m, k, n, old: accumulate }.run() };

@@ -18,6 +18,10 @@
 //! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
 //! order whatever stands beside it: its bits depend on the inner size alone.
 
+use std::ops::Range;
+
+use half::bf16;
+
 use crate::Weight;
 use crate::parallel::Shared;
 
@@ -62,6 +66,68 @@ pub(crate) unsafe fn multiply(lefts: &[Left], rights: &[Right], k: usize, ldc: u
     false
 }
 
+/// Whether [`pack_rows`] and [`Dots`] work on this CPU.
+pub(crate) fn available() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx::available();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
+/// Elements that [`pack_rows`] writes.
+pub(crate) fn packed_len(m: usize, k: usize) -> usize {
+    // At most three parts of 16 or 32 rows, in words of two bf16.
+    m.next_multiple_of(16) * k.next_multiple_of(32) * 3 / 2
+}
+
+/// Packs rows of `x` for [`Dots`]. Only for CPUs with tiles.
+pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize) {
+    assert!(available() && to.len() >= packed_len(m, k));
+    assert!(m == 0 || k == 0 || (m - 1) * stride + k <= x.len());
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    // SAFETY: the assertions.
+    unsafe {
+        amx::pack_rows(to.as_mut_ptr().cast(), x.as_ptr(), stride, m, k);
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let _ = (to, x, stride);
+}
+
+/// Columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs with tiles.
+///
+/// The weights are the left operand, so that they come as they are, straight from memory: 32 of their rows at a time,
+/// while the next 32 are asked for. The rows of `x` are the columns of the right operand.
+pub(crate) struct Dots<'a> {
+    /// Element `(0, 0)`.
+    pub y: *mut f32,
+    pub y_stride: usize,
+    /// What [`pack_rows`] wrote.
+    pub x: *const f32,
+    /// `[n, k]`.
+    pub w: &'a [bf16],
+    pub bias: Option<&'a [f32]>,
+    pub m: usize,
+    pub k: usize,
+    pub columns: Range<usize>,
+    /// Weights that this thread will probably need next.
+    pub after: *const bf16,
+    /// Whether the product is added to what `y` held.
+    pub old: bool,
+}
+
+impl Dots<'_> {
+    /// # Safety
+    /// `w` and `bias` have all rows up to the end of the columns, `y` has these columns of `m` rows, and nothing else
+    /// refers to them; [`available`], and `k > 0`.
+    pub(crate) unsafe fn run(self) {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        // SAFETY: by the contract.
+        unsafe {
+            amx::dots(&self);
+        }
+    }
+}
+
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use std::arch::asm;
@@ -72,7 +138,7 @@ mod amx {
 
     use half::bf16;
 
-    use super::{Left, Right};
+    use super::{Dots, Left, Right};
     use crate::Weight;
     use crate::gemm::{self, Line};
     use crate::parallel::{Strips, part, tasks};
@@ -119,13 +185,23 @@ mod amx {
             && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
     }
 
-    /// The tiles of this thread while it multiplies: all eight are 16 rows of 64 bytes.
+    /// The tiles of this thread while it multiplies: all eight have 16 rows, of 64 bytes, but those of the right operand
+    /// and of the output may be narrower.
     struct Tiles;
 
     impl Tiles {
         /// # Safety
         /// The instructions exist.
         unsafe fn new() -> Self {
+            // SAFETY: by the contract.
+            unsafe { Self::narrow(SIDE) }
+        }
+
+        /// For right operands of `columns` columns in [`rows_1`].
+        ///
+        /// # Safety
+        /// The instructions exist.
+        unsafe fn narrow(columns: usize) -> Self {
             #[repr(C, align(64))]
             struct Config {
                 palette: u8,
@@ -136,7 +212,8 @@ mod amx {
             }
             let mut config =
                 Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-            config.row_bytes[..8].fill(64);
+            config.row_bytes[..8].fill(4 * columns as u16);
+            config.row_bytes[4..6].fill(64);
             config.rows[..8].fill(16);
             // SAFETY: reads the 64 bytes of `config`.
             unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
@@ -208,10 +285,8 @@ mod amx {
         }
         for c in 0..4 {
             let [a, b, d, e] = [quarter[c], quarter[4 + c], quarter[8 + c], quarter[12 + c]];
-            let (ab_even, ab_odd) =
-                (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-            let (de_even, de_odd) =
-                (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
+            let (ab_even, ab_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+            let (de_even, de_odd) = (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
             rows[c] = _mm512_shuffle_f32x4::<0x88>(ab_even, de_even);
             rows[4 + c] = _mm512_shuffle_f32x4::<0x88>(ab_odd, de_odd);
             rows[8 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_even, de_even);
@@ -240,6 +315,21 @@ mod amx {
             transpose(&mut low);
             transpose(&mut high);
         }
+        // SAFETY: the tiles are writable.
+        unsafe { cut::<T>(to, 2 * TILE, SIDE, &low, &high) };
+    }
+
+    /// Writes the parts of the pairs `(low[i], high[i])`: part `q` of line `i`, `width` words, to `to + q · part + i · width`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn cut<T: Element>(
+        to: *mut u32,
+        part: usize,
+        width: usize,
+        low: &[__m512; SIDE],
+        high: &[__m512; SIDE],
+    ) {
+        let mask = ((1u32 << width) - 1) as __mmask16;
         let top = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         let half = _mm512_set1_epi32(0x8000);
         for i in 0..SIDE {
@@ -253,7 +343,7 @@ mod amx {
                 let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
                 let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
                 // SAFETY: the tile of part `q` is writable.
-                unsafe { _mm512_store_si512(to.add(q * 2 * TILE + i * SIDE).cast(), pair) };
+                unsafe { _mm512_mask_storeu_epi32(to.add(q * part + i * width).cast(), mask, pair) };
                 rest = [
                     _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top)),
                     _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top)),
@@ -320,17 +410,33 @@ mod amx {
 
     /// Adds the product of tile `$i` (0 or 1) of the rows and tile `$j` of the columns to its accumulator.
     macro_rules! add {
-        (0, 0) => { "tdpbf16ps tmm0, tmm4, tmm6" };
-        (0, 1) => { "tdpbf16ps tmm1, tmm4, tmm7" };
-        (1, 0) => { "tdpbf16ps tmm2, tmm5, tmm6" };
-        (1, 1) => { "tdpbf16ps tmm3, tmm5, tmm7" };
+        (0, 0) => {
+            "tdpbf16ps tmm0, tmm4, tmm6"
+        };
+        (0, 1) => {
+            "tdpbf16ps tmm1, tmm4, tmm7"
+        };
+        (1, 0) => {
+            "tdpbf16ps tmm2, tmm5, tmm6"
+        };
+        (1, 1) => {
+            "tdpbf16ps tmm3, tmm5, tmm7"
+        };
     }
     /// Loads a tile of part `$part` of the rows (`a`) or columns (`b`).
     macro_rules! load {
-        (a, $part:literal, 0) => { concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, "]") };
-        (a, $part:literal, 1) => { concat!("tileloadd tmm5, [{a} + {line} + 2048 * ", $part, " + 1024]") };
-        (b, $part:literal, 0) => { concat!("tileloadd tmm6, [{b} + {line} + 2048 * ", $part, "]") };
-        (b, $part:literal, 1) => { concat!("tileloadd tmm7, [{b} + {line} + 2048 * ", $part, " + 1024]") };
+        (a, $part:literal, 0) => {
+            concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, "]")
+        };
+        (a, $part:literal, 1) => {
+            concat!("tileloadd tmm5, [{a} + {line} + 2048 * ", $part, " + 1024]")
+        };
+        (b, $part:literal, 0) => {
+            concat!("tileloadd tmm6, [{b} + {line} + 2048 * ", $part, "]")
+        };
+        (b, $part:literal, 1) => {
+            concat!("tileloadd tmm7, [{b} + {line} + 2048 * ", $part, " + 1024]")
+        };
     }
     macro_rules! kernel {
         ($name:ident, $b_step:literal, $($body:expr),* $(,)?) => {
@@ -369,27 +475,76 @@ mod amx {
     }
     // Each pair of parts follows one that shares an operand with it; a tile is loaded as early as its register is free.
     kernel!(
-        multiply_wide, "6144",
+        multiply_wide,
+        "6144",
         // Parts 2 and 0.
-        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
-        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
+        load!(a, "2", 0),
+        load!(b, "0", 0),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(0, 1),
+        load!(a, "2", 1),
+        add!(1, 0),
+        load!(a, "1", 0),
+        add!(1, 1),
         // 1 and 0.
-        add!(0, 0), load!(a, "1", 1), add!(0, 1), add!(1, 0), load!(b, "1", 0), add!(1, 1),
+        add!(0, 0),
+        load!(a, "1", 1),
+        add!(0, 1),
+        add!(1, 0),
+        load!(b, "1", 0),
+        add!(1, 1),
         // 1 and 1.
-        add!(0, 0), load!(b, "1", 1), add!(1, 0), add!(0, 1), load!(a, "0", 0), add!(1, 1),
+        add!(0, 0),
+        load!(b, "1", 1),
+        add!(1, 0),
+        add!(0, 1),
+        load!(a, "0", 0),
+        add!(1, 1),
         // 0 and 1.
-        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), load!(b, "2", 0), add!(1, 1),
+        add!(0, 0),
+        load!(a, "0", 1),
+        add!(0, 1),
+        add!(1, 0),
+        load!(b, "2", 0),
+        add!(1, 1),
         // 0 and 2.
-        add!(0, 0), load!(b, "2", 1), add!(1, 0), add!(0, 1), load!(b, "0", 0), add!(1, 1),
+        add!(0, 0),
+        load!(b, "2", 1),
+        add!(1, 0),
+        add!(0, 1),
+        load!(b, "0", 0),
+        add!(1, 1),
         // 0 and 0.
-        add!(0, 0), load!(b, "0", 1), add!(1, 0), add!(0, 1), add!(1, 1),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(1, 0),
+        add!(0, 1),
+        add!(1, 1),
     );
     kernel!(
-        multiply_narrow, "2048",
-        load!(a, "2", 0), load!(b, "0", 0), add!(0, 0), load!(b, "0", 1), add!(0, 1),
-        load!(a, "2", 1), add!(1, 0), load!(a, "1", 0), add!(1, 1),
-        add!(0, 0), load!(a, "1", 1), add!(0, 1), load!(a, "0", 0), add!(1, 0), add!(1, 1),
-        add!(0, 0), load!(a, "0", 1), add!(0, 1), add!(1, 0), add!(1, 1),
+        multiply_narrow,
+        "2048",
+        load!(a, "2", 0),
+        load!(b, "0", 0),
+        add!(0, 0),
+        load!(b, "0", 1),
+        add!(0, 1),
+        load!(a, "2", 1),
+        add!(1, 0),
+        load!(a, "1", 0),
+        add!(1, 1),
+        add!(0, 0),
+        load!(a, "1", 1),
+        add!(0, 1),
+        load!(a, "0", 0),
+        add!(1, 0),
+        add!(1, 1),
+        add!(0, 0),
+        load!(a, "0", 1),
+        add!(0, 1),
+        add!(1, 0),
+        add!(1, 1),
     );
 
     /// Writes `rows × columns` of what a kernel computed.
@@ -489,7 +644,9 @@ mod amx {
                     let count = GROUP.min(rows - row);
                     let from = from[row * outer + block.start * inner..].as_ptr();
                     // SAFETY: tasks write different groups; the rest is the contract.
-                    unsafe { pack(left.at(place(block, group)), from, outer, inner, true, count, block.len()) };
+                    unsafe {
+                        pack(left.at(place(block, group)), from, outer, inner, true, count, block.len())
+                    };
                 });
                 let strips = Strips::even(&widths, groups.len() * GROUP, GROUP);
                 let work = depth * groups.len() * widths.iter().sum::<usize>();
@@ -557,5 +714,302 @@ mod amx {
             }
         }
         LEFT.set(packed);
+    }
+    /// Rows of weights that are multiplied together: two tiles.
+    const ROWS: usize = 2 * SIDE;
+
+    /// Columns of the tiles of `m` rows of `x`: narrow ones take less of the first-level cache.
+    fn tile_width(m: usize) -> usize {
+        if m <= 4 {
+            4
+        } else if m <= 8 {
+            8
+        } else {
+            SIDE
+        }
+    }
+
+    /// Rows of `x` that are multiplied together: first, number, and how many tiles they take.
+    fn chunks(m: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        (0..m).step_by(ROWS).map(move |i| (i, ROWS.min(m - i), ROWS.min(m - i).div_ceil(SIDE)))
+    }
+
+    /// See the function of the same name outside: for every chunk of rows and every step its parts, of each the tiles. Line
+    /// `p` of a tile holds elements `2 p` and `2 p + 1` of every row.
+    ///
+    /// # Safety
+    /// `to` has the length, `x` all rows; AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: usize, k: usize) {
+        let width = tile_width(m);
+        let lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        let next = _mm512_add_epi32(lane, _mm512_set1_epi32(1));
+        let mut to = to;
+        for (first, rows, tiles) in chunks(m) {
+            for p in (0..k).step_by(STEP) {
+                let bits = (1u64 << STEP.min(k - p)) - 1;
+                let masks = [bits as __mmask16, (bits >> SIDE) as __mmask16];
+                for tile in 0..tiles {
+                    let (mut low, mut high) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
+                    for i in 0..SIDE.min(rows - tile * SIDE) {
+                        let from = x.wrapping_add((first + tile * SIDE + i) * stride + p);
+                        // SAFETY: elements up to k of a row.
+                        let (a, b) = unsafe {
+                            (
+                                _mm512_maskz_loadu_ps(masks[0], from),
+                                _mm512_maskz_loadu_ps(masks[1], from.wrapping_add(SIDE)),
+                            )
+                        };
+                        low[i] = _mm512_permutex2var_ps(a, lane, b);
+                        high[i] = _mm512_permutex2var_ps(a, next, b);
+                    }
+                    transpose(&mut low);
+                    transpose(&mut high);
+                    let size = SIDE * width;
+                    // SAFETY: the tiles of this step lie inside `to`.
+                    unsafe { cut::<f32>(to.add(tile * size), tiles * size, width, &low, &high) };
+                }
+                to = to.wrapping_add(PARTS * tiles * SIDE * width);
+            }
+        }
+    }
+
+    /// Asks for eight lines of weights.
+    macro_rules! ask {
+        () => {
+            "prefetcht0 [{ahead}]
+            prefetcht0 [{ahead} + 64]
+            prefetcht0 [{ahead} + 128]
+            prefetcht0 [{ahead} + 192]
+            prefetcht0 [{ahead} + 256]
+            prefetcht0 [{ahead} + 320]
+            prefetcht0 [{ahead} + 384]
+            prefetcht0 [{ahead} + 448]
+            add {ahead}, 512"
+        };
+    }
+
+    /// What a product of weights and packed rows reads and writes.
+    struct Product {
+        /// Tiles of 16 weights by `width` rows of `x`.
+        out: *mut f32,
+        /// Bytes of a row of the weights.
+        w: *const bf16,
+        w_bytes: usize,
+        x: *const u32,
+        width: usize,
+        steps: usize,
+        ahead: *const u8,
+    }
+
+    /// 32 rows of weights times one tile of rows of `x`, for at least one step. Asks for 2 KiB at every step.
+    ///
+    /// # Safety
+    /// Operands and output are there, and this thread has tiles of that width.
+    unsafe fn rows_1(of: &Product) {
+        let &Product { out, w, w_bytes, x, width, steps, ahead } = of;
+        let tile = SIDE * width;
+        // SAFETY: by the contract.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1",
+                "2:",
+                "tileloadd tmm4, [{w} + {w_bytes}]", ask!(),
+                "tileloadd tmm6, [{x2} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{v} + {w_bytes}]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x1} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm7", "tdpbf16ps tmm1, tmm5, tmm7",
+                "tileloadd tmm3, [{x0} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm3", "tdpbf16ps tmm1, tmm5, tmm3",
+                "add {w}, 64", "add {v}, 64",
+                "add {x0}, {step}", "add {x1}, {step}", "add {x2}, {step}",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {line}], tmm0",
+                "tilestored [{d} + {line}], tmm1",
+                w = inout(reg) w => _,
+                v = inout(reg) w.byte_add(SIDE * w_bytes) => _,
+                w_bytes = in(reg) w_bytes,
+                x0 = inout(reg) x => _,
+                x1 = inout(reg) x.add(tile) => _,
+                x2 = inout(reg) x.add(2 * tile) => _,
+                line = in(reg) 4 * width,
+                step = in(reg) 4 * PARTS * tile,
+                steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                c = in(reg) out,
+                d = in(reg) out.add(tile),
+                out("tmm0") _, out("tmm1") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+    }
+
+    /// As [`rows_1`] for two tiles of 16 rows of `x`.
+    ///
+    /// # Safety
+    /// Operands and output are there, and this thread has whole tiles.
+    unsafe fn rows_2(of: &Product) {
+        let &Product { out, w, w_bytes, x, steps, ahead, .. } = of;
+        // SAFETY: by the contract.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{w} + {w_bytes}]", ask!(),
+                "tileloadd tmm6, [{x} + {line} + 4096]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{v} + {w_bytes}]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 5120]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "tileloadd tmm6, [{x} + {line} + 2048]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 3072]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "tileloadd tmm6, [{x} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 1024]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {w}, 64", "add {v}, 64", "add {x}, 6144",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {line}], tmm0",
+                "tilestored [{c} + {line} + 1024], tmm1",
+                "tilestored [{c} + {line} + 2048], tmm2",
+                "tilestored [{c} + {line} + 3072], tmm3",
+                w = inout(reg) w => _,
+                v = inout(reg) w.byte_add(SIDE * w_bytes) => _,
+                w_bytes = in(reg) w_bytes,
+                x = inout(reg) x => _,
+                line = in(reg) 64usize,
+                steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                c = in(reg) out,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+    }
+
+    /// The last elements of 32 rows of weights, fewer than a step, zero beyond.
+    #[repr(C, align(64))]
+    struct Tail([bf16; ROWS * STEP]);
+
+    /// See [`Dots`].
+    ///
+    /// # Safety
+    /// The contract of its `run`.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn dots(of: &Dots) {
+        let &Dots { w, m, k, ref columns, after, .. } = of;
+        let width = tile_width(m);
+        let n = columns.end;
+        let mut few = Vec::new();
+        // Of fewer rows than are multiplied together there is a copy.
+        let w = if n < ROWS {
+            few.resize(ROWS * k, bf16::ZERO);
+            few[..n * k].copy_from_slice(&w[..n * k]);
+            &few[..]
+        } else {
+            &w[..n * k]
+        };
+        // SAFETY: the instructions exist.
+        let tiles = unsafe { Tiles::narrow(width) };
+        let (mut sum, mut more) = (Output([0.0; GROUP * GROUP]), Output([0.0; GROUP * GROUP]));
+        let mut tail = Tail([bf16::ZERO; ROWS * STEP]);
+        for j in columns.clone().step_by(ROWS) {
+            // The last rows are multiplied with some before them.
+            let first = j.min(n.max(ROWS) - ROWS);
+            let rows = &w[first * k..(first + ROWS) * k];
+            let next = if j + ROWS < n { rows.as_ptr_range().end } else { after };
+            if !k.is_multiple_of(STEP) {
+                for (to, row) in tail.0.chunks_exact_mut(STEP).zip(rows.chunks_exact(k)) {
+                    to[..k % STEP].copy_from_slice(&row[k - k % STEP..]);
+                }
+            }
+            let mut x = of.x.cast::<u32>();
+            for (i, count, tiles) in chunks(m) {
+                let mut ahead = next.cast::<u8>();
+                for block in gemm::blocks(k) {
+                    let parts = [
+                        (rows[block.start..].as_ptr(), 2 * k, block.len() / STEP),
+                        (tail.0.as_ptr(), 2 * STEP, usize::from(!block.len().is_multiple_of(STEP))),
+                    ];
+                    for (at, (w, w_bytes, steps)) in parts.into_iter().enumerate() {
+                        if steps == 0 {
+                            continue;
+                        }
+                        let begins = block.start == 0 && (at == 0 || block.len() < STEP);
+                        let to = if begins { &mut sum } else { &mut more };
+                        let out = to.0.as_mut_ptr();
+                        let product = Product { out, w, w_bytes, x, width, steps, ahead };
+                        // SAFETY: 32 rows of weights, what was packed, and room for four tiles.
+                        unsafe { if tiles == 1 { rows_1(&product) } else { rows_2(&product) } };
+                        x = x.wrapping_add(steps * PARTS * tiles * SIDE * width);
+                        ahead = ahead.wrapping_add(steps * ROWS * 2 * STEP);
+                        if !begins {
+                            let len = 2 * tiles * SIDE * width;
+                            sum.0[..len].iter_mut().zip(&more.0[..len]).for_each(|(sum, more)| *sum += more);
+                        }
+                    }
+                }
+                for tile in 0..tiles {
+                    let from = &sum.0[tile * 2 * SIDE * width..];
+                    let rows = i + tile * SIDE..i + count.min((tile + 1) * SIDE);
+                    // SAFETY: these rows and columns of y.
+                    unsafe { store_rows(of, from, width, rows, first, j..n.min(j + ROWS)) };
+                }
+            }
+        }
+        drop(tiles);
+    }
+
+    /// Writes the products of 32 weights from `first` on: two tiles in `from`, of which those of `columns` count.
+    ///
+    /// # Safety
+    /// These rows and columns of the output are there, and AVX-512.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store_rows(
+        of: &Dots,
+        from: &[f32],
+        width: usize,
+        rows: Range<usize>,
+        first: usize,
+        columns: Range<usize>,
+    ) {
+        let used = ((1u32 << width) - 1) as __mmask16;
+        for (half, from) in from.chunks_exact(SIDE * width).take(2).enumerate() {
+            let column = first + half * SIDE;
+            let mut lines = [_mm512_setzero_ps(); SIDE];
+            for (line, from) in lines.iter_mut().zip(from.chunks_exact(width)) {
+                // SAFETY: `width` elements.
+                *line = unsafe { _mm512_maskz_loadu_ps(used, from.as_ptr()) };
+            }
+            transpose(&mut lines);
+            // Lanes of columns that are asked for.
+            let below = |end: usize| (1u32 << end.saturating_sub(column).min(SIDE)) - 1;
+            let mask = (below(columns.end) & !below(columns.start)) as __mmask16;
+            let bias = match of.bias {
+                // SAFETY: the lanes of the mask are weights.
+                Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().wrapping_add(column)) },
+                None => _mm512_setzero_ps(),
+            };
+            for (row, line) in rows.clone().zip(lines) {
+                let to = of.y.wrapping_add(row * of.y_stride + column);
+                // SAFETY: the lanes of the mask are columns of this row.
+                unsafe {
+                    let mut sum = _mm512_add_ps(line, bias);
+                    if of.old {
+                        sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum);
+                    }
+                    _mm512_mask_storeu_ps(to, mask, sum);
+                }
+            }
+        }
     }
 }
