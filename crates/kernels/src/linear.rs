@@ -1,6 +1,7 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
-//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding. In all
+//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding, limited by
+//! the memory that the weights come from. In all
 //! of them the bits of an output element depend on its own row of `x`, its row of the weight and the inner size, never
 //! on the other rows or columns of the call; weight gradients sum over the rows in order.
 //!
@@ -279,11 +280,10 @@ pub fn forward_rows(
         let (at, columns, _) = strips.get(i);
         let Layer { w, bias, .. } = layers[at];
         let y = y.ptr(widths[..at].iter().sum::<usize>());
+        // The strips between are probably those of the other threads.
+        let (next, after, _) = strips.get(i + threads);
+        let after = if next == at { after.start.max(columns.end) } else { columns.end };
         if let (Weight::Bf16(w), true) = (w, tiled) {
-            // The others take the strips between.
-            let (next, after, _) = strips.get(i + threads);
-            let after = if next == at { after.start } else { columns.end };
-            let after = w.as_ptr().wrapping_add(after * k);
             let (x, old) = (narrow.as_ptr(), accumulate);
             // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
             unsafe { tiles::Dots { y, y_stride, x, w, bias, m, k, columns, after, old }.run() };
@@ -294,10 +294,10 @@ pub fn forward_rows(
             Weight::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
             Weight::Quantised(_) => return,
         };
-        let y = y.wrapping_add(columns.start);
+        let (y, after) = (y.wrapping_add(columns.start), after - columns.start);
         let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
         // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
-        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, old: accumulate }.run() };
+        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, after, old: accumulate }.run() };
     });
     GROUPS.set(scratch);
 }

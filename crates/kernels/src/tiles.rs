@@ -15,6 +15,10 @@
 //! Both operands are cut into tiles by [`split`] when they are packed. Pairs that the instruction adds up are elements `p`
 //! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
 //!
+//! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
+//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, with
+//! neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
+//!
 //! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
 //! order whatever stands beside it: its bits depend on the inner size alone.
 
@@ -80,7 +84,7 @@ pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     m.next_multiple_of(16) * k.next_multiple_of(32) * 3 / 2
 }
 
-/// Packs rows of `x` for [`Dots`]. Only for CPUs with tiles.
+/// Packs rows of `x` for [`Dots`]; only for CPUs with tiles.
 pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize) {
     assert!(available() && to.len() >= packed_len(m, k));
     assert!(m == 0 || k == 0 || (m - 1) * stride + k <= x.len());
@@ -109,8 +113,8 @@ pub(crate) struct Dots<'a> {
     pub m: usize,
     pub k: usize,
     pub columns: Range<usize>,
-    /// Weights that this thread will probably need next.
-    pub after: *const bf16,
+    /// Row of `w` that this thread will probably need when it is done.
+    pub after: usize,
     /// Whether the product is added to what `y` held.
     pub old: bool,
 }
@@ -791,10 +795,10 @@ mod amx {
 
     /// What a product of weights and packed rows reads and writes.
     struct Product {
-        /// Tiles of 16 weights by `width` rows of `x`.
+        /// For every tile of rows of `x` two of 16 weights by `width` rows.
         out: *mut f32,
-        /// Bytes of a row of the weights.
         w: *const bf16,
+        /// Distance of two rows of the weights.
         w_bytes: usize,
         x: *const u32,
         width: usize,
@@ -909,8 +913,8 @@ mod amx {
         let &Dots { w, m, k, ref columns, after, .. } = of;
         let width = tile_width(m);
         let n = columns.end;
+        // Of fewer rows than are multiplied together a copy is read.
         let mut few = Vec::new();
-        // Of fewer rows than are multiplied together there is a copy.
         let w = if n < ROWS {
             few.resize(ROWS * k, bf16::ZERO);
             few[..n * k].copy_from_slice(&w[..n * k]);
@@ -926,7 +930,7 @@ mod amx {
             // The last rows are multiplied with some before them.
             let first = j.min(n.max(ROWS) - ROWS);
             let rows = &w[first * k..(first + ROWS) * k];
-            let next = if j + ROWS < n { rows.as_ptr_range().end } else { after };
+            let next = of.w.as_ptr().wrapping_add(if j + ROWS < n { j + ROWS } else { after } * k);
             if !k.is_multiple_of(STEP) {
                 for (to, row) in tail.0.chunks_exact_mut(STEP).zip(rows.chunks_exact(k)) {
                     to[..k % STEP].copy_from_slice(&row[k - k % STEP..]);

@@ -62,6 +62,8 @@ fn linear_matches_its_twin() {
         (300, 17, 35),
         (0, 4, 5),
         (2, 0, 3),
+        (5, 1064, 70),
+        (40, 545, 33),
     ] {
         let (x, w, bias, dy) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3), noise(m * n, 4));
         let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
@@ -152,7 +154,8 @@ fn layers_with_one_input_are_one_call() {
 #[test]
 fn rows_do_not_depend_on_the_batch() {
     let (k, n) = (603, 77);
-    let (x, w, bias) = (noise(17 * k, 1), noise(n * k, 2), noise(n, 3));
+    let rows = 70;
+    let (x, w, bias) = (noise(rows * k, 1), noise(n * k, 2), noise(n, 3));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     for w in [Weight::F32(&w), Weight::Bf16(&narrow_w)] {
         for kernel in [linear::forward, linear::forward_rows] {
@@ -161,9 +164,9 @@ fn rows_do_not_depend_on_the_batch() {
                 kernel(&mut y, n, &x[first * k..], k, &[Layer { w, bias: Some(&bias), n }], m, k, false);
                 y
             };
-            let all = run(0, 17);
-            for m in [1, 3, 8, 17] {
-                for first in [0, 17 - m] {
+            let all = run(0, rows);
+            for m in [1, 3, 6, 8, 12, 17, 33, 64] {
+                for first in [0, rows - m] {
                     assert_eq!(run(first, m), all[first * n..(first + m) * n], "{m} rows from {first}");
                 }
             }
