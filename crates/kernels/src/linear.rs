@@ -1,6 +1,7 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
-//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding. In all
+//! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding, limited by
+//! the memory that the weights come from. In all
 //! of them the bits of an output element depend on its own row of `x`, its row of the weight and the inner size, never
 //! on the other rows or columns of the call; weight gradients sum over the rows in order.
 //!
@@ -153,7 +154,7 @@ pub fn forward(
         let mut scratch = PANELS.take();
         let mut old = accumulate;
         // An empty sum still writes the bias.
-        for block in gemm::blocks(k).chain((k == 0).then_some(0..0)) {
+        for block in gemm::blocks(k, gemm::STEP).chain((k == 0).then_some(0..0)) {
             let bias = if block.start == 0 { bias } else { None };
             let left = Left::Rows {
                 data: x.as_ptr().wrapping_add(rows.start * x_stride + block.start),
@@ -255,32 +256,48 @@ pub fn forward_rows(
     }
     let mut scratch = GROUPS.take();
     let dtypes = [false, true].map(|bf16| layers.iter().any(|l| matches!(l.w, Weight::Bf16(_)) == bf16));
-    let len = microkernel::packed_len(m, k);
-    let (plain, narrow) = gemm::reserve(&mut scratch, 2 * len).split_at_mut(len);
-    for (to, bf16) in [(&mut *plain, false), (&mut *narrow, true)] {
-        if dtypes[usize::from(bf16)] {
-            microkernel::pack_rows(to, x, x_stride, m, k, bf16);
-        }
+    let tiled = dtypes[1] && k > 0 && tiles::available();
+    let plain_len = microkernel::packed_len(m, k);
+    let narrow_len = if tiled { tiles::packed_len(m, k) } else { plain_len };
+    let (plain, narrow) = gemm::reserve(&mut scratch, plain_len + narrow_len).split_at_mut(plain_len);
+    if dtypes[0] {
+        microkernel::pack_rows(plain, x, x_stride, m, k, false);
+    }
+    if tiled {
+        tiles::pack_rows(narrow, x, x_stride, m, k);
+    } else if dtypes[1] {
+        microkernel::pack_rows(narrow, x, x_stride, m, k, true);
     }
     let (plain, narrow) = (&*plain, &*narrow);
     let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
     let threads = rayon::current_num_threads();
     // Strips of whole tiles, about four per thread.
-    let strips =
-        Strips { widths: &widths, panel: 6, panels: n.div_ceil(6 * 4 * threads).max(4), row_parts: 1 };
+    let panel = if tiled { 32 } else { 6 };
+    let panels = n.div_ceil(panel * 4 * threads).max(if tiled { 1 } else { 4 });
+    let strips = Strips { widths: &widths, panel, panels, row_parts: 1 };
     let y = Shared::new(y);
     tasks(strips.len(), work(m, k, n), |i| {
         let (at, columns, _) = strips.get(i);
         let Layer { w, bias, .. } = layers[at];
+        let y = y.ptr(widths[..at].iter().sum::<usize>());
+        // The strips between are probably those of the other threads.
+        let (next, after, _) = strips.get(i + threads);
+        let after = if next == at { after.start.max(columns.end) } else { columns.end };
+        if let (Weight::Bf16(w), true) = (w, tiled) {
+            let (x, old) = (narrow.as_ptr(), accumulate);
+            // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
+            unsafe { tiles::Dots { y, y_stride, x, w, bias, m, k, columns, after, old }.run() };
+            return;
+        }
         let (w, x) = match w.rows(columns.start, columns.end, k) {
             Weight::F32(w) => (WeightPtr::F32(w.as_ptr()), plain.as_ptr()),
             Weight::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
             Weight::Quantised(_) => return,
         };
-        let y = y.ptr(widths[..at].iter().sum::<usize>() + columns.start);
+        let (y, after) = (y.wrapping_add(columns.start), after - columns.start);
         let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
         // SAFETY: the assertions above bound rows and columns; tasks write disjoint columns.
-        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, old: accumulate }.run() };
+        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, after, old: accumulate }.run() };
     });
     GROUPS.set(scratch);
 }
@@ -342,7 +359,7 @@ pub fn backward_input(
         let mut scratch = PANELS.take();
         let (mut old, mut col) = (accumulate, 0);
         for layer in layers {
-            for block in gemm::blocks(layer.n) {
+            for block in gemm::blocks(layer.n, gemm::STEP) {
                 let data = dy.as_ptr().wrapping_add(rows.start * dy_stride + col + block.start);
                 let left = Left::Rows { data, stride: dy_stride };
                 let from = layer.w.from(block.start * k + columns.start);
@@ -401,7 +418,7 @@ pub fn backward_weight(
         })
         .collect();
     let total = before;
-    let blocks: Vec<Range<usize>> = gemm::blocks(m).collect();
+    let blocks: Vec<Range<usize>> = gemm::blocks(m, gemm::STEP).collect();
     let widths = [k];
     let strips = Strips::new(&widths, n, panel);
     let mut groups = GROUPS.take();

@@ -5,6 +5,8 @@
 //! order. The `gemm` crate does not promise that (it changes kernels with the number of rows), so attention and
 //! decoding use these.
 
+use std::ops::Range;
+
 use half::bf16;
 use pulp::WithSimd;
 
@@ -148,12 +150,14 @@ pub(crate) struct Dots<'a> {
     pub m: usize,
     pub k: usize,
     pub n: usize,
+    /// Row of `w`, at or beyond its end, that this thread will probably need when it is done.
+    pub after: usize,
     /// Whether the product is added to what `y` held.
     pub old: bool,
 }
 
-/// Rows of `x` that are multiplied together.
-const ROWS: usize = 4;
+/// Rows of `x` that are multiplied together at most.
+const ROWS: usize = 8;
 /// Columns of `w` are padded to this in packed rows: two of the widest vectors.
 const PAD: usize = 32;
 /// Weight rows that are multiplied with all rows of `x` before the next: they stay in the first-level cache.
@@ -166,28 +170,82 @@ pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     m.next_multiple_of(ROWS) * k.next_multiple_of(PAD)
 }
 
-/// Packs rows of `x` for [`Dots`]: four rows side by side, one vector of each after the other, zero beyond `m` and `k`.
+/// How many of `rest` rows are multiplied together: four, or eight with the 32 registers of AVX-512.
+#[inline(always)]
+fn side<S: Simd>(rest: usize) -> usize {
+    if S::F32_LANES >= 16 && rest > 4 { ROWS } else { 4 }
+}
+
+/// Packs rows of `x` for [`Dots`]: those that are multiplied together side by side, one vector of each after the other, zero
+/// beyond `m` and `k`.
 ///
 /// For bf16 weights every block of two vectors has its even elements first, since two neighbouring bf16 are widened as
 /// the low and the high half of one 32-bit lane.
 pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize, bf16: bool) {
-    struct Lanes;
-    impl WithSimd for Lanes {
-        type Output = usize;
-        #[inline(always)]
-        fn with_simd<S: Simd>(self, _: S) -> usize {
-            S::F32_LANES
+    simd::arch().dispatch(PackRows { to, x, stride, m, k, bf16 });
+}
+
+struct PackRows<'a> {
+    to: &'a mut [f32],
+    x: &'a [f32],
+    stride: usize,
+    m: usize,
+    k: usize,
+    bf16: bool,
+}
+
+impl PackRows<'_> {
+    /// Packs two vectors of columns of one row, `0` to `1` and `2`.
+    #[inline(always)]
+    fn block(x: &[f32], first: &mut [f32], second: &mut [f32], bf16: bool) {
+        if bf16 {
+            for ((pair, even), odd) in x.chunks_exact(2).zip(first).zip(second) {
+                (*even, *odd) = (pair[0], pair[1]);
+            }
+        } else {
+            let (a, b) = x.split_at(first.len());
+            first.copy_from_slice(a);
+            second.copy_from_slice(b);
         }
     }
-    let lanes = simd::arch().dispatch(Lanes);
-    let padded = k.next_multiple_of(PAD);
-    to.fill(0.0);
-    for i in 0..m {
-        let to = &mut to[i / ROWS * ROWS * padded..][..ROWS * padded];
-        for (p, &x) in x[i * stride..i * stride + k].iter().enumerate() {
-            let (pair, q) = (p / (2 * lanes) * 2, p % (2 * lanes));
-            let (vector, lane) = if bf16 { (pair + q % 2, q / 2) } else { (pair + q / lanes, q % lanes) };
-            to[(vector * ROWS + i % ROWS) * lanes + lane] = x;
+}
+
+impl WithSimd for PackRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let (lanes, k) = (S::F32_LANES, self.k);
+        let padded = k.next_multiple_of(PAD);
+        let mut i = 0;
+        while i < self.m {
+            let rows = side::<S>(self.m - i);
+            let to = &mut self.to[i * padded..(i + rows) * padded];
+            for r in 0..rows {
+                let blocks = to.chunks_exact_mut(2 * rows * lanes).map(|to| {
+                    let (first, second) = to.split_at_mut(rows * lanes);
+                    (&mut first[r * lanes..(r + 1) * lanes], &mut second[r * lanes..(r + 1) * lanes])
+                });
+                if i + r >= self.m {
+                    blocks.for_each(|(first, second)| {
+                        first.fill(0.0);
+                        second.fill(0.0);
+                    });
+                    continue;
+                }
+                let x = &self.x[(i + r) * self.stride..][..k];
+                for (at, (first, second)) in blocks.enumerate() {
+                    let x = &x[k.min(at * 2 * lanes)..];
+                    if x.len() >= 2 * lanes {
+                        Self::block(&x[..2 * lanes], first, second, self.bf16);
+                    } else {
+                        let mut rest = [0.0; PAD];
+                        rest[..x.len()].copy_from_slice(x);
+                        Self::block(&rest[..2 * lanes], first, second, self.bf16);
+                    }
+                }
+            }
+            i += rows;
         }
     }
 }
@@ -263,16 +321,16 @@ impl Dots<'_> {
 
     /// Adds the products of two vectors of columns.
     #[inline(always)]
-    unsafe fn step<S: Simd, const N: usize>(
+    unsafe fn step<S: Simd, const R: usize, const N: usize>(
         simd: S,
-        acc: &mut [[S::f32s; N]; ROWS],
+        acc: &mut [[S::f32s; N]; R],
         x: *const f32,
         w: [[S::f32s; 2]; N],
     ) {
         for half in 0..2 {
-            for r in 0..ROWS {
+            for r in 0..R {
                 // SAFETY: packed rows hold two vectors of every row.
-                let x = unsafe { x.add((half * ROWS + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
+                let x = unsafe { x.add((half * R + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
                 for c in 0..N {
                     acc[r][c] = simd.mul_add_e_f32s(x, w[c][half], acc[r][c]);
                 }
@@ -280,9 +338,9 @@ impl Dots<'_> {
         }
     }
 
-    /// Four rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`.
+    /// `R` rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`.
     #[inline(always)]
-    unsafe fn tile<S: Simd, T: Stored, const N: usize, const AHEAD: usize>(
+    unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const AHEAD: usize>(
         &self,
         simd: S,
         w: *const T,
@@ -290,19 +348,21 @@ impl Dots<'_> {
         Place { i, j, ahead }: Place,
     ) {
         let both = 2 * S::F32_LANES;
-        let mut acc = [[simd.splat_f32s(0.0); N]; ROWS];
-        let mut x = self.x.wrapping_add(i * self.k.next_multiple_of(PAD) + part.start * ROWS);
+        // Elements that are asked for at every step, and those of a cache line.
+        let (asked, line) = (AHEAD * both, 64 / size_of::<T>());
+        let mut acc = [[simd.splat_f32s(0.0); N]; R];
+        let mut x = self.x.wrapping_add(i * self.k.next_multiple_of(PAD) + part.start * R);
         let mut ahead = w.wrapping_add(ahead * self.k + part.start);
         let mut wait = part.len;
         let mut w = w.wrapping_add(j * self.k + part.start);
         for _ in 0..part.len / both {
             if AHEAD > 0 {
                 // In the order of memory, which the hardware follows: a row, then the next.
-                for c in 0..AHEAD {
-                    prefetch(ahead.wrapping_add(c * both));
+                for c in 0..asked.div_ceil(line) {
+                    prefetch(ahead.wrapping_add(c * line));
                 }
-                ahead = ahead.wrapping_add(AHEAD * both);
-                wait = wait.wrapping_sub(AHEAD * both);
+                ahead = ahead.wrapping_add(asked);
+                wait = wait.wrapping_sub(asked);
                 if wait == 0 || wait > part.len {
                     ahead = ahead.wrapping_add(self.k - part.len);
                     wait = wait.wrapping_add(part.len);
@@ -315,7 +375,7 @@ impl Dots<'_> {
             }
             // SAFETY: x is packed.
             unsafe { Self::step(simd, &mut acc, x, w_vec) };
-            x = x.wrapping_add(both * ROWS);
+            x = x.wrapping_add(both * R);
             w = w.wrapping_add(both);
         }
         if !part.len.is_multiple_of(both) {
@@ -328,8 +388,8 @@ impl Dots<'_> {
             unsafe { Self::step(simd, &mut acc, x, w_vec) };
         }
         // Apart from the rest, else the accumulators would live in memory.
-        let mut dots = [[0.0; N]; ROWS];
-        for r in 0..ROWS {
+        let mut dots = [[0.0; N]; R];
+        for r in 0..R {
             for c in 0..N {
                 dots[r][c] = simd.reduce_sum_f32s(acc[r][c]);
             }
@@ -346,9 +406,9 @@ impl Dots<'_> {
         }
     }
 
-    /// All rows of `x` and the group of `count` rows of `w` from `j` on.
+    /// All rows of `x` and the group of `count` rows of `w` from `j` on; tiles of `R × N` or `4 × N`.
     #[inline(always)]
-    unsafe fn group<S: Simd, T: Stored, const N: usize>(
+    unsafe fn group<S: Simd, T: Stored, const R: usize, const N: usize>(
         &self,
         simd: S,
         w: *const T,
@@ -356,31 +416,54 @@ impl Dots<'_> {
         j: usize,
         count: usize,
     ) {
-        let next = j + GROUP;
-        for i in (0..self.m).step_by(ROWS) {
-            let end = j + count;
-            let mut j = j;
-            // SAFETY: the tiles partition the group.
+        let mut i = 0;
+        while i < self.m {
+            let rest = self.m - i;
+            // SAFETY: the rows are those that were packed together.
             unsafe {
-                while j + N <= end {
-                    let first = j + GROUP - next;
-                    // All of the next group in one pass over the rows of x, or two thirds in the first and the rest in
-                    // the second: loads that wait for memory are few at a time.
-                    if self.m <= ROWS {
-                        self.tile::<S, T, N, N>(simd, w, part, Place { i, j, ahead: next + first });
-                    } else if i == 0 {
-                        self.tile::<S, T, N, 2>(simd, w, part, Place { i, j, ahead: next + first / N * 2 });
-                    } else if i == ROWS && N > 2 {
-                        self.tile::<S, T, N, 1>(simd, w, part, Place { i, j, ahead: next + 4 + first / N });
-                    } else {
-                        self.tile::<S, T, N, 0>(simd, w, part, Place { i, j, ahead: next });
-                    }
-                    j += N;
+                if side::<S>(rest) == R {
+                    self.rows::<S, T, R, N>(simd, w, part, i, j..j + count);
+                    i += R;
+                } else {
+                    self.rows::<S, T, 4, N>(simd, w, part, i, j..j + count);
+                    i += 4;
                 }
-                while j < end {
-                    self.tile::<S, T, 1, 0>(simd, w, part, Place { i, j, ahead: next });
-                    j += 1;
+            }
+        }
+    }
+
+    /// `R` rows of `x` from `i` on and the rows of `w` of a group.
+    #[inline(always)]
+    unsafe fn rows<S: Simd, T: Stored, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        w: *const T,
+        part: Part,
+        i: usize,
+        group: Range<usize>,
+    ) {
+        let next = if group.end < self.n { group.end } else { self.after };
+        let mut j = group.start;
+        // SAFETY: the tiles partition the group.
+        unsafe {
+            while j + N <= group.end {
+                let first = j - group.start;
+                // All of the next group in one pass over the rows of x, or two thirds in the first and the rest in
+                // the second: loads that wait for memory are few at a time.
+                if self.m <= R {
+                    self.tile::<S, T, R, N, N>(simd, w, part, Place { i, j, ahead: next + first });
+                } else if i == 0 {
+                    self.tile::<S, T, R, N, 2>(simd, w, part, Place { i, j, ahead: next + first / N * 2 });
+                } else if i == R && N > 2 {
+                    self.tile::<S, T, R, N, 1>(simd, w, part, Place { i, j, ahead: next + 4 + first / N });
+                } else {
+                    self.tile::<S, T, R, N, 0>(simd, w, part, Place { i, j, ahead: next });
                 }
+                j += N;
+            }
+            while j < group.end {
+                self.tile::<S, T, R, 1, 0>(simd, w, part, Place { i, j, ahead: next });
+                j += 1;
             }
         }
     }
@@ -397,11 +480,13 @@ impl WithSimd for Dots<'_> {
                 let count = GROUP.min(self.n - j);
                 // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
                 unsafe {
-                    match self.w {
-                        // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2; widening
-                        // needs more.
-                        WeightPtr::F32(w) => self.group::<S, f32, 3>(simd, w, part, j, count),
-                        WeightPtr::Bf16(w) => self.group::<S, bf16, 2>(simd, w, part, j, count),
+                    // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2, 8 × 3 most of the
+                    // 32 of AVX-512; widening needs more.
+                    match (self.w, S::F32_LANES >= 16) {
+                        (WeightPtr::F32(w), true) => self.group::<S, f32, ROWS, 3>(simd, w, part, j, count),
+                        (WeightPtr::F32(w), false) => self.group::<S, f32, 4, 3>(simd, w, part, j, count),
+                        (WeightPtr::Bf16(w), true) => self.group::<S, bf16, ROWS, 2>(simd, w, part, j, count),
+                        (WeightPtr::Bf16(w), false) => self.group::<S, bf16, 4, 2>(simd, w, part, j, count),
                     }
                 }
             }

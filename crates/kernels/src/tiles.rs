@@ -15,8 +15,16 @@
 //! Both operands are cut into tiles by [`split`] when they are packed. Pairs that the instruction adds up are elements `p`
 //! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
 //!
+//! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
+//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, with
+//! neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
+//!
 //! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
 //! order whatever stands beside it: its bits depend on the inner size alone.
+
+use std::ops::Range;
+
+use half::bf16;
 
 use crate::Weight;
 use crate::parallel::Shared;
@@ -62,6 +70,68 @@ pub(crate) unsafe fn multiply(lefts: &[Left], rights: &[Right], k: usize, ldc: u
     false
 }
 
+/// Whether [`pack_rows`] and [`Dots`] work on this CPU.
+pub(crate) fn available() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx::available();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
+/// Elements that [`pack_rows`] writes.
+pub(crate) fn packed_len(m: usize, k: usize) -> usize {
+    // At most three parts of 16 or 32 rows, in words of two bf16.
+    m.next_multiple_of(16) * k.next_multiple_of(32) * 3 / 2
+}
+
+/// Packs rows of `x` for [`Dots`]; only for CPUs with tiles.
+pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize) {
+    assert!(available() && to.len() >= packed_len(m, k));
+    assert!(m == 0 || k == 0 || (m - 1) * stride + k <= x.len());
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    // SAFETY: the assertions.
+    unsafe {
+        amx::pack_rows(to.as_mut_ptr().cast(), x.as_ptr(), stride, m, k);
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let _ = (to, x, stride);
+}
+
+/// Columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs with tiles.
+///
+/// The weights are the left operand, so that they come as they are, straight from memory: 32 of their rows at a time,
+/// while the next 32 are asked for. The rows of `x` are the columns of the right operand.
+pub(crate) struct Dots<'a> {
+    /// Element `(0, 0)`.
+    pub y: *mut f32,
+    pub y_stride: usize,
+    /// What [`pack_rows`] wrote.
+    pub x: *const f32,
+    /// `[n, k]`.
+    pub w: &'a [bf16],
+    pub bias: Option<&'a [f32]>,
+    pub m: usize,
+    pub k: usize,
+    pub columns: Range<usize>,
+    /// Row of `w` that this thread will probably need when it is done.
+    pub after: usize,
+    /// Whether the product is added to what `y` held.
+    pub old: bool,
+}
+
+impl Dots<'_> {
+    /// # Safety
+    /// `w` and `bias` have all rows up to the end of the columns, `y` has these columns of `m` rows, and nothing else
+    /// refers to them; [`available`], and `k > 0`.
+    pub(crate) unsafe fn run(self) {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        // SAFETY: by the contract.
+        unsafe {
+            amx::dots(&self);
+        }
+    }
+}
+
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use std::arch::asm;
@@ -72,7 +142,7 @@ mod amx {
 
     use half::bf16;
 
-    use super::{Left, Right};
+    use super::{Dots, Left, Right};
     use crate::Weight;
     use crate::gemm::{self, Line};
     use crate::parallel::{Strips, part, tasks};
@@ -119,13 +189,23 @@ mod amx {
             && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
     }
 
-    /// The tiles of this thread while it multiplies: all eight are 16 rows of 64 bytes.
+    /// The tiles of this thread while it multiplies: all eight have 16 rows, of 64 bytes, but those of the right operand
+    /// and of the output may be narrower.
     struct Tiles;
 
     impl Tiles {
         /// # Safety
         /// The instructions exist.
         unsafe fn new() -> Self {
+            // SAFETY: by the contract.
+            unsafe { Self::narrow(SIDE) }
+        }
+
+        /// For right operands of `columns` columns in [`rows_1`].
+        ///
+        /// # Safety
+        /// The instructions exist.
+        unsafe fn narrow(columns: usize) -> Self {
             #[repr(C, align(64))]
             struct Config {
                 palette: u8,
@@ -136,7 +216,8 @@ mod amx {
             }
             let mut config =
                 Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-            config.row_bytes[..8].fill(64);
+            config.row_bytes[..8].fill(4 * columns as u16);
+            config.row_bytes[4..6].fill(64);
             config.rows[..8].fill(16);
             // SAFETY: reads the 64 bytes of `config`.
             unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
@@ -217,10 +298,10 @@ mod amx {
         }
     }
 
-    /// Writes line `i` of a tile of every part, part `q` to `to + q · 2 · TILE`: the words `(low, high)`.
+    /// Writes a line of a tile of every part, part `q` to `to + q · part`: of the words `(low, high)` those of the mask.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn split_line<T: Element>(to: *mut u32, low: __m512, high: __m512) {
+    unsafe fn split_line<T: Element>(to: *mut u32, part: usize, mask: __mmask16, low: __m512, high: __m512) {
         let top = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         let half = _mm512_set1_epi32(0x8000);
         let mut rest = [low, high];
@@ -233,7 +314,7 @@ mod amx {
             let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
             let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
             // SAFETY: the tile of part `q` is writable.
-            unsafe { _mm512_store_si512(to.add(q * 2 * TILE).cast(), pair) };
+            unsafe { _mm512_mask_storeu_epi32(to.add(q * part).cast(), mask, pair) };
             rest[0] = _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top));
             rest[1] = _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top));
         }
@@ -250,7 +331,7 @@ mod amx {
             if !turn {
                 for i in 0..SIDE {
                     let from = from.add(i * line);
-                    split_line::<T>(to.add(i * SIDE), T::load(from), T::load(from.add(other)));
+                    split_line::<T>(to.add(i * SIDE), 2 * TILE, !0, T::load(from), T::load(from.add(other)));
                 }
                 return;
             }
@@ -264,7 +345,7 @@ mod amx {
             }
             transpose(&mut high);
             for i in 0..SIDE {
-                split_line::<T>(to.add(i * SIDE), low[i], high[i]);
+                split_line::<T>(to.add(i * SIDE), 2 * TILE, !0, low[i], high[i]);
             }
         }
     }
@@ -517,7 +598,7 @@ mod amx {
             .enumerate()
             .flat_map(|(at, left)| (0..left.rows).step_by(GROUP).map(move |row| (at, row)))
             .collect();
-        let blocks: Vec<Range<usize>> = gemm::blocks(k).collect();
+        let blocks: Vec<Range<usize>> = gemm::blocks(k, STEP).collect();
         let widths: Vec<usize> = rights.iter().map(|right| right.columns).collect();
         let mut packed = LEFT.take();
         for groups in groups.chunks(GROUPS) {
@@ -611,5 +692,306 @@ mod amx {
             }
         }
         LEFT.set(packed);
+    }
+    /// Rows of weights that are multiplied together: two tiles.
+    const ROWS: usize = 2 * SIDE;
+
+    /// Columns of the tiles of `m` rows of `x`: narrow ones take less of the first-level cache.
+    fn tile_width(m: usize) -> usize {
+        if m <= 4 {
+            4
+        } else if m <= 8 {
+            8
+        } else {
+            SIDE
+        }
+    }
+
+    /// Rows of `x` that are multiplied together: first, number, and how many tiles they take.
+    fn chunks(m: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        (0..m).step_by(ROWS).map(move |i| (i, ROWS.min(m - i), ROWS.min(m - i).div_ceil(SIDE)))
+    }
+
+    /// See the function of the same name outside: for every chunk of rows and every step its parts, of each the tiles. Line
+    /// `p` of a tile holds elements `2 p` and `2 p + 1` of every row.
+    ///
+    /// # Safety
+    /// `to` has the length, `x` all rows; AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn pack_rows(to: *mut u32, x: *const f32, stride: usize, m: usize, k: usize) {
+        let width = tile_width(m);
+        let lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        let next = _mm512_add_epi32(lane, _mm512_set1_epi32(1));
+        let mut to = to;
+        for (first, rows, tiles) in chunks(m) {
+            for p in (0..k).step_by(STEP) {
+                let bits = (1u64 << STEP.min(k - p)) - 1;
+                let masks = [bits as __mmask16, (bits >> SIDE) as __mmask16];
+                for tile in 0..tiles {
+                    let (mut low, mut high) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
+                    for i in 0..SIDE.min(rows - tile * SIDE) {
+                        let from = x.wrapping_add((first + tile * SIDE + i) * stride + p);
+                        // SAFETY: elements up to k of a row.
+                        let (a, b) = unsafe {
+                            (
+                                _mm512_maskz_loadu_ps(masks[0], from),
+                                _mm512_maskz_loadu_ps(masks[1], from.wrapping_add(SIDE)),
+                            )
+                        };
+                        low[i] = _mm512_permutex2var_ps(a, lane, b);
+                        high[i] = _mm512_permutex2var_ps(a, next, b);
+                    }
+                    transpose(&mut low);
+                    transpose(&mut high);
+                    let size = SIDE * width;
+                    let mask = ((1u32 << width) - 1) as __mmask16;
+                    for i in 0..SIDE {
+                        let to = to.wrapping_add(tile * size + i * width);
+                        // SAFETY: the tiles of this step lie inside `to`.
+                        unsafe { split_line::<f32>(to, tiles * size, mask, low[i], high[i]) };
+                    }
+                }
+                to = to.wrapping_add(PARTS * tiles * SIDE * width);
+            }
+        }
+    }
+
+    /// Asks for eight lines of weights.
+    macro_rules! ask {
+        () => {
+            "prefetcht0 [{ahead}]
+            prefetcht0 [{ahead} + 64]
+            prefetcht0 [{ahead} + 128]
+            prefetcht0 [{ahead} + 192]
+            prefetcht0 [{ahead} + 256]
+            prefetcht0 [{ahead} + 320]
+            prefetcht0 [{ahead} + 384]
+            prefetcht0 [{ahead} + 448]
+            add {ahead}, 512"
+        };
+    }
+
+    /// What a product of weights and packed rows reads and writes.
+    struct Product {
+        /// For every tile of rows of `x` two of 16 weights by `width` rows.
+        out: *mut f32,
+        w: *const bf16,
+        /// Distance of two rows of the weights.
+        w_bytes: usize,
+        x: *const u32,
+        width: usize,
+        steps: usize,
+        ahead: *const u8,
+    }
+
+    /// 32 rows of weights times one tile of rows of `x`, for at least one step. Asks for 2 KiB at every step.
+    ///
+    /// # Safety
+    /// Operands and output are there, and this thread has tiles of that width.
+    unsafe fn rows_1(of: &Product) {
+        let &Product { out, w, w_bytes, x, width, steps, ahead } = of;
+        let tile = SIDE * width;
+        // SAFETY: by the contract.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1",
+                "2:",
+                "tileloadd tmm4, [{w} + {w_bytes}]", ask!(),
+                "tileloadd tmm6, [{x2} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{v} + {w_bytes}]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x1} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm7", "tdpbf16ps tmm1, tmm5, tmm7",
+                "tileloadd tmm3, [{x0} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm3", "tdpbf16ps tmm1, tmm5, tmm3",
+                "add {w}, 64", "add {v}, 64",
+                "add {x0}, {step}", "add {x1}, {step}", "add {x2}, {step}",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {line}], tmm0",
+                "tilestored [{d} + {line}], tmm1",
+                w = inout(reg) w => _,
+                v = inout(reg) w.byte_add(SIDE * w_bytes) => _,
+                w_bytes = in(reg) w_bytes,
+                x0 = inout(reg) x => _,
+                x1 = inout(reg) x.add(tile) => _,
+                x2 = inout(reg) x.add(2 * tile) => _,
+                line = in(reg) 4 * width,
+                step = in(reg) 4 * PARTS * tile,
+                steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                c = in(reg) out,
+                d = in(reg) out.add(tile),
+                out("tmm0") _, out("tmm1") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+    }
+
+    /// As [`rows_1`] for two tiles of 16 rows of `x`.
+    ///
+    /// # Safety
+    /// Operands and output are there, and this thread has whole tiles.
+    unsafe fn rows_2(of: &Product) {
+        let &Product { out, w, w_bytes, x, steps, ahead, .. } = of;
+        // SAFETY: by the contract.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{w} + {w_bytes}]", ask!(),
+                "tileloadd tmm6, [{x} + {line} + 4096]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{v} + {w_bytes}]",
+                "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 5120]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "tileloadd tmm6, [{x} + {line} + 2048]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 3072]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "tileloadd tmm6, [{x} + {line}]", ask!(),
+                "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm5, tmm6",
+                "tileloadd tmm7, [{x} + {line} + 1024]",
+                "tdpbf16ps tmm2, tmm4, tmm7", "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {w}, 64", "add {v}, 64", "add {x}, 6144",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {line}], tmm0",
+                "tilestored [{c} + {line} + 1024], tmm1",
+                "tilestored [{c} + {line} + 2048], tmm2",
+                "tilestored [{c} + {line} + 3072], tmm3",
+                w = inout(reg) w => _,
+                v = inout(reg) w.byte_add(SIDE * w_bytes) => _,
+                w_bytes = in(reg) w_bytes,
+                x = inout(reg) x => _,
+                line = in(reg) 64usize,
+                steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                c = in(reg) out,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+    }
+
+    /// The last elements of 32 rows of weights, fewer than a step, zero beyond.
+    #[repr(C, align(64))]
+    struct Tail([bf16; ROWS * STEP]);
+
+    /// See [`Dots`].
+    ///
+    /// # Safety
+    /// The contract of its `run`.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn dots(of: &Dots) {
+        let &Dots { w, m, k, ref columns, after, .. } = of;
+        let width = tile_width(m);
+        let n = columns.end;
+        // Of fewer rows than are multiplied together a copy is read.
+        let mut few = Vec::new();
+        let w = if n < ROWS {
+            few.resize(ROWS * k, bf16::ZERO);
+            few[..n * k].copy_from_slice(&w[..n * k]);
+            &few[..]
+        } else {
+            &w[..n * k]
+        };
+        // SAFETY: the instructions exist.
+        let tiles = unsafe { Tiles::narrow(width) };
+        let (mut sum, mut more) = (Output([0.0; GROUP * GROUP]), Output([0.0; GROUP * GROUP]));
+        let mut tail = Tail([bf16::ZERO; ROWS * STEP]);
+        for j in columns.clone().step_by(ROWS) {
+            // The last rows are multiplied with some before them.
+            let first = j.min(n.max(ROWS) - ROWS);
+            let rows = &w[first * k..(first + ROWS) * k];
+            let next = of.w.as_ptr().wrapping_add(if j + ROWS < n { j + ROWS } else { after } * k);
+            if !k.is_multiple_of(STEP) {
+                for (to, row) in tail.0.chunks_exact_mut(STEP).zip(rows.chunks_exact(k)) {
+                    to[..k % STEP].copy_from_slice(&row[k - k % STEP..]);
+                }
+            }
+            let mut x = of.x.cast::<u32>();
+            for (i, count, tiles) in chunks(m) {
+                let mut ahead = next.cast::<u8>();
+                for block in gemm::blocks(k, STEP) {
+                    let parts = [
+                        (rows[block.start..].as_ptr(), 2 * k, block.len() / STEP),
+                        (tail.0.as_ptr(), 2 * STEP, usize::from(!block.len().is_multiple_of(STEP))),
+                    ];
+                    for (at, (w, w_bytes, steps)) in parts.into_iter().enumerate() {
+                        if steps == 0 {
+                            continue;
+                        }
+                        let begins = block.start == 0 && (at == 0 || block.len() < STEP);
+                        let to = if begins { &mut sum } else { &mut more };
+                        let out = to.0.as_mut_ptr();
+                        let product = Product { out, w, w_bytes, x, width, steps, ahead };
+                        // SAFETY: 32 rows of weights, what was packed, and room for four tiles.
+                        unsafe { if tiles == 1 { rows_1(&product) } else { rows_2(&product) } };
+                        x = x.wrapping_add(steps * PARTS * tiles * SIDE * width);
+                        ahead = ahead.wrapping_add(steps * ROWS * 2 * STEP);
+                        if !begins {
+                            let len = 2 * tiles * SIDE * width;
+                            sum.0[..len].iter_mut().zip(&more.0[..len]).for_each(|(sum, more)| *sum += more);
+                        }
+                    }
+                }
+                for tile in 0..tiles {
+                    let from = &sum.0[tile * 2 * SIDE * width..];
+                    let rows = i + tile * SIDE..i + count.min((tile + 1) * SIDE);
+                    // SAFETY: these rows and columns of y.
+                    unsafe { store_rows(of, from, width, rows, first, j..n.min(j + ROWS)) };
+                }
+            }
+        }
+        drop(tiles);
+    }
+
+    /// Writes the products of 32 weights from `first` on: two tiles in `from`, of which those of `columns` count.
+    ///
+    /// # Safety
+    /// These rows and columns of the output are there, and AVX-512.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store_rows(
+        of: &Dots,
+        from: &[f32],
+        width: usize,
+        rows: Range<usize>,
+        first: usize,
+        columns: Range<usize>,
+    ) {
+        let used = ((1u32 << width) - 1) as __mmask16;
+        for (half, from) in from.chunks_exact(SIDE * width).take(2).enumerate() {
+            let column = first + half * SIDE;
+            let mut lines = [_mm512_setzero_ps(); SIDE];
+            for (line, from) in lines.iter_mut().zip(from.chunks_exact(width)) {
+                // SAFETY: `width` elements.
+                *line = unsafe { _mm512_maskz_loadu_ps(used, from.as_ptr()) };
+            }
+            transpose(&mut lines);
+            // Lanes of columns that are asked for.
+            let below = |end: usize| (1u32 << end.saturating_sub(column).min(SIDE)) - 1;
+            let mask = (below(columns.end) & !below(columns.start)) as __mmask16;
+            let bias = match of.bias {
+                // SAFETY: the lanes of the mask are weights.
+                Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().wrapping_add(column)) },
+                None => _mm512_setzero_ps(),
+            };
+            for (row, line) in rows.clone().zip(lines) {
+                let to = of.y.wrapping_add(row * of.y_stride + column);
+                // SAFETY: the lanes of the mask are columns of this row.
+                unsafe {
+                    let mut sum = _mm512_add_ps(line, bias);
+                    if of.old {
+                        sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum);
+                    }
+                    _mm512_mask_storeu_ps(to, mask, sum);
+                }
+            }
+        }
     }
 }
