@@ -39,6 +39,10 @@ fn cases() -> Vec<Case> {
         case(AttentionLayout::prefix_suffixes(0, &[3, 4]), heads(2, 1, 33)),
         case(AttentionLayout::groups(&[(7, vec![2, 1]), (65, vec![64])]), heads(14, 2, 64)),
         case(AttentionLayout::causal(70), heads(128, 1, 8)),
+        // Several chunks of keys in the backward pass.
+        case(AttentionLayout::causal(700), heads(2, 1, 24)),
+        case(AttentionLayout::full_blocks(&[600, 33]), heads(1, 1, 40)),
+        case(AttentionLayout::groups(&[(400, vec![3, 150, 37]), (5, vec![9])]), heads(6, 2, 72)),
     ]
 }
 
@@ -111,6 +115,12 @@ fn threads_do_not_change_bits() {
     let one = with_threads(1, || run(&x, 210, &layout, shape));
     assert_eq!(one, with_threads(2, || run(&x, 210, &layout, shape)));
     assert_eq!(one, with_threads(5, || run(&x, 210, &layout, shape)));
+    // Several chunks of keys.
+    let (shape, layout) = (Shape { q_heads: 2, kv_heads: 2, head_dim: 16 }, AttentionLayout::causal(900));
+    let x = noise(900 * 6 * 16, 3);
+    let one = with_threads(1, || run(&x, 900, &layout, shape));
+    assert_eq!(one, with_threads(2, || run(&x, 900, &layout, shape)));
+    assert_eq!(one, with_threads(5, || run(&x, 900, &layout, shape)));
 }
 
 #[test]
