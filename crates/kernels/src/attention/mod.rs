@@ -1,18 +1,21 @@
 //! Softmax attention over an [`AttentionLayout`], with an online softmax, so that no score matrix is stored.
 //!
-//! A *lane* is one query row of one query head. Up to 64 lanes that share a key head are processed together against
-//! tiles of 64 key rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`: keys and
-//! values are then read where they lie, a key row once for all lanes, and the softmax runs along vectors without
-//! horizontal sums.
+//! A *lane* is one query row of one query head. Lanes that share a key head are processed together against tiles of key
+//! rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`, so that the softmax runs
+//! along vectors without horizontal sums. Where the CPU has AMX, [`forward`] and [`backward`] multiply on it.
 //!
 //! The bits of a lane's result depend on its own query, the keys it sees and the division into key ranges only, not on
-//! other lanes, so prefill, decode and any batch of sequences agree bit for bit. The backward pass recomputes the
-//! weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and dv in query order; a chunk of
-//! keys is a task, and what several chunks give to a row of dq is added in their order.
+//! other lanes: any batch of sequences agrees bit for bit among calls of [`forward`], and among calls of
+//! [`forward_decode`]. The two agree with each other bit for bit on CPUs without AMX, elsewhere as `f32` arithmetic does.
+//!
+//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and
+//! dv in query order; a chunk of keys is a task, and what several chunks give to a row of dq is added in their order.
 
 mod chunks;
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
 mod layout;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod tiled;
 mod vector;
 
 use std::cell::RefCell;
@@ -152,13 +155,18 @@ pub fn forward(
 ) {
     let _span = span(Op::Attention, || work(layout, shape, 4));
     debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
-    vector::forward(out, lse, Call { q, k, v, shape, scale }, layout);
+    let call = Call { q, k, v, shape, scale };
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if tiled::available() {
+        return tiled::forward(out, lse, call, layout);
+    }
+    vector::forward(out, lse, call, layout);
 }
 
 /// As [`forward`], without saving `lse`; for decoding, where few queries see many keys.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
-/// once. Same bits as [`forward`].
+/// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
 pub fn forward_decode(
     out: &mut [f32],
     q: Rows,
@@ -171,7 +179,7 @@ pub fn forward_decode(
     let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
     let rows = layout.ranges.iter().map(|range| range.queries.end).max().unwrap_or(0);
     let mut lse = vec![0.0; rows * shape.q_heads];
-    forward(out, &mut lse, q, k, v, layout, shape, scale);
+    vector::forward(out, &mut lse, Call { q, k, v, shape, scale }, layout);
 }
 
 /// Useful operations of a call, and the bytes of its rows.
@@ -286,6 +294,10 @@ pub fn backward(
                 // SAFETY: this is the only task of the chunk and the key head.
                 unsafe { grad.dq(seen, i, kv_head * head_width, head_width) }.fill(0.0);
             }
+        }
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if tiled::available() {
+            return tiled::backward(call, chunk, kv_head, saved, grad);
         }
         vector::backward(call, chunk, kv_head, saved, grad);
     });
