@@ -23,6 +23,27 @@ struct Case {
     shape: Shape,
 }
 
+/// Runs of `step` queries, each of which sees up to `window` keys before its run: ranges with starts close together.
+fn sliding(rows: usize, step: usize, window: usize) -> AttentionLayout {
+    let range = |start: usize| {
+        let end = rows.min(start + step);
+        QueryRange { queries: start..end, keys: vec![start.saturating_sub(window)..end], causal: true }
+    };
+    AttentionLayout { ranges: (0..rows).step_by(step).map(range).collect() }
+}
+
+/// Key ranges in descending order, one of them empty, and more queries than the keys of the causal range.
+fn backwards() -> AttentionLayout {
+    let range = |queries, keys, causal| QueryRange { queries, keys, causal };
+    AttentionLayout {
+        ranges: vec![
+            range(100..190, vec![170..190, 40..40, 0..150], true),
+            range(0..40, vec![130..170], false),
+            range(40..100, vec![60..70, 3..33], true),
+        ],
+    }
+}
+
 fn cases() -> Vec<Case> {
     let heads = |q_heads, kv_heads, head_dim| Shape { q_heads, kv_heads, head_dim };
     let case = |layout: AttentionLayout, shape| {
@@ -43,6 +64,10 @@ fn cases() -> Vec<Case> {
         case(AttentionLayout::causal(700), heads(2, 1, 24)),
         case(AttentionLayout::full_blocks(&[600, 33]), heads(1, 1, 40)),
         case(AttentionLayout::groups(&[(400, vec![3, 150, 37]), (5, vec![9])]), heads(6, 2, 72)),
+        case(sliding(150, 3, 40), heads(4, 2, 33)),
+        case(backwards(), heads(3, 1, 48)),
+        // More keys and values than are packed at a time.
+        case(AttentionLayout::full_blocks(&[64; 90]), heads(8, 8, 16)),
     ]
 }
 

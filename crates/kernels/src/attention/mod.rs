@@ -157,7 +157,7 @@ pub fn forward(
     debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
     let call = Call { q, k, v, shape, scale };
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if tiled::available() {
+    if tiled::available(shape) {
         return tiled::forward(out, lse, call, layout);
     }
     vector::forward(out, lse, call, layout);
@@ -296,7 +296,7 @@ pub fn backward(
             }
         }
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if tiled::available() {
+        if tiled::available(shape) {
             return tiled::backward(call, chunk, kv_head, saved, grad);
         }
         vector::backward(call, chunk, kv_head, saved, grad);
