@@ -12,7 +12,7 @@
 //! what a number has below that is lost, and an infinite factor gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
 //! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
-//! Both operands are cut into tiles by [`split`] when they are packed. Pairs that the instruction adds up are elements `p`
+//! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
 //! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
 //!
 //! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
@@ -133,7 +133,7 @@ impl Dots<'_> {
 }
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod amx {
+pub(crate) mod amx {
     use std::arch::asm;
     use std::arch::x86_64::*;
     use std::cell::RefCell;
@@ -146,7 +146,7 @@ mod amx {
     use crate::Weight;
     use crate::gemm::{self, Line};
     use crate::parallel::{Strips, part, tasks};
-    use crate::simd;
+    use crate::simd::{self, Simd};
 
     /// Elements of the inner dimension that one instruction takes.
     const STEP: usize = 32;
@@ -155,9 +155,13 @@ mod amx {
     /// 32-bit words of a tile, each a pair of bf16.
     const TILE: usize = SIDE * SIDE;
     /// Rows of a group and columns of a panel: two tiles of either, which makes four tiles of the output.
-    const GROUP: usize = 2 * SIDE;
+    pub(crate) const GROUP: usize = 2 * SIDE;
     /// Parts of an `f32`.
-    const PARTS: usize = 3;
+    pub(crate) const PARTS: usize = 3;
+    /// Words of two tiles: a part of 32 rows (or columns) at one step of the inner dimension.
+    pub(crate) const PART: usize = 2 * TILE;
+    /// Words of all parts of that.
+    pub(crate) const BLOCK: usize = PARTS * PART;
     /// Groups of the left operand that are packed at a time, and words of them (16 MiB).
     const GROUPS: usize = 64;
     const PACKED_LEN: usize = 4 << 20;
@@ -168,7 +172,7 @@ mod amx {
     }
 
     /// Whether CPU and kernel have tiles for bf16, and portable code is not asked for.
-    pub(super) fn available() -> bool {
+    pub(crate) fn available() -> bool {
         static FOUND: OnceLock<bool> = OnceLock::new();
         *FOUND.get_or_init(detect) && !simd::portable()
     }
@@ -191,12 +195,12 @@ mod amx {
 
     /// The tiles of this thread while it multiplies: all eight have 16 rows, of 64 bytes, but those of the right operand
     /// and of the output may be narrower.
-    struct Tiles;
+    pub(crate) struct Tiles;
 
     impl Tiles {
         /// # Safety
         /// The instructions exist.
-        unsafe fn new() -> Self {
+        pub(crate) unsafe fn new() -> Self {
             // SAFETY: by the contract.
             unsafe { Self::narrow(SIDE) }
         }
@@ -233,7 +237,7 @@ mod amx {
     }
 
     /// An element of an operand in memory.
-    trait Element: Copy {
+    pub(crate) trait Element: Copy {
         /// How many bf16 numbers it is the sum of.
         const PARTS: usize;
         fn wide(self) -> f32;
@@ -295,6 +299,76 @@ mod amx {
             rows[4 + c] = _mm512_shuffle_f32x4::<0x88>(ab_odd, de_odd);
             rows[8 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_even, de_even);
             rows[12 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_odd, de_odd);
+        }
+    }
+
+    /// `to [columns, rows] = fromᵀ`, both contiguous; `rows` and `columns` are multiples of 16.
+    ///
+    /// # Safety
+    /// All elements are there, and AVX-512 is.
+    #[target_feature(enable = "avx512f")]
+    pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: usize) {
+        for i in (0..rows).step_by(SIDE) {
+            for j in (0..columns).step_by(SIDE) {
+                let mut block = [_mm512_setzero_ps(); SIDE];
+                for (r, x) in block.iter_mut().enumerate() {
+                    // SAFETY: row i + r, columns j to j + 16.
+                    *x = unsafe { _mm512_loadu_ps(from.add((i + r) * columns + j)) };
+                }
+                transpose(&mut block);
+                for (r, x) in block.into_iter().enumerate() {
+                    // SAFETY: as above, the other way round.
+                    unsafe { _mm512_storeu_ps(to.add((j + r) * rows + i), x) };
+                }
+            }
+        }
+    }
+
+    /// Writes `value` to the elements of `to [bits.len(), 32]` whose bit is not set.
+    ///
+    /// # Safety
+    /// All elements are there, and AVX-512 is.
+    #[target_feature(enable = "avx512f")]
+    pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
+        let value = _mm512_set1_ps(value);
+        for (i, &bits) in bits.iter().enumerate().filter(|(_, bits)| **bits != u32::MAX) {
+            // SAFETY: row i.
+            unsafe {
+                let to = to.add(i * GROUP);
+                _mm512_mask_storeu_ps(to, !bits as __mmask16, value);
+                _mm512_mask_storeu_ps(to.add(SIDE), (!bits >> SIDE) as __mmask16, value);
+            }
+        }
+    }
+
+    /// The parts of 16 numbers, each in the upper halves of the words, for [`store_line`].
+    #[inline(always)]
+    pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
+        let (top, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(0x8000));
+        let bits = |x| simd.transmute_u32s_f32s(x);
+        let first = simd.and_u32s(simd.add_u32s(bits(x), half), top);
+        let rest = simd.sub_f32s(x, simd.transmute_f32s_u32s(first));
+        let second = simd.and_u32s(simd.add_u32s(bits(rest), half), top);
+        let rest = simd.sub_f32s(rest, simd.transmute_f32s_u32s(second));
+        [first, second, simd.and_u32s(bits(rest), top)]
+    }
+
+    /// Writes a line of a tile for every part, of elements `p` and `p + 16` of the inner dimension.
+    ///
+    /// # Safety
+    /// `to` is the line in the tile of the first part; vectors have 16 lanes.
+    #[inline(always)]
+    pub(crate) unsafe fn store_line<S: Simd>(
+        simd: S,
+        to: *mut u32,
+        low: [S::u32s; PARTS],
+        high: [S::u32s; PARTS],
+    ) {
+        let half = simd.splat_u32s(16);
+        for q in 0..PARTS {
+            let pair = simd.or_u32s(simd.wrapping_dyn_shr_u32s(low[q], half), high[q]);
+            // SAFETY: by the contract.
+            unsafe { to.add(q * PART).cast::<S::u32s>().write_unaligned(pair) };
         }
     }
 
@@ -361,7 +435,7 @@ mod amx {
     /// # Safety
     /// `to` has [`panel_len`] words, aligned; `from` all elements; AVX-512.
     #[target_feature(enable = "avx512f")]
-    unsafe fn pack<T: Element>(
+    pub(crate) unsafe fn pack<T: Element>(
         to: *mut u32,
         from: *const T,
         outer: usize,
@@ -407,7 +481,7 @@ mod amx {
     struct Tile3([u32; PARTS * 2 * TILE]);
 
     #[repr(C, align(64))]
-    struct Output([f32; GROUP * GROUP]);
+    pub(crate) struct Output(pub [f32; GROUP * GROUP]);
 
     /// Adds the product of tile `$i` (0 or 1) of the rows and tile `$j` of the columns to its accumulator.
     macro_rules! add {
@@ -445,7 +519,7 @@ mod amx {
             ///
             /// # Safety
             /// All of them are there, and this thread has its tiles.
-            unsafe fn $name(c: &mut Output, a: *const u32, b: *const u32, steps: usize) {
+            pub(crate) unsafe fn $name(c: *mut f32, a: *const u32, b: *const u32, steps: usize) {
                 // SAFETY: by the contract.
                 unsafe {
                     asm!(
@@ -468,7 +542,7 @@ mod amx {
                         a = inout(reg) a => _,
                         b = inout(reg) b => _,
                         steps = inout(reg) steps => _,
-                        c = in(reg) c.0.as_mut_ptr(),
+                        c = in(reg) c,
                         line = in(reg) 64usize,
                         c_line = in(reg) 4 * GROUP,
                         out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -527,7 +601,7 @@ mod amx {
 
     /// Writes `rows × columns` of what a kernel computed.
     #[target_feature(enable = "avx512f")]
-    unsafe fn store(
+    pub(crate) unsafe fn store(
         c: *mut f32,
         ldc: usize,
         from: &Output,
@@ -569,20 +643,20 @@ mod amx {
     }
 
     /// A buffer of 32-bit words in lines.
-    fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
+    pub(crate) fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
         gemm::reserve(scratch, len).as_mut_ptr().cast()
     }
 
     /// Where packed words go that several threads write.
     #[derive(Clone, Copy)]
-    struct Packed(*mut u32);
+    pub(crate) struct Packed(pub *mut u32);
     // SAFETY: tasks write disjoint groups, and read when all are written.
     unsafe impl Send for Packed {}
     // SAFETY: as above.
     unsafe impl Sync for Packed {}
 
     impl Packed {
-        fn at(self, offset: usize) -> *mut u32 {
+        pub(crate) fn at(self, offset: usize) -> *mut u32 {
             self.0.wrapping_add(offset)
         }
     }
@@ -677,9 +751,9 @@ mod amx {
                                 // SAFETY: packed above; tasks write different columns or rows of the outputs.
                                 unsafe {
                                     if parts == 1 {
-                                        multiply_narrow(&mut output, a, b, steps);
+                                        multiply_narrow(output.0.as_mut_ptr(), a, b, steps);
                                     } else {
-                                        multiply_wide(&mut output, a, b, steps);
+                                        multiply_wide(output.0.as_mut_ptr(), a, b, steps);
                                     }
                                     store(c, ldc, &output, rows, count, bias, old);
                                 }

@@ -25,6 +25,14 @@ impl QueryRange {
         let len = self.keys.last().map_or(0, ExactSizeIterator::len);
         if self.causal { (i + 1 + len).saturating_sub(self.queries.len()) } else { len }
     }
+
+    /// The first query that sees row `at` of the last key range, which is causal; there may be none.
+    #[inline]
+    pub(crate) fn first_to_see(&self, at: usize) -> usize {
+        let len = self.keys.last().map_or(0, ExactSizeIterator::len);
+        // Query i sees at + 1 rows or more when i + 1 + len − n ≥ at + 1.
+        (at + self.queries.len()).saturating_sub(len)
+    }
 }
 
 /// The attention pattern of one call: causal text, shared prefix with suffixes, vision windows, decode.

@@ -1,35 +1,41 @@
 //! Softmax attention over an [`AttentionLayout`], with an online softmax, so that no score matrix is stored.
 //!
-//! A *lane* is one query row of one query head. Up to 64 lanes that share a key head are processed together against
-//! tiles of 64 key rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`: keys and
-//! values are then read where they lie, a key row once for all lanes, and the softmax runs along vectors without
-//! horizontal sums.
+//! A *lane* is one query row of one query head. Lanes that share a key head are processed together against tiles of key
+//! rows, counted from the start of each key range. Scores are held transposed, `[keys, lanes]`, so that the softmax runs
+//! along vectors without horizontal sums. Where the CPU has AMX, [`forward`] and [`backward`] multiply on it.
 //!
 //! The bits of a lane's result depend on its own query, the keys it sees and the division into key ranges only, not on
-//! other lanes, so prefill, decode and any batch of sequences agree bit for bit. The backward pass recomputes the
-//! weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and dv in query order.
+//! other lanes: any batch of sequences agrees bit for bit among calls of [`forward`], and among calls of
+//! [`forward_decode`]. The two agree with each other bit for bit on CPUs without AMX, elsewhere as `f32` arithmetic does.
+//!
+//! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and
+//! dv in query order; a chunk of keys is a task, and what several chunks give to a row of dq is added in their order.
 
+mod chunks;
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
 mod layout;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod tiled;
+mod vector;
 
 use std::cell::RefCell;
 use std::ops::Range;
 
+use chunks::{Chunk, Plan, Seen, Sum};
 pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
-use crate::microkernel::Product;
+use crate::gemm::{Line, reserve};
 use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
-use crate::simd::{Simd, exp, load, select, store};
 
-/// Lanes processed together, unless one key head has more query heads.
-const MAX_LANES: usize = 64;
-/// Key rows of one tile.
-const TILE: usize = 64;
-/// Lanes and head columns in scratch are padded to this, the widest vector.
-const PAD: usize = 16;
 /// Multiply-adds below which a call stays on its thread.
 const MIN_PARALLEL: u64 = 1 << 16;
+/// Floats of partial sums for which a thread keeps its buffer (16 MiB).
+const KEPT_PARTIAL: usize = 4 << 20;
+
+thread_local! {
+    static PARTIAL: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Rows inside a larger buffer: row `r` starts at `data[r * stride + col]`, its heads lie one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -117,32 +123,6 @@ fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'
     units
 }
 
-/// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
-#[derive(Default)]
-struct Scratch {
-    q: Vec<f32>,
-    q_t: Vec<f32>,
-    dout: Vec<f32>,
-    dout_t: Vec<f32>,
-    acc: Vec<f32>,
-    scores: Vec<f32>,
-    dscores: Vec<f32>,
-    max: Vec<f32>,
-    sum: Vec<f32>,
-    scale: Vec<f32>,
-    lse: Vec<f32>,
-    delta: Vec<f32>,
-}
-
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
-}
-
-fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
-    x.clear();
-    x.resize(len, value);
-}
-
 /// Everything a unit needs besides its blocks.
 #[derive(Clone, Copy)]
 struct Call<'a> {
@@ -153,210 +133,10 @@ struct Call<'a> {
     scale: f32,
 }
 
-/// Key rows `key..key + len`; `causal_at` is the offset in the causal range if some lane does not see all of them.
-#[derive(Clone, Copy)]
-struct Tile {
-    key: usize,
-    len: usize,
-    causal_at: Option<usize>,
-}
-
-/// The tiles that a block sees of its key ranges `from..to`.
-fn tiles(block: Block, from: usize, to: usize) -> Vec<Tile> {
-    let mut tiles = Vec::new();
-    let last = block.range.keys.len().wrapping_sub(1);
-    for (at, keys) in block.range.keys.iter().enumerate().take(to).skip(from) {
-        let causal = block.range.causal && at == last;
-        let seen = |i: usize| if causal { block.range.seen_of_last(block.first + i) } else { keys.len() };
-        let end = seen(block.count - 1);
-        for start in (0..end).step_by(TILE) {
-            let len = TILE.min(end - start);
-            tiles.push(Tile {
-                key: keys.start + start,
-                len,
-                causal_at: (start + len > seen(0)).then_some(start),
-            });
-        }
-    }
-    tiles
-}
-
 /// First lane of the block that sees key `at` of the causal range; lanes before it do not.
 #[inline(always)]
 fn first_lane(block: Block, group: usize, at: usize) -> usize {
-    let len = block.range.keys.last().map_or(0, ExactSizeIterator::len);
-    // Query i sees at + 1 keys or more when i + 1 + len − n ≥ at + 1.
-    let query = (at + block.range.queries.len()).saturating_sub(len);
-    query.saturating_sub(block.first).min(block.count) * group
-}
-
-/// Fills `nat [lanes, d]` and `transposed [d, width]` with one key head's query heads of every query.
-#[inline(always)]
-fn gather_lanes(
-    nat: &mut [f32],
-    transposed: &mut [f32],
-    rows: Rows,
-    unit: &[Block],
-    width: usize,
-    col: usize,
-    group: usize,
-    d: usize,
-) {
-    let mut lane = 0;
-    for block in unit {
-        for i in 0..block.count {
-            for g in 0..group {
-                let source = rows.part(block.query(i), col + g * d, d);
-                for (j, &x) in source.iter().enumerate() {
-                    transposed[j * width + lane] = x;
-                }
-                if !nat.is_empty() {
-                    nat[lane * d..(lane + 1) * d].copy_from_slice(source);
-                }
-                lane += 1;
-            }
-        }
-    }
-}
-
-/// Online softmax of one tile for the lanes `lo..hi`: scores become weights, `max`, `sum` and `acc` are updated.
-#[inline(always)]
-fn forward_tile<S: Simd>(
-    simd: S,
-    s: &mut Scratch,
-    call: &Call,
-    kv_head: usize,
-    lanes: Range<usize>,
-    width: usize,
-    depth: usize,
-    block: Block,
-    tile: Tile,
-) {
-    let Tile { key, len, causal_at } = tile;
-    let d = call.shape.head_dim;
-    let n = lanes.len();
-    // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, d × width queries; n ≤ width.
-    unsafe {
-        Product {
-            c: s.scores.as_mut_ptr(),
-            ldc: width,
-            a: call.k.tile(key, len, kv_head * d, d),
-            a_row: call.k.stride,
-            a_col: 1,
-            b: s.q_t.as_ptr().wrapping_add(lanes.start),
-            ldb: width,
-            m: len,
-            k: d,
-            n,
-            accumulate: false,
-        }
-        .run(simd);
-    }
-    if let Some(at) = causal_at {
-        for key in 0..len {
-            let hidden = first_lane(block, call.shape.group(), at + key);
-            s.scores[key * width..key * width + hidden].fill(f32::NEG_INFINITY);
-        }
-    }
-    let scale = simd.splat_f32s(call.scale);
-    let infinite = simd.splat_f32s(f32::NEG_INFINITY);
-    let zero = simd.splat_f32s(0.0);
-    for lane in (0..n).step_by(S::F32_LANES) {
-        let at = lanes.start + lane;
-        let mut top = infinite;
-        for key in 0..len {
-            top = simd.max_f32s(load(simd, &s.scores[..key * width + n], key * width + lane), top);
-        }
-        let old = load(simd, &s.max[..lanes.end], at);
-        let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
-        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
-        let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
-        let shrink = exp(simd, simd.sub_f32s(old, base));
-        let minus = simd.neg_f32s(base);
-        let mut sum = simd.mul_f32s(load(simd, &s.sum[..lanes.end], at), shrink);
-        for key in 0..len {
-            let row = &mut s.scores[..key * width + n];
-            let score = load(simd, row, key * width + lane);
-            let weight = exp(simd, simd.mul_add_e_f32s(score, scale, minus));
-            sum = simd.add_f32s(sum, weight);
-            store(simd, row, key * width + lane, weight);
-        }
-        store(simd, &mut s.max[..lanes.end], at, new);
-        store(simd, &mut s.sum[..lanes.end], at, sum);
-        store(simd, &mut s.scale[..n], lane, shrink);
-    }
-    for lane in 0..n {
-        if s.scale[lane] != 1.0 {
-            let shrink = simd.splat_f32s(s.scale[lane]);
-            let row = &mut s.acc[(lanes.start + lane) * depth..][..d];
-            for j in (0..d).step_by(S::F32_LANES) {
-                let x = simd.mul_f32s(load(simd, row, j), shrink);
-                store(simd, row, j, x);
-            }
-        }
-    }
-    // SAFETY: as above; `acc` holds one row of `depth ≥ d` per lane.
-    unsafe {
-        Product {
-            c: s.acc.as_mut_ptr().wrapping_add(lanes.start * depth),
-            ldc: depth,
-            a: s.scores.as_ptr(),
-            a_row: 1,
-            a_col: width,
-            b: call.v.tile(key, len, kv_head * d, d),
-            ldb: call.v.stride,
-            m: n,
-            k: len,
-            n: d,
-            accumulate: true,
-        }
-        .run(simd);
-    }
-}
-
-simd_fn! {
-    fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, unit: &'a [Block<'a>], kv_head: usize,
-                        out: Shared<'a>, lse: Shared<'a>) -> () {
-        let Shape { q_heads, head_dim: d, .. } = call.shape;
-        let group = call.shape.group();
-        let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
-        let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        reset(&mut s.q_t, d * width, 0.0);
-        reset(&mut s.scores, TILE * width, 0.0);
-        reset(&mut s.acc, lanes * depth, 0.0);
-        reset(&mut s.max, width, f32::NEG_INFINITY);
-        reset(&mut s.sum, width, 0.0);
-        reset(&mut s.scale, width, 0.0);
-        gather_lanes(&mut [], &mut s.q_t, call.q, unit, width, kv_head * group * d, group, d);
-        let shared = usize::from(unit.len() > 1);
-        if shared == 1 {
-            for tile in tiles(unit[0], 0, 1) {
-                forward_tile(simd, s, &call, kv_head, 0..lanes, width, depth, unit[0], tile);
-            }
-        }
-        let mut lane = 0;
-        for &block in unit {
-            let own = lane..lane + block.count * group;
-            lane = own.end;
-            for tile in tiles(block, shared, usize::MAX) {
-                forward_tile(simd, s, &call, kv_head, own.clone(), width, depth, block, tile);
-            }
-            for i in 0..block.count {
-                for g in 0..group {
-                    let lane = own.start + i * group + g;
-                    let head = block.query(i) * q_heads + kv_head * group + g;
-                    let total = s.sum[lane];
-                    let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
-                    // SAFETY: every query row is in one unit, and this is the only task of its key head.
-                    let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
-                    for (y, x) in out.iter_mut().zip(&s.acc[lane * depth..]) {
-                        *y = x * inverse;
-                    }
-                    lse[0] = s.max[lane] + total.ln();
-                }
-            }
-        }
-    }
+    block.range.first_to_see(at).saturating_sub(block.first).min(block.count) * group
 }
 
 /// `out [tq, q_heads · d] = softmax(scale · q kᵀ) v`; `lse [tq, q_heads]` gets the log-sum-exp of the scaled scores.
@@ -376,31 +156,17 @@ pub fn forward(
     let _span = span(Op::Attention, || work(layout, shape, 4));
     debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
     let call = Call { q, k, v, shape, scale };
-    let (out, lse) = (Shared::new(out), Shared::new(lse));
-    let run = |(unit, kv_head): (&Unit, usize)| {
-        let mut scratch = SCRATCH.take();
-        forward_unit(&mut scratch, call, unit, kv_head, out, lse);
-        SCRATCH.set(scratch);
-    };
-    let work = layout.pairs() * (shape.q_heads * shape.head_dim) as u64;
-    let threads = rayon::current_num_threads();
-    let mut cut = units(layout, shape.group(), MAX_LANES);
-    if threads == 1 || work < MIN_PARALLEL {
-        cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
-        return;
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if tiled::available(shape) {
+        return tiled::forward(out, lse, call, layout);
     }
-    if cut.len() * shape.kv_heads < 2 * threads {
-        cut = units(layout, shape.group(), PAD);
-    }
-    let tasks: Vec<(&Unit, usize)> =
-        cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();
-    parallel::tasks(tasks.len(), usize::MAX, |i| run(tasks[i]));
+    vector::forward(out, lse, call, layout);
 }
 
 /// As [`forward`], without saving `lse`; for decoding, where few queries see many keys.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
-/// once. Same bits as [`forward`].
+/// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
 pub fn forward_decode(
     out: &mut [f32],
     q: Rows,
@@ -413,7 +179,7 @@ pub fn forward_decode(
     let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
     let rows = layout.ranges.iter().map(|range| range.queries.end).max().unwrap_or(0);
     let mut lse = vec![0.0; rows * shape.q_heads];
-    forward(out, &mut lse, q, k, v, layout, shape, scale);
+    vector::forward(out, &mut lse, Call { q, k, v, shape, scale }, layout);
 }
 
 /// Useful operations of a call, and the bytes of its rows.
@@ -437,6 +203,26 @@ struct Gradients<'a> {
     q_col: usize,
     k_col: usize,
     v_col: usize,
+    /// Partial sums of dq, rows of `width`.
+    partial: Shared<'a>,
+    width: usize,
+}
+
+impl<'a> Gradients<'a> {
+    /// `len` columns from `col` on of the row to which a chunk adds its part of dq of query `i` of a range.
+    ///
+    /// # Safety
+    /// No other reference to them is alive.
+    #[inline(always)]
+    unsafe fn dq(self, seen: &Seen, i: usize, col: usize, len: usize) -> &'a mut [f32] {
+        // SAFETY: by the contract.
+        unsafe {
+            match seen.partial {
+                Some(row) => self.partial.part((row + i - seen.first) * self.width + col, len),
+                None => self.data.part((seen.range.queries.start + i) * self.stride + self.q_col + col, len),
+            }
+        }
+    }
 }
 
 /// What the forward pass left, and the incoming gradient.
@@ -447,156 +233,11 @@ struct Saved<'a> {
     lse: &'a [f32],
 }
 
-/// Scores of one tile become weights, their gradients become score gradients; lanes `hidden(key)..` only.
-#[inline(always)]
-fn backward_scores<S: Simd>(
-    simd: S,
-    s: &mut Scratch,
-    scale: f32,
-    width: usize,
-    group: usize,
-    block: Block,
-    tile: Tile,
-) {
-    let Tile { len, causal_at, .. } = tile;
-    let scale = simd.splat_f32s(scale);
-    for lane in (0..width).step_by(S::F32_LANES) {
-        let minus_lse = simd.neg_f32s(load(simd, &s.lse, lane));
-        let delta = load(simd, &s.delta, lane);
-        for key in 0..len {
-            let at = key * width + lane;
-            let weight = exp(simd, simd.mul_add_e_f32s(load(simd, &s.scores, at), scale, minus_lse));
-            let d = simd.sub_f32s(load(simd, &s.dscores, at), delta);
-            store(simd, &mut s.scores, at, weight);
-            store(simd, &mut s.dscores, at, simd.mul_f32s(simd.mul_f32s(weight, d), scale));
-        }
-    }
-    if let Some(at) = causal_at {
-        for key in 0..len {
-            let hidden = first_lane(block, group, at + key);
-            s.scores[key * width..key * width + hidden].fill(0.0);
-            s.dscores[key * width..key * width + hidden].fill(0.0);
-        }
-    }
-}
-
-simd_fn! {
-    fn backward_block<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, block: Block<'a>, kv_head: usize,
-                          saved: Saved<'a>, grad: Gradients<'a>) -> () {
-        let Shape { q_heads, head_dim: d, .. } = call.shape;
-        let group = call.shape.group();
-        let lanes = block.count * group;
-        let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        for (x, len) in [
-            (&mut s.q, lanes * d),
-            (&mut s.q_t, d * width),
-            (&mut s.dout, lanes * d),
-            (&mut s.dout_t, d * width),
-            (&mut s.acc, lanes * depth),
-            (&mut s.scores, TILE * width),
-            (&mut s.dscores, TILE * width),
-            (&mut s.lse, width),
-            (&mut s.delta, width),
-        ] {
-            reset(x, len, 0.0);
-        }
-        let unit = [block];
-        let col = kv_head * group * d;
-        gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
-        let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
-        gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
-        for i in 0..block.count {
-            for g in 0..group {
-                let head = block.query(i) * q_heads + kv_head * group + g;
-                let (dout, out) = (&saved.dout[head * d..(head + 1) * d], &saved.out[head * d..(head + 1) * d]);
-                let mut sum = simd.splat_f32s(0.0);
-                for j in (0..d).step_by(S::F32_LANES) {
-                    sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
-                }
-                s.delta[i * group + g] = simd.reduce_sum_f32s(sum);
-                s.lse[i * group + g] = saved.lse[head];
-            }
-        }
-        for tile in tiles(block, 0, usize::MAX) {
-            let Tile { key, len, .. } = tile;
-            let (k, v) = (call.k.tile(key, len, kv_head * d, d), call.v.tile(key, len, kv_head * d, d));
-            let scores = Product {
-                c: s.scores.as_mut_ptr(), ldc: width, a: k, a_row: call.k.stride, a_col: 1, b: s.q_t.as_ptr(),
-                ldb: width, m: len, k: d, n: width, accumulate: false,
-            };
-            let dscores = Product {
-                c: s.dscores.as_mut_ptr(), a: v, a_row: call.v.stride, b: s.dout_t.as_ptr(), ..scores
-            };
-            // SAFETY: `tile` checked the rows of k and v; scratch was sized above.
-            unsafe {
-                scores.run(simd);
-                dscores.run(simd);
-            }
-            backward_scores(simd, s, call.scale, width, group, block, tile);
-            let end = grad.stride * (key + len - 1) + kv_head * d + d;
-            // SAFETY: this task alone writes this key head's rows; the calls check the bounds, no reference stays.
-            let (dk, dv) = unsafe {
-                grad.data.part(end + grad.k_col, 0);
-                grad.data.part(end + grad.v_col, 0);
-                let at = grad.stride * key + kv_head * d;
-                (grad.data.ptr(at + grad.k_col), grad.data.ptr(at + grad.v_col))
-            };
-            let dv = Product {
-                c: dv, ldc: grad.stride, a: s.scores.as_ptr(), a_row: width, a_col: 1, b: s.dout.as_ptr(), ldb: d,
-                m: len, k: lanes, n: d, accumulate: true,
-            };
-            let dk = Product { c: dk, a: s.dscores.as_ptr(), b: s.q.as_ptr(), ..dv };
-            let dq = Product {
-                c: s.acc.as_mut_ptr(), ldc: depth, a: s.dscores.as_ptr(), a_row: 1, a_col: width, b: k,
-                ldb: call.k.stride, m: lanes, k: len, n: d, accumulate: true,
-            };
-            // SAFETY: as above; padding lanes are left out of all three sums.
-            unsafe {
-                dv.run(simd);
-                dk.run(simd);
-                dq.run(simd);
-            }
-        }
-        for i in 0..block.count {
-            for g in 0..group {
-                let at = grad.stride * block.query(i) + grad.q_col + col + g * d;
-                // SAFETY: every query row is in one block, and this is the only task of its key head.
-                let dq = unsafe { grad.data.part(at, d) };
-                dq.copy_from_slice(&s.acc[(i * group + g) * depth..][..d]);
-            }
-        }
-    }
-}
-
-/// Groups of ranges that share no key row with other groups.
-fn components(layout: &AttentionLayout) -> Vec<Vec<&QueryRange>> {
-    let hull = |range: &QueryRange| {
-        let keys = || range.keys.iter().filter(|keys| !keys.is_empty());
-        (keys().map(|k| k.start).min().unwrap_or(0), keys().map(|k| k.end).max().unwrap_or(0))
-    };
-    let mut ranges: Vec<(usize, usize, &QueryRange)> = Vec::new();
-    for range in layout.ranges.iter().filter(|range| !range.queries.is_empty()) {
-        let (start, end) = hull(range);
-        ranges.push((start, end, range));
-    }
-    ranges.sort_by_key(|r| r.0);
-    let mut components: Vec<Vec<&QueryRange>> = Vec::new();
-    let mut reach = 0;
-    for (start, end, range) in ranges {
-        match components.last_mut() {
-            Some(component) if start < reach => component.push(range),
-            _ => components.push(vec![range]),
-        }
-        reach = reach.max(end);
-    }
-    components
-}
-
 /// Gradients of [`forward`] with respect to q, k and v, written (not added) to three column windows of one buffer:
 /// row `r` of dq starts at `dqkv[r * stride + q_col]`, likewise dk and dv. All rows of the windows are overwritten.
 ///
 /// `out` and `lse` are what [`forward`] wrote for the same arguments, `dout [tq, q_heads · d]` the incoming gradient.
-/// One task per key head and group of connected ranges.
+/// One task per key head and chunk of keys.
 pub fn backward(
     dqkv: &mut [f32],
     stride: usize,
@@ -615,30 +256,74 @@ pub fn backward(
 ) {
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
-    for row in dqkv.chunks_mut(stride.max(1)) {
-        for (col, width) in [(q_col, q_heads * d), (k_col, kv_heads * d), (v_col, kv_heads * d)] {
-            if let Some(window) = row.get_mut(col..col + width) {
-                window.fill(0.0);
+    let width = q_heads * d;
+    let work = if layout.pairs() * (width as u64) < MIN_PARALLEL { 0 } else { usize::MAX };
+    let (len, data) = (dqkv.len(), Shared::new(dqkv));
+    parallel::ranges(len.div_ceil(stride.max(1)), 1, len, |rows| {
+        for row in rows {
+            for (col, width) in [(q_col, width), (k_col, kv_heads * d), (v_col, kv_heads * d)] {
+                let start = row * stride + col;
+                if start + width <= len {
+                    // SAFETY: tasks have different rows.
+                    unsafe { data.part(start, width) }.fill(0.0);
+                }
             }
         }
-    }
+    });
+    let plan = Plan::new(layout, shape);
+    let mut partial = PARTIAL.take();
+    let partial_len = plan.partial_rows * width;
     let call = Call { q, k, v, shape, scale };
     let saved = Saved { dout, out, lse };
-    let grad = Gradients { data: Shared::new(dqkv), stride, q_col, k_col, v_col };
-    let max_queries = (MAX_LANES / shape.group().max(1)).max(1);
-    let run = |(component, kv_head): (&Vec<&QueryRange>, usize)| {
-        let mut scratch = SCRATCH.take();
-        for range in component {
-            for first in (0..range.queries.len()).step_by(max_queries) {
-                let count = max_queries.min(range.queries.len() - first);
-                backward_block(&mut scratch, call, Block { range, first, count }, kv_head, saved, grad);
+    let grad = Gradients {
+        data,
+        stride,
+        q_col,
+        k_col,
+        v_col,
+        partial: Shared::new(reserve(&mut partial, partial_len)),
+        width,
+    };
+    let head_width = shape.group() * d;
+    let tasks: Vec<(&Chunk, usize)> =
+        plan.chunks.iter().flat_map(|chunk| (0..kv_heads).map(move |head| (chunk, head))).collect();
+    parallel::tasks(tasks.len(), work, |i| {
+        let (chunk, kv_head) = tasks[i];
+        for seen in chunk.seen.iter().filter(|seen| seen.partial.is_some()) {
+            for i in seen.first..seen.range.queries.len() {
+                // SAFETY: this is the only task of the chunk and the key head.
+                unsafe { grad.dq(seen, i, kv_head * head_width, head_width) }.fill(0.0);
             }
         }
-        SCRATCH.set(scratch);
-    };
-    let components = components(layout);
-    let tasks: Vec<(&Vec<&QueryRange>, usize)> =
-        components.iter().flat_map(|c| (0..kv_heads).map(move |head| (c, head))).collect();
-    let work = layout.pairs() * (q_heads * d) as u64;
-    parallel::tasks(tasks.len(), if work < MIN_PARALLEL { 0 } else { usize::MAX }, |i| run(tasks[i]));
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if tiled::available(shape) {
+            return tiled::backward(call, chunk, kv_head, saved, grad);
+        }
+        vector::backward(call, chunk, kv_head, saved, grad);
+    });
+    let pieces: Vec<(&Vec<Sum>, Range<usize>)> = plan.sums.iter().flat_map(sum_pieces).collect();
+    parallel::tasks(pieces.len(), partial_len, |i| {
+        let (sums, rows) = &pieces[i];
+        for sum in sums.iter() {
+            for row in rows.start.max(sum.to)..rows.end.min(sum.to + sum.count) {
+                // SAFETY: every query row is in one range and there in one piece; its parts are complete.
+                let (to, from) = unsafe {
+                    let from = grad.partial.part((sum.from + row - sum.to) * width, width);
+                    (grad.data.part(row * stride + q_col, width), from)
+                };
+                to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
+            }
+        }
+    });
+    if partial_len <= KEPT_PARTIAL {
+        PARTIAL.set(partial);
+    }
+}
+
+/// The query rows of partial sums in pieces, each with all that is added to them.
+fn sum_pieces(sums: &Vec<Sum>) -> impl Iterator<Item = (&Vec<Sum>, Range<usize>)> {
+    const ROWS: usize = 64;
+    let start = sums.iter().map(|sum| sum.to).min().unwrap_or(0);
+    let end = sums.iter().map(|sum| sum.to + sum.count).max().unwrap_or(0);
+    (start..end).step_by(ROWS).map(move |row| (sums, row..end.min(row + ROWS)))
 }

@@ -1,0 +1,823 @@
+//! Attention on AMX tiles ([`crate::tiles`]): all products are of 32 × 32 elements, with the softmax between them.
+//!
+//! A unit has up to 128 lanes in panels of 32, and meets tiles of up to 128 keys. Scores are transposed, `[keys, lanes]`:
+//! keys are the left operand as they lie, and weights, `[keys, lanes]`, are a right operand as they come, so outputs
+//! accumulate as `[head_dim, lanes]` and are rescaled along vectors. The softmax writes its weights cut into parts and in
+//! the order of an operand. Only lanes, values (forward) and keys (backward, for dq) are transposed as they are packed,
+//! once per unit, call and task, and outputs and dq once at the end.
+//!
+//! A panel leaves out blocks of 32 keys that none of its lanes sees; other hidden keys get weight 0, which adds an exact
+//! zero. So the bits of a lane depend on what it sees and not on the lanes beside it, as in [`super::vector`], though
+//! they are other bits.
+//!
+//! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not run beside those on tiles (a
+//! mix takes the sum of both times), so they are not interleaved.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
+
+use super::chunks::{Chunk, first_query, pieces};
+use super::{
+    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Rows, Saved, Shape, Unit, first_lane, units,
+};
+use crate::gemm::{Line, reserve};
+use crate::parallel::{self, Shared};
+use crate::simd::{Simd, load, load_ptr, select, store, store_ptr};
+use crate::tiles::amx::{
+    self, BLOCK, GROUP, Output, PART, Packed, Tiles, cut, hide, multiply_wide, pack, store_line, turn, words,
+};
+
+/// Lanes processed together, unless one key head has more query heads.
+const MAX_LANES: usize = 128;
+/// Key rows of a tile.
+const KEYS: usize = 128;
+/// Key rows whose operands the backward pass packs at a time.
+const PASS: usize = 512;
+/// Words of packed keys and values beyond which the forward pass takes units in several rounds (16 MiB).
+const MAX_PACKED: usize = 4 << 20;
+/// Floats of a panel of scores, of an output of the kernel.
+const SQUARE: usize = GROUP * GROUP;
+/// Lanes of a vector.
+const LANES: usize = 16;
+
+/// Buffers of one thread.
+#[derive(Default)]
+struct Scratch {
+    rows: Vec<Line>,
+    more_rows: Vec<Line>,
+    q: Vec<Line>,
+    q_rows: Vec<Line>,
+    dout: Vec<Line>,
+    dout_rows: Vec<Line>,
+    k: Vec<Line>,
+    k_turned: Vec<Line>,
+    v: Vec<Line>,
+    acc: Vec<Line>,
+    scores: Vec<Line>,
+    dscores: Vec<Line>,
+    weights: Vec<Line>,
+    dscores_left: Vec<Line>,
+    dscores_right: Vec<Line>,
+    /// Running maximum, times log₂ e, and sum of a lane; log-sum-exp, likewise, and `delta` in the backward pass.
+    max: Vec<f32>,
+    sum: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
+    static PACKED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+simd_fn! {
+    fn vector_lanes<>(simd: S,) -> usize {
+        let _ = simd;
+        S::F32_LANES
+    }
+}
+
+/// Whether this CPU has tiles and the vectors that go with them, and heads are not empty.
+pub(super) fn available(shape: Shape) -> bool {
+    shape.head_dim > 0 && amx::available() && vector_lanes() == LANES
+}
+
+/// A block and its lanes in a unit.
+struct Placed<'a> {
+    block: Block<'a>,
+    lanes: Range<usize>,
+    /// Which of those who see the chunk it belongs to.
+    seen: usize,
+}
+
+fn place<'a>(blocks: impl Iterator<Item = (usize, Block<'a>)>, group: usize) -> Vec<Placed<'a>> {
+    let mut end = 0;
+    let place = |(seen, block): (usize, Block<'a>)| {
+        let start = end;
+        end += block.count * group;
+        Placed { block, lanes: start..end, seen }
+    };
+    blocks.map(place).collect()
+}
+
+/// Which of the keys of a tile the lanes of a panel see.
+struct Sight {
+    /// A word per key, a bit per lane.
+    bits: [u32; KEYS],
+    /// The last key that a lane sees is before this one.
+    end: usize,
+}
+
+impl Sight {
+    /// Words for whole blocks of 32 keys.
+    fn bits(&self) -> &[u32] {
+        &self.bits[..self.end.next_multiple_of(GROUP)]
+    }
+
+    fn look(&mut self, blocks: &[Placed], group: usize, panel: usize, keys: &Range<usize>) {
+        let from = panel * GROUP;
+        let of = |lanes: Range<usize>| ((1u64 << (lanes.end - from)) - (1u64 << (lanes.start - from))) as u32;
+        let mut all = 0;
+        self.end = 0;
+        self.bits.fill(0);
+        for Placed { block, lanes: own, .. } in blocks {
+            let lanes = own.start.max(from)..own.end.min(from + GROUP);
+            if lanes.is_empty() {
+                continue;
+            }
+            let last = block.range.keys.len() - 1;
+            for (at, range) in block.range.keys.iter().enumerate() {
+                let (start, mut end) = (range.start.max(keys.start), range.end.min(keys.end));
+                let causal = block.range.causal && at == last;
+                if causal {
+                    let query = block.first + (lanes.end - 1 - own.start) / group;
+                    end = end.min(range.start + block.range.seen_of_last(query));
+                }
+                if start >= end {
+                    continue;
+                }
+                self.end = self.end.max(end - keys.start);
+                let first = |key: usize| {
+                    let hidden = if causal { first_lane(*block, group, key - range.start) } else { 0 };
+                    lanes.start.max(own.start + hidden)
+                };
+                if (start, end) == (keys.start, keys.end) && first(end - 1) == lanes.start {
+                    all |= of(lanes.clone());
+                } else {
+                    for key in start..end {
+                        self.bits[key - keys.start] |= of(first(key)..lanes.end);
+                    }
+                }
+            }
+        }
+        if all != 0 {
+            self.bits[..keys.len()].iter_mut().for_each(|bits| *bits |= all);
+        }
+    }
+}
+
+/// Copies one key head's query heads of every query to `[lanes, width]`, zero beyond head and lanes.
+fn gather<'a>(
+    to: &'a mut Vec<Line>,
+    rows: Rows,
+    blocks: &[Placed],
+    lanes: usize,
+    width: usize,
+    col: usize,
+    group: usize,
+    d: usize,
+) -> &'a mut [f32] {
+    let to = reserve(to, lanes * width);
+    let mut lane = 0;
+    for Placed { block, .. } in blocks {
+        for i in 0..block.count {
+            let source = rows.part(block.query(i), col, group * d);
+            for g in 0..group {
+                let row = &mut to[lane * width..(lane + 1) * width];
+                row[..d].copy_from_slice(&source[g * d..(g + 1) * d]);
+                row[d..].fill(0.0);
+                lane += 1;
+            }
+        }
+    }
+    to[lane * width..].fill(0.0);
+    to
+}
+
+/// Packs lanes `[lanes, width]`, as columns with the head inside.
+///
+/// # Safety
+/// `to` has room; both sizes are multiples of 32; AVX-512.
+unsafe fn pack_lanes(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
+    for panel in 0..lanes / GROUP {
+        let (to, from) =
+            (to.wrapping_add(panel * width / GROUP * BLOCK), from[panel * GROUP * width..].as_ptr());
+        // SAFETY: 32 rows of `width`.
+        unsafe { pack(to, from, width, 1, false, GROUP, width) };
+    }
+}
+
+/// Packs lanes `[lanes, width]`, with the head as columns and the lanes inside.
+///
+/// # Safety
+/// As for [`pack_lanes`].
+unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
+    for panel in 0..width / GROUP {
+        let (to, from) = (to.wrapping_add(panel * lanes / GROUP * BLOCK), from[panel * GROUP..].as_ptr());
+        // SAFETY: 32 columns of `lanes` rows.
+        unsafe { pack(to, from, 1, width, false, GROUP, lanes) };
+    }
+}
+
+/// Packs key rows of a head in groups of 32, rows outside and the head inside.
+///
+/// # Safety
+/// `to` has room; AVX-512.
+unsafe fn pack_keys(to: *mut u32, rows: Rows, keys: Range<usize>, at: usize, d: usize) {
+    let deep = d.div_ceil(GROUP);
+    for (i, key) in keys.clone().step_by(GROUP).enumerate() {
+        let count = GROUP.min(keys.end - key);
+        let (to, from) = (to.wrapping_add(i * deep * BLOCK), rows.tile(key, count, at, d));
+        // SAFETY: `tile` checked the rows.
+        unsafe { pack(to, from, rows.stride, 1, true, count, d) };
+    }
+}
+
+/// Packs key rows of a head turned: 32 columns of the head outside and the keys inside, such groups `group` words apart.
+///
+/// # Safety
+/// `to` has room; AVX-512.
+unsafe fn pack_turned(to: *mut u32, group: usize, rows: Rows, keys: Range<usize>, at: usize, d: usize) {
+    let from = rows.tile(keys.start, keys.len(), at, d);
+    for (i, column) in (0..d).step_by(GROUP).enumerate() {
+        let (to, from) = (to.wrapping_add(i * group), from.wrapping_add(column));
+        // SAFETY: `tile` checked the rows.
+        unsafe { pack(to, from, 1, rows.stride, true, GROUP.min(d - column), keys.len()) };
+    }
+}
+
+/// A range of keys that is packed: its length, and where that begins.
+#[derive(Clone, Copy)]
+struct Place {
+    len: usize,
+    at: usize,
+}
+
+impl Place {
+    /// Words of its keys; of its values as many.
+    fn words(self, deep: usize) -> usize {
+        self.len.div_ceil(GROUP) * deep * BLOCK
+    }
+}
+
+/// Packed keys and values of all heads.
+struct Kept {
+    words: Packed,
+    /// By the first row of a range.
+    places: BTreeMap<usize, Place>,
+    /// Words of a head.
+    head: usize,
+}
+
+/// The ranges that as many of the first units see as fit, the words that they take, and the number of units.
+fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize) {
+    let deep = shape.head_dim.div_ceil(GROUP);
+    let mut places: BTreeMap<usize, Place> = BTreeMap::new();
+    let (mut rows, mut count) = (0, 0);
+    for unit in units {
+        for keys in unit.iter().flat_map(|block| &block.range.keys).filter(|keys| !keys.is_empty()) {
+            let place = places.entry(keys.start).or_insert(Place { len: 0, at: 0 });
+            rows += keys.len().saturating_sub(place.len).next_multiple_of(GROUP);
+            place.len = place.len.max(keys.len());
+        }
+        count += 1;
+        if rows / GROUP * deep * 2 * BLOCK * shape.kv_heads >= MAX_PACKED {
+            break;
+        }
+    }
+    let mut end = 0;
+    for place in places.values_mut() {
+        place.at = end;
+        end += 2 * place.words(deep);
+    }
+    (places, end, count)
+}
+
+/// See the function of the same name outside.
+pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &AttentionLayout) {
+    let Shape { q_heads, kv_heads, head_dim: d } = call.shape;
+    let deep = d.div_ceil(GROUP);
+    let (out, lse) = (Shared::new(out), Shared::new(lse));
+    let small = layout.pairs() * ((q_heads * d) as u64) < MIN_PARALLEL;
+    let work = if small { 0 } else { usize::MAX };
+    let threads = rayon::current_num_threads();
+    let mut all = units(layout, call.shape.group(), MAX_LANES);
+    if threads > 1 && !small && all.len() * kv_heads < 2 * threads {
+        all = units(layout, call.shape.group(), GROUP);
+    }
+    let mut scratch = PACKED.take();
+    let mut rest = &all[..];
+    while !rest.is_empty() {
+        let (places, head, count) = places(rest, call.shape);
+        let (now, later) = rest.split_at(count);
+        rest = later;
+        let kept = Kept { words: Packed(words(&mut scratch, head * kv_heads)), places, head };
+        let parts: Vec<(usize, Place, usize)> = kept
+            .places
+            .iter()
+            .flat_map(|(&start, &place)| (0..place.len).step_by(KEYS).map(move |first| (start, place, first)))
+            .collect();
+        parallel::tasks(parts.len() * kv_heads, work, |i| {
+            let (kv_head, (start, place, first)) = (i / parts.len(), parts[i % parts.len()]);
+            let keys = start + first..start + place.len.min(first + KEYS);
+            let (to, step) = (kept.words.at(kv_head * head + place.at), first / GROUP);
+            // SAFETY: the room is for this, and no other task has these keys of this head.
+            unsafe {
+                pack_keys(to.wrapping_add(step * deep * BLOCK), call.k, keys.clone(), kv_head * d, d);
+                let to = to.wrapping_add(place.words(deep) + step * BLOCK);
+                pack_turned(to, place.len.div_ceil(GROUP) * BLOCK, call.v, keys, kv_head * d, d);
+            }
+        });
+        // Units of a key head one after the other, so that what they read stays near; late ones see more.
+        parallel::tasks(now.len() * kv_heads, work, |i| {
+            let (kv_head, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
+            let mut scratch = SCRATCH.take();
+            forward_unit(&mut scratch, call, &kept, unit, kv_head, out, lse);
+            SCRATCH.set(scratch);
+        });
+    }
+    if scratch.len() * LANES <= 2 * MAX_PACKED {
+        PACKED.set(scratch);
+    }
+}
+
+/// `2^x` for every lane with `x` at most 127, relative error below 2e-7; 0 below −126, NaN stays NaN.
+///
+/// `x = n + f`, `|f| ≤ 1/2`, a polynomial in `f` (coefficients of the Cephes library's `exp2f`), times `2^n`. Fewer steps
+/// than `e^x` takes, of which a softmax with tiles consists for the most part.
+#[inline(always)]
+fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    // Adding 1.5·2^23 rounds to an integer and leaves it in the low bits.
+    let magic = simd.splat_f32s(12_582_912.0);
+    let shifted = simd.add_f32s(x, magic);
+    let f = simd.sub_f32s(x, simd.sub_f32s(shifted, magic));
+    let mut p = simd.splat_f32s(1.535_336_2e-4);
+    for c in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, LN_2, 1.0] {
+        p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(c));
+    }
+    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let one = simd.transmute_u32s_f32s(simd.splat_f32s(1.0));
+    let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(simd.add_u32s(bits, one)));
+    select(simd, simd.less_than_f32s(x, simd.splat_f32s(-126.0)), simd.splat_f32s(0.0), y)
+}
+
+/// Scores of whole blocks of keys become weights, cut into parts; `max` and `sum` of the panel's lanes are updated, and
+/// `shrink` gets the factor of what they had.
+///
+/// # Safety
+/// `scores [32 · steps, 32]`, and room for their weights.
+#[inline(always)]
+unsafe fn softmax<S: Simd>(
+    simd: S,
+    scores: *const f32,
+    weights: *mut u32,
+    steps: usize,
+    scale: f32,
+    max: &mut [f32],
+    sum: &mut [f32],
+    shrink: &mut [f32; GROUP],
+) {
+    let scale = simd.splat_f32s(scale);
+    let infinite = simd.splat_f32s(f32::NEG_INFINITY);
+    let zero = simd.splat_f32s(0.0);
+    for v in 0..GROUP / LANES {
+        let at = v * LANES;
+        // SAFETY: by the contract.
+        let score = |key: usize| unsafe { load_ptr(simd, scores.add(key * GROUP + at), LANES) };
+        let mut top = [infinite; 4];
+        for key in (0..steps * GROUP).step_by(4) {
+            for (i, top) in top.iter_mut().enumerate() {
+                *top = simd.max_f32s(score(key + i), *top);
+            }
+        }
+        let top = simd.max_f32s(simd.max_f32s(top[0], top[1]), simd.max_f32s(top[2], top[3]));
+        let old = load(simd, &max[..at + LANES], at);
+        let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
+        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
+        let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
+        let factor = exp2(simd, simd.sub_f32s(old, base));
+        let minus = simd.neg_f32s(base);
+        let mut sums = [zero; 2];
+        for step in 0..steps {
+            for p in 0..LANES {
+                let key = step * GROUP + p;
+                let low = exp2(simd, simd.mul_add_e_f32s(score(key), scale, minus));
+                let high = exp2(simd, simd.mul_add_e_f32s(score(key + LANES), scale, minus));
+                sums = [simd.add_f32s(sums[0], low), simd.add_f32s(sums[1], high)];
+                let to = weights.wrapping_add(step * BLOCK + v * PART / 2 + p * LANES);
+                // SAFETY: a line of the operand.
+                unsafe { store_line(simd, to, cut(simd, low), cut(simd, high)) };
+            }
+        }
+        let kept = simd.mul_f32s(load(simd, &sum[..at + LANES], at), factor);
+        store(simd, &mut max[..at + LANES], at, new);
+        store(simd, &mut sum[..at + LANES], at, simd.add_f32s(kept, simd.add_f32s(sums[0], sums[1])));
+        store(simd, &mut shrink[..at + LANES], at, factor);
+    }
+}
+
+/// `acc = acc · shrink + new`, `[32, 32]`, a factor per column.
+///
+/// # Safety
+/// `acc` has all elements.
+#[inline(always)]
+unsafe fn accumulate<S: Simd>(simd: S, acc: *mut f32, shrink: Option<&[f32; GROUP]>, new: &Output) {
+    for v in (0..GROUP).step_by(LANES) {
+        let shrink = shrink.map_or(simd.splat_f32s(1.0), |shrink| load(simd, &shrink[..v + LANES], v));
+        for i in (v..SQUARE).step_by(GROUP) {
+            // SAFETY: by the contract.
+            unsafe {
+                let old = load_ptr(simd, acc.add(i), LANES);
+                let new = load_ptr(simd, new.0.as_ptr().add(i), LANES);
+                store_ptr(simd, acc.add(i), LANES, simd.mul_add_e_f32s(old, shrink, new));
+            }
+        }
+    }
+}
+
+fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
+    x.clear();
+    x.resize(len, value);
+}
+
+simd_fn! {
+    fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, kept: &'a Kept, unit: &'a [Block<'a>],
+                        kv_head: usize, out: Shared<'a>, lse: Shared<'a>) -> () {
+        let Shape { q_heads, head_dim: d, .. } = call.shape;
+        let (group, deep) = (call.shape.group(), d.div_ceil(GROUP));
+        let blocks = place(unit.iter().map(|&block| (0, block)), group);
+        let panels = blocks.last().map_or(0, |placed| placed.lanes.end).div_ceil(GROUP);
+        let (lanes, width) = (panels * GROUP, deep * GROUP);
+        let rows = gather(&mut s.rows, call.q, &blocks, lanes, width, kv_head * group * d, group, d);
+        let q = words(&mut s.q, panels * deep * BLOCK);
+        // SAFETY: room for it; the instructions exist.
+        unsafe { pack_lanes(q, rows, lanes, width) };
+        let acc = reserve(&mut s.acc, lanes * width);
+        acc.fill(0.0);
+        reset(&mut s.max, lanes, f32::NEG_INFINITY);
+        reset(&mut s.sum, lanes, 0.0);
+        let scores = reserve(&mut s.scores, KEYS * GROUP).as_mut_ptr();
+        let weights = words(&mut s.weights, KEYS / GROUP * BLOCK);
+        let mut product = Output([0.0; SQUARE]);
+        let mut shrink = [0.0; GROUP];
+        let mut sight = Sight { bits: [0; KEYS], end: 0 };
+        let shared = usize::from(unit.len() > 1);
+        let mut visits: Vec<(&[Placed], &Range<usize>)> = Vec::new();
+        if shared == 1 {
+            visits.push((&blocks, &unit[0].range.keys[0]));
+        }
+        for placed in &blocks {
+            let own = &placed.block.range.keys[shared..];
+            visits.extend(own.iter().map(|keys| (std::slice::from_ref(placed), keys)));
+        }
+        // SAFETY: the instructions exist.
+        let tiles = unsafe { Tiles::new() };
+        for (blocks, range) in visits {
+            let Some(place) = kept.places.get(&range.start) else { continue };
+            let keys = kept.words.at(kv_head * kept.head + place.at).cast_const();
+            let values = keys.wrapping_add(place.words(deep));
+            let values_group = place.len.div_ceil(GROUP) * BLOCK;
+            let (first, last) = (blocks[0].lanes.start / GROUP, blocks[blocks.len() - 1].lanes.end.div_ceil(GROUP));
+            for start in (0..range.len()).step_by(KEYS) {
+                let tile = range.start + start..range.end.min(range.start + start + KEYS);
+                for panel in first..last {
+                    sight.look(blocks, group, panel, &tile);
+                    let steps = sight.end.div_ceil(GROUP);
+                    if steps == 0 {
+                        continue;
+                    }
+                    let lanes = panel * GROUP..(panel + 1) * GROUP;
+                    // SAFETY: scratch was sized above; the range is packed, `steps` blocks of 32 from `start` on.
+                    unsafe {
+                        for step in 0..steps {
+                            let keys = keys.add((start / GROUP + step) * deep * BLOCK);
+                            multiply_wide(scores.add(step * SQUARE), keys, q.add(panel * deep * BLOCK), deep);
+                        }
+                        hide(scores, sight.bits(), f32::NEG_INFINITY);
+                        let (max, sum) = (&mut s.max[lanes.clone()], &mut s.sum[lanes]);
+                        softmax(simd, scores, weights, steps, call.scale * LOG2_E, max, sum, &mut shrink);
+                        for g in 0..deep {
+                            let values = values.add(g * values_group + start / GROUP * BLOCK);
+                            multiply_wide(product.0.as_mut_ptr(), values, weights, steps);
+                            let acc = acc.as_mut_ptr().add((panel * deep + g) * SQUARE);
+                            accumulate(simd, acc, Some(&shrink), &product);
+                        }
+                    }
+                }
+            }
+        }
+        drop(tiles);
+        for panel in 0..panels {
+            let at = panel * GROUP * width;
+            // SAFETY: a panel of accumulators, and room for as much.
+            unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
+        }
+        for Placed { block, lanes, .. } in &blocks {
+            for i in 0..block.count {
+                for g in 0..group {
+                    let lane = lanes.start + i * group + g;
+                    let head = block.query(i) * q_heads + kv_head * group + g;
+                    let total = s.sum[lane];
+                    let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
+                    // SAFETY: every query row is in one unit, and this is the only task of its key head.
+                    let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
+                    for (y, x) in out.iter_mut().zip(&rows[lane * width..]) {
+                        *y = x * inverse;
+                    }
+                    lse[0] = (s.max[lane] + total.log2()) * LN_2;
+                }
+            }
+        }
+    }
+}
+
+/// A tile of the backward pass: its keys, and where operands of them begin, in blocks.
+struct KeyTile {
+    keys: Range<usize>,
+    /// Groups of 32 keys before it.
+    group: usize,
+    /// Words to its turned keys, and from one group of columns to the next.
+    turned: usize,
+    turned_group: usize,
+}
+
+/// What the units of a chunk share.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    call: Call<'a>,
+    chunk: &'a Chunk<'a>,
+    kv_head: usize,
+    saved: Saved<'a>,
+    grad: Gradients<'a>,
+    tiles: &'a [KeyTile],
+}
+
+/// Adds what a chunk of keys gives to the gradients of one key head.
+pub(super) fn backward(call: Call, chunk: &Chunk, kv_head: usize, saved: Saved, grad: Gradients) {
+    let (group, d) = (call.shape.group(), call.shape.head_dim);
+    let deep = d.div_ceil(GROUP);
+    let max_queries = (MAX_LANES / group.max(1)).max(1);
+    let mut scratch = SCRATCH.take();
+    let s = &mut scratch;
+    let passes = chunk.keys.len().div_ceil(PASS).max(1);
+    let step = chunk.keys.len().div_ceil(passes).next_multiple_of(GROUP).max(GROUP);
+    for start in chunk.keys.clone().step_by(step) {
+        let keys = start..chunk.keys.end.min(start + step);
+        let pieces = pieces(chunk.seen.iter().map(|seen| seen.range), &keys);
+        let groups: usize = pieces.iter().map(|piece| piece.len().div_ceil(GROUP)).sum();
+        let [k, v, k_turned] =
+            [&mut s.k, &mut s.v, &mut s.k_turned].map(|to| words(to, groups * deep * BLOCK));
+        let (mut tiles, mut group_at) = (Vec::new(), 0);
+        for piece in pieces {
+            let (at, count) = (group_at * deep * BLOCK, piece.len().div_ceil(GROUP));
+            // SAFETY: room for all groups of all pieces; the instructions exist.
+            unsafe {
+                pack_keys(k.wrapping_add(at), call.k, piece.clone(), kv_head * d, d);
+                pack_keys(v.wrapping_add(at), call.v, piece.clone(), kv_head * d, d);
+                pack_turned(k_turned.wrapping_add(at), count * BLOCK, call.k, piece.clone(), kv_head * d, d);
+            }
+            tiles.extend((0..piece.len()).step_by(KEYS).map(|first| KeyTile {
+                keys: piece.start + first..piece.end.min(piece.start + first + KEYS),
+                group: group_at + first / GROUP,
+                turned: at + first / GROUP * BLOCK,
+                turned_group: count * BLOCK,
+            }));
+            group_at += count;
+        }
+        let pass = Pass { call, chunk, kv_head, saved, grad, tiles: &tiles };
+        let (mut unit, mut room) = (Vec::new(), max_queries);
+        for (at, seen) in chunk.seen.iter().enumerate() {
+            let range = seen.range;
+            let Some(mut first) = first_query(range, &keys) else { continue };
+            while first < range.queries.len() {
+                let count = room.min(range.queries.len() - first);
+                unit.push((at, Block { range, first, count }));
+                (first, room) = (first + count, room - count);
+                if room == 0 {
+                    backward_unit(s, pass, &place(unit.drain(..), group));
+                    room = max_queries;
+                }
+            }
+        }
+        if !unit.is_empty() {
+            backward_unit(s, pass, &place(unit.drain(..), group));
+        }
+    }
+    SCRATCH.set(scratch);
+}
+
+/// Scores of a block of 32 keys and a panel become weights, their gradients become score gradients. Both are written as a
+/// left operand with the keys outside, the latter as a right operand with the keys inside too.
+///
+/// # Safety
+/// All of it is there.
+#[inline(always)]
+unsafe fn backward_scores<S: Simd>(
+    simd: S,
+    scores: *const f32,
+    dscores: *const f32,
+    scale: f32,
+    lse: &[f32],
+    delta: &[f32],
+    weights: *mut u32,
+    left: *mut u32,
+    right: *mut u32,
+) {
+    let factor = simd.splat_f32s(scale);
+    let binary = simd.splat_f32s(scale * LOG2_E);
+    let minus_lse = [0, LANES].map(|at| simd.neg_f32s(load(simd, &lse[..at + LANES], at)));
+    let delta = [0, LANES].map(|at| load(simd, &delta[..at + LANES], at));
+    for p in 0..LANES {
+        let mut changes = [[simd.splat_f32s(0.0); 2]; 2];
+        for half in 0..2 {
+            let mut of_key = [simd.splat_f32s(0.0); 2];
+            for v in 0..2 {
+                let at = (p + half * LANES) * GROUP + v * LANES;
+                // SAFETY: by the contract.
+                let (score, change) = unsafe {
+                    (load_ptr(simd, scores.add(at), LANES), load_ptr(simd, dscores.add(at), LANES))
+                };
+                of_key[v] = exp2(simd, simd.mul_add_e_f32s(score, binary, minus_lse[v]));
+                let change = simd.sub_f32s(change, delta[v]);
+                changes[half][v] = simd.mul_f32s(simd.mul_f32s(of_key[v], change), factor);
+            }
+            let to = weights.wrapping_add(half * PART / 2 + p * LANES);
+            // SAFETY: a line of the operand.
+            unsafe { store_line(simd, to, cut(simd, of_key[0]), cut(simd, of_key[1])) };
+        }
+        let [[a, b], [c, d]] = changes;
+        let [a, b, c, d] = [cut(simd, a), cut(simd, b), cut(simd, c), cut(simd, d)];
+        // SAFETY: lines of the operands.
+        unsafe {
+            store_line(simd, left.wrapping_add(p * LANES), a, b);
+            store_line(simd, left.wrapping_add(PART / 2 + p * LANES), c, d);
+            store_line(simd, right.wrapping_add(p * LANES), a, c);
+            store_line(simd, right.wrapping_add(PART / 2 + p * LANES), b, d);
+        }
+    }
+}
+
+simd_fn! {
+    fn backward_unit<'a>(simd: S, s: &'a mut Scratch, pass: Pass<'a>, blocks: &'a [Placed<'a>]) -> () {
+        let Pass { call, chunk, kv_head, saved, grad, tiles } = pass;
+        let Shape { q_heads, head_dim: d, .. } = call.shape;
+        let (group, deep) = (call.shape.group(), d.div_ceil(GROUP));
+        let panels = blocks.last().map_or(0, |placed| placed.lanes.end).div_ceil(GROUP);
+        let (lanes, width) = (panels * GROUP, deep * GROUP);
+        let col = kv_head * group * d;
+        let size = panels * deep * BLOCK;
+        let rows = gather(&mut s.rows, call.q, blocks, lanes, width, col, group, d);
+        let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
+        let more = gather(&mut s.more_rows, dout, blocks, lanes, width, col, group, d);
+        let (q, q_rows) = (words(&mut s.q, size), words(&mut s.q_rows, size));
+        let (dout, dout_rows) = (words(&mut s.dout, size), words(&mut s.dout_rows, size));
+        // SAFETY: room for it; the instructions exist.
+        unsafe {
+            pack_lanes(q, rows, lanes, width);
+            pack_heads(q_rows, rows, lanes, width);
+            pack_lanes(dout, more, lanes, width);
+            pack_heads(dout_rows, more, lanes, width);
+        }
+        // Padding has weight 0.
+        reset(&mut s.max, lanes, f32::INFINITY);
+        reset(&mut s.sum, lanes, 0.0);
+        for Placed { block, lanes, .. } in blocks {
+            for i in 0..block.count {
+                for g in 0..group {
+                    let (lane, head) = (lanes.start + i * group + g, block.query(i) * q_heads + kv_head * group + g);
+                    let (dout, out) = (&more[lane * width..][..d], &saved.out[head * d..(head + 1) * d]);
+                    let mut sum = simd.splat_f32s(0.0);
+                    for j in (0..d).step_by(LANES) {
+                        sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
+                    }
+                    s.sum[lane] = simd.reduce_sum_f32s(sum);
+                    s.max[lane] = saved.lse[head] * LOG2_E;
+                }
+            }
+        }
+        let acc = reserve(&mut s.acc, lanes * width);
+        acc.fill(0.0);
+        let scores = reserve(&mut s.scores, KEYS * GROUP).as_mut_ptr();
+        let dscores = reserve(&mut s.dscores, KEYS * GROUP).as_mut_ptr();
+        let weights = words(&mut s.weights, KEYS / GROUP * panels * BLOCK);
+        let left = words(&mut s.dscores_left, KEYS / GROUP * panels * BLOCK);
+        let right = words(&mut s.dscores_right, KEYS / GROUP * BLOCK);
+        let [k, v, k_turned] = [&mut s.k, &mut s.v, &mut s.k_turned].map(|of| of.as_ptr().cast::<u32>());
+        let mut product = Output([0.0; SQUARE]);
+        let mut sight = Sight { bits: [0; KEYS], end: 0 };
+        // SAFETY: the instructions exist.
+        let configured = unsafe { Tiles::new() };
+        for KeyTile { keys, group: at, turned, turned_group } in tiles {
+            // Panels that see each block of 32 keys.
+            let mut seeing = [const { 0..0 }; KEYS / GROUP];
+            for panel in 0..panels {
+                sight.look(blocks, group, panel, keys);
+                let steps = sight.end.div_ceil(GROUP);
+                let at = at * deep * BLOCK;
+                // SAFETY: scratch was sized above; the tile is packed.
+                unsafe {
+                    for step in 0..steps {
+                        let at = at + step * deep * BLOCK;
+                        multiply_wide(scores.add(step * SQUARE), k.add(at), q.add(panel * deep * BLOCK), deep);
+                        multiply_wide(dscores.add(step * SQUARE), v.add(at), dout.add(panel * deep * BLOCK), deep);
+                    }
+                    hide(scores, sight.bits(), f32::NEG_INFINITY);
+                    hide(dscores, sight.bits(), 0.0);
+                    for (step, seeing) in seeing.iter_mut().enumerate().take(steps) {
+                        let of = |panel: usize| (step * panels + panel) * BLOCK;
+                        if seeing.start == seeing.end {
+                            *seeing = panel..panel;
+                        }
+                        // Panels in between that see nothing.
+                        for hole in seeing.end..panel {
+                            weights.add(of(hole)).write_bytes(0, BLOCK);
+                            left.add(of(hole)).write_bytes(0, BLOCK);
+                        }
+                        seeing.end = panel + 1;
+                        let lanes = panel * GROUP..(panel + 1) * GROUP;
+                        backward_scores(
+                            simd,
+                            scores.add(step * SQUARE),
+                            dscores.add(step * SQUARE),
+                            call.scale,
+                            &s.max[lanes.clone()],
+                            &s.sum[lanes],
+                            weights.add(of(panel)),
+                            left.add(of(panel)),
+                            right.add(step * BLOCK),
+                        );
+                    }
+                    for g in 0..if steps == 0 { 0 } else { deep } {
+                        let k_turned = k_turned.add(turned + g * turned_group);
+                        multiply_wide(product.0.as_mut_ptr(), k_turned, right, steps);
+                        let acc = acc.as_mut_ptr().add((panel * deep + g) * SQUARE);
+                        accumulate(simd, acc, None, &product);
+                    }
+                }
+            }
+            let end = grad.stride * (keys.end - 1) + kv_head * d + d;
+            // SAFETY: this task alone writes these rows of the key head; the calls check the bounds, no reference stays.
+            unsafe {
+                grad.data.part(end + grad.k_col, 0);
+                grad.data.part(end + grad.v_col, 0);
+            }
+            for (step, seeing) in seeing.into_iter().enumerate().filter(|(_, seeing)| !seeing.is_empty()) {
+                let from = (step * panels + seeing.start) * BLOCK;
+                let row = keys.start + step * GROUP;
+                let count = GROUP.min(keys.end - row);
+                for g in 0..deep {
+                    let to = grad.stride * row + kv_head * d + g * GROUP;
+                    let columns = GROUP.min(d - g * GROUP);
+                    let lanes = (g * panels + seeing.start) * BLOCK;
+                    // SAFETY: as above.
+                    unsafe {
+                        for (col, left, right) in
+                            [(grad.v_col, weights, dout_rows), (grad.k_col, left, q_rows)]
+                        {
+                            multiply_wide(product.0.as_mut_ptr(), left.add(from), right.add(lanes), seeing.len());
+                            let to = grad.data.ptr(to + col);
+                            amx::store(to, grad.stride, &product, count, columns, None, true);
+                        }
+                    }
+                }
+            }
+        }
+        drop(configured);
+        for panel in 0..panels {
+            let at = panel * GROUP * width;
+            // SAFETY: a panel of accumulators, and room for as much.
+            unsafe { turn(rows[at..].as_mut_ptr(), acc[at..].as_ptr(), width, GROUP) };
+        }
+        for Placed { block, lanes, seen } in blocks {
+            for i in 0..block.count {
+                for g in 0..group {
+                    let lane = lanes.start + i * group + g;
+                    // SAFETY: a query row is in one block of the chunk, and this is the only task of its key head.
+                    let dq = unsafe { grad.dq(&chunk.seen[*seen], block.first + i, col + g * d, d) };
+                    dq.iter_mut().zip(&rows[lane * width..]).for_each(|(to, x)| *to += x);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::load;
+
+    simd_fn! {
+        fn exp2_all<'a>(simd: S, x: &'a mut [f32]) -> () {
+            for i in (0..x.len()).step_by(S::F32_LANES) {
+                let y = exp2(simd, load(simd, x, i));
+                store(simd, x, i, y);
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_accurate_to_2e_7() {
+        let x: Vec<f32> = (0..1_000_003).map(|i| i as f32 * 1.27e-4 - 126.0).collect();
+        let mut y = x.clone();
+        exp2_all(&mut y);
+        for (x, y) in x.iter().zip(&y) {
+            let expected = f64::from(*x).exp2();
+            assert!((f64::from(*y) / expected - 1.0).abs() < 2e-7, "exp2({x}) = {y}, expected {expected}");
+        }
+        let mut x = [0.0, -0.0, f32::NEG_INFINITY, -126.5, -1e30, f32::NAN, 1.0, 3.0];
+        exp2_all(&mut x);
+        assert_eq!(x[..5], [1.0, 1.0, 0.0, 0.0, 0.0]);
+        assert!(x[5].is_nan());
+        assert_eq!(x[6..], [2.0, 8.0]);
+    }
+}
