@@ -224,6 +224,34 @@ impl PackedLinear {
         with_layers(&self.parts, &[], &mut |layers| {
             kernel::backward_input(&mut dx, k, dy, width, layers, rows, k, false);
         })?;
+        self.weight_gradients(x, dy, rows, k);
+        let mut col = 0;
+        for part in &self.parts {
+            if let Some(adapter) = part.weight.adapter() {
+                adapter.backward(&mut dx, &dy[col..], width, x, rows, self.dropped.as_ref())?;
+            }
+            col += part.n;
+        }
+        Ok(dx)
+    }
+
+    /// [`Self::backward`] where nobody asks for the gradient of the input: layers without adapters or rotation.
+    ///
+    /// # Errors
+    /// As there; an adapter, which belongs to layers inside a model.
+    pub fn backward_weights(&self, x: &[f32], dy: &[f32], rows: usize, k: usize) -> Result<()> {
+        if x.len() != rows * k || dy.len() != rows * self.width() {
+            bail!("linear backward: {} inputs and {} gradients for {rows} rows of {k}", x.len(), dy.len());
+        }
+        if self.rope.is_some() || self.parts.iter().any(|part| part.weight.adapter().is_some()) {
+            bail!("linear backward: the first layer has a rotation or an adapter");
+        }
+        self.weight_gradients(x, dy, rows, k);
+        Ok(())
+    }
+
+    fn weight_gradients(&self, x: &[f32], dy: &[f32], rows: usize, k: usize) {
+        let width = self.width();
         let mut buffers: Vec<_> = self.parts.iter().map(|part| part.weight.gradient()).collect();
         let mut gradients = Vec::with_capacity(buffers.len());
         let mut col = 0;
@@ -237,16 +265,11 @@ impl PackedLinear {
         drop(buffers);
         col = 0;
         for part in &self.parts {
-            let dy = &dy[col..];
             if let Some(bias) = &part.bias {
-                bias.accumulate(|db| kernel::backward_bias(db, dy, width, rows, part.n));
-            }
-            if let Some(adapter) = part.weight.adapter() {
-                adapter.backward(&mut dx, dy, width, x, rows, self.dropped.as_ref())?;
+                bias.accumulate(|db| kernel::backward_bias(db, &dy[col..], width, rows, part.n));
             }
             col += part.n;
         }
-        Ok(dx)
     }
 
     fn backward_tensors(&self, x_tk: &Tensor, dy_tn: &Tensor) -> Result<Tensor> {

@@ -8,11 +8,11 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Linear, MatmulMode, Norm, Part, RopeTable, Segments, activation, linear,
-    norm, rows_from_vec,
+    Activation, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Part, RopeTable, Segments,
+    activation, linear, norm, rows_from_vec, with_f32,
 };
 
 use super::config::{Generation, VisionConfig};
@@ -135,12 +135,15 @@ impl VisionTower {
             rows.extend_from_slice(&patches[token * unit * len..(token + 1) * unit * len]);
         }
         let rope = self.rope(grid, &plan.order);
-        let x = rows_from_vec(rows, n, len)?;
-        let embed = move |x: &Tensor| linear(x, &self.patch_embed, MatmulMode::Gemm);
-        let mut x = match &mut tape {
-            Some(tape) => tape.push(&x, embed)?,
-            None => embed(&x)?,
-        };
+        let embed = PackedLinear::new(&[&self.patch_embed], MatmulMode::Gemm);
+        let mut x = rows_from_vec(embed.forward(&rows, n, len)?, n, self.config.hidden)?;
+        if let Some(tape) = &mut tape {
+            // Pixels have no gradient.
+            tape.own(move |dy| {
+                with_f32(&dy.contiguous()?, |dy| embed.backward_weights(&rows, dy, n, len))??;
+                Tensor::zeros((n, 0), DType::F32, &Device::Cpu)
+            });
+        }
         for (b, block) in self.blocks.iter().enumerate() {
             let layout = plan.layout(&self.config, b);
             x = block.forward(&x, Some(&rope), self.config.heads, layout, tape.as_deref_mut())?;
