@@ -52,8 +52,8 @@ pub fn copy(from: &[f32]) -> Vec<f32> {
 
 /// `to += from`, element by element.
 pub fn add(to: &mut [f32], from: &[f32]) {
-    let len = to.len().min(from.len());
-    let to = Shared::new(to);
+    assert_eq!(to.len(), from.len(), "buffers of different length");
+    let (len, to) = (to.len(), Shared::new(to));
     ranges(len, LINE, len, |range| {
         // SAFETY: the ranges are disjoint.
         let to = unsafe { to.part(range.start, range.len()) };

@@ -1,4 +1,4 @@
-//! The blocked matrix product for many rows: what linear layers, their gradients and the head run on.
+//! The blocked matrix product for many rows: what linear layers, their gradients and the head run on without matrix tiles.
 //!
 //! A task owns a strip of output columns. For one block of the inner dimension after the other it packs its part of the
 //! right operand into panels of two vectors (widening bf16 on the way) and runs over all rows with register tiles of

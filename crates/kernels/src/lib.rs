@@ -6,10 +6,11 @@
 //!
 //! Two promises hold for all kernels:
 //!
-//! * **Threads do not change bits.** Work is split over outputs, never over a sum, and partial sums are added in index
-//!   order, so the number of threads of the rayon pool has no influence on a result.
-//! * **One body for all instruction sets.** The best of AVX-512, AVX2 and portable code is chosen at run time. Results
-//!   may differ between them in the last bits, so exact repeatability is per CPU model.
+//! * **Threads do not change bits.** Work is split over outputs, or over parts of a sum that sizes alone determine and that
+//!   are added in order, so the number of threads of the rayon pool has no influence on a result.
+//! * **One body for all vector lengths.** The best of AVX-512, AVX2 and portable code is chosen at run time. Matrix
+//!   products and attention have a second body, for CPUs with matrix tiles. Results may differ between them in the last bits,
+//!   so exact repeatability is per CPU model.
 //!
 //! [`twin`] holds every op once more in plain `f64` loops; the tests compare the two.
 
@@ -18,6 +19,7 @@ mod simd;
 mod gemm;
 mod microkernel;
 mod team;
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 mod tiles;
 
 pub mod activation;
@@ -38,14 +40,15 @@ pub mod twin;
 
 use half::bf16;
 
-pub use simd::force_portable;
+pub use simd::{Instructions, limit_instructions};
+pub use tiles::available as has_tiles;
 
 /// A weight matrix `[n, k]`, row-major, in its storage dtype.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
     /// 32-bit floats.
     F32(&'a [f32]),
-    /// bfloat16, widened exactly to `f32` before use.
+    /// bfloat16; exact, products and sums are those of `f32`.
     Bf16(&'a [bf16]),
     /// 8 or 4 bits a weight, widened tile by tile.
     Quantised(quant::QuantRows<'a>),

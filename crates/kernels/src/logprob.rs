@@ -108,6 +108,8 @@ pub struct Weights {
     pub total: f64,
     /// Log-sum-exp of the divided logits.
     pub lse: f64,
+    /// What logits are multiplied by: one over the temperature.
+    pub scale: f32,
 }
 
 impl Weights {
@@ -115,6 +117,7 @@ impl Weights {
     #[must_use]
     pub fn new(logits: &[f32], temperature: f32) -> Option<Self> {
         let scale = 1.0 / temperature;
+        // Of the rounded product, as the weights: the largest is 1.
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
         if !max.is_finite() {
             return None;
@@ -123,7 +126,7 @@ impl Weights {
         let chunks = weights.chunks_mut(WEIGHTS_CHUNK).zip(logits.chunks(WEIGHTS_CHUNK));
         let sums: Vec<f64> = chunks.map(|(w, x)| f64::from(row_weights(w, x, scale, max))).collect();
         let total: f64 = sums.iter().sum();
-        (!total.is_nan()).then(|| Self { weights, sums, total, lse: f64::from(max) + total.ln() })
+        (!total.is_nan()).then(|| Self { weights, sums, total, lse: f64::from(max) + total.ln(), scale })
     }
 }
 

@@ -3,7 +3,7 @@
 //! An element of a product has the same bits wherever it stands in the output and however many rows and columns are
 //! computed with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
 //! order. The `gemm` crate does not promise that (it changes kernels with the number of rows), so attention and
-//! decoding use these.
+//! decoding use these, where they do not use matrix tiles.
 
 use std::ops::Range;
 
@@ -422,17 +422,17 @@ impl Dots<'_> {
             // SAFETY: the rows are those that were packed together.
             unsafe {
                 if side::<S>(rest) == R {
-                    self.rows::<S, T, R, N>(simd, w, part, i, j..j + count);
+                    self.rows::<S, T, R, N>(simd, w, part, i, i == R, j..j + count);
                     i += R;
                 } else {
-                    self.rows::<S, T, 4, N>(simd, w, part, i, j..j + count);
+                    self.rows::<S, T, 4, N>(simd, w, part, i, i == R, j..j + count);
                     i += 4;
                 }
             }
         }
     }
 
-    /// `R` rows of `x` from `i` on and the rows of `w` of a group.
+    /// `R` rows of `x` from `i` on and the rows of `w` of a group; `second` after the first rows of `x`.
     #[inline(always)]
     unsafe fn rows<S: Simd, T: Stored, const R: usize, const N: usize>(
         &self,
@@ -440,6 +440,7 @@ impl Dots<'_> {
         w: *const T,
         part: Part,
         i: usize,
+        second: bool,
         group: Range<usize>,
     ) {
         let next = if group.end < self.n { group.end } else { self.after };
@@ -454,7 +455,7 @@ impl Dots<'_> {
                     self.tile::<S, T, R, N, N>(simd, w, part, Place { i, j, ahead: next + first });
                 } else if i == 0 {
                     self.tile::<S, T, R, N, 2>(simd, w, part, Place { i, j, ahead: next + first / N * 2 });
-                } else if i == R && N > 2 {
+                } else if second && N > 2 {
                     self.tile::<S, T, R, N, 1>(simd, w, part, Place { i, j, ahead: next + 4 + first / N });
                 } else {
                     self.tile::<S, T, R, N, 0>(simd, w, part, Place { i, j, ahead: next });

@@ -73,6 +73,7 @@ pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
 
 /// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
 const STRIP_PANELS: usize = 6;
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 /// The same where strips are few: what a thread packs of them stays in its second-level cache (1 MiB).
 const EVEN_PANELS: usize = 11;
 /// Rows below which a strip is not divided among threads.
@@ -97,6 +98,7 @@ impl<'a> Strips<'a> {
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
     }
 
+    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     /// As few strips as keep the threads equally busy.
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize) -> Self {
         let threads = rayon::current_num_threads();

@@ -4,6 +4,7 @@ use crate::parallel::{Shared, ranges};
 
 /// `y [rows, dim] = residual + x · scale`, `scale [dim]`.
 pub fn residual_forward(y: &mut [f32], x: &[f32], residual: &[f32], scale: &[f32]) {
+    assert!(x.len() == y.len() && residual.len() == y.len(), "a branch that does not fit its stream");
     let dim = scale.len().max(1);
     let (len, to) = (y.len(), Shared::new(y));
     ranges(len / dim, 1, len, |rows| {

@@ -1,27 +1,39 @@
 //! Run-time choice of the instruction set, and the vector functions shared by the kernels.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use pulp::Arch;
 pub(crate) use pulp::Simd;
 
-static PORTABLE: AtomicBool = AtomicBool::new(false);
-
-/// Makes all kernels of the process use portable code (`true`) or the best instructions of the CPU (`false`, as at the
-/// start). For tests and for comparing machines; not to be changed while a kernel runs.
-pub fn force_portable(on: bool) {
-    PORTABLE.store(on, Ordering::Relaxed);
+/// Which instructions kernels may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Instructions {
+    /// All that the CPU has.
+    Best,
+    /// All but matrix tiles.
+    Vectors,
+    /// Those of every CPU of its kind.
+    Portable,
 }
 
-/// Whether portable code is asked for.
-pub(crate) fn portable() -> bool {
-    PORTABLE.load(Ordering::Relaxed)
+static LIMIT: AtomicU8 = AtomicU8::new(Instructions::Best as u8);
+
+/// Limits the instructions that kernels of this process use; at the start there is no limit. For tests and for comparing
+/// machines; not to be changed while a kernel runs.
+pub fn limit_instructions(to: Instructions) {
+    LIMIT.store(to as u8, Ordering::Relaxed);
 }
 
-/// The instruction set in use.
+/// Whether kernels may use at least these.
+pub(crate) fn allowed(instructions: Instructions) -> bool {
+    LIMIT.load(Ordering::Relaxed) <= instructions as u8
+}
+
+/// The vector instructions in use.
 #[inline]
 pub(crate) fn arch() -> Arch {
-    if portable() { Arch::Scalar } else { Arch::new() }
+    if allowed(Instructions::Vectors) { Arch::new() } else { Arch::Scalar }
 }
 
 /// Defines a function whose body is compiled once per instruction set; the best one runs.

@@ -9,7 +9,7 @@
 //!
 //! A bf16 weight is one number, which leaves three products, and those are exact. The error of a sum is that of adding up
 //! in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero,
-//! what a number has below that is lost, and an infinite factor gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
+//! what a number has below that is lost, and a factor that rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
 //! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
 //! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
@@ -28,6 +28,15 @@ use half::bf16;
 
 use crate::Weight;
 use crate::parallel::Shared;
+
+/// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
+#[must_use]
+pub fn available() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx::available();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
 
 /// Rows of the left operand, and where their products go.
 pub(crate) struct Left<'a> {
@@ -67,14 +76,6 @@ pub(crate) unsafe fn multiply(lefts: &[Left], rights: &[Right], k: usize, ldc: u
         return true;
     }
     let _ = (lefts, rights, k, ldc, old);
-    false
-}
-
-/// Whether [`pack_rows`] and [`Dots`] work on this CPU.
-pub(crate) fn available() -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return amx::available();
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
 }
 
@@ -146,7 +147,7 @@ pub(crate) mod amx {
     use crate::Weight;
     use crate::gemm::{self, Line};
     use crate::parallel::{Strips, part, tasks};
-    use crate::simd::{self, Simd};
+    use crate::simd::{self, Instructions, Simd};
 
     /// Elements of the inner dimension that one instruction takes.
     const STEP: usize = 32;
@@ -174,7 +175,7 @@ pub(crate) mod amx {
     /// Whether CPU and kernel have tiles for bf16, and portable code is not asked for.
     pub(crate) fn available() -> bool {
         static FOUND: OnceLock<bool> = OnceLock::new();
-        *FOUND.get_or_init(detect) && !simd::portable()
+        *FOUND.get_or_init(detect) && simd::allowed(Instructions::Best)
     }
 
     fn detect() -> bool {

@@ -66,9 +66,20 @@ fn cases() -> Vec<Case> {
         case(AttentionLayout::groups(&[(400, vec![3, 150, 37]), (5, vec![9])]), heads(6, 2, 72)),
         case(sliding(150, 3, 40), heads(4, 2, 33)),
         case(backwards(), heads(3, 1, 48)),
+        // One range of more keys and values than are packed at a time, and more ranges.
+        case(one_long(700, 20), heads(8, 8, 256)),
         // More keys and values than are packed at a time.
         case(AttentionLayout::full_blocks(&[64; 90]), heads(8, 8, 16)),
     ]
+}
+
+/// The first `n` queries see all rows, the others their own block of `n`.
+fn one_long(rows: usize, n: usize) -> AttentionLayout {
+    let range = |start: usize| {
+        let own = start..rows.min(start + n);
+        QueryRange { queries: own.clone(), keys: vec![if start == 0 { 0..rows } else { own }], causal: false }
+    };
+    AttentionLayout { ranges: (0..rows).step_by(n).map(range).collect() }
 }
 
 #[test]

@@ -152,6 +152,68 @@ fn layers_with_one_input_are_one_call() {
     close(&dx, &dx64, 1e-5);
 }
 
+/// More rows than are packed at a time, and a long inner size, which is cut into rounds.
+#[test]
+fn many_rows_and_long_sums_match_their_twin() {
+    let (m, k, n) = (2100, 1500, 24);
+    let (x, w, dy) = (noise(m * k, 1), noise(n * k, 2), noise(k * m, 3));
+    let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+    let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
+    for (w, values) in [(Weight::F32(&w), &w), (Weight::Bf16(&narrow_w), &rounded)] {
+        let run = |x: &[f32], m: usize| {
+            let mut y = vec![0.0; m * n];
+            linear::forward(&mut y, n, x, k, &[Layer::new(w, n)], m, k, false);
+            y
+        };
+        let y = run(&x, m);
+        close(&y, &twin::linear_forward(&wide(&x), &wide(values), None, m, k, n), 4e-6);
+        assert_eq!(run(&x[2040 * k..], 60), y[2040 * n..], "the last rows alone");
+    }
+    // dw [m, n] from m columns of dy and a sum over k rows.
+    let x = noise(k * n, 4);
+    let mut dw = vec![0.0; m * n];
+    linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n: m }], &dy, m, &x, n, k, n);
+    let twin = twin::linear_backward(&wide(&dy), &wide(&x), &wide(&noise(m * n, 5)), k, n, m).1;
+    close(&dw, &twin, 4e-6);
+}
+
+/// Rows and weights of very different size: the error is relative to the sum of absolute products.
+#[test]
+fn linear_holds_its_precision_at_all_sizes() {
+    let (m, k, n) = (33, 200, 40);
+    let scale = |x: &mut [f32], width: usize| {
+        for (i, row) in x.chunks_mut(width).enumerate() {
+            row.iter_mut().for_each(|x| *x *= 10f32.powi((i as i32 * 7) % 31 - 15));
+        }
+    };
+    let (mut x, mut w) = (noise(m * k, 1), noise(n * k, 2));
+    scale(&mut x, k);
+    scale(&mut w, k);
+    let abs = |x: &[f32]| x.iter().map(|x| f64::from(x.abs())).collect::<Vec<f64>>();
+    let want = twin::linear_forward(&wide(&x), &wide(&w), None, m, k, n);
+    let size = twin::linear_forward(&abs(&x), &abs(&w), None, m, k, n);
+    for kernel in [linear::forward, linear::forward_rows] {
+        let mut y = vec![0.0; m * n];
+        kernel(&mut y, n, &x, k, &[Layer::new(Weight::F32(&w), n)], m, k, false);
+        for ((y, want), size) in y.iter().zip(&want).zip(&size) {
+            let error = (f64::from(*y) - want).abs() / size;
+            assert!(error < 1e-6, "{y} for {want}: {error} of {size}");
+        }
+    }
+    // What is no number stays none, whatever its bits, and reaches its own row alone.
+    for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0x7f80_0000] {
+        let mut x = noise(m * k, 1);
+        x[5 * k + 7] = f32::from_bits(bits);
+        for kernel in [linear::forward, linear::forward_rows] {
+            let mut y = vec![0.0; m * n];
+            kernel(&mut y, n, &x, k, &[Layer::new(Weight::F32(&w), n)], m, k, false);
+            for (i, y) in y.iter().enumerate() {
+                assert_eq!(y.is_finite(), i / n != 5, "{bits:x} at {i}: {y}");
+            }
+        }
+    }
+}
+
 #[test]
 fn rows_do_not_depend_on_the_batch() {
     let (k, n) = (603, 77);

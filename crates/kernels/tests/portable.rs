@@ -8,6 +8,7 @@ mod attention_tests;
 mod kernel_tests;
 
 pub fn choose_instructions() -> f64 {
-    omnigrpo_kernels::force_portable(true);
+    use omnigrpo_kernels::{Instructions, limit_instructions};
+    limit_instructions(Instructions::Portable);
     4.0
 }

@@ -86,6 +86,9 @@ impl TowerBlock {
             bail!("tower block: rotation comes after the norms of queries and keys");
         }
         let pass = Pass::new(self, rope, heads, layout, n);
+        if h != self.proj.n() || self.scales.iter().flatten().any(|scale| scale.len() != h) {
+            bail!("tower block: rows of {h}, layers and scales for {}", self.proj.n());
+        }
         if pass.qkv.width() != heads.packed_width() {
             bail!("tower block: queries, keys and values of {} columns for {heads:?}", pass.qkv.width());
         }
@@ -116,6 +119,8 @@ struct Half<'a> {
     scale: Option<&'a Arc<Param>>,
     /// The layer whose output joins the residual stream.
     last: PackedLinear,
+    /// Inputs of that.
+    k: usize,
     n: usize,
 }
 
@@ -132,7 +137,8 @@ impl<'a> Half<'a> {
     fn new(block: &'a TowerBlock, at: usize, last: &Linear, n: usize) -> Self {
         let norm = [&block.norm1, &block.norm2][at];
         let scale = block.scales.as_ref().map(|scales| &scales[at]);
-        Self { order: block.order, norm, scale, last: PackedLinear::new(&[last], MatmulMode::Gemm), n }
+        let (order, k) = (block.order, last.k());
+        Self { order, norm, scale, last: PackedLinear::new(&[last], MatmulMode::Gemm), k, n }
     }
 
     /// The input of the half's first layer.
@@ -158,7 +164,7 @@ impl<'a> Half<'a> {
 
     /// `residual + scale · last(inner)`, then the norm if it stands behind.
     fn leave(&self, residual: &[f32], inner: &[f32]) -> Result<(Vec<f32>, Joined)> {
-        let k = inner.len() / self.n.max(1);
+        let k = self.k;
         let mut joined = Joined::default();
         let mut y = match self.scale {
             None => self.last.forward_onto(residual, inner, self.n, k)?,
@@ -186,7 +192,7 @@ impl<'a> Half<'a> {
             }
             None => dy,
         };
-        let k = inner.len() / self.n.max(1);
+        let k = self.k;
         let dinner = match (self.scale, joined.branch) {
             (Some(param), Some(branch)) => {
                 let mut dbranch = buffer::zeros(branch.len());
@@ -254,7 +260,7 @@ impl<'a> Pass<'a> {
 
     fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Kept)> {
         let (n, heads) = (self.n, self.heads);
-        let h = x.len() / n.max(1);
+        let h = self.block.proj.n();
         let mut qkv = self.qkv.forward(&self.attend.enter(x)?, n, h)?;
         let raw = match &self.block.qk_norm {
             Some(norms) => {
@@ -281,7 +287,7 @@ impl<'a> Pass<'a> {
     fn backward(&self, x: &[f32], kept: Kept, dy: Vec<f32>) -> Result<Vec<f32>> {
         let Kept { raw, qkv, lse, attended, joined: [joined, last], middle, wide } = kept;
         let (n, heads) = (self.n, self.heads);
-        let h = x.len() / n.max(1);
+        let h = self.block.proj.n();
         let (dinner, dresidual) = self.feed.leave_back(&self.activate(&wide), last, dy)?;
         let mut dwide = buffer::zeros(wide.len());
         match &self.block.mlp {

@@ -1,6 +1,7 @@
 //! Differentiable operations on candle tensors, each with a hand-written backward.
 //!
-//! Every op is a thin [`candle_core`] custom op around a kernel of `omnigrpo-kernels`. Three rules hold:
+//! An op is a thin [`candle_core`] custom op around a kernel of `omnigrpo-kernels`; what blocks with a tape of their own use
+//! ([`PackedLinear`], [`Norm`], [`AttentionHeads`]) are methods over slices. Three rules hold:
 //!
 //! * A weight is a [`Param`]: a tensor plus a gradient buffer of its own. Ops hold their weights and add weight
 //!   gradients straight into that buffer, so candle's gradient store only ever carries activations, and a

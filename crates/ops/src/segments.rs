@@ -1,7 +1,8 @@
 //! Backward through a model one segment at a time.
 //!
-//! A segment is a function from one `[t, h]` tensor to another, typically one transformer block. In training its
-//! input is a fresh `Var`, so candle records the segment's ops and nothing before them. The backward pass walks the
+//! A segment is a function from one `[t, h]` tensor to another, typically one transformer block. Either it knows its own
+//! backward pass ([`Segments::own`]), or its input is a fresh `Var` in training, so that candle records the segment's ops and
+//! nothing before them. The backward pass walks the
 //! segments in reverse, and each segment's activations are freed as soon as its gradient is known; with
 //! `recompute` they are not even kept, and the segment runs a second time (Chen et al., arXiv 1604.06174).
 

@@ -127,7 +127,7 @@ pub(crate) fn draw(
     let scoring = params.scoring_temperature();
     let broken = || RolloutError::NonFinite { row: key.row, sample: key.sample, token };
     let scored = Weights::new(logits, scoring).ok_or_else(broken)?;
-    let lse = scored.lse;
+    let (lse, scale) = (scored.lse, scored.scale);
     // Only the few logits that penalties touch are remembered, for the chosen token's record.
     let mut raw: Vec<(u32, f32)> = Vec::new();
     if params.repetition_penalty != 1.0 {
@@ -148,6 +148,9 @@ pub(crate) fn draw(
             }
         }
     }
+    if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
+        return Err(broken());
+    }
     let (id, sampler_logprob) = if params.temperature == 0.0 {
         (argmax(logits), 0.0)
     } else {
@@ -163,7 +166,7 @@ pub(crate) fn draw(
         }
     };
     let logit = raw.iter().find(|(i, _)| *i == id).map_or(logits[id as usize], |(_, x)| *x);
-    Ok(Draw { id, logprob: (f64::from(logit) / f64::from(scoring) - lse) as f32, sampler_logprob })
+    Ok(Draw { id, logprob: (f64::from(logit) * f64::from(scale) - lse) as f32, sampler_logprob })
 }
 
 /// The first of the largest logits.
@@ -298,6 +301,34 @@ mod tests {
             below += own;
         }
         assert_eq!(from_all(&weights, 1.0).0, 4999);
+    }
+
+    /// Tokens of weight 0 are never drawn, wherever they stand; whole chunks of them too.
+    #[test]
+    fn a_token_without_weight_is_not_drawn() {
+        for (len, only) in [(3072, 2000), (3072, 0), (3072, 3071), (1025, 3), (2048, 1024)] {
+            let mut logits = vec![f32::NEG_INFINITY; len];
+            logits[only] = 3.0;
+            let weights = Weights::new(&logits, 1.0).unwrap();
+            for u in [0.0, 0.5, 1.0 - f64::EPSILON / 2.0] {
+                assert_eq!(from_all(&weights, u), (only as u32, 0.0), "{len} {u}");
+            }
+        }
+        let params = SamplingParams { min_completion_length: 2, max_completion_length: 4, ..params() };
+        for temperature in [0.0, 1.0] {
+            let params = SamplingParams { temperature, ..params.clone() };
+            let drawn = draw(&mut [1.0, 2.0], &params, KEY, 0, &[], &[0, 1]);
+            assert!(drawn.unwrap_err().to_string().contains("token 0"), "every token is a stop token");
+        }
+    }
+
+    /// A token that is as good as certain has a log-probability of 0, not above, at a temperature that has no exact inverse.
+    #[test]
+    fn certainty_is_zero() {
+        let params = SamplingParams { temperature: 0.7, ..params() };
+        let draw = draw(&mut [40.0, -40.0, 1.0], &params, KEY, 0, &[], &[]).unwrap();
+        assert_eq!(draw.id, 0);
+        assert!(draw.logprob.abs() < 4e-6 && draw.sampler_logprob == 0.0, "{draw:?}");
     }
 
     #[test]

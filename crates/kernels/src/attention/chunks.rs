@@ -14,7 +14,7 @@ const MAX_CHUNKS: usize = 8;
 const MIN_KEYS: u64 = 256;
 /// Tasks from which on more would not help.
 const ENOUGH_TASKS: usize = 32;
-/// Floats of all partial sums of dq at most (128 MiB).
+/// Floats of all partial sums of dq (128 MiB); where dq itself is larger than that, twice as many as it has.
 const MAX_PARTIAL: usize = 32 << 20;
 /// Chunks begin at multiples of this, counted from the start of a key range.
 const ATOM: usize = 64;
@@ -58,7 +58,7 @@ impl<'a> Plan<'a> {
         let components = components(layout);
         let tasks = components.len() * shape.kv_heads;
         let total: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
-        let fit = 1 + MAX_PARTIAL / (total * shape.q_heads * shape.head_dim).max(1);
+        let fit = 1 + (MAX_PARTIAL / (total * shape.q_heads * shape.head_dim).max(1)).max(2);
         let most = MAX_CHUNKS.min(ENOUGH_TASKS / tasks.max(1)).min(fit);
         let mut plan = Self::default();
         for component in components {

@@ -250,7 +250,7 @@ impl Place {
     }
 }
 
-/// Packed keys and values of all heads.
+/// Packed keys and values of some heads, one after the other.
 struct Kept {
     words: Packed,
     /// By the first row of a range.
@@ -265,15 +265,22 @@ fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize
     let mut places: BTreeMap<usize, Place> = BTreeMap::new();
     let (mut rows, mut count) = (0, 0);
     for unit in units {
+        // What the unit sees beyond what is there already.
+        let mut more: BTreeMap<usize, usize> = BTreeMap::new();
         for keys in unit.iter().flat_map(|block| &block.range.keys).filter(|keys| !keys.is_empty()) {
-            let place = places.entry(keys.start).or_insert(Place { len: 0, at: 0 });
-            rows += keys.len().saturating_sub(place.len).next_multiple_of(GROUP);
-            place.len = place.len.max(keys.len());
+            if places.get(&keys.start).is_none_or(|place| place.len < keys.len()) {
+                let len = more.entry(keys.start).or_default();
+                *len = keys.len().max(*len);
+            }
         }
-        count += 1;
-        if rows / GROUP * deep * 2 * BLOCK * shape.kv_heads >= MAX_PACKED {
+        let old = |start: &usize| places.get(start).map_or(0, |place| place.len.next_multiple_of(GROUP));
+        let added: usize = more.iter().map(|(start, len)| len.next_multiple_of(GROUP) - old(start)).sum();
+        if count > 0 && added > 0 && (rows + added) / GROUP * deep * 2 * BLOCK * shape.kv_heads > MAX_PACKED {
             break;
         }
+        rows += added;
+        places.extend(more.into_iter().map(|(start, len)| (start, Place { len, at: 0 })));
+        count += 1;
     }
     let mut end = 0;
     for place in places.values_mut() {
@@ -301,30 +308,36 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
         let (places, head, count) = places(rest, call.shape);
         let (now, later) = rest.split_at(count);
         rest = later;
-        let kept = Kept { words: Packed(words(&mut scratch, head * kv_heads)), places, head };
+        // A range that is longer than what is packed at a time goes head by head.
+        let together = (MAX_PACKED / head.max(1)).clamp(1, kv_heads);
+        let kept = Kept { words: Packed(words(&mut scratch, head * together)), places, head };
         let parts: Vec<(usize, Place, usize)> = kept
             .places
             .iter()
             .flat_map(|(&start, &place)| (0..place.len).step_by(KEYS).map(move |first| (start, place, first)))
             .collect();
-        parallel::tasks(parts.len() * kv_heads, work, |i| {
-            let (kv_head, (start, place, first)) = (i / parts.len(), parts[i % parts.len()]);
-            let keys = start + first..start + place.len.min(first + KEYS);
-            let (to, step) = (kept.words.at(kv_head * head + place.at), first / GROUP);
-            // SAFETY: the room is for this, and no other task has these keys of this head.
-            unsafe {
-                pack_keys(to.wrapping_add(step * deep * BLOCK), call.k, keys.clone(), kv_head * d, d);
-                let to = to.wrapping_add(place.words(deep) + step * BLOCK);
-                pack_turned(to, place.len.div_ceil(GROUP) * BLOCK, call.v, keys, kv_head * d, d);
-            }
-        });
-        // Units of a key head one after the other, so that what they read stays near; late ones see more.
-        parallel::tasks(now.len() * kv_heads, work, |i| {
-            let (kv_head, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
-            let mut scratch = SCRATCH.take();
-            forward_unit(&mut scratch, call, &kept, unit, kv_head, out, lse);
-            SCRATCH.set(scratch);
-        });
+        for first_head in (0..kv_heads).step_by(together) {
+            let heads = together.min(kv_heads - first_head);
+            parallel::tasks(parts.len() * heads, work, |i| {
+                let (at, (start, place, first)) = (i / parts.len(), parts[i % parts.len()]);
+                let column = (first_head + at) * d;
+                let keys = start + first..start + place.len.min(first + KEYS);
+                let (to, step) = (kept.words.at(at * head + place.at), first / GROUP);
+                // SAFETY: the room is for this, and no other task has these keys of this head.
+                unsafe {
+                    pack_keys(to.wrapping_add(step * deep * BLOCK), call.k, keys.clone(), column, d);
+                    let to = to.wrapping_add(place.words(deep) + step * BLOCK);
+                    pack_turned(to, place.len.div_ceil(GROUP) * BLOCK, call.v, keys, column, d);
+                }
+            });
+            // Units of a key head one after the other, so that what they read stays near; late ones see more.
+            parallel::tasks(now.len() * heads, work, |i| {
+                let (at, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
+                let mut scratch = SCRATCH.take();
+                forward_unit(&mut scratch, call, &kept, at, unit, first_head + at, out, lse);
+                SCRATCH.set(scratch);
+            });
+        }
     }
     if scratch.len() * LANES <= 2 * MAX_PACKED {
         PACKED.set(scratch);
@@ -431,7 +444,7 @@ fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
 }
 
 simd_fn! {
-    fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, kept: &'a Kept, unit: &'a [Block<'a>],
+    fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, kept: &'a Kept, slot: usize, unit: &'a [Block<'a>],
                         kv_head: usize, out: Shared<'a>, lse: Shared<'a>) -> () {
         let Shape { q_heads, head_dim: d, .. } = call.shape;
         let (group, deep) = (call.shape.group(), d.div_ceil(GROUP));
@@ -464,7 +477,7 @@ simd_fn! {
         let tiles = unsafe { Tiles::new() };
         for (blocks, range) in visits {
             let Some(place) = kept.places.get(&range.start) else { continue };
-            let keys = kept.words.at(kv_head * kept.head + place.at).cast_const();
+            let keys = kept.words.at(slot * kept.head + place.at).cast_const();
             let values = keys.wrapping_add(place.words(deep));
             let values_group = place.len.div_ceil(GROUP) * BLOCK;
             let (first, last) = (blocks[0].lanes.start / GROUP, blocks[blocks.len() - 1].lanes.end.div_ceil(GROUP));

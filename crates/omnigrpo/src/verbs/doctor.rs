@@ -112,6 +112,9 @@ fn instructions() -> String {
     if is_x86_feature_detected!("avx512f") {
         found.push("AVX-512");
     }
+    if omnigrpo_kernels::has_tiles() {
+        found.push("AMX");
+    }
     found.join(", ")
 }
 
