@@ -191,7 +191,8 @@ def cpu():
     info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*: (.*)", info).group(1)
     flags = re.search(r"flags\s*: (.*)", info).group(1).split()
-    return f"{model}, {os.cpu_count()} CPUs, {'AVX-512' if 'avx512f' in flags else 'AVX2' if 'avx2' in flags else 'no AVX2'}"
+    best = next((name for flag, name in [("amx_bf16", "AMX"), ("avx512f", "AVX-512"), ("avx2", "AVX2")] if flag in flags), "no AVX2")
+    return f"{model}, {os.cpu_count()} CPUs, {best}"
 
 
 def main():
