@@ -19,15 +19,15 @@ use crate::simd::{self, Simd, load, load_ptr, prefetch, store_ptr};
 
 /// Longest block of the inner dimension: a panel (32 KiB with AVX2) streams from the second-level cache, and outputs are
 /// seldom read back.
-const DEPTH: usize = 512;
+pub(crate) const DEPTH: usize = 512;
 /// Elements of the inner dimension that a loop takes at a time.
 pub(crate) const STEP: usize = 8;
 /// Rows that are multiplied with one panel before the next: what they hold of a block stays in the second-level cache.
 const ROWS: usize = 96;
 
-/// Cuts the inner dimension into nearly equal blocks of whole steps; depends on `k` alone.
-pub(crate) fn blocks(k: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
-    let step = k.div_ceil(k.div_ceil(DEPTH).max(1)).next_multiple_of(step);
+/// Cuts the inner dimension into nearly equal blocks of whole steps and about `depth` elements; depends on `k` alone.
+pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = k.div_ceil(k.div_ceil(depth).max(1)).next_multiple_of(step);
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
 }
 

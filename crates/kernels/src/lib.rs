@@ -48,7 +48,7 @@ pub use tiles::available as has_tiles;
 pub enum Weight<'a> {
     /// 32-bit floats.
     F32(&'a [f32]),
-    /// bfloat16; exact, products and sums are those of `f32`.
+    /// bfloat16; sums are `f32`. See [`linear`] for what is rounded.
     Bf16(&'a [bf16]),
     /// 8 or 4 bits a weight, widened tile by tile.
     Quantised(quant::QuantRows<'a>),
@@ -69,6 +69,12 @@ impl<'a> Weight<'a> {
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.len() == 0
+    }
+
+    /// Whether it is stored as bfloat16.
+    #[must_use]
+    pub fn is_bf16(self) -> bool {
+        matches!(self, Self::Bf16(_))
     }
 
     /// Rows `start..end` of a matrix with `k` columns.

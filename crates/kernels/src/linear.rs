@@ -1,9 +1,12 @@
 //! Linear layers `y = x Wᵀ + b` and their gradients.
 //!
 //! [`forward`] and the gradients are blocked products for many rows, [`forward_rows`] is the kernel for decoding, limited by
-//! the memory that the weights come from. In all
-//! of them the bits of an output element depend on its own row of `x`, its row of the weight and the inner size, never
-//! on the other rows or columns of the call; weight gradients sum over the rows in order.
+//! the memory that the weights come from. In all of them the bits of an output element depend on its own row of `x`, its
+//! row of the weight and the inner size, never on the other rows or columns of the call; weight gradients sum over the
+//! rows in order.
+//!
+//! Sums are `f32`. Where products run on matrix tiles ([`crate::has_tiles`]), those with a bf16 weight round the other
+//! factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing is rounded.
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -54,6 +57,8 @@ pub struct Gradient<'a> {
     pub col: usize,
     /// Outputs.
     pub n: usize,
+    /// Whether the weight is bf16.
+    pub bf16: bool,
 }
 
 /// Multiply-adds as elementary operations, for the decision to use threads.
@@ -131,16 +136,17 @@ pub fn forward(
     let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
     let y = Shared::new(y);
     let mut at = 0;
-    let rights: Vec<Right> = layers
-        .iter()
-        .map(|&Layer { w: from, bias, n: columns }| {
-            at += columns;
-            Right { from, outer: k, inner: 1, columns, at: at - columns, bias }
-        })
-        .collect();
-    let left = tiles::Left { from: x, outer: x_stride, inner: 1, rows: m, c: y };
+    let rights = layers.iter().map(|&Layer { w: from, bias, n: columns }| {
+        at += columns;
+        Right { from, outer: k, inner: 1, columns, at: at - columns, bias }
+    });
+    let (narrow, wide): (Vec<Right>, Vec<Right>) = rights.partition(|right| right.from.is_bf16());
+    let left = [tiles::Left { from: x, outer: x_stride, inner: 1, rows: m, c: y }];
     // SAFETY: the assertions above bound rows and columns.
-    if unsafe { tiles::multiply(&[left], &rights, k, y_stride, accumulate) } {
+    let multiply = |rights: &[Right], rounded| unsafe {
+        tiles::multiply(&left, rights, k, y_stride, accumulate, rounded)
+    };
+    if multiply(&wide, false) && multiply(&narrow, true) {
         return;
     }
     let strips = Strips::new(&widths, m, gemm::tile_shape().1);
@@ -154,7 +160,7 @@ pub fn forward(
         let mut scratch = PANELS.take();
         let mut old = accumulate;
         // An empty sum still writes the bias.
-        for block in gemm::blocks(k, gemm::STEP).chain((k == 0).then_some(0..0)) {
+        for block in gemm::blocks(k, gemm::STEP, gemm::DEPTH).chain((k == 0).then_some(0..0)) {
             let bias = if block.start == 0 { bias } else { None };
             let left = Left::Rows {
                 data: x.as_ptr().wrapping_add(rows.start * x_stride + block.start),
@@ -341,7 +347,7 @@ pub fn backward_input(
         let left = tiles::Left { from: &dy[col..], outer: dy_stride, inner: 1, rows: m, c: dx };
         let right = Right { from, outer: 1, inner: k, columns: k, at: 0, bias: None };
         // SAFETY: the assertions above bound rows and columns.
-        done = unsafe { tiles::multiply(&[left], &[right], n, dx_stride, old) };
+        done = unsafe { tiles::multiply(&[left], &[right], n, dx_stride, old, from.is_bf16()) };
         (col, old) = (col + n, true);
         if !done {
             break;
@@ -359,7 +365,7 @@ pub fn backward_input(
         let mut scratch = PANELS.take();
         let (mut old, mut col) = (accumulate, 0);
         for layer in layers {
-            for block in gemm::blocks(layer.n, gemm::STEP) {
+            for block in gemm::blocks(layer.n, gemm::STEP, gemm::DEPTH) {
                 let data = dy.as_ptr().wrapping_add(rows.start * dy_stride + col + block.start);
                 let left = Left::Rows { data, stride: dy_stride };
                 let from = layer.w.from(block.start * k + columns.start);
@@ -391,19 +397,17 @@ pub fn backward_weight(
     if m == 0 || n == 0 || k == 0 {
         return;
     }
-    let lefts: Vec<tiles::Left> = gradients
-        .iter_mut()
-        .map(|g| tiles::Left {
-            from: &dy[g.col..],
-            outer: 1,
-            inner: dy_stride,
-            rows: g.n,
-            c: Shared::new(g.dw),
-        })
-        .collect();
-    let right = Right { from: Weight::F32(x), outer: 1, inner: x_stride, columns: k, at: 0, bias: None };
-    // SAFETY: the assertions above bound rows and columns.
-    if unsafe { tiles::multiply(&lefts, &[right], m, k, true) } {
+    let right = [Right { from: Weight::F32(x), outer: 1, inner: x_stride, columns: k, at: 0, bias: None }];
+    let mut multiply = |rounded: bool| {
+        let mut lefts = Vec::new();
+        for Gradient { dw, col, n, .. } in gradients.iter_mut().filter(|g| g.bf16 == rounded) {
+            let (from, c) = (&dy[*col..], Shared::new(dw));
+            lefts.push(tiles::Left { from, outer: 1, inner: dy_stride, rows: *n, c });
+        }
+        // SAFETY: the assertions above bound rows and columns.
+        unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
+    };
+    if multiply(false) && multiply(true) {
         return;
     }
     let (side, panel) = gemm::tile_shape();
@@ -418,7 +422,7 @@ pub fn backward_weight(
         })
         .collect();
     let total = before;
-    let blocks: Vec<Range<usize>> = gemm::blocks(m, gemm::STEP).collect();
+    let blocks: Vec<Range<usize>> = gemm::blocks(m, gemm::STEP, gemm::DEPTH).collect();
     let widths = [k];
     let strips = Strips::new(&widths, n, panel);
     let mut groups = GROUPS.take();

@@ -1,6 +1,6 @@
 //! Log-probabilities and entropies of `softmax(hidden · headᵀ / temperature)` without the logits matrix.
 //!
-//! Logits exist for a block of rows and a chunk of the vocabulary at a time (at most 1 MiB); the softmax is accumulated
+//! Logits exist for a block of rows and a chunk of the vocabulary at a time (at most 2 MiB); the softmax is accumulated
 //! over the chunks, in `f64` between chunks. The backward pass computes the logits again.
 
 use std::cell::RefCell;
@@ -13,7 +13,7 @@ use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
 
 /// Rows of one block of logits.
-const ROWS: usize = 256;
+const ROWS: usize = 512;
 /// Vocabulary entries of one chunk.
 const CHUNK: usize = 1024;
 
@@ -274,7 +274,7 @@ pub fn backward(
         if let Some(dhead) = dhead.as_deref_mut() {
             let dw = &mut dhead[chunk.start * h..chunk.end * h];
             linear::backward_weight(
-                &mut [Gradient { dw, col: 0, n }],
+                &mut [Gradient { dw, col: 0, n, bf16: head.is_bf16() }],
                 logits,
                 CHUNK,
                 &hidden[hidden_block],

@@ -100,7 +100,15 @@ impl Adapter {
             row.iter().enumerate().for_each(|(r, &x)| b_rn[r * n + i] = x);
         }
         self.a.with_f32(|a| {
-            kernel::backward_weight(&mut [Gradient { dw: w, col: 0, n }], &b_rn, n, a, k, self.rank, k);
+            kernel::backward_weight(
+                &mut [Gradient { dw: w, col: 0, n, bf16: false }],
+                &b_rn,
+                n,
+                a,
+                k,
+                self.rank,
+                k,
+            );
         })
     }
 
@@ -171,11 +179,19 @@ impl Adapter {
             })?;
             u.iter_mut().for_each(|u| *u *= self.scale);
             self.b.accumulate(|dw| {
-                kernel::backward_weight(&mut [Gradient { dw, col: 0, n }], dy, stride, &u, r, rows, r);
+                kernel::backward_weight(
+                    &mut [Gradient { dw, col: 0, n, bf16: false }],
+                    dy,
+                    stride,
+                    &u,
+                    r,
+                    rows,
+                    r,
+                );
             });
         }
         self.a.accumulate(|dw| {
-            kernel::backward_weight(&mut [Gradient { dw, col: 0, n: r }], &t, r, x, k, rows, k)
+            kernel::backward_weight(&mut [Gradient { dw, col: 0, n: r, bf16: false }], &t, r, x, k, rows, k)
         });
         self.a.with_f32(|a| match &mask {
             None => kernel::backward_input(dx, k, &t, r, &[Layer::new(Weight::F32(a), r)], rows, k, true),

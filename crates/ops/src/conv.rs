@@ -9,7 +9,7 @@ use omnigrpo_kernels::conv as kernel;
 use omnigrpo_kernels::linear as matmul;
 
 use crate::slices::{f32_of, rows_from_vec, with_f32};
-use crate::{Linear, Param};
+use crate::{Linear, Param, ParamDtype};
 
 pub use omnigrpo_kernels::conv::{OUTSIDE, RowMix};
 
@@ -169,9 +169,10 @@ impl CustomOp1 for Convolution {
                 self.pieces(x, c, |start, rows, unfolded, sources| {
                     let dy = &dy[start * n..(start + rows) * n];
                     let weight = self.layer.weight();
+                    let bf16 = weight.dtype() == ParamDtype::Bf16;
                     weight.accumulate(|dw| {
                         matmul::backward_weight(
-                            &mut [matmul::Gradient { dw, col: 0, n }],
+                            &mut [matmul::Gradient { dw, col: 0, n, bf16 }],
                             dy,
                             n,
                             unfolded,

@@ -11,10 +11,10 @@ use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::linear::{self as kernel, Gradient, Layer};
 use omnigrpo_kernels::rope;
 
-use crate::Param;
 use crate::adapter::DropoutScope;
 use crate::rope::RopeTable;
 use crate::slices::{f32_of, rows_from_vec, with_f32};
+use crate::{Param, ParamDtype};
 
 /// A weight `[n, k]` and its bias `[n]`.
 #[derive(Clone, Debug)]
@@ -257,7 +257,8 @@ impl PackedLinear {
         let mut col = 0;
         for (part, buffer) in self.parts.iter().zip(&mut buffers) {
             if let Some(buffer) = buffer {
-                gradients.push(Gradient { dw: buffer.as_mut_slice(), col, n: part.n });
+                let bf16 = part.weight.dtype() == ParamDtype::Bf16;
+                gradients.push(Gradient { dw: buffer.as_mut_slice(), col, n: part.n, bf16 });
             }
             col += part.n;
         }

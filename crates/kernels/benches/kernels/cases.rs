@@ -77,10 +77,15 @@ fn linear_cases(all: &mut Vec<Case>) {
                 move || linear::backward_input(&mut dx, k, &dy, n, &[Layer::new(w.weight(), n)], m, k, false)
             }));
         }
-        all.push(case(format!("linear dw {m}x{k}x{n} f32"), flops, move || {
-            let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);
-            move || linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n }], &dy, n, &x, k, m, k)
-        }));
+        for (dtype, bf16) in DTYPES {
+            all.push(case(format!("linear dw {m}x{k}x{n} {dtype}"), flops, move || {
+                let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);
+                move || {
+                    let gradient = Gradient { dw: &mut dw, col: 0, n, bf16 };
+                    linear::backward_weight(&mut [gradient], &dy, n, &x, k, m, k);
+                }
+            }));
+        }
         all.push(case(format!("linear forward {m}x{k}x{n} f32, gemm crate"), flops, move || {
             let (w, x, mut y) = (noise(n * k, 2), noise(m * k, 1), vec![0.0f32; m * n]);
             // SAFETY: contiguous matrices of these sizes.

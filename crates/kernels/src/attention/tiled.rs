@@ -26,7 +26,8 @@ use crate::gemm::{Line, reserve};
 use crate::parallel::{self, Shared};
 use crate::simd::{Simd, load, load_ptr, select, store, store_ptr};
 use crate::tiles::amx::{
-    self, BLOCK, GROUP, Output, PART, Packed, Tiles, cut, hide, multiply_wide, pack, store_line, turn, words,
+    self, BLOCK, GROUP, Output, PART, PARTS, Packed, Tiles, cut, hide, multiply_wide, pack, store_line, turn,
+    words,
 };
 
 /// Lanes processed together, unless one key head has more query heads.
@@ -193,7 +194,7 @@ unsafe fn pack_lanes(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
         let (to, from) =
             (to.wrapping_add(panel * width / GROUP * BLOCK), from[panel * GROUP * width..].as_ptr());
         // SAFETY: 32 rows of `width`.
-        unsafe { pack(to, from, width, 1, false, GROUP, width) };
+        unsafe { pack::<_, PARTS>(to, from, width, 1, false, GROUP, width) };
     }
 }
 
@@ -205,7 +206,7 @@ unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
     for panel in 0..width / GROUP {
         let (to, from) = (to.wrapping_add(panel * lanes / GROUP * BLOCK), from[panel * GROUP..].as_ptr());
         // SAFETY: 32 columns of `lanes` rows.
-        unsafe { pack(to, from, 1, width, false, GROUP, lanes) };
+        unsafe { pack::<_, PARTS>(to, from, 1, width, false, GROUP, lanes) };
     }
 }
 
@@ -219,7 +220,7 @@ unsafe fn pack_keys(to: *mut u32, rows: Rows, keys: Range<usize>, at: usize, d: 
         let count = GROUP.min(keys.end - key);
         let (to, from) = (to.wrapping_add(i * deep * BLOCK), rows.tile(key, count, at, d));
         // SAFETY: `tile` checked the rows.
-        unsafe { pack(to, from, rows.stride, 1, true, count, d) };
+        unsafe { pack::<_, PARTS>(to, from, rows.stride, 1, true, count, d) };
     }
 }
 
@@ -232,7 +233,7 @@ unsafe fn pack_turned(to: *mut u32, group: usize, rows: Rows, keys: Range<usize>
     for (i, column) in (0..d).step_by(GROUP).enumerate() {
         let (to, from) = (to.wrapping_add(i * group), from.wrapping_add(column));
         // SAFETY: `tile` checked the rows.
-        unsafe { pack(to, from, 1, rows.stride, true, GROUP.min(d - column), keys.len()) };
+        unsafe { pack::<_, PARTS>(to, from, 1, rows.stride, true, GROUP.min(d - column), keys.len()) };
     }
 }
 

@@ -345,7 +345,7 @@ fn gemm_rate(model: &Model, rows: usize) -> f64 {
         let time = fastest(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
             + fastest(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
             + fastest(3, || {
-                let gradient = linear::Gradient { dw: &mut dw, col: 0, n };
+                let gradient = linear::Gradient { dw: &mut dw, col: 0, n, bf16: false };
                 linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
             });
         black_box((&y, &dx, &dw));

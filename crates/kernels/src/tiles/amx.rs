@@ -1,0 +1,640 @@
+//! Tiles and what is done with them: packing of operands, products of packed operands.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+
+use half::bf16;
+
+use crate::gemm::{self, Line};
+use crate::simd::{self, Instructions, Simd};
+
+/// Elements of the inner dimension that one instruction takes.
+pub(super) const STEP: usize = 32;
+/// Rows or columns of a tile.
+pub(super) const SIDE: usize = 16;
+/// 32-bit words of a tile, each a pair of bf16.
+const TILE: usize = SIDE * SIDE;
+/// Rows of a group and columns of a panel: two tiles of either, which makes four tiles of the output.
+pub(crate) const GROUP: usize = 2 * SIDE;
+/// Parts of an `f32`.
+pub(crate) const PARTS: usize = 3;
+/// Words of two tiles: a part of 32 rows (or columns) at one step of the inner dimension.
+pub(crate) const PART: usize = 2 * TILE;
+/// Words of all parts of that.
+pub(crate) const BLOCK: usize = PARTS * PART;
+
+/// Whether CPU and kernel have tiles for bf16, and portable code is not asked for.
+pub(crate) fn available() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(detect) && simd::allowed(Instructions::Best)
+}
+
+fn detect() -> bool {
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    let vectors = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512bf16");
+    if !vectors || __cpuid(0).eax < 0x1d {
+        return false;
+    }
+    let palette = __cpuid_count(0x1d, 1);
+    __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
+        // Eight tiles of 16 rows of 64 bytes.
+        && palette.ebx >> 16 >= 8 && palette.ebx & 0xffff >= 64 && palette.ecx & 0xffff >= 16
+        // SAFETY: asks that this process may use the tiles; changes nothing else.
+        && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+}
+
+/// The tiles of this thread while it multiplies: all have 16 rows, of 64 bytes, but those of the right operand and of the
+/// output may be narrower.
+///
+/// Of eight only six are used. Where the other hyperthread of a core is busy, there seem to be hardly more registers than those
+/// that programs name, and an instruction that writes a tile waits for a free one, unless few tiles have been written since
+/// they were configured. On Sapphire Rapids products with six tiles take 20 ns instead of 30 to 40 in such minutes, and
+/// asking for operands ahead makes that 16; they take 8 ns where the core is free, either way.
+pub(crate) struct Tiles;
+
+impl Tiles {
+    /// # Safety
+    /// The instructions exist.
+    pub(crate) unsafe fn new() -> Self {
+        // SAFETY: by the contract.
+        unsafe { Self::narrow(SIDE) }
+    }
+
+    /// For right operands of `columns` columns.
+    ///
+    /// # Safety
+    /// The instructions exist.
+    pub(super) unsafe fn narrow(columns: usize) -> Self {
+        #[repr(C, align(64))]
+        struct Config {
+            palette: u8,
+            start_row: u8,
+            reserved: [u8; 14],
+            row_bytes: [u16; 16],
+            rows: [u8; 16],
+        }
+        let mut config =
+            Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        config.row_bytes[..6].fill(4 * columns as u16);
+        config.row_bytes[LEFT] = 64;
+        config.rows[..6].fill(16);
+        // SAFETY: reads the 64 bytes of `config`.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
+        Self
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: there are tiles if there is a `Tiles`.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+/// An element of an operand in memory.
+pub(crate) trait Element: Copy {
+    /// The elements from `from` on whose bits are set, zero for the others.
+    ///
+    /// # Safety
+    /// They are readable, and there is AVX-512.
+    unsafe fn load(from: *const Self, mask: __mmask16) -> __m512;
+}
+
+impl Element for f32 {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const Self, mask: __mmask16) -> __m512 {
+        // SAFETY: by the contract.
+        unsafe { _mm512_maskz_loadu_ps(mask, from) }
+    }
+}
+
+impl Element for bf16 {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn load(from: *const Self, mask: __mmask16) -> __m512 {
+        // SAFETY: by the contract.
+        let narrow = unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
+    }
+}
+
+/// Rows become columns.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose(rows: &mut [__m512; SIDE]) {
+    let mut half = *rows;
+    for i in (0..SIDE).step_by(2) {
+        half[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        half[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    // Element `4 q + c` of what follows: column `4 · lane + c` of rows `4 q..4 q + 4`.
+    let mut quarter = half;
+    for i in (0..SIDE).step_by(4) {
+        for j in 0..2 {
+            let (a, b) = (_mm512_castps_pd(half[i + j]), _mm512_castps_pd(half[i + j + 2]));
+            quarter[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            quarter[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    for c in 0..4 {
+        let [a, b, d, e] = [quarter[c], quarter[4 + c], quarter[8 + c], quarter[12 + c]];
+        let (ab_even, ab_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+        let (de_even, de_odd) = (_mm512_shuffle_f32x4::<0x88>(d, e), _mm512_shuffle_f32x4::<0xdd>(d, e));
+        rows[c] = _mm512_shuffle_f32x4::<0x88>(ab_even, de_even);
+        rows[4 + c] = _mm512_shuffle_f32x4::<0x88>(ab_odd, de_odd);
+        rows[8 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_even, de_even);
+        rows[12 + c] = _mm512_shuffle_f32x4::<0xdd>(ab_odd, de_odd);
+    }
+}
+
+/// `to [columns, rows] = fromᵀ`, both contiguous; `rows` and `columns` are multiples of 16.
+///
+/// # Safety
+/// All elements are there, and AVX-512 is.
+#[target_feature(enable = "avx512f")]
+pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: usize) {
+    for i in (0..rows).step_by(SIDE) {
+        for j in (0..columns).step_by(SIDE) {
+            let mut block = [_mm512_setzero_ps(); SIDE];
+            for (r, x) in block.iter_mut().enumerate() {
+                // SAFETY: row i + r, columns j to j + 16.
+                *x = unsafe { _mm512_loadu_ps(from.add((i + r) * columns + j)) };
+            }
+            transpose(&mut block);
+            for (r, x) in block.into_iter().enumerate() {
+                // SAFETY: as above, the other way round.
+                unsafe { _mm512_storeu_ps(to.add((j + r) * rows + i), x) };
+            }
+        }
+    }
+}
+
+/// Writes `value` to the elements of `to [bits.len(), 32]` whose bit is not set.
+///
+/// # Safety
+/// All elements are there, and AVX-512 is.
+#[target_feature(enable = "avx512f")]
+pub(crate) unsafe fn hide(to: *mut f32, bits: &[u32], value: f32) {
+    let value = _mm512_set1_ps(value);
+    for (i, &bits) in bits.iter().enumerate().filter(|(_, bits)| **bits != u32::MAX) {
+        // SAFETY: row i.
+        unsafe {
+            let to = to.add(i * GROUP);
+            _mm512_mask_storeu_ps(to, !bits as __mmask16, value);
+            _mm512_mask_storeu_ps(to.add(SIDE), (!bits >> SIDE) as __mmask16, value);
+        }
+    }
+}
+
+/// The parts of 16 numbers, each in the upper halves of the words, for [`store_line`].
+#[inline(always)]
+pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
+    let (top, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(0x8000));
+    let bits = |x| simd.transmute_u32s_f32s(x);
+    let first = simd.and_u32s(simd.add_u32s(bits(x), half), top);
+    let rest = simd.sub_f32s(x, simd.transmute_f32s_u32s(first));
+    let second = simd.and_u32s(simd.add_u32s(bits(rest), half), top);
+    let rest = simd.sub_f32s(rest, simd.transmute_f32s_u32s(second));
+    [first, second, simd.and_u32s(bits(rest), top)]
+}
+
+/// Writes a line of a tile for every part, of elements `p` and `p + 16` of the inner dimension.
+///
+/// # Safety
+/// `to` is the line in the tile of the first part; vectors have 16 lanes.
+#[inline(always)]
+pub(crate) unsafe fn store_line<S: Simd>(
+    simd: S,
+    to: *mut u32,
+    low: [S::u32s; PARTS],
+    high: [S::u32s; PARTS],
+) {
+    let half = simd.splat_u32s(16);
+    for q in 0..PARTS {
+        let pair = simd.or_u32s(simd.wrapping_dyn_shr_u32s(low[q], half), high[q]);
+        // SAFETY: by the contract.
+        unsafe { to.add(q * PART).cast::<S::u32s>().write_unaligned(pair) };
+    }
+}
+
+/// Writes lines of the tiles of every part, part `q` to `to + q · part`: of the words `(low, high)` those of the mask.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
+    let top = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    let half = _mm512_set1_epi32(0x8000);
+    let mut rest = [low, high];
+    for q in 0..PARTS {
+        let (mut a, mut b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
+        // The last part has few enough bits to be taken as it is.
+        if q + 1 < PARTS {
+            (a, b) = (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half));
+        }
+        let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
+        let pair = _mm512_or_si512(_mm512_srli_epi32::<16>(a), b_top);
+        // SAFETY: the tile of part `q` is writable.
+        unsafe { _mm512_storeu_si512(to.add(q * PART).cast(), pair) };
+        rest[0] = _mm512_sub_ps(rest[0], _mm512_castsi512_ps(a_top));
+        rest[1] = _mm512_sub_ps(rest[1], _mm512_castsi512_ps(b_top));
+    }
+}
+
+/// Rounds both to bf16 and makes words of them, `low` in the lower halves.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn round(low: __m512, high: __m512) -> __m512i {
+    const fn order() -> [u16; 2 * SIDE] {
+        let mut order = [0; 2 * SIDE];
+        let mut i = 0;
+        while i < SIDE {
+            (order[2 * i], order[2 * i + 1]) = (i as u16, (SIDE + i) as u16);
+            i += 1;
+        }
+        order
+    }
+    const ORDER: [u16; 2 * SIDE] = order();
+    // SAFETY: vectors of 64 bytes, without a meaning of their own.
+    unsafe {
+        let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER.as_ptr().cast()), both)
+    }
+}
+
+/// As much of 16 lines of memory as an operand has: how many lines there are, and which elements of each.
+#[derive(Clone, Copy)]
+struct Lines {
+    count: usize,
+    mask: __mmask16,
+}
+
+/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. Lines of memory are `line`
+/// apart, and the second element of a pair is `other` behind the first. With `turn`, lines of memory become columns of
+/// the tile, else lines. If `WHOLE`, nothing is missing.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
+    to: *mut u32,
+    from: *const T,
+    line: usize,
+    other: usize,
+    turn: bool,
+    lines: [Lines; 2],
+) {
+    let load = |at: usize, i: usize| {
+        let Lines { count, mask } = lines[at];
+        if !WHOLE && i >= count {
+            return _mm512_setzero_ps();
+        }
+        // SAFETY: 16 lines of 16 elements, twice; or those that `lines` has.
+        unsafe { T::load(from.wrapping_add(i * line + at * other), if WHOLE { !0 } else { mask }) }
+    };
+    let mut low: [__m512; SIDE] = std::array::from_fn(|i| load(0, i));
+    if N == 1 {
+        for (i, low) in low.iter_mut().enumerate() {
+            *low = _mm512_castsi512_ps(round(*low, load(1, i)));
+        }
+        if turn {
+            transpose(&mut low);
+        }
+        for (i, words) in low.into_iter().enumerate() {
+            // SAFETY: the tile is writable.
+            unsafe { _mm512_storeu_ps(to.add(i * SIDE).cast(), words) };
+        }
+        return;
+    }
+    let mut high: [__m512; SIDE] = std::array::from_fn(|i| load(1, i));
+    if turn {
+        transpose(&mut low);
+        transpose(&mut high);
+    }
+    for (i, (low, high)) in low.into_iter().zip(high).enumerate() {
+        // SAFETY: the tiles of all parts are writable.
+        unsafe { split_line(to.add(i * SIDE), low, high) };
+    }
+}
+
+/// Words that a group or panel of `depth` elements of the inner dimension takes.
+pub(super) fn panel_len(parts: usize, depth: usize) -> usize {
+    depth.div_ceil(STEP) * parts * PART
+}
+
+/// Packs `count ≤ 32` rows (or columns) with `depth` elements each, zero beyond: for every step of the inner dimension
+/// its `N` parts, of each the two tiles. One part is the rounded element.
+///
+/// # Safety
+/// `to` has [`panel_len`] words; `from` all elements; the instructions exist.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(crate) unsafe fn pack<T: Element, const N: usize>(
+    to: *mut u32,
+    from: *const T,
+    outer: usize,
+    inner: usize,
+    left: bool,
+    count: usize,
+    depth: usize,
+) {
+    let along = inner == 1;
+    let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
+    let lanes = |count: usize| ((1u32 << count.min(SIDE)) - 1) as __mmask16;
+    for p in (0..depth).step_by(STEP) {
+        let deep = depth - p;
+        for first in [0, SIDE] {
+            let to = to.wrapping_add(p / STEP * N * PART + first / SIDE * TILE);
+            let from = from.wrapping_add(p * inner + first * outer);
+            let wide = count.saturating_sub(first);
+            let lines = [deep, deep.saturating_sub(SIDE)].map(|deep| {
+                let (count, mask) = if along { (wide, lanes(deep)) } else { (deep, lanes(wide)) };
+                Lines { count, mask }
+            });
+            // SAFETY: by the contract, and `lines` says what exists.
+            unsafe {
+                if deep >= STEP && wide >= SIDE {
+                    split::<T, N, true>(to, from, line, other, along != left, lines);
+                } else {
+                    split::<T, N, false>(to, from, line, other, along != left, lines);
+                }
+            }
+        }
+    }
+}
+
+#[repr(C, align(64))]
+pub(crate) struct Output(pub [f32; GROUP * GROUP]);
+
+/// The tile that holds a part of the left operand, and the one of the right operand.
+const LEFT: usize = 4;
+
+/// Loads tile 0 or 1 of a part of the rows.
+macro_rules! a {
+    ($part:literal, $i:literal) => {
+        concat!("tileloadd tmm4, [{a} + {line} + 2048 * ", $part, " + 1024 * ", $i, "]")
+    };
+}
+/// Loads tile 0 or 1 of a part of the columns.
+macro_rules! b {
+    ($part:literal, $j:literal) => {
+        concat!("tileloadd tmm5, [{b} + {line} + 2048 * ", $part, " + 1024 * ", $j, "]")
+    };
+}
+/// Adds the product of what was loaded to an accumulator.
+macro_rules! add {
+    ($c:literal) => {
+        concat!("tdpbf16ps tmm", $c, ", tmm4, tmm5")
+    };
+}
+/// Asks for lines of a later step.
+macro_rules! ask {
+    ($of:literal, $at:literal) => {
+        concat!(
+            "prefetcht0 [{",
+            $of,
+            "} + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{",
+            $of,
+            "} + 64 + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{",
+            $of,
+            "} + 128 + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{",
+            $of,
+            "} + 192 + ",
+            $at,
+            "]"
+        )
+    };
+}
+macro_rules! kernel {
+    ($name:ident, $size:literal, $($step:expr),*) => {
+        /// `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps.
+        ///
+        /// # Safety
+        /// All of them are there, and this thread has its tiles.
+        pub(crate) unsafe fn $name(c: *mut f32, a: *const u32, b: *const u32, steps: usize) {
+            // SAFETY: by the contract.
+            unsafe {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                    "2:",
+                    $($step,)*
+                    concat!("add {a}, ", $size),
+                    concat!("add {b}, ", $size),
+                    "dec {steps}",
+                    "jnz 2b",
+                    "tilestored [{c} + {c_line}], tmm0",
+                    "tilestored [{c} + {c_line} + 64], tmm1",
+                    "tilestored [{c} + {c_line} + 2048], tmm2",
+                    "tilestored [{c} + {c_line} + 2048 + 64], tmm3",
+                    a = inout(reg) a => _,
+                    b = inout(reg) b => _,
+                    steps = inout(reg) steps => _,
+                    c = in(reg) c,
+                    line = in(reg) 64usize,
+                    c_line = in(reg) 4 * GROUP,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _,
+                    options(nostack)
+                );
+            }
+        }
+    };
+}
+// Part `p` of the rows or columns stands at `2048 p`. Neighbouring products share a factor.
+kernel!(
+    multiply_wide,
+    "6144",
+    // Parts 0 and 2.
+    a!(0, 0),
+    b!(2, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 0"),
+    ask!("b", "6144 + 256 * 0"),
+    b!(2, 1),
+    add!(1),
+    ask!("a", "6144 + 256 * 1"),
+    ask!("b", "6144 + 256 * 1"),
+    a!(0, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 2"),
+    ask!("b", "6144 + 256 * 2"),
+    b!(2, 0),
+    add!(2),
+    ask!("a", "6144 + 256 * 3"),
+    ask!("b", "6144 + 256 * 3"),
+    // 0 and 1.
+    b!(1, 0),
+    add!(2),
+    ask!("a", "6144 + 256 * 4"),
+    ask!("b", "6144 + 256 * 4"),
+    a!(0, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 5"),
+    ask!("b", "6144 + 256 * 5"),
+    b!(1, 1),
+    add!(1),
+    ask!("a", "6144 + 256 * 6"),
+    ask!("b", "6144 + 256 * 6"),
+    a!(0, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 7"),
+    ask!("b", "6144 + 256 * 7"),
+    // 1 and 1.
+    a!(1, 0),
+    add!(1),
+    ask!("a", "6144 + 256 * 8"),
+    ask!("b", "6144 + 256 * 8"),
+    b!(1, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 9"),
+    ask!("b", "6144 + 256 * 9"),
+    a!(1, 1),
+    add!(2),
+    ask!("a", "6144 + 256 * 10"),
+    ask!("b", "6144 + 256 * 10"),
+    b!(1, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 11"),
+    ask!("b", "6144 + 256 * 11"),
+    // 1 and 0.
+    b!(0, 0),
+    add!(2),
+    ask!("a", "6144 + 256 * 12"),
+    ask!("b", "6144 + 256 * 12"),
+    a!(1, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 13"),
+    ask!("b", "6144 + 256 * 13"),
+    b!(0, 1),
+    add!(1),
+    ask!("a", "6144 + 256 * 14"),
+    ask!("b", "6144 + 256 * 14"),
+    a!(1, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 15"),
+    ask!("b", "6144 + 256 * 15"),
+    // 2 and 0.
+    a!(2, 0),
+    add!(1),
+    ask!("a", "6144 + 256 * 16"),
+    ask!("b", "6144 + 256 * 16"),
+    b!(0, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 17"),
+    ask!("b", "6144 + 256 * 17"),
+    a!(2, 1),
+    add!(2),
+    ask!("a", "6144 + 256 * 18"),
+    ask!("b", "6144 + 256 * 18"),
+    b!(0, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 19"),
+    ask!("b", "6144 + 256 * 19"),
+    // 0 and 0.
+    a!(0, 0),
+    add!(1),
+    ask!("a", "6144 + 256 * 20"),
+    ask!("b", "6144 + 256 * 20"),
+    b!(0, 0),
+    add!(0),
+    ask!("a", "6144 + 256 * 21"),
+    ask!("b", "6144 + 256 * 21"),
+    a!(0, 1),
+    add!(2),
+    ask!("a", "6144 + 256 * 22"),
+    ask!("b", "6144 + 256 * 22"),
+    b!(0, 1),
+    add!(3),
+    ask!("a", "6144 + 256 * 23"),
+    ask!("b", "6144 + 256 * 23")
+);
+kernel!(
+    multiply_rounded,
+    "2048",
+    a!(0, 0),
+    b!(0, 0),
+    add!(0),
+    ask!("b", "4096"),
+    ask!("b", "4096 + 256"),
+    b!(0, 1),
+    add!(1),
+    ask!("b", "4096 + 512"),
+    ask!("b", "4096 + 768"),
+    a!(0, 1),
+    add!(3),
+    ask!("b", "4096 + 1024"),
+    ask!("b", "4096 + 1280"),
+    b!(0, 0),
+    add!(2),
+    ask!("b", "4096 + 1536"),
+    ask!("b", "4096 + 1792")
+);
+
+/// Writes `rows × columns` of what a kernel computed.
+#[target_feature(enable = "avx512f")]
+pub(crate) unsafe fn store(
+    c: *mut f32,
+    ldc: usize,
+    from: &Output,
+    rows: usize,
+    columns: usize,
+    bias: Option<&[f32]>,
+    old: bool,
+) {
+    let masks = [0, SIDE].map(|first| {
+        let lanes = SIDE.min(columns.saturating_sub(first));
+        ((1u32 << lanes) - 1) as __mmask16
+    });
+    for (v, mask) in masks.into_iter().enumerate() {
+        if mask == 0 {
+            continue;
+        }
+        let bias = match bias {
+            // SAFETY: one number per column.
+            Some(bias) => unsafe { _mm512_maskz_loadu_ps(mask, bias.as_ptr().add(v * SIDE)) },
+            None => _mm512_setzero_ps(),
+        };
+        for i in 0..rows {
+            // SAFETY: row i, and of its columns those of the mask.
+            unsafe {
+                let to = c.add(i * ldc + v * SIDE);
+                let mut sum = _mm512_load_ps(from.0.as_ptr().add(i * GROUP + v * SIDE));
+                sum = _mm512_add_ps(sum, bias);
+                if old {
+                    sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to));
+                }
+                _mm512_mask_storeu_ps(to, mask, sum);
+            }
+        }
+    }
+}
+
+/// A buffer of 32-bit words in lines.
+pub(crate) fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
+    gemm::reserve(scratch, len).as_mut_ptr().cast()
+}
+
+/// Where packed words go that several threads write.
+#[derive(Clone, Copy)]
+pub(crate) struct Packed(pub *mut u32);
+// SAFETY: tasks write disjoint groups, and read when all are written.
+unsafe impl Send for Packed {}
+// SAFETY: as above.
+unsafe impl Sync for Packed {}
+
+impl Packed {
+    pub(crate) fn at(self, offset: usize) -> *mut u32 {
+        self.0.wrapping_add(offset)
+    }
+}

@@ -1,0 +1,154 @@
+//! Matrix products on AMX tiles: the blocked product of `gemm` for CPUs that multiply 16 × 32 by 32 × 16 bf16 numbers in
+//! one instruction.
+//!
+//! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. So a factor
+//! is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`, each the rounded rest of the ones before. They hold
+//! all 24 bits of an `f32`. Of the nine products of two such sums those below 2⁻²⁶ of the whole are left out:
+//!
+//! `x y ≈ x₁y₁ + x₁y₂ + x₂y₁ + x₂y₂ + x₁y₃ + x₃y₁`
+//!
+//! A bf16 weight is one number, which leaves three products, and those are exact. The error of a sum is that of adding up
+//! in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero,
+//! what a number has below that is lost, and a factor that rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
+//! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//!
+//! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
+//! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
+//!
+//! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
+//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, with
+//! neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
+//!
+//! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
+//! order whatever stands beside it: its bits depend on the inner size alone.
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) mod amx;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod dots;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod product;
+
+use std::ops::Range;
+
+use half::bf16;
+
+use crate::Weight;
+use crate::parallel::Shared;
+
+/// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
+#[must_use]
+pub fn available() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx::available();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
+/// Rows of the left operand, and where their products go.
+pub(crate) struct Left<'a> {
+    /// Element `(i, p)` is `from[i · outer + p · inner]`; one of the two is 1.
+    pub from: &'a [f32],
+    pub outer: usize,
+    pub inner: usize,
+    pub rows: usize,
+    /// Row `i` begins at element `i · ldc`.
+    pub c: Shared<'a>,
+}
+
+/// Columns of the right operand, and which columns of the output they make.
+pub(crate) struct Right<'a> {
+    /// Element `(p, j)` is `from[p · inner + j · outer]`; one of the two is 1. Not quantised.
+    pub from: Weight<'a>,
+    pub outer: usize,
+    pub inner: usize,
+    pub columns: usize,
+    /// First column in a row of the output.
+    pub at: usize,
+    /// Added once if nothing is kept of what the output held.
+    pub bias: Option<&'a [f32]>,
+}
+
+/// `c = left · right (+ bias)` for every left and every right operand, with `k` the inner size; plus what `c` held if
+/// `old`. If `rounded`, both factors are rounded to bf16. Returns whether this CPU can; if not, nothing has been written.
+///
+/// # Safety
+/// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap.
+#[inline]
+pub(crate) unsafe fn multiply(
+    lefts: &[Left],
+    rights: &[Right],
+    k: usize,
+    ldc: usize,
+    old: bool,
+    rounded: bool,
+) -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if k > 0 && amx::available() {
+        // SAFETY: the contract of this function, and the instructions exist.
+        unsafe {
+            if rounded {
+                product::multiply::<1>(lefts, rights, k, ldc, old);
+            } else {
+                product::multiply::<{ amx::PARTS }>(lefts, rights, k, ldc, old);
+            }
+        }
+        return true;
+    }
+    let _ = (lefts, rights, k, ldc, old, rounded);
+    false
+}
+
+/// Elements that [`pack_rows`] writes.
+pub(crate) fn packed_len(m: usize, k: usize) -> usize {
+    // At most 16 or 32 rows, in words of two bf16.
+    m.next_multiple_of(16) * k.next_multiple_of(32) / 2
+}
+
+/// Packs rows of `x` for [`Dots`]; only for CPUs with tiles.
+pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize) {
+    assert!(available() && to.len() >= packed_len(m, k));
+    assert!(m == 0 || k == 0 || (m - 1) * stride + k <= x.len());
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    // SAFETY: the assertions.
+    unsafe {
+        dots::pack_rows(to.as_mut_ptr().cast(), x.as_ptr(), stride, m, k);
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let _ = (to, x, stride);
+}
+
+/// Columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs with tiles.
+///
+/// The weights are the left operand, so that they come as they are, straight from memory: 32 of their rows at a time,
+/// while the next 32 are asked for. The rows of `x` are the columns of the right operand.
+pub(crate) struct Dots<'a> {
+    /// Element `(0, 0)`.
+    pub y: *mut f32,
+    pub y_stride: usize,
+    /// What [`pack_rows`] wrote.
+    pub x: *const f32,
+    /// `[n, k]`.
+    pub w: &'a [bf16],
+    pub bias: Option<&'a [f32]>,
+    pub m: usize,
+    pub k: usize,
+    pub columns: Range<usize>,
+    /// Row of `w` that this thread will probably need when it is done.
+    pub after: usize,
+    /// Whether the product is added to what `y` held.
+    pub old: bool,
+}
+
+impl Dots<'_> {
+    /// # Safety
+    /// `w` and `bias` have all rows up to the end of the columns, `y` has these columns of `m` rows, and nothing else
+    /// refers to them; [`available`], and `k > 0`.
+    pub(crate) unsafe fn run(self) {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        // SAFETY: by the contract.
+        unsafe {
+            dots::run(&self);
+        }
+    }
+}

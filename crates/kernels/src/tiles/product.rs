@@ -1,0 +1,137 @@
+//! The blocked product.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use super::amx::{
+    GROUP, Output, PARTS, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len, store,
+    words,
+};
+use super::{Left, Right};
+use crate::Weight;
+use crate::gemm::{self, Line};
+use crate::parallel::{Strips, part, tasks};
+use crate::simd;
+
+/// Groups of the left operand that are packed at a time, and words of them (16 MiB).
+const GROUPS: usize = 64;
+const PACKED_LEN: usize = 4 << 20;
+/// Elements of the inner dimension that are summed at a time, times their parts.
+const DEPTH: usize = 512 * PARTS;
+
+thread_local! {
+    static LEFT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static RIGHT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// See the function of the same name outside; `N` is the number of parts.
+///
+/// # Safety
+/// Its contract, and the instructions exist.
+pub(super) unsafe fn multiply<const N: usize>(
+    lefts: &[Left],
+    rights: &[Right],
+    k: usize,
+    ldc: usize,
+    old: bool,
+) {
+    // Operand and first row of every group.
+    let groups: Vec<(usize, usize)> = lefts
+        .iter()
+        .enumerate()
+        .flat_map(|(at, left)| (0..left.rows).step_by(GROUP).map(move |row| (at, row)))
+        .collect();
+    let blocks: Vec<Range<usize>> = gemm::blocks(k, STEP, DEPTH / N).collect();
+    let widths: Vec<usize> = rights.iter().map(|right| right.columns).collect();
+    let mut packed = LEFT.take();
+    for groups in groups.chunks(GROUPS) {
+        let mut rest = &blocks[..];
+        while let Some(first) = rest.first() {
+            let fit = PACKED_LEN / (groups.len() * N * GROUP / 2);
+            let take = rest.iter().take_while(|block| block.end - first.start <= fit).count().max(1);
+            let (now, later) = rest.split_at(take);
+            rest = later;
+            let depth: usize = now.iter().map(ExactSizeIterator::len).sum();
+            // Blocks begin at multiples of a step.
+            let place = |block: &Range<usize>, group: usize| {
+                panel_len(N, block.start - first.start) * groups.len() + panel_len(N, block.len()) * group
+            };
+            let left = Packed(words(&mut packed, panel_len(N, depth) * groups.len()));
+            tasks(now.len() * groups.len(), depth * groups.len() * GROUP, |i| {
+                let (block, group) = (&now[i / groups.len()], i % groups.len());
+                let (at, row) = groups[group];
+                let Left { from, outer, inner, rows, .. } = lefts[at];
+                let count = GROUP.min(rows - row);
+                let from = from[row * outer + block.start * inner..].as_ptr();
+                // SAFETY: tasks write different groups; the rest is the contract.
+                unsafe {
+                    pack::<_, N>(left.at(place(block, group)), from, outer, inner, true, count, block.len());
+                }
+            });
+            let strips = Strips::even(&widths, groups.len() * GROUP, GROUP);
+            let work = depth * groups.len() * widths.iter().sum::<usize>();
+            tasks(strips.len(), work, |i| {
+                let (at, columns, row_part) = strips.get(i);
+                let right = &rights[at];
+                let mut scratch = RIGHT.take();
+                // SAFETY: the instructions exist.
+                let tiles = unsafe { Tiles::new() };
+                let mut output = Output([0.0; GROUP * GROUP]);
+                for block in now {
+                    let len = panel_len(N, block.len());
+                    let panels = words(&mut scratch, len * columns.len().div_ceil(GROUP));
+                    for (j, column) in columns.clone().step_by(GROUP).enumerate() {
+                        let (to, count) = (panels.wrapping_add(j * len), GROUP.min(columns.end - column));
+                        let start = column * right.outer + block.start * right.inner;
+                        let (outer, inner, depth) = (right.outer, right.inner, block.len());
+                        // SAFETY: the contract.
+                        unsafe {
+                            match right.from {
+                                Weight::F32(w) => {
+                                    pack::<_, N>(to, w[start..].as_ptr(), outer, inner, false, count, depth);
+                                }
+                                Weight::Bf16(w) => {
+                                    pack::<_, N>(to, w[start..].as_ptr(), outer, inner, false, count, depth);
+                                }
+                                // Widened by the caller.
+                                Weight::Quantised(_) => {}
+                            }
+                        }
+                    }
+                    let old = old || block.start > 0;
+                    for group in part(groups.len(), strips.row_parts, row_part) {
+                        let (at, row) = groups[group];
+                        let rows = GROUP.min(lefts[at].rows - row);
+                        for (j, column) in columns.clone().step_by(GROUP).enumerate() {
+                            let a = left.at(place(block, group)).cast_const();
+                            let b = panels.wrapping_add(j * len).cast_const();
+                            let c = lefts[at].c.ptr(row * ldc + right.at + column);
+                            let count = GROUP.min(columns.end - column);
+                            let bias = right.bias.filter(|_| block.start == 0);
+                            let bias = bias.map(|bias| &bias[column..column + count]);
+                            let steps = block.len().div_ceil(STEP);
+                            // What is written comes while the tiles are multiplied.
+                            for i in 0..rows {
+                                simd::prefetch(c.wrapping_add(i * ldc));
+                                simd::prefetch(c.wrapping_add(i * ldc + SIDE));
+                            }
+                            let to = output.0.as_mut_ptr();
+                            // SAFETY: packed above; tasks write different columns or rows of the outputs.
+                            unsafe {
+                                if N == 1 {
+                                    multiply_rounded(to, a, b, steps)
+                                } else {
+                                    multiply_wide(to, a, b, steps)
+                                }
+                                store(c, ldc, &output, rows, count, bias, old);
+                            }
+                        }
+                    }
+                }
+                drop(tiles);
+                RIGHT.set(scratch);
+            });
+        }
+    }
+    LEFT.set(packed);
+}
