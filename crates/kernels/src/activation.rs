@@ -88,10 +88,10 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn backward_part<'a>(simd: S, act: Activation, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32]) -> () {
-        for i in (0..dx.len()).step_by(S::F32_LANES) {
+    fn backward_part<'a>(simd: S, act: Activation, x: &'a mut [f32], dy: &'a [f32]) -> () {
+        for i in (0..x.len()).step_by(S::F32_LANES) {
             let slope = value_and_slope(simd, act, load(simd, x, i)).1;
-            store(simd, dx, i, simd.mul_f32s(load(simd, dy, i), slope));
+            store(simd, x, i, simd.mul_f32s(load(simd, dy, i), slope));
         }
     }
 }
@@ -106,13 +106,12 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn swiglu_gradient_row<'a>(simd: S, dgate: &'a mut [f32], dup: &'a mut [f32], dy: &'a [f32], gate: &'a [f32],
-                               up: &'a [f32]) -> () {
+    fn swiglu_gradient_row<'a>(simd: S, gate: &'a mut [f32], up: &'a mut [f32], dy: &'a [f32]) -> () {
         for i in (0..dy.len()).step_by(S::F32_LANES) {
             let (silu, slope) = value_and_slope(simd, Activation::Silu, load(simd, gate, i));
             let dy = load(simd, dy, i);
-            store(simd, dgate, i, simd.mul_f32s(simd.mul_f32s(dy, load(simd, up, i)), slope));
-            store(simd, dup, i, simd.mul_f32s(dy, silu));
+            store(simd, gate, i, simd.mul_f32s(simd.mul_f32s(dy, load(simd, up, i)), slope));
+            store(simd, up, i, simd.mul_f32s(dy, silu));
         }
     }
 }
@@ -133,16 +132,16 @@ pub fn forward(act: Activation, y: &mut [f32], x: &[f32]) {
     });
 }
 
-/// `dx = dy · act′(x)`, elementwise; `dx` is overwritten.
-pub fn backward(act: Activation, dx: &mut [f32], dy: &[f32], x: &[f32]) {
-    let _span = span(Op::Activation, || (dx.len() * COST, 12 * dx.len()));
-    debug_assert!(dx.len() == x.len() && dy.len() == x.len());
-    let n = dx.len();
-    let dx = Shared::new(dx);
+/// Replaces `x`, the input of [`forward`], by its gradient `dy · act′(x)`, elementwise.
+pub fn backward(act: Activation, x: &mut [f32], dy: &[f32]) {
+    let _span = span(Op::Activation, || (x.len() * COST, 12 * x.len()));
+    debug_assert_eq!(dy.len(), x.len());
+    let n = x.len();
+    let x = Shared::new(x);
     ranges(n, 64, n * COST, |range| {
         // SAFETY: the ranges are disjoint.
-        let part = unsafe { dx.part(range.start, range.len()) };
-        backward_part(act, part, &dy[range.clone()], &x[range]);
+        let part = unsafe { x.part(range.start, range.len()) };
+        backward_part(act, part, &dy[range]);
     });
 }
 
@@ -161,17 +160,16 @@ pub fn swiglu_forward(y: &mut [f32], gate_up: &[f32], rows: usize, i: usize) {
     });
 }
 
-/// Gradient of [`swiglu_forward`]: `dgate_up [rows, 2i]` is overwritten.
-pub fn swiglu_backward(dgate_up: &mut [f32], dy: &[f32], gate_up: &[f32], rows: usize, i: usize) {
+/// Replaces `gate_up [rows, 2i]`, the input of [`swiglu_forward`], by its gradient.
+pub fn swiglu_backward(gate_up: &mut [f32], dy: &[f32], rows: usize, i: usize) {
     let _span = span(Op::Activation, || (2 * rows * i * COST, 20 * rows * i));
-    debug_assert!(dgate_up.len() == rows * 2 * i && dy.len() == rows * i && gate_up.len() == rows * 2 * i);
-    let d = Shared::new(dgate_up);
+    debug_assert!(dy.len() == rows * i && gate_up.len() == rows * 2 * i);
+    let gate_up = Shared::new(gate_up);
     ranges(rows, 1, rows * i * COST, |range| {
         for r in range {
             // SAFETY: every row is visited once.
-            let (dgate, dup) = unsafe { d.part(r * 2 * i, 2 * i) }.split_at_mut(i);
-            let (gate, up) = gate_up[r * 2 * i..(r + 1) * 2 * i].split_at(i);
-            swiglu_gradient_row(dgate, dup, &dy[r * i..(r + 1) * i], gate, up);
+            let (gate, up) = unsafe { gate_up.part(r * 2 * i, 2 * i) }.split_at_mut(i);
+            swiglu_gradient_row(gate, up, &dy[r * i..(r + 1) * i]);
         }
     });
 }

@@ -38,17 +38,20 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `dx = rstd · (dy w − x̂ · mean(dy w x̂))`; uses `dx` for `dy · w` first.
+    /// `dx += rstd · (dy w − x̂ · mean(dy w x̂))`.
     fn rms_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
                             rstd: f32) -> () {
-        for i in (0..x.len()).step_by(S::F32_LANES) {
-            store(simd, dx, i, simd.mul_f32s(load(simd, dy, i), load(simd, weight, i)));
+        let mut along = [simd.splat_f32s(0.0); 4];
+        for (p, i) in (0..x.len()).step_by(S::F32_LANES).enumerate() {
+            let g = simd.mul_f32s(load(simd, dy, i), load(simd, weight, i));
+            along[p % 4] = simd.mul_add_e_f32s(g, load(simd, x, i), along[p % 4]);
         }
-        let pull = -dot(simd, dx, x) * rstd * rstd * rstd / x.len() as f32;
+        let pull = -total(simd, along) * rstd * rstd * rstd / x.len() as f32;
         let (scale, pull) = (simd.splat_f32s(rstd), simd.splat_f32s(pull));
         for i in (0..x.len()).step_by(S::F32_LANES) {
-            let g = simd.mul_f32s(load(simd, dx, i), scale);
-            store(simd, dx, i, simd.mul_add_e_f32s(load(simd, x, i), pull, g));
+            let g = simd.mul_f32s(simd.mul_f32s(load(simd, dy, i), load(simd, weight, i)), scale);
+            let g = simd.mul_add_e_f32s(load(simd, x, i), pull, g);
+            store(simd, dx, i, simd.add_f32s(load(simd, dx, i), g));
         }
     }
 }
@@ -76,7 +79,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `dx = rstd · (dy w − mean(dy w) − x̂ · mean(dy w x̂))`; uses `dx` for `dy · w` first.
+    /// `dx += rstd · (dy w − mean(dy w) − x̂ · mean(dy w x̂))`.
     fn layer_gradient_row<'a>(simd: S, dx: &'a mut [f32], dy: &'a [f32], x: &'a [f32], weight: &'a [f32],
                               mean: f32, rstd: f32) -> () {
         let n = x.len() as f32;
@@ -86,15 +89,15 @@ simd_fn! {
             let g = simd.mul_f32s(load(simd, dy, i), load(simd, weight, i));
             sum[p % 4] = simd.add_f32s(sum[p % 4], g);
             along[p % 4] = simd.mul_add_e_f32s(g, simd.add_f32s(load(simd, x, i), minus), along[p % 4]);
-            store(simd, dx, i, g);
         }
         let shift = simd.splat_f32s(-total(simd, sum) / n * rstd);
         let pull = simd.splat_f32s(-total(simd, along) / n * rstd * rstd * rstd);
         let scale = simd.splat_f32s(rstd);
         for i in (0..x.len()).step_by(S::F32_LANES) {
             let centred = simd.add_f32s(load(simd, x, i), minus);
-            let g = simd.mul_add_e_f32s(load(simd, dx, i), scale, shift);
-            store(simd, dx, i, simd.mul_add_e_f32s(centred, pull, g));
+            let g = simd.mul_f32s(load(simd, dy, i), load(simd, weight, i));
+            let g = simd.mul_add_e_f32s(centred, pull, simd.mul_add_e_f32s(g, scale, shift));
+            store(simd, dx, i, simd.add_f32s(load(simd, dx, i), g));
         }
     }
 }
@@ -181,7 +184,7 @@ pub fn rms_forward(
     });
 }
 
-/// Gradients of [`rms_forward`]: `dx` is overwritten, `dw [dim]` is added to.
+/// Gradients of [`rms_forward`], added to `dx [rows, dim]` and `dw [dim]`.
 pub fn rms_backward(
     dx: &mut [f32],
     dw: Option<&mut [f32]>,
@@ -192,7 +195,7 @@ pub fn rms_backward(
     rows: usize,
     dim: usize,
 ) {
-    let _span = span(Op::Norm, || (8 * rows * dim, 12 * rows * dim));
+    let _span = span(Op::Norm, || (8 * rows * dim, 16 * rows * dim));
     debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
     let dx = Shared::new(dx);
     ranges(rows, 1, rows * dim * COST, |range| {
@@ -232,7 +235,7 @@ pub fn layer_forward(
     });
 }
 
-/// Gradients of [`layer_forward`]: `dx` is overwritten, `dw` and `db` `[dim]` are added to.
+/// Gradients of [`layer_forward`], added to `dx [rows, dim]` and to `dw` and `db` `[dim]`.
 pub fn layer_backward(
     dx: &mut [f32],
     dw: Option<&mut [f32]>,
@@ -245,7 +248,7 @@ pub fn layer_backward(
     rows: usize,
     dim: usize,
 ) {
-    let _span = span(Op::Norm, || (10 * rows * dim, 12 * rows * dim));
+    let _span = span(Op::Norm, || (10 * rows * dim, 16 * rows * dim));
     debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
     let dx = Shared::new(dx);
     ranges(rows, 1, rows * dim * COST, |range| {

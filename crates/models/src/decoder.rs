@@ -284,13 +284,13 @@ impl Decoder {
             if let Some(tape) = &mut tape {
                 let kept = (!tape.recompute()).then_some(kept);
                 tape.own(move |dy| {
-                    let mut dy = omnigrpo_ops::to_vec(&dy.contiguous()?)?;
+                    let dy = omnigrpo_ops::to_vec(&dy.contiguous()?)?;
                     let dx = with_f32(&x, |x| {
                         let kept = match kept {
                             Some(kept) => kept,
                             None => block.forward_over(x, t, &layout)?.1,
                         };
-                        block.backward(x, t, kept, &mut dy, &layout)
+                        block.backward(x, t, kept, dy, &layout)
                     })??;
                     rows_from_vec(dx, t, h)
                 });
@@ -456,7 +456,8 @@ impl Decoder {
             };
             if self.head.trainable() { self.head.accumulate(|dw| run(Some(dw))) } else { run(None) }
         })?;
-        let dhidden = self.final_norm.backward(&scored.hidden_nh, &scored.rstd, &dnormed, n)?;
+        let mut dhidden = buffer::zeros(n * h);
+        self.final_norm.backward(&mut dhidden, &scored.hidden_nh, &scored.rstd, &dnormed, n)?;
         Ok(rows_from_vec(dhidden, n, h)?)
     }
 }
@@ -572,26 +573,24 @@ impl<'a> Block<'a> {
         x: &[f32],
         t: usize,
         kept: Kept,
-        dy: &mut [f32],
+        mut dy: Vec<f32>,
         layout: &AttentionLayout,
     ) -> candle_core::Result<Vec<f32>> {
-        let Kept { qkv, lse, attended, middle, gate_up } = kept;
+        let Kept { qkv, lse, attended, middle, mut gate_up } = kept;
         let (h, i, heads) = (self.width(), self.layer.gate.n(), self.heads);
         let n = self.some.as_ref().map_or(t, Vec::len);
-        let mut dgate_up = buffer::zeros(n * 2 * i);
         {
             let mut inner = buffer::zeros(n * i);
             activation::swiglu_forward(&mut inner, &gate_up, n, i);
-            let dinner = self.down.backward(&inner, dy, n, i)?;
-            activation::swiglu_backward(&mut dgate_up, &dinner, &gate_up, n, i);
+            let dinner = self.down.backward(&inner, &mut dy, n, i)?;
+            activation::swiglu_backward(&mut gate_up, &dinner, n, i);
         }
-        drop(gate_up);
         let (normed, stats) = self.layer.mlp_norm.forward(&middle, n)?;
-        let dnormed = self.gate_up.backward(&normed, &mut dgate_up, n, h)?;
-        drop((normed, dgate_up));
-        let mut dmiddle = self.layer.mlp_norm.backward(&middle, &stats, &dnormed, n)?;
+        let dnormed = self.gate_up.backward(&normed, &mut gate_up, n, h)?;
+        drop((normed, gate_up));
+        let mut dmiddle = dy;
+        self.layer.mlp_norm.backward(&mut dmiddle, &middle, &stats, &dnormed, n)?;
         drop((middle, dnormed));
-        buffer::add(&mut dmiddle, dy);
         let q_width = heads.q_width();
         let dattended = self.o.backward(&self.pick(&attended, q_width), &mut dmiddle, n, q_width)?;
         let dattended = self.spread(dattended, t, q_width);
@@ -599,8 +598,8 @@ impl<'a> Block<'a> {
         drop((qkv, attended, dattended));
         let (normed, stats) = self.layer.input_norm.forward(x, t)?;
         let dnormed = self.qkv.backward(&normed, &mut dqkv, t, h)?;
-        let mut dx = self.layer.input_norm.backward(x, &stats, &dnormed, t)?;
-        buffer::add(&mut dx, &self.spread(dmiddle, t, h));
+        let mut dx = self.spread(dmiddle, t, h);
+        self.layer.input_norm.backward(&mut dx, x, &stats, &dnormed, t)?;
         Ok(dx)
     }
 }

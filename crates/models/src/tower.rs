@@ -150,15 +150,15 @@ impl<'a> Half<'a> {
     }
 
     /// The gradient of the half's input from those of what [`Self::enter`] gave and of the residual stream.
-    fn enter_back(&self, x: &[f32], dinput: Vec<f32>, dresidual: &[f32]) -> Result<Vec<f32>> {
-        let mut dx = match self.order {
+    fn enter_back(&self, x: &[f32], dinput: &[f32], dresidual: Vec<f32>) -> Result<Vec<f32>> {
+        let mut dx = dresidual;
+        match self.order {
             NormOrder::Pre => {
                 let stats = self.norm.forward(x, self.n)?.1;
-                self.norm.backward(x, &stats, &dinput, self.n)?
+                self.norm.backward(&mut dx, x, &stats, dinput, self.n)?;
             }
-            NormOrder::Post => dinput,
-        };
-        buffer::add(&mut dx, dresidual);
+            NormOrder::Post => buffer::add(&mut dx, dinput),
+        }
         Ok(dx)
     }
 
@@ -188,7 +188,9 @@ impl<'a> Half<'a> {
         let mut dsum = match joined.sum {
             Some(sum) => {
                 let stats = self.norm.forward(&sum, self.n)?.1;
-                self.norm.backward(&sum, &stats, &dy, self.n)?
+                let mut dsum = buffer::zeros(sum.len());
+                self.norm.backward(&mut dsum, &sum, &stats, &dy, self.n)?;
+                dsum
             }
             None => dy,
         };
@@ -285,22 +287,22 @@ impl<'a> Pass<'a> {
     /// `dx [n, h]` from `dy [n, h]`, with the gradients of the weights added to their buffers. Each kept array is freed
     /// after its use.
     fn backward(&self, x: &[f32], kept: Kept, dy: Vec<f32>) -> Result<Vec<f32>> {
-        let Kept { raw, qkv, lse, attended, joined: [joined, last], middle, wide } = kept;
+        let Kept { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide } = kept;
         let (n, heads) = (self.n, self.heads);
         let h = self.block.proj.n();
         let (dinner, dresidual) = self.feed.leave_back(&self.activate(&wide), last, dy)?;
-        let mut dwide = buffer::zeros(wide.len());
         match &self.block.mlp {
-            Mlp::Plain { act, .. } => activation::backward(*act, &mut dwide, &dinner, &wide),
+            Mlp::Plain { act, .. } => activation::backward(*act, &mut wide, &dinner),
             Mlp::SwiGlu { .. } => {
-                activation::swiglu_backward(&mut dwide, &dinner, &wide, n, wide.len() / n.max(1) / 2);
+                let i = wide.len() / n.max(1) / 2;
+                activation::swiglu_backward(&mut wide, &dinner, n, i);
             }
         }
-        drop((dinner, wide));
-        let dinput = self.first.backward(&self.feed.enter(&middle)?, &mut dwide, n, h)?;
-        drop(dwide);
-        let dmiddle = self.feed.enter_back(&middle, dinput, &dresidual)?;
-        drop((middle, dresidual));
+        drop(dinner);
+        let dinput = self.first.backward(&self.feed.enter(&middle)?, &mut wide, n, h)?;
+        drop(wide);
+        let dmiddle = self.feed.enter_back(&middle, &dinput, dresidual)?;
+        drop((middle, dinput));
         let (dattended, dresidual) = self.attend.leave_back(&attended, joined, dmiddle)?;
         let mut dqkv = heads.backward(&qkv, &attended, &lse, &dattended, &self.layout);
         drop((qkv, attended, dattended));
@@ -308,12 +310,13 @@ impl<'a> Pass<'a> {
             for (norm, (from, width)) in norms.iter().zip(self.columns()) {
                 let input = self.window(&raw, from, width);
                 let stats = norm.forward(&input, n)?.1;
-                let dinput = norm.backward(&input, &stats, &self.window(&dqkv, from, width), n)?;
+                let mut dinput = buffer::zeros(n * width);
+                norm.backward(&mut dinput, &input, &stats, &self.window(&dqkv, from, width), n)?;
                 self.put(&mut dqkv, from, width, &dinput);
             }
         }
         let dinput = self.qkv.backward(&self.attend.enter(x)?, &mut dqkv, n, h)?;
-        self.attend.enter_back(x, dinput, &dresidual)
+        self.attend.enter_back(x, &dinput, dresidual)
     }
 
     fn activate(&self, wide: &[f32]) -> Vec<f32> {

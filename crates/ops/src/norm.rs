@@ -74,18 +74,21 @@ impl Norm {
         Ok((y, stats))
     }
 
-    /// `dx [rows, h]`, with the gradients of weight and bias added to their buffers. `x` and `stats` are those of
-    /// [`Self::forward`].
+    /// Adds the gradient of the input to `dx [rows, h]`, and those of weight and bias to their buffers. `x` and `stats`
+    /// are those of [`Self::forward`].
     ///
     /// # Errors
     /// A device without kernels.
-    pub fn backward(&self, x: &[f32], stats: &[f32], dy: &[f32], rows: usize) -> Result<Vec<f32>> {
+    pub fn backward(&self, dx: &mut [f32], x: &[f32], stats: &[f32], dy: &[f32], rows: usize) -> Result<()> {
         let dim = self.weight().len();
-        let mut dx = buffer::zeros(rows * dim);
+        if [x.len(), dy.len(), dx.len()] != [rows * dim; 3] {
+            let weight = self.weight().name();
+            bail!("norm {weight}: {}, {} and {} elements for {rows} rows of {dim}", x.len(), dy.len(), dx.len());
+        }
         match self {
             Self::Rms { weight, .. } => weight.with_f32(|w| {
                 let mut run = |dw: Option<&mut [f32]>| {
-                    kernel::rms_backward(&mut dx, dw, dy, x, w, stats, rows, dim);
+                    kernel::rms_backward(dx, dw, dy, x, w, stats, rows, dim);
                 };
                 if weight.trainable() { weight.accumulate(|dw| run(Some(dw))) } else { run(None) }
             })?,
@@ -94,7 +97,7 @@ impl Norm {
                 let mut dw = weight.trainable().then(|| vec![0.0; dim]);
                 let mut db = bias.trainable().then(|| vec![0.0; dim]);
                 kernel::layer_backward(
-                    &mut dx,
+                    dx,
                     dw.as_deref_mut(),
                     db.as_deref_mut(),
                     dy,
@@ -112,7 +115,7 @@ impl Norm {
                 }
             })?,
         }
-        Ok(dx)
+        Ok(())
     }
 }
 
@@ -142,7 +145,8 @@ impl CustomOp1 for NormOp {
         let (rows, dim) = x_th.dims2()?;
         let stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
         let dy_th = dy_th.contiguous()?;
-        let dx = with_f32(x_th, |x| with_f32(&dy_th, |dy| self.norm.backward(x, &stats, dy, rows)))???;
+        let mut dx = buffer::zeros(rows * dim);
+        with_f32(x_th, |x| with_f32(&dy_th, |dy| self.norm.backward(&mut dx, x, &stats, dy, rows)))???;
         Ok(Some(rows_from_vec(dx, rows, dim)?))
     }
 }

@@ -7,7 +7,7 @@ use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
-use omnigrpo_kernels::{Weight, embedding, logprob, norm, optim, rope};
+use omnigrpo_kernels::{Weight, buffer, embedding, logprob, norm, optim, rope};
 
 /// What a call does 10⁹ of: operations or bytes.
 #[derive(Clone, Copy)]
@@ -208,16 +208,16 @@ fn row_cases(all: &mut Vec<Case>) {
     }));
     all.push(case("swiglu backward 852x1408", bytes(5, inner), move || {
         let (x, dy) = (noise(rows * 2 * inner, 1), noise(rows * inner, 2));
-        let mut dx = vec![0.0; rows * 2 * inner];
-        move || activation::swiglu_backward(&mut dx, &dy, &x, rows, inner)
+        // The input is replaced by its gradient, so a copy is.
+        move || activation::swiglu_backward(&mut buffer::copy(&x), &dy, rows, inner)
     }));
     all.push(case("gelu forward 852x1408", bytes(2, inner), move || {
         let (x, mut y) = (noise(rows * inner, 1), vec![0.0; rows * inner]);
         move || activation::forward(Activation::GeluErf, &mut y, &x)
     }));
     all.push(case("gelu backward 852x1408", bytes(3, inner), move || {
-        let (x, dy, mut dx) = (noise(rows * inner, 1), noise(rows * inner, 2), vec![0.0; rows * inner]);
-        move || activation::backward(Activation::GeluErf, &mut dx, &dy, &x)
+        let (x, dy) = (noise(rows * inner, 1), noise(rows * inner, 2));
+        move || activation::backward(Activation::GeluErf, &mut buffer::copy(&x), &dy)
     }));
     let ids: Vec<u32> = (0..rows as u32).map(|i| i * 577 % 2048).collect();
     for (dtype, narrow) in DTYPES {
