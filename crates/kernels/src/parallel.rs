@@ -76,6 +76,9 @@ const STRIP_PANELS: usize = 6;
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 /// The same where strips are few: what a thread packs of them stays in its second-level cache (1 MiB).
 const EVEN_PANELS: usize = 11;
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+/// Strips of a thread at least, so that none waits long for the other.
+const ROUNDS: usize = 2;
 /// Rows below which a strip is not divided among threads.
 const MIN_ROWS: usize = 96;
 
@@ -103,7 +106,7 @@ impl<'a> Strips<'a> {
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize) -> Self {
         let threads = rayon::current_num_threads();
         let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        let rounds = total.div_ceil(threads * EVEN_PANELS).max(1);
+        let rounds = total.div_ceil(threads * EVEN_PANELS).max(ROUNDS);
         let panels = total.div_ceil(threads * rounds).max(1);
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
     }

@@ -5,6 +5,7 @@ mod config;
 mod deepspeed;
 mod explain;
 mod flags;
+mod heap;
 mod presets;
 mod rules;
 mod settings;
@@ -18,7 +19,7 @@ use cli::Parsed;
 use explain::Problem;
 
 fn main() -> ExitCode {
-    keep_freed_memory();
+    heap::keep();
     show_warnings();
     let problem = match cli::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
         Ok(Parsed::Print(text)) => {
@@ -44,18 +45,3 @@ fn show_warnings() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
 }
-
-/// Keeps freed memory in the process. A training step allocates and frees the same large buffers again and again;
-/// with glibc's defaults each one is mapped and returned, which costs more than the arithmetic of small models.
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-fn keep_freed_memory() {
-    // SAFETY: `mallopt` is called before any thread is started and only sets tuning parameters.
-    unsafe {
-        libc::mallopt(libc::M_MMAP_MAX, 0);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
-        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
-    }
-}
-
-#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-fn keep_freed_memory() {}

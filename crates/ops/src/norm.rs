@@ -83,7 +83,12 @@ impl Norm {
         let dim = self.weight().len();
         if [x.len(), dy.len(), dx.len()] != [rows * dim; 3] {
             let weight = self.weight().name();
-            bail!("norm {weight}: {}, {} and {} elements for {rows} rows of {dim}", x.len(), dy.len(), dx.len());
+            bail!(
+                "norm {weight}: {}, {} and {} elements for {rows} rows of {dim}",
+                x.len(),
+                dy.len(),
+                dx.len()
+            );
         }
         match self {
             Self::Rms { weight, .. } => weight.with_f32(|w| {

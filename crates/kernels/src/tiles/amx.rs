@@ -201,7 +201,7 @@ pub(crate) fn cut<S: Simd>(simd: S, x: S::f32s) -> [S::u32s; PARTS] {
     let bits = |x| simd.transmute_u32s_f32s(x);
     let first = simd.and_u32s(simd.add_u32s(bits(x), half), top);
     let rest = simd.sub_f32s(x, simd.transmute_f32s_u32s(first));
-    let second = simd.and_u32s(simd.add_u32s(bits(rest), half), top);
+    let second = simd.and_u32s(bits(rest), top);
     let rest = simd.sub_f32s(rest, simd.transmute_f32s_u32s(second));
     [first, second, simd.and_u32s(bits(rest), top)]
 }
@@ -234,8 +234,8 @@ unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
     let mut rest = [low, high];
     for q in 0..PARTS {
         let (mut a, mut b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
-        // The last part has few enough bits to be taken as it is.
-        if q + 1 < PARTS {
+        // What is left after the first has 16 bits, which need no rounding.
+        if q == 0 {
             (a, b) = (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half));
         }
         let (a_top, b_top) = (_mm512_and_si512(a, top), _mm512_and_si512(b, top));
@@ -285,6 +285,7 @@ unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
     from: *const T,
     line: usize,
     other: usize,
+    ahead: usize,
     turn: bool,
     lines: [Lines; 2],
 ) {
@@ -293,8 +294,10 @@ unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
         if !WHOLE && i >= count {
             return _mm512_setzero_ps();
         }
+        let from = from.wrapping_add(i * line + at * other);
+        simd::prefetch(from.wrapping_add(ahead));
         // SAFETY: 16 lines of 16 elements, twice; or those that `lines` has.
-        unsafe { T::load(from.wrapping_add(i * line + at * other), if WHOLE { !0 } else { mask }) }
+        unsafe { T::load(from, if WHOLE { !0 } else { mask }) }
     };
     let mut low: [__m512; SIDE] = std::array::from_fn(|i| load(0, i));
     if N == 1 {
@@ -344,6 +347,8 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
     let along = inner == 1;
     let (line, other) = if along { (outer, SIDE) } else { (inner, SIDE * inner) };
     let lanes = |count: usize| ((1u32 << count.min(SIDE)) - 1) as __mmask16;
+    // Rows are too short and too many to be foreseen by the CPU.
+    let ahead = 2 * STEP * inner;
     for p in (0..depth).step_by(STEP) {
         let deep = depth - p;
         for first in [0, SIDE] {
@@ -357,9 +362,9 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
             // SAFETY: by the contract, and `lines` says what exists.
             unsafe {
                 if deep >= STEP && wide >= SIDE {
-                    split::<T, N, true>(to, from, line, other, along != left, lines);
+                    split::<T, N, true>(to, from, line, other, ahead, along != left, lines);
                 } else {
-                    split::<T, N, false>(to, from, line, other, along != left, lines);
+                    split::<T, N, false>(to, from, line, other, ahead, along != left, lines);
                 }
             }
         }

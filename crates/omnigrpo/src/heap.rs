@@ -1,0 +1,89 @@
+//! Memory of the process: kept when freed, and in large pages.
+//!
+//! A training step allocates and frees the same large buffers again and again; with glibc's defaults each one is mapped and
+//! returned, which costs more than the arithmetic of small models. Kernels go through them in strides of whole rows, so
+//! that nearly every row is on another page: with pages of 4 KiB looking up addresses takes 5 to 10 % of a step. Many
+//! systems give large pages only to memory that asks for them (`madvise`).
+
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+mod glibc {
+    use std::alloc::{GlobalAlloc, Layout, System};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Allocations from here on look whether the heap has grown.
+    const LARGE: usize = 1 << 20;
+    const PAGE: usize = 4096;
+
+    /// The end of the heap as far as it has asked for large pages; 0 before [`keep`].
+    static ASKED: AtomicUsize = AtomicUsize::new(0);
+
+    pub(crate) fn keep() {
+        // SAFETY: called before any thread is started; only sets tuning parameters.
+        unsafe {
+            libc::mallopt(libc::M_MMAP_MAX, 0);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+            libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+        }
+        ASKED.store(end(), Ordering::Relaxed);
+    }
+
+    /// The end of the heap. It only grows, as nothing is trimmed.
+    fn end() -> usize {
+        // SAFETY: asks without changing anything.
+        unsafe { libc::sbrk(0) as usize }
+    }
+
+    /// Asks for large pages where the heap has grown.
+    fn ask(size: usize) {
+        let asked = ASKED.load(Ordering::Relaxed);
+        if size < LARGE || asked == 0 {
+            return;
+        }
+        let end = end();
+        if end > asked && ASKED.compare_exchange(asked, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            let start = asked.next_multiple_of(PAGE);
+            // SAFETY: advice on memory of the heap, which does not change what it holds; where it is refused, pages stay small.
+            unsafe { libc::madvise(start as *mut _, end.saturating_sub(start), libc::MADV_HUGEPAGE) };
+        }
+    }
+
+    struct Heap;
+
+    #[global_allocator]
+    static HEAP: Heap = Heap;
+
+    // SAFETY: everything is the system allocator's.
+    unsafe impl GlobalAlloc for Heap {
+        unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+            // SAFETY: the same contract.
+            let memory = unsafe { System.alloc(layout) };
+            ask(layout.size());
+            memory
+        }
+
+        unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+            // SAFETY: the same contract.
+            let memory = unsafe { System.alloc_zeroed(layout) };
+            ask(layout.size());
+            memory
+        }
+
+        unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+            // SAFETY: the same contract.
+            let memory = unsafe { System.realloc(memory, layout, size) };
+            ask(size);
+            memory
+        }
+
+        unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+            // SAFETY: the same contract.
+            unsafe { System.dealloc(memory, layout) };
+        }
+    }
+}
+
+/// Sets the process up, before any thread is started.
+pub(crate) fn keep() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    glibc::keep();
+}
