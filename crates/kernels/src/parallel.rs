@@ -73,11 +73,8 @@ pub(crate) fn part(n: usize, parts: usize, i: usize) -> Range<usize> {
 
 /// Columns of a strip, the work of one task, in panels: enough to read the left operand seldom.
 const STRIP_PANELS: usize = 6;
+/// Strips of a thread at least where strips are even, so that none waits long for the other.
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
-/// The same where strips are few: what a thread packs of them stays in its second-level cache (1 MiB).
-const EVEN_PANELS: usize = 11;
-#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
-/// Strips of a thread at least, so that none waits long for the other.
 const ROUNDS: usize = 2;
 /// Rows below which a strip is not divided among threads.
 const MIN_ROWS: usize = 96;
@@ -101,12 +98,12 @@ impl<'a> Strips<'a> {
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
     }
 
+    /// As few strips, of `most` panels at most, as keep the threads equally busy.
     #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
-    /// As few strips as keep the threads equally busy.
-    pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize) -> Self {
+    pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize, most: usize) -> Self {
         let threads = rayon::current_num_threads();
         let total: usize = widths.iter().map(|n| n.div_ceil(panel)).sum();
-        let rounds = total.div_ceil(threads * EVEN_PANELS).max(ROUNDS);
+        let rounds = total.div_ceil(threads * most).max(ROUNDS);
         let panels = total.div_ceil(threads * rounds).max(1);
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, threads)
     }

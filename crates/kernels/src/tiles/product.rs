@@ -4,8 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::amx::{
-    GROUP, Output, PARTS, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len, store,
-    words,
+    GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len, store, words,
 };
 use super::{Left, Right};
 use crate::Weight;
@@ -16,8 +15,11 @@ use crate::simd;
 /// Groups of the left operand that are packed at a time, and words of them (16 MiB).
 const GROUPS: usize = 64;
 const PACKED_LEN: usize = 4 << 20;
-/// Elements of the inner dimension that are summed at a time, times their parts.
-const DEPTH: usize = 512 * PARTS;
+/// Words of the right operand that a thread packs at a time: they stay in its second-level cache (1 MiB of 2).
+const PANELS_LEN: usize = 1 << 18;
+/// Elements of the inner dimension that are summed at a time. Outputs are read and written once for each block, which costs
+/// more than a left operand that is read for fewer panels.
+const DEPTH: usize = 1536;
 
 thread_local! {
     static LEFT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
@@ -41,7 +43,9 @@ pub(super) unsafe fn multiply<const N: usize>(
         .enumerate()
         .flat_map(|(at, left)| (0..left.rows).step_by(GROUP).map(move |row| (at, row)))
         .collect();
-    let blocks: Vec<Range<usize>> = gemm::blocks(k, STEP, DEPTH / N).collect();
+    let blocks: Vec<Range<usize>> = gemm::blocks(k, STEP, DEPTH).collect();
+    // The first block is the longest.
+    let most = PANELS_LEN / panel_len(N, blocks.first().map_or(STEP, ExactSizeIterator::len));
     let widths: Vec<usize> = rights.iter().map(|right| right.columns).collect();
     let mut packed = LEFT.take();
     for groups in groups.chunks(GROUPS) {
@@ -68,7 +72,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                     pack::<_, N>(left.at(place(block, group)), from, outer, inner, true, count, block.len());
                 }
             });
-            let strips = Strips::even(&widths, groups.len() * GROUP, GROUP);
+            let strips = Strips::even(&widths, groups.len() * GROUP, GROUP, most);
             let work = depth * groups.len() * widths.iter().sum::<usize>();
             tasks(strips.len(), work, |i| {
                 let (at, columns, row_part) = strips.get(i);
