@@ -40,6 +40,16 @@ pub fn zeros(len: usize) -> Vec<f32> {
     })
 }
 
+/// `len` elements that `write` writes, all of them, without reading any.
+pub(crate) fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32> {
+    let mut buffer: Vec<f32> = Vec::with_capacity(len);
+    // SAFETY: the capacity, which nothing else refers to.
+    write(unsafe { Shared::raw(buffer.as_mut_ptr(), len) });
+    // SAFETY: `write` has written every element.
+    unsafe { buffer.set_len(len) };
+    buffer
+}
+
 /// The same numbers in memory of their own.
 #[must_use]
 pub fn copy(from: &[f32]) -> Vec<f32> {

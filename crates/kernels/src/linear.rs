@@ -18,7 +18,7 @@ use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Shared, Strips, part, ranges, tasks};
 use crate::profile::{self, Op, span};
 use crate::tiles::{self, Right};
-use crate::{Weight, quant};
+use crate::{Weight, buffer, quant};
 
 /// Elements of packed gradients that exist at a time (8 MiB).
 const PACKED_LEN: usize = 2 << 20;
@@ -116,6 +116,27 @@ pub fn forward(
     k: usize,
     accumulate: bool,
 ) {
+    write_forward(Shared::new(y), y_stride, x, x_stride, layers, m, k, accumulate);
+}
+
+/// The output `[m, n]` of [`forward`] in memory of its own, which is written once.
+#[must_use]
+pub fn output(x: &[f32], x_stride: usize, layers: &[Layer], m: usize, k: usize) -> Vec<f32> {
+    let n: usize = layers.iter().map(|layer| layer.n).sum();
+    buffer::written(m * n, |y| write_forward(y, n, x, x_stride, layers, m, k, false))
+}
+
+/// Every element of the output is written, and read before only if `accumulate`.
+fn write_forward(
+    y: Shared,
+    y_stride: usize,
+    x: &[f32],
+    x_stride: usize,
+    layers: &[Layer],
+    m: usize,
+    k: usize,
+    accumulate: bool,
+) {
     let n: usize = layers.iter().map(|layer| layer.n).sum();
     let _span = span(Op::Linear, || profile::products(m, k, layers));
     assert!(fits(y.len(), m, n, y_stride) && fits(x.len(), m, k, x_stride), "linear: a row is out of bounds");
@@ -129,12 +150,11 @@ pub fn forward(
     }
     if any_quantised(layers) {
         each_wide(layers, k, |col, layer| {
-            forward(&mut y[col..], y_stride, x, x_stride, &[layer], m, k, accumulate);
+            write_forward(y.from(col), y_stride, x, x_stride, &[layer], m, k, accumulate);
         });
         return;
     }
     let widths: Vec<usize> = layers.iter().map(|layer| layer.n).collect();
-    let y = Shared::new(y);
     let mut at = 0;
     let rights = layers.iter().map(|&Layer { w: from, bias, n: columns }| {
         at += columns;
@@ -320,6 +340,26 @@ pub fn backward_input(
     k: usize,
     accumulate: bool,
 ) {
+    write_backward(Shared::new(dx), dx_stride, dy, dy_stride, layers, m, k, accumulate);
+}
+
+/// The gradient `[m, k]` of [`backward_input`] in memory of its own, which is written once.
+#[must_use]
+pub fn input_gradient(dy: &[f32], dy_stride: usize, layers: &[Layer], m: usize, k: usize) -> Vec<f32> {
+    buffer::written(m * k, |dx| write_backward(dx, k, dy, dy_stride, layers, m, k, false))
+}
+
+/// Every element of the gradient is written, and read before only if `accumulate`.
+fn write_backward(
+    dx: Shared,
+    dx_stride: usize,
+    dy: &[f32],
+    dy_stride: usize,
+    layers: &[Layer],
+    m: usize,
+    k: usize,
+    accumulate: bool,
+) {
     let n: usize = layers.iter().map(|layer| layer.n).sum();
     let _span = span(Op::LinearInput, || profile::products(m, k, layers));
     assert!(
@@ -328,20 +368,19 @@ pub fn backward_input(
     );
     assert!(layers.iter().all(|layer| layer.w.len() == layer.n * k));
     if m == 0 || n == 0 {
-        if !accumulate {
-            (0..m).for_each(|i| dx[i * dx_stride..i * dx_stride + k].fill(0.0));
+        for i in 0..if accumulate { 0 } else { m } {
+            dx.clear(i * dx_stride, k);
         }
         return;
     }
     if any_quantised(layers) {
         let mut old = accumulate;
         each_wide(layers, k, |col, layer| {
-            backward_input(dx, dx_stride, &dy[col..], dy_stride, &[layer], m, k, old);
+            write_backward(dx, dx_stride, &dy[col..], dy_stride, &[layer], m, k, old);
             old = true;
         });
         return;
     }
-    let dx = Shared::new(dx);
     let (mut col, mut old, mut done) = (0, accumulate, true);
     for &Layer { w: from, n, .. } in layers.iter().filter(|layer| layer.n > 0) {
         let left = tiles::Left { from: &dy[col..], outer: dy_stride, inner: 1, rows: m, c: dx };

@@ -161,6 +161,31 @@ impl<'a> Shared<'a> {
         Self { data: data.as_mut_ptr(), len: data.len(), life: PhantomData }
     }
 
+    /// Memory that holds nothing yet: it is written through [`Self::ptr`] and [`Self::clear`] alone.
+    ///
+    /// # Safety
+    /// `len` elements can be written for as long as this lives, and nothing else refers to them.
+    pub(crate) unsafe fn raw(data: *mut f32, len: usize) -> Self {
+        Self { data, len, life: PhantomData }
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+
+    /// Without the first `start` elements.
+    pub(crate) fn from(self, start: usize) -> Self {
+        assert!(start <= self.len);
+        Self { data: self.ptr(start), len: self.len - start, life: PhantomData }
+    }
+
+    /// Zeros in elements `start..start + len`, from one thread.
+    pub(crate) fn clear(self, start: usize, len: usize) {
+        assert!(start <= self.len && len <= self.len - start);
+        // SAFETY: in bounds; whoever made this holds the memory for writing.
+        unsafe { self.ptr(start).write_bytes(0, len) };
+    }
+
     /// Elements `start..start + len`, bounds checked.
     ///
     /// # Safety

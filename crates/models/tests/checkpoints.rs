@@ -56,8 +56,10 @@ fn bfloat16_is_kept_widened_or_made_as_asked() {
 
     let exact = logprobs(&load("qwen2_5_vl_tied", WeightDtype::Auto));
     let (bf16, wide) = (logprobs(&stored), logprobs(&widened));
-    // Activations are f32 either way, so only the order of sums can differ.
-    assert!(max_diff(&bf16, &wide) <= 1e-4, "{}", max_diff(&bf16, &wide));
+    // Activations are f32 either way, so only the order of sums can differ; but where products run on tiles, those with
+    // bf16 weights round them, to 8 bits as well.
+    let bound = if omnigrpo_kernels::has_tiles() { 0.1 } else { 1e-4 };
+    assert!(max_diff(&bf16, &wide) <= bound, "{}", max_diff(&bf16, &wide));
     // Weights carry 8 bits; log-probabilities of this fixture are around -10.
     let d = max_diff(&bf16, &exact);
     assert!(d > 1e-3 && d <= 0.2, "{d}");

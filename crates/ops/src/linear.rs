@@ -156,8 +156,17 @@ impl PackedLinear {
     /// # Errors
     /// An input width that differs from `k`; a rotation table whose rows are not the input's.
     pub fn forward(&self, x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        let mut y = buffer::zeros(rows * self.width());
-        self.run(&mut y, x, rows, k, false)?;
+        self.check(rows, k)?;
+        let width = self.width();
+        let mut y = Vec::new();
+        with_layers(&self.parts, &[], &mut |layers| match self.mode {
+            MatmulMode::Gemm => y = kernel::output(x, k, layers, rows, k),
+            MatmulMode::Rows => {
+                y = buffer::zeros(rows * width);
+                kernel::forward_rows(&mut y, width, x, k, layers, rows, k, false);
+            }
+        })?;
+        self.finish(&mut y, x, rows)?;
         Ok(y)
     }
 
@@ -174,28 +183,30 @@ impl PackedLinear {
                 self.rope.is_some()
             );
         }
+        self.check(rows, k)?;
+        let width = self.width();
         let mut y = buffer::copy(residual);
-        self.run(&mut y, x, rows, k, true)?;
+        with_layers(&self.parts, &[], &mut |layers| match self.mode {
+            MatmulMode::Gemm => kernel::forward(&mut y, width, x, k, layers, rows, k, true),
+            MatmulMode::Rows => kernel::forward_rows(&mut y, width, x, k, layers, rows, k, true),
+        })?;
+        self.finish(&mut y, x, rows)?;
         Ok(y)
     }
 
-    /// Writes the output, or adds it if `accumulate`.
-    fn run(&self, y: &mut [f32], x: &[f32], rows: usize, k: usize, accumulate: bool) -> Result<()> {
-        let width = self.width();
+    fn check(&self, rows: usize, k: usize) -> Result<()> {
         if let Some(part) = self.parts.iter().find(|part| part.k != k) {
             bail!("linear {}: input is {rows}×{k}, weight is {}×{}", part.weight.name(), part.n, part.k);
         }
-        if rows == 0 {
-            return Ok(());
-        }
-        with_layers(&self.parts, &[], &mut |layers| match self.mode {
-            MatmulMode::Gemm => kernel::forward(y, width, x, k, layers, rows, k, accumulate),
-            MatmulMode::Rows => kernel::forward_rows(y, width, x, k, layers, rows, k, accumulate),
-        })?;
+        Ok(())
+    }
+
+    /// Adds what adapters give and rotates.
+    fn finish(&self, y: &mut [f32], x: &[f32], rows: usize) -> Result<()> {
         let mut col = 0;
         for part in &self.parts {
-            if let Some(adapter) = part.weight.adapter() {
-                adapter.forward(&mut y[col..], width, x, rows, self.mode, self.dropped.as_ref())?;
+            if let Some(adapter) = part.weight.adapter().filter(|_| rows > 0) {
+                adapter.forward(&mut y[col..], self.width(), x, rows, self.mode, self.dropped.as_ref())?;
             }
             col += part.n;
         }
@@ -217,13 +228,11 @@ impl PackedLinear {
             );
         }
         self.rotate(dy, rows, true)?;
-        let mut dx = buffer::zeros(rows * k);
+        let mut dx = Vec::new();
+        with_layers(&self.parts, &[], &mut |layers| dx = kernel::input_gradient(dy, width, layers, rows, k))?;
         if rows == 0 {
             return Ok(dx);
         }
-        with_layers(&self.parts, &[], &mut |layers| {
-            kernel::backward_input(&mut dx, k, dy, width, layers, rows, k, false);
-        })?;
         self.weight_gradients(x, dy, rows, k);
         let mut col = 0;
         for part in &self.parts {

@@ -125,9 +125,12 @@ fn gradients_equal_central_differences() {
                 let width = y.dim(1).unwrap();
                 let dy = rows_from_vec(noise(ROWS * width, 50), ROWS, width).unwrap();
                 let dx = to_vec(&tape.backward(dy).unwrap()).unwrap();
+                // Products of a bf16 weight on tiles round the other factor, here inputs and gradients of about 1.
+                let rounded = matches!(base, Base::Bf16) && omnigrpo_kernels::has_tiles();
                 let near = |got: f32, want: f64, what: &str| {
                     let error = (f64::from(got) - want).abs();
-                    assert!(error <= 1e-4, "{base:?} {op:?} {rate} {what}: {got} for {want}");
+                    let bound = if rounded && what == "dx" { 2e-2 } else { 1e-4 };
+                    assert!(error <= bound, "{base:?} {op:?} {rate} {what}: {got} for {want}");
                 };
                 for at in (0..ROWS * K).step_by(7) {
                     let mut data = to_vec(&x).unwrap();

@@ -306,14 +306,15 @@ fn decode_bytes(model: &Model, prompt: usize, groups: usize, group: usize, compl
     (tokens * weights + groups * row * (tokens * prompt + group * own)) as f64
 }
 
-/// Seconds of the fastest of `runs` calls.
-fn fastest(runs: usize, mut f: impl FnMut()) -> f64 {
+/// The median seconds of `runs` calls, after one that pays for first touches of memory. Steps are medians too.
+fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
+    f();
     let time = |f: &mut dyn FnMut()| {
         let started = Instant::now();
         f();
         started.elapsed().as_secs_f64()
     };
-    (0..runs).map(|_| time(&mut f)).fold(f64::INFINITY, f64::min)
+    median_of((0..runs).map(|_| time(&mut f)).collect())
 }
 
 /// The median; the mean of the middle two of an even number.
@@ -342,9 +343,9 @@ fn gemm_rate(model: &Model, rows: usize) -> f64 {
         let (w, x, dy) = (fill(n * k), fill(rows * k), fill(rows * n));
         let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
         let layer = [linear::Layer::new(Weight::F32(&w), n)];
-        let time = fastest(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
-            + fastest(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
-            + fastest(3, || {
+        let time = typical(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
+            + typical(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
+            + typical(3, || {
                 let gradient = linear::Gradient { dw: &mut dw, col: 0, n, bf16: false };
                 linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
             });
@@ -366,7 +367,7 @@ fn memory_rate() -> f64 {
         }
         sums.iter().sum::<f32>()
     };
-    let secs = fastest(5, || {
+    let secs = typical(5, || {
         black_box(data.par_chunks(1 << 20).map(read).sum::<f32>());
     });
     (data.len() * size_of::<f32>()) as f64 / secs
