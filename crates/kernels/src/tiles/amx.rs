@@ -275,52 +275,84 @@ struct Lines {
     mask: __mmask16,
 }
 
-/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. Lines of memory are `line`
-/// apart, and the second element of a pair is `other` behind the first. With `turn`, lines of memory become columns of
-/// the tile, else lines. If `WHOLE`, nothing is missing.
+/// Where the 16 lines of one half of a tile's words are in memory.
+#[derive(Clone, Copy)]
+struct Half<T> {
+    from: *const T,
+    /// Distance of two lines.
+    line: usize,
+    /// How far ahead the next ones are asked for.
+    ahead: usize,
+    lines: Lines,
+}
+
+impl<T: Element> Half<T> {
+    /// Line `i`. If `WHOLE`, nothing is missing.
+    ///
+    /// # Safety
+    /// What `lines` has is readable, and there is AVX-512.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn load<const WHOLE: bool>(&self, i: usize) -> __m512 {
+        if !WHOLE && i >= self.lines.count {
+            return _mm512_setzero_ps();
+        }
+        let from = self.from.wrapping_add(i * self.line);
+        simd::prefetch(from.wrapping_add(self.ahead));
+        // SAFETY: by the contract.
+        unsafe { T::load(from, if WHOLE { !0 } else { self.lines.mask }) }
+    }
+}
+
+/// Writes the tiles of 16 rows (or columns) of an operand at one step of the inner dimension. With `turn`, lines of memory
+/// become columns of the tile, else lines. If `WHOLE`, nothing is missing.
+///
+/// # Safety
+/// As [`pack`]. Closures would not have the instructions, so loops are written out.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn split<T: Element, const N: usize, const WHOLE: bool>(
     to: *mut u32,
-    from: *const T,
-    line: usize,
-    other: usize,
-    ahead: usize,
+    low: &Half<T>,
+    high: &Half<T>,
     turn: bool,
-    lines: [Lines; 2],
 ) {
-    let load = |at: usize, i: usize| {
-        let Lines { count, mask } = lines[at];
-        if !WHOLE && i >= count {
-            return _mm512_setzero_ps();
+    // SAFETY: by the contract.
+    unsafe {
+        if !turn {
+            for i in 0..SIDE {
+                let (low, high) = (low.load::<WHOLE>(i), high.load::<WHOLE>(i));
+                let to = to.add(i * SIDE);
+                if N == 1 {
+                    _mm512_storeu_si512(to.cast(), round(low, high))
+                } else {
+                    split_line(to, low, high)
+                }
+            }
+            return;
         }
-        let from = from.wrapping_add(i * line + at * other);
-        simd::prefetch(from.wrapping_add(ahead));
-        // SAFETY: 16 lines of 16 elements, twice; or those that `lines` has.
-        unsafe { T::load(from, if WHOLE { !0 } else { mask }) }
-    };
-    let mut low: [__m512; SIDE] = std::array::from_fn(|i| load(0, i));
-    if N == 1 {
-        for (i, low) in low.iter_mut().enumerate() {
-            *low = _mm512_castsi512_ps(round(*low, load(1, i)));
+        let (mut a, mut b) = ([_mm512_setzero_ps(); SIDE], [_mm512_setzero_ps(); SIDE]);
+        if N == 1 {
+            for i in 0..SIDE {
+                a[i] = _mm512_castsi512_ps(round(low.load::<WHOLE>(i), high.load::<WHOLE>(i)));
+            }
+            transpose(&mut a);
+            for i in 0..SIDE {
+                _mm512_storeu_ps(to.add(i * SIDE).cast(), a[i]);
+            }
+            return;
         }
-        if turn {
-            transpose(&mut low);
+        for i in 0..SIDE {
+            a[i] = low.load::<WHOLE>(i);
         }
-        for (i, words) in low.into_iter().enumerate() {
-            // SAFETY: the tile is writable.
-            unsafe { _mm512_storeu_ps(to.add(i * SIDE).cast(), words) };
+        transpose(&mut a);
+        for i in 0..SIDE {
+            b[i] = high.load::<WHOLE>(i);
         }
-        return;
-    }
-    let mut high: [__m512; SIDE] = std::array::from_fn(|i| load(1, i));
-    if turn {
-        transpose(&mut low);
-        transpose(&mut high);
-    }
-    for (i, (low, high)) in low.into_iter().zip(high).enumerate() {
-        // SAFETY: the tiles of all parts are writable.
-        unsafe { split_line(to.add(i * SIDE), low, high) };
+        transpose(&mut b);
+        for i in 0..SIDE {
+            split_line(to.add(i * SIDE), a[i], b[i]);
+        }
     }
 }
 
@@ -355,16 +387,18 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
             let to = to.wrapping_add(p / STEP * N * PART + first / SIDE * TILE);
             let from = from.wrapping_add(p * inner + first * outer);
             let wide = count.saturating_sub(first);
-            let lines = [deep, deep.saturating_sub(SIDE)].map(|deep| {
+            let half = |at: usize| {
+                let deep = deep.saturating_sub(at * SIDE);
                 let (count, mask) = if along { (wide, lanes(deep)) } else { (deep, lanes(wide)) };
-                Lines { count, mask }
-            });
+                Half { from: from.wrapping_add(at * other), line, ahead, lines: Lines { count, mask } }
+            };
+            let (low, high) = (half(0), half(1));
             // SAFETY: by the contract, and `lines` says what exists.
             unsafe {
                 if deep >= STEP && wide >= SIDE {
-                    split::<T, N, true>(to, from, line, other, ahead, along != left, lines);
+                    split::<T, N, true>(to, &low, &high, along != left);
                 } else {
-                    split::<T, N, false>(to, from, line, other, ahead, along != left, lines);
+                    split::<T, N, false>(to, &low, &high, along != left);
                 }
             }
         }

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::amx::{
-    GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len, store, words,
+    Element, GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len,
+    store, words,
 };
 use super::{Left, Right};
 use crate::Weight;
@@ -21,9 +22,35 @@ const PANELS_LEN: usize = 1 << 18;
 /// more than a left operand that is read for fewer panels.
 const DEPTH: usize = 1536;
 
+/// Groups of the left operand that a task packs.
+const RUN: usize = 4;
+
 thread_local! {
     static LEFT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
     static RIGHT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Packs groups or panels, of each where it goes, where it comes from, and rows or columns. If the inner dimension is not
+/// the one along which elements are neighbours, they are packed step by step together, so that a line of memory is read
+/// once and rows are visited for more than a few elements.
+///
+/// # Safety
+/// That of [`pack`] for each.
+unsafe fn pack_run<T: Element, const N: usize>(
+    run: impl Iterator<Item = (*mut u32, *const T, usize)> + Clone,
+    outer: usize,
+    inner: usize,
+    left: bool,
+    depth: usize,
+) {
+    let step = if inner == 1 { depth } else { STEP };
+    for p in (0..depth).step_by(step) {
+        for (to, from, count) in run.clone() {
+            let (to, from) = (to.wrapping_add(panel_len(N, p)), from.wrapping_add(p * inner));
+            // SAFETY: by the contract.
+            unsafe { pack::<T, N>(to, from, outer, inner, left, count, step.min(depth - p)) };
+        }
+    }
 }
 
 /// See the function of the same name outside; `N` is the number of parts.
@@ -61,16 +88,19 @@ pub(super) unsafe fn multiply<const N: usize>(
                 panel_len(N, block.start - first.start) * groups.len() + panel_len(N, block.len()) * group
             };
             let left = Packed(words(&mut packed, panel_len(N, depth) * groups.len()));
-            tasks(now.len() * groups.len(), depth * groups.len() * GROUP, |i| {
-                let (block, group) = (&now[i / groups.len()], i % groups.len());
-                let (at, row) = groups[group];
-                let Left { from, outer, inner, rows, .. } = lefts[at];
-                let count = GROUP.min(rows - row);
-                let from = from[row * outer + block.start * inner..].as_ptr();
+            let runs = groups.len().div_ceil(RUN);
+            tasks(now.len() * runs, depth * groups.len() * GROUP, |i| {
+                let (block, run) = (&now[i / runs], i % runs * RUN..groups.len().min((i % runs + 1) * RUN));
+                // Operands of one call are alike.
+                let Left { outer, inner, .. } = lefts[0];
+                let group = |group: usize| {
+                    let (at, row) = groups[group];
+                    let Left { from, rows, .. } = lefts[at];
+                    let from = from[row * outer + block.start * inner..].as_ptr();
+                    (left.at(place(block, group)), from, GROUP.min(rows - row))
+                };
                 // SAFETY: tasks write different groups; the rest is the contract.
-                unsafe {
-                    pack::<_, N>(left.at(place(block, group)), from, outer, inner, true, count, block.len());
-                }
+                unsafe { pack_run::<_, N>(run.map(group), outer, inner, true, block.len()) };
             });
             let strips = Strips::even(&widths, groups.len() * GROUP, GROUP, most);
             let work = depth * groups.len() * widths.iter().sum::<usize>();
@@ -84,22 +114,25 @@ pub(super) unsafe fn multiply<const N: usize>(
                 for block in now {
                     let len = panel_len(N, block.len());
                     let panels = words(&mut scratch, len * columns.len().div_ceil(GROUP));
-                    for (j, column) in columns.clone().step_by(GROUP).enumerate() {
-                        let (to, count) = (panels.wrapping_add(j * len), GROUP.min(columns.end - column));
-                        let start = column * right.outer + block.start * right.inner;
-                        let (outer, inner, depth) = (right.outer, right.inner, block.len());
-                        // SAFETY: the contract.
-                        unsafe {
-                            match right.from {
-                                Weight::F32(w) => {
-                                    pack::<_, N>(to, w[start..].as_ptr(), outer, inner, false, count, depth);
-                                }
-                                Weight::Bf16(w) => {
-                                    pack::<_, N>(to, w[start..].as_ptr(), outer, inner, false, count, depth);
-                                }
-                                // Widened by the caller.
-                                Weight::Quantised(_) => {}
+                    let Right { outer, inner, .. } = *right;
+                    let panel = |(j, column): (usize, usize)| {
+                        let start = column * outer + block.start * inner;
+                        (panels.wrapping_add(j * len), start, GROUP.min(columns.end - column))
+                    };
+                    let run = columns.clone().step_by(GROUP).enumerate().map(panel);
+                    // SAFETY: the contract.
+                    unsafe {
+                        match right.from {
+                            Weight::F32(w) => {
+                                let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
+                                pack_run::<_, N>(run, outer, inner, false, block.len());
                             }
+                            Weight::Bf16(w) => {
+                                let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
+                                pack_run::<_, N>(run, outer, inner, false, block.len());
+                            }
+                            // Widened by the caller.
+                            Weight::Quantised(_) => {}
                         }
                     }
                     let old = old || block.start > 0;
