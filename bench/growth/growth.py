@@ -30,7 +30,7 @@ TITLES = dict(
     num_generations="completions per prompt (G)", prompt_tokens="prompt tokens", completion_tokens="completion tokens",
     num_prompts="prompts",
 )
-TRL_GROUPS = [2, 4, 8, 16]
+TRL_GROUPS = [2, 4, 8, 16, 32]
 
 
 def ours(binary, threads, steps, recompute, **point):

@@ -40,12 +40,15 @@ pub fn zeros(len: usize) -> Vec<f32> {
     })
 }
 
-/// `len` elements that `write` writes, all of them, without reading any.
-pub(crate) fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32> {
+/// `len` elements that `write` writes.
+///
+/// # Safety
+/// `write` writes every element, and reads none before.
+pub(crate) unsafe fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32> {
     let mut buffer: Vec<f32> = Vec::with_capacity(len);
     // SAFETY: the capacity, which nothing else refers to.
     write(unsafe { Shared::raw(buffer.as_mut_ptr(), len) });
-    // SAFETY: `write` has written every element.
+    // SAFETY: by the contract.
     unsafe { buffer.set_len(len) };
     buffer
 }

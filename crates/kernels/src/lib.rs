@@ -9,7 +9,8 @@
 //! * **Threads do not change bits.** Work is split over outputs, or over parts of a sum that sizes alone determine and that
 //!   are added in order, so the number of threads of the rayon pool has no influence on a result.
 //! * **One body for all vector lengths.** The best of AVX-512, AVX2 and portable code is chosen at run time. Matrix
-//!   products and attention have a second body, for CPUs with matrix tiles. Results may differ between them in the last bits,
+//!   products and attention have a second body, for CPUs with matrix tiles. Results may differ between them in the last bits
+//!   (with bf16 weights by what tiles round, see [`linear`]),
 //!   so exact repeatability is per CPU model.
 //!
 //! [`twin`] holds every op once more in plain `f64` loops; the tests compare the two.

@@ -123,7 +123,8 @@ pub fn forward(
 #[must_use]
 pub fn output(x: &[f32], x_stride: usize, layers: &[Layer], m: usize, k: usize) -> Vec<f32> {
     let n: usize = layers.iter().map(|layer| layer.n).sum();
-    buffer::written(m * n, |y| write_forward(y, n, x, x_stride, layers, m, k, false))
+    // SAFETY: columns of all layers and all rows are some task's, whose first block overwrites.
+    unsafe { buffer::written(m * n, |y| write_forward(y, n, x, x_stride, layers, m, k, false)) }
 }
 
 /// Every element of the output is written, and read before only if `accumulate`.
@@ -346,7 +347,9 @@ pub fn backward_input(
 /// The gradient `[m, k]` of [`backward_input`] in memory of its own, which is written once.
 #[must_use]
 pub fn input_gradient(dy: &[f32], dy_stride: usize, layers: &[Layer], m: usize, k: usize) -> Vec<f32> {
-    buffer::written(m * k, |dx| write_backward(dx, k, dy, dy_stride, layers, m, k, false))
+    // SAFETY: all columns and rows are some task's, and the first block of the first layer overwrites; without any they are
+    // cleared.
+    unsafe { buffer::written(m * k, |dx| write_backward(dx, k, dy, dy_stride, layers, m, k, false)) }
 }
 
 /// Every element of the gradient is written, and read before only if `accumulate`.

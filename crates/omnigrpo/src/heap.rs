@@ -1,9 +1,10 @@
-//! Memory of the process: kept when freed, and in large pages.
+//! The heap of the process: memory is kept when freed, and in large pages.
 //!
 //! A training step allocates and frees the same large buffers again and again; with glibc's defaults each one is mapped and
 //! returned, which costs more than the arithmetic of small models. Kernels go through them in strides of whole rows, so
 //! that nearly every row is on another page: with pages of 4 KiB looking up addresses takes 5 to 10 % of a step. Many
-//! systems give large pages only to memory that asks for them (`madvise`).
+//! systems give large pages only to memory that asks for them (`madvise`). What glibc maps for other threads' small
+//! allocations stays as it is.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod glibc {
@@ -12,25 +13,25 @@ mod glibc {
 
     /// Allocations from here on look whether the heap has grown.
     const LARGE: usize = 1 << 20;
-    const PAGE: usize = 4096;
 
-    /// The end of the heap as far as it has asked for large pages; 0 before [`keep`].
+    /// The end of the heap as far as it has asked for large pages, on a page boundary; 0 before [`keep`].
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub(crate) fn keep() {
         // SAFETY: called before any thread is started; only sets tuning parameters.
         unsafe {
             libc::mallopt(libc::M_MMAP_MAX, 0);
-            libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, -1);
             libc::mallopt(libc::M_TOP_PAD, 64 << 20);
         }
         ASKED.store(end(), Ordering::Relaxed);
     }
 
-    /// The end of the heap. It only grows, as nothing is trimmed.
+    /// The end of the heap, down to a page. It only grows, as nothing is trimmed.
     fn end() -> usize {
         // SAFETY: asks without changing anything.
-        unsafe { libc::sbrk(0) as usize }
+        let (end, page) = unsafe { (libc::sbrk(0) as usize, libc::sysconf(libc::_SC_PAGESIZE)) };
+        end - end % usize::try_from(page).unwrap_or(1).max(1)
     }
 
     /// Asks for large pages where the heap has grown.
@@ -41,9 +42,8 @@ mod glibc {
         }
         let end = end();
         if end > asked && ASKED.compare_exchange(asked, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            let start = asked.next_multiple_of(PAGE);
             // SAFETY: advice on memory of the heap, which does not change what it holds; where it is refused, pages stay small.
-            unsafe { libc::madvise(start as *mut _, end.saturating_sub(start), libc::MADV_HUGEPAGE) };
+            unsafe { libc::madvise(asked as *mut _, end - asked, libc::MADV_HUGEPAGE) };
         }
     }
 

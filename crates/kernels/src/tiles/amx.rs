@@ -225,7 +225,7 @@ pub(crate) unsafe fn store_line<S: Simd>(
     }
 }
 
-/// Writes lines of the tiles of every part, part `q` to `to + q · part`: of the words `(low, high)` those of the mask.
+/// Writes a line of a tile for every part, of the words `(low, high)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
@@ -408,7 +408,7 @@ pub(crate) unsafe fn pack<T: Element, const N: usize>(
 #[repr(C, align(64))]
 pub(crate) struct Output(pub [f32; GROUP * GROUP]);
 
-/// The tile that holds a part of the left operand, and the one of the right operand.
+/// The tile of the left operand; that of the right one follows.
 const LEFT: usize = 4;
 
 /// Loads tile 0 or 1 of a part of the rows.

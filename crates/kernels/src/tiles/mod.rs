@@ -2,22 +2,24 @@
 //! one instruction.
 //!
 //! The instruction has 32 times the rate of `f32` multiply-adds and sums in `f32`, but its factors are bf16. So a factor
-//! is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`, each the rounded rest of the ones before. They hold
-//! all 24 bits of an `f32`. Of the nine products of two such sums those below 2⁻²⁶ of the whole are left out:
+//! is written as the sum of three bf16 numbers, `x = x₁ + x₂ + x₃`: `x` rounded, and the upper and lower half of the rest, which
+//! has 16 bits. Of the nine products of two such sums those below 2⁻²⁵ of the whole are left out:
 //!
 //! `x y ≈ x₁y₁ + x₁y₂ + x₂y₁ + x₂y₂ + x₁y₃ + x₃y₁`
 //!
-//! A bf16 weight is one number, which leaves three products, and those are exact. The error of a sum is that of adding up
-//! in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32` arithmetic: numbers below 2⁻¹²⁶ count as zero,
-//! what a number has below that is lost, and a factor that rounds to infinity as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the
-//! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//! The error of a sum is that of adding up in `f32`, as elsewhere; the tests compare with `f64`. Different from `f32`
+//! arithmetic: numbers below 2⁻¹²⁶ count as zero, what a number has below that is lost, and a factor that rounds to infinity
+//! as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence
+//! Datatype For Higher-Precision Computations", arXiv 1904.06376.)
+//!
+//! A bf16 weight is one number, and the factor beside it is rounded to one: one product.
 //!
 //! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
-//! and `p + 16` of 32 neighbours of the inner dimension, on both sides: so nothing has to be interleaved.
+//! and `p + 16` of 32 neighbours of the inner dimension, on both sides.
 //!
 //! Decoding multiplies few rows with weights that are read once, which packing would make dearer. [`Dots`] takes bf16 weights
-//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, with
-//! neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
+//! as the left operand, whose tiles are rows as they stand in memory, and packs the rows of `x` as the right one, rounded,
+//! with neighbours as pairs. `f32` weights would have to be split on the way, and vectors are as fast as that.
 //!
 //! An output element is the sum, in order, of the blocks of its inner dimension, each computed from zero in the same
 //! order whatever stands beside it: its bits depend on the inner size alone.
@@ -65,7 +67,7 @@ pub(crate) struct Right<'a> {
     pub columns: usize,
     /// First column in a row of the output.
     pub at: usize,
-    /// Added once if nothing is kept of what the output held.
+    /// Added once.
     pub bias: Option<&'a [f32]>,
 }
 
@@ -73,7 +75,8 @@ pub(crate) struct Right<'a> {
 /// `old`. If `rounded`, both factors are rounded to bf16. Returns whether this CPU can; if not, nothing has been written.
 ///
 /// # Safety
-/// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap.
+/// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap. All left
+/// operands have the same strides.
 #[inline]
 pub(crate) unsafe fn multiply(
     lefts: &[Left],
@@ -85,6 +88,10 @@ pub(crate) unsafe fn multiply(
 ) -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if k > 0 && amx::available() {
+        debug_assert!(lefts.windows(2).all(|w| (w[0].outer, w[0].inner) == (w[1].outer, w[1].inner)));
+        if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
+            return true;
+        }
         // SAFETY: the contract of this function, and the instructions exist.
         unsafe {
             if rounded {

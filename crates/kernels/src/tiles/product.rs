@@ -13,7 +13,7 @@ use crate::gemm::{self, Line};
 use crate::parallel::{Strips, part, tasks};
 use crate::simd;
 
-/// Groups of the left operand that are packed at a time, and words of them (16 MiB).
+/// Groups of the left operand that are packed at a time, and words of them (16 MiB, or one block of those groups).
 const GROUPS: usize = 64;
 const PACKED_LEN: usize = 4 << 20;
 /// Words of the right operand that a thread packs at a time: they stay in its second-level cache (1 MiB of 2).
@@ -91,7 +91,7 @@ pub(super) unsafe fn multiply<const N: usize>(
             let runs = groups.len().div_ceil(RUN);
             tasks(now.len() * runs, depth * groups.len() * GROUP, |i| {
                 let (block, run) = (&now[i / runs], i % runs * RUN..groups.len().min((i % runs + 1) * RUN));
-                // Operands of one call are alike.
+                // By the contract they are those of all.
                 let Left { outer, inner, .. } = lefts[0];
                 let group = |group: usize| {
                     let (at, row) = groups[group];

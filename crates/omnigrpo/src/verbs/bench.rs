@@ -18,10 +18,11 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
+use omnigrpo_kernels::linear;
 use omnigrpo_kernels::profile::{Op, Profile};
-use omnigrpo_kernels::{Weight, linear};
 use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, open_family};
 use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ops::ParamDtype;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_text::RenderOptions;
@@ -306,7 +307,7 @@ fn decode_bytes(model: &Model, prompt: usize, groups: usize, group: usize, compl
     (tokens * weights + groups * row * (tokens * prompt + group * own)) as f64
 }
 
-/// The median seconds of `runs` calls, after one that pays for first touches of memory. Steps are medians too.
+/// The median seconds of `runs` calls, after one more that pays for first touches of memory. Steps are medians too.
 fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
     f();
     let time = |f: &mut dyn FnMut()| {
@@ -328,27 +329,32 @@ fn median_of(mut values: Vec<f64>) -> f64 {
 fn gemm_rate(model: &Model, rows: usize) -> f64 {
     let llm = model.params().iter().filter(|p| p.part() == omnigrpo_ops::Part::Llm);
     let layers = llm.filter(|p| p.name().contains(".layers."));
-    let mut shapes: Vec<(usize, usize, usize)> = Vec::new();
+    // The first weight of every shape, in its dtype, and how many there are.
+    let mut shapes = Vec::new();
     for param in layers {
         if let [n, k] = *param.shape() {
-            match shapes.iter_mut().find(|s| (s.0, s.1) == (n, k)) {
-                Some(shape) => shape.2 += 1,
-                None => shapes.push((n, k, 1)),
+            match shapes.iter_mut().find(|(_, have, _)| *have == [n, k]) {
+                Some((_, _, count)) => *count += 1,
+                None => shapes.push((param, [n, k], 1)),
             }
         }
     }
     let (mut flops, mut secs) = (0.0, 0.0);
-    for (n, k, count) in shapes {
+    for (param, [n, k], count) in shapes {
+        let bf16 = param.dtype() == ParamDtype::Bf16;
         let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
-        let (w, x, dy) = (fill(n * k), fill(rows * k), fill(rows * n));
+        let (x, dy) = (fill(rows * k), fill(rows * n));
         let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
-        let layer = [linear::Layer::new(Weight::F32(&w), n)];
-        let time = typical(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
-            + typical(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
-            + typical(3, || {
-                let gradient = linear::Gradient { dw: &mut dw, col: 0, n, bf16: false };
-                linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
-            });
+        let time = param.with_weight(|w| {
+            let layer = [linear::Layer::new(w, n)];
+            typical(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
+                + typical(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false))
+        });
+        let Ok(mut time) = time else { continue };
+        time += typical(3, || {
+            let gradient = linear::Gradient { dw: &mut dw, col: 0, n, bf16 };
+            linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
+        });
         black_box((&y, &dx, &dw));
         flops += count as f64 * 6.0 * (rows * n * k) as f64;
         secs += count as f64 * time;
