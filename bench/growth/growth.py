@@ -82,7 +82,7 @@ def machine():
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
     flags = next((line for line in lines if line.startswith("flags")), "").split()
-    simd = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
+    simd = "AMX" if "amx_bf16" in flags else "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
     return f"{name}, {os.cpu_count()} cores, {simd}"
 
 

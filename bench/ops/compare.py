@@ -233,7 +233,8 @@ def main():
         f"Written by `python bench/ops/compare.py --rounds {args.rounds}` on {cpu()}; {threads} threads, "
         f"PyTorch {torch.__version__}.",
         "Fastest call of all rounds; above 1 the kernel is faster. PyTorch's decoding row is `F.linear` over the same weights;",
-        "its shared prefix is a mask over all pairs; bf16 there means bf16 activations too, here weights alone.",
+        "its shared prefix is a mask over all pairs. bf16: PyTorch's activations and outputs are bf16 too, the kernels read and",
+        "write f32 and round on the way. The kernels' activations replace their input by its gradient; a copy of it is counted.",
         "",
         "| op | kernel, ms | PyTorch, ms | ratio |",
         "|---|---|---|---|",

@@ -486,7 +486,7 @@ pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or a name in the local Hugging Face cache.")
         .alias(&["model", "model_path"])
         .required(&[Train, Sft, Generate, Score, Eval, Export]),
-    row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters.")
+    row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters, and products on AMX tiles round activations too.")
         .alias(&["dtype"]),
     row("adapter_name_or_path", Path, Unset("none"), Section::Model, ADAPTED, "LoRA adapter in PEFT's format, made for the checkpoint: training goes on from it, with its rank and scale; other commands use it.")
         .alias(&["adapter_path"]),

@@ -170,7 +170,7 @@ fn row_cases(all: &mut Vec<Case>) {
             black_box(&mut y);
         }
     }));
-    all.push(case("rms_norm backward 852x512", bytes(3, dim), move || {
+    all.push(case("rms_norm backward 852x512", bytes(4, dim), move || {
         let (x, dy, w, rstd) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2), vec![1.7; rows]);
         let (mut dx, mut dw) = (vec![0.0; rows * dim], vec![0.0; dim]);
         move || norm::rms_backward(&mut dx, Some(&mut dw), &dy, &x, &w, &rstd, rows, dim)
@@ -180,7 +180,7 @@ fn row_cases(all: &mut Vec<Case>) {
         let (mut y, mut mean, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows], vec![0.0; rows]);
         move || norm::layer_forward(&mut y, &mut mean, &mut rstd, &x, &w, &w, rows, dim, 1e-6)
     }));
-    all.push(case("layer_norm backward 852x512", bytes(3, dim), move || {
+    all.push(case("layer_norm backward 852x512", bytes(4, dim), move || {
         let (x, dy, w) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2));
         let (mean, rstd) = (vec![0.0; rows], vec![1.7; rows]);
         let (mut dx, mut dw, mut db) = (vec![0.0; rows * dim], vec![0.0; dim], vec![0.0; dim]);
@@ -206,7 +206,7 @@ fn row_cases(all: &mut Vec<Case>) {
             black_box(&mut y);
         }
     }));
-    all.push(case("swiglu backward 852x1408", bytes(5, inner), move || {
+    all.push(case("swiglu backward 852x1408", bytes(9, inner), move || {
         let (x, dy) = (noise(rows * 2 * inner, 1), noise(rows * inner, 2));
         // The input is replaced by its gradient, so a copy is.
         move || activation::swiglu_backward(&mut buffer::copy(&x), &dy, rows, inner)
@@ -215,7 +215,8 @@ fn row_cases(all: &mut Vec<Case>) {
         let (x, mut y) = (noise(rows * inner, 1), vec![0.0; rows * inner]);
         move || activation::forward(Activation::GeluErf, &mut y, &x)
     }));
-    all.push(case("gelu backward 852x1408", bytes(3, inner), move || {
+    all.push(case("gelu backward 852x1408", bytes(5, inner), move || {
+        // As above, with the copy among the bytes.
         let (x, dy) = (noise(rows * inner, 1), noise(rows * inner, 2));
         move || activation::backward(Activation::GeluErf, &mut buffer::copy(&x), &dy)
     }));

@@ -495,14 +495,14 @@ simd_fn! {
                     unsafe {
                         for step in 0..steps {
                             let keys = keys.add((start / GROUP + step) * deep * BLOCK);
-                            multiply_wide(scores.add(step * SQUARE), keys, q.add(panel * deep * BLOCK), deep);
+                            multiply_wide(scores.add(step * SQUARE), GROUP, keys, q.add(panel * deep * BLOCK), deep);
                         }
                         hide(scores, sight.bits(), f32::NEG_INFINITY);
                         let (max, sum) = (&mut s.max[lanes.clone()], &mut s.sum[lanes]);
                         softmax(simd, scores, weights, steps, call.scale * LOG2_E, max, sum, &mut shrink);
                         for g in 0..deep {
                             let values = values.add(g * values_group + start / GROUP * BLOCK);
-                            multiply_wide(product.0.as_mut_ptr(), values, weights, steps);
+                            multiply_wide(product.0.as_mut_ptr(), GROUP, values, weights, steps);
                             let acc = acc.as_mut_ptr().add((panel * deep + g) * SQUARE);
                             accumulate(simd, acc, Some(&shrink), &product);
                         }
@@ -722,8 +722,8 @@ simd_fn! {
                 unsafe {
                     for step in 0..steps {
                         let at = at + step * deep * BLOCK;
-                        multiply_wide(scores.add(step * SQUARE), k.add(at), q.add(panel * deep * BLOCK), deep);
-                        multiply_wide(dscores.add(step * SQUARE), v.add(at), dout.add(panel * deep * BLOCK), deep);
+                        multiply_wide(scores.add(step * SQUARE), GROUP, k.add(at), q.add(panel * deep * BLOCK), deep);
+                        multiply_wide(dscores.add(step * SQUARE), GROUP, v.add(at), dout.add(panel * deep * BLOCK), deep);
                     }
                     hide(scores, sight.bits(), f32::NEG_INFINITY);
                     hide(dscores, sight.bits(), 0.0);
@@ -753,7 +753,7 @@ simd_fn! {
                     }
                     for g in 0..if steps == 0 { 0 } else { deep } {
                         let k_turned = k_turned.add(turned + g * turned_group);
-                        multiply_wide(product.0.as_mut_ptr(), k_turned, right, steps);
+                        multiply_wide(product.0.as_mut_ptr(), GROUP, k_turned, right, steps);
                         let acc = acc.as_mut_ptr().add((panel * deep + g) * SQUARE);
                         accumulate(simd, acc, None, &product);
                     }
@@ -778,7 +778,7 @@ simd_fn! {
                         for (col, left, right) in
                             [(grad.v_col, weights, dout_rows), (grad.k_col, left, q_rows)]
                         {
-                            multiply_wide(product.0.as_mut_ptr(), left.add(from), right.add(lanes), seeing.len());
+                            multiply_wide(product.0.as_mut_ptr(), GROUP, left.add(from), right.add(lanes), seeing.len());
                             let to = grad.data.ptr(to + col);
                             amx::store(to, grad.stride, &product, count, columns, None, true);
                         }

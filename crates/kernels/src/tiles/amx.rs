@@ -458,11 +458,11 @@ macro_rules! ask {
 }
 macro_rules! kernel {
     ($name:ident, $size:literal, $($step:expr),*) => {
-        /// `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps.
+        /// `c [32, 32] = a · b` for a packed group and a packed panel of `steps ≥ 1` steps, rows of `c` being `ldc` apart.
         ///
         /// # Safety
         /// All of them are there, and this thread has its tiles.
-        pub(crate) unsafe fn $name(c: *mut f32, a: *const u32, b: *const u32, steps: usize) {
+        pub(crate) unsafe fn $name(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
             // SAFETY: by the contract.
             unsafe {
                 asm!(
@@ -475,14 +475,15 @@ macro_rules! kernel {
                     "jnz 2b",
                     "tilestored [{c} + {c_line}], tmm0",
                     "tilestored [{c} + {c_line} + 64], tmm1",
-                    "tilestored [{c} + {c_line} + 2048], tmm2",
-                    "tilestored [{c} + {c_line} + 2048 + 64], tmm3",
+                    "tilestored [{d} + {c_line}], tmm2",
+                    "tilestored [{d} + {c_line} + 64], tmm3",
                     a = inout(reg) a => _,
                     b = inout(reg) b => _,
                     steps = inout(reg) steps => _,
                     c = in(reg) c,
+                    d = in(reg) c.add(SIDE * ldc),
                     line = in(reg) 64usize,
-                    c_line = in(reg) 4 * GROUP,
+                    c_line = in(reg) 4 * ldc,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _,
                     options(nostack)
                 );

@@ -152,15 +152,19 @@ pub(super) unsafe fn multiply<const N: usize>(
                                 simd::prefetch(c.wrapping_add(i * ldc));
                                 simd::prefetch(c.wrapping_add(i * ldc + SIDE));
                             }
-                            let to = output.0.as_mut_ptr();
+                            // Whole tiles that nothing is added to go where they belong.
+                            let whole = rows == GROUP && count == GROUP && bias.is_none() && !old;
+                            let (to, stride) = if whole { (c, ldc) } else { (output.0.as_mut_ptr(), GROUP) };
                             // SAFETY: packed above; tasks write different columns or rows of the outputs.
                             unsafe {
                                 if N == 1 {
-                                    multiply_rounded(to, a, b, steps)
+                                    multiply_rounded(to, stride, a, b, steps);
                                 } else {
-                                    multiply_wide(to, a, b, steps)
+                                    multiply_wide(to, stride, a, b, steps);
                                 }
-                                store(c, ldc, &output, rows, count, bias, old);
+                                if !whole {
+                                    store(c, ldc, &output, rows, count, bias, old);
+                                }
                             }
                         }
                     }
