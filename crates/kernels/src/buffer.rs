@@ -9,27 +9,15 @@ const LINE: usize = 16;
 
 /// `len` elements, each written by `fill(first element, where)` for consecutive parts.
 fn build(len: usize, fill: impl Fn(usize, &mut [MaybeUninit<f32>]) + Sync) -> Vec<f32> {
-    struct Parts(*mut MaybeUninit<f32>);
-    // SAFETY: threads write disjoint parts.
-    unsafe impl Sync for Parts {}
-    impl Parts {
-        /// # Safety
-        /// The part is inside the buffer and nobody else's.
-        #[allow(clippy::mut_from_ref)]
-        unsafe fn get(&self, start: usize, len: usize) -> &mut [MaybeUninit<f32>] {
-            // SAFETY: by the contract.
-            unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
-        }
-    }
-    let mut buffer = Vec::with_capacity(len);
-    let parts = Parts(buffer.spare_capacity_mut().as_mut_ptr());
-    ranges(len, LINE, len, |range| {
-        // SAFETY: the ranges are disjoint and cover the capacity that was asked for.
-        fill(range.start, unsafe { parts.get(range.start, range.len()) });
-    });
-    // SAFETY: `fill` has written every element.
-    unsafe { buffer.set_len(len) };
-    buffer
+    let write = |buffer: Shared| {
+        ranges(len, LINE, len, |range| {
+            let start = buffer.ptr(range.start).cast::<MaybeUninit<f32>>();
+            // SAFETY: the ranges are disjoint and inside the buffer.
+            fill(range.start, unsafe { std::slice::from_raw_parts_mut(start, range.len()) });
+        });
+    };
+    // SAFETY: the ranges cover the buffer, and `fill` writes every element of each.
+    unsafe { written(len, write) }
 }
 
 /// `len` zeros.

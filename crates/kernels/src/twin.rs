@@ -333,9 +333,9 @@ pub fn logprob_forward(
     (logp, entropy, lse)
 }
 
-/// Gradients of [`logprob_forward`]: `(dhidden, dhead)`.
+/// Gradients of the logits of [`logprob_forward`], `[rows, v]`.
 #[must_use]
-pub fn logprob_backward(
+pub fn logit_gradients(
     hidden: &[f64],
     head: &[f64],
     rows: usize,
@@ -346,7 +346,7 @@ pub fn logprob_backward(
     dlogp: &[f64],
     dentropy: Option<&[f64]>,
     temperature: f64,
-) -> (Vec<f64>, Vec<f64>) {
+) -> Vec<f64> {
     let logits = linear_forward(hidden, head, None, rows, h, v);
     let (_, entropy, lse) = logprob_forward(hidden, head, rows, h, v, targets, offsets, temperature);
     let mut dlogits = vec![0.0; rows * v];
@@ -361,6 +361,24 @@ pub fn logprob_backward(
             dlogits[r * v + targets[t] as usize] += dlogp[t] / temperature;
         }
     }
+    dlogits
+}
+
+/// Gradients of [`logprob_forward`]: `(dhidden, dhead)`.
+#[must_use]
+pub fn logprob_backward(
+    hidden: &[f64],
+    head: &[f64],
+    rows: usize,
+    h: usize,
+    v: usize,
+    targets: &[u32],
+    offsets: &[usize],
+    dlogp: &[f64],
+    dentropy: Option<&[f64]>,
+    temperature: f64,
+) -> (Vec<f64>, Vec<f64>) {
+    let dlogits = logit_gradients(hidden, head, rows, h, v, targets, offsets, dlogp, dentropy, temperature);
     let (dhidden, dhead, _) = linear_backward(&dlogits, hidden, head, rows, h, v);
     (dhidden, dhead)
 }

@@ -2,7 +2,7 @@
 //!
 //! A training step allocates and frees the same large buffers again and again; with glibc's defaults each one is mapped and
 //! returned, which costs more than the arithmetic of small models. Kernels go through them in strides of whole rows, so
-//! that nearly every row is on another page: with pages of 4 KiB looking up addresses takes 5 to 10 % of a step. Many
+//! that nearly every row is on another page: with pages of 4 KiB looking up addresses took 3 to 7 % of a step. Many
 //! systems give large pages only to memory that asks for them (`madvise`). What glibc maps for other threads' small
 //! allocations stays as it is.
 
