@@ -15,7 +15,7 @@ use half::bf16;
 use pulp::WithSimd;
 
 use crate::Weight;
-use crate::simd::{self, Simd, load, load_ptr, prefetch, store_ptr};
+use crate::simd::{self, Simd, Wide, load, load_ptr, prefetch, store_ptr, transpose};
 
 /// Longest block of the inner dimension: a panel (32 KiB with AVX2) streams from the second-level cache, and outputs are
 /// seldom read back.
@@ -90,25 +90,6 @@ pub(crate) struct Pack<'a> {
     pub width: usize,
 }
 
-/// An element that is widened to f32.
-trait Wide: Copy {
-    fn wide(self) -> f32;
-}
-
-impl Wide for f32 {
-    #[inline(always)]
-    fn wide(self) -> f32 {
-        self
-    }
-}
-
-impl Wide for bf16 {
-    #[inline(always)]
-    fn wide(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-}
-
 impl Pack<'_> {
     /// # Safety
     /// `to` is writable for whole panels and not referenced elsewhere.
@@ -122,59 +103,51 @@ impl Pack<'_> {
         if self.depth == 0 {
             return;
         }
+        if self.column == 1 {
+            return self.copy::<S, T>(from);
+        }
         for j in (0..self.width).step_by(width) {
             let columns = width.min(self.width - j);
-            // SAFETY: panel j / width lies inside `to` by the contract of `run`.
-            let to =
-                unsafe { std::slice::from_raw_parts_mut(self.to.add(j * self.depth), self.depth * width) };
-            if self.column == 1 {
-                for (p, to) in to.chunks_exact_mut(width).enumerate() {
-                    let row = &from[p * self.inner + j..][..columns];
-                    for (to, x) in to.iter_mut().zip(row) {
-                        *to = x.wide();
-                    }
-                    to[columns..].fill(0.0);
+            let from = &from[j * self.column..][..(columns - 1) * self.column + self.depth];
+            // SAFETY: panel j / width lies inside `to` by the contract of `run`, columns of `depth` elements in `from`.
+            unsafe {
+                let to = self.to.add(j * self.depth);
+                if columns < width {
+                    to.write_bytes(0, self.depth * width);
                 }
-            } else if columns == width {
-                self.transpose::<S, T>(to, &from[j * self.column..]);
-            } else {
-                to.fill(0.0);
-                for c in 0..columns {
-                    let column = &from[(j + c) * self.column..][..self.depth];
-                    for (to, x) in to[c..].iter_mut().step_by(width).zip(column) {
-                        *to = x.wide();
-                    }
-                }
+                transpose(to, width, from.as_ptr(), self.column, columns, self.depth);
             }
         }
     }
 
-    /// A whole panel whose columns are contiguous in `from`, in squares that the compiler keeps in registers.
+    /// Rows as they lie, all panels of a row before the next: it is read in order.
     #[inline(always)]
-    fn transpose<S: Simd, T: Wide>(&self, to: &mut [f32], from: &[T]) {
-        const SIDE: usize = 8;
+    fn copy<S: Simd, T: Wide>(&self, from: &[T]) {
+        /// Rows that are asked for ahead.
+        const AHEAD: usize = 8;
         let width = panel::<S>();
-        let whole = if width.is_multiple_of(SIDE) { self.depth / SIDE * SIDE } else { 0 };
-        for c in (0..width).step_by(SIDE) {
-            for p in (0..whole).step_by(SIDE) {
-                let mut square = [[0.0f32; SIDE]; SIDE];
-                for i in 0..SIDE {
-                    let column: &[T] = &from[(c + i) * self.column + p..][..SIDE];
-                    for (to, x) in square[i].iter_mut().zip(column) {
-                        *to = x.wide();
-                    }
-                }
-                for q in 0..SIDE {
-                    let row: &mut [f32] = &mut to[(p + q) * width + c..][..SIDE];
-                    for i in 0..SIDE {
-                        row[i] = square[i][q];
-                    }
+        let whole = self.width / width * width;
+        for p in 0..self.depth {
+            let row = &from[p * self.inner..][..self.width];
+            let ahead = row.as_ptr().wrapping_add(AHEAD * self.inner);
+            for j in (0..whole).step_by(width) {
+                prefetch(ahead.wrapping_add(j));
+                // Of a fixed length, so that it is two vectors.
+                let from = &row[j..j + width];
+                // SAFETY: row p of panel j / width lies inside `to` by the contract of `run`.
+                let to =
+                    unsafe { std::slice::from_raw_parts_mut(self.to.add(j * self.depth + p * width), width) };
+                for c in 0..width {
+                    to[c] = from[c].wide();
                 }
             }
-        }
-        for p in whole..self.depth {
-            for c in 0..width {
-                to[p * width + c] = from[c * self.column + p].wide();
+            if whole < self.width {
+                // SAFETY: as above.
+                let to = unsafe {
+                    std::slice::from_raw_parts_mut(self.to.add(whole * self.depth + p * width), width)
+                };
+                to.fill(0.0);
+                to.iter_mut().zip(&row[whole..]).for_each(|(to, x)| *to = x.wide());
             }
         }
     }
@@ -216,19 +189,32 @@ impl WithSimd for PackLeft<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let side = tile_rows::<S>();
-        for p in 0..self.depth {
-            let row = &self.from[p * self.inner..][..self.rows];
-            for (g, from) in row.chunks(side).enumerate() {
-                // SAFETY: group g, depth p lies inside `to` by the contract of `run`.
-                let to =
-                    unsafe { std::slice::from_raw_parts_mut(self.to.add((g * self.depth + p) * side), side) };
-                if from.len() == side {
-                    to.copy_from_slice(from);
-                } else {
-                    to[..from.len()].copy_from_slice(from);
-                    to[from.len()..].fill(0.0);
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (side, lanes) = (tile_rows::<S>(), S::F32_LANES);
+        // Rows that stay in the first-level cache while one group after the other takes its elements.
+        const NEAR: usize = 32;
+        for start in (0..self.depth).step_by(NEAR) {
+            let end = self.depth.min(start + NEAR);
+            for first in (0..self.rows).step_by(side) {
+                let width = side.min(self.rows - first);
+                for p in start..end {
+                    let from = &self.from[p * self.inner + first..];
+                    if first.is_multiple_of(2 * side) {
+                        prefetch(from.as_ptr().wrapping_add(NEAR * self.inner));
+                    }
+                    let at = first * self.depth + p * side;
+                    // SAFETY: group and depth lie inside `to` by the contract of `run`; a vector that is wider than the
+                    // group ends before the group's last row does, and what it writes too much the next row overwrites.
+                    unsafe {
+                        let to = self.to.add(at);
+                        if width == side && lanes >= side && p + 1 < self.depth && from.len() >= lanes {
+                            store_ptr(simd, to, lanes, load_ptr(simd, from.as_ptr(), lanes));
+                            continue;
+                        }
+                        let to = std::slice::from_raw_parts_mut(to, side);
+                        to[..width].copy_from_slice(&from[..width]);
+                        to[width..].fill(0.0);
+                    }
                 }
             }
         }

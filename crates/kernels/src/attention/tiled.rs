@@ -24,7 +24,7 @@ use super::{
 };
 use crate::gemm::{Line, reserve};
 use crate::parallel::{self, Shared};
-use crate::simd::{Simd, load, load_ptr, select, store, store_ptr};
+use crate::simd::{Simd, exp2, load, load_ptr, select, store, store_ptr};
 use crate::tiles::amx::{
     self, BLOCK, GROUP, Output, PART, PARTS, Packed, Tiles, cut, hide, multiply_wide, pack, store_line, turn,
     words,
@@ -343,26 +343,6 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
     if scratch.len() * LANES <= 2 * MAX_PACKED {
         PACKED.set(scratch);
     }
-}
-
-/// `2^x` for every lane with `x` at most 127, relative error below 2e-7; 0 below −126, NaN stays NaN.
-///
-/// `x = n + f`, `|f| ≤ 1/2`, a polynomial in `f` (coefficients of the Cephes library's `exp2f`), times `2^n`. Fewer steps
-/// than `e^x` takes, of which a softmax with tiles consists for the most part.
-#[inline(always)]
-fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Adding 1.5·2^23 rounds to an integer and leaves it in the low bits.
-    let magic = simd.splat_f32s(12_582_912.0);
-    let shifted = simd.add_f32s(x, magic);
-    let f = simd.sub_f32s(x, simd.sub_f32s(shifted, magic));
-    let mut p = simd.splat_f32s(1.535_336_2e-4);
-    for c in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 0.240_226_48, LN_2, 1.0] {
-        p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(c));
-    }
-    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
-    let one = simd.transmute_u32s_f32s(simd.splat_f32s(1.0));
-    let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(simd.add_u32s(bits, one)));
-    select(simd, simd.less_than_f32s(x, simd.splat_f32s(-126.0)), simd.splat_f32s(0.0), y)
 }
 
 /// Scores of whole blocks of keys become weights, cut into parts; `max` and `sum` of the panel's lanes are updated, and
@@ -802,36 +782,5 @@ simd_fn! {
                 }
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::simd::load;
-
-    simd_fn! {
-        fn exp2_all<'a>(simd: S, x: &'a mut [f32]) -> () {
-            for i in (0..x.len()).step_by(S::F32_LANES) {
-                let y = exp2(simd, load(simd, x, i));
-                store(simd, x, i, y);
-            }
-        }
-    }
-
-    #[test]
-    fn exp2_is_accurate_to_2e_7() {
-        let x: Vec<f32> = (0..1_000_003).map(|i| i as f32 * 1.27e-4 - 126.0).collect();
-        let mut y = x.clone();
-        exp2_all(&mut y);
-        for (x, y) in x.iter().zip(&y) {
-            let expected = f64::from(*x).exp2();
-            assert!((f64::from(*y) / expected - 1.0).abs() < 2e-7, "exp2({x}) = {y}, expected {expected}");
-        }
-        let mut x = [0.0, -0.0, f32::NEG_INFINITY, -126.5, -1e30, f32::NAN, 1.0, 3.0];
-        exp2_all(&mut x);
-        assert_eq!(x[..5], [1.0, 1.0, 0.0, 0.0, 0.0]);
-        assert!(x[5].is_nan());
-        assert_eq!(x[6..], [2.0, 8.0]);
     }
 }

@@ -1,15 +1,18 @@
 //! Attention with the vector instructions of any CPU: small products of [`crate::microkernel`] between softmaxes.
 
 use std::cell::RefCell;
+use std::f32::consts::{LN_2, LOG2_E};
+use std::mem::take;
 use std::ops::Range;
 
 use super::chunks::{Chunk, Seen};
 use super::{
     AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Rows, Saved, Shape, Unit, first_lane, units,
 };
+use crate::gemm::{Line, reserve};
 use crate::microkernel::Product;
 use crate::parallel::{self, Shared};
-use crate::simd::{Simd, exp, load, select, store};
+use crate::simd::{Simd, exp2, load, load_ptr, select, store, store_ptr, transpose};
 
 /// Lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 64;
@@ -18,19 +21,26 @@ const TILE: usize = 64;
 /// Lanes and head columns in scratch are padded to this, the widest vector.
 const PAD: usize = 16;
 
+/// Lanes from which on rows of values are gathered before they are multiplied.
+const GATHER: usize = 32;
+/// Score ranges, in powers of two, over which sums are not rescaled: a weight is at most 2⁸.
+const SLACK: f32 = 8.0;
+
 /// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
 #[derive(Default)]
 struct Scratch {
-    q: Vec<f32>,
-    q_t: Vec<f32>,
-    dout: Vec<f32>,
-    dout_t: Vec<f32>,
-    acc: Vec<f32>,
-    scores: Vec<f32>,
-    dscores: Vec<f32>,
+    q: Vec<Line>,
+    q_t: Vec<Line>,
+    dout: Vec<Line>,
+    dout_t: Vec<Line>,
+    rows: Vec<Line>,
+    acc: Vec<Line>,
+    scores: Vec<Line>,
+    dscores: Vec<Line>,
+    /// What scores are compared with, times log₂ e, and sum of a lane; the factor of what a lane had.
     max: Vec<f32>,
     sum: Vec<f32>,
-    scale: Vec<f32>,
+    shrink: Vec<f32>,
     lse: Vec<f32>,
     delta: Vec<f32>,
 }
@@ -72,64 +82,131 @@ fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile
     tiles
 }
 
-/// Fills `nat [lanes, d]` and `transposed [d, width]` with one key head's query heads of every query.
-#[inline(always)]
-fn gather_lanes(
-    nat: &mut [f32],
-    transposed: &mut [f32],
+/// `[lanes, d]` and `[d, width]`: one key head's query heads of every query, zero beyond the lanes.
+fn gather_lanes<'a>(
+    plain: &'a mut Vec<Line>,
+    transposed: &'a mut Vec<Line>,
     rows: Rows,
     unit: &[Block],
     width: usize,
     col: usize,
     group: usize,
     d: usize,
-) {
+) -> (&'a [f32], &'a [f32]) {
+    let lanes = unit.iter().map(|block| block.count).sum::<usize>() * group;
+    let (plain, transposed) = (reserve(plain, lanes * d), reserve(transposed, d * width));
     let mut lane = 0;
     for block in unit {
         for i in 0..block.count {
-            for g in 0..group {
-                let source = rows.part(block.query(i), col + g * d, d);
-                for (j, &x) in source.iter().enumerate() {
-                    transposed[j * width + lane] = x;
-                }
-                if !nat.is_empty() {
-                    nat[lane * d..(lane + 1) * d].copy_from_slice(source);
-                }
-                lane += 1;
-            }
+            plain[lane * d..][..group * d].copy_from_slice(rows.part(block.query(i), col, group * d));
+            lane += group;
         }
+    }
+    if lanes < width {
+        transposed.fill(0.0);
+    }
+    // SAFETY: `lanes` rows of `d` elements, and `d` rows of `width`, which is no less than `lanes`.
+    unsafe { transpose(transposed.as_mut_ptr(), width, plain.as_ptr(), d, lanes, d) };
+    (plain, transposed)
+}
+
+/// Rows of a head side by side. As they lie, a power of two apart, few of them fit into the first-level cache together.
+fn gather_rows<'a>(to: &'a mut Vec<Line>, rows: Rows, keys: Range<usize>, at: usize, d: usize) -> &'a [f32] {
+    let to = reserve(to, keys.len() * d);
+    for (to, key) in to.chunks_exact_mut(d.max(1)).zip(keys) {
+        to.copy_from_slice(rows.part(key, at, d));
+    }
+    to
+}
+
+/// Online softmax of one tile for the first `n` lanes of `s.scores [len, width]`, those from `first` on of the unit: scores
+/// become weights, `max` and `sum` are updated, `shrink` is what the lanes had is worth now.
+///
+/// The number that a lane's scores are compared with changes only when they exceed it by far, so that little has to be
+/// rescaled.
+#[inline(always)]
+fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usize, first: usize, n: usize) {
+    let scores = reserve(&mut s.scores, len * width).as_mut_ptr();
+    let scale = simd.splat_f32s(scale * LOG2_E);
+    let infinite = simd.splat_f32s(f32::NEG_INFINITY);
+    let zero = simd.splat_f32s(0.0);
+    let slack = simd.splat_f32s(SLACK);
+    for lane in (0..n).step_by(S::F32_LANES) {
+        let (at, end) = (first + lane, first + n);
+        let column = scores.wrapping_add(lane);
+        // SAFETY: whole vectors, since `width` is padded.
+        let score = |key: usize| unsafe { load_ptr(simd, column.wrapping_add(key * width), S::F32_LANES) };
+        let mut top = [infinite; 2];
+        let mut key = 0;
+        while key + 2 <= len {
+            top[0] = simd.max_f32s(score(key), top[0]);
+            top[1] = simd.max_f32s(score(key + 1), top[1]);
+            key += 2;
+        }
+        if key < len {
+            top[0] = simd.max_f32s(score(key), top[0]);
+        }
+        let old = load(simd, &s.max[..end], at);
+        let new = simd.max_f32s(simd.mul_f32s(simd.max_f32s(top[0], top[1]), scale), old);
+        let new = select(simd, simd.greater_than_f32s(new, simd.add_f32s(old, slack)), new, old);
+        // A lane that has seen nothing yet keeps −∞; any finite stand-in gives it weight 0.
+        let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
+        let shrink = exp2(simd, simd.sub_f32s(old, base));
+        let minus = simd.neg_f32s(base);
+        let mut sum = simd.mul_f32s(load(simd, &s.sum[..end], at), shrink);
+        for key in 0..len {
+            let weight = exp2(simd, simd.mul_add_e_f32s(score(key), scale, minus));
+            sum = simd.add_f32s(sum, weight);
+            // SAFETY: as above.
+            unsafe { store_ptr(simd, column.wrapping_add(key * width), S::F32_LANES, weight) };
+        }
+        store(simd, &mut s.max[..end], at, new);
+        store(simd, &mut s.sum[..end], at, sum);
+        store(simd, &mut s.shrink[..n], lane, shrink);
     }
 }
 
-/// Online softmax of one tile for the lanes `lo..hi`: scores become weights, `max`, `sum` and `acc` are updated.
+/// What the tiles of a unit share.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    call: Call<'a>,
+    kv_head: usize,
+    /// Queries, transposed; it has a vector more than its `head_dim · width` elements.
+    q_t: *const f32,
+    acc: *mut f32,
+    width: usize,
+    depth: usize,
+}
+
+/// One tile for some lanes of a unit; `seen` if they have seen another before.
 #[inline(always)]
 fn forward_tile<S: Simd>(
     simd: S,
     s: &mut Scratch,
-    call: &Call,
-    kv_head: usize,
+    pass: Pass,
     lanes: Range<usize>,
-    width: usize,
-    depth: usize,
     block: Block,
     tile: Tile,
+    seen: bool,
 ) {
+    let Pass { call, kv_head, q_t, acc, width, depth } = pass;
     let Tile { key, len, causal_at } = tile;
     let d = call.shape.head_dim;
     let n = lanes.len();
-    // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, d × width queries; n ≤ width.
+    let scores = reserve(&mut s.scores, TILE * width);
+    // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, and queries for whole vectors of lanes.
     unsafe {
         Product {
-            c: s.scores.as_mut_ptr(),
+            c: scores.as_mut_ptr(),
             ldc: width,
             a: call.k.tile(key, len, kv_head * d, d),
             a_row: call.k.stride,
             a_col: 1,
-            b: s.q_t.as_ptr().wrapping_add(lanes.start),
+            b: q_t.wrapping_add(lanes.start),
             ldb: width,
             m: len,
             k: d,
-            n,
+            n: n.next_multiple_of(S::F32_LANES),
             accumulate: false,
         }
         .run(simd);
@@ -137,60 +214,44 @@ fn forward_tile<S: Simd>(
     if let Some(at) = causal_at {
         for key in 0..len {
             let hidden = first_lane(block, call.shape.group(), at + key);
-            s.scores[key * width..key * width + hidden].fill(f32::NEG_INFINITY);
+            scores[key * width..key * width + hidden].fill(f32::NEG_INFINITY);
         }
     }
-    let scale = simd.splat_f32s(call.scale);
-    let infinite = simd.splat_f32s(f32::NEG_INFINITY);
-    let zero = simd.splat_f32s(0.0);
-    for lane in (0..n).step_by(S::F32_LANES) {
-        let at = lanes.start + lane;
-        let mut top = infinite;
-        for key in 0..len {
-            top = simd.max_f32s(load(simd, &s.scores[..key * width + n], key * width + lane), top);
-        }
-        let old = load(simd, &s.max[..lanes.end], at);
-        let new = simd.max_f32s(simd.mul_f32s(top, scale), old);
-        // A lane that has seen nothing yet keeps −∞ as its maximum; any finite stand-in gives it weight 0.
-        let base = select(simd, simd.equal_f32s(new, infinite), zero, new);
-        let shrink = exp(simd, simd.sub_f32s(old, base));
-        let minus = simd.neg_f32s(base);
-        let mut sum = simd.mul_f32s(load(simd, &s.sum[..lanes.end], at), shrink);
-        for key in 0..len {
-            let row = &mut s.scores[..key * width + n];
-            let score = load(simd, row, key * width + lane);
-            let weight = exp(simd, simd.mul_add_e_f32s(score, scale, minus));
-            sum = simd.add_f32s(sum, weight);
-            store(simd, row, key * width + lane, weight);
-        }
-        store(simd, &mut s.max[..lanes.end], at, new);
-        store(simd, &mut s.sum[..lanes.end], at, sum);
-        store(simd, &mut s.scale[..n], lane, shrink);
-    }
-    for lane in 0..n {
-        if s.scale[lane] != 1.0 {
-            let shrink = simd.splat_f32s(s.scale[lane]);
-            let row = &mut s.acc[(lanes.start + lane) * depth..][..d];
+    softmax(simd, s, call.scale, len, width, lanes.start, n);
+    let acc = acc.wrapping_add(lanes.start * depth);
+    for lane in 0..if seen { n } else { 0 } {
+        if s.shrink[lane] != 1.0 {
+            let shrink = simd.splat_f32s(s.shrink[lane]);
             for j in (0..d).step_by(S::F32_LANES) {
-                let x = simd.mul_f32s(load(simd, row, j), shrink);
-                store(simd, row, j, x);
+                // SAFETY: `acc` holds a row of `depth ≥ d`, in whole vectors, per lane.
+                unsafe {
+                    let to = acc.wrapping_add(lane * depth + j);
+                    let x = simd.mul_f32s(load_ptr(simd, to, S::F32_LANES), shrink);
+                    store_ptr(simd, to, S::F32_LANES, x);
+                }
             }
         }
     }
-    // SAFETY: as above; `acc` holds one row of `depth ≥ d` per lane.
+    let (b, ldb) = if n >= GATHER {
+        (gather_rows(&mut s.rows, call.v, key..key + len, kv_head * d, d).as_ptr(), d)
+    } else {
+        (call.v.tile(key, len, kv_head * d, d), call.v.stride)
+    };
+    let a = reserve(&mut s.scores, TILE * width).as_ptr();
+    // SAFETY: as above.
     unsafe {
         Product {
-            c: s.acc.as_mut_ptr().wrapping_add(lanes.start * depth),
+            c: acc,
             ldc: depth,
-            a: s.scores.as_ptr(),
+            a,
             a_row: 1,
             a_col: width,
-            b: call.v.tile(key, len, kv_head * d, d),
-            ldb: call.v.stride,
+            b,
+            ldb,
             m: n,
             k: len,
             n: d,
-            accumulate: true,
+            accumulate: seen,
         }
         .run(simd);
     }
@@ -203,25 +264,31 @@ simd_fn! {
         let group = call.shape.group();
         let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
         let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        reset(&mut s.q_t, d * width, 0.0);
-        reset(&mut s.scores, TILE * width, 0.0);
-        reset(&mut s.acc, lanes * depth, 0.0);
+        // Taken out of the scratch, which the tiles use.
+        let (mut q, mut q_t, mut acc) = (take(&mut s.q), take(&mut s.q_t), take(&mut s.acc));
+        reserve(&mut q_t, d * width + PAD);
+        gather_lanes(&mut q, &mut q_t, call.q, unit, width, kv_head * group * d, group, d);
+        let sums = reserve(&mut acc, lanes * depth);
         reset(&mut s.max, width, f32::NEG_INFINITY);
         reset(&mut s.sum, width, 0.0);
-        reset(&mut s.scale, width, 0.0);
-        gather_lanes(&mut [], &mut s.q_t, call.q, unit, width, kv_head * group * d, group, d);
+        reset(&mut s.shrink, width, 0.0);
+        let pass = Pass { call, kv_head, q_t: q_t.as_ptr().cast(), acc: sums.as_mut_ptr(), width, depth };
         let shared = usize::from(unit.len() > 1);
+        let mut all_seen = false;
         if shared == 1 {
             for tile in tiles(unit[0], 0, 1, 0..usize::MAX) {
-                forward_tile(simd, s, &call, kv_head, 0..lanes, width, depth, unit[0], tile);
+                forward_tile(simd, s, pass, 0..lanes, unit[0], tile, all_seen);
+                all_seen = true;
             }
         }
         let mut lane = 0;
         for &block in unit {
             let own = lane..lane + block.count * group;
             lane = own.end;
+            let mut seen = all_seen;
             for tile in tiles(block, shared, usize::MAX, 0..usize::MAX) {
-                forward_tile(simd, s, &call, kv_head, own.clone(), width, depth, block, tile);
+                forward_tile(simd, s, pass, own.clone(), block, tile, seen);
+                seen = true;
             }
             for i in 0..block.count {
                 for g in 0..group {
@@ -231,13 +298,18 @@ simd_fn! {
                     let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
                     // SAFETY: every query row is in one unit, and this is the only task of its key head.
                     let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
-                    for (y, x) in out.iter_mut().zip(&s.acc[lane * depth..]) {
-                        *y = x * inverse;
+                    if seen {
+                        // SAFETY: a row of a lane that has been written; the tiles are done.
+                        let sums = unsafe { std::slice::from_raw_parts(pass.acc.add(lane * depth), d) };
+                        out.iter_mut().zip(sums).for_each(|(y, x)| *y = x * inverse);
+                    } else {
+                        out.fill(0.0);
                     }
-                    lse[0] = s.max[lane] + total.ln();
+                    lse[0] = (s.max[lane] + total.log2()) * LN_2;
                 }
             }
         }
+        (s.q, s.q_t, s.acc) = (q, q_t, acc);
     }
 }
 
@@ -253,23 +325,31 @@ fn backward_scores<S: Simd>(
     tile: Tile,
 ) {
     let Tile { len, causal_at, .. } = tile;
+    let (scores, dscores) = (reserve(&mut s.scores, len * width), reserve(&mut s.dscores, len * width));
+    let binary = simd.splat_f32s(scale * LOG2_E);
     let scale = simd.splat_f32s(scale);
     for lane in (0..width).step_by(S::F32_LANES) {
         let minus_lse = simd.neg_f32s(load(simd, &s.lse, lane));
         let delta = load(simd, &s.delta, lane);
-        for key in 0..len {
-            let at = key * width + lane;
-            let weight = exp(simd, simd.mul_add_e_f32s(load(simd, &s.scores, at), scale, minus_lse));
-            let d = simd.sub_f32s(load(simd, &s.dscores, at), delta);
-            store(simd, &mut s.scores, at, weight);
-            store(simd, &mut s.dscores, at, simd.mul_f32s(simd.mul_f32s(weight, d), scale));
+        for at in (lane..len * width).step_by(width) {
+            let (score, change) =
+                (scores.as_mut_ptr().wrapping_add(at), dscores.as_mut_ptr().wrapping_add(at));
+            // SAFETY: whole vectors of both, since `width` is padded.
+            unsafe {
+                let x = load_ptr(simd, score, S::F32_LANES);
+                let weight = exp2(simd, simd.mul_add_e_f32s(x, binary, minus_lse));
+                let d = simd.sub_f32s(load_ptr(simd, change, S::F32_LANES), delta);
+                store_ptr(simd, score, S::F32_LANES, weight);
+                let d = simd.mul_f32s(simd.mul_f32s(weight, d), scale);
+                store_ptr(simd, change, S::F32_LANES, d);
+            }
         }
     }
     if let Some(at) = causal_at {
         for key in 0..len {
             let hidden = first_lane(block, group, at + key);
-            s.scores[key * width..key * width + hidden].fill(0.0);
-            s.dscores[key * width..key * width + hidden].fill(0.0);
+            scores[key * width..key * width + hidden].fill(0.0);
+            dscores[key * width..key * width + hidden].fill(0.0);
         }
     }
 }
@@ -281,47 +361,42 @@ simd_fn! {
         let group = call.shape.group();
         let lanes = block.count * group;
         let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
-        for (x, len) in [
-            (&mut s.q, lanes * d),
-            (&mut s.q_t, d * width),
-            (&mut s.dout, lanes * d),
-            (&mut s.dout_t, d * width),
-            (&mut s.acc, lanes * depth),
-            (&mut s.scores, TILE * width),
-            (&mut s.dscores, TILE * width),
-            (&mut s.lse, width),
-            (&mut s.delta, width),
-        ] {
-            reset(x, len, 0.0);
-        }
+        reset(&mut s.lse, width, 0.0);
+        reset(&mut s.delta, width, 0.0);
         let unit = [block];
         let col = kv_head * group * d;
-        gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
+        let (q, q_t) = gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
+        let (q, q_t) = (q.as_ptr(), q_t.as_ptr());
         let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
-        gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
+        let (dout, dout_t) = gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
         for i in 0..block.count {
             for g in 0..group {
-                let head = block.query(i) * q_heads + kv_head * group + g;
-                let (dout, out) = (&saved.dout[head * d..(head + 1) * d], &saved.out[head * d..(head + 1) * d]);
+                let (lane, head) = (i * group + g, block.query(i) * q_heads + kv_head * group + g);
+                let (dout, out) = (&dout[lane * d..(lane + 1) * d], &saved.out[head * d..(head + 1) * d]);
                 let mut sum = simd.splat_f32s(0.0);
                 for j in (0..d).step_by(S::F32_LANES) {
                     sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
                 }
-                s.delta[i * group + g] = simd.reduce_sum_f32s(sum);
-                s.lse[i * group + g] = saved.lse[head];
+                s.delta[lane] = simd.reduce_sum_f32s(sum);
+                s.lse[lane] = saved.lse[head] * LOG2_E;
             }
         }
+        let (dout, dout_t) = (dout.as_ptr(), dout_t.as_ptr());
+        let acc = reserve(&mut s.acc, lanes * depth).as_mut_ptr();
+        let mut any = false;
         for tile in tiles(block, 0, usize::MAX, keys) {
             let Tile { key, len, .. } = tile;
-            let (k, v) = (call.k.tile(key, len, kv_head * d, d), call.v.tile(key, len, kv_head * d, d));
+            let k = gather_rows(&mut s.rows, call.k, key..key + len, kv_head * d, d).as_ptr();
             let scores = Product {
-                c: s.scores.as_mut_ptr(), ldc: width, a: k, a_row: call.k.stride, a_col: 1, b: s.q_t.as_ptr(),
+                c: reserve(&mut s.scores, TILE * width).as_mut_ptr(), ldc: width, a: k, a_row: d, a_col: 1, b: q_t,
                 ldb: width, m: len, k: d, n: width, accumulate: false,
             };
             let dscores = Product {
-                c: s.dscores.as_mut_ptr(), a: v, a_row: call.v.stride, b: s.dout_t.as_ptr(), ..scores
+                c: reserve(&mut s.dscores, TILE * width).as_mut_ptr(), a: call.v.tile(key, len, kv_head * d, d),
+                a_row: call.v.stride, b: dout_t, ..scores
             };
-            // SAFETY: `tile` checked the rows of k and v; scratch was sized above.
+            let (weights, changes) = (scores.c.cast_const(), dscores.c.cast_const());
+            // SAFETY: `tile` checked the rows of v; scratch was sized above.
             unsafe {
                 scores.run(simd);
                 dscores.run(simd);
@@ -336,14 +411,15 @@ simd_fn! {
                 (grad.data.ptr(at + grad.k_col), grad.data.ptr(at + grad.v_col))
             };
             let dv = Product {
-                c: dv, ldc: grad.stride, a: s.scores.as_ptr(), a_row: width, a_col: 1, b: s.dout.as_ptr(), ldb: d,
-                m: len, k: lanes, n: d, accumulate: true,
+                c: dv, ldc: grad.stride, a: weights, a_row: width, a_col: 1, b: dout, ldb: d, m: len, k: lanes, n: d,
+                accumulate: true,
             };
-            let dk = Product { c: dk, a: s.dscores.as_ptr(), b: s.q.as_ptr(), ..dv };
+            let dk = Product { c: dk, a: changes, b: q, ..dv };
             let dq = Product {
-                c: s.acc.as_mut_ptr(), ldc: depth, a: s.dscores.as_ptr(), a_row: 1, a_col: width, b: k,
-                ldb: call.k.stride, m: lanes, k: len, n: d, accumulate: true,
+                c: acc, ldc: depth, a: changes, a_row: 1, a_col: width, b: k, ldb: d, m: lanes, k: len, n: d,
+                accumulate: any,
             };
+            any = true;
             // SAFETY: as above; padding lanes are left out of all three sums.
             unsafe {
                 dv.run(simd);
@@ -351,12 +427,14 @@ simd_fn! {
                 dq.run(simd);
             }
         }
-        for i in 0..block.count {
-            for g in 0..group {
-                // SAFETY: a query row is in one block of the chunk, and this is the only task of its key head.
-                let dq = unsafe { grad.dq(seen, block.first + i, col + g * d, d) };
-                dq.iter_mut().zip(&s.acc[(i * group + g) * depth..]).for_each(|(to, x)| *to += x);
-            }
+        for lane in 0..if any { lanes } else { 0 } {
+            // SAFETY: a query row is in one block of the chunk, and this is the only task of its key head; the sums of
+            // a lane have been written.
+            let (dq, sums) = unsafe {
+                let dq = grad.dq(seen, block.first + lane / group, col + lane % group * d, d);
+                (dq, std::slice::from_raw_parts(acc.add(lane * depth), d))
+            };
+            dq.iter_mut().zip(sums).for_each(|(to, x)| *to += x);
         }
     }
 }
