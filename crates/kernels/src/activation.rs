@@ -1,5 +1,6 @@
 //! Pointwise activations and the gated product of SwiGLU.
 
+use crate::buffer;
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, exp, load, select, sigmoid, store};
@@ -119,17 +120,26 @@ simd_fn! {
 /// Elementary operations of one activation, for the decision to use threads.
 const COST: usize = 8;
 
-/// `y = act(x)`, elementwise; lengths equal.
-pub fn forward(act: Activation, y: &mut [f32], x: &[f32]) {
-    let _span = span(Op::Activation, || (y.len() * COST, 8 * y.len()));
-    debug_assert_eq!(y.len(), x.len());
-    let n = y.len();
-    let y = Shared::new(y);
-    ranges(n, 64, n * COST, |range| {
-        // SAFETY: the ranges are disjoint.
-        let part = unsafe { y.part(range.start, range.len()) };
-        forward_part(act, part, &x[range]);
-    });
+/// Elements that one thread computes before it looks for more.
+const PIECE: usize = 4096;
+
+/// `act(x)`, elementwise.
+#[must_use]
+pub fn forward(act: Activation, x: &[f32]) -> Vec<f32> {
+    let n = x.len();
+    let _span = span(Op::Activation, || (n * COST, 8 * n));
+    let fill = |y: Shared| {
+        ranges(n.div_ceil(PIECE), 1, n * COST, |range| {
+            for start in range.map(|piece| piece * PIECE) {
+                let len = PIECE.min(n - start);
+                y.clear(start, len);
+                // SAFETY: the pieces are disjoint, and this one has just been cleared.
+                forward_part(act, unsafe { y.part(start, len) }, &x[start..start + len]);
+            }
+        });
+    };
+    // SAFETY: the pieces cover all of it.
+    unsafe { buffer::written(n, fill) }
 }
 
 /// Replaces `x`, the input of [`forward`], by its gradient `dy · act′(x)`, elementwise.
@@ -145,19 +155,15 @@ pub fn backward(act: Activation, x: &mut [f32], dy: &[f32]) {
     });
 }
 
-/// `y [rows, i] = silu(gate) · up`, `gate_up [rows, 2i]` with the gate first.
-pub fn swiglu_forward(y: &mut [f32], gate_up: &[f32], rows: usize, i: usize) {
+/// `silu(gate) · up [rows, i]` of `gate_up [rows, 2i]` with the gate first.
+#[must_use]
+pub fn swiglu_forward(gate_up: &[f32], rows: usize, i: usize) -> Vec<f32> {
     let _span = span(Op::Activation, || (rows * i * COST, 12 * rows * i));
-    debug_assert!(y.len() == rows * i && gate_up.len() == rows * 2 * i);
-    let y = Shared::new(y);
-    ranges(rows, 1, rows * i * COST, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let y = unsafe { y.part(r * i, i) };
-            let (gate, up) = gate_up[r * 2 * i..(r + 1) * 2 * i].split_at(i);
-            swiglu_row(y, gate, up);
-        }
-    });
+    debug_assert_eq!(gate_up.len(), rows * 2 * i);
+    buffer::of_rows(rows, i, rows * i * COST, |r, y| {
+        let (gate, up) = gate_up[r * 2 * i..(r + 1) * 2 * i].split_at(i);
+        swiglu_row(y, gate, up);
+    })
 }
 
 /// Replaces `gate_up [rows, 2i]`, the input of [`swiglu_forward`], by its gradient.

@@ -41,6 +41,27 @@ pub(crate) unsafe fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32>
     buffer
 }
 
+/// `[rows, width]`, where `write(row, where)` writes each row. A row is cleared just before, while it is in the cache, so that
+/// memory is written once; `work` as in [`ranges`].
+pub(crate) fn of_rows(
+    rows: usize,
+    width: usize,
+    work: usize,
+    write: impl Fn(usize, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let fill = |buffer: Shared| {
+        ranges(rows, 1, work, |range| {
+            for row in range {
+                buffer.clear(row * width, width);
+                // SAFETY: every row is visited once, and has just been cleared.
+                write(row, unsafe { buffer.part(row * width, width) });
+            }
+        });
+    };
+    // SAFETY: all rows are cleared.
+    unsafe { written(rows * width, fill) }
+}
+
 /// The same numbers in memory of their own.
 #[must_use]
 pub fn copy(from: &[f32]) -> Vec<f32> {

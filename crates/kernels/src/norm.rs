@@ -2,6 +2,7 @@
 //!
 //! Rows are independent outputs; weight gradients are summed row by row, each thread owning a range of columns.
 
+use crate::buffer;
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, load, store};
@@ -162,26 +163,24 @@ fn weight_gradient(dw: &mut [f32], db: Option<&mut [f32]>, rows: Rows) {
     });
 }
 
-/// `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`; `x`, `y` `[rows, dim]`, `rstd` `[rows]`.
+/// `x · rstd · weight` with `rstd = 1 / sqrt(mean(x²) + eps)`; `x` and the result `[rows, dim]`, `rstd` `[rows]`.
+#[must_use]
 pub fn rms_forward(
-    y: &mut [f32],
     rstd: &mut [f32],
     x: &[f32],
     weight: &[f32],
     rows: usize,
     dim: usize,
     eps: f32,
-) {
+) -> Vec<f32> {
     let _span = span(Op::Norm, || (4 * rows * dim, 8 * rows * dim));
     debug_assert!(x.len() >= rows * dim && weight.len() == dim);
-    let (y, rstd) = (Shared::new(y), Shared::new(rstd));
-    ranges(rows, 1, rows * dim * COST, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let (y, rstd) = unsafe { (y.part(r * dim, dim), rstd.part(r, 1)) };
-            rstd[0] = rms_row(y, &x[r * dim..(r + 1) * dim], weight, eps);
-        }
-    });
+    let rstd = Shared::new(rstd);
+    buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
+        // SAFETY: every row is visited once.
+        let rstd = unsafe { rstd.part(r, 1) };
+        rstd[0] = rms_row(y, &x[r * dim..(r + 1) * dim], weight, eps);
+    })
 }
 
 /// Gradients of [`rms_forward`], added to `dx [rows, dim]` and `dw [dim]`.
@@ -211,9 +210,9 @@ pub fn rms_backward(
     }
 }
 
-/// `y = (x − mean) · rstd · weight + bias` with biased variance; `mean`, `rstd` `[rows]`.
+/// `(x − mean) · rstd · weight + bias` with biased variance; `mean`, `rstd` `[rows]`.
+#[must_use]
 pub fn layer_forward(
-    y: &mut [f32],
     mean: &mut [f32],
     rstd: &mut [f32],
     x: &[f32],
@@ -222,17 +221,15 @@ pub fn layer_forward(
     rows: usize,
     dim: usize,
     eps: f32,
-) {
+) -> Vec<f32> {
     let _span = span(Op::Norm, || (6 * rows * dim, 8 * rows * dim));
     debug_assert!(x.len() >= rows * dim && weight.len() == dim && bias.len() == dim);
-    let [y, mean, rstd] = [y, mean, rstd].map(Shared::new);
-    ranges(rows, 1, rows * dim * COST, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let (y, mean, rstd) = unsafe { (y.part(r * dim, dim), mean.part(r, 1), rstd.part(r, 1)) };
-            (mean[0], rstd[0]) = layer_row(y, &x[r * dim..(r + 1) * dim], weight, bias, eps);
-        }
-    });
+    let [mean, rstd] = [mean, rstd].map(Shared::new);
+    buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
+        // SAFETY: every row is visited once.
+        let (mean, rstd) = unsafe { (mean.part(r, 1), rstd.part(r, 1)) };
+        (mean[0], rstd[0]) = layer_row(y, &x[r * dim..(r + 1) * dim], weight, bias, eps);
+    })
 }
 
 /// Gradients of [`layer_forward`], added to `dx [rows, dim]` and to `dw` and `db` `[dim]`.

@@ -551,8 +551,7 @@ impl<'a> Block<'a> {
         let middle = self.o.forward_onto(&self.pick(x, h), &self.pick(&attended, q_width), n, q_width)?;
         let gate_up = self.gate_up.forward(&self.layer.mlp_norm.forward(&middle, n)?.0, n, h)?;
         let i = self.layer.gate.n();
-        let mut inner = buffer::zeros(n * i);
-        activation::swiglu_forward(&mut inner, &gate_up, n, i);
+        let inner = activation::swiglu_forward(&gate_up, n, i);
         let out = self.down.forward_onto(&middle, &inner, n, i)?;
         Ok((out, Kept { qkv, lse, attended, middle, gate_up }))
     }
@@ -580,8 +579,7 @@ impl<'a> Block<'a> {
         let (h, i, heads) = (self.width(), self.layer.gate.n(), self.heads);
         let n = self.some.as_ref().map_or(t, Vec::len);
         {
-            let mut inner = buffer::zeros(n * i);
-            activation::swiglu_forward(&mut inner, &gate_up, n, i);
+            let inner = activation::swiglu_forward(&gate_up, n, i);
             let dinner = self.down.backward(&inner, &mut dy, n, i)?;
             activation::swiglu_backward(&mut gate_up, &dinner, n, i);
         }

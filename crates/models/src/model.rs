@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Tensor;
-use omnigrpo_ops::{Dropout, Param, Part, Segments, rows_from_vec, with_f32};
+use omnigrpo_ops::{Dropout, Memory, Param, Part, Segments, rows_from_vec, with_f32};
 use serde_json::{Map, Value};
 
 use crate::decoder::{Decoder, Scored};
@@ -55,6 +55,18 @@ pub struct Features {
     pub tower: Tensor,
     /// Features in the language model's width, `[tokens, h]`.
     pub rows: Tensor,
+    /// What the tower's blocks computed, for the pass that differentiates it.
+    memory: Arc<Mutex<Option<Memory>>>,
+}
+
+impl Features {
+    fn new(tower: Tensor, rows: Tensor, memory: Option<Memory>) -> Self {
+        Self { tower, rows, memory: Arc::new(Mutex::new(memory)) }
+    }
+
+    fn take_memory(&self) -> Option<Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
 }
 
 /// A stream that has run forward with a tape.
@@ -292,7 +304,7 @@ impl Model {
     pub fn encode(&self, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
         let tower = self.tower(medium, None)?;
         let rows = self.network.project(&tower, medium, instruction, None)?;
-        Ok(Features { tower, rows })
+        Ok(Features::new(tower, rows, None))
     }
 
     /// Features of a prompt's media from tower outputs of a model whose tower is the same. Runs the projector only.
@@ -301,7 +313,7 @@ impl Model {
     /// Input that does not fit.
     pub fn project(&self, tower: &Tensor, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
         let rows = self.network.project(tower, medium, instruction, None)?;
-        Ok(Features { tower: tower.clone(), rows })
+        Ok(Features::new(tower.clone(), rows, None))
     }
 
     /// Features of every medium of a prompt, in order.
@@ -310,6 +322,32 @@ impl Model {
     /// As [`Self::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<Features>> {
         prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
+    }
+
+    /// As [`Self::encode_prompt`] for several prompts whose media a backward pass with the same weights will go through
+    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to two bytes for
+    /// each weight of the model; what does not fit is computed once more there.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_for_training<'p>(
+        &self,
+        prompts: impl IntoIterator<Item = &'p Prompt>,
+    ) -> Result<Vec<Vec<Features>>> {
+        let keep = self.trains_tower() && !self.drops(&[Part::Vision, Part::Audio]);
+        let mut room = if keep { self.params.iter().map(|p| 2 * p.len()).sum() } else { 0 };
+        let mut encode = |prompt: &Prompt, medium: &MediumInput| {
+            let mut tape = Segments::remembering(room);
+            let tower = self.tower(medium, (room > 0).then_some(&mut tape))?;
+            let rows = self.network.project(&tower, medium, &prompt.instruction, None)?;
+            let (memory, left) =
+                tape.into_memory().map_or((None, room), |(memory, left)| (Some(memory), left));
+            room = left;
+            Ok(Features::new(tower, rows, memory))
+        };
+        let of_prompt =
+            |prompt: &'p Prompt| prompt.media.iter().map(|medium| encode(prompt, medium)).collect();
+        prompts.into_iter().map(of_prompt).collect()
     }
 
     /// What a policy pass reads in place of `features`, which are those of the present weights: the same, unless adapters
@@ -444,8 +482,8 @@ impl Model {
     }
 
     /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
-    /// on a tape that lives for this medium alone; the output of a frozen tower is taken from `features`. `prompts` and
-    /// `features` are by group.
+    /// on a tape that lives for this medium alone, but for what [`Self::encode_for_training`] kept; the output of a frozen
+    /// tower is taken from `features`. `prompts` and `features` are by group.
     ///
     /// # Errors
     /// Gradients of media that are not there.
@@ -463,10 +501,16 @@ impl Model {
             let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.get(m))) else {
                 return Err(ModelError::prompt(format!("feature gradients: group {g} has no medium {m}")));
             };
-            let mut tape = Segments::new(recompute);
+            let memory = own.take_memory();
+            let known = memory.is_some();
+            let mut tape = memory.map_or_else(|| Segments::new(recompute), Segments::recalling);
             // The scope of `features_in_training`; recomputed blocks read it again.
             let _dropping = self.dropping(None, prompt.medium_key(m));
-            let tower = if tower_trained { self.tower(medium, Some(&mut tape))? } else { own.tower.clone() };
+            let tower = match (tower_trained, known) {
+                (true, true) => self.network.tower(medium, Some(&mut tape))?,
+                (true, false) => self.tower(medium, Some(&mut tape))?,
+                (false, _) => own.tower.clone(),
+            };
             self.network.project(&tower, medium, &prompt.instruction, Some(&mut tape))?;
             let rows = d.len() / h;
             tape.backward(rows_from_vec(d, rows, h)?)?;

@@ -93,8 +93,19 @@ impl TowerBlock {
             bail!("tower block: queries, keys and values of {} columns for {heads:?}", pass.qkv.width());
         }
         let x = x_nh.contiguous()?;
-        let (y, kept) = with_f32(&x, |x| pass.forward(x))??;
-        if let Some(tape) = tape {
+        let Some(tape) = tape else {
+            return rows_from_vec(with_f32(&x, |x| pass.forward(x))??.0, n, h);
+        };
+        let (y, kept) = match tape.recall::<(Tensor, Kept)>() {
+            Some(known) => known,
+            None => {
+                let (y, kept) = with_f32(&x, |x| pass.forward(x))??;
+                (rows_from_vec(y, n, h)?, kept)
+            }
+        };
+        if tape.remembers() {
+            tape.remember(kept.bytes() + n * h * size_of::<f32>(), (y.clone(), kept));
+        } else {
             let kept = (!tape.recompute()).then_some(kept);
             tape.own(move |dy| {
                 let dy = omnigrpo_ops::to_vec(&dy.contiguous()?)?;
@@ -108,7 +119,7 @@ impl TowerBlock {
                 rows_from_vec(dx, n, h)
             });
         }
-        rows_from_vec(y, n, h)
+        Ok(y)
     }
 }
 
@@ -239,6 +250,15 @@ struct Kept {
     wide: Vec<f32>,
 }
 
+impl Kept {
+    fn bytes(&self) -> usize {
+        let Self { raw, qkv, lse, attended, joined, middle, wide } = self;
+        let joined = joined.iter().flat_map(|joined| [&joined.branch, &joined.sum]);
+        let some = joined.chain([raw]).flatten();
+        some.chain([qkv, lse, attended, middle, wide]).map(|x| size_of_val(&x[..])).sum()
+    }
+}
+
 impl<'a> Pass<'a> {
     fn new(
         block: &'a TowerBlock,
@@ -321,16 +341,8 @@ impl<'a> Pass<'a> {
 
     fn activate(&self, wide: &[f32]) -> Vec<f32> {
         match &self.block.mlp {
-            Mlp::Plain { act, .. } => {
-                let mut inner = buffer::zeros(wide.len());
-                activation::forward(*act, &mut inner, wide);
-                inner
-            }
-            Mlp::SwiGlu { .. } => {
-                let mut inner = buffer::zeros(wide.len() / 2);
-                activation::swiglu_forward(&mut inner, wide, self.n, wide.len() / self.n.max(1) / 2);
-                inner
-            }
+            Mlp::Plain { act, .. } => activation::forward(*act, wide),
+            Mlp::SwiGlu { .. } => activation::swiglu_forward(wide, self.n, wide.len() / self.n.max(1) / 2),
         }
     }
 

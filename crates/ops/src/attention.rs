@@ -1,7 +1,6 @@
 //! Grouped-query attention over an [`AttentionLayout`].
 
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout, Rows};
-use omnigrpo_kernels::buffer;
 
 /// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, each head `head_dim` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,26 +69,8 @@ impl AttentionHeads {
         dout: &[f32],
         layout: &AttentionLayout,
     ) -> Vec<f32> {
-        let mut dpacked = buffer::zeros(packed.len());
         let [q, k, v] = self.views(packed);
-        let (width, [q_col, k_col, v_col]) = (self.packed_width(), [q.col, k.col, v.col]);
-        let (shape, scale) = (self.shape(), self.scale());
-        kernel::backward(
-            &mut dpacked,
-            width,
-            q_col,
-            k_col,
-            v_col,
-            dout,
-            out,
-            lse,
-            q,
-            k,
-            v,
-            layout,
-            shape,
-            scale,
-        );
-        dpacked
+        let rows = packed.len() / self.packed_width().max(1);
+        kernel::packed_gradient(rows, dout, out, lse, q, k, v, layout, self.shape(), self.scale())
     }
 }

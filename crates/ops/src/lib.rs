@@ -37,7 +37,7 @@ pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use param::{GradBuffer, GradGuard, Param, ParamDtype, Part};
 pub use rope::RopeTable;
-pub use segments::Segments;
+pub use segments::{Memory, Segments};
 pub use slices::{rows_from_vec, to_vec, with_f32};
 
 mod rope;

@@ -55,23 +55,21 @@ impl Norm {
         if x.len() != rows * dim {
             bail!("norm {}: {} elements for {rows} rows of {dim}", self.weight().name(), x.len());
         }
-        let mut y = buffer::zeros(x.len());
-        let stats = match self {
+        Ok(match self {
             Self::Rms { weight, eps } => {
-                let mut rstd = buffer::zeros(rows);
-                weight.with_f32(|w| kernel::rms_forward(&mut y, &mut rstd, x, w, rows, dim, *eps))?;
-                rstd
+                let mut rstd = vec![0.0; rows];
+                let y = weight.with_f32(|w| kernel::rms_forward(&mut rstd, x, w, rows, dim, *eps))?;
+                (y, rstd)
             }
             Self::Layer { weight, bias, eps } => {
                 let mut stats = vec![0.0; 2 * rows];
                 let (mean, rstd) = stats.split_at_mut(rows);
-                weight.with_f32(|w| {
-                    bias.with_f32(|b| kernel::layer_forward(&mut y, mean, rstd, x, w, b, rows, dim, *eps))
+                let y = weight.with_f32(|w| {
+                    bias.with_f32(|b| kernel::layer_forward(mean, rstd, x, w, b, rows, dim, *eps))
                 })??;
-                stats
+                (y, stats)
             }
-        };
-        Ok((y, stats))
+        })
     }
 
     /// Adds the gradient of the input to `dx [rows, h]`, and those of weight and bias to their buffers. `x` and `stats`

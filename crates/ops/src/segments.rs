@@ -5,16 +5,46 @@
 //! nothing before them. The backward pass walks the
 //! segments in reverse, and each segment's activations are freed as soon as its gradient is known; with
 //! `recompute` they are not even kept, and the segment runs a second time (Chen et al., arXiv 1604.06174).
+//!
+//! A chain that will run with a tape later can run without one first and leave a [`Memory`] of what its segments computed:
+//! the run with the tape then takes that instead of computing it again.
+
+use std::any::Any;
+use std::collections::VecDeque;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, Var, bail};
 
 type Run<'a> = Box<dyn Fn(&Tensor, Option<&Tensor>) -> Result<Tensor> + 'a>;
 type Back<'a> = Box<dyn FnOnce(Tensor) -> Result<Tensor> + 'a>;
 
+/// What the segments of a run computed, in their order, for a second run of the same chain on the same input.
+pub struct Memory {
+    kept: VecDeque<Box<dyn Any + Send>>,
+    /// Bytes that may still be kept.
+    room: usize,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.debug_struct("Memory").field("kept", &self.kept.len()).field("room", &self.room).finish()
+    }
+}
+
+/// Whether a run leaves a memory or has one.
+#[derive(Default)]
+enum Mode {
+    #[default]
+    Plain,
+    /// Nothing is recorded. Empty once there was no room.
+    Remember(Option<Memory>),
+    Recall(Memory),
+}
+
 /// A chain of segments that has run forward and waits for its backward pass.
 #[derive(Default)]
 pub struct Segments<'a> {
     recompute: bool,
+    mode: Mode,
     chain: Vec<Segment<'a>>,
 }
 
@@ -36,7 +66,57 @@ impl<'a> Segments<'a> {
     /// instead of being kept.
     #[must_use]
     pub fn new(recompute: bool) -> Self {
-        Self { recompute, chain: Vec::new() }
+        Self { recompute, ..Self::default() }
+    }
+
+    /// A chain that records nothing, but keeps what segments [`Self::remember`], up to `room` bytes in all.
+    #[must_use]
+    pub fn remembering(room: usize) -> Self {
+        let mode = Mode::Remember(Some(Memory { kept: VecDeque::new(), room }));
+        Self { recompute: true, mode, chain: Vec::new() }
+    }
+
+    /// An empty chain that takes what an earlier run remembered.
+    #[must_use]
+    pub fn recalling(memory: Memory) -> Self {
+        Self { mode: Mode::Recall(memory), ..Self::default() }
+    }
+
+    /// What this run remembered and the bytes that were left; nothing if there was no room for all of it.
+    #[must_use]
+    pub fn into_memory(self) -> Option<(Memory, usize)> {
+        match self.mode {
+            Mode::Remember(Some(memory)) if !memory.kept.is_empty() => {
+                let room = memory.room;
+                Some((memory, room))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether this run is to be remembered and not recorded.
+    #[must_use]
+    pub fn remembers(&self) -> bool {
+        matches!(self.mode, Mode::Remember(_))
+    }
+
+    /// Keeps what a segment of `bytes` bytes computed for [`Self::recall`].
+    pub fn remember(&mut self, bytes: usize, what: impl Any + Send) {
+        if let Mode::Remember(slot) = &mut self.mode {
+            match slot {
+                Some(memory) if bytes <= memory.room => {
+                    memory.room -= bytes;
+                    memory.kept.push_back(Box::new(what));
+                }
+                _ => *slot = None,
+            }
+        }
+    }
+
+    /// What the same segment remembered, if an earlier run did.
+    pub fn recall<T: Any>(&mut self) -> Option<T> {
+        let Mode::Recall(memory) = &mut self.mode else { return None };
+        memory.kept.pop_front()?.downcast().ok().map(|what| *what)
     }
 
     /// Runs `run` on `x` and records it. The result is detached: it belongs to the next segment.
@@ -66,6 +146,9 @@ impl<'a> Segments<'a> {
     }
 
     fn record(&mut self, x: &Tensor, side: Option<(Var, Self)>, run: Run<'a>) -> Result<Tensor> {
+        if self.remembers() {
+            return run(&x.detach(), side.map(|(y, _)| y.as_detached_tensor()).as_ref());
+        }
         let input = Var::from_tensor(&x.detach())?;
         let y = side.as_ref().map(|(y, _)| y);
         let output = if self.recompute {
@@ -82,6 +165,7 @@ impl<'a> Segments<'a> {
     /// Records a segment that has run already and knows its own backward pass: `back` takes the gradient of its output
     /// and returns that of its input. What it keeps until then is its own affair; see [`Self::recompute`].
     pub fn own(&mut self, back: impl FnOnce(Tensor) -> Result<Tensor> + 'a) {
+        debug_assert!(!self.remembers());
         self.chain.push(Segment::Own(Box::new(back)));
     }
 

@@ -98,9 +98,7 @@ pub fn collect(
     timer: &mut PhaseTimer,
     progress: &mut dyn FnMut(),
 ) -> Result<Rollouts> {
-    let features = timed(timer, "encode", || {
-        rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()
-    })?;
+    let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let completions = timed(timer, "rollout", || {
         let requests: Vec<Request> = rows
             .iter()
@@ -125,6 +123,19 @@ pub fn collect(
         })?;
     }
     assemble(algorithm, rows, completions, features, matrix, None)
+}
+
+/// Features of every prompt's media, for sampling and for the first update after it.
+fn encode<'p>(
+    model: &Model,
+    algorithm: &Algorithm,
+    prompts: impl Iterator<Item = &'p Prompt>,
+) -> Result<Vec<Vec<Features>>> {
+    if algorithm.recompute {
+        // Whoever saves memory there does not want it spent here.
+        return prompts.map(|prompt| Ok(model.encode_prompt(prompt)?)).collect();
+    }
+    Ok(model.encode_for_training(prompts)?)
 }
 
 /// Samples as the algorithm says.
@@ -154,9 +165,7 @@ pub fn replay(
     rows: Vec<PreparedRow>,
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
-    let features = timed(timer, "encode", || {
-        rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()
-    })?;
+    let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let mut completions = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();
@@ -614,8 +623,9 @@ pub fn imitate(
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
         let features = timed(timer, "encode", || {
-            let encode = |p: &&Prompt| Ok(model.features_in_training(p, &model.encode_prompt(p)?)?);
-            prompts.iter().map(encode).collect::<Result<Vec<_>>>()
+            let own = encode(model, algorithm, prompts.iter().copied())?;
+            let own = prompts.iter().zip(&own).map(|(p, own)| Ok(model.features_in_training(p, own)?));
+            own.collect::<Result<Vec<_>>>()
         })?;
         let pass =
             timed(timer, "forward", || model.train_pass(&stream, &features, 1.0, algorithm.recompute))?;

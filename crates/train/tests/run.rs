@@ -892,39 +892,75 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
 
 /// A trained tower sees a medium once for the rollout, once in the backward pass and once as the reference, also where a
 /// group is cut into several streams; a frozen one once in all.
+/// A rollout and the update after it; the number of media.
+fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
+    let mut adamw = AdamW::new(optimizer(), setup.model.params());
+    let mut timer = PhaseTimer::start(Instant::now());
+    let (model, prompts, rows) = (&setup.model, &setup.prompts, prepared(setup));
+    let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
+    let mut rollouts = step::collect(
+        model,
+        prompts,
+        None,
+        &setup.rewards,
+        &setup.algorithm,
+        rows,
+        0,
+        &mut timer,
+        &mut || {},
+    )
+    .unwrap();
+    step::update(model, Some(reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
+        .unwrap();
+    media as u64
+}
+
 #[test]
 fn a_medium_goes_through_the_tower_once_per_pass() {
     let place = Place::new();
-    for (towers, policy_runs, reference_runs) in [(true, 2, 1), (false, 1, 0)] {
+    for (towers, recompute, policy_runs, reference_runs) in
+        [(true, false, 1, 1), (true, true, 2, 1), (false, false, 1, 0)]
+    {
         let mut setup = place.setup("towers");
         // A prompt with one completion at a time.
         setup.algorithm.max_stream_tokens = 16;
         setup.algorithm.sampling.min_completion_length = 8;
+        setup.algorithm.recompute = recompute;
         Selection { towers, ..EVERYTHING }.apply(&setup.model).unwrap();
-        let rows = prepared(&setup);
-        let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
-        assert!(media > 0);
         let reference = setup.model.reference().unwrap();
-        let mut adamw = AdamW::new(optimizer(), setup.model.params());
-        let mut timer = PhaseTimer::start(Instant::now());
-        let (model, prompts) = (&setup.model, &setup.prompts);
-        let mut rollouts = step::collect(
-            model,
-            prompts,
-            None,
-            &setup.rewards,
-            &setup.algorithm,
-            rows,
-            0,
-            &mut timer,
-            &mut || {},
-        )
-        .unwrap();
-        step::update(model, Some(&reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
-            .unwrap();
-        let runs = (model.tower_runs(), reference.tower_runs());
-        assert_eq!(runs, (policy_runs * media as u64, reference_runs * media as u64), "towers {towers}");
+        let media = one_update(&setup, &reference);
+        assert!(media > 0);
+        let runs = (setup.model.tower_runs(), reference.tower_runs());
+        assert_eq!(runs, (policy_runs * media, reference_runs * media), "towers {towers}");
     }
+}
+
+/// What a tower kept from the rollout gives the update that running it again gives, to the bit.
+#[test]
+fn a_kept_tower_changes_nothing() {
+    let place = Place::new();
+    let weights = |recompute: bool| {
+        let mut setup = place.setup("kept");
+        setup.algorithm.recompute = recompute;
+        EVERYTHING.apply(&setup.model).unwrap();
+        let before = values(&setup.model);
+        let reference = setup.model.reference().unwrap();
+        let media = one_update(&setup, &reference);
+        assert_eq!(setup.model.tower_runs(), if recompute { 2 * media } else { media });
+        let after = values(&setup.model);
+        assert!(before.iter().zip(&after).any(|(a, b)| a.0.contains("visual.blocks") && a != b));
+        after
+    };
+    assert!(weights(false) == weights(true));
+}
+
+/// The weights by name, as bits.
+fn values(model: &Model) -> Vec<(String, Vec<u32>)> {
+    let of = |param: &Arc<omnigrpo_ops::Param>| {
+        let bits = param.with_f32(|x| x.iter().map(|x| x.to_bits()).collect()).unwrap();
+        (param.name().to_owned(), bits)
+    };
+    model.params().iter().map(of).collect()
 }
 
 /// Rows made ahead on another thread are the rows that would have been made, in the same order, with the same skips.

@@ -24,6 +24,7 @@ use std::ops::Range;
 use chunks::{Chunk, Plan, Seen, Sum};
 pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
+use crate::buffer;
 use crate::gemm::{Line, reserve};
 use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
@@ -254,18 +255,54 @@ pub fn backward(
     shape: Shape,
     scale: f32,
 ) {
+    let saved = Saved { dout, out, lse };
+    let call = Call { q, k, v, shape, scale };
+    write_backward(Shared::new(dqkv), stride, [q_col, k_col, v_col], saved, call, layout);
+}
+
+/// The gradients of [`backward`] side by side, `[rows, (q_heads + 2 kv_heads) · d]`, in memory of their own.
+#[must_use]
+pub fn packed_gradient(
+    rows: usize,
+    dout: &[f32],
+    out: &[f32],
+    lse: &[f32],
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    layout: &AttentionLayout,
+    shape: Shape,
+    scale: f32,
+) -> Vec<f32> {
+    let (wide, narrow) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let (width, cols) = (wide + 2 * narrow, [0, wide, wide + narrow]);
+    let saved = Saved { dout, out, lse };
+    let call = Call { q, k, v, shape, scale };
+    // SAFETY: the windows cover all columns, and are cleared before anything else.
+    unsafe { buffer::written(rows * width, |d| write_backward(d, width, cols, saved, call, layout)) }
+}
+
+/// The windows are cleared, then added to.
+fn write_backward(
+    data: Shared,
+    stride: usize,
+    cols: [usize; 3],
+    saved: Saved,
+    call: Call,
+    layout: &AttentionLayout,
+) {
+    let shape = call.shape;
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let width = q_heads * d;
     let work = if layout.pairs() * (width as u64) < MIN_PARALLEL { 0 } else { usize::MAX };
-    let (len, data) = (dqkv.len(), Shared::new(dqkv));
+    let ([q_col, k_col, v_col], len) = (cols, data.len());
     parallel::ranges(len.div_ceil(stride.max(1)), 1, len, |rows| {
         for row in rows {
             for (col, width) in [(q_col, width), (k_col, kv_heads * d), (v_col, kv_heads * d)] {
                 let start = row * stride + col;
                 if start + width <= len {
-                    // SAFETY: tasks have different rows.
-                    unsafe { data.part(start, width) }.fill(0.0);
+                    data.clear(start, width);
                 }
             }
         }
@@ -273,8 +310,6 @@ pub fn backward(
     let plan = Plan::new(layout, shape);
     let mut partial = PARTIAL.take();
     let partial_len = plan.partial_rows * width;
-    let call = Call { q, k, v, shape, scale };
-    let saved = Saved { dout, out, lse };
     let grad = Gradients {
         data,
         stride,

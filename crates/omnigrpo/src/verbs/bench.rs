@@ -100,8 +100,10 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let sum = |phases: &[&str]| phases.iter().map(|p| profile::secs(median, p)).sum::<f64>();
     let useful = |phase: &str| profile::flops(median, phase, USEFUL) as f64;
     let decode_bytes = decode_bytes(&model, prompt_rows, rows.len(), group, settings.bench.completion_tokens);
-    // A trained tower counts for the policy what it took in the rollout.
-    let policy = 3.0 * (useful("forward") + useful("encode"));
+    // Of a trained tower's forward pass the policy counts what it did not keep from the rollout.
+    let forward = |phase: &str| profile::flops(median, phase, &[Op::Linear, Op::Attention]) as f64;
+    let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
+    let policy = 3.0 * useful("forward") + (2.0 + again) * useful("encode");
     let phases = [
         ("tower, for the rollout", sum(&["encode"]), useful("encode")),
         ("prefill", sum(&["prefill"]), useful("prefill")),
