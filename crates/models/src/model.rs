@@ -325,7 +325,7 @@ impl Model {
     }
 
     /// As [`Self::encode_prompt`] for several prompts whose media a backward pass with the same weights will go through
-    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to two bytes for
+    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to four bytes for
     /// each weight of the model; what does not fit is computed once more there.
     ///
     /// # Errors
@@ -335,7 +335,7 @@ impl Model {
         prompts: impl IntoIterator<Item = &'p Prompt>,
     ) -> Result<Vec<Vec<Features>>> {
         let keep = self.trains_tower() && !self.drops(&[Part::Vision, Part::Audio]);
-        let mut room = if keep { self.params.iter().map(|p| 2 * p.len()).sum() } else { 0 };
+        let mut room = if keep { self.params.iter().map(|p| 4 * p.len()).sum() } else { 0 };
         let mut encode = |prompt: &Prompt, medium: &MediumInput| {
             let mut tape = Segments::remembering(room);
             let tower = self.tower(medium, (room > 0).then_some(&mut tape))?;

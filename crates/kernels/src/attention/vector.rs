@@ -469,7 +469,7 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
         cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
         return;
     }
-    if cut.len() * shape.kv_heads < 2 * threads {
+    if cut.len() * shape.kv_heads < threads {
         cut = units(layout, shape.group(), PAD);
     }
     let tasks: Vec<(&Unit, usize)> =

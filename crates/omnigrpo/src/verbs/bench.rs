@@ -3,11 +3,12 @@
 //! The step is that of `train`: prompts with images, sampling, reference, policy forward and backward, optimizer; every
 //! weight is trained. Two rates of the machine are measured with all threads: that of matrix products of the model's own
 //! shapes (the three of every layer: output, input gradient, weight gradient) before and after every step, and that of
-//! reading memory before the first and after the last. Their medians count.
+//! reading memory before the first and after the last. Their medians count; the policy pass of a step is compared with the
+//! rates just before and after it, and the median of these shares is printed.
 //!
 //! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass
 //!   is worth twice the forward pass; what is computed again does not count. A tower counts once forward for the
-//!   rollout, once for the policy, and once for the reference where it is trained.
+//!   rollout, once for the policy as far as that did not keep what the rollout computed, and once for the reference.
 //! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per
 //!   group). That, at the rate of reading memory, is the time decoding is compared with.
 
@@ -93,6 +94,12 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     gemm_rates.push(gemm_rate(&model, stream_rows));
     let peak = peak_memory_bytes().unwrap_or(0);
     memory_rates.push(memory_rate());
+    // A step's share is that of the rates just before and after it.
+    let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
+        let secs = profile::secs(of_step, "forward") + profile::secs(of_step, "backward");
+        policy_flops(of_step) / secs / median_of(rates.to_vec())
+    });
+    let policy_share = median_of(shares.collect());
     let (gemm_rate, memory_rate) = (median_of(gemm_rates), median_of(memory_rates));
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (step_secs, median) = &steps[(steps.len() - 1) / 2];
@@ -100,20 +107,15 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let sum = |phases: &[&str]| phases.iter().map(|p| profile::secs(median, p)).sum::<f64>();
     let useful = |phase: &str| profile::flops(median, phase, USEFUL) as f64;
     let decode_bytes = decode_bytes(&model, prompt_rows, rows.len(), group, settings.bench.completion_tokens);
-    // Of a trained tower's forward pass the policy counts what it did not keep from the rollout.
-    let forward = |phase: &str| profile::flops(median, phase, &[Op::Linear, Op::Attention]) as f64;
-    let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
-    let policy = 3.0 * useful("forward") + (2.0 + again) * useful("encode");
     let phases = [
         ("tower, for the rollout", sum(&["encode"]), useful("encode")),
         ("prefill", sum(&["prefill"]), useful("prefill")),
         ("decode", sum(&["decode"]), useful("decode")),
         ("reference", sum(&["reference"]), useful("reference")),
-        ("policy, forward and backward", sum(&["forward", "backward"]), policy),
+        ("policy, forward and backward", sum(&["forward", "backward"]), policy_flops(median)),
         ("optimizer", sum(&["optimizer"]), 0.0),
     ];
-    let (policy_share, decode_share) =
-        (policy / phases[4].1 / gemm_rate, decode_bytes / memory_rate / phases[2].1);
+    let decode_share = decode_bytes / memory_rate / phases[2].1;
 
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     let mut out = format!(
@@ -318,6 +320,15 @@ fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
         started.elapsed().as_secs_f64()
     };
     median_of((0..runs).map(|_| time(&mut f)).collect())
+}
+
+/// Useful operations of a policy pass, forward and backward. Of a tower's forward pass it counts what was not kept from the
+/// rollout.
+fn policy_flops(of_step: &Profile) -> f64 {
+    let useful = |phase: &str| profile::flops(of_step, phase, USEFUL) as f64;
+    let forward = |phase: &str| profile::flops(of_step, phase, &[Op::Linear, Op::Attention]) as f64;
+    let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
+    3.0 * useful("forward") + (2.0 + again) * useful("encode")
 }
 
 /// The median; the mean of the middle two of an even number.
