@@ -31,10 +31,13 @@ pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item 
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
 }
 
+/// Floats of a cache line.
+const LINE: usize = 16;
+
 /// A cache line, so that panels are aligned.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(crate) struct Line([f32; 16]);
+pub(crate) struct Line([f32; LINE]);
 
 /// The first `len` floats of `scratch`, which grows if it must.
 pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
@@ -131,7 +134,9 @@ impl Pack<'_> {
             let row = &from[p * self.inner..][..self.width];
             let ahead = row.as_ptr().wrapping_add(AHEAD * self.inner);
             for j in (0..whole).step_by(width) {
-                prefetch(ahead.wrapping_add(j));
+                for line in (0..width).step_by(LINE) {
+                    prefetch(ahead.wrapping_add(j + line));
+                }
                 // Of a fixed length, so that it is two vectors.
                 let from = &row[j..j + width];
                 // SAFETY: row p of panel j / width lies inside `to` by the contract of `run`.
@@ -190,21 +195,21 @@ impl WithSimd for PackLeft<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let (side, lanes) = (tile_rows::<S>(), S::F32_LANES);
-        // Rows that stay in the first-level cache while one group after the other takes its elements.
+        /// Rows that stay in the first-level cache while one group after the other takes its elements.
         const NEAR: usize = 32;
+        let (side, lanes) = (tile_rows::<S>(), S::F32_LANES);
         for start in (0..self.depth).step_by(NEAR) {
             let end = self.depth.min(start + NEAR);
             for first in (0..self.rows).step_by(side) {
                 let width = side.min(self.rows - first);
                 for p in start..end {
                     let from = &self.from[p * self.inner + first..];
-                    if first.is_multiple_of(2 * side) {
+                    if first % LINE < side {
                         prefetch(from.as_ptr().wrapping_add(NEAR * self.inner));
                     }
                     let at = first * self.depth + p * side;
                     // SAFETY: group and depth lie inside `to` by the contract of `run`; a vector that is wider than the
-                    // group ends before the group's last row does, and what it writes too much the next row overwrites.
+                    // group ends before the group's last row does, and what it writes beyond, that row overwrites.
                     unsafe {
                         let to = self.to.add(at);
                         if width == side && lanes >= side && p + 1 < self.depth && from.len() >= lanes {

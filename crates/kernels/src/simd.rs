@@ -151,10 +151,15 @@ pub(crate) unsafe fn transpose<T: Wide>(
     };
     #[cfg(not(target_arch = "x86_64"))]
     let (whole_rows, whole_columns) = (0, 0);
-    for r in 0..rows {
-        for c in if r < whole_rows { whole_columns } else { 0 }..columns {
-            // SAFETY: by the contract.
-            unsafe { *to.wrapping_add(c * to_stride + r) = (*from.wrapping_add(r * from_stride + c)).wide() };
+    // Eight rows at a time, so that what is written lies together.
+    for first in (0..rows).step_by(8) {
+        for c in if first < whole_rows { whole_columns } else { 0 }..columns {
+            for r in first..rows.min(first + 8) {
+                // SAFETY: by the contract.
+                unsafe {
+                    *to.wrapping_add(c * to_stride + r) = (*from.wrapping_add(r * from_stride + c)).wide()
+                };
+            }
         }
     }
 }

@@ -73,6 +73,8 @@ fn linear_matches_its_twin() {
         (2, 0, 3),
         (5, 545, 70),
         (40, 72, 33),
+        (33, 20, 31),
+        (64, 9, 13),
     ] {
         let (x, w, bias, dy) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3), noise(m * n, 4));
         let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();

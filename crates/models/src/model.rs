@@ -48,6 +48,9 @@ pub struct LoadOptions<'a> {
     pub overrides: Option<&'a Map<String, Value>>,
 }
 
+/// Bytes that may be kept of towers for each trained weight.
+const KEPT_BYTES: usize = 8;
+
 /// What a tower made of one medium. Shared by every pass whose tower is the same.
 #[derive(Clone, Debug)]
 pub struct Features {
@@ -325,8 +328,8 @@ impl Model {
     }
 
     /// As [`Self::encode_prompt`] for several prompts whose media a backward pass with the same weights will go through
-    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to four bytes for
-    /// each weight of the model; what does not fit is computed once more there.
+    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to eight bytes for
+    /// each trained weight, half of what weights, gradients and moments take; a medium beyond that runs once more there.
     ///
     /// # Errors
     /// As [`Self::encode`].
@@ -335,7 +338,11 @@ impl Model {
         prompts: impl IntoIterator<Item = &'p Prompt>,
     ) -> Result<Vec<Vec<Features>>> {
         let keep = self.trains_tower() && !self.drops(&[Part::Vision, Part::Audio]);
-        let mut room = if keep { self.params.iter().map(|p| 4 * p.len()).sum() } else { 0 };
+        let mut room = if keep {
+            self.params.iter().filter(|p| p.trainable()).map(|p| KEPT_BYTES * p.len()).sum()
+        } else {
+            0
+        };
         let mut encode = |prompt: &Prompt, medium: &MediumInput| {
             let mut tape = Segments::remembering(room);
             let tower = self.tower(medium, (room > 0).then_some(&mut tape))?;
@@ -515,6 +522,8 @@ impl Model {
             let rows = d.len() / h;
             tape.backward(rows_from_vec(d, rows, h)?)?;
         }
+        // Of media without a gradient.
+        features.iter().flatten().for_each(|features| drop(features.take_memory()));
         Ok(())
     }
 }

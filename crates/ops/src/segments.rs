@@ -73,6 +73,7 @@ impl<'a> Segments<'a> {
     #[must_use]
     pub fn remembering(room: usize) -> Self {
         let mode = Mode::Remember(Some(Memory { kept: VecDeque::new(), room }));
+        // A chain on the side would otherwise keep its activations.
         Self { recompute: true, mode, chain: Vec::new() }
     }
 
@@ -116,7 +117,9 @@ impl<'a> Segments<'a> {
     /// What the same segment remembered, if an earlier run did.
     pub fn recall<T: Any>(&mut self) -> Option<T> {
         let Mode::Recall(memory) = &mut self.mode else { return None };
-        memory.kept.pop_front()?.downcast().ok().map(|what| *what)
+        let what = memory.kept.pop_front()?.downcast().ok();
+        debug_assert!(what.is_some(), "another segment remembered this");
+        what.map(|what| *what)
     }
 
     /// Runs `run` on `x` and records it. The result is detached: it belongs to the next segment.
@@ -165,8 +168,9 @@ impl<'a> Segments<'a> {
     /// Records a segment that has run already and knows its own backward pass: `back` takes the gradient of its output
     /// and returns that of its input. What it keeps until then is its own affair; see [`Self::recompute`].
     pub fn own(&mut self, back: impl FnOnce(Tensor) -> Result<Tensor> + 'a) {
-        debug_assert!(!self.remembers());
-        self.chain.push(Segment::Own(Box::new(back)));
+        if !self.remembers() {
+            self.chain.push(Segment::Own(Box::new(back)));
+        }
     }
 
     /// Whether activations inside segments are to be computed again instead of being kept.
@@ -225,5 +229,53 @@ impl CustomOp1 for Seed {
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, _one: &Tensor) -> Result<Option<Tensor>> {
         Ok(Some(self.0.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_run_takes_what_another_remembered_in_order_and_within_its_room() {
+        let run = |tape: &mut Segments, values: &[u32]| -> Vec<Option<u32>> {
+            let segment = |&value| {
+                let known = tape.recall::<u32>();
+                if known.is_none() {
+                    tape.remember(4, value);
+                }
+                known
+            };
+            values.iter().map(segment).collect()
+        };
+        let mut first = Segments::remembering(10);
+        assert!(first.remembers());
+        assert_eq!(run(&mut first, &[7, 8]), [None, None]);
+        let (memory, room) = first.into_memory().unwrap();
+        assert_eq!(room, 2);
+        let mut second = Segments::recalling(memory);
+        assert!(!second.remembers() && !second.recompute());
+        assert_eq!(run(&mut second, &[0, 0, 0]), [Some(7), Some(8), None]);
+        assert!(second.into_memory().is_none());
+
+        // Half of it would be of no use.
+        let mut first = Segments::remembering(10);
+        run(&mut first, &[7, 8, 9]);
+        assert!(first.into_memory().is_none());
+        assert!(Segments::remembering(10).into_memory().is_none());
+    }
+
+    #[test]
+    fn a_remembering_run_records_nothing() {
+        let mut tape = Segments::remembering(10);
+        let x = Tensor::ones((2, 3), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
+        let y = tape.push(&x, |x| x * 2.0).unwrap();
+        tape.own(|_| bail!("this is not recorded"));
+        assert_eq!(y.sum_all().unwrap().to_scalar::<f32>().unwrap(), 12.0);
+        // Nothing stands between the output and the input.
+        let dy = tape.backward(x.clone()).unwrap();
+        assert_eq!(dy.to_vec2::<f32>().unwrap(), x.to_vec2::<f32>().unwrap());
     }
 }

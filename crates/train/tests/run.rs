@@ -890,8 +890,6 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
     assert!(losses[7] < 0.7 * losses[0], "{losses:?}");
 }
 
-/// A trained tower sees a medium once for the rollout, once in the backward pass and once as the reference, also where a
-/// group is cut into several streams; a frozen one once in all.
 /// A rollout and the update after it; the number of media.
 fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let mut adamw = AdamW::new(optimizer(), setup.model.params());
@@ -915,6 +913,8 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     media as u64
 }
 
+/// A trained tower sees a medium once for the rollout, whose blocks the backward pass takes over unless it is to save memory,
+/// and once as the reference, also where a group is cut into several streams; a frozen one once in all.
 #[test]
 fn a_medium_goes_through_the_tower_once_per_pass() {
     let place = Place::new();

@@ -134,17 +134,14 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
     for lane in (0..n).step_by(S::F32_LANES) {
         let (at, end) = (first + lane, first + n);
         let column = scores.wrapping_add(lane);
-        // SAFETY: whole vectors, since `width` is padded.
-        let score = |key: usize| unsafe { load_ptr(simd, column.wrapping_add(key * width), S::F32_LANES) };
         let mut top = [infinite; 2];
-        let mut key = 0;
-        while key + 2 <= len {
-            top[0] = simd.max_f32s(score(key), top[0]);
-            top[1] = simd.max_f32s(score(key + 1), top[1]);
-            key += 2;
-        }
-        if key < len {
-            top[0] = simd.max_f32s(score(key), top[0]);
+        for key in (0..len).step_by(2) {
+            let (first, second) = (column.wrapping_add(key * width), (key + 1).min(len - 1) * width);
+            // SAFETY: whole vectors, since `width` is padded.
+            unsafe {
+                top[0] = simd.max_f32s(load_ptr(simd, first, S::F32_LANES), top[0]);
+                top[1] = simd.max_f32s(load_ptr(simd, column.wrapping_add(second), S::F32_LANES), top[1]);
+            }
         }
         let old = load(simd, &s.max[..end], at);
         let new = simd.max_f32s(simd.mul_f32s(simd.max_f32s(top[0], top[1]), scale), old);
@@ -155,10 +152,14 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
         let minus = simd.neg_f32s(base);
         let mut sum = simd.mul_f32s(load(simd, &s.sum[..end], at), shrink);
         for key in 0..len {
-            let weight = exp2(simd, simd.mul_add_e_f32s(score(key), scale, minus));
-            sum = simd.add_f32s(sum, weight);
+            let place = column.wrapping_add(key * width);
             // SAFETY: as above.
-            unsafe { store_ptr(simd, column.wrapping_add(key * width), S::F32_LANES, weight) };
+            unsafe {
+                let score = load_ptr(simd, place, S::F32_LANES);
+                let weight = exp2(simd, simd.mul_add_e_f32s(score, scale, minus));
+                sum = simd.add_f32s(sum, weight);
+                store_ptr(simd, place, S::F32_LANES, weight);
+            }
         }
         store(simd, &mut s.max[..end], at, new);
         store(simd, &mut s.sum[..end], at, sum);
@@ -266,6 +267,7 @@ simd_fn! {
         let (width, depth) = (lanes.next_multiple_of(PAD), d.next_multiple_of(PAD));
         // Taken out of the scratch, which the tiles use.
         let (mut q, mut q_t, mut acc) = (take(&mut s.q), take(&mut s.q_t), take(&mut s.acc));
+        // The last lanes are read as a whole vector.
         reserve(&mut q_t, d * width + PAD);
         gather_lanes(&mut q, &mut q_t, call.q, unit, width, kv_head * group * d, group, d);
         let sums = reserve(&mut acc, lanes * depth);
@@ -395,13 +397,13 @@ simd_fn! {
                 c: reserve(&mut s.dscores, TILE * width).as_mut_ptr(), a: call.v.tile(key, len, kv_head * d, d),
                 a_row: call.v.stride, b: dout_t, ..scores
             };
-            let (weights, changes) = (scores.c.cast_const(), dscores.c.cast_const());
             // SAFETY: `tile` checked the rows of v; scratch was sized above.
             unsafe {
                 scores.run(simd);
                 dscores.run(simd);
             }
             backward_scores(simd, s, call.scale, width, group, block, tile);
+            let (weights, changes) = (s.scores.as_ptr().cast(), s.dscores.as_ptr().cast());
             let end = grad.stride * (key + len - 1) + kv_head * d + d;
             // SAFETY: this task alone writes this key head's rows; the calls check the bounds, no reference stays.
             let (dk, dv) = unsafe {
@@ -469,8 +471,11 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
         cut.iter().for_each(|unit| (0..shape.kv_heads).for_each(|head| run((unit, head))));
         return;
     }
-    if cut.len() * shape.kv_heads < threads {
-        cut = units(layout, shape.group(), PAD);
+    // Wide units read keys and values seldom; narrow ones keep more threads busy.
+    for (lanes, least) in [(MAX_LANES / 2, 2 * threads), (PAD, threads)] {
+        if cut.len() * shape.kv_heads < least {
+            cut = units(layout, shape.group(), lanes);
+        }
     }
     let tasks: Vec<(&Unit, usize)> =
         cut.iter().flat_map(|unit| (0..shape.kv_heads).map(move |head| (unit, head))).collect();

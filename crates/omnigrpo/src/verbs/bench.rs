@@ -39,6 +39,9 @@ const CONFIG: &[u8] = include_bytes!("../../assets/bench/config.json");
 /// Its image processor, also for directories that have none.
 const PREPROCESSOR: &[u8] = include_bytes!("../../assets/bench/preprocessor_config.json");
 
+/// The phase that is compared with the rates around it.
+const POLICY: &str = "policy, forward and backward";
+
 /// Kinds of work that count as useful.
 const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
 
@@ -112,7 +115,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         ("prefill", sum(&["prefill"]), useful("prefill")),
         ("decode", sum(&["decode"]), useful("decode")),
         ("reference", sum(&["reference"]), useful("reference")),
-        ("policy, forward and backward", sum(&["forward", "backward"]), policy_flops(median)),
+        (POLICY, sum(&["forward", "backward"]), policy_flops(median)),
         ("optimizer", sum(&["optimizer"]), 0.0),
     ];
     let decode_share = decode_bytes / memory_rate / phases[2].1;
@@ -135,7 +138,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         out.push_str(&format!("{name:30}{secs:>9.3}"));
         if flops > 0.0 {
             let rate = flops / secs;
-            let share = 100.0 * rate / gemm_rate;
+            let share = 100.0 * if name == POLICY { policy_share } else { rate / gemm_rate };
             out.push_str(&format!("{:>10.2}{:>10.1}{share:>12.0} %", flops / 1e9, rate / 1e9));
         }
         out.push('\n');
