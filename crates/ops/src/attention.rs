@@ -71,6 +71,6 @@ impl AttentionHeads {
     ) -> Vec<f32> {
         let [q, k, v] = self.views(packed);
         let rows = packed.len() / self.packed_width().max(1);
-        kernel::packed_gradient(rows, dout, out, lse, q, k, v, layout, self.shape(), self.scale())
+        kernel::backward(rows, dout, out, lse, q, k, v, layout, self.shape(), self.scale())
     }
 }

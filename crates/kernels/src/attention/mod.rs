@@ -201,7 +201,6 @@ fn work(layout: &AttentionLayout, shape: Shape, per_pair: usize) -> (usize, usiz
 struct Gradients<'a> {
     data: Shared<'a>,
     stride: usize,
-    q_col: usize,
     k_col: usize,
     v_col: usize,
     /// Partial sums of dq, rows of `width`.
@@ -220,7 +219,7 @@ impl<'a> Gradients<'a> {
         unsafe {
             match seen.partial {
                 Some(row) => self.partial.part((row + i - seen.first) * self.width + col, len),
-                None => self.data.part((seen.range.queries.start + i) * self.stride + self.q_col + col, len),
+                None => self.data.part((seen.range.queries.start + i) * self.stride + col, len),
             }
         }
     }
@@ -234,35 +233,13 @@ struct Saved<'a> {
     lse: &'a [f32],
 }
 
-/// Gradients of [`forward`] with respect to q, k and v, written (not added) to three column windows of one buffer:
-/// row `r` of dq starts at `dqkv[r * stride + q_col]`, likewise dk and dv. All rows of the windows are overwritten.
+/// Gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`. The layout is
+/// valid for that many queries and keys.
 ///
 /// `out` and `lse` are what [`forward`] wrote for the same arguments, `dout [tq, q_heads · d]` the incoming gradient.
 /// One task per key head and chunk of keys.
-pub fn backward(
-    dqkv: &mut [f32],
-    stride: usize,
-    q_col: usize,
-    k_col: usize,
-    v_col: usize,
-    dout: &[f32],
-    out: &[f32],
-    lse: &[f32],
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    layout: &AttentionLayout,
-    shape: Shape,
-    scale: f32,
-) {
-    let saved = Saved { dout, out, lse };
-    let call = Call { q, k, v, shape, scale };
-    write_backward(Shared::new(dqkv), stride, [q_col, k_col, v_col], saved, call, layout);
-}
-
-/// The gradients of [`backward`] side by side, `[rows, (q_heads + 2 kv_heads) · d]`, in memory of their own.
 #[must_use]
-pub fn packed_gradient(
+pub fn backward(
     rows: usize,
     dout: &[f32],
     out: &[f32],
@@ -274,46 +251,28 @@ pub fn packed_gradient(
     shape: Shape,
     scale: f32,
 ) -> Vec<f32> {
-    let (wide, narrow) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let (width, cols) = (wide + 2 * narrow, [0, wide, wide + narrow]);
     let saved = Saved { dout, out, lse };
     let call = Call { q, k, v, shape, scale };
-    // SAFETY: the windows cover all columns, and are cleared before anything else.
-    unsafe { buffer::written(rows * width, |d| write_backward(d, width, cols, saved, call, layout)) }
+    let width = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim;
+    // SAFETY: all of it is cleared before anything else.
+    unsafe { buffer::written(rows * width, |d| write_backward(d, rows, saved, call, layout)) }
 }
 
-/// The windows are cleared, then added to.
-fn write_backward(
-    data: Shared,
-    stride: usize,
-    cols: [usize; 3],
-    saved: Saved,
-    call: Call,
-    layout: &AttentionLayout,
-) {
+/// The rows are cleared, then added to.
+fn write_backward(data: Shared, rows: usize, saved: Saved, call: Call, layout: &AttentionLayout) {
     let shape = call.shape;
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let width = q_heads * d;
     let work = if layout.pairs() * (width as u64) < MIN_PARALLEL { 0 } else { usize::MAX };
-    let ([q_col, k_col, v_col], len) = (cols, data.len());
-    parallel::ranges(len.div_ceil(stride.max(1)), 1, len, |rows| {
-        for row in rows {
-            for (col, width) in [(q_col, width), (k_col, kv_heads * d), (v_col, kv_heads * d)] {
-                let start = row * stride + col;
-                if start + width <= len {
-                    data.clear(start, width);
-                }
-            }
-        }
-    });
+    let (stride, k_col, v_col) = (width + 2 * kv_heads * d, width, width + kv_heads * d);
+    parallel::ranges(rows, 1, data.len(), |rows| data.clear(rows.start * stride, rows.len() * stride));
     let plan = Plan::new(layout, shape);
     let mut partial = PARTIAL.take();
     let partial_len = plan.partial_rows * width;
     let grad = Gradients {
         data,
         stride,
-        q_col,
         k_col,
         v_col,
         partial: Shared::new(reserve(&mut partial, partial_len)),
@@ -344,7 +303,7 @@ fn write_backward(
                 // SAFETY: every query row is in one range and there in one piece; its parts are complete.
                 let (to, from) = unsafe {
                     let from = grad.partial.part((sum.from + row - sum.to) * width, width);
-                    (grad.data.part(row * stride + q_col, width), from)
+                    (grad.data.part(row * stride, width), from)
                 };
                 to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
             }

@@ -23,7 +23,7 @@ const PAD: usize = 16;
 
 /// Lanes from which on rows of values are gathered before they are multiplied.
 const GATHER: usize = 32;
-/// Score ranges, in powers of two, over which sums are not rescaled: a weight is at most 2⁸.
+/// Powers of two by which a score may exceed what its lane compares with before sums are rescaled: a weight is at most 2⁸.
 const SLACK: f32 = 8.0;
 
 /// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
