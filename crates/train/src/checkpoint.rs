@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
 use crate::optimizer::{AdamW, Moments};
+use crate::step::Rollouts;
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -69,6 +70,25 @@ pub struct BufferState {
 }
 
 impl BufferState {
+    /// The state of a rollout after `iteration` of its updates.
+    pub(crate) fn of(rollouts: &Rollouts, iteration: usize) -> Self {
+        let each = |f: &dyn Fn(&Completion) -> bool| -> Vec<Vec<bool>> {
+            rollouts.completions.iter().map(|g| g.iter().map(f).collect()).collect()
+        };
+        Self {
+            iteration,
+            rows: rollouts.rows.iter().map(|r| r.sample.row).collect(),
+            ids: rollouts.completions.iter().map(|g| g.iter().map(|c| c.ids.clone()).collect()).collect(),
+            texts: rollouts.completions.iter().map(|g| g.iter().map(|c| c.text.clone()).collect()).collect(),
+            truncated: each(&|c| c.finish_reason == omnigrpo_rollout::FinishReason::Length),
+            old: rollouts.old.clone().unwrap_or_default(),
+            reward_names: rollouts.rewards.names.clone(),
+            reward_weights: rollouts.rewards.weights.clone(),
+            reward_values: rollouts.rewards.values.clone(),
+            reward_totals: rollouts.rewards.total.clone(),
+        }
+    }
+
     /// Whether every list has an entry per row, completion and token; a damaged file may not.
     fn is_whole(&self) -> bool {
         let rows = self.rows.len();
@@ -158,6 +178,33 @@ pub fn save(
         }
     }
     Ok(target)
+}
+
+/// Writes the trained model into `to`, beside a run's records: complete in a temporary directory first, then file by
+/// file into place, `config.json` last.
+///
+/// # Errors
+/// A full or read-only disk.
+pub fn save_final(model: &Model, to: &Path) -> Result<()> {
+    let from = to.join("tmp-final");
+    if from.exists() {
+        fs::remove_dir_all(&from).map_err(TrainError::io(&from))?;
+    }
+    model.save_trained(&from)?;
+    let mut names: Vec<std::ffi::OsString> = Vec::new();
+    for entry in fs::read_dir(&from).map_err(TrainError::io(&from))? {
+        names.push(entry.map_err(TrainError::io(&from))?.file_name());
+    }
+    names.sort_by_key(|name| name == "config.json");
+    // An index of an earlier, sharded save would win over a single file.
+    let index = to.join("model.safetensors.index.json");
+    if index.exists() {
+        fs::remove_file(&index).map_err(TrainError::io(&index))?;
+    }
+    for name in names {
+        fs::rename(from.join(&name), to.join(&name)).map_err(TrainError::io(to))?;
+    }
+    fs::remove_dir(&from).map_err(TrainError::io(&from))
 }
 
 /// Removes a checkpoint so that it is never seen incomplete.

@@ -1,0 +1,162 @@
+//! What a run is asked to do, and what it leaves to say.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_observe::Report;
+use omnigrpo_rewards::RewardSet;
+use serde_json::{Map, Value};
+
+use crate::evaluate::{EvalPlan, Evaluation};
+use crate::optimizer::AdamWConfig;
+use crate::rows::SkipPolicy;
+use crate::schedule::ScheduleKind;
+use crate::selection::Selection;
+use crate::step::Algorithm;
+
+/// When checkpoints are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveWhen {
+    /// Only the model at the end.
+    Never,
+    /// Every so many updates.
+    Steps(u64),
+    /// After every epoch.
+    Epoch,
+    /// When the evaluation metric improves.
+    Best,
+}
+
+/// When the model is evaluated, besides the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EvalWhen {
+    /// Never.
+    Never,
+    /// Every so many updates.
+    Steps(u64),
+    /// After every epoch.
+    Epoch,
+}
+
+/// Where to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ResumeFrom {
+    /// Anew.
+    Start,
+    /// The newest checkpoint of the run directory, if its settings are this run's.
+    Newest,
+    /// This checkpoint.
+    Path(PathBuf),
+}
+
+/// What an update does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Objective {
+    /// GRPO: sample, score, reinforce.
+    Reinforce,
+    /// Supervised: imitate each row's reference answer.
+    Imitate,
+}
+
+/// A run's length, records and checkpoints.
+#[derive(Clone, Debug)]
+pub struct RunPlan {
+    /// What an update does.
+    pub objective: Objective,
+    /// The run directory.
+    pub output_dir: PathBuf,
+    /// Updates; `None` for what the epochs need.
+    pub max_steps: Option<u64>,
+    /// Passes over the rows.
+    pub num_epochs: f64,
+    /// Prompts per update.
+    pub prompts_per_step: usize,
+    /// Updates per rollout.
+    pub num_iterations: usize,
+    /// The learning-rate schedule's shape.
+    pub schedule: ScheduleKind,
+    /// Warm-up as a share of all updates.
+    pub warmup_ratio: f64,
+    /// Warm-up in updates; wins over the share when not 0.
+    pub warmup_steps: u64,
+    /// When to save.
+    pub save: SaveWhen,
+    /// Checkpoints to keep.
+    pub save_limit: Option<usize>,
+    /// Leave the optimizer out of checkpoints.
+    pub save_only_model: bool,
+    /// Where to start.
+    pub resume: ResumeFrom,
+    /// When to evaluate.
+    pub eval: EvalWhen,
+    /// Evaluate before the first update.
+    pub eval_on_start: bool,
+    /// Metric of `SaveWhen::Best`; higher is better.
+    pub best_metric: String,
+    /// Console lines are means over this many updates.
+    pub logging_steps: u64,
+    /// The `grpo/*` metrics get a console line of their own, with means over this many updates, when it differs from
+    /// `logging_steps`.
+    pub grpo_logging_steps: u64,
+    /// Print a group's completions with their rewards at each console line. Files in `rollouts/` have them all.
+    pub log_completions: bool,
+    /// Name of the run in the model card.
+    pub run_name: Option<String>,
+    /// Take completions from the rows.
+    pub replay: bool,
+    /// What to do about unusable rows.
+    pub skip: SkipPolicy,
+    /// Rows known to be unusable, with the reason, from the check before training.
+    pub bad_rows: Vec<(u64, String, String)>,
+    /// Order of the rows.
+    pub data_seed: u64,
+    /// Settings that must agree between a checkpoint and the run that resumes it.
+    pub fingerprint: Map<String, Value>,
+    /// The resolved configuration, written to `config.yaml`.
+    pub config_yaml: String,
+}
+
+/// Everything a run needs.
+pub struct TrainSetup {
+    /// The policy.
+    pub model: Model,
+    /// Makes prompts.
+    pub prompts: Arc<PromptBuilder>,
+    /// Makes prompts with shuffled frames, where answers that need their order earn a bonus.
+    pub shuffled: Option<Arc<PromptBuilder>>,
+    /// Training rows.
+    pub dataset: Arc<Dataset>,
+    /// Which rows of it are trained on.
+    pub rows: Vec<u64>,
+    /// Held-out rows.
+    pub eval: Option<EvalPlan>,
+    /// The rewards.
+    pub rewards: RewardSet,
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// The optimizer.
+    pub optimizer: AdamWConfig,
+    /// What is trained.
+    pub selection: Selection,
+    /// Length, records, checkpoints.
+    pub run: RunPlan,
+}
+
+/// What a run leaves to say.
+#[derive(Debug, Default)]
+pub struct RunSummary {
+    /// Updates done in all.
+    pub steps: u64,
+    /// Updates done by this process.
+    pub steps_here: u64,
+    /// Whether it was asked to stop early.
+    pub interrupted: bool,
+    /// Evaluation before the first update.
+    pub before: Option<Evaluation>,
+    /// Evaluation after the last.
+    pub after: Option<Evaluation>,
+    /// The closing tables.
+    pub report: Report,
+}

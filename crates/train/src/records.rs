@@ -1,0 +1,252 @@
+//! What a run writes and shows step by step: logs, console lines, evaluations, and the report at its end.
+
+use std::time::Instant;
+
+use omnigrpo_observe::{
+    BeforeAfter, Console, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped, Window,
+    write_atomic,
+};
+use omnigrpo_rewards::Category;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::{Result, TrainError};
+use crate::evaluate::Evaluation;
+use crate::plan::{RunPlan, RunSummary};
+use crate::rows::{SkippedRow, media_paths};
+use crate::step::Rollouts;
+use crate::timing::peak_memory_bytes;
+
+/// The records of a running loop.
+pub(crate) struct Records {
+    dir: RunDir,
+    console: Console,
+    logging_steps: u64,
+    grpo_logging_steps: u64,
+    log_completions: bool,
+    total_steps: u64,
+    window: Window,
+    grpo_window: Window,
+    rewards_seen: Vec<f64>,
+    phase_sums: Vec<(String, f64)>,
+    /// Updates of this process.
+    pub(crate) steps_timed: u64,
+    /// Spent on other threads to read and decode rows.
+    pub(crate) ahead_secs: f64,
+}
+
+impl Records {
+    pub(crate) fn new(run: &RunPlan, dir: RunDir, console: &Console, total_steps: u64) -> Self {
+        Self {
+            dir,
+            console: console.clone(),
+            logging_steps: run.logging_steps.max(1),
+            grpo_logging_steps: run.grpo_logging_steps.max(1),
+            log_completions: run.log_completions,
+            total_steps,
+            window: Window::default(),
+            grpo_window: Window::default(),
+            rewards_seen: Vec::new(),
+            phase_sums: Vec::new(),
+            steps_timed: 0,
+            ahead_secs: 0.0,
+        }
+    }
+
+    /// Waits until everything written so far is on disk.
+    pub(crate) fn sync(&self) -> Result<()> {
+        Ok(self.dir.sync()?)
+    }
+
+    pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
+        self.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));
+        let SkippedRow { id, reason, replaced_by, .. } = row.clone();
+        Ok(self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?)
+    }
+
+    /// The completions that `step` is about to train on.
+    pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
+        let lines = rollout_lines(rollouts, epoch);
+        self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
+        if self.log_completions && step.is_multiple_of(self.logging_steps) {
+            for line in lines.iter().filter(|line| line.group == 0) {
+                let reward = line.reward.map_or("none".to_owned(), |r| format!("{r:.3}"));
+                self.console
+                    .line(&format!("  {} [{}] reward {reward}: {}", line.id, line.sample, line.completion));
+            }
+        }
+        Ok(())
+    }
+
+    /// The metrics of an update.
+    pub(crate) fn step(
+        &mut self,
+        step: u64,
+        epoch: f64,
+        mut metrics: Vec<Metric>,
+        reward: Option<f64>,
+        timer: PhaseTimer,
+    ) -> Result<()> {
+        if let Some(bytes) = peak_memory_bytes() {
+            metrics.push(("memory/peak_mb".into(), Some(bytes as f64 / 1e6)));
+        }
+        let times = timer.finish(Instant::now());
+        for (name, value) in &times {
+            let value = value.unwrap_or(0.0);
+            match self.phase_sums.iter_mut().find(|(n, _)| n == name) {
+                Some((_, sum)) => *sum += value,
+                None => self.phase_sums.push((name.clone(), value)),
+            }
+        }
+        self.steps_timed += 1;
+        self.rewards_seen.extend(reward);
+        metrics.extend(times);
+        self.dir.append_metrics(step, epoch, &metrics)?;
+        let (own, others): (Vec<Metric>, Vec<Metric>) =
+            metrics.into_iter().partition(|(name, _)| name.starts_with("grpo/"));
+        self.window.push(&others);
+        self.grpo_window.push(&own);
+        if self.grpo_logging_steps != self.logging_steps && step.is_multiple_of(self.grpo_logging_steps) {
+            let means: Vec<String> = self
+                .grpo_window
+                .drain()
+                .into_iter()
+                .filter_map(|(name, value)| Some(format!("{name} {:.4}", value?)))
+                .collect();
+            self.console.line(&format!("step {step}: {}", means.join(" | ")));
+        }
+        if step.is_multiple_of(self.logging_steps) || step == self.total_steps {
+            let means = self.window.drain();
+            self.console.summary(step, self.total_steps, &means);
+        }
+        Ok(())
+    }
+
+    /// The result of an evaluation: a row of metrics, its completions and its tables.
+    pub(crate) fn evaluation(&mut self, step: u64, epoch: f64, evaluation: &Evaluation) -> Result<()> {
+        for row in &evaluation.skipped {
+            self.skipped(step, row)?;
+        }
+        self.dir.append_metrics(step, epoch, &evaluation.summary.metrics)?;
+        let lines = json_lines(&evaluation.rows);
+        let dir = self.dir.root().join("eval");
+        std::fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
+        write_atomic(&dir.join(format!("step-{step:06}.jsonl")), |out| out.write_all(&lines))?;
+        write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {
+            writeln!(out, "{:#}", evaluation.summary.to_json())
+        })?;
+        let shown: Vec<String> = evaluation
+            .summary
+            .metrics
+            .iter()
+            .filter(|(name, _)| is_headline(name))
+            .filter_map(|(name, value)| {
+                Some(format!("{} {:.3}", name.trim_start_matches("eval_"), (*value)?))
+            })
+            .collect();
+        self.console.line(&format!("evaluation at step {step}: {}", shown.join(" | ")));
+        Ok(())
+    }
+
+    /// Keeps the rows behind a loss or gradient that is not finite.
+    pub(crate) fn offending_rows(&self, step: u64, rollouts: &Rollouts, error: TrainError) -> TrainError {
+        let what = match &error {
+            TrainError::Loss(e) => e.to_string(),
+            TrainError::NonFiniteGradient { .. } => error.to_string(),
+            _ => return error,
+        };
+        let path = self.dir.root().join(format!("nonfinite-step-{step}.jsonl"));
+        let lines = json_lines(&rollout_lines(rollouts, 0.0));
+        match write_atomic(&path, |out| out.write_all(&lines)) {
+            Ok(()) => TrainError::NonFiniteLoss { step, what, rows: path },
+            Err(e) => e.into(),
+        }
+    }
+
+    /// The tables at the run's end.
+    pub(crate) fn report(&self, summary: &RunSummary) -> Report {
+        let names = summary.after.as_ref().map(|e| e.summary.metrics.clone()).unwrap_or_default();
+        let mut before_after: Vec<BeforeAfter> = names
+            .into_iter()
+            .filter(|(name, _)| is_headline(name))
+            .map(|(name, after)| BeforeAfter {
+                before: summary.before.as_ref().and_then(|e| e.metric(&name)),
+                after,
+                name: name.trim_start_matches("eval_").to_owned(),
+            })
+            .collect();
+        let by_category = |evaluation: &Evaluation, category: &str| {
+            let found = evaluation.summary.categories.iter().find(|c| c.name == category);
+            found.and_then(|c| c.accuracy.or_else(|| c.means.first().copied().flatten()))
+        };
+        for Category { name: category, .. } in summary.after.iter().flat_map(|e| &e.summary.categories) {
+            before_after.push(BeforeAfter {
+                name: format!("  {category}"),
+                before: summary.before.as_ref().and_then(|e| by_category(e, category)),
+                after: summary.after.as_ref().and_then(|e| by_category(e, category)),
+            });
+        }
+        let per_step = |sum: f64| sum / self.steps_timed.max(1) as f64;
+        let secs =
+            |name: &str| self.phase_sums.iter().find(|(n, _)| n == name).map_or(0.0, |(_, s)| per_step(*s));
+        Report {
+            before_after,
+            phase_secs: self
+                .phase_sums
+                .iter()
+                .filter_map(|(name, sum)| Some((name.strip_prefix("time/")?.to_owned(), per_step(*sum))))
+                .collect(),
+            step_secs: secs("step_time"),
+            ahead_secs: per_step(self.ahead_secs),
+            rewards: self.rewards_seen.clone(),
+            run_dir: self.dir.root().display().to_string(),
+        }
+    }
+}
+
+fn json_lines<T: Serialize>(rows: &[T]) -> Vec<u8> {
+    let mut lines = Vec::new();
+    for row in rows {
+        lines.extend(serde_json::to_vec(row).unwrap_or_default());
+        lines.push(b'\n');
+    }
+    lines
+}
+
+/// Metrics of an evaluation that are worth a line on the console.
+fn is_headline(name: &str) -> bool {
+    const NAMES: [&str; 5] = ["eval_reward", "eval_accuracy", "eval_war", "eval_uar", "eval_parse_fail_rate"];
+    NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
+}
+
+fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
+    let mut lines = Vec::new();
+    let mut index = 0;
+    for (group, (row, completions)) in rollouts.rows.iter().zip(&rollouts.completions).enumerate() {
+        let media: Vec<String> =
+            media_paths(&row.sample).iter().map(|path| path.display().to_string()).collect();
+        for (sample, completion) in completions.iter().enumerate() {
+            let names = rollouts.rewards.names.iter().zip(&rollouts.rewards.values);
+            lines.push(Rollout {
+                epoch,
+                id: row.sample.id.clone(),
+                group,
+                sample,
+                prompt: row.prompt.text.clone(),
+                completion: completion.text.clone(),
+                solution: row.sample.solution.clone().map(Value::String),
+                rewards: names.map(|(name, values)| (name.clone(), values[index])).collect(),
+                reward: rollouts.rewards.total[index],
+                advantage: rollouts.advantages.values[index],
+                length: completion.ids.len(),
+                finish_reason: match completion.finish_reason {
+                    omnigrpo_rollout::FinishReason::Stop => FinishReason::Stop,
+                    omnigrpo_rollout::FinishReason::Length => FinishReason::Length,
+                },
+                media: media.clone(),
+            });
+            index += 1;
+        }
+    }
+    lines
+}
