@@ -3,7 +3,7 @@
 //! How a header is read and how many tokens a row takes is the caller's to say; this module walks the rows in
 //! parallel, remembers what it learned of each file, and collects. Results do not depend on the number of threads.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -113,6 +113,8 @@ pub struct Report {
     pub longest: Vec<LongPrompt>,
     /// How many there are of what.
     pub counts: Counts,
+    /// Where ground truths were found ([`Sample::solution_from`]), and in how many rows.
+    pub solutions_from: BTreeMap<String, u64>,
 }
 
 impl Report {
@@ -133,6 +135,9 @@ impl Report {
         a.videos += b.videos;
         a.audios += b.audios;
         a.without_solution += b.without_solution;
+        for (from, rows) in other.solutions_from {
+            *self.solutions_from.entry(from).or_default() += rows;
+        }
         self
     }
 
@@ -182,6 +187,12 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
     let outcome = match dataset.get(row) {
         Ok(sample) => {
             count(&sample, &mut report.counts);
+            if let Some(from) = &sample.solution_from {
+                match report.solutions_from.get_mut(&**from) {
+                    Some(rows) => *rows += 1,
+                    None => drop(report.solutions_from.insert(from.to_string(), 1)),
+                }
+            }
             usable(&sample, options, cache)
                 .map(|num_tokens| LongPrompt { num_tokens, row, id: sample.id })
                 .map_err(|what| (sample.origin, what))

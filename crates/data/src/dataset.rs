@@ -26,6 +26,35 @@ pub struct ReadOptions {
     pub seed: u64,
     /// Whether the sound of video files becomes a medium of its own behind each, in rows that name no sound.
     pub use_audio_in_video: bool,
+    /// Columns under other names than the formats expect.
+    pub columns: ColumnNames,
+}
+
+/// Columns that the user names instead of the ones a format expects. A name with dots leads into objects:
+/// `reward_model.ground_truth`.
+#[derive(Debug, Clone, Default)]
+pub struct ColumnNames {
+    /// The prompt, a text or a list of messages; it also stands for the row's format.
+    pub prompt: Option<String>,
+    /// The ground truth; no other column and no final turn is taken for it then.
+    pub solution: Option<String>,
+    /// The images.
+    pub image: Option<String>,
+    /// The videos.
+    pub video: Option<String>,
+}
+
+impl ColumnNames {
+    /// Setting and name of each column that was named.
+    fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let all = [
+            ("prompt_column", &self.prompt),
+            ("solution_column", &self.solution),
+            ("image_column", &self.image),
+            ("video_column", &self.video),
+        ];
+        all.into_iter().filter_map(|(setting, name)| Some((setting, name.as_deref()?)))
+    }
 }
 
 impl Default for ReadOptions {
@@ -37,9 +66,13 @@ impl Default for ReadOptions {
             allow_urls: false,
             seed: 0,
             use_audio_in_video: false,
+            columns: ColumnNames::default(),
         }
     }
 }
+
+/// Rows that are looked at for the names of columns.
+const LOOKED_AT: u64 = 1000;
 
 /// The rows of one or several datasets, read when asked for. What is kept in memory is 16 bytes per row.
 ///
@@ -49,6 +82,7 @@ pub struct Dataset {
     parts: Vec<DatasetPart>,
     template: &'static QuestionTemplate,
     use_audio_in_video: bool,
+    names: ColumnNames,
 }
 
 struct DatasetPart {
@@ -87,6 +121,7 @@ impl Sample {
             template: options.template,
             think: options.think.unwrap_or_else(|| spec.think_mode()),
             columns: &spec.columns,
+            names: &options.columns,
             use_audio_in_video: options.use_audio_in_video,
         };
         formats::sample(row, 0, 1, &context)
@@ -96,6 +131,21 @@ impl Sample {
 impl DatasetPart {
     fn len(&self) -> u64 {
         self.chosen.as_ref().map_or(self.file.len(), |rows| rows.len() as u64)
+    }
+
+    fn columns_seen(&self) -> Vec<String> {
+        let mut seen: Vec<String> = self.columns.keys().cloned().collect();
+        for row in 0..self.file.len().min(LOOKED_AT) {
+            // A row that cannot be read is reported where it would be used.
+            let columns = self.file.read(row).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            let columns: Map<String, Value> = columns.unwrap_or_default();
+            for name in columns.into_iter().map(|(name, _)| name) {
+                if !seen.contains(&name) && seen.len() < 1000 {
+                    seen.push(name);
+                }
+            }
+        }
+        seen
     }
 }
 
@@ -131,7 +181,45 @@ impl Dataset {
             let files = if files.is_empty() { "no file".to_owned() } else { files.join(", ") };
             return Err(DataError::Empty { files });
         }
-        Ok(Self { parts, template: options.template, use_audio_in_video: options.use_audio_in_video })
+        let dataset = Self {
+            parts,
+            template: options.template,
+            use_audio_in_video: options.use_audio_in_video,
+            names: options.columns.clone(),
+        };
+        dataset.check_names()?;
+        Ok(dataset)
+    }
+
+    /// A column that no row has would be media that are never seen, or a ground truth that is never there.
+    fn check_names(&self) -> Result<(), DataError> {
+        for part in self.parts.iter().filter(|_| self.names.named().next().is_some()) {
+            let seen = part.columns_seen();
+            for (setting, name) in self.names.named() {
+                let first = name.split('.').next().unwrap_or(name);
+                if part.len() > 0 && !seen.iter().any(|column| column == name || column == first) {
+                    return Err(DataError::NoSuchColumn {
+                        setting,
+                        name: name.to_owned(),
+                        path: part.file.path.to_path_buf(),
+                        seen: seen.join(", "),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The columns of the first rows of each file, in the order in which they appear; for messages that say what there
+    /// is instead of what was looked for.
+    pub fn columns_seen(&self) -> Vec<String> {
+        let mut seen = Vec::new();
+        for name in self.parts.iter().flat_map(DatasetPart::columns_seen) {
+            if !seen.contains(&name) {
+                seen.push(name);
+            }
+        }
+        seen
     }
 
     /// Number of rows, at least 1.
@@ -163,6 +251,7 @@ impl Dataset {
             template: self.template,
             think: part.think,
             columns: &part.columns,
+            names: &self.names,
             use_audio_in_video: self.use_audio_in_video,
         };
         part.file

@@ -59,6 +59,18 @@ pub enum DataError {
         /// All known names.
         known: String,
     },
+    /// A column that was named and that no row looked at has.
+    #[error("no row of {} has the column of --{setting}: got `{name}`, expected one of [{seen}]", path.display())]
+    NoSuchColumn {
+        /// The setting that names it.
+        setting: &'static str,
+        /// Its name.
+        name: String,
+        /// The annotation file.
+        path: PathBuf,
+        /// The columns that are there.
+        seen: String,
+    },
     /// A setting with an impossible value.
     #[error("{setting}: got `{got}`, expected {expected}")]
     Setting {

@@ -25,7 +25,7 @@ mod sampling;
 mod vivqa_x;
 
 pub use check::{CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check};
-pub use dataset::{Dataset, ReadOptions};
+pub use dataset::{ColumnNames, Dataset, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};

@@ -27,9 +27,12 @@ pub struct Sample {
     /// Every medium of `turns`, each mentioned exactly once: `Part::Medium { kind, index }` is the `index`-th medium of
     /// that kind in this list.
     pub media: Vec<MediumRef>,
-    /// Ground truth for rewards, verbatim: column `solution`, else `answer`, else the final assistant turn.
-    /// Values that are not strings are given as JSON text.
+    /// Ground truth for rewards, verbatim: the column that [`ColumnNames`](crate::ColumnNames) names, else the first of
+    /// `solution`, `answer`, `ground_truth`, `reward_model.ground_truth`, the final assistant turn, `label`. Values that
+    /// are not strings are given as JSON text.
     pub solution: Option<String>,
+    /// The column that `solution` is from, or `(the final turn)`.
+    pub solution_from: Option<Arc<str>>,
     /// The final assistant turn (or column `completion`), verbatim: the target of supervised training.
     pub reference_answer: Option<String>,
     /// Every column of the row, and the dataset's default columns where the row has none of that name.

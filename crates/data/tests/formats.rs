@@ -4,8 +4,8 @@
 use std::path::PathBuf;
 
 use omnigrpo_data::{
-    Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate, ReadOptions,
-    RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
+    ColumnNames, Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate,
+    ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
 };
 use serde_json::{Value, json};
 
@@ -386,6 +386,79 @@ fn recorded_completions_and_rewards() {
         let message = place.error(row);
         assert!(message.contains(expected), "{message}");
     }
+}
+
+#[test]
+fn ground_truths_are_found_under_the_names_of_other_trainers() {
+    let place = Place::new();
+    let turns = json!([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "long way to 4"}]);
+    let cases = [
+        (json!({"prompt": "Q", "solution": "1", "answer": "2"}), "1", "solution"),
+        (json!({"prompt": "Q", "answer": 2, "ground_truth": "3"}), "2", "answer"),
+        (json!({"messages": turns, "ground_truth": "3", "label": 9}), "3", "ground_truth"),
+        (json!({"messages": turns, "label": 9}), "long way to 4", "(the final turn)"),
+        (json!({"prompt": "Q", "label": "cat", "gt": "dog"}), "cat", "label"),
+        // verl: the preprocessing scripts of its examples write such rows.
+        (
+            json!({"data_source": "geo3k", "prompt": [{"role": "user", "content": "<image>Q"}], "images": ["a.png"],
+                "ability": "math", "reward_model": {"style": "rule", "ground_truth": "48"},
+                "extra_info": {"split": "train", "index": 0, "answer": "other"}}),
+            "48",
+            "reward_model.ground_truth",
+        ),
+    ];
+    for (row, expected, from) in cases {
+        let sample = place.read(row);
+        assert_eq!(sample.solution.as_deref(), Some(expected));
+        assert_eq!(sample.solution_from.as_deref(), Some(from));
+    }
+    let sample = place.read(json!({"prompt": "Q", "gt": "dog"}));
+    assert_eq!((sample.solution, sample.solution_from), (None, None));
+}
+
+#[test]
+fn columns_can_be_named() {
+    let place = Place::new();
+    let name = |name: &str| Some(name.to_owned());
+    let options = ReadOptions {
+        columns: ColumnNames {
+            prompt: name("instruction"),
+            solution: name("info.gt"),
+            image: name("picture"),
+            video: name("clips"),
+        },
+        ..ReadOptions::default()
+    };
+    let row = json!({"instruction": "<image><video>Q", "prompt": "not this", "solution": "nor this",
+        "info": {"gt": [1, 2]}, "picture": "a.png", "image": "missing.png", "clips": ["clip.mp4"]});
+    let sample = place.read_with(&row, &options).unwrap();
+    assert_eq!(sample.turns[0].parts, [IMAGE, VIDEO, text("Q")]);
+    assert_eq!(
+        sources(&sample),
+        [MediumSource::Path(place.path("a.png")), MediumSource::Path(place.path("clip.mp4"))]
+    );
+    assert_eq!((sample.solution.as_deref(), sample.reference_answer), (Some("[1,2]"), None));
+
+    // A row may lack what others have, but not its prompt.
+    let rows =
+        format!("{row}\n{}\n{}\n", json!({"instruction": "Q", "solution": "x"}), json!({"prompt": "Q"}));
+    let dataset = Dataset::open(&[place.spec("named.jsonl", &rows)], &options).unwrap();
+    let second = dataset.get(1).unwrap();
+    assert_eq!((second.solution, second.media.len()), (None, 0));
+    let message = dataset.get(2).unwrap_err().to_string();
+    assert!(message.contains("got columns [prompt], expected one of instruction"), "{message}");
+    let seen = ["instruction", "prompt", "solution", "info", "picture", "image", "clips"];
+    assert_eq!(dataset.columns_seen(), seen);
+
+    // What no row has is a slip.
+    let error = Dataset::open(
+        &[place.spec("other.jsonl", r#"{"instruction": "Q", "pic": 1, "info": {}}"#)],
+        &options,
+    );
+    let message = error.err().unwrap().to_string();
+    let expected =
+        "has the column of --image_column: got `picture`, expected one of [instruction, pic, info]";
+    assert!(message.contains("other.jsonl") && message.contains(expected), "{message}");
 }
 
 #[test]

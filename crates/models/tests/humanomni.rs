@@ -64,6 +64,7 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
         turns: split_conversation(&[(Role::User, text.to_owned())], counts).unwrap(),
         media: media.collect(),
         solution: None,
+        solution_from: None,
         reference_answer: None,
         columns: Map::new(),
         think: ThinkMode::Off,

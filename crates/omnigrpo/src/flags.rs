@@ -436,6 +436,8 @@ const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
 const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
 /// Verbs that read rows with media.
 const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+/// Verbs that read rows of any format.
+const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun];
 /// Verbs that decide per row what to do with a bad one.
 const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
@@ -511,6 +513,14 @@ pub const FLAGS: &[Flag] = &[
     row("eval_file", Paths, Is(""), Section::Data, EVAL_ROWS, "JSON or JSONL files of evaluation rows."),
     row("eval_dataset_use", Words, Is(""), Section::Data, EVAL_ROWS, "Registry names of evaluation data, as in `--dataset_use`."),
     row("val_split_ratio", Fraction, Is("0"), Section::Data, PERIODIC, "Share of the training rows held out for evaluation, chosen by the data seed."),
+    row("prompt_column", Text, Unset("by the row's format"), Section::Data, READS_ROWS, "Column with the prompt: a text or a list of messages. A name with dots leads into objects, here and in the next three.")
+        .alias(&["prompt_key"]),
+    row("solution_column", Text, Unset("`solution`, `answer`, …, the final turn"), Section::Data, READS_ROWS, "Column with the ground truth; no other is then taken for it. `reward_model.ground_truth` is verl's, which is found by itself.")
+        .alias(&["answer_key"]),
+    row("image_column", Text, Unset("`image` or `images`"), Section::Data, READS_ROWS, "Column with the images.")
+        .alias(&["image_key"]),
+    row("video_column", Text, Unset("`video` or `videos`"), Section::Data, READS_ROWS, "Column with the videos.")
+        .alias(&["video_key"]),
     row("image_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
     row("video_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative video paths."),
     row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),

@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
+use omnigrpo_data::{ColumnNames, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, LossPlan, RECIPES, RatioLevel, Recipe, Surrogate};
 use omnigrpo_rewards::{
     AccuracyMode, AnswerPolicy, Compat, ExternalOptions, FormatMode, LabelSet, Labels, RewardOptions,
@@ -337,6 +337,7 @@ pub struct DataSettings {
     pub eval_file: Vec<PathBuf>,
     pub eval_dataset_use: Vec<String>,
     pub val_split_ratio: f64,
+    pub columns: ColumnNames,
     pub image_folders: Vec<PathBuf>,
     pub video_folders: Vec<PathBuf>,
     pub audio_folders: Vec<PathBuf>,
@@ -694,6 +695,12 @@ impl Settings {
             eval_file: v.get("eval_file")?,
             eval_dataset_use: v.get("eval_dataset_use")?,
             val_split_ratio: v.get("val_split_ratio")?,
+            columns: ColumnNames {
+                prompt: v.get("prompt_column")?,
+                solution: v.get("solution_column")?,
+                image: v.get("image_column")?,
+                video: v.get("video_column")?,
+            },
             image_folders: v.get("image_folders")?,
             video_folders: v.get("video_folders")?,
             audio_folders: v.get("audio_folders")?,

@@ -294,6 +294,19 @@ fn data_check_and_show() {
         check.contains("3 rows: 1 images, 1 videos, 0 sounds, 1 rows of text only, 0 without a solution"),
         "{check}"
     );
+    assert!(check.contains("solutions from "), "{check}");
+    place.write("gt.jsonl", r#"{"ask": "2+3?", "gt": "5", "meta": {"ask": "1+1?"}}"#);
+    let files = "--model M --train_file gt.jsonl";
+    let check = place.run(&format!("data check {files} --prompt_column ask")).ok().stdout;
+    assert!(
+        check.contains("1 without a solution") && check.contains("columns of the rows: ask, gt, meta;"),
+        "{check}"
+    );
+    let check = place.run(&format!("data check {files} --prompt_key meta.ask --answer_key gt")).ok().stdout;
+    assert!(check.contains("0 without a solution\nsolutions from gt (1)"), "{check}");
+    place
+        .run(&format!("data check {files} --prompt_column ask --solution_column truth"))
+        .fails(1, &["gt.jsonl", "--solution_column: got `truth`, expected one of [ask, gt, meta]"]);
     let show = place.run("data show --model M --train_file rows.jsonl --row 0 --num_rows 3").ok().stdout;
     for part in [
         "row 0 (shapes), 44 tokens",

@@ -5,7 +5,7 @@ use std::path::Path;
 use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversation};
 use serde_json::{Map, Value};
 
-use super::{Content, KINDS, RawPart, RawTurn, column, present, slot};
+use super::{Content, Context, KINDS, RawPart, RawTurn, column, inside, present, slot};
 use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
 use crate::sample::{MediumOptions, MediumRef, MediumSource, Segments};
@@ -18,16 +18,16 @@ struct Item {
 }
 
 /// Turns with their media in place, and the media in the order of their mention per kind. A row that mentions sound and
-/// lists none means that of its videos; with `hear_videos` a row that does not even mention it does.
+/// lists none means that of its videos; with `use_audio_in_video` a row that does not even mention it does.
 pub(super) fn place(
     raw: Vec<RawTurn>,
     columns: &Map<String, Value>,
-    resolver: &Resolver,
-    hear_videos: bool,
+    context: &Context,
 ) -> Result<(Vec<Turn>, Vec<MediumRef>), RowProblem> {
+    let (resolver, hear_videos) = (context.resolver, context.use_audio_in_video);
     let mut listed = Vec::new();
     for kind in KINDS {
-        listed.push(listed_media(kind, columns, resolver)?);
+        listed.push(listed_media(kind, columns, context)?);
     }
     if listed[2].is_empty() && mentions_sound(&raw) {
         listed[2] = sounds(&videos(&raw, &listed[1], resolver)?);
@@ -134,10 +134,21 @@ fn hear(turns: &mut [Turn], items: &mut Vec<Item>) {
 fn listed_media(
     kind: MediumKind,
     columns: &Map<String, Value>,
-    resolver: &Resolver,
+    context: &Context,
 ) -> Result<Vec<Item>, RowProblem> {
+    let resolver = context.resolver;
     let (one, many) = (kind.as_str().to_owned(), format!("{kind}s"));
-    let (name, value) = match (present(columns, &one), present(columns, &many)) {
+    let named = match kind {
+        MediumKind::Image => context.names.image.as_deref(),
+        MediumKind::Video => context.names.video.as_deref(),
+        MediumKind::Audio => None,
+    };
+    let found = match named {
+        Some(name) => (inside(columns, name), None),
+        None => (present(columns, &one), present(columns, &many)),
+    };
+    let one = named.map_or(one, str::to_owned);
+    let (name, value) = match found {
         (Some(_), Some(value)) => {
             return Err(RowProblem::Column {
                 column: many,

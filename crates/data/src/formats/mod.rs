@@ -1,7 +1,7 @@
 //! One JSON row → [`Sample`], whatever the dialect.
 //!
 //! The format of a row is told by its columns, in the order of [`FORMATS`]; a file may mix formats. Around every format
-//! the same columns are understood:
+//! the same columns are understood, unless [`ColumnNames`] names others:
 //!
 //! | columns | meaning |
 //! | --- | --- |
@@ -9,7 +9,7 @@
 //! | `video` as a list of lists, or as a list of still images | clips given as frames |
 //! | `fps`, `nframes`, `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `video_start`, `video_end` | options for every medium of the row; the part of a clip in seconds is also the part that is heard |
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
-//! | `solution`, else `answer`, else the final assistant turn | the ground truth, verbatim |
+//! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
 //!
 //! In plain text of user turns `<image>`, `<video>`, `<audio>` mark where media go. In a conversation with typed parts
@@ -25,6 +25,7 @@ use std::sync::Arc;
 use omnigrpo_text::{MediumKind, Part, Role};
 use serde_json::{Map, Value};
 
+use crate::dataset::ColumnNames;
 use crate::error::{DataError, RowProblem, describe, shorten};
 use crate::question::QuestionTemplate;
 use crate::roots::Resolver;
@@ -93,6 +94,7 @@ pub(crate) struct Context<'a> {
     pub(crate) template: &'static QuestionTemplate,
     pub(crate) think: ThinkMode,
     pub(crate) columns: &'a Map<String, Value>,
+    pub(crate) names: &'a ColumnNames,
     pub(crate) use_audio_in_video: bool,
 }
 
@@ -139,7 +141,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         }
     }
 
-    let mut raw = raw_turns(&columns, context.format)?;
+    let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
     let reference_answer = match raw.last() {
@@ -151,7 +153,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
     }
 
-    let (mut turns, media) = media::place(raw, &columns, context.resolver, context.use_audio_in_video)?;
+    let (mut turns, media) = media::place(raw, &columns, context)?;
     let said = turns.last().into_iter().flat_map(|turn| &turn.parts).any(|part| match part {
         Part::Text(text) => !text.trim().is_empty(),
         Part::Medium { .. } => true,
@@ -164,10 +166,7 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         context.template.apply(last);
     }
 
-    let solution = ["solution", "answer"]
-        .iter()
-        .find_map(|name| columns.get(*name).filter(|value| !value.is_null()).map(verbatim))
-        .or_else(|| reference_answer.clone());
+    let (solution, solution_from) = ground_truth(&columns, context.names, reference_answer.as_deref());
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns)?;
     let rewards = match &completions {
@@ -182,11 +181,43 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         turns,
         media,
         solution,
+        solution_from,
         reference_answer,
         columns,
         think: context.think,
         completions,
         rewards,
+    })
+}
+
+/// Where the ground truth is called the final assistant turn.
+const FINAL_TURN: &str = "(the final turn)";
+
+/// The ground truth and where it was found. Columns that name themselves come before the final assistant turn, which
+/// may be a whole worked answer; `label` after it, since in rows with an answer it is often something else.
+fn ground_truth(
+    columns: &Map<String, Value>,
+    names: &ColumnNames,
+    final_turn: Option<&str>,
+) -> (Option<String>, Option<Arc<str>>) {
+    const BEFORE: [&str; 4] = ["solution", "answer", "ground_truth", "reward_model.ground_truth"];
+    let of_column = |name: &str| inside(columns, name).map(|value| (verbatim(value), Arc::from(name)));
+    let found = match &names.solution {
+        Some(name) => of_column(name),
+        None => BEFORE
+            .into_iter()
+            .find_map(of_column)
+            .or_else(|| final_turn.map(|text| (text.to_owned(), Arc::from(FINAL_TURN))))
+            .or_else(|| of_column("label")),
+    };
+    found.unzip()
+}
+
+/// The value of a column, or of `a.b` inside an object; `None` where it is missing or null.
+pub(crate) fn inside<'a>(columns: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
+    present(columns, name).or_else(|| {
+        let (first, rest) = name.split_once('.')?;
+        inside(columns.get(first)?.as_object()?, rest)
     })
 }
 
@@ -213,11 +244,15 @@ fn present<'a>(columns: &'a Map<String, Value>, name: &str) -> Option<&'a Value>
     columns.get(name).filter(|value| !value.is_null())
 }
 
-fn raw_turns(
-    columns: &Map<String, Value>,
-    forced: Option<&'static Format>,
-) -> Result<Vec<RawTurn>, RowProblem> {
-    let formats = match forced {
+fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawTurn>, RowProblem> {
+    if let Some(name) = &context.names.prompt {
+        let value = inside(columns, name).ok_or_else(|| RowProblem::UnknownFormat {
+            columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
+            expected: format!("{name} (--prompt_column)"),
+        })?;
+        return text_or_conversation(value, name);
+    }
+    let formats = match context.format {
         Some(format) => std::slice::from_ref(format),
         None => FORMATS,
     };

@@ -27,7 +27,7 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
     };
     let cache = std::env::temp_dir().join("omnigrpo-check");
     let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache))?;
-    print(&describe(&report, prompts.is_some()))?;
+    print(&describe(&report, &dataset, prompts.is_some()))?;
     if report.problems.is_empty() {
         return Ok(());
     }
@@ -45,7 +45,7 @@ pub fn check_before(
     cache: &Path,
 ) -> Result<Vec<(u64, String, String)>> {
     let report = report(settings, context, dataset, Some(prompts), Some(cache))?;
-    context.console.line(describe(&report, true).trim_end());
+    context.console.line(describe(&report, dataset, true).trim_end());
     let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
     if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
         return Err(Problem::failure("too many rows cannot be used")
@@ -104,12 +104,22 @@ fn report(
     )?)
 }
 
-fn describe(report: &Report, with_lengths: bool) -> String {
+fn describe(report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
     let c = &report.counts;
     let mut out = format!(
         "{} rows: {} images, {} videos, {} sounds, {} rows of text only, {} without a solution\n",
         c.rows, c.images, c.videos, c.audios, c.text_rows, c.without_solution
     );
+    let from: Vec<_> = report.solutions_from.iter().map(|(from, rows)| format!("{from} ({rows})")).collect();
+    if !from.is_empty() {
+        out.push_str(&format!("solutions from {}\n", from.join(", ")));
+    }
+    if c.without_solution > 0 {
+        out.push_str(&format!(
+            "columns of the rows: {}; --solution_column names the one with the solution\n",
+            dataset.columns_seen().join(", ")
+        ));
+    }
     if with_lengths && let Some(longest) = report.longest.first() {
         let others: Vec<_> = report.longest.iter().map(|p| format!("{} ({})", p.num_tokens, p.id)).collect();
         out.push_str(&format!("longest prompt {} tokens; {}\n", longest.num_tokens, others.join(", ")));

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, DatasetSpec, Sample};
+use omnigrpo_data::{ColumnNames, Dataset, DatasetSpec, ReadOptions, Sample};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_text::StreamDecoder;
@@ -261,7 +261,8 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     if !audios.is_empty() {
         row["audios"] = json!(audios);
     }
-    let options = setup::read_options(settings);
+    // The row is made here, under the names that need no setting.
+    let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
     let model = setup::model(settings)?;

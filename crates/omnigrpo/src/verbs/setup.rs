@@ -241,6 +241,7 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
         allow_urls: false,
         seed: settings.run.data_seed,
         use_audio_in_video: settings.data.use_audio_in_video,
+        columns: settings.data.columns.clone(),
     }
 }
 
