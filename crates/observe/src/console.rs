@@ -1,40 +1,71 @@
 //! Progress and one-line summaries for a person at a terminal, or plain lines for a log file.
 
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions, create_dir_all};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use anstyle::{AnsiColor, Style};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use crate::{Error, Metric};
+use crate::text::{count, escape, fit, span, wrap};
+use crate::{Activity, Error, Metric};
 
 /// A progress line of a plain log appears each time another such part is done.
 const PLAIN_PARTS: u64 = 10;
-const TEMPLATE: &str = "{prefix} {bar:30} {pos}/{len} {msg} [{elapsed} < {eta}]";
+/// A plain log has a line at least this often while something is under way.
+const PLAIN_EVERY: Duration = Duration::from_secs(60);
+/// Times are shown from here on: before, they would only be noise.
+const WORTH_TELLING: Duration = Duration::from_secs(5);
+/// Bars are drawn this often: the clock beside them goes on while a step computes.
+const TICK: Duration = Duration::from_millis(500);
+/// Columns where nobody says how many there are.
+const COLUMNS: usize = 80;
+
+const STAGE: &str = "{prefix} {wide_bar} {pos}/{len}{beside}";
+const STEPS: &str = "{at} {wide_bar} {left}\n{doing}";
+
+const RED: Style = AnsiColor::Red.on_default().bold();
+const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
+const BOLD: Style = Style::new().bold();
 
 /// Where a run talks to its user. Clones write to the same place.
 ///
-/// Output that fails (a closed pipe) is dropped: training does not stop because nobody watches.
+/// What is written may come from rows, models and servers: nothing of it acts on the terminal (see [`escape`]). Output
+/// that fails (a closed pipe) is dropped: training does not stop because nobody watches.
 #[derive(Clone)]
-pub struct Console {
+pub struct Console(Arc<Inner>);
+
+struct Inner {
     sink: Sink,
-    log: Option<Arc<Mutex<File>>>,
+    colour: bool,
+    log: Mutex<Option<File>>,
+    last_line: Mutex<Instant>,
+    plain_every: Duration,
+    activity: Activity,
 }
 
-#[derive(Clone)]
 enum Sink {
-    Terminal(MultiProgress),
-    Plain(Arc<Mutex<dyn Write + Send>>),
+    /// With the columns, where they are not the terminal's own.
+    Terminal(MultiProgress, Option<usize>),
+    Plain(Mutex<Box<dyn Write + Send>>),
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Console {
-    /// Standard error: bars if it is a terminal, plain lines otherwise.
+    /// Standard error: bars if it is a terminal, and then in colour if wanted; plain lines otherwise.
     #[must_use]
-    pub fn stderr() -> Self {
+    pub fn stderr(colour: bool) -> Self {
         if io::stderr().is_terminal() {
             let bars = MultiProgress::with_draw_target(ProgressDrawTarget::stderr());
-            Self { sink: Sink::Terminal(bars), log: None }
+            Self::new(Sink::Terminal(bars, None), colour, PLAIN_EVERY)
         } else {
             Self::plain(io::stderr())
         }
@@ -43,27 +74,51 @@ impl Console {
     /// Plain lines to a writer.
     #[must_use]
     pub fn plain(out: impl Write + Send + 'static) -> Self {
-        Self { sink: Sink::Plain(Arc::new(Mutex::new(out))), log: None }
+        Self::plain_every(out, PLAIN_EVERY)
     }
 
-    /// The same console, whose lines are also appended to a file, each with the time it was written.
+    fn plain_every(out: impl Write + Send + 'static, every: Duration) -> Self {
+        Self::new(Sink::Plain(Mutex::new(Box::new(out))), false, every)
+    }
+
+    fn new(sink: Sink, colour: bool, plain_every: Duration) -> Self {
+        let (log, last_line) = (Mutex::new(None), Mutex::new(Instant::now()));
+        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity: Activity::default() }))
+    }
+
+    /// From now on lines are also appended to this file, each with the time it was written.
     ///
     /// # Errors
     /// A file that cannot be made.
-    pub fn with_log(&self, path: &Path) -> Result<Self, Error> {
+    pub fn log_to(&self, path: &Path) -> Result<(), Error> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         dir.map_or(Ok(()), create_dir_all).map_err(|e| Error::io("create the directory of", path, e))?;
         let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.map_err(|e| Error::io("open the log", path, e))?;
-        Ok(Self { sink: self.sink.clone(), log: Some(Arc::new(Mutex::new(file))) })
+        *locked(&self.0.log) = Some(file.map_err(|e| Error::io("open the log", path, e))?);
+        Ok(())
+    }
+
+    /// Columns of the terminal; 80 where there is none.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        let terminal = || Some(usize::from(terminal_size::terminal_size_of(io::stderr())?.0.0));
+        match &self.0.sink {
+            Sink::Terminal(_, columns) => columns.or_else(terminal).unwrap_or(COLUMNS).max(1),
+            Sink::Plain(_) => COLUMNS,
+        }
+    }
+
+    /// What the run does at this moment.
+    #[must_use]
+    pub fn activity(&self) -> &Activity {
+        &self.0.activity
     }
 
     /// Writes to the log alone, if there is one.
     pub fn log(&self, text: &str) {
-        if let Some(log) = &self.log {
+        if let Some(log) = locked(&self.0.log).as_mut() {
             let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
-            let lines: String = text.lines().map(|line| format!("{now} {line}\n")).collect();
-            let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+            let lines: String = escape(text).lines().map(|line| format!("{now} {line}\n")).collect();
             // See the type: output is best effort.
             let _ = log.write_all(lines.as_bytes());
         }
@@ -71,12 +126,36 @@ impl Console {
 
     /// Writes a line (or several), above the bars where there are any.
     pub fn line(&self, text: &str) {
-        self.log(text);
+        self.say(text, &[]);
+    }
+
+    /// A line that begins with `warning:`.
+    pub fn warning(&self, text: &str) {
+        self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
+    }
+
+    /// A line that begins with `error:`. The word is the text's own.
+    pub fn error(&self, text: &str) {
+        self.say(text, &[("error:", RED)]);
+    }
+
+    /// Writes text, and in colour the first place of each mark in its style.
+    fn say(&self, text: &str, marks: &[(&str, Style)]) {
+        let text = escape(text);
+        self.log(&text);
+        *locked(&self.0.last_line) = Instant::now();
         // See the type: output is best effort.
-        let _ = match &self.sink {
-            Sink::Terminal(bars) => bars.println(text),
+        let _ = match &self.0.sink {
+            Sink::Terminal(bars, _) => {
+                let mut shown = wrap(&text, self.width());
+                for (mark, style) in marks.iter().filter(|(mark, _)| self.0.colour && !mark.is_empty()) {
+                    let painted = format!("{style}{mark}{style:#}");
+                    shown = Cow::Owned(shown.replacen(mark, &painted, 1));
+                }
+                bars.println(shown)
+            }
             Sink::Plain(out) => {
-                let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut out = locked(out);
                 out.write_all(format!("{text}\n").as_bytes()).and_then(|()| out.flush())
             }
         };
@@ -85,21 +164,173 @@ impl Console {
     /// Starts a stage of `total` parts.
     #[must_use]
     pub fn progress(&self, stage: &str, total: u64) -> Progress {
-        let bar = match &self.sink {
-            Sink::Terminal(bars) => {
-                let style = ProgressStyle::with_template(TEMPLATE);
-                // A test shows that the template parses.
-                let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
-                Some(bars.add(ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned())))
-            }
-            Sink::Plain(_) => None,
+        let (activity, started) = (Activity::default(), Instant::now());
+        activity.enter("", started);
+        let done = Arc::new(AtomicU64::new(0));
+        let beside = {
+            let (activity, done) = (activity.clone(), Arc::clone(&done));
+            move || beside(&activity, done.load(Ordering::Relaxed), total, started.elapsed())
         };
-        Progress { console: self.clone(), stage: stage.to_owned(), total, done: 0, bar }
+        let shown = match &self.0.sink {
+            Sink::Terminal(bars, _) => {
+                let style = style(STAGE).with_key("beside", key(beside));
+                let bar = ProgressBar::new(total).with_style(style).with_prefix(stage.to_owned());
+                Shown::bar(bars, bar)
+            }
+            Sink::Plain(_) => {
+                let (stage, done) = (stage.to_owned(), Arc::clone(&done));
+                Shown::lines(self, move || {
+                    format!("{stage}: {}/{total}{}", done.load(Ordering::Relaxed), beside())
+                })
+            }
+        };
+        Progress { console: self.clone(), stage: stage.to_owned(), total, done, started, activity, shown }
+    }
+
+    /// Starts to show a run of `total` steps of which `done` are done. What happens within a step comes from
+    /// [`Self::activity`].
+    #[must_use]
+    pub fn steps(&self, done: u64, total: u64) -> Steps {
+        let activity = self.0.activity.clone();
+        activity.begin(done, total, Instant::now());
+        let shown = match &self.0.sink {
+            Sink::Terminal(bars, _) => {
+                let (at, left, doing) = (activity.clone(), activity.clone(), activity.clone());
+                let console = Arc::downgrade(&self.0);
+                let width = move || console.upgrade().map_or(COLUMNS, |inner| Console(inner).width());
+                let style = style(STEPS)
+                    .with_key(
+                        "at",
+                        key(move || at.step().map_or(String::new(), |s| format!("step {s}/{total}"))),
+                    )
+                    .with_key("left", key(move || share_and_eta(&left)))
+                    .with_key(
+                        "doing",
+                        key(move || fit(&format!("  {}", doing.doing(Instant::now())), width()).into_owned()),
+                    );
+                let bar = ProgressBar::new(total).with_style(style);
+                bar.set_position(done);
+                Shown::bar(bars, bar)
+            }
+            Sink::Plain(_) => {
+                let activity = activity.clone();
+                Shown::lines(self, move || activity.line(Instant::now()))
+            }
+        };
+        Steps { activity, shown }
     }
 
     /// One line for a logging window; see [`summary_line`].
     pub fn summary(&self, step: u64, num_steps: u64, metrics: &[Metric]) {
-        self.line(&summary_line(step, num_steps, metrics));
+        let eta = self.0.activity.left(Instant::now()).filter(|_| step < num_steps);
+        let line = summary_line(step, num_steps, metrics, eta);
+        let mut parts = line.split(" | ");
+        let at = parts.next().unwrap_or_default();
+        let reward = parts.next().filter(|part| part.starts_with("reward")).unwrap_or_default();
+        let reward = reward.split(':').next().unwrap_or_default();
+        self.say(&line, &[(at, BOLD), (reward, BOLD)]);
+    }
+}
+
+/// A template that a test has parsed, and what it is drawn with.
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("━╸─")
+}
+
+fn key(
+    text: impl Fn() -> String + Clone + Send + Sync + 'static,
+) -> impl Fn(&ProgressState, &mut dyn std::fmt::Write) + Clone + Send + Sync {
+    move |_, out| {
+        // Writing to a string cannot fail.
+        let _ = out.write_str(&text());
+    }
+}
+
+fn share_and_eta(activity: &Activity) -> String {
+    let Some((done, total)) = activity.steps() else { return String::new() };
+    let mut out = format!("{:.0} %", 100.0 * done as f64 / total.max(1) as f64);
+    if let Some(left) = activity.left(Instant::now()) {
+        out.push_str(&format!(" · eta {}", span(left)));
+    }
+    out
+}
+
+/// ` · 4.1 k tokens · 12 tok/s · 2 min 0 s left`, as far as there is something to say.
+fn beside(activity: &Activity, done: u64, total: u64, elapsed: Duration) -> String {
+    let mut out = String::new();
+    let tokens = activity.tokens();
+    if tokens > 0 {
+        let rate = tokens as f64 / elapsed.as_secs_f64().max(1e-3);
+        out.push_str(&format!(" · {} tokens · {} tok/s", count(tokens as f64), count(rate)));
+    }
+    if elapsed >= WORTH_TELLING && done < total {
+        let left = elapsed.as_secs_f64() / done as f64 * (total - done) as f64;
+        match Duration::try_from_secs_f64(left) {
+            Ok(left) => out.push_str(&format!(" · {} left", span(left))),
+            Err(_) => out.push_str(&format!(" · {}", span(elapsed))),
+        }
+    }
+    out
+}
+
+/// How something under way is shown until it is dropped.
+enum Shown {
+    Bar(MultiProgress, ProgressBar),
+    /// A thread that writes a line when nothing has been written for a while.
+    Lines(Arc<(Mutex<bool>, Condvar)>, Option<JoinHandle<()>>),
+}
+
+impl Shown {
+    fn bar(bars: &MultiProgress, bar: ProgressBar) -> Self {
+        let bar = bars.add(bar);
+        bar.enable_steady_tick(TICK);
+        Self::Bar(bars.clone(), bar)
+    }
+
+    fn lines(console: &Console, line: impl Fn() -> String + Send + 'static) -> Self {
+        let over = Arc::new((Mutex::new(false), Condvar::new()));
+        let (console, watched) = (console.clone(), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            let every = console.0.plain_every;
+            let mut is_over = locked(&watched.0);
+            while !*is_over {
+                let quiet = locked(&console.0.last_line).elapsed();
+                if quiet >= every {
+                    console.line(&line());
+                }
+                let wait = every.saturating_sub(quiet).max(Duration::from_millis(1));
+                let woken = watched.1.wait_timeout(is_over, wait);
+                is_over = woken.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        });
+        Self::Lines(over, Some(thread))
+    }
+
+    fn set_position(&self, done: u64) {
+        if let Self::Bar(_, bar) = self {
+            bar.set_position(done);
+        }
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        match self {
+            Self::Bar(bars, bar) => {
+                bar.finish_and_clear();
+                bars.remove(bar);
+            }
+            Self::Lines(over, thread) => {
+                *locked(&over.0) = true;
+                over.1.notify_all();
+                if let Some(thread) = thread.take() {
+                    // It ends with its wait; a panic in it has been reported where it happened.
+                    let _ = thread.join();
+                }
+            }
+        }
     }
 }
 
@@ -108,67 +339,103 @@ pub struct Progress {
     console: Console,
     stage: String,
     total: u64,
-    done: u64,
-    bar: Option<ProgressBar>,
+    done: Arc<AtomicU64>,
+    started: Instant,
+    activity: Activity,
+    shown: Shown,
 }
 
 impl Progress {
     /// Counts `parts` more as done.
     pub fn advance(&mut self, parts: u64) {
-        let before = self.done;
-        self.done = self.done.saturating_add(parts).min(self.total);
-        match &self.bar {
-            Some(bar) => bar.set_position(self.done),
-            None => {
-                let tenth =
-                    |done: u64| u128::from(done) * u128::from(PLAIN_PARTS) / u128::from(self.total.max(1));
-                if tenth(self.done) > tenth(before) {
-                    self.console.line(&format!("{}: {}/{}", self.stage, self.done, self.total));
-                }
+        let before = self.done.load(Ordering::Relaxed);
+        let done = before.saturating_add(parts).min(self.total);
+        self.done.store(done, Ordering::Relaxed);
+        self.shown.set_position(done);
+        if let Shown::Lines(..) = self.shown {
+            let tenth =
+                |done: u64| u128::from(done) * u128::from(PLAIN_PARTS) / u128::from(self.total.max(1));
+            if tenth(done) > tenth(before) {
+                let beside = beside(&self.activity, done, self.total, self.started.elapsed());
+                self.console.line(&format!("{}: {done}/{}{beside}", self.stage, self.total));
             }
         }
     }
 
-    /// Shows a short text beside the bar; a plain log leaves it out.
-    pub fn message(&self, text: &str) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(text.to_owned());
+    /// What the stage counts beside its parts: the tokens that were sampled.
+    #[must_use]
+    pub fn activity(&self) -> &Activity {
+        &self.activity
+    }
+}
+
+/// A run that is shown step by step. Dropping it removes its bar.
+pub struct Steps {
+    activity: Activity,
+    shown: Shown,
+}
+
+impl Steps {
+    /// Another step is done.
+    pub fn advance(&self) {
+        self.activity.step_done(Instant::now());
+        if let Some((done, _)) = self.activity.steps() {
+            self.shown.set_position(done);
         }
     }
 }
 
-impl Drop for Progress {
+impl Drop for Steps {
     fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-            if let Sink::Terminal(bars) = &self.console.sink {
-                bars.remove(bar);
-            }
-        }
+        self.activity.end();
     }
 }
 
-/// `step 10/300 | loss 0.0123 | reward 0.512 | kl 0.0031 | length 45.2 | 1.23 s`; metrics that are missing or `None`
-/// are left out.
+/// `step 10/300 | reward 0.697: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | kl 0.0031 |
+/// length 45.2 | 1.23 s | eta 3 h 12 min`; the loss in place of rewards where there are none, as that of GRPO says
+/// nothing (it is near 0 whatever is learned). What is missing or `None` is left out.
 #[must_use]
-pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric]) -> String {
+pub fn summary_line(step: u64, num_steps: u64, metrics: &[Metric], eta: Option<Duration>) -> String {
     let value = |name: &str| metrics.iter().find(|(key, _)| key == name).and_then(|(_, value)| *value);
     let mut parts = vec![format!("step {step}/{num_steps}")];
-    let shown = [("loss", "loss", 4), ("reward", "reward", 3), ("kl", "kl", 4)];
-    for (name, label, digits) in shown {
-        parts.extend(value(name).map(|v| format!("{label} {v:.digits$}")));
+    if metrics.iter().any(|(key, _)| key == "reward") {
+        let named: Vec<String> = metrics
+            .iter()
+            .filter_map(|(key, value)| {
+                let name = key.strip_prefix("rewards/")?.strip_suffix("/mean")?;
+                Some(format!("{name} {:.2}", (*value)?))
+            })
+            .collect();
+        let colon = if named.is_empty() { "" } else { ": " };
+        let total = value("reward").map_or("none".to_owned(), |v| format!("{v:.3}"));
+        parts.push(format!("reward {total}{colon}{}", named.join(", ")));
+    } else {
+        parts.extend(value("loss").map(|v| format!("loss {v:.4}")));
     }
+    let percent = |name: &str| value(name).map(|v| format!("{:.0} %", 100.0 * v));
+    parts.extend(percent("frac_reward_zero_std").map(|v| format!("zero-variance {v}")));
+    parts.extend(percent("completions/clipped_ratio").map(|v| format!("clipped {v}")));
+    parts.extend(value("kl").map(|v| format!("kl {v:.4}")));
     parts.extend(value("completions/mean_length").map(|v| format!("length {v:.1}")));
     parts.extend(value("step_time").map(|v| format!("{v:.2} s")));
+    parts.extend(eta.map(|eta| format!("eta {}", span(eta))));
     parts.join(" | ")
 }
 
 #[cfg(test)]
 mod tests {
+    use indicatif::InMemoryTerm;
+
     use super::*;
 
     #[derive(Clone, Default)]
     struct Buffer(Arc<Mutex<Vec<u8>>>);
+
+    impl Buffer {
+        fn text(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+    }
 
     impl Write for Buffer {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -182,24 +449,65 @@ mod tests {
     fn printed(use_console: impl FnOnce(&Console)) -> String {
         let buffer = Buffer::default();
         use_console(&Console::plain(buffer.clone()));
-        String::from_utf8(buffer.0.lock().unwrap().clone()).unwrap()
+        buffer.text()
+    }
+
+    /// A terminal of some columns, and a console on it.
+    fn terminal(columns: u16, colour: bool) -> (InMemoryTerm, Console) {
+        let screen = InMemoryTerm::new(20, columns);
+        let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
+        let sink = Sink::Terminal(MultiProgress::with_draw_target(target), Some(columns.into()));
+        (screen, Console::new(sink, colour, PLAIN_EVERY))
+    }
+
+    fn metrics(values: &[(&str, Option<f64>)]) -> Vec<Metric> {
+        values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    fn of_a_step() -> Vec<Metric> {
+        metrics(&[
+            ("loss", Some(0.000_01)),
+            ("reward", Some(0.6951)),
+            ("rewards/accuracy/mean", Some(0.41)),
+            ("rewards/accuracy/std", Some(0.5)),
+            ("rewards/judge/mean", None),
+            ("rewards/format/mean", Some(0.98)),
+            ("frac_reward_zero_std", Some(0.375)),
+            ("kl", None),
+            ("completions/mean_length", Some(45.25)),
+            ("completions/clipped_ratio", Some(0.12)),
+            ("grad_norm", Some(1.0)),
+            ("step_time", Some(1.234)),
+        ])
+    }
+
+    const LINE: &str = "step 10/300 | reward 0.695: accuracy 0.41, format 0.98 | zero-variance 38 % | clipped 12 % | \
+                        length 45.2 | 1.23 s";
+
+    #[test]
+    fn a_step_shows_rewards_by_name_and_no_loss_that_says_nothing() {
+        assert_eq!(printed(|console| console.summary(10, 300, &of_a_step())), format!("{LINE}\n"));
+        let eta = Some(Duration::from_secs(11_520));
+        assert_eq!(summary_line(10, 300, &of_a_step(), eta), format!("{LINE} | eta 3 h 12 min"));
+        // No reward applied: that is said, and not filled with the loss.
+        let none = metrics(&[("loss", Some(0.0)), ("reward", None)]);
+        assert_eq!(summary_line(1, 2, &none, None), "step 1/2 | reward none");
+        let imitation = metrics(&[("loss", Some(0.012_34)), ("step_time", Some(2.0))]);
+        assert_eq!(summary_line(1, 2, &imitation, None), "step 1/2 | loss 0.0123 | 2.00 s");
+        assert_eq!(summary_line(1, 2, &[], None), "step 1/2");
     }
 
     #[test]
-    fn summary_shows_what_there_is() {
-        let metrics: Vec<Metric> = [
-            ("loss", Some(0.012_34)),
-            ("reward", Some(0.5125)),
-            ("kl", None),
-            ("completions/mean_length", Some(45.25)),
-            ("grad_norm", Some(1.0)),
-            ("step_time", Some(1.234)),
-        ]
-        .map(|(name, value)| (name.to_owned(), value))
-        .into();
-        let expected = "step 10/300 | loss 0.0123 | reward 0.512 | length 45.2 | 1.23 s\n";
-        assert_eq!(printed(|console| console.summary(10, 300, &metrics)), expected);
-        assert_eq!(summary_line(1, 2, &[]), "step 1/2");
+    fn step_lines_tell_the_time_left() {
+        let buffer = Buffer::default();
+        let console = Console::plain(buffer.clone());
+        let steps = console.steps(0, 3);
+        std::thread::sleep(Duration::from_millis(10));
+        steps.advance();
+        console.summary(1, 3, &[]);
+        (0..2).for_each(|_| steps.advance());
+        console.summary(3, 3, &[]);
+        assert_eq!(buffer.text(), "step 1/3 | eta 0 s\nstep 3/3\n");
     }
 
     #[test]
@@ -214,7 +522,6 @@ mod tests {
 
         let log = printed(|console| {
             let mut progress = console.progress("steps", 3);
-            progress.message("not in a log");
             progress.advance(1);
             progress.advance(7);
             console.progress("nothing", 0).advance(1);
@@ -222,17 +529,107 @@ mod tests {
         assert_eq!(log, "steps: 1/3\nsteps: 3/3\n");
     }
 
+    /// Whoever reads a log sees that the run is alive and what it does, however long a step takes.
     #[test]
-    fn the_bar_template_parses_and_bars_count() {
-        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
-        let hidden = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
-        let mut progress = Console { log: None, sink: Sink::Terminal(hidden) }.progress("steps", 4);
-        progress.advance(3);
-        progress.message("reward 0.5");
-        let bar = progress.bar.clone().unwrap();
-        assert_eq!((bar.position(), bar.length(), bar.message()), (3, Some(4), "reward 0.5".to_owned()));
+    fn a_plain_log_has_a_line_now_and_then_within_a_step() {
+        let buffer = Buffer::default();
+        let console = Console::plain_every(buffer.clone(), Duration::from_millis(20));
+        let steps = console.steps(12, 300);
+        console.activity().enter("rollout", Instant::now());
+        console.activity().parts("completions", 36, 64);
+        console.activity().token(true);
+        std::thread::sleep(Duration::from_millis(200));
+        drop(steps);
+        let text = buffer.text();
+        let first = "step 13/300: rollout · completions 37/64 · 1 tokens · 0 s in this step";
+        assert_eq!(text.lines().next(), Some(first));
+        assert!((2..=11).contains(&text.lines().count()), "{text}");
+
+        let console = Console::plain_every(buffer.clone(), Duration::from_millis(20));
+        let mut progress = console.progress("evaluating", 100);
+        progress.advance(1);
+        std::thread::sleep(Duration::from_millis(60));
         drop(progress);
-        assert!(bar.is_finished());
+        assert_eq!(buffer.text().lines().last(), Some("evaluating: 1/100"));
+        let settled = buffer.text();
+        std::thread::sleep(Duration::from_millis(60));
+        assert_eq!(buffer.text(), settled, "nothing is written once the stage is over");
+    }
+
+    #[test]
+    fn bars_show_the_run_the_step_and_what_it_does() {
+        let (screen, console) = terminal(80, false);
+        let steps = console.steps(75, 300);
+        let activity = console.activity();
+        activity.enter("rollout", Instant::now());
+        activity.parts("completions", 37, 64);
+        (0..4100).for_each(|_| activity.token(false));
+        console.line("above the bar");
+        std::thread::sleep(2 * TICK);
+        let shown = screen.contents();
+        let lines: Vec<&str> = shown.lines().collect();
+        assert_eq!(lines.len(), 3, "{shown}");
+        assert_eq!(lines[0], "above the bar");
+        assert!(lines[1].starts_with("step 76/300 ━━━") && lines[1].ends_with("─ 25 %"), "{shown}");
+        assert!(lines[2].starts_with("  rollout · completions 37/64 · 4.1 k tokens"), "{shown}");
+        steps.advance();
+        console.summary(76, 300, &of_a_step());
+        let mut stage = console.progress("evaluating", 4);
+        stage.advance(3);
+        std::thread::sleep(TICK);
+        assert!(
+            screen.contents().lines().any(|line| line.starts_with("evaluating ━━") && line.ends_with(" 3/4")),
+            "{}",
+            screen.contents()
+        );
+        drop(stage);
+        drop(steps);
+        // What is left are the lines, the step's broken between words and unharmed by the bars.
+        let shown = screen.contents();
+        let (first, second) = shown.split_once('\n').unwrap();
+        assert_eq!(first, "above the bar");
+        assert_eq!(
+            second.replace("\n  ", " ").split(" | eta").next(),
+            Some(&*LINE.replace("10/300", "76/300"))
+        );
+        assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
+    }
+
+    #[test]
+    fn nothing_from_outside_acts_on_the_terminal() {
+        let (screen, console) = terminal(80, true);
+        console.line("id \u{1b}]0;x\u{7}\u{1b}[2J\r\u{e}end");
+        console.warning("from a server: \u{1b}[31m");
+        let shown = screen.contents();
+        assert_eq!(shown, "id \\u{1b}]0;x\\u{7}\\u{1b}[2J\\r\\u{e}end\nwarning: from a server: \\u{1b}[31m");
+        assert_eq!(printed(|console| console.line("\u{1b}[1m")), "\\u{1b}[1m\n");
+    }
+
+    #[test]
+    fn colour_is_for_terminals_that_want_it() {
+        let coloured = |colour| {
+            let (screen, console) = terminal(40, colour);
+            console.warning("mind");
+            console.error("error: no");
+            console.summary(1, 2, &metrics(&[("reward", Some(1.0))]));
+            assert_eq!(screen.contents(), "warning: mind\nerror: no\nstep 1/2 | reward 1.000");
+            String::from_utf8(screen.contents_formatted()).unwrap()
+        };
+        assert!(coloured(true).contains("33") && coloured(true).contains("31"), "{:?}", coloured(true));
+        assert!(!coloured(false).contains("33m") && !coloured(false).contains("31m"));
+        assert_eq!(printed(|console| console.warning("mind")), "warning: mind\n");
+    }
+
+    #[test]
+    fn the_log_has_warnings_too_whoever_holds_the_console() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("deep/log.txt");
+        let console = Console::plain(Buffer::default());
+        let earlier = console.clone();
+        console.log_to(&path).unwrap();
+        earlier.warning("again\u{1b}");
+        let log = std::fs::read_to_string(&path).unwrap();
+        assert!(log.ends_with(" warning: again\\u{1b}\n") && log.starts_with("20"), "{log}");
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! There is no tracker for TensorBoard or Weights & Biases: `metrics.jsonl` has one flat JSON object per step, which both
 //! import with a few lines.
 
+mod activity;
 mod atomic;
 mod console;
 mod error;
@@ -18,14 +19,17 @@ mod jsonl;
 mod phase;
 mod report;
 mod run_dir;
+mod text;
 mod window;
 
+pub use activity::Activity;
 pub use atomic::write_atomic;
-pub use console::{Console, Progress, summary_line};
+pub use console::{Console, Progress, Steps, summary_line};
 pub use error::Error;
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
 pub use run_dir::{Existing, FinishReason, Rollout, RunDir, Skipped};
+pub use text::{escape, escape_line, fit, wrap};
 pub use window::Window;
 
 /// A metric's name and value; `None` if there was nothing to measure. Written as `null`, as are NaN and infinities.

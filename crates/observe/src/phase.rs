@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::Metric;
+use crate::{Activity, Metric};
 
 /// Splits the wall time of a step into named phases that add up to it.
 ///
@@ -14,18 +14,33 @@ pub struct PhaseTimer {
     switched: Instant,
     current: Option<usize>,
     phases: Vec<(&'static str, Duration)>,
+    activity: Activity,
 }
 
 impl PhaseTimer {
     /// Starts a step. Time before the first [`PhaseTimer::enter`] counts in `step_time` but in no phase.
     #[must_use]
     pub fn start(now: Instant) -> Self {
-        Self { started: now, switched: now, current: None, phases: Vec::new() }
+        Self::shown(now, &Activity::default())
+    }
+
+    /// As [`Self::start`], for someone who watches which phase it is.
+    #[must_use]
+    pub fn shown(now: Instant, activity: &Activity) -> Self {
+        let (phases, activity) = (Vec::new(), activity.clone());
+        Self { started: now, switched: now, current: None, phases, activity }
+    }
+
+    /// What the step does at this moment, for counts within a phase.
+    #[must_use]
+    pub fn activity(&self) -> &Activity {
+        &self.activity
     }
 
     /// Ends the active phase and begins another.
     pub fn enter(&mut self, phase: &'static str, now: Instant) {
         self.leave(now);
+        self.activity.enter(phase, now);
         let at = self.phases.iter().position(|(name, _)| *name == phase).unwrap_or_else(|| {
             self.phases.push((phase, Duration::ZERO));
             self.phases.len() - 1
@@ -37,6 +52,7 @@ impl PhaseTimer {
     pub fn leave(&mut self, now: Instant) {
         if let Some(at) = self.current.take() {
             self.phases[at].1 += now.saturating_duration_since(self.switched);
+            self.activity.leave();
         }
         self.switched = now;
     }

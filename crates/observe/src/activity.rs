@@ -1,0 +1,204 @@
+//! What a run does at this moment, for whoever watches it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::text::{count, span};
+
+/// Steps whose mean length says how long the rest takes.
+const RECENT_STEPS: usize = 20;
+
+/// The step, phase and counts of a run. Whoever works writes to it, the console shows it; clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Activity(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    steps: Option<Steps>,
+    phase: Option<Phase>,
+}
+
+#[derive(Debug)]
+struct Steps {
+    done: u64,
+    total: u64,
+    since: Instant,
+    recent: VecDeque<Duration>,
+}
+
+#[derive(Debug)]
+struct Phase {
+    name: &'static str,
+    since: Instant,
+    parts: Option<(&'static str, usize, usize)>,
+    tokens: u64,
+}
+
+impl Activity {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn begin(&self, done: u64, total: u64, now: Instant) {
+        *self.state() =
+            State { steps: Some(Steps { done, total, since: now, recent: VecDeque::new() }), phase: None };
+    }
+
+    pub(crate) fn end(&self) {
+        *self.state() = State::default();
+    }
+
+    pub(crate) fn step_done(&self, now: Instant) {
+        let mut state = self.state();
+        state.phase = None;
+        if let Some(steps) = &mut state.steps {
+            steps.done += 1;
+            steps.recent.push_back(now.saturating_duration_since(steps.since));
+            steps.recent.drain(..steps.recent.len().saturating_sub(RECENT_STEPS));
+            steps.since = now;
+        }
+    }
+
+    /// The step under way, from 1, while a run is.
+    #[must_use]
+    pub fn step(&self) -> Option<u64> {
+        self.state().steps.as_ref().map(|steps| (steps.done + 1).min(steps.total))
+    }
+
+    /// Begins a phase.
+    pub fn enter(&self, name: &'static str, now: Instant) {
+        self.state().phase = Some(Phase { name, since: now, parts: None, tokens: 0 });
+    }
+
+    /// Ends the phase.
+    pub fn leave(&self) {
+        self.state().phase = None;
+    }
+
+    /// How much of the phase is done, in parts of some name.
+    pub fn parts(&self, name: &'static str, done: usize, total: usize) {
+        if let Some(phase) = &mut self.state().phase {
+            phase.parts = Some((name, done, total));
+        }
+    }
+
+    /// A token was sampled; with `last` one more part of the phase is done.
+    pub fn token(&self, last: bool) {
+        if let Some(phase) = &mut self.state().phase {
+            phase.tokens += 1;
+            if let (true, Some((_, done, _))) = (last, &mut phase.parts) {
+                *done += 1;
+            }
+        }
+    }
+
+    /// Tokens sampled in this phase.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.state().phase.as_ref().map_or(0, |phase| phase.tokens)
+    }
+
+    /// Done and all steps.
+    pub(crate) fn steps(&self) -> Option<(u64, u64)> {
+        self.state().steps.as_ref().map(|steps| (steps.done, steps.total))
+    }
+
+    /// How long the steps that are left will take, by the mean of the last ones; `None` before the first is done.
+    pub(crate) fn left(&self, now: Instant) -> Option<Duration> {
+        let state = self.state();
+        let steps = state.steps.as_ref()?;
+        let mean =
+            steps.recent.iter().sum::<Duration>().checked_div(u32::try_from(steps.recent.len()).ok()?)?;
+        let under_way = now.saturating_duration_since(steps.since).min(mean);
+        let left = mean.as_secs_f64() * steps.total.saturating_sub(steps.done) as f64;
+        Duration::try_from_secs_f64((left - under_way.as_secs_f64()).max(0.0)).ok()
+    }
+
+    /// `rollout · completions 37/64 · 4.1 k tokens · 12 tok/s`, or `backward · prompts 3/8 · 12 s`.
+    pub(crate) fn doing(&self, now: Instant) -> String {
+        let state = self.state();
+        let Some(phase) = &state.phase else { return String::new() };
+        let time = now.saturating_duration_since(phase.since);
+        let mut out = phase.name.replace('_', " ");
+        if let Some((name, done, total)) = phase.parts {
+            out.push_str(&format!(" · {name} {done}/{total}"));
+        }
+        if phase.tokens > 0 {
+            out.push_str(&format!(" · {} tokens", count(phase.tokens as f64)));
+            if time.as_secs_f64() >= 1.0 {
+                out.push_str(&format!(" · {} tok/s", count(phase.tokens as f64 / time.as_secs_f64())));
+            }
+        } else {
+            out.push_str(&format!(" · {}", span(time)));
+        }
+        out
+    }
+
+    /// All of it in one line, for a plain log.
+    pub(crate) fn line(&self, now: Instant) -> String {
+        let doing = self.doing(now);
+        let Some((done, total)) = self.steps() else { return doing };
+        let mut parts = vec![format!("step {}/{total}:", (done + 1).min(total))];
+        if !doing.is_empty() {
+            parts.push(format!("{doing} ·"));
+        }
+        if let Some(since) = self.state().steps.as_ref().map(|steps| steps.since) {
+            parts.push(format!("{} in this step", span(now.saturating_duration_since(since))));
+        }
+        if let Some(left) = self.left(now) {
+            parts.push(format!("· eta {}", span(left)));
+        }
+        parts.join(" ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_tells_phase_counts_and_time_left() {
+        let start = Instant::now();
+        let at = |secs: f64| start + Duration::from_secs_f64(secs);
+        let activity = Activity::default();
+        assert_eq!((activity.step(), activity.doing(at(0.0))), (None, String::new()));
+
+        activity.begin(9, 300, at(0.0));
+        assert_eq!((activity.step(), activity.left(at(5.0))), (Some(10), None));
+        activity.enter("rollout", at(1.0));
+        activity.parts("completions", 0, 64);
+        (0..4100).for_each(|i| activity.token(i % 100 == 0 && i < 3700));
+        assert_eq!(activity.doing(at(342.0)), "rollout · completions 37/64 · 4.1 k tokens · 12 tok/s");
+        let line =
+            "step 10/300: rollout · completions 37/64 · 4.1 k tokens · 12 tok/s · 5 min 42 s in this step";
+        assert_eq!(activity.line(at(342.0)), line);
+
+        activity.enter("shuffled_rollout", at(343.0));
+        assert_eq!(activity.doing(at(355.0)), "shuffled rollout · 12 s");
+        activity.enter("backward", at(360.0));
+        activity.parts("prompts", 3, 8);
+        assert_eq!(activity.doing(at(372.0)), "backward · prompts 3/8 · 12 s");
+
+        // 290 steps are left, 40 s each, and 10 s of the next are over.
+        activity.step_done(at(40.0));
+        assert_eq!((activity.step(), activity.left(at(50.0))), (Some(11), Some(Duration::from_secs(11_590))));
+        assert_eq!(activity.line(at(50.0)), "step 11/300: 10 s in this step · eta 3 h 14 min");
+        // A step that takes longer than the mean counts as nearly done.
+        assert_eq!(activity.left(at(400.0)), Some(Duration::from_secs(289 * 40)));
+        activity.end();
+        assert_eq!(activity.step(), None);
+    }
+
+    #[test]
+    fn only_the_last_steps_count() {
+        let start = Instant::now();
+        let activity = Activity::default();
+        activity.begin(0, 100, start);
+        let mut now = start;
+        for secs in [1000].into_iter().chain(std::iter::repeat_n(2, RECENT_STEPS)) {
+            now += Duration::from_secs(secs);
+            activity.step_done(now);
+        }
+        assert_eq!(activity.left(now), Some(Duration::from_secs(2 * (100 - 21))));
+    }
+}
