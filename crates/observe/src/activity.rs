@@ -17,6 +17,7 @@ pub struct Activity(Arc<Mutex<State>>);
 struct State {
     steps: Option<Steps>,
     phase: Option<Phase>,
+    parts: Option<(&'static str, usize, usize)>,
 }
 
 #[derive(Debug)]
@@ -31,7 +32,6 @@ struct Steps {
 struct Phase {
     name: &'static str,
     since: Instant,
-    parts: Option<(&'static str, usize, usize)>,
     tokens: u64,
 }
 
@@ -41,8 +41,8 @@ impl Activity {
     }
 
     pub(crate) fn begin(&self, done: u64, total: u64, now: Instant) {
-        *self.state() =
-            State { steps: Some(Steps { done, total, since: now, recent: VecDeque::new() }), phase: None };
+        let steps = Steps { done, total, since: now, recent: VecDeque::new() };
+        *self.state() = State { steps: Some(steps), ..State::default() };
     }
 
     pub(crate) fn end(&self) {
@@ -51,7 +51,7 @@ impl Activity {
 
     pub(crate) fn step_done(&self, now: Instant) {
         let mut state = self.state();
-        state.phase = None;
+        (state.phase, state.parts) = (None, None);
         if let Some(steps) = &mut state.steps {
             steps.done += 1;
             steps.recent.push_back(now.saturating_duration_since(steps.since));
@@ -68,7 +68,7 @@ impl Activity {
 
     /// Begins a phase.
     pub fn enter(&self, name: &'static str, now: Instant) {
-        self.state().phase = Some(Phase { name, since: now, parts: None, tokens: 0 });
+        self.state().phase = Some(Phase { name, since: now, tokens: 0 });
     }
 
     /// Ends the phase.
@@ -76,20 +76,19 @@ impl Activity {
         self.state().phase = None;
     }
 
-    /// How much of the phase is done, in parts of some name.
+    /// How much of a step is done, in parts of some name, until that is told again.
     pub fn parts(&self, name: &'static str, done: usize, total: usize) {
-        if let Some(phase) = &mut self.state().phase {
-            phase.parts = Some((name, done, total));
-        }
+        self.state().parts = Some((name, done, total));
     }
 
-    /// A token was sampled; with `last` one more part of the phase is done.
+    /// A token was sampled; with `last` one more part is done.
     pub fn token(&self, last: bool) {
-        if let Some(phase) = &mut self.state().phase {
+        let mut state = self.state();
+        if let Some(phase) = &mut state.phase {
             phase.tokens += 1;
-            if let (true, Some((_, done, _))) = (last, &mut phase.parts) {
-                *done += 1;
-            }
+        }
+        if let (true, Some((_, done, _))) = (last, &mut state.parts) {
+            *done += 1;
         }
     }
 
@@ -120,11 +119,11 @@ impl Activity {
         let Some(phase) = &state.phase else { return String::new() };
         let time = now.saturating_duration_since(phase.since);
         let mut out = phase.name.replace('_', " ");
-        if let Some((name, done, total)) = phase.parts {
+        if let Some((name, done, total)) = state.parts {
             out.push_str(&format!(" · {name} {done}/{total}"));
         }
         if phase.tokens > 0 {
-            out.push_str(&format!(" · {} tokens", count(phase.tokens as f64)));
+            out.push_str(&format!(" · {} {}", count(phase.tokens as f64), tokens(phase.tokens)));
             if time.as_secs_f64() >= 1.0 {
                 out.push_str(&format!(" · {} tok/s", count(phase.tokens as f64 / time.as_secs_f64())));
             }
@@ -152,6 +151,10 @@ impl Activity {
     }
 }
 
+pub(crate) fn tokens(number: u64) -> &'static str {
+    if number == 1 { "token" } else { "tokens" }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,7 +177,7 @@ mod tests {
         assert_eq!(activity.line(at(342.0)), line);
 
         activity.enter("shuffled_rollout", at(343.0));
-        assert_eq!(activity.doing(at(355.0)), "shuffled rollout · 12 s");
+        assert_eq!(activity.doing(at(355.0)), "shuffled rollout · completions 37/64 · 12 s");
         activity.enter("backward", at(360.0));
         activity.parts("prompts", 3, 8);
         assert_eq!(activity.doing(at(372.0)), "backward · prompts 3/8 · 12 s");

@@ -59,6 +59,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Columns of standard output, if it is a terminal.
+#[must_use]
+pub fn stdout_columns() -> Option<usize> {
+    Some(usize::from(terminal_size::terminal_size_of(io::stdout())?.0.0))
+}
+
 impl Console {
     /// Standard error: bars if it is a terminal, and then in colour if wanted; plain lines otherwise.
     #[must_use]
@@ -208,8 +214,7 @@ impl Console {
                         "doing",
                         key(move || fit(&format!("  {}", doing.doing(Instant::now())), width()).into_owned()),
                     );
-                let bar = ProgressBar::new(total).with_style(style);
-                bar.set_position(done);
+                let bar = ProgressBar::new(total).with_style(style).with_position(done);
                 Shown::bar(bars, bar)
             }
             Sink::Plain(_) => {
@@ -541,7 +546,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(200));
         drop(steps);
         let text = buffer.text();
-        let first = "step 13/300: rollout · completions 37/64 · 1 tokens · 0 s in this step";
+        let first = "step 13/300: rollout · completions 37/64 · 1 token · 0 s in this step";
         assert_eq!(text.lines().next(), Some(first));
         assert!((2..=11).contains(&text.lines().count()), "{text}");
 

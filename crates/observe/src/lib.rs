@@ -13,22 +13,26 @@
 
 mod activity;
 mod atomic;
+mod completions;
 mod console;
 mod error;
 mod jsonl;
 mod phase;
 mod report;
 mod run_dir;
+mod table;
 mod text;
 mod window;
 
 pub use activity::Activity;
 pub use atomic::write_atomic;
-pub use console::{Console, Progress, Steps, summary_line};
+pub use completions::best_and_worst;
+pub use console::{Console, Progress, Steps, stdout_columns, summary_line};
 pub use error::Error;
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
 pub use run_dir::{Existing, FinishReason, Rollout, RunDir, Skipped};
+pub use table::columns;
 pub use text::{escape, escape_line, fit, wrap};
 pub use window::Window;
 

@@ -65,15 +65,30 @@ pub fn wrap(text: &str, width: usize) -> Cow<'_, str> {
             lines.push(Cow::Borrowed(line));
             continue;
         }
+        let line = &glued(line, width);
         let indent = " ".repeat(line.len() - line.trim_start_matches(' ').len() + 2);
         let options = textwrap::Options::new(width)
             .subsequent_indent(&indent)
             .break_words(false)
             .word_separator(textwrap::WordSeparator::AsciiSpace)
             .word_splitter(textwrap::WordSplitter::NoHyphenation);
-        lines.extend(textwrap::wrap(line, options));
+        let broken = textwrap::wrap(line, options);
+        lines.extend(broken.into_iter().map(|line| Cow::Owned(line.replace(GLUE, " "))));
     }
     Cow::Owned(lines.join("\n"))
+}
+
+/// A space that no line is broken at.
+const GLUE: char = '\u{a0}';
+
+/// Text whose parts between bars (`a 1 | b 2`) each fit a line is broken between them alone.
+fn glued(line: &str, width: usize) -> Cow<'_, str> {
+    const BAR: &str = " | ";
+    if !line.contains(BAR) || line.split(BAR).any(|part| part.width() + 4 > width) {
+        return Cow::Borrowed(line);
+    }
+    let parts: Vec<String> = line.split(BAR).map(|part| part.replace(' ', &GLUE.to_string())).collect();
+    Cow::Owned(parts.join(&format!("{GLUE}| ")))
 }
 
 /// `950`, `4.1 k`, `2.6 M`, `3.1 G`.
@@ -95,8 +110,8 @@ pub fn span(time: Duration) -> String {
     match secs {
         0..60 => format!("{secs} s"),
         60..600 => format!("{} min {} s", secs / 60, secs % 60),
-        600..3_600 if minutes < 60 => format!("{minutes} min"),
-        0..172_800 => format!("{hours} h {} min", minutes % 60),
+        600..3_541 => format!("{minutes} min"),
+        3_541..172_800 => format!("{hours} h {} min", minutes % 60),
         _ => format!("{} d {} h", hours / 24, hours % 24),
     }
 }
@@ -136,6 +151,8 @@ mod tests {
         assert_eq!(wrap(text, 14), "  at: one two\n    three\nshort\na/path/longer/than/a/line");
         assert!(matches!(wrap("a  table   row\nb", 14), Cow::Borrowed(_)));
         assert_eq!(wrap("zero-variance groups", 10), "zero-variance\n  groups");
+        assert_eq!(wrap("step 1/2 | reward 0.5 | kl 0.1", 23), "step 1/2 | reward 0.5 |\n  kl 0.1");
+        assert_eq!(wrap("step 1/2 | reward 0.5 | kl 0.1", 22), "step 1/2 |\n  reward 0.5 | kl 0.1");
     }
 
     #[test]

@@ -12,36 +12,99 @@ mod settings;
 mod values;
 mod verbs;
 
-use std::io::Write;
+use std::fmt::{Debug, Write as _};
+use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use cli::Parsed;
 use explain::Problem;
+use omnigrpo_observe::Console;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
 fn main() -> ExitCode {
     heap::keep();
-    show_warnings();
-    let problem = match cli::parse(std::env::args_os(), |name| std::env::var(name).ok()) {
+    let env = |name: &str| std::env::var(name).ok();
+    let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));
+    show_warnings(&console);
+    let problem = match cli::parse(std::env::args_os(), env) {
         Ok(Parsed::Print(text)) => {
             // A closed pipe (`| head`) is no failure of ours.
             let _ = write!(std::io::stdout().lock(), "{text}");
             return ExitCode::SUCCESS;
         }
-        Ok(Parsed::Run(resolved)) => match verbs::run(&resolved) {
+        Ok(Parsed::Run(resolved)) => match verbs::run(&resolved, &console) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(error) => Problem::from_error(&error),
         },
         Err(problem) => problem,
     };
-    let _ = writeln!(std::io::stderr().lock(), "{problem}");
+    console.error(&problem.to_string());
     ExitCode::from(problem.exit_code())
 }
 
-/// Warnings of the libraries (a reward program that is asked again, say) go to standard error; `RUST_LOG` shows more.
-/// Without those of `symphonia`'s probe: it calls the first four bytes of every MP4 and MOV file junk.
-fn show_warnings() {
+/// Colour is for terminals that know it, unless `NO_COLOR` says no (no-color.org: any text but none).
+fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool {
+    let no = env("NO_COLOR").is_some_and(|value| !value.is_empty());
+    is_terminal && !no && env("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Warnings of the libraries (a reward program that is asked again, say) go to the console, so that they are in the run's
+/// log and bars survive them; `RUST_LOG` shows more. Without those of `symphonia`'s probe: it calls the first four bytes
+/// of every MP4 and MOV file junk.
+fn show_warnings(console: &Console) {
     use tracing_subscriber::EnvFilter;
     let shown = "warn,symphonia_core::formats::probe=error";
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let subscriber = tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter));
+    // Nothing has set another one: this is the program's first act.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}
+
+struct Warnings(Console);
+
+impl<S: tracing::Subscriber> Layer<S> for Warnings {
+    fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let metadata = event.metadata();
+        let text = format!("{}{}", line.message, line.fields);
+        match *metadata.level() {
+            tracing::Level::ERROR => self.0.error(&format!("error: {text}")),
+            tracing::Level::WARN => self.0.warning(&text),
+            level => self.0.line(&format!("{level} {}: {text}", metadata.target())),
+        }
+    }
+}
+
+/// An event's message, and its fields behind it as `(name value)`.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl tracing::field::Visit for Line {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn Debug) {
+        // Writing to a string cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " ({name} {value:?})"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::wants_colour;
+
+    #[test]
+    fn colour_is_for_terminals_that_want_it() {
+        let env = |list: &'static [(&str, &str)]| {
+            move |name: &str| list.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        };
+        assert!(wants_colour(env(&[]), true) && wants_colour(env(&[("NO_COLOR", "")]), true));
+        assert!(!wants_colour(env(&[]), false));
+        assert!(!wants_colour(env(&[("NO_COLOR", "1")]), true));
+        assert!(!wants_colour(env(&[("TERM", "dumb")]), true));
+    }
 }

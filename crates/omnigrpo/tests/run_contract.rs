@@ -44,6 +44,56 @@ fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in
     in_order(&place.text("out/log.txt"), &["omnigrpo ", "model ", "step 1/1 |"]);
 }
 
+/// A log in a file is for people and programs: rewards by name, no loss that is always 0, what warns, and no codes of
+/// terminals, neither ours nor a model's or a row's.
+#[test]
+fn a_log_tells_rewards_warnings_and_completions_without_codes() {
+    let place = Place::new();
+    place.write(
+        "rows.jsonl",
+        r#"{"id": "a\u001b]0;x\u0007", "problem": "Which\nshape\r?", "solution": "<answer>sq\u001b[2Juare</answer>"}"#,
+    );
+    // It ends without an answer once, which is a warning.
+    place.write(
+        "once.sh",
+        r#"[ -e been ] || { touch been; printf 'lost \033[31m' >&2; exit 1; }
+while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; done"#,
+    );
+    let line = "train --model M --train_file rows.jsonl --num_generations 2 --gradient_accumulation_steps 1 \
+                --max_completion_length 4 --max_steps 4 --logging_steps 3 --grpo_logging_steps 3 --log_completions --threads 1";
+    let more = ["--output_dir", "out", "--reward_funcs", "format", "half=cmd:bash once.sh"];
+    let stderr = place.run_with(line, &more).ok().stderr;
+    for text in [&stderr, &place.text("out/log.txt")] {
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+        in_order(
+            text,
+            &[
+                "warning: ",
+                "lost \\u{1b}[31m",
+                "row a\\u{1b}]0;x\\u{7}: Which\\nshape\\r?",
+                "truth <answer>sq\\u{1b}[2Juare</answer>",
+                "best  +",
+                "(format 0.00, half 1.00)",
+                "worst -",
+                "(format 0.00, half 0.25)",
+                "step 3/4 | reward 0.625: format 0.00, half 0.62 | zero-variance 0 % | clipped 100 %",
+                " | eta ",
+                "step 4/4 | reward 0.625",
+            ],
+        );
+        assert!(!text.contains("loss 0.0000"), "{text}");
+    }
+
+    // The window that is open when the run ends is shown as well.
+    let line = line.replace("--logging_steps 3", "--logging_steps 1").replace("--log_completions", "");
+    let more = ["--output_dir", "windows", "--reward_funcs", "random"];
+    let stderr = place.run_with(&line, &more).ok().stderr;
+    in_order(
+        &stderr,
+        &["step 3: grpo/policy_seq_log_prob", "step 3/4 |", "step 4: grpo/policy_seq_log_prob", "step 4/4 |"],
+    );
+}
+
 #[test]
 fn an_error_is_in_the_log_too() {
     let place = Place::new();

@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
 use support::{Place, appears, ran};
@@ -126,6 +127,27 @@ fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
     assert_eq!(place.lines("killed/metrics.jsonl").len(), 5);
     assert!(place.text("kills").lines().count() >= 4, "{}", place.text("kills"));
     same(&place, "steady", "killed");
+}
+
+/// However long a step takes, the signal is answered at once, and the second one needs no patience at all.
+#[test]
+fn the_first_signal_is_answered_and_the_second_ends_the_run_at_once() {
+    let place = Place::new();
+    let line = "train --model M --train_file rows.jsonl --max_steps 2 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --reward_timeout_secs 1000 --output_dir run";
+    place.write("slow.sh", "read -r line; echo asked >> asked; sleep 1000");
+    let mut command = place.command(line);
+    command.args(["--reward_funcs", "cmd:bash slow.sh"]);
+    let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(appears(&place.path("asked")));
+    let interrupt = || {
+        assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    };
+    interrupt();
+    let answer = "finishing step 1, then saving; press Ctrl-C again to stop now";
+    assert!(stderr.any(|line| line.unwrap() == answer));
+    interrupt();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
 #[test]

@@ -57,6 +57,8 @@ pub struct TokenEvent {
     pub sample: usize,
     /// The token.
     pub id: u32,
+    /// Whether its completion ends with it.
+    pub last: bool,
 }
 
 /// Samples completions from a model.
@@ -178,8 +180,9 @@ impl<'a> Generator<'a> {
                 matcher: StopMatcher::new(self.stops),
             };
             let drawn = draw(&mut logits.clone(), self.params, key, 0, &[&prompt.ids], &self.stops.ids)?;
-            on_token(TokenEvent { request: index, sample: slot, id: drawn.id });
+            let id = drawn.id;
             self.append(&mut sequence, drawn);
+            on_token(TokenEvent { request: index, sample: slot, id, last: self.is_over(&sequence) });
             sequences.push(sequence);
         }
         Ok(Live { request: index, prompt, cache, sequences })
@@ -225,8 +228,9 @@ impl<'a> Generator<'a> {
             drop(counted);
             for ((request, _, sequence), drawn) in sequences.iter_mut().zip(drawn) {
                 let drawn = drawn?;
-                on_token(TokenEvent { request: *request, sample: sequence.slot, id: drawn.id });
+                let (request, sample, id) = (*request, sequence.slot, drawn.id);
                 self.append(sequence, drawn);
+                on_token(TokenEvent { request, sample, id, last: self.is_over(sequence) });
             }
         }
         Ok(())
@@ -274,14 +278,16 @@ impl<'a> Generator<'a> {
         Ok(text)
     }
 
+    fn is_over(&self, sequence: &Sequence) -> bool {
+        sequence.done.finish_reason == FinishReason::Stop
+            || sequence.done.ids.len() >= self.params.max_completion_length
+    }
+
     /// Takes completions that have ended out of the batch, and groups without any left.
     fn retire(&self, live: &mut Vec<Live>, finished: &mut [Vec<Option<Completion>>]) {
         for group in live.iter_mut() {
             let (over, going): (Vec<_>, Vec<_>) =
-                std::mem::take(&mut group.sequences).into_iter().partition(|s| {
-                    s.done.finish_reason == FinishReason::Stop
-                        || s.done.ids.len() >= self.params.max_completion_length
-                });
+                std::mem::take(&mut group.sequences).into_iter().partition(|s| self.is_over(s));
             group.sequences = going;
             for sequence in over {
                 finished[group.request][sequence.slot] = Some(sequence.done);

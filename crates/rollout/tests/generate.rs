@@ -459,15 +459,18 @@ fn events_tell_every_token_in_order() {
         params: &params,
         max_live: 2,
     };
-    let mut seen: BTreeMap<(usize, usize), Vec<u32>> = BTreeMap::new();
+    let mut seen: BTreeMap<(usize, usize), Vec<(u32, bool)>> = BTreeMap::new();
     let groups = generator
-        .generate(&requests, |TokenEvent { request, sample, id }| {
-            seen.entry((request, sample)).or_default().push(id);
+        .generate(&requests, |TokenEvent { request, sample, id, last }| {
+            seen.entry((request, sample)).or_default().push((id, last));
         })
         .unwrap();
     for (request, group) in groups.iter().enumerate() {
         for (sample, completion) in group.iter().enumerate() {
-            assert_eq!(seen[&(request, sample)], completion.ids);
+            let last = completion.ids.len() - 1;
+            let expected: Vec<(u32, bool)> =
+                completion.ids.iter().enumerate().map(|(i, &id)| (id, i == last)).collect();
+            assert_eq!(seen[&(request, sample)], expected);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use omnigrpo_observe::{
     BeforeAfter, Console, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped, Window,
-    write_atomic,
+    best_and_worst, write_atomic,
 };
 use omnigrpo_rewards::Category;
 use serde::Serialize;
@@ -16,6 +16,9 @@ use crate::plan::{RunPlan, RunSummary};
 use crate::rows::{SkippedRow, media_paths};
 use crate::step::Rollouts;
 use crate::timing::peak_memory_bytes;
+
+/// Groups of a step whose best and worst completions are shown, with `log_completions`.
+const SHOWN_GROUPS: usize = 2;
 
 /// The records of a running loop.
 pub(crate) struct Records {
@@ -59,7 +62,7 @@ impl Records {
     }
 
     pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
-        self.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));
+        self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
         Ok(self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?)
     }
@@ -69,10 +72,10 @@ impl Records {
         let lines = rollout_lines(rollouts, epoch);
         self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
         if self.log_completions && step.is_multiple_of(self.logging_steps) {
-            for line in lines.iter().filter(|line| line.group == 0) {
-                let reward = line.reward.map_or("none".to_owned(), |r| format!("{r:.3}"));
-                self.console
-                    .line(&format!("  {} [{}] reward {reward}: {}", line.id, line.sample, line.completion));
+            let groups = lines.chunk_by(|a, b| a.group == b.group).zip(&rollouts.rows);
+            for (group, row) in groups.take(SHOWN_GROUPS) {
+                let shown = best_and_worst(&row.sample.question(), group, self.console.width());
+                self.console.line(&shown.join("\n"));
             }
         }
         Ok(())
@@ -106,20 +109,35 @@ impl Records {
             metrics.into_iter().partition(|(name, _)| name.starts_with("grpo/"));
         self.window.push(&others);
         self.grpo_window.push(&own);
-        if self.grpo_logging_steps != self.logging_steps && step.is_multiple_of(self.grpo_logging_steps) {
-            let means: Vec<String> = self
-                .grpo_window
-                .drain()
-                .into_iter()
-                .filter_map(|(name, value)| Some(format!("{name} {:.4}", value?)))
-                .collect();
-            self.console.line(&format!("step {step}: {}", means.join(" | ")));
+        if step.is_multiple_of(self.grpo_logging_steps) {
+            self.show_grpo_window(step);
         }
-        if step.is_multiple_of(self.logging_steps) || step == self.total_steps {
-            let means = self.window.drain();
-            self.console.summary(step, self.total_steps, &means);
+        if step.is_multiple_of(self.logging_steps) {
+            self.show_window(step);
         }
         Ok(())
+    }
+
+    /// Shows the windows that were open when the run ended after `step`.
+    pub(crate) fn close(&mut self, step: u64) {
+        self.show_grpo_window(step);
+        self.show_window(step);
+    }
+
+    fn show_grpo_window(&mut self, step: u64) {
+        let means = self.grpo_window.drain();
+        let shown: Vec<String> =
+            means.into_iter().filter_map(|(name, value)| Some(format!("{name} {:.4}", value?))).collect();
+        if self.grpo_logging_steps != self.logging_steps && !shown.is_empty() {
+            self.console.line(&format!("step {step}: {}", shown.join(" | ")));
+        }
+    }
+
+    fn show_window(&mut self, step: u64) {
+        let means = self.window.drain();
+        if !means.is_empty() {
+            self.console.summary(step, self.total_steps, &means);
+        }
     }
 
     /// The result of an evaluation: a row of metrics, its completions and its tables.

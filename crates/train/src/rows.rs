@@ -33,6 +33,13 @@ pub struct SkippedRow {
     pub replaced_by: Option<String>,
 }
 
+impl std::fmt::Display for SkippedRow {
+    /// For the console.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "skipped row {} (id {}): {}", self.row, self.id, self.reason)
+    }
+}
+
 /// A row with its prompt.
 #[derive(Clone, Debug)]
 pub struct PreparedRow {

@@ -119,8 +119,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let mut evaluated_at = None;
     let mut saved_at = None;
     let mut epoch_before = source.order().epochs_done().floor();
+    let shown = console.steps(step, total);
     while step < total && !stop.load(Ordering::Relaxed) {
-        let mut timer = PhaseTimer::start(Instant::now());
+        let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
         let factor = schedule.factor(step);
         this.model.set_dropout_key(this.algorithm.seed.rotate_left(32) ^ step);
         let mut metrics;
@@ -181,6 +182,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         this.records.ahead_secs += ahead;
         step += 1;
         let epoch = source.order().epochs_done();
+        shown.advance();
         this.records.step(step, epoch, metrics, reward, timer)?;
 
         let epoch_done = epoch.floor() > epoch_before;
@@ -211,6 +213,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             saved_at = Some(step);
         }
     }
+    drop(shown);
+    this.records.close(step);
     summary.interrupted = step < total;
     if summary.interrupted {
         if saved_at != Some(step) {
@@ -271,7 +275,6 @@ impl Loop {
                 rows,
                 rollout_index,
                 timer,
-                &mut || {},
             )?
         };
         self.records.rollouts(step + 1, epoch, &rollouts)?;
@@ -280,9 +283,11 @@ impl Loop {
 
     fn evaluate(&mut self, step: u64, epoch: f64) -> Result<Option<Evaluation>> {
         let Some(plan) = &self.eval else { return Ok(None) };
+        self.console.activity().enter("evaluation", Instant::now());
         let mut progress = self.console.progress("evaluating", plan.rows.len() as u64);
         let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
+        self.console.activity().leave();
         self.records.evaluation(step, epoch, &evaluation)?;
         Ok(Some(evaluation))
     }
@@ -312,6 +317,7 @@ impl Loop {
         source: &RowSource,
         buffer: Option<&(Rollouts, usize)>,
     ) -> Result<()> {
+        self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
         let state = TrainerState {
             global_step: step,
@@ -326,6 +332,7 @@ impl Loop {
         let keep = self.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
         let path =
             checkpoint::save(&self.run.output_dir, &self.model, optimizer, state, self.run.save_limit, keep)?;
+        self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
         Ok(())
     }

@@ -119,7 +119,7 @@ fn module(name: &str) -> &str {
 #[must_use]
 pub fn summary(model: &Model) -> String {
     let mut out = format!(
-        "{:<10} {:>8} {:>14} {:>14} {:>12} {:>11} {:>11}\n",
+        "{:<11} {:>7} {:>13} {:>13} {:>11} {:>10} {:>9}\n",
         "part", "tensors", "parameters", "trained", "of adapters", "weights", "training"
     );
     let adapters: HashSet<&str> = model.adapter_params().iter().map(|p| p.name()).collect();
@@ -136,11 +136,14 @@ pub fn summary(model: &Model) -> String {
                 own += param.len();
             }
         }
-        let megabytes = |bytes: usize| format!("{:.1} MB", bytes as f64 / 1e6);
+        let megabytes = |bytes: usize| match bytes as f64 / 1e6 {
+            mb if mb < 1e4 => format!("{mb:.1} MB"),
+            mb => format!("{:.1} GB", mb / 1e3),
+        };
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,
-            "{name:<10} {:>8} {all:>14} {trained:>14} {own:>12} {:>11} {:>11}",
+            "{name:<11} {:>7} {all:>13} {trained:>13} {own:>11} {:>10} {:>9}",
             params.len(),
             megabytes(held),
             megabytes(added)

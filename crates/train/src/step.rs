@@ -96,8 +96,8 @@ pub fn collect(
     rows: Vec<PreparedRow>,
     step: u64,
     timer: &mut PhaseTimer,
-    progress: &mut dyn FnMut(),
 ) -> Result<Rollouts> {
+    let activity = timer.activity().clone();
     let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let completions = timed(timer, "rollout", || {
         let requests: Vec<Request> = rows
@@ -111,7 +111,9 @@ pub fn collect(
                 row: row.sample.row,
             })
             .collect();
-        Ok::<_, TrainError>(generator(model, prompts, algorithm).generate(&requests, |_| progress())?)
+        activity.parts("completions", 0, rows.len() * algorithm.num_generations);
+        let generator = generator(model, prompts, algorithm);
+        Ok::<_, TrainError>(generator.generate(&requests, |event| activity.token(event.last))?)
     })?;
     let mut matrix = timed(timer, "reward", || {
         let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
@@ -325,9 +327,12 @@ pub fn update(
             .collect();
         for mut stream in pack(&shapes, algorithm.max_stream_tokens) {
             stream.iter_mut().for_each(|part| part.group += first);
+            let done = stream.first().map_or(first, |part| part.group);
+            timer.activity().parts("prompts", done, rollouts.rows.len());
             pass.run(&stream, rollouts, &normalizer, timer)?;
         }
     }
+    timer.activity().parts("prompts", rollouts.rows.len(), rollouts.rows.len());
     let Pass { sums, gap, num_tokens, new_old, on_policy, gradients, .. } = pass;
     let prompts: Vec<&Prompt> = rollouts.rows.iter().map(|row| row.prompt.as_ref()).collect();
     timed(timer, "backward", || {
@@ -616,6 +621,8 @@ pub fn imitate(
     let weight = 1.0 / tokens.max(1) as f64;
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
     for parts in pack(&shapes, algorithm.max_stream_tokens) {
+        let done = parts.first().map_or(0, |part| part.group);
+        timer.activity().parts("answers", done, examples.len());
         let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();
         let groups: Vec<GroupStream> =
             members.iter().map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] }).collect();

@@ -896,18 +896,8 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let mut timer = PhaseTimer::start(Instant::now());
     let (model, prompts, rows) = (&setup.model, &setup.prompts, prepared(setup));
     let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
-    let mut rollouts = step::collect(
-        model,
-        prompts,
-        None,
-        &setup.rewards,
-        &setup.algorithm,
-        rows,
-        0,
-        &mut timer,
-        &mut || {},
-    )
-    .unwrap();
+    let mut rollouts =
+        step::collect(model, prompts, None, &setup.rewards, &setup.algorithm, rows, 0, &mut timer).unwrap();
     step::update(model, Some(reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
         .unwrap();
     media as u64

@@ -85,7 +85,6 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
             rows.clone(),
             index as u64,
             &mut timer,
-            &mut || {},
         )?;
         step::update(&model, reference.as_ref(), &mut optimizer, 1.0, &algorithm, &mut rollouts, &mut timer)?;
         if index > 0 {

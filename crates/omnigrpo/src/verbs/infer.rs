@@ -13,7 +13,7 @@ use omnigrpo_train::EvalPlan;
 use serde_json::{Value, json};
 
 use super::train::MAX_LIVE;
-use super::{Context, print, setup};
+use super::{Context, print, print_data, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
 
@@ -290,16 +290,16 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     let completions = generator.generate(&[request], |event| {
         if live {
             // A failed write shows again at the final newline.
-            let _ = print(&decoder.push(prompts.tokenizer(), event.id));
+            let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
             let _ = std::io::stdout().flush();
         }
     })?;
     if live {
-        print(&decoder.finish())?;
-        return print("\n");
+        print_data(&decoder.finish())?;
+        return print_data("\n");
     }
     for (i, completion) in completions.iter().flatten().enumerate() {
-        print(&format!("--- {i}\n{}\n", completion.text))?;
+        print_data(&format!("--- {i}\n{}\n", completion.text))?;
     }
     Ok(())
 }
@@ -330,7 +330,7 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
     let evaluation = omnigrpo_train::evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?;
     drop(progress);
     for row in &evaluation.skipped {
-        context.console.line(&format!("row {} ({}) is skipped: {}", row.row, row.id, row.reason));
+        context.console.line(&row.to_string());
     }
     let share = evaluation.skipped.len() as f64 / dataset.len().max(1) as f64;
     if let Some(output) = &settings.io.output {

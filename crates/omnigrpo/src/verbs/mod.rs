@@ -13,11 +13,12 @@ mod setup;
 mod summary;
 mod train;
 
+use std::io::IsTerminal as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_observe::Console;
+use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 
 use crate::flags::Verb;
 use crate::values::Resolved;
@@ -34,14 +35,14 @@ pub struct Context {
 ///
 /// # Errors
 /// Whatever it fails with.
-pub fn run(resolved: &Resolved) -> Result<()> {
+pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     if let Some(threads) = resolved.settings.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global()
             .context("the thread pool could not be made")?;
     }
-    let context = Context { console: Console::stderr(), stop: Arc::new(AtomicBool::new(false)) };
+    let context = Context { console: console.clone(), stop: Arc::new(AtomicBool::new(false)) };
     for note in &resolved.notes {
         context.console.line(note);
     }
@@ -63,8 +64,25 @@ pub fn run(resolved: &Resolved) -> Result<()> {
     }
 }
 
-/// Writes to standard output; a closed pipe (`| head`) ends the program quietly.
+/// Writes a table or a report to standard output: nothing in it acts on a terminal, and there lines break between words.
 pub(crate) fn print(text: &str) -> Result<()> {
+    let text = escape(text);
+    match stdout_columns() {
+        Some(columns) => {
+            let end = if text.ends_with('\n') { "\n" } else { "" };
+            print_raw(&format!("{}{end}", wrap(&text, columns).trim_end_matches('\n')))
+        }
+        None => print_raw(&text),
+    }
+}
+
+/// Writes what a model said to standard output: as it is into a pipe, harmless to a terminal.
+pub(crate) fn print_data(text: &str) -> Result<()> {
+    if std::io::stdout().is_terminal() { print_raw(&escape(text)) } else { print_raw(text) }
+}
+
+/// Writes to standard output; a closed pipe (`| head`) ends the program quietly.
+fn print_raw(text: &str) -> Result<()> {
     use std::io::Write as _;
     match std::io::stdout().lock().write_all(text.as_bytes()) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),

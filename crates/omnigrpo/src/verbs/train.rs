@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
@@ -57,16 +57,13 @@ pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Resu
             .help("choose another --output_dir")
     };
     std::fs::create_dir_all(&output_dir).map_err(|e| unwritable(e.to_string()))?;
-    let console = match &resolved.settings.run.log_file {
-        Some(path) => context.console.with_log(path).map_err(|e| unwritable(e.to_string()))?,
-        None => context.console.clone(),
-    };
-    let context = Context { console, stop: Arc::clone(&context.stop) };
+    if let Some(path) = &resolved.settings.run.log_file {
+        context.console.log_to(path).map_err(|e| unwritable(e.to_string()))?;
+    }
     for note in &resolved.notes {
         context.console.log(note);
     }
-    run_logged(resolved, &context, objective, output_dir)
-        .inspect_err(|e| context.console.log(&Problem::from_error(e).to_string()))
+    run_logged(resolved, context, objective, output_dir)
 }
 
 fn run_logged(
@@ -137,7 +134,7 @@ fn run_logged(
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
-    install_signals(&context.stop)?;
+    install_signals(context)?;
     corpus.save(&output_dir)?;
     let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
     let setup = TrainSetup {
@@ -374,14 +371,29 @@ fn step_takes(settings: &Settings, objective: Objective) -> String {
     }
 }
 
-/// Ctrl-C and SIGTERM end the run after the current step, with a checkpoint; a second one ends it at once.
-fn install_signals(stop: &Arc<AtomicBool>) -> Result<()> {
+/// Ctrl-C and SIGTERM end the run after the current step, with a checkpoint, and are answered at once; a second one ends
+/// it at once.
+fn install_signals(context: &Context) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
+    let unable = "signals cannot be handled";
+    context.stop.store(false, Ordering::Relaxed);
+    // What is registered first acts first: the second signal finds the flag set.
     for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(stop))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(stop)))
-            .context("signals cannot be handled")?;
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&context.stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&context.stop)))
+            .context(unable)?;
     }
-    stop.store(false, Ordering::Relaxed);
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).context(unable)?;
+    let console = context.console.clone();
+    // It waits until the process ends.
+    std::thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            let what = match console.activity().step() {
+                Some(step) => format!("finishing step {step}, then saving"),
+                None => "finishing what is under way".to_owned(),
+            };
+            console.line(&format!("{what}; press Ctrl-C again to stop now"));
+        }
+    });
     Ok(())
 }
