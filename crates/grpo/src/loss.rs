@@ -19,7 +19,8 @@
 //! - The exponent of every ratio is clamped to ±20, that of k3 to at most 20, with gradient 0 beyond. One token whose
 //!   probability collapsed would otherwise turn the step into infinity. Exponents within the bound are untouched.
 //! - The k3 exponent has no lower clamp: `exp` cannot overflow there and k3 grows only linearly, so the pull back
-//!   towards the reference stays.
+//!   towards the reference stays. With [`Kl::K3Corrected`] the clamp bounds the value alone: its gradient is
+//!   `-c (ref - lp)`, linear on both sides.
 //! - The entropy bonus is a mean over the tokens of the whole optimizer step, not a mean of micro-batch means.
 //! - `dapo` and `cispo` divide by the tokens of the optimizer step, not by those of the generation batch divided by its
 //!   number of steps. Both are the same with one optimizer step per rollout.
@@ -413,7 +414,8 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
                 let term = kl_term(plan.kl, reference[t] - logp[t], ratio.value);
                 kl += term.value;
                 dlogp[t] += weight * plan.beta * term.d_logp;
-                let d_exponent = weight * plan.beta * term.d_ratio * ratio.d_exponent;
+                // The derivative of exp(exponent) also where the exponent is clamped: it takes the pull of d_logp back.
+                let d_exponent = weight * plan.beta * term.d_ratio * ratio.value;
                 match plan.ratio {
                     RatioLevel::Token => dlogp[t] += d_exponent,
                     RatioLevel::Sequence => d_sequence += d_exponent,
@@ -545,7 +547,12 @@ fn kl_term(kl: Kl, x: f64, c: f64) -> Term {
     match kl {
         Kl::Off => Term { value: 0.0, d_logp: 0.0, d_ratio: 0.0 },
         Kl::K3 => Term { value: k3, d_logp: d_k3, d_ratio: 0.0 },
-        Kl::K3Corrected => Term { value: k3 * c, d_logp: d_k3 * c, d_ratio: k3 },
+        // Where both are of the same token they add up to -x c at any distance, as without the clamp.
+        Kl::K3Corrected => {
+            let beyond = (x - MAX_EXPONENT).max(0.0);
+            let d_logp = -x.min(MAX_EXPONENT).exp_m1() - beyond;
+            Term { value: k3 * c, d_logp: d_logp * c, d_ratio: k3 }
+        }
         Kl::K1 => Term { value: -x, d_logp: 1.0, d_ratio: 0.0 },
     }
 }

@@ -376,6 +376,38 @@ fn a_collapsed_token_gives_a_finite_loss_with_consistent_gradient() {
     assert!(close(out.dlogp[0], 1.0, 1e-14));
 }
 
+/// Torch's autograd of TRL's `(exp(x) - x - 1) c` has the derivative `-x c`, however far the policy is from its reference
+/// and from the policy that sampled.
+#[test]
+fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
+    let plan = LossPlan { kl: Kl::K3Corrected, beta: 0.5, ..recipe("grpo").unwrap().loss };
+    for x in [-40.0, -6.6, 0.0, 4.8, 19.9, 20.1, 22.1, 30.9, 700.0] {
+        for old in [None, Some(-0.3), Some(0.7), Some(-25.0), Some(25.0)] {
+            let logp = [-750.0];
+            let old = old.map(|d: f64| [logp[0] - d]);
+            let batch = Batch {
+                lengths: &[1],
+                logp: &logp,
+                old: old.as_ref().map(<[f64; 1]>::as_slice),
+                reference: Some(&[logp[0] + x]),
+                entropy: None,
+                advantages: &[0.0],
+                truncated: &[false],
+            };
+            let normalizer = Normalizer::for_step(&plan, &[1], &[false], 8).unwrap();
+            let out = evaluate(&batch, &plan, &normalizer).unwrap();
+            let ratio = old.map_or(1.0, |old| (logp[0] - old[0]).clamp(-20.0, 20.0).exp());
+            let expected = -0.5 * x * ratio;
+            let rounding = 1e-6 * ratio;
+            assert!(
+                (out.dlogp[0] - expected).abs() <= rounding,
+                "x {x}, old {old:?}: {} for {expected}",
+                out.dlogp[0]
+            );
+        }
+    }
+}
+
 #[test]
 fn empty_and_masked_completions_stay_in_the_mean() {
     let plan = LossPlan { beta: 0.0, mask_truncated_completions: true, ..recipe("grpo").unwrap().loss };
