@@ -11,6 +11,7 @@ import make_packed
 import make_positions
 import make_published
 import make_replay
+import make_rope
 import make_scorers
 
 if __name__ == "__main__":
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     make_cases.main()
     make_packed.main()
     make_replay.main()
+    make_rope.main()
     make_internvl.main()
     make_lora.main()
     make_published.main()

@@ -71,10 +71,57 @@ impl ConfigJson {
     }
 
     /// The object under `key`, if there is one.
-    #[must_use]
-    pub fn section(&self, key: &str) -> Option<Self> {
-        let object = self.get(key)?.as_object()?.clone();
-        Some(Self { path: self.path.clone(), object })
+    ///
+    /// # Errors
+    /// A value that is no object.
+    pub fn section(&self, key: &str) -> Result<Option<Self>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(object)) => Ok(Some(Self { path: self.path.clone(), object: object.clone() })),
+            Some(value) => Err(self.error(format!("{key} is {}; expected an object", shortened(value)))),
+        }
+    }
+
+    /// The object under `key`.
+    ///
+    /// # Errors
+    /// A missing key, a value that is no object.
+    pub fn required_section(&self, key: &str) -> Result<Self> {
+        self.section(key)?.ok_or_else(|| self.error(format!("{key} is missing")))
+    }
+
+    /// A string, if there is one.
+    ///
+    /// # Errors
+    /// A value that is no string.
+    pub fn text(&self, key: &str) -> Result<Option<&str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(value) => Err(self.error(format!("{key} is {}; expected a string", shortened(value)))),
+        }
+    }
+
+    /// What is added to a variance.
+    ///
+    /// # Errors
+    /// Anything but a number from 0 to 1.
+    pub fn epsilon(&self, key: &str, default: f64) -> Result<f32> {
+        match self.number(key, default)? {
+            x if (0.0..1.0).contains(&x) => Ok(x as f32),
+            x => Err(self.error(format!("{key} is {x:e}; expected a number from 0 to 1"))),
+        }
+    }
+
+    /// A standard deviation of new weights.
+    ///
+    /// # Errors
+    /// Anything but a number from 0 to 1,000.
+    pub fn spread(&self, key: &str, default: f64) -> Result<f32> {
+        match self.number(key, default)? {
+            x if (0.0..=1e3).contains(&x) => Ok(x as f32),
+            x => Err(self.error(format!("{key} is {x:e}; expected a number from 0 to 1000"))),
+        }
     }
 
     /// A positive size. A missing key takes the default, or is an error without one.
@@ -87,7 +134,7 @@ impl ConfigJson {
             (None, None) => Err(self.error(format!("{key} is missing"))),
             (Some(value), _) => match value.as_u64() {
                 Some(n) if (1..=1 << 31).contains(&n) => Ok(n as usize),
-                _ => Err(self.error(format!("{key} is {value}; expected a positive integer"))),
+                _ => Err(self.error(format!("{key} is {}; expected a positive integer", shortened(value)))),
             },
         }
     }
@@ -101,7 +148,7 @@ impl ConfigJson {
             None => Ok(default),
             Some(value) => match value.as_f64() {
                 Some(x) if x.is_finite() => Ok(x),
-                _ => Err(self.error(format!("{key} is {value}; expected a number"))),
+                _ => Err(self.error(format!("{key} is {}; expected a number", shortened(value)))),
             },
         }
     }
@@ -113,8 +160,23 @@ impl ConfigJson {
     pub fn boolean(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
-            Some(value) => {
-                value.as_bool().ok_or_else(|| self.error(format!("{key} is {value}; expected true or false")))
+            Some(value) => value
+                .as_bool()
+                .ok_or_else(|| self.error(format!("{key} is {}; expected true or false", shortened(value)))),
+        }
+    }
+
+    /// A token id. `None` where the key is missing.
+    ///
+    /// # Errors
+    /// Anything but an id below `vocab`.
+    pub fn id(&self, key: &str, vocab: usize) -> Result<Option<u32>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_u64().and_then(|id| u32::try_from(id).ok()) {
+            Some(id) if (id as usize) < vocab => Ok(Some(id)),
+            _ => {
+                let value = shortened(value);
+                Err(self.error(format!("{key} is {value}, which is not an id of the vocabulary of {vocab}")))
             }
         }
     }
@@ -128,6 +190,17 @@ impl ConfigJson {
         let list: Option<Vec<usize>> = value
             .as_array()
             .and_then(|list| list.iter().map(|v| v.as_u64().and_then(|n| usize::try_from(n).ok())).collect());
-        list.map(Some).ok_or_else(|| self.error(format!("{key} is {value}; expected a list of integers")))
+        list.map(Some)
+            .ok_or_else(|| self.error(format!("{key} is {}; expected a list of integers", shortened(value))))
+    }
+}
+
+/// A value for a message: of a long one the beginning.
+fn shortened(value: &Value) -> String {
+    const SHOWN: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
     }
 }

@@ -23,6 +23,7 @@ use omnigrpo_ops::{
 use crate::cache::GroupCache;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
+use crate::rope::Rope;
 use crate::weights::{Init, WeightSource};
 
 /// Sizes of a Qwen2 decoder.
@@ -40,26 +41,47 @@ pub struct DecoderConfig {
     pub vocab: usize,
     /// RMS norm epsilon.
     pub rms_eps: f32,
-    /// Base of the rotary frequencies.
-    pub rope_theta: f64,
-    /// Pairs of a head that turn with the temporal, height and width position; `None` for plain positions.
-    pub mrope_section: Option<[usize; 3]>,
+    /// Rotary positions.
+    pub rope: Rope,
     /// Longest sequence the model was made for, tokens.
     pub max_positions: usize,
-    /// What the configuration says about tied embeddings (files have the last word).
+    /// What the configuration says about tied embeddings. A file with two different tensors has the last word.
     pub tie_word_embeddings: bool,
 }
 
+/// What a class of `transformers` 5.23 assumes where a file is silent. Sizes without a default here must be in the file.
+#[derive(Clone, Copy, Debug)]
+pub struct TextDefaults {
+    /// `num_key_value_heads` where the key is absent; null stands for the number of query heads.
+    pub kv_heads: usize,
+    /// `rms_norm_eps`.
+    pub rms_eps: f64,
+    /// `rope_theta`.
+    pub theta: f64,
+    /// `tie_word_embeddings` of the whole configuration.
+    pub tied: bool,
+    /// Whether positions have three axes.
+    pub multimodal: bool,
+}
+
+impl TextDefaults {
+    /// `Qwen2Config`.
+    pub const QWEN2: Self = Self { kv_heads: 32, rms_eps: 1e-6, theta: 1e4, tied: false, multimodal: false };
+    /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
+    pub const QWEN_VL: Self = Self { kv_heads: 8, rms_eps: 1e-5, theta: 1e6, tied: false, multimodal: true };
+}
+
 impl DecoderConfig {
-    /// Reads the fields of a Qwen2 language model, with plain positions; `root` is the whole configuration, whose
-    /// `tie_word_embeddings` goes before that of `text`.
+    /// Reads the fields of a Qwen2 language model; `root` is the whole configuration, which may say instead of `text` that
+    /// embeddings are tied.
     ///
     /// # Errors
-    /// A missing or impossible field, sliding windows.
-    pub fn parse(text: &ConfigJson, root: &ConfigJson) -> Result<Self> {
+    /// A missing or impossible field, sliding windows, another activation than SwiGLU's.
+    pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
         let q = text.size("num_attention_heads", None)?;
-        let kv = text.size("num_key_value_heads", Some(q))?;
+        let absent = !text.object().contains_key("num_key_value_heads");
+        let kv = text.size("num_key_value_heads", Some(if absent { class.kv_heads } else { q }))?;
         let dim = text.size("head_dim", Some(hidden / q))?;
         if kv == 0 || q % kv != 0 || dim == 0 || dim % 2 != 0 {
             return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
@@ -67,20 +89,20 @@ impl DecoderConfig {
         if text.boolean("use_sliding_window", false)? {
             return Err(text.error("use_sliding_window is true; sliding windows are not supported"));
         }
-        let rope = text.section("rope_parameters").or_else(|| text.section("rope_scaling"));
-        let theta = text.number("rope_theta", 1e6)?;
+        if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
+            return Err(text.error("hidden_act of the language model: only \"silu\" is supported"));
+        }
+        let tied = |json: &ConfigJson, default: bool| json.boolean("tie_word_embeddings", default);
         Ok(Self {
             hidden,
             intermediate: text.size("intermediate_size", None)?,
             layers: text.size("num_hidden_layers", None)?,
             heads: AttentionHeads { q, kv, dim },
             vocab: text.size("vocab_size", None)?,
-            rms_eps: text.number("rms_norm_eps", 1e-6)? as f32,
-            rope_theta: rope.as_ref().map_or(Ok(theta), |r| r.number("rope_theta", theta))?,
-            mrope_section: None,
+            rms_eps: text.epsilon("rms_norm_eps", class.rms_eps)?,
+            rope: Rope::parse(text, dim, class.theta, class.multimodal)?,
             max_positions: text.size("max_position_embeddings", Some(32768))?,
-            tie_word_embeddings: root
-                .boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", false)?)?,
+            tie_word_embeddings: tied(root, class.tied)? || tied(text, false)?,
         })
     }
 }
@@ -202,10 +224,7 @@ impl Decoder {
         } else {
             source.get(names.head, Part::Llm, &[config.vocab, h], Init::Normal)?
         };
-        let half = a.dim / 2;
-        let frequencies = (0..half)
-            .map(|i| (1.0 / config.rope_theta.powf(2.0 * i as f64 / (2 * half) as f64)) as f32)
-            .collect();
+        let frequencies = config.rope.frequencies(a.dim);
         Ok(Self { config, embed, layers, final_norm, head, frequencies })
     }
 
@@ -231,13 +250,14 @@ impl Decoder {
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
         let half = self.frequencies.len();
-        let [t, h, _] = self.config.mrope_section.unwrap_or([half, 0, 0]);
-        Arc::new(RopeTable::from_angles(positions.len(), half, |row, angles| {
+        let [t, h, _] = self.config.rope.mrope_section.unwrap_or([half, 0, 0]);
+        let table = RopeTable::from_angles(positions.len(), half, |row, angles| {
             for (i, angle) in angles.iter_mut().enumerate() {
                 let axis = usize::from(i >= t) + usize::from(i >= t + h);
                 *angle = positions[row][axis] as f32 * self.frequencies[i];
             }
-        }))
+        });
+        Arc::new(table.scaled(self.config.rope.attention()))
     }
 
     /// Token embeddings `[ids.len(), h]`.

@@ -17,13 +17,14 @@ mod families;
 mod lora;
 mod model;
 mod prompt;
+mod rope;
 mod stream;
 mod tower;
 mod weights;
 
 pub use cache::GroupCache;
 pub use config_json::ConfigJson;
-pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets};
+pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets, TextDefaults};
 pub use error::{ModelError, Result};
 pub use families::{
     Converted, FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape,
@@ -35,5 +36,6 @@ pub use model::{FeatureGradients, Features, LoadOptions, Model, StreamPass};
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
+pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};
 pub use weights::{Init, Quantization, WeightDtype, WeightFiles, WeightSource, save_weights};

@@ -5,8 +5,10 @@
 //! `base_model.model.{tensor}` every tensor that was trained whole; `adapter_config.json` says how they are meant. Module
 //! names are those of the class that `transformers` builds.
 //!
-//! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, an alpha
-//! per layer, a base changed at initialisation).
+//! Ranks and alphas of single layers (`rank_pattern`, `alpha_pattern`) are read and written, under whole module names.
+//!
+//! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, repeated
+//! layers, a base changed at initialisation).
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,8 +22,9 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView, View};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::Family;
 use crate::model::Model;
@@ -76,8 +79,7 @@ pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
     if !dir.join(CONFIG).is_file() {
         return Ok(None);
     }
-    let config = read_config(dir)?;
-    Ok(config.get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned))
+    Ok(read_config(dir)?.text("base_model_name_or_path")?.map(str::to_owned))
 }
 
 impl Model {
@@ -234,6 +236,18 @@ impl Model {
                 tensors.push((format!("{PREFIX}{}", family.module_name(name)), Owned::of(param)?));
             }
         }
+        let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
+        let (mut ranks, mut alphas) = (Map::new(), Map::new());
+        for (base, adapter) in self.adapted() {
+            let (stem, rank) = (module_of(base.name()), adapter.a().shape()[0]);
+            let module = family.module_name(stem);
+            if let Some(&own) = self.alphas.get(stem) {
+                alphas.insert(module.clone(), alpha(own));
+            }
+            if rank != lora.rank {
+                ranks.insert(module, rank.into());
+            }
+        }
         let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
         let path = dir.join(WEIGHTS);
         safetensors::serialize_to_file(tensors, metadata, &path).map_err(|e| match e {
@@ -248,7 +262,9 @@ impl Model {
             "base_model_name_or_path": self.dir().display().to_string(),
             "inference_mode": true,
             "r": lora.rank,
-            "lora_alpha": if lora.alpha.fract() == 0.0 { json!(lora.alpha as i64) } else { json!(lora.alpha) },
+            "lora_alpha": alpha(lora.alpha),
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
             "lora_dropout": lora.dropout,
             "use_rslora": lora.rslora,
             "use_dora": false,
@@ -268,7 +284,8 @@ impl Model {
     /// Files that are missing, damaged, of another method, or made for another model.
     pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
         let config = read_config(dir)?;
-        let lora = lora_config(dir, &config)?;
+        let lora = lora_config(&config)?;
+        let alpha_of = alpha_pattern(&config)?;
         let file = AdapterFile::open(dir, self.family().as_ref())?;
         let mut by_name: BTreeMap<String, Arc<Param>> =
             self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
@@ -289,7 +306,13 @@ impl Model {
                     "the adapter of {stem} is {a_shape:?} and {b_shape:?}, expected [r, {k}] and [{n}, r]"
                 )));
             }
-            self.adapt(&base, &lora, (rank, a.clone(), b.clone()))?;
+            let module = file.modules.get(stem).unwrap_or(stem);
+            let own = alpha_of.iter().find(|(pattern, _)| pattern.is_match(module)).map(|(_, alpha)| *alpha);
+            let layer = LoraConfig { alpha: own.unwrap_or(lora.alpha), ..lora.clone() };
+            self.adapt(&base, &layer, (rank, a.clone(), b.clone()))?;
+            if layer.alpha != lora.alpha {
+                self.alphas.insert(stem.clone(), layer.alpha);
+            }
         }
         self.lora = Some(lora);
         self.store_whole(dir, &file)?;
@@ -394,34 +417,49 @@ fn kaiming(seed: u64, stem: &str, rank: usize, k: usize) -> Vec<f32> {
     (0..rank * k).map(uniform).map(|x| x as f32).collect()
 }
 
-fn read_config(dir: &Path) -> Result<Value> {
-    let path = dir.join(CONFIG);
-    let text = std::fs::read(&path).map_err(ModelError::io(&path))?;
-    serde_json::from_slice(&text)
-        .map_err(|e| ModelError::Config { path, what: format!("not valid JSON: {e}") })
+fn read_config(dir: &Path) -> Result<ConfigJson> {
+    ConfigJson::read(&dir.join(CONFIG))
 }
 
-fn lora_config(dir: &Path, config: &Value) -> Result<LoraConfig> {
-    let fail = |what: String| ModelError::Config { path: dir.join(CONFIG), what };
-    let is = |key: &str| config.get(key).and_then(Value::as_bool).unwrap_or(false);
-    let kind = config.get("peft_type").and_then(Value::as_str).unwrap_or_default();
+/// Variants that add something else than `s·BA`, or to other tensors.
+const VARIANTS: [&str; 12] = [
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "target_parameters",
+    "trainable_token_indices",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+];
+
+fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
+    let fail = |what: String| config.error(what);
+    let kind = config.text("peft_type")?.unwrap_or_default();
     if kind != "LORA" {
         return Err(fail(format!("peft_type {kind:?}, expected LORA")));
     }
-    for key in ["use_dora", "lora_bias"] {
-        if is(key) {
+    for key in VARIANTS {
+        let off = match config.get(key) {
+            None | Some(Value::Bool(false)) => true,
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(map)) => map.is_empty(),
+            Some(_) => false,
+        };
+        if !off {
             return Err(fail(format!(
-                "{key} is true, which is not supported; merge the adapter with `peft` first"
+                "{key} is set, which is not supported; merge the adapter with `peft` first"
             )));
         }
     }
-    if !matches!(config.get("bias").and_then(Value::as_str), None | Some("none")) {
+    if !matches!(config.text("bias")?, None | Some("none")) {
         return Err(fail(
             "bias is trained, which is not supported; merge the adapter with `peft` first".into(),
         ));
-    }
-    if config.get("alpha_pattern").and_then(Value::as_object).is_some_and(|map| !map.is_empty()) {
-        return Err(fail("alpha_pattern is not supported; merge the adapter with `peft` first".into()));
     }
     // These change the base weights at initialisation, so the file alone is not the difference to the checkpoint.
     let init = config.get("init_lora_weights").and_then(Value::as_str).unwrap_or_default();
@@ -430,19 +468,28 @@ fn lora_config(dir: &Path, config: &Value) -> Result<LoraConfig> {
             "init_lora_weights {init:?} changes the base model; convert the adapter with `peft` first"
         )));
     }
-    let number = |key: &str| config.get(key).and_then(Value::as_f64);
-    let rank = config.get("r").and_then(Value::as_u64).unwrap_or_default() as usize;
-    let (Some(alpha), 1..=MAX_RANK) = (number("lora_alpha"), rank) else {
-        return Err(fail(format!(
-            "r {rank} and lora_alpha {:?}, expected two numbers, r 1 to {MAX_RANK}",
-            number("lora_alpha")
-        )));
-    };
-    let dropout = number("lora_dropout").unwrap_or(0.0);
-    if !(0.0..1.0).contains(&dropout) || !alpha.is_finite() {
-        return Err(fail(format!("lora_dropout {dropout}, lora_alpha {alpha}: out of range")));
+    let rank = config.size("r", Some(8))?;
+    if rank > MAX_RANK {
+        return Err(fail(format!("r is {rank}, expected 1 to {MAX_RANK}")));
     }
-    Ok(LoraConfig { rank, alpha, dropout, rslora: is("use_rslora"), targets: Vec::new(), seed: 0 })
+    let alpha = config.number("lora_alpha", 8.0)?;
+    let dropout = config.number("lora_dropout", 0.0)?;
+    if !(0.0..1.0).contains(&dropout) {
+        return Err(fail(format!("lora_dropout is {dropout}, out of range: expected 0 up to less than 1")));
+    }
+    let rslora = config.boolean("use_rslora", false)?;
+    Ok(LoraConfig { rank, alpha, dropout, rslora, targets: Vec::new(), seed: 0 })
+}
+
+/// The alphas of single layers, by the ends of their modules' names. Ranks are told by the tensors.
+fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
+    let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
+    let each = |name: &String| {
+        let wrong = |e: regex::Error| config.error(format!("alpha_pattern {name:?}: {e}"));
+        let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{name})$")).map_err(wrong)?;
+        Ok((pattern, patterns.number(name, 0.0)?))
+    };
+    patterns.object().keys().map(each).collect()
 }
 
 /// Shape and data of a tensor.
@@ -452,6 +499,8 @@ type Dense = (Vec<usize>, Vec<f32>);
 struct AdapterFile {
     /// `A` and `B` by the layer's published name without `weight`.
     pairs: BTreeMap<String, (Option<Dense>, Option<Dense>)>,
+    /// What the file calls those layers.
+    modules: BTreeMap<String, String>,
     whole: BTreeMap<String, Dense>,
 }
 
@@ -467,7 +516,7 @@ impl AdapterFile {
         let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
         let file = SafeTensors::deserialize(&bytes)
             .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
-        let mut this = Self { pairs: BTreeMap::new(), whole: BTreeMap::new() };
+        let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };
         for (key, view) in file.tensors() {
             let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
             let inner = inner.replace(".modules_to_save", "").replace(".base_layer", "");
@@ -489,7 +538,9 @@ impl AdapterFile {
                 this.whole.insert(published(&inner)?, dense);
                 continue;
             };
+            let module = stem.to_owned();
             let stem = published(&format!("{stem}.weight"))?;
+            this.modules.insert(module_of(&stem).to_owned(), module);
             let pair = this.pairs.entry(module_of(&stem).to_owned()).or_default();
             *(if inner.ends_with(end_a) { &mut pair.0 } else { &mut pair.1 }) = Some(dense);
         }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Tensor;
 use omnigrpo_ops::{Dropout, Memory, Param, Part, Segments, rows_from_vec, with_f32};
+use omnigrpo_text::MediumKind;
 use serde_json::{Map, Value};
 
 use crate::decoder::{Decoder, Scored};
@@ -33,6 +34,8 @@ pub struct Model {
     pub(crate) lora: Option<LoraConfig>,
     /// Tensors that a loaded adapter brought whole: they are saved with it even if they are trained no more.
     pub(crate) whole: BTreeSet<String>,
+    /// Alphas of single layers of a loaded adapter, by the published name of the layer.
+    pub(crate) alphas: BTreeMap<String, f64>,
     pub(crate) dropout: Arc<Dropout>,
     dropout_key: AtomicU64,
 }
@@ -133,6 +136,7 @@ impl Model {
             tower_runs: AtomicU64::new(0),
             lora: None,
             whole,
+            alphas: BTreeMap::new(),
             dropout,
             dropout_key,
         }
@@ -237,6 +241,7 @@ impl Model {
         self.params.truncate(self.num_base);
         self.lora = None;
         self.whole.clear();
+        self.alphas.clear();
     }
 
     /// Names the update to come, for the dropout masks of adapters: masks differ between updates with different names.
@@ -486,6 +491,31 @@ impl Model {
             decoder_tape,
             scored,
         })
+    }
+
+    /// Stands in for backward passes whose gradient is known to be 0: whatever they would have reached has a gradient of
+    /// zeros afterwards, if it had none. `idle` are the groups of such streams. Their media get a gradient of zeros in
+    /// `gradients` where no medium of the kind has one; kinds differ in the weights they reach, media of a kind do not.
+    pub fn reach(&self, prompts: &[&Prompt], idle: &[usize], gradients: &mut FeatureGradients) {
+        if idle.is_empty() {
+            return;
+        }
+        self.params.iter().filter(|p| p.part() == Part::Llm).for_each(|p| p.accumulate(|_| ()));
+        if !self.trains_media() {
+            return;
+        }
+        let h = self.decoder().config().hidden;
+        let media = |g: usize| prompts.get(g).into_iter().flat_map(|p| &p.media).map(|m| m.kind);
+        let mut kinds: Vec<MediumKind> = gradients.0.keys().filter_map(|&(g, m)| media(g).nth(m)).collect();
+        for &g in idle {
+            for (m, kind) in media(g).enumerate() {
+                if !kinds.contains(&kind) {
+                    kinds.push(kind);
+                    let rows: usize = prompts[g].spans.iter().filter(|s| s.medium == m).map(|s| s.len).sum();
+                    gradients.0.insert((g, m), vec![0.0; rows * h]);
+                }
+            }
+        }
     }
 
     /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,

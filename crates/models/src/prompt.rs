@@ -12,6 +12,7 @@ use omnigrpo_text::{
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumPlan};
+use crate::rope::RopeScaling;
 use crate::stream::next_key;
 
 /// A rendered prompt with its media.
@@ -208,6 +209,17 @@ impl PromptBuilder {
     ) -> Result<Prompt> {
         let (positions, next_position) =
             self.family.positions(rendered.ids.len(), &rendered.spans, &media)?;
+        let (config, last) = (self.family.decoder_config(), next_position as usize);
+        if config.rope.scaling == RopeScaling::Dynamic
+            && last + self.settings.max_completion_length > config.max_positions
+        {
+            return Err(ModelError::prompt(format!(
+                "the prompt's positions reach {last} with its media, and up to {} more for the completion; with dynamic \
+                 rope_scaling they must stay within max_position_embeddings ({}): lower the number of frames, or give \
+                 rope_scaling another type",
+                self.settings.max_completion_length, config.max_positions
+            )));
+        }
         Ok(Prompt {
             ids: rendered.ids,
             spans: rendered.spans,

@@ -247,6 +247,15 @@ fn whether_the_head_is_tied_is_told_by_the_tensors() {
     assert!(model.decoder().tied());
     assert_eq!(logprobs(&model), logprobs(&load("qwen2_vl_tied", WeightDtype::Auto)));
 
+    // config.json says untied: two tensors, equal as yet.
+    let path = same.path().join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"))
+        .unwrap();
+    let model = Model::load(same.path(), WeightDtype::Auto).unwrap();
+    assert!(!model.decoder().tied());
+    assert_eq!(logprobs(&model), logprobs(&load("qwen2_vl_tied", WeightDtype::Auto)));
+
     // config.json says tied, the file has another head.
     let other = with_tensors(|t| {
         let mut head = embed(t);
@@ -368,7 +377,7 @@ fn configurations_that_cannot_be_used_are_refused() {
         dir
     };
     type Change = (fn(&mut serde_json::Value), &'static [&'static str]);
-    let changes: [Change; 9] = [
+    let changes: [Change; 26] = [
         (
             |c| {
                 c["model_type"] = "llama".into();
@@ -387,11 +396,47 @@ fn configurations_that_cannot_be_used_are_refused() {
             &["mrope_section", "sum to 8"],
         ),
         (|c| c["image_token_id"] = 320.into(), &["image_token_id", "vocabulary of 320"]),
+        (|c| c["image_token_id"] = "a".into(), &["image_token_id is \"a\"", "vocabulary of 320"]),
+        (|c| c["hidden_act"] = "gelu".into(), &["hidden_act", "only \"silu\""]),
+        (|c| c["hidden_act"] = 3.into(), &["hidden_act is 3; expected a string"]),
+        (|c| c["rms_norm_eps"] = 1e300.into(), &["rms_norm_eps is 1e300; expected a number from 0 to 1"]),
+        (|c| c["rms_norm_eps"] = "1e-6".into(), &["rms_norm_eps is \"1e-6\"; expected a number"]),
+        (|c| c["initializer_range"] = (-1).into(), &["initializer_range is -1e0"]),
+        (|c| c["vision_config"] = true.into(), &["vision_config is true; expected an object"]),
+        (|c| c["vision_config"]["hidden_act"] = false.into(), &["hidden_act is false; expected a string"]),
+        (|c| c["vision_config"]["mlp_ratio"] = 1e300.into(), &["mlp_ratio is 1e300"]),
+        (|c| c["text_config"] = "x".into(), &["text_config is \"x\"; expected an object"]),
+        (|c| c["rope_scaling"] = "yarn".into(), &["rope_scaling is \"yarn\"; expected an object"]),
+        (
+            |c| c["rope_scaling"]["type"] = "zzz".into(),
+            &["rope_scaling is of type \"zzz\"; expected default, mrope, linear, dynamic, yarn or llama3"],
+        ),
+        (|c| c["rope_scaling"]["rope_type"] = "longrope".into(), &["of type \"longrope\""]),
+        (|c| c["rope_scaling"]["type"] = "yarn".into(), &["factor of rope_scaling \"yarn\" is missing"]),
+        (
+            |c| {
+                c["rope_scaling"]["type"] = "linear".into();
+                c["rope_scaling"]["factor"] = 0.into();
+            },
+            &["factor of rope_scaling is 0"],
+        ),
+        (|c| c["rope_scaling"]["partial_rotary_factor"] = 0.5.into(), &["partial_rotary_factor is 0.5"]),
+        (|c| c["rope_theta"] = 0.into(), &["rope_theta is 0"]),
     ];
     for (change, parts) in changes {
         let dir = with_config(&change);
         assert_refused(dir.path(), parts);
     }
+
+    // What a file leaves out is as in transformers' classes: 8 key-value heads do not fit 4 heads, null stands for 4.
+    let without = |key: &'static str| with_config(&|c| _ = c.as_object_mut().unwrap().remove(key));
+    assert_refused(without("num_key_value_heads").path(), &["4 heads", "8 key-value heads"]);
+    let null = with_config(&|c| c["num_key_value_heads"] = serde_json::Value::Null);
+    assert_eq!(open_family(null.path()).unwrap().decoder_config().heads.kv, 4);
+    let family = open_family(without("rms_norm_eps").path()).unwrap();
+    assert_eq!(family.decoder_config().rms_eps, 1e-5);
+    let family = open_family(without("rope_theta").path()).unwrap();
+    assert_eq!(family.decoder_config().rope.theta, 1e6);
 
     let dir = TempDir::new().unwrap();
     assert_refused(dir.path(), &["no config.json"]);

@@ -268,7 +268,7 @@ fn what_a_layout_cannot_say_is_an_error() {
     assert!(convert(grey.path(), "original").contains("ImageNet"));
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let refused: [Change; 9] = [
+    let refused: [Change; 14] = [
         (
             "internvl_original",
             |c| c["llm_config"]["architectures"][0] = "InternLM2ForCausalLM".into(),
@@ -281,7 +281,16 @@ fn what_a_layout_cannot_say_is_an_error() {
         ("internvl_original", |c| c["max_dynamic_patch"] = 4000.into(), "tiling"),
         ("internvl_hf", |c| c["vision_feature_layer"] = (-2).into(), "vision_feature_layer is -2"),
         ("internvl_hf", |c| c["image_token_id"] = 320.into(), "vocabulary of 320"),
-        ("internvl_hf", |c| c["text_config"]["rope_scaling"]["rope_type"] = "yarn".into(), "yarn"),
+        ("internvl_hf", |c| c["text_config"]["rope_scaling"]["rope_type"] = "zzz".into(), "zzz"),
+        (
+            "internvl_hf",
+            |c| c["text_config"]["rope_scaling"]["mrope_section"] = serde_json::json!([2, 3, 3]),
+            "positions of this family have one axis",
+        ),
+        ("internvl_original", |c| c["llm_config"]["hidden_act"] = "gelu".into(), "only \"silu\""),
+        ("internvl_original", |c| c["ps_version"] = 2.into(), "ps_version is 2; expected a string"),
+        ("internvl_hf", |c| c["image_seq_length"] = "4".into(), "image_seq_length is \"4\""),
+        ("internvl_hf", |c| c["vision_config"]["layer_norm_eps"] = 7.into(), "layer_norm_eps is 7e0"),
     ];
     for (name, change, part) in refused {
         let dir = with(name, "config.json", &change);

@@ -174,6 +174,65 @@ fn files_are_those_of_peft() {
     }
 }
 
+/// Layers with ranks and alphas of their own: PEFT's patterns are read, and written so that what is saved is what was loaded.
+#[test]
+fn ranks_and_alphas_of_single_layers_survive_saving() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let (given, saved) = (dir.path().join("given"), dir.path().join("saved"));
+    let config_of = |dir: &Path| -> serde_json::Value {
+        serde_json::from_slice(&std::fs::read(dir.join("adapter_config.json")).unwrap()).unwrap()
+    };
+    support::copy_dir(&golden("lora/attention"), &given);
+    let plain = adapted("attention", "qwen2_vl_untied");
+    let mut config = config_of(&given);
+    let alpha = config["lora_alpha"].as_f64().unwrap();
+    config["alpha_pattern"] = serde_json::json!({"layers.0.*.v_proj": 3.0 * alpha, "k_proj": alpha});
+    config["r"] = 7.into();
+    config["lora_alpha"] = (alpha * 7.0 / plain.lora().unwrap().rank as f64).into();
+    std::fs::write(given.join("adapter_config.json"), config.to_string()).unwrap();
+
+    let mut model = load("qwen2_vl_untied");
+    model.load_adapter(&given).unwrap();
+    let rank = plain.lora().unwrap().rank;
+    let mut ranks = serde_json::Map::new();
+    for ((base, own), (_, before)) in model.adapted().zip(plain.adapted()) {
+        let wanted = match base.name() {
+            name if name.contains("layers.0.") && name.contains("v_proj") => 3.0 * alpha,
+            name if name.contains("k_proj") => alpha,
+            _ => config["lora_alpha"].as_f64().unwrap(),
+        };
+        let mut weights = (vec![0.0; base.len()], vec![0.0; base.len()]);
+        own.merge_into(&mut weights.0).unwrap();
+        before.merge_into(&mut weights.1).unwrap();
+        let ratio = (wanted / alpha) as f32;
+        weights.1.iter_mut().for_each(|w| *w *= ratio);
+        let largest = weights.1.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+        assert!(max_diff(&weights.0, &weights.1) <= 1e-6 * largest, "{}", base.name());
+        let module = model.family().module_name(base.name().strip_suffix(".weight").unwrap());
+        ranks.insert(module, rank.into());
+    }
+
+    model.save_adapter(&saved).unwrap();
+    let written = config_of(&saved);
+    assert_eq!(written["rank_pattern"], serde_json::Value::Object(ranks));
+    assert_eq!(written["r"], 7);
+    assert_eq!(
+        written["alpha_pattern"]["model.language_model.layers.0.self_attn.v_proj"].as_f64(),
+        Some(3.0 * alpha)
+    );
+    let mut again = load("qwen2_vl_untied");
+    again.load_adapter(&saved).unwrap();
+    assert_eq!(score(&again, "E"), score(&model, "E"));
+    assert_ne!(score(&again, "E"), score(&plain, "E"));
+    // Without such layers both patterns are empty.
+    plain.save_adapter(&saved).unwrap();
+    let written = config_of(&saved);
+    assert_eq!(
+        (&written["rank_pattern"], &written["alpha_pattern"]),
+        (&serde_json::json!({}), &serde_json::json!({}))
+    );
+}
+
 #[test]
 fn a_new_adapter_changes_no_bit_and_the_reference_has_none() {
     for name in ["qwen2_vl_untied", "qwen2_5_vl_tied"] {
@@ -399,9 +458,12 @@ fn adapters_that_do_not_fit_are_refused() {
     fails(&set("peft_type", "IA3".into()), "expected LORA");
     fails(&set("use_dora", true.into()), "use_dora");
     fails(&set("bias", "all".into()), "bias");
-    fails(&set("alpha_pattern", serde_json::json!({"q_proj": 4})), "alpha_pattern");
+    fails(&set("alpha_pattern", serde_json::json!({"q_proj": "4"})), "q_proj is \"4\"");
+    fails(&set("alpha_pattern", serde_json::json!({"q(": 4})), "alpha_pattern \"q(\"");
+    fails(&set("layer_replication", serde_json::json!([[0, 2], [1, 2]])), "layer_replication is set");
+    fails(&set("use_rslora", "yes".into()), "use_rslora is \"yes\"; expected true or false");
     fails(&set("init_lora_weights", "pissa_niter_16".into()), "pissa");
-    fails(&set("r", 0.into()), "r 0");
+    fails(&set("r", 0.into()), "r is 0");
     fails(&set("r", 1_000_000_000.into()), "1 to 16384");
     fails(&set("lora_dropout", 1.0.into()), "out of range");
     fails(&|dir| std::fs::write(dir.join("adapter_config.json"), "{").unwrap(), "not valid JSON");

@@ -4,9 +4,15 @@
 
 mod support;
 
-use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
+use omnigrpo_models::{
+    ConfigJson, GroupStream, LoadOptions, Model, PackedStream, Prompt, Rope, RopeScaling, WeightDtype,
+};
 use omnigrpo_ops::with_f32;
-use support::{CHECKPOINTS, Golden, case_prompt, check_gradients, checkpoint, max_diff, train_all};
+use serde_json::{Map, Value, json};
+use support::{
+    CHECKPOINTS, Golden, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
+    take_gradients, train_all,
+};
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
 
@@ -118,4 +124,118 @@ fn every_gradient_equals_transformers() {
             }
         }
     }
+}
+
+fn numbers(value: &Value) -> Vec<f32> {
+    value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
+}
+
+/// A checkpoint under another `rope_scaling`.
+fn rescaled(name: &str, scaling: &Value) -> Model {
+    let text = std::fs::read_to_string(checkpoint(name).join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let section = ["text_config", "llm_config"].into_iter().find(|key| config.get(*key).is_some());
+    let mut overrides = Map::new();
+    let mut scaling = scaling.clone();
+    if name.starts_with("qwen") {
+        scaling["mrope_section"] = json!([2, 3, 3]);
+    }
+    match section {
+        Some(key) => {
+            let mut section = config[key].clone();
+            section["rope_scaling"] = scaling;
+            overrides.insert(key.into(), section);
+        }
+        None => _ = overrides.insert("rope_scaling".into(), scaling),
+    }
+    let options = LoadOptions { overrides: Some(&overrides), ..LoadOptions::default() };
+    Model::load_with(&checkpoint(name), &options).unwrap()
+}
+
+/// A prompt of the ids 20 to 39.
+fn counting() -> Prompt {
+    Prompt {
+        ids: (20..40).collect(),
+        spans: Vec::new(),
+        positions: (0..20).map(|i| [i; 3]).collect(),
+        next_position: 20,
+        media: Vec::new(),
+        instruction: Vec::new(),
+        text: String::new(),
+    }
+}
+
+#[test]
+fn scaled_rotary_positions_equal_transformers() {
+    let want: Value = serde_json::from_slice(&std::fs::read(golden("rope.json")).unwrap()).unwrap();
+    let dir = tempfile::TempDir::new().unwrap();
+    let path = dir.path().join("config.json");
+    for row in want["frequencies"].as_array().unwrap() {
+        let kind = row["kind"].as_str().unwrap();
+        let config = json!({
+            "rope_scaling": want["scalings"][kind],
+            "rope_theta": row["theta"],
+            "max_position_embeddings": row["max_position_embeddings"],
+        });
+        std::fs::write(&path, config.to_string()).unwrap();
+        let dim = row["dim"].as_u64().unwrap() as usize;
+        let rope = Rope::parse(&ConfigJson::read(&path).unwrap(), dim, 1e4, false).unwrap();
+        for (i, (got, want)) in rope.frequencies(dim).iter().zip(numbers(&row["frequencies"])).enumerate() {
+            assert!((got - want).abs() <= 2e-6 * want, "{kind} of {dim}, pair {i}: {got} for {want}");
+        }
+        let attention = row["attention"].as_f64().unwrap();
+        assert!((f64::from(rope.attention()) - attention).abs() < 1e-6, "{kind}: {}", rope.attention());
+    }
+    let completion: Vec<u32> = (40..60).collect();
+    for (key, want_logp) in want["logp"].as_object().unwrap() {
+        let (name, kind) = key.split_once('.').unwrap();
+        let model = rescaled(name, &want["scalings"][kind]);
+        let (prompt, completion) = match name.starts_with("qwen") {
+            true => (case_prompt("E", &model), Golden::read("cases/E.safetensors").ids("completion_ids")),
+            false => (counting(), completion.clone()),
+        };
+        let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
+        let features = vec![model.encode_prompt(&prompt).unwrap()];
+        let (logp, _) = model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap();
+        let delta = max_diff(&logp, &numbers(want_logp));
+        assert!(delta <= 1e-4, "{key}: log-probabilities differ by {delta}");
+    }
+}
+
+/// Rotated queries and keys that are stretched by `a` are queries that are `a²` as long.
+#[test]
+fn stretched_rotations_carry_their_gradients() {
+    let model = |attention: f64| {
+        let scaling = json!({"type": "yarn", "factor": 4.0, "attention_factor": attention});
+        let model = rescaled("qwen2_5_vl_tied", &scaling);
+        assert!(
+            matches!(model.decoder().config().rope.scaling, RopeScaling::Yarn { attention: a, .. } if a == attention)
+        );
+        model
+    };
+    let (stretched, longer) = (model(1.3), model(1.0));
+    let is_query = |name: &str| name.contains("self_attn.q_proj") && !name.starts_with("visual");
+    for param in longer.params().iter().filter(|p| is_query(p.name())) {
+        param.update_f32(|w| w.iter_mut().for_each(|w| *w *= 1.69)).unwrap();
+    }
+    let run = |model: &Model| {
+        let (prompt, completion) =
+            (case_prompt("C", model), Golden::read("cases/C.safetensors").ids("completion_ids"));
+        let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
+        let stream = PackedStream::new(&groups).unwrap();
+        train_all(model);
+        let features = [model.encode_prompt(&prompt).unwrap()];
+        let pass = model.train_pass(&stream, &features, 1.0, false).unwrap();
+        let logp = pass.logprobs.clone();
+        let d: Vec<f32> = (0..logp.len()).map(|i| (i as f32 * 1.3).cos()).collect();
+        let gradients = pass.backward(&d, None).unwrap();
+        model.backward_media(&[&prompt], &features, gradients, false).unwrap();
+        (logp, take_gradients(model))
+    };
+    let ((logp, got), (want_logp, mut want)) = (run(&stretched), run(&longer));
+    assert!(max_diff(&logp, &want_logp) <= 1e-4);
+    for (_, gradient) in want.iter_mut().filter(|(name, _)| is_query(name)) {
+        gradient.iter_mut().for_each(|g| *g *= 1.69);
+    }
+    assert_close(&got, &want, 1e-4, "stretched");
 }

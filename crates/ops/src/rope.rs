@@ -27,6 +27,15 @@ impl RopeTable {
         Self { half, cos, sin }
     }
 
+    /// The table of a rotation that stretches by `factor` besides; its transpose stretches as well.
+    #[must_use]
+    pub fn scaled(mut self, factor: f32) -> Self {
+        if factor != 1.0 {
+            self.cos.iter_mut().chain(&mut self.sin).for_each(|x| *x *= factor);
+        }
+        self
+    }
+
     /// Rows of the stream.
     #[must_use]
     pub fn rows(&self) -> usize {

@@ -66,7 +66,7 @@ impl BertConfig {
     /// # Errors
     /// Another model, an impossible field, by name.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
-        let kind = json.get("model_type").and_then(|v| v.as_str()).unwrap_or("bert");
+        let kind = json.text("model_type")?.unwrap_or("bert");
         let roberta = match kind {
             "bert" | "distilbert" => false,
             "roberta" | "xlm-roberta" | "camembert" => true,
@@ -76,7 +76,7 @@ impl BertConfig {
             }
         };
         let distil = kind == "distilbert";
-        let embedding = json.get("position_embedding_type").and_then(|v| v.as_str()).unwrap_or("absolute");
+        let embedding = json.text("position_embedding_type")?.unwrap_or("absolute");
         if json.boolean("is_decoder", false)? || embedding != "absolute" {
             return Err(json.error("expected an encoder with absolute positions"));
         }

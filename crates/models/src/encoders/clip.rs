@@ -40,8 +40,7 @@ impl ClipConfig {
     /// # Errors
     /// A missing or impossible field, by name.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
-        let section = |key: &str| json.section(key).ok_or_else(|| json.error(format!("{key} is missing")));
-        let (vision, text) = (section("vision_config")?, section("text_config")?);
+        let (vision, text) = (json.required_section("vision_config")?, json.required_section("text_config")?);
         let keys = |hidden, intermediate, heads| SizeKeys {
             hidden: ("hidden_size", hidden),
             intermediate: ("intermediate_size", intermediate),

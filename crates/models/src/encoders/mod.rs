@@ -58,13 +58,7 @@ impl EncoderSizes {
             return Err(json.error(format!("a width of {hidden} cannot be split into {q} heads")));
         }
         let (key, default) = keys.activation;
-        let name = match json.get(key) {
-            None => default,
-            Some(value) => value
-                .as_str()
-                .ok_or_else(|| json.error(format!("{key} is {value}; expected the name of an activation")))?,
-        };
-        let activation = match name {
+        let activation = match json.text(key)?.unwrap_or(default) {
             "gelu" => Activation::GeluErf,
             "gelu_pytorch_tanh" | "gelu_new" => Activation::GeluTanh,
             "quick_gelu" => Activation::QuickGelu,
@@ -80,7 +74,7 @@ impl EncoderSizes {
             layers: size(keys.layers)?,
             heads: AttentionHeads { q, kv: q, dim: hidden / q },
             activation,
-            norm_eps: json.number("layer_norm_eps", keys.norm_eps)? as f32,
+            norm_eps: json.epsilon("layer_norm_eps", keys.norm_eps)?,
         })
     }
 }

@@ -45,7 +45,7 @@ impl SiglipConfig {
     /// # Errors
     /// An impossible field, by name.
     pub fn parse(json: &ConfigJson) -> Result<Self> {
-        let json = json.section("vision_config").unwrap_or_else(|| json.clone());
+        let json = json.section("vision_config")?.unwrap_or_else(|| json.clone());
         let keys = SizeKeys {
             hidden: ("hidden_size", 768),
             intermediate: ("intermediate_size", 3072),

@@ -548,7 +548,7 @@ pub fn open_family_with(dir: &Path, overrides: &Map<String, Value>) -> Result<Ar
     }
     let mut json = ConfigJson::read(&path)?;
     json.replace(overrides);
-    let model_type = json.get("model_type").and_then(|v| v.as_str()).unwrap_or_default();
+    let model_type = json.text("model_type")?.unwrap_or_default();
     let architectures: Vec<&str> = json
         .get("architectures")
         .and_then(|v| v.as_array())

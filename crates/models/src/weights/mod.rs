@@ -193,11 +193,12 @@ impl WeightSource for FileSource<'_> {
         Ok(param)
     }
 
-    /// As `transformers` 5.23 decides: two tensors that are both present and differ are untied; equal ones, or only
-    /// one of them, are tied, whatever the configuration says.
-    fn tied(&mut self, embed: &str, head: &str, _config: bool) -> Result<bool> {
+    /// As `transformers` 5.23 decides: two tensors that are both present are tied where the configuration says so and they
+    /// are equal. Where only one is present they are tied whatever the configuration says; there the other would be
+    /// made up.
+    fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
         let tied = match (self.files.shape(embed), self.files.shape(head)) {
-            (Some(_), Some(_)) => self.files.equal(embed, head)?,
+            (Some(_), Some(_)) => config && self.files.equal(embed, head)?,
             _ => true,
         };
         if tied {

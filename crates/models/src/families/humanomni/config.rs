@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use crate::config_json::ConfigJson;
-use crate::decoder::DecoderConfig;
+use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::encoders::bert::BertConfig;
 use crate::encoders::siglip::SiglipConfig;
 use crate::encoders::whisper::WhisperConfig;
@@ -98,15 +98,9 @@ impl HumanOmniConfig {
     /// # Errors
     /// A missing or impossible field, by name.
     pub fn parse(dir: &Path, json: &ConfigJson) -> Result<Self> {
-        let decoder = DecoderConfig::parse(json, json)?;
+        let decoder = DecoderConfig::parse(json, json, TextDefaults::QWEN2)?;
         let text = |key: &str, default: &'static str| -> Result<String> {
-            match json.get(key) {
-                None => Ok(default.to_owned()),
-                Some(value) => match value.as_str() {
-                    Some(text) => Ok(text.to_owned()),
-                    None => Err(json.error(format!("{key} is {value}; expected a string"))),
-                },
-            }
+            Ok(json.text(key)?.unwrap_or(default).to_owned())
         };
         let expect = |key: &str, got: String, expected: &str| match got == expected {
             true => Ok(()),
@@ -178,7 +172,7 @@ impl HumanOmniConfig {
         Ok(Self {
             num_frames: json.size("num_frames", Some(8))?,
             markers: json.boolean("mm_use_x_start_end", true)?,
-            initializer_range: json.number("initializer_range", 0.02)? as f32,
+            initializer_range: json.spread("initializer_range", 0.02)?,
             text: bert,
             decoder,
             projector,
@@ -199,11 +193,7 @@ fn component<T>(
     default: Option<&str>,
     parse: &dyn Fn(&ConfigJson) -> Result<T>,
 ) -> Result<Component<T>> {
-    let name = match (json.get(key), default) {
-        (Some(value), _) => value.as_str().map(str::to_owned),
-        (None, default) => default.map(str::to_owned),
-    };
-    let Some(name) = name else {
+    let Some(name) = json.text(key)?.or(default).map(str::to_owned) else {
         return Err(json.error(format!("{key} is missing; expected the directory of this encoder")));
     };
     if let Some(at) = find_tower(dir, &name) {

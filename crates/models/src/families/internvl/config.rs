@@ -8,7 +8,7 @@ use omnigrpo_ops::{Activation, AttentionHeads};
 
 use super::template;
 use crate::config_json::ConfigJson;
-use crate::decoder::DecoderConfig;
+use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
 /// How a checkpoint is written.
@@ -93,9 +93,8 @@ impl InternVlConfig {
     /// # Errors
     /// A missing or impossible field, by name; a language model other than Qwen2.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
-        let section = |key: &str| json.section(key).ok_or_else(|| json.error(format!("{key} is missing")));
-        let text = section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
-        let model_type = text.get("model_type").and_then(|v| v.as_str()).unwrap_or("qwen2");
+        let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
+        let model_type = text.text("model_type")?.unwrap_or("qwen2");
         let architecture = text
             .get("architectures")
             .and_then(|v| v.as_array()?.first()?.as_str())
@@ -105,20 +104,14 @@ impl InternVlConfig {
                 "the language model is {architecture} ({model_type}); of InternVL those with Qwen2 are supported"
             )));
         }
-        let decoder = DecoderConfig::parse(&text, json)?;
-        if let Some(rope) = text.section("rope_scaling").or_else(|| text.section("rope_parameters")) {
-            let kind = rope.get("rope_type").or_else(|| rope.get("type")).and_then(|v| v.as_str());
-            // "dynamic" changes nothing below max_position_embeddings, and no prompt is longer.
-            if !matches!(kind, None | Some("dynamic" | "default")) {
-                return Err(text.error(format!("rope_scaling of type {kind:?} is not supported")));
-            }
-        }
+        let class = TextDefaults { tied: layout == Layout::Hf, ..TextDefaults::QWEN2 };
+        let decoder = DecoderConfig::parse(&text, json, class)?;
         let ratio = json.number("downsample_ratio", 0.5)?;
         let merge = (1.0 / ratio) as usize;
         if !(1..=64).contains(&merge) || merge as f64 * ratio != 1.0 {
             return Err(json.error(format!("downsample_ratio is {ratio}; expected 1/n")));
         }
-        let vision_json = section("vision_config")?;
+        let vision_json = json.required_section("vision_config")?;
         let vision = VisionConfig::parse(&vision_json, layout)?;
         let image_px = vision.grid * vision.patch;
         let mut tiles = TileProcessor { side_px: image_px as u32, ..TileProcessor::default() };
@@ -134,7 +127,7 @@ impl InternVlConfig {
             Layout::Original => {
                 only("select_layer", (-1).into())?;
                 only("pad2square", false.into())?;
-                if json.get("ps_version").and_then(|v| v.as_str()) != Some("v2") {
+                if json.text("ps_version")? != Some("v2") {
                     return Err(
                         json.error("ps_version is not \"v2\"; the older pixel shuffle is not supported")
                     );
@@ -147,8 +140,7 @@ impl InternVlConfig {
                 } else {
                     tiles.max_tiles = 1;
                 }
-                if let Some(name) = json.get("template") {
-                    let name = name.as_str().unwrap_or_default();
+                if let Some(name) = json.text("template")? {
                     template = Some(template::original(name).ok_or_else(|| {
                         json.error(format!(
                             "template is {name:?}; known are {}",
@@ -162,25 +154,24 @@ impl InternVlConfig {
                 only("vision_feature_select_strategy", "default".into())?;
                 let key =
                     if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
-                let id = json.get(key).map_or(Some(151_667), serde_json::Value::as_u64);
-                match id.and_then(|id| u32::try_from(id).ok()) {
-                    Some(id) if (id as usize) < decoder.vocab => context_token = Some(id),
-                    _ => {
-                        let what = format!("{key} is not an id of the vocabulary of {}", decoder.vocab);
-                        return Err(json.error(what));
-                    }
+                let id = json.id(key, decoder.vocab)?.unwrap_or(151_667);
+                if id as usize >= decoder.vocab {
+                    let what = format!("{key} is missing, and {id} is not an id of the vocabulary");
+                    return Err(json.error(what));
                 }
+                context_token = Some(id);
             }
         }
         // The processor of the hf layout may cut other tiles than the tower's own; their tokens tell.
-        let seq_length = json.get("image_seq_length").and_then(serde_json::Value::as_u64);
+        let seq_length =
+            json.get("image_seq_length").map(|_| json.size("image_seq_length", None)).transpose()?;
         if let (Layout::Hf, Some(tokens)) = (layout, seq_length) {
             tiles.side_px = ((tokens as f64).sqrt() as usize * vision.patch * merge) as u32;
         }
         let this = Self {
             layout,
             projector_activation: activation(json, "projector_hidden_act")?,
-            initializer_range: text.number("initializer_range", 0.02)? as f32,
+            initializer_range: text.spread("initializer_range", 0.02)?,
             decoder,
             vision,
             merge,
@@ -190,7 +181,7 @@ impl InternVlConfig {
         };
         this.check_side(this.tiles.side_px as usize).map_err(|what| json.error(what))?;
         if let Some(expected) = seq_length
-            && expected != this.tokens_per_tile() as u64
+            && expected != this.tokens_per_tile()
         {
             return Err(json.error(format!(
                 "image_seq_length is {expected}; a tile of {} px has {} tokens",
@@ -219,7 +210,7 @@ impl InternVlConfig {
 }
 
 fn activation(json: &ConfigJson, key: &str) -> Result<Activation> {
-    match json.get(key).and_then(|v| v.as_str()) {
+    match json.text(key)? {
         None | Some("gelu") => Ok(Activation::GeluErf),
         Some("gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
         Some("quick_gelu") => Ok(Activation::QuickGelu),
@@ -263,7 +254,7 @@ impl VisionConfig {
                 return Err(json.error(format!("{key} is {}; only {expected} is supported", !expected)));
             }
         }
-        let rms = match json.get("norm_type").and_then(|v| v.as_str()) {
+        let rms = match json.text("norm_type")? {
             None => original,
             Some("rms_norm") => true,
             Some("layer_norm") => false,
@@ -271,7 +262,7 @@ impl VisionConfig {
                 return Err(json.error(format!("norm_type {other:?}: expected rms_norm or layer_norm")));
             }
         };
-        let norm_eps = json.number("layer_norm_eps", 1e-6)? as f32;
+        let norm_eps = json.epsilon("layer_norm_eps", 1e-6)?;
         let qk_norm = json.boolean(if original { "qk_normalization" } else { "use_qk_norm" }, original)?;
         Ok(Self {
             hidden,

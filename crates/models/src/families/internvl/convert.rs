@@ -19,6 +19,7 @@ use super::{CLOSE, CONTEXT, OPEN, template};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::Converted;
+use crate::rope::RopeScaling;
 
 /// Fields of a Qwen2 configuration that both layouts keep; published files carry many that concern other programs.
 const TEXT_KEYS: [&str; 24] = [
@@ -158,15 +159,19 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
 }
 
 /// The language model's section, reduced to its own fields, rotary settings in their published form.
-fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Map<String, Value> {
-    let section = json.section(key);
-    let object = section.as_ref().map(|s| s.object().clone()).unwrap_or_default();
-    let mut out: Map<String, Value> =
-        object.into_iter().filter(|(name, _)| TEXT_KEYS.contains(&name.as_str())).collect();
-    out.insert("rope_theta".into(), json!(config.decoder.rope_theta));
+fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Result<Map<String, Value>> {
+    let section = json.required_section(key)?;
+    let mut out: Map<String, Value> = section.object().clone();
+    out.retain(|name, _| TEXT_KEYS.contains(&name.as_str()));
+    if let (None, Some(rope)) = (section.section("rope_scaling")?, section.get("rope_parameters"))
+        && config.decoder.rope.scaling != RopeScaling::None
+    {
+        out.insert("rope_scaling".into(), rope.clone());
+    }
+    out.insert("rope_theta".into(), json!(config.decoder.rope.theta));
     out.insert("architectures".into(), json!(["Qwen2ForCausalLM"]));
     out.insert("model_type".into(), json!("qwen2"));
-    out
+    Ok(out)
 }
 
 fn activation_name(activation: Activation) -> &'static str {
@@ -251,7 +256,7 @@ fn to_hf(
         "image_token_id": context_token,
         "model_type": "internvl",
         "projector_hidden_act": activation_name(config.projector_activation),
-        "text_config": text_section(&json, "llm_config", config),
+        "text_config": text_section(&json, "llm_config", config)?,
         "vision_config": vision,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
@@ -355,7 +360,7 @@ fn to_original(dir: &Path, config: &InternVlConfig, params: &[Arc<Param>]) -> Re
         "downsample_ratio": 1.0 / config.merge as f64,
         "dynamic_image_size": tiles.max_tiles > 1,
         "force_image_size": tiles.side_px,
-        "llm_config": text_section(&json, "text_config", config),
+        "llm_config": text_section(&json, "text_config", config)?,
         "max_dynamic_patch": tiles.max_tiles,
         "min_dynamic_patch": tiles.min_tiles,
         "model_type": "internvl_chat",

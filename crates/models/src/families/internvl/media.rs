@@ -150,13 +150,13 @@ impl MediaReader {
 /// `preprocessor_config.json`.
 pub(super) fn processor(dir: &Path) -> Result<(ConfigJson, usize)> {
     let nested = dir.join("processor_config.json");
-    let nested = if nested.is_file() { ConfigJson::read(&nested)?.section("image_processor") } else { None };
+    let nested = if nested.is_file() { ConfigJson::read(&nested)?.section("image_processor")? } else { None };
     let json = match nested {
         Some(json) => json,
         None => ConfigJson::read(&dir.join("preprocessor_config.json"))?,
     };
     let size =
-        json.section("size").ok_or_else(|| json.error("size is missing; expected height and width"))?;
+        json.section("size")?.ok_or_else(|| json.error("size is missing; expected height and width"))?;
     let (height, width) = (size.size("height", None)?, size.size("width", None)?);
     if height != width {
         return Err(json.error(format!("tiles of {width}×{height} px; expected squares")));

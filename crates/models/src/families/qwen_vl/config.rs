@@ -2,12 +2,12 @@
 //!
 //! Accepted: text fields at the root (published checkpoints) or under `text_config` (newer saves), rotary settings as
 //! `rope_scaling` or `rope_parameters`. Where a published file omits a field, the class default of `transformers`
-//! 5.23 applies.
+//! 5.23 applies, but the sizes of the language model must be there.
 
 use omnigrpo_ops::{Activation, AttentionHeads};
 
 use crate::config_json::ConfigJson;
-use crate::decoder::DecoderConfig;
+use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
 /// Which of the two towers.
@@ -79,36 +79,27 @@ impl QwenVlConfig {
     /// # Errors
     /// A missing or impossible field, by name.
     pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
-        let text = json.section("text_config").unwrap_or_else(|| json.clone());
-        let mut decoder = DecoderConfig::parse(&text, json)?;
-        let (hidden, dim) = (decoder.hidden, decoder.heads.dim);
-        let rope = text.section("rope_parameters").or_else(|| text.section("rope_scaling"));
-        let section = rope.as_ref().and_then(|r| r.sizes("mrope_section").transpose()).transpose()?;
-        decoder.mrope_section = match section.as_deref() {
-            Some(&[t, h, w]) if t + h + w == dim / 2 => Some([t, h, w]),
-            other => {
-                let what =
-                    format!("mrope_section is {other:?}; expected three sizes that sum to {}", dim / 2);
-                return Err(text.error(what));
-            }
-        };
-        let vision = match json.section("vision_config") {
-            Some(vision) => Self::vision(&vision, generation, hidden)?,
-            None => return Err(json.error("vision_config is missing")),
-        };
-        let id = |key: &str, default: u64| -> Result<u32> {
-            let value =
-                json.get(key).or_else(|| text.get(key)).map_or(Some(default), serde_json::Value::as_u64);
-            match value.and_then(|v| u32::try_from(v).ok()) {
-                Some(id) if (id as usize) < decoder.vocab => Ok(id),
-                _ => Err(json.error(format!("{key} is not an id of the vocabulary of {}", decoder.vocab))),
+        let text = json.section("text_config")?.unwrap_or_else(|| json.clone());
+        let decoder = DecoderConfig::parse(&text, json, TextDefaults::QWEN_VL)?;
+        let vision = Self::vision(&json.required_section("vision_config")?, generation, decoder.hidden)?;
+        let id = |key: &str, default: u32| -> Result<u32> {
+            let given = match json.id(key, decoder.vocab)? {
+                None => text.id(key, decoder.vocab)?,
+                given => given,
+            };
+            match given.unwrap_or(default) {
+                id if (id as usize) < decoder.vocab => Ok(id),
+                id => Err(json.error(format!(
+                    "{key} is missing, and {id} is not an id of the vocabulary of {}",
+                    decoder.vocab
+                ))),
             }
         };
         Ok(Self {
             generation,
             image_token: id("image_token_id", 151_655)?,
             video_token: id("video_token_id", 151_656)?,
-            initializer_range: text.number("initializer_range", 0.02)? as f32,
+            initializer_range: text.spread("initializer_range", 0.02)?,
             decoder,
             vision,
         })
@@ -116,7 +107,10 @@ impl QwenVlConfig {
 
     fn vision(json: &ConfigJson, generation: Generation, decoder_hidden: usize) -> Result<VisionConfig> {
         let old = generation == Generation::Qwen2;
-        let hidden = json.size(if old { "embed_dim" } else { "hidden_size" }, Some(1280))?;
+        let hidden = match old {
+            true => json.size("embed_dim", Some(1280))?,
+            false => json.size("hidden_size", Some(3584))?,
+        };
         let heads = json.size("num_heads", Some(16))?;
         let dim = hidden / heads;
         if heads * dim != hidden || !dim.is_multiple_of(4) {
@@ -127,16 +121,15 @@ impl QwenVlConfig {
         let merge = json.size("spatial_merge_size", Some(2))?;
         let patch = json.size("patch_size", Some(14))?;
         let out = match old {
-            true => json.size("hidden_size", Some(decoder_hidden))?,
-            false => json.size("out_hidden_size", Some(decoder_hidden))?,
+            true => json.size("hidden_size", Some(3584))?,
+            false => json.size("out_hidden_size", Some(3584))?,
         };
         if out != decoder_hidden {
             return Err(
                 json.error(format!("features are {out} wide, the language model is {decoder_hidden}"))
             );
         }
-        let act = json.get("hidden_act").and_then(|v| v.as_str());
-        let activation = match (old, act) {
+        let activation = match (old, json.text("hidden_act")?) {
             (true, None | Some("quick_gelu")) => Activation::QuickGelu,
             (true, Some("gelu")) => Activation::GeluErf,
             (false, None | Some("silu")) => Activation::Silu,
@@ -159,7 +152,14 @@ impl QwenVlConfig {
             Some((cells, full))
         };
         let intermediate = match old {
-            true => (hidden as f64 * json.number("mlp_ratio", 4.0)?) as usize,
+            true => match json.number("mlp_ratio", 4.0)? {
+                ratio if (0.01..=1e3).contains(&ratio) => (hidden as f64 * ratio) as usize,
+                ratio => {
+                    return Err(
+                        json.error(format!("mlp_ratio is {ratio:e}; expected a number from 0.01 to 1000"))
+                    );
+                }
+            },
             false => json.size("intermediate_size", Some(3420))?,
         };
         let channels_key = if json.get("in_channels").is_some() { "in_channels" } else { "in_chans" };
@@ -175,7 +175,14 @@ impl QwenVlConfig {
             merge,
             out,
             windows,
-            tokens_per_second: if old { None } else { Some(json.number("tokens_per_second", 2.0)?) },
+            tokens_per_second: match json.number("tokens_per_second", 4.0)? {
+                _ if old => None,
+                rate if (0.0..=1e3).contains(&rate) => Some(rate),
+                rate => {
+                    let what = "expected a number from 0 to 1000";
+                    return Err(json.error(format!("tokens_per_second is {rate:e}; {what}")));
+                }
+            },
         })
     }
 }

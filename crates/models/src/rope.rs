@@ -1,0 +1,200 @@
+//! Rotary settings of a language model: base, axes, and scaling for sequences longer than those it was trained on.
+//!
+//! Source: `transformers` 5.23 `modeling_rope_utils.py`, with `rope_scaling` before `rope_parameters` and `rope_type` before
+//! `type`. Refused: `longrope` and other kinds without a formula here, rotation of a part of a head, and with `dynamic`
+//! positions beyond `max_position_embeddings`: there its frequencies would depend on the longest sequence of a batch.
+
+use std::f64::consts::TAU;
+
+use crate::config_json::ConfigJson;
+use crate::error::Result;
+
+/// Rotary settings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Pairs of a head that turn with the temporal, height and width position; `None` for plain positions.
+    pub mrope_section: Option<[usize; 3]>,
+    /// How frequencies are changed.
+    pub scaling: RopeScaling,
+}
+
+/// How frequencies are changed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// They are not.
+    None,
+    /// Divided by a factor.
+    Linear {
+        /// The factor.
+        factor: f64,
+    },
+    /// Not changed within `max_position_embeddings`, beyond which nothing is accepted.
+    Dynamic,
+    /// YaRN (arXiv 2309.00071): slow frequencies are divided, fast ones stay, with a ramp between them.
+    Yarn {
+        /// What slow frequencies are divided by.
+        factor: f64,
+        /// Longest sequence of the first training, tokens.
+        original: f64,
+        /// Turns over that length where the ramp begins and ends.
+        turns: [f64; 2],
+        /// Whether the ramp begins and ends at whole pairs.
+        truncate: bool,
+        /// Multiplies rotated queries and keys.
+        attention: f64,
+    },
+    /// The rule of Llama 3.1: as YaRN, with the ramp over wavelengths.
+    Llama3 {
+        /// What slow frequencies are divided by.
+        factor: f64,
+        /// Longest sequence of the first training, tokens.
+        original: f64,
+        /// That length divided by the wavelengths where the ramp ends and begins.
+        turns: [f64; 2],
+    },
+}
+
+impl Rope {
+    /// Reads the settings of a language model with heads of `dim` columns. `theta` is the class's base; `multimodal` says
+    /// whether positions have three axes.
+    ///
+    /// # Errors
+    /// An unknown or incomplete scaling, axes that do not fill a head.
+    pub fn parse(text: &ConfigJson, dim: usize, theta: f64, multimodal: bool) -> Result<Self> {
+        let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
+        let rope = match given {
+            Some(rope) => rope,
+            None => {
+                text.section("rope_parameters")?.unwrap_or_else(|| text.with_object(serde_json::json!({})))
+            }
+        };
+        let theta = rope.number("rope_theta", text.number("rope_theta", theta)?)?;
+        if theta <= 1.0 {
+            return Err(rope.error(format!("rope_theta is {theta}; expected a number above 1")));
+        }
+        let part = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0)?)?;
+        if part != 1.0 {
+            return Err(rope.error(format!("partial_rotary_factor is {part}; only 1 is supported")));
+        }
+        let section = rope.sizes("mrope_section")?;
+        let mrope_section = match (multimodal, section) {
+            (false, None) => None,
+            (false, Some(section)) => {
+                let what = "positions of this family have one axis";
+                return Err(rope.error(format!("mrope_section is {section:?}; {what}")));
+            }
+            (true, section) => match section.unwrap_or_else(|| vec![16, 24, 24])[..] {
+                [t, h, w] if t.checked_add(h).and_then(|n| n.checked_add(w)) == Some(dim / 2) => {
+                    Some([t, h, w])
+                }
+                ref other => {
+                    let what = format!("expected three sizes that sum to {}", dim / 2);
+                    return Err(rope.error(format!("mrope_section is {other:?}; {what}")));
+                }
+            },
+        };
+        let kind = match rope.text("rope_type")? {
+            Some(kind) => kind,
+            None => rope.text("type")?.unwrap_or("default"),
+        };
+        let positive = |key: &str, default: Option<f64>| match (rope.get(key), default) {
+            (None, None) => Err(rope.error(format!("{key} of rope_scaling {kind:?} is missing"))),
+            (_, default) => match rope.number(key, default.unwrap_or_default())? {
+                x if x > 0.0 => Ok(x),
+                x => Err(rope.error(format!("{key} of rope_scaling is {x}; expected a number above 0"))),
+            },
+        };
+        let original = || -> Result<f64> {
+            let longest = text.size("max_position_embeddings", Some(32768))?;
+            let longest = text.size("original_max_position_embeddings", Some(longest))?;
+            Ok(rope.size("original_max_position_embeddings", Some(longest))? as f64)
+        };
+        let scaling = match kind {
+            "default" => RopeScaling::None,
+            "mrope" if multimodal => RopeScaling::None,
+            "linear" => RopeScaling::Linear { factor: positive("factor", None)? },
+            "dynamic" => {
+                positive("factor", None)?;
+                RopeScaling::Dynamic
+            }
+            "yarn" => {
+                let factor = positive("factor", None)?;
+                // Zero counts as absent there.
+                let number = |key: &str| rope.number(key, 0.0).map(|x| (x != 0.0).then_some(x));
+                let scale = |by: f64| if factor <= 1.0 { 1.0 } else { 0.1 * by * factor.ln() + 1.0 };
+                let own = match (number("mscale")?, number("mscale_all_dim")?) {
+                    (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+                    _ => scale(1.0),
+                };
+                RopeScaling::Yarn {
+                    factor,
+                    original: original()?,
+                    turns: [number("beta_fast")?.unwrap_or(32.0), number("beta_slow")?.unwrap_or(1.0)],
+                    truncate: rope.boolean("truncate", true)?,
+                    attention: positive("attention_factor", Some(own))?,
+                }
+            }
+            "llama3" => RopeScaling::Llama3 {
+                factor: positive("factor", None)?,
+                original: original()?,
+                turns: [positive("low_freq_factor", None)?, positive("high_freq_factor", None)?],
+            },
+            other => {
+                return Err(rope.error(format!(
+                    "rope_scaling is of type {other:?}; expected default, {}linear, dynamic, yarn or llama3",
+                    if multimodal { "mrope, " } else { "" }
+                )));
+            }
+        };
+        let ramp = match scaling {
+            RopeScaling::Yarn { turns: [fast, slow], .. } => fast > slow && slow > 0.0,
+            RopeScaling::Llama3 { turns: [low, high], .. } => high > low,
+            _ => true,
+        };
+        if !ramp {
+            return Err(rope.error("rope_scaling: the fast bound of the ramp must lie above the slow one"));
+        }
+        Ok(Self { theta, mrope_section, scaling })
+    }
+
+    /// The frequency of each pair of a head of `dim` columns, in radians per position.
+    #[must_use]
+    pub fn frequencies(&self, dim: usize) -> Vec<f32> {
+        let width = dim as f64;
+        let plain = (0..dim / 2).map(|i| 1.0 / self.theta.powf(2.0 * i as f64 / width));
+        let scaled: Vec<f64> = match self.scaling {
+            RopeScaling::None | RopeScaling::Dynamic => plain.collect(),
+            RopeScaling::Linear { factor } => plain.map(|f| f / factor).collect(),
+            RopeScaling::Yarn { factor, original, turns, truncate, .. } => {
+                // The pair that turns so often over the original length.
+                let pair = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * self.theta.ln());
+                let [low, high] = turns.map(pair);
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(width - 1.0));
+                let high = if low == high { high + 0.001 } else { high };
+                let ramp = |i: usize| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                plain.enumerate().map(|(i, f)| f / factor * ramp(i) + f * (1.0 - ramp(i))).collect()
+            }
+            RopeScaling::Llama3 { factor, original, turns: [low, high] } => {
+                let scale = |f: f64| {
+                    let turns = original * f / TAU;
+                    let smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    f / factor * (1.0 - smooth) + f * smooth
+                };
+                plain.map(scale).collect()
+            }
+        };
+        scaled.into_iter().map(|f| f as f32).collect()
+    }
+
+    /// What rotated queries and keys are multiplied with.
+    #[must_use]
+    pub fn attention(&self) -> f32 {
+        match self.scaling {
+            RopeScaling::Yarn { attention, .. } => attention as f32,
+            _ => 1.0,
+        }
+    }
+}
