@@ -78,19 +78,28 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// `e^(scale · logit − max)`, and their sum.
-    fn row_weights<'a>(simd: S, weights: &'a mut [f32], logits: &'a [f32], scale: f32, max: f32) -> f32 {
+    /// `e^z` with `z = scale · logit − max`; `Σ e^z` and `Σ e^z z`.
+    fn row_weights<'a>(simd: S, weights: &'a mut [f32], logits: &'a [f32], scale: f32, max: f32) -> (f32, f32) {
         let (times, minus) = (simd.splat_f32s(scale), simd.splat_f32s(-max));
-        let mut sum = simd.splat_f32s(0.0);
+        let (mut sum, mut weighted) = (simd.splat_f32s(0.0), simd.splat_f32s(0.0));
+        // A token that is excluded has z = −∞ and adds 0, which the product alone would not give.
+        let lowest = simd.splat_f32s(f32::MIN);
         let whole = logits.len() / S::F32_LANES * S::F32_LANES;
         for i in (0..logits.len()).step_by(S::F32_LANES) {
-            let weight = exp(simd, simd.mul_add_e_f32s(load(simd, logits, i), times, minus));
+            let z = simd.mul_add_e_f32s(load(simd, logits, i), times, minus);
+            let weight = exp(simd, z);
             store(simd, weights, i, weight);
             if i < whole {
                 sum = simd.add_f32s(sum, weight);
+                weighted = simd.mul_add_e_f32s(weight, simd.max_f32s(z, lowest), weighted);
             }
         }
-        simd.reduce_sum_f32s(sum) + weights[whole..logits.len()].iter().sum::<f32>()
+        let tail = weights[whole..logits.len()].iter().zip(&logits[whole..]);
+        let tail: f32 = tail.map(|(w, x)| w * (x * scale - max).max(f32::MIN)).sum();
+        (
+            simd.reduce_sum_f32s(sum) + weights[whole..logits.len()].iter().sum::<f32>(),
+            simd.reduce_sum_f32s(weighted) + tail,
+        )
     }
 }
 
@@ -108,6 +117,8 @@ pub struct Weights {
     pub total: f64,
     /// Log-sum-exp of the divided logits.
     pub lse: f64,
+    /// Entropy of the distribution, in nats.
+    pub entropy: f64,
     /// What logits are multiplied by: one over the temperature.
     pub scale: f32,
 }
@@ -124,9 +135,16 @@ impl Weights {
         }
         let mut weights = vec![0.0; logits.len()];
         let chunks = weights.chunks_mut(WEIGHTS_CHUNK).zip(logits.chunks(WEIGHTS_CHUNK));
-        let sums: Vec<f64> = chunks.map(|(w, x)| f64::from(row_weights(w, x, scale, max))).collect();
+        let mut weighted = 0.0;
+        let sum = |(w, x)| {
+            let (sum, own) = row_weights(w, x, scale, max);
+            weighted += f64::from(own);
+            f64::from(sum)
+        };
+        let sums: Vec<f64> = chunks.map(sum).collect();
         let total: f64 = sums.iter().sum();
-        (!total.is_nan()).then(|| Self { weights, sums, total, lse: f64::from(max) + total.ln(), scale })
+        let (lse, entropy) = (f64::from(max) + total.ln(), total.ln() - weighted / total);
+        (!total.is_nan()).then(|| Self { weights, sums, total, lse, entropy, scale })
     }
 }
 

@@ -21,6 +21,9 @@ pub struct Request<'a> {
     pub rollout: u64,
     /// Dataset row.
     pub row: u64,
+    /// Number of the first completion, which keys its random numbers: not 0 where the row came before in the same
+    /// rollout and has completions already.
+    pub first_sample: u32,
 }
 
 /// Why a completion ended.
@@ -42,10 +45,21 @@ pub struct Completion {
     pub logprobs: Vec<f32>,
     /// Of each token under the distribution it was drawn from (after penalties and truncation), nats.
     pub sampler_logprobs: Vec<f32>,
+    /// Entropy of softmax(logits / scoring temperature) at each token, nats.
+    pub entropies: Vec<f32>,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// Its text: no control tokens, cut before a stop string.
     pub text: String,
+}
+
+impl Completion {
+    /// A completion that was recorded elsewhere: nothing is known of how it was drawn.
+    #[must_use]
+    pub fn recorded(ids: Vec<u32>, finish_reason: FinishReason, text: String) -> Self {
+        let (logprobs, sampler_logprobs, entropies) = (Vec::new(), Vec::new(), Vec::new());
+        Self { ids, logprobs, sampler_logprobs, entropies, finish_reason, text }
+    }
 }
 
 /// A token as it is drawn, for streaming to a terminal and for progress.
@@ -166,17 +180,12 @@ impl<'a> Generator<'a> {
         let logits = decoder.logits(&hidden)?;
         let mut sequences = Vec::with_capacity(request.num_samples);
         for slot in 0..request.num_samples {
-            let key = SampleKey { rollout: request.rollout, row: request.row, sample: slot as u32 };
+            let Request { rollout, row, first_sample, .. } = *request;
+            let key = SampleKey { rollout, row, sample: first_sample + slot as u32 };
             let mut sequence = Sequence {
                 slot,
                 key,
-                done: Completion {
-                    ids: Vec::new(),
-                    logprobs: Vec::new(),
-                    sampler_logprobs: Vec::new(),
-                    finish_reason: FinishReason::Length,
-                    text: String::new(),
-                },
+                done: Completion::recorded(Vec::new(), FinishReason::Length, String::new()),
                 matcher: StopMatcher::new(self.stops),
             };
             let drawn = draw(&mut logits.clone(), self.params, key, 0, &[&prompt.ids], &self.stops.ids)?;
@@ -241,6 +250,7 @@ impl<'a> Generator<'a> {
         done.ids.push(drawn.id);
         done.logprobs.push(drawn.logprob);
         done.sampler_logprobs.push(drawn.sampler_logprob);
+        done.entropies.push(drawn.entropy);
         let allowed = done.ids.len() >= self.params.min_completion_length;
         let hit = !self.stops.strings.is_empty()
             && sequence.matcher.push(&self.tokenizer.token_bytes(drawn.id)).is_some();

@@ -87,7 +87,7 @@ pub struct SampleKey {
     pub rollout: u64,
     /// Dataset row.
     pub row: u64,
-    /// Sample in the group.
+    /// Sample of the row in this rollout.
     pub sample: u32,
 }
 
@@ -113,6 +113,8 @@ pub(crate) struct Draw {
     pub logprob: f32,
     /// Of the distribution that was sampled from, nats; 0 when greedy.
     pub sampler_logprob: f32,
+    /// Entropy of softmax(logits / scoring temperature), nats.
+    pub entropy: f32,
 }
 
 /// Draws token number `token` of a completion from its logits. `seen` are the ids so far, prompt included.
@@ -127,7 +129,7 @@ pub(crate) fn draw(
     let scoring = params.scoring_temperature();
     let broken = || RolloutError::NonFinite { row: key.row, sample: key.sample, token };
     let scored = Weights::new(logits, scoring).ok_or_else(broken)?;
-    let (lse, scale) = (scored.lse, scored.scale);
+    let (lse, scale, entropy) = (scored.lse, scored.scale, scored.entropy as f32);
     // Only the few logits that penalties touch are remembered, for the chosen token's record.
     let mut raw: Vec<(u32, f32)> = Vec::new();
     if params.repetition_penalty != 1.0 {
@@ -166,7 +168,8 @@ pub(crate) fn draw(
         }
     };
     let logit = raw.iter().find(|(i, _)| *i == id).map_or(logits[id as usize], |(_, x)| *x);
-    Ok(Draw { id, logprob: (f64::from(logit) * f64::from(scale) - lse) as f32, sampler_logprob })
+    let logprob = (f64::from(logit) * f64::from(scale) - lse) as f32;
+    Ok(Draw { id, logprob, sampler_logprob, entropy })
 }
 
 /// The first of the largest logits.
@@ -292,6 +295,8 @@ mod tests {
         let total: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
         let weights = Weights::new(&logits, 1.0).unwrap();
         assert!((weights.lse - total.ln()).abs() < 1e-6);
+        let mean: f64 = logits.iter().map(|&x| f64::from(x) * f64::from(x).exp() / total).sum();
+        assert!((weights.entropy - (total.ln() - mean)).abs() < 1e-5);
         let mut below = 0.0;
         for (id, x) in logits.iter().enumerate() {
             let own = f64::from(*x).exp() / total;
@@ -310,6 +315,7 @@ mod tests {
             let mut logits = vec![f32::NEG_INFINITY; len];
             logits[only] = 3.0;
             let weights = Weights::new(&logits, 1.0).unwrap();
+            assert_eq!(weights.entropy, 0.0);
             for u in [0.0, 0.5, 1.0 - f64::EPSILON / 2.0] {
                 assert_eq!(from_all(&weights, u), (only as u32, 0.0), "{len} {u}");
             }
@@ -368,6 +374,9 @@ mod tests {
         assert_eq!(d.id, 0);
         let z: f64 = logits.iter().map(|&x| f64::from(x / t).exp()).sum();
         assert!((f64::from(d.logprob) - (f64::from(2.0 / t) - z.ln())).abs() < 1e-6);
+        let minus_p_ln_p = |x: f32| (z.ln() - f64::from(x / t)) * f64::from(x / t).exp() / z;
+        let entropy: f64 = logits.iter().map(|&x| minus_p_ln_p(x)).sum();
+        assert!((f64::from(d.entropy) - entropy).abs() < 1e-6);
         assert_eq!(d.sampler_logprob, 0.0);
     }
 

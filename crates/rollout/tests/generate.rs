@@ -56,6 +56,7 @@ impl Setup {
                 num_samples,
                 rollout: 5,
                 row: row.row,
+                first_sample: 0,
             })
             .collect();
         let generator = Generator { model: &self.model, tokenizer: &self.tokenizer, stops, params, max_live };
@@ -275,8 +276,14 @@ fn samples_of_a_group_differ_and_keys_decide() {
     let row = setup.row("C", 1);
     let run = |rollout: u64, row_index: u64, seed: u64| {
         let params = SamplingParams { seed, ..sampled(12) };
-        let request =
-            Request { prompt: &row.prompt, features: &row.features, num_samples: 4, rollout, row: row_index };
+        let request = Request {
+            prompt: &row.prompt,
+            features: &row.features,
+            num_samples: 4,
+            rollout,
+            row: row_index,
+            first_sample: 0,
+        };
         let stops = StopSet::default();
         let generator = Generator {
             model: &setup.model,
@@ -449,6 +456,7 @@ fn events_tell_every_token_in_order() {
             num_samples: 2,
             rollout: 0,
             row: row.row,
+            first_sample: 0,
         })
         .collect();
     let (params, stops) = (sampled(9), StopSet { ids: vec![90, 150], ..StopSet::default() });
@@ -481,8 +489,14 @@ fn diverged_weights_are_named_not_sampled() {
     let row = setup.row("B", 4);
     let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
     norm.store(&vec![f32::NAN; norm.len()]).unwrap();
-    let request =
-        Request { prompt: &row.prompt, features: &row.features, num_samples: 2, rollout: 0, row: row.row };
+    let request = Request {
+        prompt: &row.prompt,
+        features: &row.features,
+        num_samples: 2,
+        rollout: 0,
+        row: row.row,
+        first_sample: 0,
+    };
     let (params, stops) = (sampled(4), StopSet::default());
     let generator = Generator {
         model: &setup.model,

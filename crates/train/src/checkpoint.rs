@@ -95,8 +95,7 @@ impl BufferState {
         let completions: usize = self.ids.iter().map(Vec::len).sum();
         let groups = |g: usize| {
             let (ids, old) = (&self.ids[g], &self.old[g]);
-            // Completions that no term of the loss depends on have no old log-probabilities.
-            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| old.is_empty() || ids.len() == old.len();
+            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| ids.len() == old.len();
             self.texts[g].len() == ids.len()
                 && self.truncated[g].len() == ids.len()
                 && old.len() == ids.len()
@@ -117,12 +116,8 @@ impl BufferState {
         use omnigrpo_rollout::FinishReason::{Length, Stop};
         let group = |r: usize| {
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(&self.truncated[r]);
-            each.map(|((ids, text), &cut)| Completion {
-                ids: ids.clone(),
-                logprobs: Vec::new(),
-                sampler_logprobs: Vec::new(),
-                finish_reason: if cut { Length } else { Stop },
-                text: text.clone(),
+            each.map(|((ids, text), &cut)| {
+                Completion::recorded(ids.clone(), if cut { Length } else { Stop }, text.clone())
             })
             .collect()
         };

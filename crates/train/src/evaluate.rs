@@ -94,6 +94,7 @@ pub fn evaluate(
                 num_samples: plan.num_generations,
                 rollout: EVAL_ROLLOUT,
                 row: row.sample.row,
+                first_sample: 0,
             })
             .collect();
         let generator = Generator {

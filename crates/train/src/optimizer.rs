@@ -2,8 +2,9 @@
 //!
 //! Source: `torch.optim.AdamW` (decoupled decay, bias-corrected moments, epsilon outside the root), and
 //! `torch.nn.utils.clip_grad_norm_`. A bf16 weight is updated through an f32 master copy unless `pure_bf16` asks
-//! otherwise: at small learning rates an update of a bf16 weight rounds to nothing. A weight without a gradient is
-//! skipped, as PyTorch skips `grad = None`.
+//! otherwise: at small learning rates an update of a bf16 weight rounds to nothing. A weight that nothing of the step could
+//! reach has no gradient and is skipped, as PyTorch skips `grad = None`; one that was reached with advantages of 0 has
+//! a gradient of 0, and momentum, decay and its count of updates go on.
 //!
 //! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16.
 

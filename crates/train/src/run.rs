@@ -379,6 +379,10 @@ fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
         put("sampling/sampling_logp_difference/max", max);
         put("sampling/sampling_logp_difference/mean", mean);
     }
+    if let Some((max, mean)) = outcome.sampler_gap {
+        put("sampling/distribution_logp_difference/max", max);
+        put("sampling/distribution_logp_difference/mean", mean);
+    }
     metrics
 }
 

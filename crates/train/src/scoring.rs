@@ -1,5 +1,7 @@
 //! Completions to rewards.
 
+use std::collections::HashMap;
+
 use omnigrpo_data::{Sample, ThinkMode};
 use omnigrpo_rewards::{RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -39,7 +41,9 @@ fn with_inputs<T>(
 ) -> Result<T> {
     let contexts: Vec<_> = rows.iter().map(|(sample, _)| (sample.question(), media_paths(sample))).collect();
     let mut inputs = Vec::new();
-    for ((sample, completions), (question, paths)) in rows.iter().zip(&contexts) {
+    let before = occurrences(rows.iter().map(|(sample, _)| sample.row));
+    for (((sample, completions), (question, paths)), before) in rows.iter().zip(&contexts).zip(before) {
+        let first = before as usize * completions.len();
         for (index, completion) in completions.iter().enumerate() {
             inputs.push(RewardInput {
                 prompt: question,
@@ -52,10 +56,22 @@ fn with_inputs<T>(
                     ThinkMode::Off => Think::Off,
                 },
                 media_paths: paths,
-                key: RowKey { seed, step, row: sample.row, sample: index as u64 },
+                key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },
                 truncated: completion.finish_reason == FinishReason::Length,
             });
         }
     }
     scored(&inputs)
+}
+
+/// For each row, how often it came before in the same list: its completions are numbered on, so that their random numbers
+/// are others.
+pub(crate) fn occurrences(rows: impl IntoIterator<Item = u64>) -> Vec<u32> {
+    let mut seen = HashMap::new();
+    let mut count = |row| {
+        let next = seen.entry(row).or_insert(0);
+        *next += 1;
+        *next - 1
+    };
+    rows.into_iter().map(&mut count).collect()
 }

@@ -1,5 +1,7 @@
 //! The training step: rollouts → rewards → advantages → log-probabilities → loss → update.
 
+use std::mem::take;
+
 use omnigrpo_data::RecordedRewards;
 use omnigrpo_grpo::{
     AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate, mask,
@@ -76,8 +78,12 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Trained weights without a gradient.
     pub params_without_grad: usize,
-    /// |log p(rollout) − log p(training)| over scored tokens: largest and mean. Only for sampled, on-policy steps.
+    /// |log p(rollout) − log p(training)|, both at the scoring temperature, over the tokens that went through the model:
+    /// largest and mean. Only for sampled, on-policy steps.
     pub rollout_gap: Option<(f64, f64)>,
+    /// |log p(rollout) − log q|, where q is the distribution that tokens were drawn from, after temperature, penalties and
+    /// truncation: largest and mean. Only for sampled, on-policy steps.
+    pub sampler_gap: Option<(f64, f64)>,
     /// Prompt and completion tokens that went through the model.
     pub num_tokens: u64,
 }
@@ -100,15 +106,19 @@ pub fn collect(
     let activity = timer.activity().clone();
     let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let completions = timed(timer, "rollout", || {
+        let num_samples = algorithm.num_generations;
+        let before = scoring::occurrences(rows.iter().map(|row| row.sample.row));
         let requests: Vec<Request> = rows
             .iter()
             .zip(&features)
-            .map(|(row, features)| Request {
+            .zip(before)
+            .map(|((row, features), before)| Request {
                 prompt: &row.prompt,
                 features,
-                num_samples: algorithm.num_generations,
+                num_samples,
                 rollout: step,
                 row: row.sample.row,
+                first_sample: before * num_samples as u32,
             })
             .collect();
         activity.parts("completions", 0, rows.len() * algorithm.num_generations);
@@ -171,7 +181,7 @@ pub fn replay(
     let mut completions = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();
-    let mut old: Option<Vec<Vec<Vec<f32>>>> = Some(Vec::new());
+    let mut old: Vec<Vec<Vec<f32>>> = Vec::new();
     for row in &rows {
         let sample = &row.sample;
         let fail = |what: String| TrainError::Data { what: format!("replay, row {}: {what}", sample.id) };
@@ -206,18 +216,20 @@ pub fn replay(
                 .decode(&ids, true)
                 .map_err(|e| fail(format!("a completion cannot be decoded: {e}")))?;
             let truncated = completion.finish_reason.as_deref() == Some("length");
-            group.push(Completion {
-                ids,
-                logprobs: Vec::new(),
-                sampler_logprobs: Vec::new(),
-                finish_reason: if truncated { FinishReason::Length } else { FinishReason::Stop },
-                text,
-            });
+            let reason = if truncated { FinishReason::Length } else { FinishReason::Stop };
+            group.push(Completion::recorded(ids, reason, text));
         }
-        match (&mut old, given.len()) {
-            (Some(old), n) if n == group.len() => old.push(given),
-            (_, 0) => old = None,
-            _ => return Err(fail("either every completion of all rows has logprobs, or none".into())),
+        let (some, all) = (!given.is_empty(), given.len() == group.len());
+        if all {
+            old.push(given);
+        }
+        // Of the rows so far all have log-probabilities, or none.
+        if some != all || ![0, completions.len() + 1].contains(&old.len()) {
+            return Err(fail(
+                "expected `logprobs` of every completion of all rows of a step, or of none; add the missing ones or remove \
+                 the others"
+                    .into(),
+            ));
         }
         let named = match recorded_rewards {
             RecordedRewards::Total(list) => {
@@ -243,7 +255,7 @@ pub fn replay(
     let weights = vec![1.0; names.len()];
     let total = advantage::weighted_sum(&values, &weights)?;
     let matrix = RewardMatrix { names, values, weights, total };
-    let old = old.filter(|old| old.len() == rows.len());
+    let old = (!old.is_empty()).then_some(old);
     assemble(algorithm, rows, completions, features, matrix, old)
 }
 
@@ -308,6 +320,7 @@ pub fn update(
         algorithm,
         sums,
         gap: Gap::default(),
+        idle: Vec::new(),
         num_tokens: 0,
         new_old: rollouts.rows.iter().map(|_| vec![Vec::new(); group]).collect(),
         on_policy: rollouts.old.is_none(),
@@ -333,11 +346,18 @@ pub fn update(
         }
     }
     timer.activity().parts("prompts", rollouts.rows.len(), rollouts.rows.len());
-    let Pass { sums, gap, num_tokens, new_old, on_policy, gradients, .. } = pass;
+    let Pass { sums, gap, idle, num_tokens, new_old, on_policy, mut gradients, .. } = pass;
     let prompts: Vec<&Prompt> = rollouts.rows.iter().map(|row| row.prompt.as_ref()).collect();
     timed(timer, "backward", || {
+        model.reach(&prompts, &idle, &mut gradients);
         model.backward_media(&prompts, &rollouts.features, gradients, algorithm.recompute)
     })?;
+    let mut sampler_gap = Gap::default();
+    if on_policy {
+        for c in rollouts.completions.iter().flatten() {
+            sampler_gap.add(&c.sampler_logprobs, &c.logprobs);
+        }
+    }
     let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
     rollouts.updated = true;
     if on_policy {
@@ -348,6 +368,7 @@ pub fn update(
         grad_norm: update.grad_norm,
         params_without_grad: update.skipped,
         rollout_gap: gap.finish(),
+        sampler_gap: sampler_gap.finish(),
         num_tokens,
     })
 }
@@ -363,6 +384,8 @@ struct Pass<'a> {
     algorithm: &'a Algorithm,
     sums: MetricSums,
     gap: Gap,
+    /// Rows of streams whose gradient is 0, which were not carried back.
+    idle: Vec<usize>,
     num_tokens: u64,
     /// Log-probabilities of this update, which later updates of the same rollouts compare with.
     new_old: Vec<Vec<Vec<f32>>>,
@@ -383,10 +406,8 @@ impl Pass<'_> {
             .iter()
             .flat_map(|p| p.completions.clone().map(|c| rollouts.advantages.values[p.group * group + c]))
             .collect();
-        if advantages.iter().all(|&a| a == 0.0) && !plan.needs_reference() && !plan.needs_entropy() {
-            // No term of the loss depends on these completions: they count with a loss of 0.
-            return self.count_without_loss(parts, rollouts, &advantages, normalizer);
-        }
+        // No term of the loss depends on these completions, so there is nothing to carry back; they count as all others do.
+        let idle = advantages.iter().all(|&a| a == 0.0) && !plan.needs_reference() && !plan.needs_entropy();
         let rows = &rollouts.rows;
         let groups: Vec<GroupStream> = parts
             .iter()
@@ -400,7 +421,6 @@ impl Pass<'_> {
             })
             .collect();
         let stream = PackedStream::new(&groups)?;
-        self.num_tokens += stream.rows() as u64;
         let temperature = self.algorithm.sampling.scoring_temperature();
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {
@@ -409,13 +429,21 @@ impl Pass<'_> {
             })?),
             None => None,
         };
-        let pass = timed(timer, "forward", || {
-            let own = |p: &Part| {
-                self.model.features_in_training(&rollouts.rows[p.group].prompt, &rollouts.features[p.group])
-            };
-            let features = parts.iter().map(own).collect::<omnigrpo_models::Result<Vec<_>>>()?;
-            self.model.train_pass(&stream, &features, temperature, self.algorithm.recompute)
-        })?;
+        let drawn = if idle { self.as_drawn(parts, rollouts) } else { None };
+        let (logprobs, entropies, pass) = if let Some((logprobs, entropies)) = drawn {
+            (logprobs, entropies, None)
+        } else {
+            let mut pass = timed(timer, "forward", || {
+                let own = |p: &Part| {
+                    let (prompt, features) = (&rollouts.rows[p.group].prompt, &rollouts.features[p.group]);
+                    self.model.features_in_training(prompt, features)
+                };
+                let features = parts.iter().map(own).collect::<omnigrpo_models::Result<Vec<_>>>()?;
+                self.model.train_pass(&stream, &features, temperature, idle || self.algorithm.recompute)
+            })?;
+            self.num_tokens += stream.rows() as u64;
+            (take(&mut pass.logprobs), take(&mut pass.entropies), Some(pass))
+        };
         let old: Option<Vec<f64>> = rollouts.old.as_ref().map(|old| {
             let tokens = parts.iter().flat_map(|p| p.completions.clone().flat_map(|c| &old[p.group][c]));
             tokens.map(|&x| f64::from(x)).collect()
@@ -426,7 +454,7 @@ impl Pass<'_> {
             .map(|c| c.finish_reason == FinishReason::Length)
             .collect();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
-        let (logp, entropy) = (wide(&pass.logprobs), wide(&pass.entropies));
+        let (logp, entropy) = (wide(&logprobs), wide(&entropies));
         let out = evaluate(
             &Batch {
                 lengths: stream.lengths(),
@@ -441,7 +469,11 @@ impl Pass<'_> {
             normalizer,
         )?;
         self.sums.merge(&out.sums);
-        self.record(parts, rollouts, &pass.logprobs);
+        self.record(parts, rollouts, &logprobs, pass.is_some());
+        let Some(pass) = pass.filter(|_| !idle) else {
+            self.idle.extend(parts.iter().map(|p| p.group));
+            return Ok(());
+        };
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
         timed(timer, "backward", || {
@@ -491,34 +523,23 @@ impl Pass<'_> {
             .collect())
     }
 
-    /// Completions that need no pass through the model: their loss is 0, and their log-probabilities are the rollout's
-    /// where it recorded them.
-    fn count_without_loss(
-        &mut self,
-        parts: &[Part],
-        rollouts: &Rollouts,
-        advantages: &[f64],
-        normalizer: &Normalizer,
-    ) -> Result<()> {
-        let completions = parts.iter().flat_map(|p| &rollouts.completions[p.group][p.completions.clone()]);
-        let logp: Vec<&[f32]> = completions.map(|c| c.logprobs.as_slice()).collect();
-        let lengths: Vec<usize> = logp.iter().map(|logp| logp.len()).collect();
-        let flat: Vec<f64> = logp.concat().into_iter().map(f64::from).collect();
-        let batch = Batch {
-            lengths: &lengths,
-            logp: &flat,
-            old: None,
-            reference: None,
-            entropy: None,
-            advantages,
-            truncated: &vec![false; lengths.len()],
-        };
-        self.sums.merge(&evaluate(&batch, &self.algorithm.loss, normalizer)?.sums);
-        Ok(())
+    /// Log-probabilities and entropies of a stream's tokens as the rollout saw them, where the weights are still the same and
+    /// no adapter drops inputs: what a pass through the model would give, but for rounding.
+    fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
+        let drops = self.model.lora().is_some_and(|lora| lora.dropout > 0.0);
+        let completions = || parts.iter().flat_map(|p| &rollouts.completions[p.group][p.completions.clone()]);
+        let whole = |c: &Completion| c.logprobs.len() == c.ids.len() && c.entropies.len() == c.ids.len();
+        if !self.on_policy || drops || !completions().all(whole) {
+            return None;
+        }
+        Some((
+            completions().flat_map(|c| &c.logprobs).copied().collect(),
+            completions().flat_map(|c| &c.entropies).copied().collect(),
+        ))
     }
 
-    /// Keeps this update's log-probabilities for later ones and compares them with the rollout's.
-    fn record(&mut self, parts: &[Part], rollouts: &Rollouts, logprobs: &[f32]) {
+    /// Keeps this update's log-probabilities for later ones and compares them with the rollout's, if they are not those.
+    fn record(&mut self, parts: &[Part], rollouts: &Rollouts, logprobs: &[f32], computed: bool) {
         let mut at = 0;
         for part in parts {
             for c in part.completions.clone() {
@@ -526,7 +547,9 @@ impl Pass<'_> {
                 let now = &logprobs[at..at + completion.ids.len()];
                 at += now.len();
                 if self.on_policy {
-                    self.gap.add(&completion.logprobs, now);
+                    if computed {
+                        self.gap.add(&completion.logprobs, now);
+                    }
                     self.new_old[part.group][c] = now.to_vec();
                 }
             }

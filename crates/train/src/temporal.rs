@@ -47,15 +47,19 @@ pub fn add_order_bonus(
     let videos: Vec<&PreparedRow> = rows.iter().filter(has_video).collect();
     let prompts = videos.iter().map(|row| Ok(shuffled.build(&row.sample)?)).collect::<Result<Vec<_>>>()?;
     let features = prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()?;
+    let num_samples = (group / 2).max(1);
+    let before = scoring::occurrences(videos.iter().map(|row| row.sample.row));
     let requests: Vec<Request> = videos
         .iter()
         .zip(prompts.iter().zip(&features))
-        .map(|(row, (prompt, features))| Request {
+        .zip(before)
+        .map(|((row, (prompt, features)), before)| Request {
             prompt,
             features,
-            num_samples: (group / 2).max(1),
+            num_samples,
             rollout: SHUFFLED | rollout,
             row: row.sample.row,
+            first_sample: before * num_samples as u32,
         })
         .collect();
     let completions = generator(model, shuffled, algorithm).generate(&requests, |_| {})?;

@@ -11,10 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use omnigrpo_grpo::Aggregation;
 use omnigrpo_models::{Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_train::step::{self, Rollouts};
-use omnigrpo_train::{AdamW, PreparedRow, ResumeFrom, ScheduleKind, decayed_names};
+use omnigrpo_train::{AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, ScheduleKind, decayed_names};
 use serde_json::Value;
 use setup::{EVERYTHING, algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
 use support::{Golden, max_diff, norm, sketch};
@@ -277,6 +278,172 @@ fn the_gradient_of_a_step_equals_pytorch() {
             let bound = if i == 0 { bound } else { 4.0 * bound };
             assert!((a - f64::from(*b)).abs() <= bound, "{weight}, sketch {i}: {a} for {b} ± {bound}");
         }
+    }
+}
+
+/// Rows for two steps of two groups each, with rewards: in the second step one group has no variance, and the pictures are
+/// in that group alone.
+fn rows_without_variance() -> Vec<Vec<PreparedRow>> {
+    let (_, rows) = prepared("qwen2_5_vl_tied", IDS);
+    let with = |row: usize, rewards: [f64; 3]| {
+        let mut row = rows[row].clone();
+        row.sample.rewards = Some(omnigrpo_data::RecordedRewards::Total(rewards.to_vec()));
+        row
+    };
+    vec![
+        vec![with(1, [1.0, 0.0, 0.0]), with(0, [0.0, 1.0, 0.5])],
+        vec![with(1, [1.0, 0.0, 0.0]), with(0, [1.0, 1.0, 1.0])],
+        vec![with(1, [0.5, 0.5, 0.5]), with(2, [1.0, 1.0, 1.0])],
+    ]
+}
+
+/// Metrics of each update, and weights and optimizer at the end.
+struct Trained {
+    metrics: Vec<BTreeMap<String, Option<f64>>>,
+    grad_norms: Vec<f64>,
+    without_grad: Vec<usize>,
+    moments: BTreeMap<String, Moments>,
+    weights: BTreeMap<String, Vec<f32>>,
+}
+
+/// Runs these steps, with two updates each.
+fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Trained {
+    let name = "qwen2_5_vl_tied";
+    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    EVERYTHING.apply(&model).unwrap();
+    let mut algorithm = algorithm(3, 32);
+    algorithm.loss.beta = 0.0;
+    change(&mut algorithm);
+    let reference = model.reference().unwrap();
+    let mut adamw = AdamW::new(optimizer(), model.params());
+    let builder = prompts(&checkpoint(name), 32);
+    let (mut metrics, mut grad_norms, mut without_grad) = (Vec::new(), Vec::new(), Vec::new());
+    for rows in steps {
+        let mut rollouts = step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+        for _ in 0..2 {
+            let outcome = step::update(
+                &model,
+                Some(&reference),
+                &mut adamw,
+                1.0,
+                &algorithm,
+                &mut rollouts,
+                &mut timer(),
+            )
+            .unwrap();
+            metrics.push(outcome.sums.metrics().into_iter().collect());
+            grad_norms.push(outcome.grad_norm);
+            without_grad.push(outcome.params_without_grad);
+        }
+    }
+    let moments = adamw.state().iter().map(|(name, m)| (name.clone(), m.clone())).collect();
+    Trained { metrics, grad_norms, without_grad, moments, weights: weights(&model) }
+}
+
+/// A stream that adds nothing to the loss is not carried back, and nothing shows it: a KL term too small for f32 makes it
+/// run, with a gradient of zeros, and everything is equal to the bit.
+#[test]
+fn groups_without_variance_count_as_if_they_had_run() {
+    let steps = rows_without_variance();
+    for max_stream_tokens in [4096, 40] {
+        let run = |beta: f64| {
+            trained(&steps, |algorithm| {
+                algorithm.loss.beta = beta;
+                algorithm.max_stream_tokens = max_stream_tokens;
+            })
+        };
+        let (skipped, ran) = (run(0.0), run(1e-300));
+        assert!(skipped.weights == ran.weights, "{max_stream_tokens}: weights differ");
+        assert!(skipped.moments == ran.moments, "{max_stream_tokens}: optimizers differ");
+        assert_eq!(skipped.grad_norms, ran.grad_norms);
+        assert_eq!((&skipped.without_grad, skipped.grad_norms[4]), (&vec![0; 6], 0.0));
+        for (a, b) in skipped.metrics.iter().zip(&ran.metrics) {
+            // Without a KL term there is none to report.
+            for (key, value) in a.iter().filter(|(key, _)| *key != "grpo/kl_div") {
+                let (a, b) = (value.unwrap_or(0.0), b[key].unwrap_or(0.0));
+                assert!((a - b).abs() < 1e-290, "{max_stream_tokens}: {key} is {a}, expected {b}");
+            }
+        }
+        // Momentum and decay go on where no group has variance: every weight has had six updates.
+        assert!(skipped.moments.values().all(|m| m.step == 6));
+    }
+    // Only what media reach is left alone in a step without any.
+    let text: Vec<Vec<PreparedRow>> = steps.iter().map(|rows| vec![rows[0].clone()]).collect();
+    let tower = |name: &String| name.starts_with("visual.");
+    let all = trained(&text, |_| ());
+    let towers = all.weights.keys().filter(|name| tower(name)).count();
+    assert_eq!(all.without_grad, [towers; 6]);
+    assert!(!all.moments.keys().any(tower));
+}
+
+/// Which groups share a stream does not decide what is skipped.
+#[test]
+fn packing_does_not_change_a_step_with_groups_without_variance() {
+    let steps = rows_without_variance();
+    let run = |max_stream_tokens: usize, micro: usize| {
+        trained(&steps, |algorithm| {
+            algorithm.max_stream_tokens = max_stream_tokens;
+            algorithm.prompts_per_micro_batch = micro;
+        })
+    };
+    let whole = run(4096, 64);
+    for (tokens, micro) in [(40, 64), (4096, 1), (1, 64)] {
+        let parts = run(tokens, micro);
+        let what = format!("{tokens} tokens, {micro} prompts");
+        let close = |a: f64, b: f64| (a - b).abs() <= 1e-3 * b.abs() + 1e-6;
+        for (a, b) in parts.metrics.iter().zip(&whole.metrics) {
+            for (key, value) in a {
+                let (a, b) = (value.unwrap_or(0.0), b[key].unwrap_or(0.0));
+                assert!(close(a, b), "{what}: {key} is {a}, expected {b}");
+            }
+        }
+        let first: support::Gradients = parts.moments.iter().map(|(n, s)| (n.clone(), s.m.clone())).collect();
+        let want: support::Gradients = whole.moments.iter().map(|(n, s)| (n.clone(), s.m.clone())).collect();
+        support::assert_close(&first, &want, 1e-2, &what);
+    }
+}
+
+/// Completions cut at the limit and left out of the loss may be those of a group without variance.
+#[test]
+fn masked_completions_of_groups_without_variance_are_not_counted() {
+    let mut steps = rows_without_variance();
+    for row in steps.iter_mut().flatten() {
+        for completion in row.sample.completions.as_mut().unwrap() {
+            completion.finish_reason = Some("length".into());
+        }
+    }
+    for aggregation in [Aggregation::SequenceMean, Aggregation::TokenMeanGlobal] {
+        let trained = trained(&steps, |algorithm| {
+            algorithm.loss.mask_truncated_completions = true;
+            algorithm.loss.aggregation = aggregation;
+            algorithm.max_stream_tokens = 40;
+        });
+        assert_eq!(trained.grad_norms, [0.0; 6]);
+        assert!(trained.metrics.iter().all(|m| m["loss"] == Some(0.0) && !m.contains_key("entropy")));
+    }
+}
+
+/// Log-probabilities that some rows of a step have and others lack.
+#[test]
+fn given_log_probabilities_are_never_dropped() {
+    let name = "qwen2_5_vl_tied";
+    let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
+    let (builder, rows) = prepared(name, IDS);
+    let replay = |with: &[usize]| {
+        let mut rows = rows.clone();
+        for &row in with {
+            for completion in rows[row].sample.completions.as_mut().unwrap() {
+                let length = completion.completion_ids.as_ref().unwrap().len();
+                completion.logprobs = Some(vec![-1.0; length]);
+            }
+        }
+        step::replay(&model, &builder, &algorithm(3, 32), rows, &mut timer()).map(|rollouts| rollouts.old)
+    };
+    assert!(replay(&[]).unwrap().is_none());
+    assert_eq!(replay(&[0, 1, 2]).unwrap().unwrap().len(), 3);
+    for (with, named) in [(vec![0], "text"), (vec![0, 1], "video"), (vec![1], "text"), (vec![2], "video")] {
+        let message = replay(&with).unwrap_err().to_string();
+        assert!(message.contains(&format!("row {named}: expected `logprobs`")), "{with:?}: {message}");
     }
 }
 

@@ -243,6 +243,104 @@ fn resuming_in_the_middle_of_a_rollout_is_exact() {
     );
 }
 
+/// Groups without variance need no log-probabilities for their loss, but the metrics of the updates to come do.
+#[test]
+fn resuming_in_the_middle_of_a_rollout_without_variance_is_exact() {
+    for everywhere in [true, false] {
+        resume_is_exact(
+            &Place::new(),
+            move |setup| {
+                setup.run.num_iterations = 2;
+                setup.algorithm.loss.beta = 0.0;
+                setup.algorithm.max_stream_tokens = 1;
+                let equal = move |input: &RewardInput| {
+                    let same = everywhere && input.key.step > 0 || input.prompt.contains("colour");
+                    if same { 0.5 } else { input.key.sample as f64 }
+                };
+                setup.rewards = reward(equal);
+            },
+            "two updates per rollout without variance",
+        );
+    }
+}
+
+/// What the rollout recorded stands in for a pass that would add nothing: metrics are those of the pass, but for rounding.
+#[test]
+fn what_was_drawn_counts_like_a_pass() {
+    let place = Place::new();
+    let train = |name: &str, beta: f64| {
+        let mut setup = place.setup(name);
+        (setup.run.max_steps, setup.algorithm.loss.beta) = (Some(1), beta);
+        setup.algorithm.max_stream_tokens = 1;
+        setup.algorithm.sampling.temperature = 0.7;
+        setup.rewards =
+            reward(|input| if input.prompt.contains("colour") { 0.5 } else { input.key.sample as f64 });
+        run(setup).unwrap();
+        let weights = tensors(&place.out(name).join("model.safetensors"));
+        (lines(&place.out(name).join("metrics.jsonl")).remove(0), weights)
+    };
+    let (drawn, ran) = (train("drawn", 0.0), train("ran", 1e-300));
+    assert_eq!(number(&drawn.0, "frac_reward_zero_std"), 0.5);
+    assert!(drawn.1 == ran.1, "weights differ");
+    for key in ["entropy", "grpo/policy_seq_log_prob", "loss", "clip_ratio/region_mean", "grad_norm"] {
+        let (a, b) = (number(&drawn.0, key), number(&ran.0, key));
+        assert!((a - b).abs() <= 1e-5 * b.abs(), "{key}: {a} for {b}");
+    }
+    assert_eq!(number(&drawn.0, "params_without_grad"), 0.0);
+    assert!(number(&drawn.0, "num_tokens") < number(&ran.0, "num_tokens"));
+}
+
+/// Where a rollout takes a row twice, both groups are drawn and scored by random numbers of their own.
+#[test]
+fn a_row_drawn_twice_is_sampled_twice() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.rows = vec![0, 4];
+    (setup.run.prompts_per_step, setup.run.max_steps) = (4, Some(1));
+    run(setup).unwrap();
+    let rows = lines(&place.out("run").join("rollouts/step-000001.jsonl"));
+    assert_eq!(rows.len(), 12);
+    for id in ["colour-0", "sum-0"] {
+        let own: Vec<&Value> = rows.iter().filter(|row| row["id"] == id).collect();
+        let of = |key: &str, group: usize| {
+            own[3 * group..3 * group + 3].iter().map(|r| &r[key]).collect::<Vec<_>>()
+        };
+        assert_eq!(own.len(), 6);
+        assert_ne!(of("completion", 0), of("completion", 1), "{id}");
+        assert_ne!(of("reward", 0), of("reward", 1), "{id}");
+    }
+    // The first time is as if it were the only one.
+    let mut setup = place.setup("once");
+    setup.rows = vec![0, 4];
+    setup.run.max_steps = Some(1);
+    run(setup).unwrap();
+    let once = lines(&place.out("once").join("rollouts/step-000001.jsonl"));
+    for (once, twice) in once.iter().zip(&rows) {
+        assert_eq!((&once["completion"], &once["reward"]), (&twice["completion"], &twice["reward"]));
+    }
+}
+
+/// The gap to the distribution that was sampled from is a metric of its own.
+#[test]
+fn the_gap_to_the_sampling_distribution_is_logged() {
+    let place = Place::new();
+    let gap = |name: &str, temperature: f32, top_k: usize| {
+        let mut setup = place.setup(name);
+        setup.run.max_steps = Some(1);
+        let sampling = &mut setup.algorithm.sampling;
+        (sampling.temperature, sampling.logprob_temperature, sampling.top_k) =
+            (temperature, Some(1.0), top_k);
+        run(setup).unwrap();
+        let row = lines(&place.out(name).join("metrics.jsonl")).remove(0);
+        assert!(number(&row, "sampling/sampling_logp_difference/max") < 1e-4);
+        number(&row, "sampling/distribution_logp_difference/mean")
+    };
+    assert!(gap("same", 1.0, 0) < 1e-5);
+    // Five tokens at three times the temperature are far from all of them.
+    let apart = gap("apart", 3.0, 5);
+    assert!((0.3..5.0).contains(&apart), "{apart}");
+}
+
 #[test]
 fn resuming_with_bf16_weights_is_exact() {
     resume_is_exact(

@@ -204,6 +204,7 @@ pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
                 num_samples: settings.rollout.num_generations,
                 rollout: 0,
                 row: sample.row,
+                first_sample: 0,
             })
             .collect();
         let mut generated = generator.generate(&requests, |_| {})?.into_iter().zip(&ready);
@@ -282,6 +283,7 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
         num_samples: settings.rollout.num_generations,
         rollout: 0,
         row: 0,
+        first_sample: 0,
     };
     // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
     // strings, whose end is only known afterwards.

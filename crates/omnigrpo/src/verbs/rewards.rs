@@ -83,16 +83,13 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
     let completions = recorded
         .iter()
-        .map(|c| Completion {
-            ids: c.completion_ids.clone().unwrap_or_default(),
-            logprobs: Vec::new(),
-            sampler_logprobs: Vec::new(),
-            finish_reason: if c.finish_reason.as_deref() == Some("length") {
-                FinishReason::Length
-            } else {
-                FinishReason::Stop
-            },
-            text: c.text.clone().unwrap_or_default(),
+        .map(|c| {
+            let finish_reason = match c.finish_reason.as_deref() {
+                Some("length") => FinishReason::Length,
+                _ => FinishReason::Stop,
+            };
+            let ids = c.completion_ids.clone().unwrap_or_default();
+            Completion::recorded(ids, finish_reason, c.text.clone().unwrap_or_default())
         })
         .collect();
     Ok((sample, completions))
