@@ -144,7 +144,7 @@ impl Weights {
         let sums: Vec<f64> = chunks.map(sum).collect();
         let total: f64 = sums.iter().sum();
         let (lse, entropy) = (f64::from(max) + total.ln(), total.ln() - weighted / total);
-        (!total.is_nan()).then(|| Self { weights, sums, total, lse, entropy, scale })
+        (!total.is_nan()).then_some(Self { weights, sums, total, lse, entropy, scale })
     }
 }
 
