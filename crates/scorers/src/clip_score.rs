@@ -167,8 +167,10 @@ fn processor(dir: &Path, side_px: usize) -> Result<ClipPixels> {
     }
     // A number in old files, an object in new ones.
     let length = |key: &str, part: &str| -> Result<u32> {
-        let value =
-            json.section(key).map_or_else(|| json.size(key, Some(side_px)), |s| s.size(part, None))?;
+        let value = match json.get(key) {
+            Some(given) if given.is_object() => json.required_section(key)?.size(part, None)?,
+            _ => json.size(key, Some(side_px))?,
+        };
         u32::try_from(value).map_err(|_| fail(format!("{key} is too large")))
     };
     pixels.shorter_px = length("size", "shortest_edge")?;
