@@ -14,6 +14,7 @@ macro_rules! embedded {
 /// Name and bytes of every file of the checkpoint directory. `config.json` names the tensors' shapes; the tokenizer
 /// has a token for every word of the generated questions and one for every byte besides.
 pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
+    "chat_template.jinja",
     "config.json",
     "generation_config.json",
     "model.safetensors",

@@ -1,7 +1,8 @@
 //! Writing a checkpoint directory in the published layout.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use omnigrpo_text::{ChatTemplate, TemplateOrigin};
 use serde_json::Value;
 
 use crate::error::{ModelError, Result};
@@ -10,7 +11,7 @@ use crate::model::Model;
 use crate::weights::save_weights;
 
 /// Files beside the weights that belong to a checkpoint.
-const COMPANIONS: [&str; 20] = [
+const COMPANIONS: [&str; 16] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,13 +27,28 @@ const COMPANIONS: [&str; 20] = [
     "processor_config.json",
     "LICENSE",
     "configuration.json",
-    // Code of checkpoints that are published with their own: copied, never run.
-    "configuration_intern_vit.py",
-    "configuration_internvl_chat.py",
-    "conversation.py",
-    "modeling_intern_vit.py",
-    "modeling_internvl_chat.py",
+    "sentencepiece.bpe.model",
 ];
+/// Folder of templates beside the default one.
+const MORE_TEMPLATES: &str = "additional_chat_templates";
+
+/// Names of the files in `folder` of `dir` that end so, sorted; none where there is no such folder.
+fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
+    let path = dir.join(folder);
+    let entries = match std::fs::read_dir(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(ModelError::io(&path))?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let name = PathBuf::from(entry.map_err(ModelError::io(&path))?.file_name());
+        if name.extension().is_some_and(|extension| extension == ending) {
+            names.push(folder.join(name));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
 
 impl Model {
     /// Writes weights, `config.json`, tokenizer and processor files into `dir`, which is created. Everything except the
@@ -67,7 +83,8 @@ impl Model {
                     .into(),
             });
         }
-        self.copy_companions(dir, converted.as_ref().map_or(&[][..], |c| c.left_out))?;
+        let left_out = converted.as_ref().map_or(&[][..], |c| c.left_out);
+        self.copy_companions(dir, left_out)?;
         let (mut config, params) = match converted {
             Some(converted) => {
                 for (name, text) in converted.files {
@@ -86,6 +103,7 @@ impl Model {
                 (config, self.saved_params())
             }
         };
+        self.write_template(dir, left_out)?;
         let tied = Value::Bool(self.decoder().tied());
         if let Some(root) = config.as_object_mut() {
             for section in ["text_config", "llm_config"] {
@@ -104,16 +122,39 @@ impl Model {
         save_weights(dir, &params)
     }
 
-    /// Copies tokenizer and processor files into `dir`.
+    /// Copies tokenizer and processor files into `dir`, and the code of checkpoints that are published with their own,
+    /// which is never run here.
     pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
-        for name in COMPANIONS.into_iter().filter(|name| !left_out.contains(name)) {
-            let from = self.dir().join(name);
+        let mut names: Vec<PathBuf> =
+            COMPANIONS.into_iter().filter(|name| !left_out.contains(name)).map(PathBuf::from).collect();
+        names.extend(files_ending(self.dir(), Path::new(""), "py")?);
+        names.extend(files_ending(self.dir(), Path::new(MORE_TEMPLATES), "jinja")?);
+        for name in names {
+            let from = self.dir().join(&name);
             if from.is_file() {
-                let to = dir.join(name);
+                let to = dir.join(&name);
+                if let Some(folder) = to.parent() {
+                    std::fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+                }
                 std::fs::copy(&from, &to).map_err(ModelError::io(to))?;
             }
         }
         Ok(())
+    }
+
+    /// Processors of `transformers` read templates from files of their own and not from the tokenizer's settings. A
+    /// template that cannot be used is left where it is.
+    pub(crate) fn write_template(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
+        let to = dir.join("chat_template.jinja");
+        match ChatTemplate::from_dir(dir) {
+            Ok(template)
+                if template.origin() == TemplateOrigin::TokenizerConfig
+                    && !left_out.contains(&"chat_template.jinja") =>
+            {
+                std::fs::write(&to, template.source()).map_err(ModelError::io(to))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Overwrites the weights with those of a directory that [`Self::save_pretrained`] wrote.

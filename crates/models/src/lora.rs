@@ -28,6 +28,7 @@ use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::Family;
 use crate::model::Model;
+use crate::origin::Origin;
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -256,10 +257,12 @@ impl Model {
         })?;
         crate::weights::share(&path)?;
         let whole: Vec<String> = whole.into_iter().map(|m| family.module_name(m)).collect();
+        let base = Origin::of(self.dir());
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.dir().display().to_string(),
+            "base_model_name_or_path": base.name,
+            "revision": base.revision,
             "inference_mode": true,
             "r": lora.rank,
             "lora_alpha": alpha(lora.alpha),
@@ -383,7 +386,8 @@ impl Model {
             return self.save_pretrained(dir);
         }
         self.save_adapter(dir)?;
-        self.copy_companions(dir, &[])
+        self.copy_companions(dir, &[])?;
+        self.write_template(dir, &[])
     }
 
     /// Loads what [`Self::save_trained`] wrote.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use omnigrpo_models::{
-    GroupStream, Init, Model, ModelError, PackedStream, WeightDtype, WeightSource, open_family,
+    GroupStream, Init, LoraConfig, Model, ModelError, PackedStream, WeightDtype, WeightSource, open_family,
 };
 use omnigrpo_ops::{Param, Part};
 use safetensors::SafeTensors;
@@ -501,4 +501,46 @@ fn loading_other_shapes_over_a_model_is_an_error() {
     let model = load("qwen2_vl_tied", WeightDtype::Auto);
     let result = model.load_weights(&checkpoint("qwen2_5_vl_tied"));
     assert!(matches!(result, Err(ModelError::Checkpoint { .. })), "{result:?}");
+}
+
+/// What others need to load a saved directory goes along, and a template stands where processors look for it.
+#[test]
+fn companions_are_copied_and_the_template_is_a_file() {
+    let folder = TempDir::new().unwrap();
+    let (source, saved) = (folder.path().join("source"), folder.path().join("saved"));
+    copy_dir(&checkpoint("qwen2_vl_untied"), &source);
+    let more = ["modeling_mine.py", "sentencepiece.bpe.model", "additional_chat_templates/tools.jinja"];
+    std::fs::create_dir(source.join("additional_chat_templates")).unwrap();
+    for name in more {
+        std::fs::write(source.join(name), name).unwrap();
+    }
+    std::fs::write(source.join("pytorch_model.bin"), "x").unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(source.join("tokenizer_config.json")).unwrap()).unwrap();
+    let mut model = Model::load(&source, WeightDtype::Auto).unwrap();
+    model.save_trained(&saved).unwrap();
+    let text = |name: &str| std::fs::read_to_string(saved.join(name)).unwrap();
+    for name in more {
+        assert_eq!(text(name), name);
+    }
+    assert!(!saved.join("pytorch_model.bin").exists());
+    assert_eq!(text("chat_template.jinja"), config["chat_template"].as_str().unwrap());
+
+    // An adapter brings the same files, and names its base without the path.
+    let (rank, alpha, targets) = (2, 4.0, vec!["q_proj".to_owned()]);
+    model.add_lora(&LoraConfig { rank, alpha, dropout: 0.0, rslora: false, targets, seed: 3 }).unwrap();
+    let adapter = folder.path().join("adapter");
+    model.save_trained(&adapter).unwrap();
+    assert!(adapter.join("chat_template.jinja").is_file() && adapter.join("modeling_mine.py").is_file());
+    let config = std::fs::read_to_string(adapter.join("adapter_config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(
+        (&config["base_model_name_or_path"], &config["revision"]),
+        (&"source".into(), &serde_json::Value::Null)
+    );
+
+    // A template of its own is left as it is.
+    let own = folder.path().join("own");
+    load("qwen2_vl_tied", WeightDtype::Auto).save_pretrained(&own).unwrap();
+    assert!(own.join("chat_template.json").is_file() && !own.join("chat_template.jinja").exists());
 }

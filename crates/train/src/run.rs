@@ -231,7 +231,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             }
         }
         checkpoint::save_final(&this.model, &this.run.output_dir)?;
-        this.write_model_card(step, summary.after.as_ref())?;
+        this.write_model_card(step, &dataset, summary.after.as_ref())?;
     }
     summary.steps = step;
     summary.steps_here = this.records.steps_timed;
@@ -357,7 +357,7 @@ impl Loop {
         step::restore(&self.algorithm, &self.model, rows, completions, rewards, Some(saved.old.clone()))
     }
 
-    fn write_model_card(&self, steps: u64, after: Option<&Evaluation>) -> Result<()> {
+    fn write_model_card(&self, steps: u64, dataset: &Dataset, after: Option<&Evaluation>) -> Result<()> {
         let how = match self.run.objective {
             Objective::Imitate => "supervised training".to_owned(),
             Objective::Reinforce => {
@@ -365,7 +365,7 @@ impl Loop {
                 format!("GRPO, {group} completions per prompt, rewards {names}")
             }
         };
-        model_card::write(&self.run, &self.model, &how, steps, after)
+        model_card::write(&self.run, &self.model, dataset, &how, steps, after)
     }
 }
 

@@ -3,7 +3,7 @@
 use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
 use omnigrpo_media::{FrameChoice, FrameSampling, LISTED_FPS, QwenSampling, VideoSource};
 
-use super::{FrameRule, MediaSettings, no_url};
+use super::{FrameRule, MediaSettings};
 use crate::error::Result;
 
 /// A video and which of its frames to take.
@@ -16,14 +16,11 @@ pub(crate) struct FramePlan {
 
 impl FramePlan {
     /// What row and settings ask of a video.
-    ///
-    /// # Errors
-    /// A video by URL.
-    pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Result<Self> {
+    #[must_use]
+    pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Self {
         let source = match &medium.source {
             MediumSource::Path(path) => VideoSource::from_path(path),
             MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
-            MediumSource::Url(url) => return Err(no_url(url)),
         };
         let own = &medium.options;
         let listed = !matches!(source, VideoSource::File(_));
@@ -64,7 +61,7 @@ impl FramePlan {
                 interval(*interval_secs)
             }
         };
-        Ok(Self { source, sampling, listed_fps: if listed { own.fps } else { None } })
+        Self { source, sampling, listed_fps: if listed { own.fps } else { None } }
     }
 
     /// Times of the frames that will be read, seconds, given the header.

@@ -213,7 +213,6 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             let source = match source {
                 MediumSource::Path(path) => VideoSource::from_path(path),
                 MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
-                MediumSource::Url(url) => return Err(no_url(url)),
             };
             let info = probe_video(&source, None, limits)?;
             Ok(MediumInfo {
@@ -234,13 +233,8 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             Err(MediaError::NoAudioTrack { .. }) => Ok(MediumInfo::default()),
             Err(error) => Err(error.into()),
         },
-        (_, MediumSource::Url(url)) => Err(no_url(url)),
         (kind, _) => Err(ModelError::prompt(format!("no family here reads this kind of {kind}"))),
     }
-}
-
-pub(crate) fn no_url(url: &str) -> ModelError {
-    ModelError::prompt(format!("{url}: media by URL are not read; download the file first"))
 }
 
 /// What the numbers of a prepared medium are. Each family makes and reads the shapes of its own towers.

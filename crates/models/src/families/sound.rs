@@ -7,7 +7,7 @@ use omnigrpo_media::MediaError;
 use omnigrpo_media::audio::{AudioClip, AudioRange, LogMel, read_audio};
 use omnigrpo_text::MediumKind;
 
-use super::{MediaSettings, MediumInput, MediumShape, MissingAudio, no_url};
+use super::{MediaSettings, MediumInput, MediumShape, MissingAudio};
 use crate::error::{ModelError, Result};
 
 /// What a sound will become, given its header.
@@ -61,7 +61,6 @@ fn range(medium: &MediumRef, mel: &LogMel) -> AudioRange {
 fn path(medium: &MediumRef) -> Result<&Path> {
     match &medium.source {
         MediumSource::Path(path) => Ok(path),
-        MediumSource::Url(url) => Err(no_url(url)),
         MediumSource::Frames(_) => Err(ModelError::prompt("a sound is one file; got a list of frames")),
     }
 }

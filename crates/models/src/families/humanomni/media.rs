@@ -123,7 +123,6 @@ impl MediaReader {
         let source = match &medium.source {
             MediumSource::Path(path) => VideoSource::from_path(path),
             MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
-            MediumSource::Url(url) => return Err(no_url(url)),
         };
         let listed = !matches!(source, VideoSource::File(_));
         let own = &medium.options;
@@ -150,13 +149,8 @@ impl MediaReader {
 fn file(medium: &MediumRef) -> Result<&Path> {
     match &medium.source {
         MediumSource::Path(path) => Ok(path),
-        MediumSource::Url(url) => Err(no_url(url)),
         MediumSource::Frames(_) => {
             Err(ModelError::prompt(format!("the {} is one file; got a list of frames", medium.kind)))
         }
     }
-}
-
-fn no_url(url: &str) -> ModelError {
-    ModelError::prompt(format!("{url}: media by URL are not read; download the file first"))
 }

@@ -102,7 +102,7 @@ impl MediaReader {
                 (self.tiles(settings).num_tiles(width, height)?, Vec::new())
             }
             MediumKind::Video => {
-                let times = FramePlan::new(medium, settings)?.times_secs(header)?;
+                let times = FramePlan::new(medium, settings).times_secs(header)?;
                 (times.len(), times)
             }
             MediumKind::Audio => return Err(no_audio()),
@@ -126,7 +126,7 @@ impl MediaReader {
                 (tiles.process_image(&load_image(path, &settings.limits)?)?, Vec::new())
             }
             MediumKind::Video => {
-                let plan = FramePlan::new(medium, settings)?;
+                let plan = FramePlan::new(medium, settings);
                 let size = FrameSize::Exact { width_px: tiles.side_px, height_px: tiles.side_px };
                 let request = VideoRequest { sampling: plan.sampling, size, listed_fps: plan.listed_fps };
                 let mut video = decode_video(&plan.source, &request, &settings.limits)?;

@@ -140,7 +140,7 @@ impl MediaReader {
         medium: &MediumRef,
         settings: &MediaSettings,
     ) -> Result<(VideoRequest, FramePlan)> {
-        let plan = FramePlan::new(medium, settings)?;
+        let plan = FramePlan::new(medium, settings);
         let options = medium.options.or(&settings.video);
         let size = match exact(&medium.options)? {
             Some((height_px, width_px)) => FrameSize::Exact { width_px, height_px },
