@@ -277,7 +277,6 @@ fn name(source: &MediumSource) -> String {
             Some(first) => format!("{} and {} more frames", first.display(), frames.len() - 1),
             None => "(no frames)".to_owned(),
         },
-        MediumSource::Url(url) => url.clone(),
     }
 }
 

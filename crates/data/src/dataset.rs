@@ -1,6 +1,8 @@
 //! Several annotation files as one list of rows.
 
-use std::path::Path;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
@@ -20,14 +22,30 @@ pub struct ReadOptions {
     pub template: &'static QuestionTemplate,
     /// Overrides every dataset's own think mode.
     pub think: Option<ThinkMode>,
-    /// Whether media may be named by `http(s)` URL.
-    pub allow_urls: bool,
+    /// Brings media that are named by `http(s)` address; `None`: they are not allowed.
+    pub fetch: Option<Fetch>,
+    /// Folder for what is unpacked: tables with their media, and media that rows hold as `data:`. `None`: such are
+    /// errors.
+    pub cache_dir: Option<PathBuf>,
     /// Seed of random sampling strategies.
     pub seed: u64,
     /// Whether the sound of video files becomes a medium of its own behind each, in rows that name no sound.
     pub use_audio_in_video: bool,
     /// Columns under other names than the formats expect.
     pub columns: ColumnNames,
+}
+
+/// From the address of a medium to a file with its content, or why there is none. Asked for the same address again and
+/// again, from several threads.
+#[derive(Clone)]
+pub struct Fetch(pub Arc<FetchFn>);
+
+type FetchFn = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+
+impl std::fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Fetch")
+    }
 }
 
 /// Columns that the user names instead of the ones a format expects. A name with dots leads into objects:
@@ -63,7 +81,8 @@ impl Default for ReadOptions {
         Self {
             template: &QUESTION_TEMPLATES[0],
             think: None,
-            allow_urls: false,
+            fetch: None,
+            cache_dir: None,
             seed: 0,
             use_audio_in_video: false,
             columns: ColumnNames::default(),
@@ -98,6 +117,28 @@ struct DatasetPart {
     columns: Map<String, Value>,
 }
 
+/// The rows of a table, which the program keeps as another file.
+fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataError> {
+    let mut start = [0; 4];
+    // A pipe must not lose its first bytes. What cannot be opened is told where rows are.
+    let is_table = path.is_file()
+        && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok()
+        && &start == b"PAR1";
+    if !is_table {
+        return Ok(None);
+    }
+    #[cfg(feature = "parquet")]
+    if let Some(cache_dir) = &options.cache_dir {
+        return crate::parquet::unpack(path, cache_dir).map(Some);
+    }
+    let why = if cfg!(feature = "parquet") && options.cache_dir.is_none() {
+        "no folder to unpack it in"
+    } else {
+        "a program that was built without the feature parquet"
+    };
+    Err(DataError::UnknownFile { path: path.to_owned(), got: format!("a parquet table and {why}") })
+}
+
 impl Sample {
     /// A sample from a row that stands in no file, such as one made from command line arguments. Relative media paths
     /// belong to `folder`; absolute ones are taken as they are. Its row number is 0 and its dataset `name`.
@@ -116,7 +157,7 @@ impl Sample {
         let context = Context {
             dataset: &name.into(),
             file: &file,
-            resolver: &Resolver::in_folder(folder, options.allow_urls)?,
+            resolver: &Resolver::in_folder(folder, options)?,
             format: None,
             template: options.template,
             think: options.think.unwrap_or_else(|| spec.think_mode()),
@@ -162,16 +203,19 @@ impl Dataset {
                 let got = "a YAML file in place of annotations".to_owned();
                 return Err(DataError::UnknownFile { path: spec.file.clone(), got });
             }
-            let file = RowFile::open(&spec.file)?;
+            let file = match unpacked(&spec.file, options)? {
+                Some(rows) => RowFile::open(&rows)?.named(&spec.file),
+                None => RowFile::open(&spec.file)?,
+            };
             let part = DatasetPart {
                 name: spec.name.as_str().into(),
                 chosen: spec.sampling.rows(file.len(), options.seed, number as u64),
-                file,
                 start,
-                resolver: Resolver::new(&spec.roots, &spec.file, options.allow_urls)?,
+                resolver: Resolver::new(&spec.roots, file.folder(), options)?,
                 think: options.think.unwrap_or_else(|| spec.think_mode()),
                 format: spec.format,
                 columns: spec.columns.clone(),
+                file,
             };
             start += part.len();
             parts.push(part);

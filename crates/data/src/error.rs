@@ -22,7 +22,7 @@ pub enum DataError {
         source: std::io::Error,
     },
     /// Neither the file's name nor its first character tells a known format.
-    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), or a .yaml list of such files; convert it (`data convert`) or rename it", path.display())]
+    #[error("{}: unknown dataset format: got {got}, expected a .jsonl file (one JSON object per line), a .json file (an array of objects, or as .jsonl), a .parquet file, or a .yaml list of such files; convert it (`data convert`) or rename it", path.display())]
     UnknownFile {
         /// The file.
         path: PathBuf,
@@ -226,11 +226,16 @@ pub enum PathProblem {
     /// The system refused.
     #[error("{0}")]
     Io(std::io::Error),
-    /// By URL, which the run does not allow.
-    #[error("media by URL are off; download the file, or allow them with --allow_urls")]
+    /// By address, which the run does not allow.
+    #[error("media by address are off; --allow_urls public fetches them, or download the file")]
     UrlNotAllowed,
+    /// By address or as bytes, and there is no file of it.
+    #[error("{0}")]
+    Fetch(String),
     /// `data:`, `s3:` and the like, or bytes inside the row.
-    #[error("got {got}, expected a path, or an http(s) URL with --allow_urls; write the medium to a file")]
+    #[error(
+        "got {got}, expected a path, an http(s) address with --allow_urls, or `data:` with base64; write the medium to a file"
+    )]
     Unsupported {
         /// What it is instead.
         got: String,

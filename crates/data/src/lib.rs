@@ -22,10 +22,11 @@ mod roots;
 mod rows;
 mod sample;
 mod sampling;
+mod store;
 mod vivqa_x;
 
 pub use check::{CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check};
-pub use dataset::{ColumnNames, Dataset, ReadOptions};
+pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};
@@ -40,4 +41,5 @@ pub use sample::{
     ThinkMode,
 };
 pub use sampling::{Amount, Sampling};
+pub use store::medium_extension;
 pub use vivqa_x::{Conversion, convert_vivqa_x};

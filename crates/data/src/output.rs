@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
@@ -18,8 +19,11 @@ pub(crate) struct Output {
 impl Output {
     /// Missing folders are made.
     pub(crate) fn create(path: &Path) -> Result<Self, DataError> {
+        // Threads may write the same medium at once.
+        static COUNT: AtomicU64 = AtomicU64::new(0);
         let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".{}.tmp", std::process::id()));
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        name.push(format!(".{}.{count}.tmp", std::process::id()));
         let temporary = path.with_file_name(name);
         if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
             std::fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
@@ -32,12 +36,14 @@ impl Output {
         self.out.write_all(bytes).map_err(DataError::io("write", &self.path))
     }
 
-    /// One value as a line of JSON.
-    pub(crate) fn line(&mut self, value: &impl Serialize) -> Result<(), DataError> {
-        serde_json::to_writer(&mut self.out, value)
+    /// One value as a line of JSON. Returns its bytes.
+    pub(crate) fn line(&mut self, value: &impl Serialize) -> Result<u64, DataError> {
+        let mut line = serde_json::to_vec(value)
             .map_err(std::io::Error::from)
             .map_err(DataError::io("write", &self.path))?;
-        self.bytes(b"\n")
+        line.push(b'\n');
+        self.bytes(&line)?;
+        Ok(line.len() as u64)
     }
 
     /// Puts the file in its place.

@@ -2,45 +2,77 @@
 //!
 //! Datasets on the hub keep media inside the table, as `{bytes, path}` (the columns `Image`, `Video` and `Audio` of
 //! the `datasets` library) or as plain bytes. Training reads rows in random order and media by path, so the table is
-//! written out once: every run of bytes becomes a file named by its content, and the row refers to it. Values without
-//! bytes keep their path. Times, dates and decimals become text.
+//! written out once, by `data convert parquet` or into the cache when it is given as a file of rows: every run of bytes
+//! becomes a file named by its content, and the row refers to it. Values without bytes keep their path. Times, dates and decimals become text.
 //!
 //! Refused: types the reader does not know; encrypted files.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
-
-use ::parquet::file::reader::{FileReader, SerializedFileReader};
-use ::parquet::record::{Field, Row};
-use serde_json::{Map, Value};
-use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
 
 use crate::error::DataError;
 use crate::output::Output;
+use crate::roots::media_folder;
+use crate::store::{short_hash, store};
+use ::parquet::file::reader::{FileReader, SerializedFileReader};
+use ::parquet::record::{Field, Row};
+use serde_json::{Map, Value};
+
+/// Bytes of rows that a table may become: this, and so many times its own size. Its encodings can say one long text a
+/// million times in a few bytes.
+const MAX_ROWS_BYTES: u64 = 1 << 30;
+const MAX_GROWTH: u64 = 64;
 
 /// Writes the rows of a parquet file to `output` (JSON lines) and its media to the folder `<output's stem>_media`
 /// beside it. Returns the number of rows. `output` is there whole or not at all.
 ///
 /// # Errors
-/// A file that is no parquet or uses an unknown type or compression, no rows, or a place that cannot be written.
+/// A file that is no parquet or uses an unknown type or compression, no rows, rows that are out of proportion to the
+/// file, or a place that cannot be written.
 pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
+    let mut stem = output.file_stem().unwrap_or_default().to_owned();
+    stem.push("_media");
+    let media = Media { folder: output.with_file_name(&stem), prefix: stem.into() };
+    rows(input, output, &media)
+}
+
+/// The rows of a parquet file as a file of JSON lines in the cache, with its media beside it; made once for each file,
+/// size and time of change.
+pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataError> {
+    let real = input.canonicalize().map_err(DataError::io("open", input))?;
+    let metadata = real.metadata().map_err(DataError::io("open", input))?;
+    let modified = metadata.modified().map_err(DataError::io("open", input))?;
+    let key = format!("{}\0{}\0{modified:?}", real.display(), metadata.len());
+    let output = cache_dir.join("parquet").join(short_hash(key.as_bytes())).join("rows.jsonl");
+    if !output.exists() {
+        let folder = media_folder(cache_dir);
+        rows(input, &output, &Media { prefix: folder.clone(), folder })?;
+    }
+    Ok(output)
+}
+
+fn rows(input: &Path, output: &Path, media: &Media) -> Result<u64, DataError> {
     let unreadable = |problem: String| DataError::Syntax {
         path: input.to_owned(),
         line: 0,
         problem: format!("cannot read this parquet file: {problem}"),
     };
     let file = File::open(input).map_err(DataError::io("open", input))?;
-    let mut stem = output.file_stem().unwrap_or_default().to_owned();
-    stem.push("_media");
-    let media = Media { folder: output.with_file_name(&stem), name: stem.to_string_lossy().into_owned() };
-
+    let size = file.metadata().map_err(DataError::io("open", input))?.len();
+    let limit_bytes = MAX_ROWS_BYTES.saturating_add(size.saturating_mul(MAX_GROWTH));
     let mut out = Output::create(output)?;
     let copy = || -> Result<u64, DataError> {
-        let mut num_rows = 0;
+        let (mut num_rows, mut num_bytes) = (0, 0);
         let reader = SerializedFileReader::new(file).map_err(|error| unreadable(error.to_string()))?;
         for row in reader.get_row_iter(None).map_err(|error| unreadable(error.to_string()))? {
-            out.line(&media.row(&row.map_err(|error| unreadable(error.to_string()))?)?)?;
+            let row = media.row(&row.map_err(|error| unreadable(error.to_string()))?)?;
+            num_bytes += out.line(&row)?;
+            if num_bytes > limit_bytes {
+                return Err(unreadable(format!(
+                    "its {size} bytes became more than {limit_bytes} bytes of rows"
+                )));
+            }
             num_rows += 1;
         }
         Ok(num_rows)
@@ -56,9 +88,9 @@ pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
 }
 
 struct Media {
-    folder: std::path::PathBuf,
+    folder: PathBuf,
     /// The folder as rows name it.
-    name: String,
+    prefix: PathBuf,
 }
 
 impl Media {
@@ -101,15 +133,8 @@ impl Media {
 
     /// Writes a medium once and returns its path as rows name it.
     fn write(&self, bytes: &[u8], path: Option<&str>) -> Result<Value, DataError> {
-        let hash: String = Sha256::digest(bytes).iter().take(16).map(|byte| format!("{byte:02x}")).collect();
-        let name = format!("{hash}.{}", extension(bytes, path));
-        let file = self.folder.join(&name);
-        if !file.exists() {
-            let mut out = Output::create(&file)?;
-            out.bytes(bytes)?;
-            out.finish()?;
-        }
-        Ok(format!("{}/{name}", self.name).into())
+        let name = store(&self.folder, bytes, path)?;
+        Ok(self.prefix.join(name).to_string_lossy().into_owned().into())
     }
 }
 
@@ -134,27 +159,6 @@ fn embedded(row: &Row) -> Option<(Option<&[u8]>, Option<&str>)> {
         }
     }
     has_bytes.then_some((bytes, path))
-}
-
-/// The recorded name's ending if it is a plain one, else by content.
-fn extension<'a>(bytes: &[u8], path: Option<&'a str>) -> &'a str {
-    let named = path.and_then(|path| Path::new(path).extension()?.to_str());
-    let plain =
-        |text: &&str| (1..=5).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
-    if let Some(named) = named.filter(plain) {
-        return named;
-    }
-    match bytes {
-        [0x89, b'P', b'N', b'G', ..] => "png",
-        [0xff, 0xd8, 0xff, ..] => "jpg",
-        [b'G', b'I', b'F', b'8', ..] => "gif",
-        [b'B', b'M', ..] => "bmp",
-        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => "webp",
-        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'A', b'V', b'E', ..] => "wav",
-        [b'f', b'L', b'a', b'C', ..] => "flac",
-        [_, _, _, _, b'f', b't', b'y', b'p', ..] => "mp4",
-        _ => "bin",
-    }
 }
 
 #[cfg(test)]
@@ -192,6 +196,38 @@ mod tests {
         assert!(images[0].starts_with(b"\x89PNG") && images[0] == images[2] && images[0] != images[1]);
         assert_eq!(images[3], b"x");
         assert_eq!(std::fs::read_dir(folder.path().join("out/train_media")).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_table_is_read_as_a_file_of_rows() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().canonicalize().unwrap();
+        let input = place.join("hub.parquet");
+        std::fs::write(&input, TABLE).unwrap();
+        std::fs::write(place.join("kept.png"), "x").unwrap();
+        let options = ReadOptions { cache_dir: Some(place.join("cache")), ..ReadOptions::default() };
+        // Embedded media lie in the cache, whatever the roots are; paths are those of the user.
+        for roots in [Roots::default(), Roots::all(&place)] {
+            let dataset = Dataset::open(&[DatasetSpec::file(&input, roots)], &options).unwrap();
+            assert_eq!(dataset.len(), 3);
+            let samples: Vec<_> = (0..3).map(|row| dataset.get(row).unwrap()).collect();
+            assert_eq!(samples[0].question(), "Màu gì?");
+            assert_eq!((&*samples[2].origin.file, samples[2].origin.line), (input.as_path(), 3));
+            let paths: Vec<_> = samples.iter().flat_map(|sample| &sample.media).map(|m| &m.source).collect();
+            let MediumSource::Path(first) = paths[0] else { panic!("{paths:?}") };
+            assert!(first.starts_with(place.join("cache/media")), "{first:?}");
+            assert!(std::fs::read(first).unwrap().starts_with(b"\x89PNG"));
+            assert_eq!(paths[3], &MediumSource::Path(place.join("kept.png")));
+        }
+        let unpacked = |place: &Path| std::fs::read_dir(place.join("cache/parquet")).unwrap().count();
+        assert_eq!(unpacked(&place), 1);
+        // Another table under the same name is another one.
+        let mut longer = TABLE.to_vec();
+        longer.splice(4..4, [0; 8]);
+        std::fs::write(&input, longer).unwrap();
+        assert!(Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).is_err());
+        let none = Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &ReadOptions::default());
+        assert!(none.err().unwrap().to_string().contains("no folder to unpack it in"));
     }
 
     #[test]

@@ -21,7 +21,7 @@ const MAX_REGISTRY_BYTES: u64 = 16 << 20;
 pub struct DatasetSpec {
     /// Its name, or the file's stem.
     pub name: String,
-    /// The annotation file: `.json` or `.jsonl`.
+    /// The annotation file: `.json`, `.jsonl` or `.parquet`.
     pub file: PathBuf,
     /// Where its media lie.
     pub roots: Roots,

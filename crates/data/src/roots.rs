@@ -4,14 +4,16 @@
 //!   folder of the annotation file.
 //! - A path that leaves its root by `..` or through a link is refused.
 //! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
+//! - `http(s)` addresses are fetched where the run allows it, `data:` addresses are written to the cache; both become files.
 //! - COCO file names find their split's folder: `COCO_train2014_….jpg` is also looked for in `train2014/`.
 
 use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_text::MediumKind;
 
+use crate::dataset::{Fetch, ReadOptions};
 use crate::error::{DataError, PathProblem};
-use crate::sample::MediumSource;
+use crate::store::store;
 
 /// Folders that relative media paths belong to, per kind. An empty list stands for the annotation file's folder.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -48,7 +50,14 @@ pub(crate) struct Resolver {
     image: KindRoots,
     video: KindRoots,
     audio: KindRoots,
-    allow_urls: bool,
+    fetch: Option<Fetch>,
+    /// Where media that came as bytes are kept; rows of tables name files in it.
+    kept: Option<PathBuf>,
+}
+
+/// Where media that came as bytes are kept.
+pub(crate) fn media_folder(cache_dir: &Path) -> PathBuf {
+    cache_dir.join("media")
 }
 
 #[derive(Debug)]
@@ -61,11 +70,7 @@ struct KindRoots {
 impl Resolver {
     /// # Errors
     /// When a root is no folder that can be read.
-    pub(crate) fn new(roots: &Roots, annotation: &Path, allow_urls: bool) -> Result<Self, DataError> {
-        let here = match annotation.parent() {
-            Some(folder) if folder != Path::new("") => folder,
-            _ => Path::new("."),
-        };
+    pub(crate) fn new(roots: &Roots, here: &Path, options: &ReadOptions) -> Result<Self, DataError> {
         let canonical = |given: &Vec<PathBuf>| -> Result<KindRoots, DataError> {
             let folders = if given.is_empty() {
                 std::slice::from_ref(&here).iter().map(|p| p.to_path_buf()).collect()
@@ -92,31 +97,35 @@ impl Resolver {
             image: canonical(&roots.images)?,
             video: canonical(&roots.videos)?,
             audio: canonical(&roots.audios)?,
-            allow_urls,
+            fetch: options.fetch.clone(),
+            kept: options.cache_dir.as_deref().map(media_folder),
         })
     }
 
     /// For rows that stand in no file.
-    pub(crate) fn in_folder(folder: &Path, allow_urls: bool) -> std::io::Result<Self> {
+    pub(crate) fn in_folder(folder: &Path, options: &ReadOptions) -> std::io::Result<Self> {
         let folder = folder.canonicalize()?;
         let roots = || KindRoots { folders: vec![folder.clone()], given: false };
-        Ok(Self { image: roots(), video: roots(), audio: roots(), allow_urls })
-    }
-
-    /// The file or URL that `text` names in a row.
-    pub(crate) fn source(&self, kind: MediumKind, text: &str) -> Result<MediumSource, PathProblem> {
-        if text.starts_with("http://") || text.starts_with("https://") {
-            return if self.allow_urls {
-                Ok(MediumSource::Url(text.to_owned()))
-            } else {
-                Err(PathProblem::UrlNotAllowed)
-            };
-        }
-        self.path(kind, text).map(MediumSource::Path)
+        Ok(Self {
+            image: roots(),
+            video: roots(),
+            audio: roots(),
+            fetch: options.fetch.clone(),
+            kept: options.cache_dir.as_deref().map(media_folder),
+        })
     }
 
     /// The file or folder that `text` names in a row.
     pub(crate) fn path(&self, kind: MediumKind, text: &str) -> Result<PathBuf, PathProblem> {
+        if text.starts_with("http://") || text.starts_with("https://") {
+            let Fetch(fetch) = self.fetch.as_ref().ok_or(PathProblem::UrlNotAllowed)?;
+            return fetch(text).map_err(PathProblem::Fetch);
+        }
+        if let (Some(data), Some(folder)) = (text.strip_prefix("data:"), &self.kept) {
+            let bytes = data_bytes(data).map_err(|got| PathProblem::Unsupported { got })?;
+            let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.to_string()))?;
+            return Ok(folder.join(name));
+        }
         let text = text.strip_prefix("file://").unwrap_or(text);
         if text.is_empty() || text.starts_with("data:") || text.contains("://") {
             let got = if text.is_empty() { "empty text" } else { text.split(':').next().unwrap_or_default() };
@@ -132,7 +141,9 @@ impl Resolver {
         if path.is_absolute() {
             let canonical =
                 canonicalize(path)?.ok_or_else(|| PathProblem::NotFound { tried: vec![path.to_owned()] })?;
-            let inside = !roots.given || roots.folders.iter().any(|root| canonical.starts_with(root));
+            let kept = self.kept.as_ref().and_then(|folder| folder.canonicalize().ok());
+            let inside =
+                !roots.given || roots.folders.iter().chain(&kept).any(|root| canonical.starts_with(root));
             return if inside { Ok(canonical) } else { Err(leaves()) };
         }
         if climbs(path) {
@@ -151,6 +162,18 @@ impl Resolver {
         }
         Err(PathProblem::NotFound { tried })
     }
+}
+
+/// What stands behind `data:`: `image/png;base64,iVBO…`.
+fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
+    use base64::Engine as _;
+    let (head, body) = data.split_once(',').ok_or("`data:` without a comma")?;
+    if !head.ends_with(";base64") {
+        return Err(format!("`data:{}`, not in base64", crate::error::shorten(head)));
+    }
+    base64::engine::general_purpose::STANDARD
+        .decode(body.trim())
+        .map_err(|error| format!("broken base64 ({error})"))
 }
 
 fn canonicalize(path: &Path) -> Result<Option<PathBuf>, PathProblem> {
@@ -219,7 +242,7 @@ mod tests {
     }
 
     fn resolver(place: &Place, roots: &Roots) -> Resolver {
-        Resolver::new(roots, &place.base.join("data/rows.jsonl"), false).unwrap()
+        Resolver::new(roots, &place.base.join("data"), &ReadOptions::default()).unwrap()
     }
 
     fn image(resolver: &Resolver, path: &str) -> Result<PathBuf, PathProblem> {
@@ -292,20 +315,47 @@ mod tests {
     }
 
     #[test]
-    fn urls_are_opt_in_and_other_schemes_refused() {
+    fn addresses_are_opt_in_and_other_schemes_refused() {
         let place = place();
         let closed = resolver(&place, &Roots::default());
-        let open = Resolver::new(&Roots::default(), &place.base.join("data/rows.jsonl"), true).unwrap();
+        let fetched = place.base.join("fetched.png");
+        let there = fetched.clone();
+        let fetch = move |url: &str| match url {
+            "https://example.org/a.png" => Ok(there.clone()),
+            _ => Err("status 404".to_owned()),
+        };
+        let options = ReadOptions {
+            fetch: Some(Fetch(std::sync::Arc::new(fetch))),
+            cache_dir: Some(place.base.join("cache")),
+            ..ReadOptions::default()
+        };
+        let open = Resolver::new(&Roots::all(place.base.join("data")), &place.base, &options).unwrap();
         let url = "https://example.org/a.png";
-        assert!(matches!(closed.source(MediumKind::Image, url), Err(PathProblem::UrlNotAllowed)));
-        assert_eq!(open.source(MediumKind::Image, url).unwrap(), MediumSource::Url(url.to_owned()));
-        for text in ["", "data:image/png;base64,AAAA", "s3://bucket/a.png"] {
-            assert!(
-                matches!(open.source(MediumKind::Image, text), Err(PathProblem::Unsupported { .. })),
-                "{text}"
-            );
+        assert!(matches!(image(&closed, url), Err(PathProblem::UrlNotAllowed)));
+        assert_eq!(image(&open, url).unwrap(), fetched);
+        assert!(
+            matches!(image(&open, "http://example.org/b"), Err(PathProblem::Fetch(what)) if what == "status 404")
+        );
+        for text in
+            ["", "data:image/png;base64,AA!A", "data:image/png,AAAA", "data:image/png", "s3://bucket/a.png"]
+        {
+            assert!(matches!(image(&open, text), Err(PathProblem::Unsupported { .. })), "{text}");
         }
-        assert!(matches!(open.source(MediumKind::Image, "a\0b"), Err(PathProblem::Io(_))));
+        assert!(matches!(image(&closed, "data:image/png;base64,AAAA"), Err(PathProblem::Unsupported { .. })));
+        assert!(matches!(image(&open, "a\0b"), Err(PathProblem::Io(_))));
+    }
+
+    #[test]
+    fn bytes_in_an_address_become_one_file() {
+        let place = place();
+        let options = ReadOptions { cache_dir: Some(place.base.join("cache")), ..ReadOptions::default() };
+        let resolver = Resolver::new(&Roots::all(place.base.join("data")), &place.base, &options).unwrap();
+        let first = image(&resolver, "data:image/png;base64,iVBORw0KGgo=").unwrap();
+        assert_eq!(std::fs::read(&first).unwrap(), b"\x89PNG\r\n\x1a\n");
+        assert_eq!(first.extension().unwrap(), "png");
+        assert_eq!(image(&resolver, "data:;base64,iVBORw0KGgo=").unwrap(), first);
+        // A row may name it again by its path, as tables do.
+        assert_eq!(image(&resolver, &first.display().to_string()).unwrap(), first);
     }
 
     #[test]
@@ -321,7 +371,7 @@ mod tests {
         let place = place();
         let roots = Roots::all(place.base.join("nowhere"));
         assert!(matches!(
-            Resolver::new(&roots, &place.base.join("x.json"), false),
+            Resolver::new(&roots, &place.base, &ReadOptions::default()),
             Err(DataError::Io { .. })
         ));
     }

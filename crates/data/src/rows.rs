@@ -20,6 +20,24 @@ pub(crate) struct RowFile {
     pub(crate) path: Arc<Path>,
     file: Mutex<File>,
     rows: Vec<RowSpan>,
+    /// Whether the rows came through a pipe.
+    piped: bool,
+}
+
+/// Standard input, or `<(…)` of a shell.
+fn is_pipe(metadata: &std::fs::Metadata) -> bool {
+    #[cfg(unix)]
+    return std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type());
+    #[cfg(not(unix))]
+    return false;
+}
+
+/// Rows are read in any order, so those of a pipe are kept in a file without a name.
+fn spooled(mut pipe: File) -> std::io::Result<File> {
+    let mut file = tempfile::tempfile()?;
+    std::io::copy(&mut pipe, &mut file)?;
+    file.rewind()?;
+    Ok(file)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,15 +58,33 @@ impl RowSpan {
 
 impl RowFile {
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
-        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let mut file = File::open(path).map_err(DataError::io("open", path))?;
         let metadata = file.metadata().map_err(DataError::io("open", path))?;
-        if !metadata.is_file() {
-            return Err(DataError::UnknownFile { path: path.to_owned(), got: "no regular file".to_owned() });
+        let piped = is_pipe(&metadata);
+        if piped {
+            file = spooled(file).map_err(DataError::io("keep the rows of", path))?;
+        } else if !metadata.is_file() {
+            let got = "no regular file and no pipe".to_owned();
+            return Err(DataError::UnknownFile { path: path.to_owned(), got });
         }
         let mut reader = BufReader::with_capacity(1 << 20, file);
         let rows = index(&mut reader, path)?;
         let file = Mutex::new(reader.into_inner());
-        Ok(Self { path: path.into(), file, rows })
+        Ok(Self { path: path.into(), file, rows, piped })
+    }
+
+    /// The same rows under the name of the file they were made from; lines are then rows of that.
+    #[must_use]
+    pub(crate) fn named(self, path: &Path) -> Self {
+        Self { path: path.into(), ..self }
+    }
+
+    /// Where relative paths of the rows begin.
+    pub(crate) fn folder(&self) -> &Path {
+        match self.path.parent() {
+            Some(folder) if folder != Path::new("") && !self.piped => folder,
+            _ => Path::new("."),
+        }
     }
 
     pub(crate) fn len(&self) -> u64 {

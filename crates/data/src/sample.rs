@@ -101,8 +101,6 @@ pub enum MediumSource {
     Path(PathBuf),
     /// Still images that make a clip, in time order.
     Frames(Vec<PathBuf>),
-    /// `http://` or `https://`; only where the run allows it.
-    Url(String),
 }
 
 /// How a medium is to be read. `None` leaves the choice to the run's settings. A message part's own value wins over

@@ -9,8 +9,8 @@ use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 
 use crate::settings::{
-    EvalStrategy, FrameSampling, Layout, LrScheduler, MissingAudio, MultiObjective, PromptForm, SaveStrategy,
-    ScaleRewards, ThinkMode, TorchDtype, words,
+    AllowUrls, EvalStrategy, FrameSampling, Layout, LrScheduler, MissingAudio, MultiObjective, PromptForm,
+    SaveStrategy, ScaleRewards, ThinkMode, TorchDtype, words,
 };
 
 /// A command of the program.
@@ -372,7 +372,7 @@ pub const FOREIGN: &[(&[&str], &str)] = &[
 fn conversions() -> Vec<(&'static str, &'static str)> {
     vec![
         ("vivqa-x", "the JSON files of ViVQA-X"),
-        ("parquet", "a Hugging Face table with its media; in programs built with the feature parquet"),
+        ("parquet", "a Hugging Face table, with its media as files"),
     ]
 }
 
@@ -467,12 +467,12 @@ pub const FLAGS: &[Flag] = &[
     row("format", Choice(conversions), Unset(""), Section::Io, &[DataConvert], "Dataset to convert from.")
         .positional()
         .required(&[DataConvert]),
-    row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads; `score` and `rewards run` want `completions` in each.")
+    row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads, `-` for standard input; `score` and `rewards run` want `completions` in each.")
         .required(&[Score, DataConvert, RewardsRun]),
     row("output", Path, Unset("nothing is written"), Section::Io, &[Generate, Score, Eval, DataConvert, RewardsRun], "File to write, one JSON object per row; written whole or not at all.")
         .required(&[Score, DataConvert, RewardsRun]),
     row("prompt", Text, Unset(""), Section::Io, &[Generate], "Question to answer on the terminal instead of rows from `--input`."),
-    row("image", Texts, Is(""), Section::Io, &[Generate], "Image of `--prompt`; repeat or list for several, in order."),
+    row("image", Texts, Is(""), Section::Io, &[Generate], "Image of `--prompt`, a file or an address; repeat or list for several, in order."),
     row("video", Texts, Is(""), Section::Io, &[Generate], "Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several."),
     row("audio", Texts, Is(""), Section::Io, &[Generate], "Sound of `--prompt`: a sound file, or a video file for its audio track; repeat or list for several."),
     row("row", int(0, MANY), Is("0"), Section::Io, &[DataShow], "Row to show, counted from 0 over all files."),
@@ -485,7 +485,7 @@ pub const FLAGS: &[Flag] = &[
     row("num_steps", int(1, COUNT), Is("3"), Section::Io, BENCH, "Steps to measure, after one that is not; the median counts."),
     row("json", Path, Unset("nothing is written"), Section::Io, BENCH, "File for the same numbers as JSON."),
     // Model
-    row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or a name in the local Hugging Face cache.")
+    row("model_name_or_path", Text, Unset(""), Section::Model, MODEL, "Checkpoint directory in the published Hugging Face layout, or the name of a model of the hub; one that is not in the local cache is fetched.")
         .alias(&["model", "model_path"])
         .required(&[Train, Sft, Generate, Score, Eval, Export]),
     row("torch_dtype", Choice(words::<TorchDtype>), Is("auto"), Section::Model, RUNS_MODEL, "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the optimizer keeps float32 masters, and products on AMX tiles round activations too.")
@@ -505,12 +505,12 @@ pub const FLAGS: &[Flag] = &[
     row("max_stream_tokens", int(16, COUNT), Unset("a whole group"), Section::Model, &[Train, Sft, Score, Demo], "Most tokens in one forward pass; a larger group is split over passes that share its prompt, with the same result."),
     row("gradient_checkpointing", Bool, Is("false"), Section::Model, &[Train, Sft, Demo, Bench], "Recompute blocks in the backward pass: less memory, about a third more time."),
     // Data
-    row("train_file", Paths, Is(""), Section::Data, TRAIN_ROWS, "JSON or JSONL files of training rows."),
+    row("train_file", Paths, Is(""), Section::Data, TRAIN_ROWS, "JSON, JSONL or parquet files of training rows."),
     row("dataset_use", Words, Is(""), Section::Data, TRAIN_ROWS, "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns thinking off for its rows."),
-    row("dataset_registry", Path, Unset(""), Section::Data, EVAL_ROWS, "YAML or JSON file that maps dataset names to annotation files and media roots."),
+    row("dataset_registry", Path, Unset("dataset_registry.yaml, if it is in the working directory"), Section::Data, EVAL_ROWS, "YAML or JSON file that maps dataset names to annotation files and media roots."),
     row("data_file_paths", Paths, Is(""), Section::Data, TRAIN_ROWS, "Training files with one image folder each, joined by colons (the form of VLM-R1).")
         .alias(&["data_paths"]),
-    row("eval_file", Paths, Is(""), Section::Data, EVAL_ROWS, "JSON or JSONL files of evaluation rows."),
+    row("eval_file", Paths, Is(""), Section::Data, EVAL_ROWS, "JSON, JSONL or parquet files of evaluation rows."),
     row("eval_dataset_use", Words, Is(""), Section::Data, EVAL_ROWS, "Registry names of evaluation data, as in `--dataset_use`."),
     row("val_split_ratio", Fraction, Is("0"), Section::Data, PERIODIC, "Share of the training rows held out for evaluation, chosen by the data seed."),
     row("prompt_column", Text, Unset("by the row's format"), Section::Data, READS_ROWS, "Column with the prompt: a text or a list of messages. A name with dots leads into objects, here and in the next three.")
@@ -526,6 +526,7 @@ pub const FLAGS: &[Flag] = &[
     row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),
     row("use_audio_in_video", Bool, Is("false"), Section::Data, ROWS, "Hear video files too: the audio track of each becomes a medium behind it, in rows that name no sound. Rows that mention `<audio>` and list none mean it anyway."),
     row("missing_audio", Choice(words::<MissingAudio>), Is("error"), Section::Data, ROWS, "What a file without an audio track gives where its sound is asked for: a bad row (error), or silence."),
+    row("allow_urls", Choice(words::<AllowUrls>), Is("off"), Section::Data, READS_ROWS, "Whether media may be named by http(s) address, and of which hosts; they are fetched once into the cache. `data:` addresses always may."),
     row("media_timeout_secs", float(0.01, 86_400.0), Is("120"), Section::Data, ROWS, "Seconds that reading one medium may take; the row is bad when they have passed."),
     row("strict_media", Bool, Is("false"), Section::Data, BAD_ROWS, "Stop at the first bad row instead of skipping it."),
     row("max_skipped", Fraction, Is("0.05"), Section::Data, BAD_ROWS, "Share of bad rows above which the run stops: a broken dataset should not look like a small one."),

@@ -7,7 +7,7 @@
 //! The structs do not derive `PartialEq`: it would count as reading every field, and so hide from the compiler a
 //! setting that no verb uses.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use omnigrpo_data::{ColumnNames, QUESTION_TEMPLATES, QuestionTemplate};
@@ -86,6 +86,16 @@ choice!(
     BaseInterval = "base_interval",
     /// Per segment, from the row's `meta`.
     Meta = "meta",
+);
+choice!(
+    /// Which media may be fetched.
+    AllowUrls:
+    /// None.
+    Off = "off",
+    /// Those of hosts on the public network.
+    Public = "public",
+    /// Those of this machine and its network too.
+    All = "all",
 );
 choice!(
     /// What a file without an audio track gives.
@@ -256,22 +266,74 @@ pub struct Environment {
     pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
+    /// What belongs to the Hugging Face hub.
+    pub hub: HubEnvironment,
+    /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
+    pub cache_dir: PathBuf,
     /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
     pub judge_api_key: Option<String>,
+}
+
+/// The variables of `huggingface_hub`, with its defaults.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct HubEnvironment {
+    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`, which is `huggingface` in the cache of the user.
+    pub cache: PathBuf,
+    /// `HF_ENDPOINT`.
+    pub endpoint: String,
+    /// `HF_TOKEN`; shown nowhere.
+    pub token: Option<String>,
+    /// `HF_TOKEN_PATH`, where `hf auth login` keeps one.
+    pub token_file: PathBuf,
+    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is true.
+    pub offline: bool,
+}
+
+impl std::fmt::Debug for HubEnvironment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HubEnvironment").field("cache", &self.cache).finish_non_exhaustive()
+    }
+}
+
+impl HubEnvironment {
+    fn read(get: &dyn Fn(&str) -> Option<String>, user_cache: &Path) -> Self {
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let home = path("HF_HOME").unwrap_or_else(|| user_cache.join("huggingface"));
+        Self {
+            cache: path("HF_HUB_CACHE")
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+                .unwrap_or_else(|| home.join("hub")),
+            endpoint: get("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_owned()),
+            token: get("HF_TOKEN")
+                .or_else(|| get("HUGGING_FACE_HUB_TOKEN"))
+                .map(|token| token.trim().to_owned()),
+            token_file: path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token")),
+            offline: on(get, "HF_HUB_OFFLINE") || on(get, "TRANSFORMERS_OFFLINE"),
+        }
+    }
+}
+
+fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
+    get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
 }
 
 impl Environment {
     /// Reads the variables through `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
-        let on = |name| {
-            get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
-        };
+        // An empty variable is as good as none.
+        let get = |name: &str| get(name).filter(|value| !value.is_empty());
+        let user_cache = get("XDG_CACHE_HOME").map(PathBuf::from);
+        let user_cache = user_cache
+            .or_else(|| Some(PathBuf::from(get("HOME")?).join(".cache")))
+            .unwrap_or_else(|| PathBuf::from(".cache"));
         Self {
-            wandb_disabled: on("WANDB_DISABLED"),
-            debug_mode: on("DEBUG_MODE"),
-            ds_skip_cuda_check: on("DS_SKIP_CUDA_CHECK"),
+            wandb_disabled: on(&get, "WANDB_DISABLED"),
+            debug_mode: on(&get, "DEBUG_MODE"),
+            ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
-            judge_api_key: get("OPENAI_API_KEY").filter(|key| !key.is_empty()),
+            hub: HubEnvironment::read(&get, &user_cache),
+            cache_dir: user_cache.join("omnigrpo"),
+            judge_api_key: get("OPENAI_API_KEY"),
         }
     }
 }
@@ -325,6 +387,9 @@ pub struct ModelSettings {
     pub gradient_checkpointing: bool,
 }
 
+/// The registry that is taken where none is given.
+pub const REGISTRY: &str = "dataset_registry.yaml";
+
 /// Where rows come from.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
@@ -343,6 +408,7 @@ pub struct DataSettings {
     pub audio_folders: Vec<PathBuf>,
     pub use_audio_in_video: bool,
     pub missing_audio: MissingAudio,
+    pub allow_urls: AllowUrls,
     pub media_timeout_secs: f64,
     pub strict_media: bool,
     pub max_skipped: f64,
@@ -706,6 +772,7 @@ impl Settings {
             audio_folders: v.get("audio_folders")?,
             use_audio_in_video: v.get("use_audio_in_video")?,
             missing_audio: v.get("missing_audio")?,
+            allow_urls: v.get("allow_urls")?,
             media_timeout_secs: v.get("media_timeout_secs")?,
             strict_media: v.get("strict_media")?,
             max_skipped: v.get("max_skipped")?,
@@ -922,11 +989,13 @@ pub fn needs(verb: Verb, s: &Settings) -> Option<Problem> {
     let rows = "`--train_file FILE`, `--dataset_use NAME` or `--data_file_paths A:B`";
     let named: Vec<&str> =
         s.data.dataset_use.iter().chain(&s.data.eval_dataset_use).map(String::as_str).collect();
-    if !named.is_empty() && s.data.dataset_registry.is_none() {
+    if !named.is_empty() && s.data.dataset_registry.is_none() && !Path::new(REGISTRY).is_file() {
         return Some(
             Problem::usage("dataset names without a registry")
                 .got(format!("`{}`", named.join(",")))
-                .expected("`--dataset_registry FILE`, which maps names to files"),
+                .expected(format!(
+                    "`--dataset_registry FILE`, which maps names to files, or a file {REGISTRY} here"
+                )),
         );
     }
     match verb {

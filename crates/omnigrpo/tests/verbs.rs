@@ -3,8 +3,11 @@
 
 mod support;
 
+use std::io::Write as _;
+use std::process::Stdio;
+
 use serde_json::{Value, json};
-use support::{Place, golden, numbers};
+use support::{Place, golden, numbers, ran, server};
 
 const SMALL: &str =
     "--threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_steps 2 --max_completion_length 4";
@@ -422,4 +425,116 @@ fn a_checkpoint_is_exported_in_another_layout() {
     place
         .run(&format!("score --model {model} --input replay.jsonl --output e.jsonl --max_pixels 10000"))
         .fails(1, &["max_anyres_num"]);
+}
+
+#[test]
+fn rows_come_from_pipes_tables_and_a_registry_here() {
+    let place = Place::new();
+    let said =
+        r#"{"problem": "2+3?", "solution": "<answer>5</answer>", "completions": ["<answer>5</answer>"]}"#;
+    let mut command = place.command("rewards run --input - --output out.jsonl --reward_funcs accuracy");
+    let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(said.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(place.lines("out.jsonl")[0]["rewards"]["accuracy"], json!([1.0]));
+    // The test's own standard input is no pipe.
+    place.run("rewards run --input - --output out.jsonl").fails(1, &["no regular file and no pipe"]);
+
+    let table = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tests/data/hub.parquet");
+    std::fs::copy(table, place.path("hub.parquet")).unwrap();
+    std::fs::copy(place.path("shapes.png"), place.path("kept.png")).unwrap();
+    let check = place.run("data check --train_file hub.parquet").ok().stdout;
+    assert!(check.contains("3 rows: 4 images") && check.contains("solutions from "), "{check}");
+
+    place
+        .run("data check --dataset_use shapes")
+        .fails(2, &["--dataset_registry FILE", "dataset_registry.yaml"]);
+    place.write("dataset_registry.yaml", "shapes: {annotation_path: rows.jsonl}\n");
+    place.run("data check --dataset_use shapes").ok();
+    // Advice for one dataset is not given for another.
+    let missing =
+        place.run("data check --train_file gone.jsonl").fails(1, &["gone.jsonl", "correct the path"]);
+    assert!(!missing.stderr.contains("vivqa"), "{}", missing.stderr);
+}
+
+#[test]
+fn media_by_address_are_fetched_where_they_are_allowed() {
+    let place = Place::new();
+    let picture = place.bytes("shapes.png");
+    let (address, asked) = server(move |path| (path == "/shapes.png").then(|| picture.clone()));
+    let question = &["--prompt", "<image>\nWhich shape is red?"];
+    let line = "generate --model M --temperature 0 --max_completion_length 6 --image";
+    let local = place.run_with(&format!("{line} shapes.png"), question).ok().stdout;
+    let by_address = format!("{line} http://{address}/shapes.png");
+    place.run_with(&by_address, question).fails(1, &["media by address are off", "--allow_urls public"]);
+    let refused = place.run_with(&format!("{by_address} --allow_urls public"), question);
+    refused.fails(1, &["an address of this machine", "--allow_urls all"]);
+    assert!(asked.lock().unwrap().is_empty());
+    for _ in 0..2 {
+        let fetched = place.run_with(&format!("{by_address} --allow_urls all"), question).ok();
+        assert_eq!(fetched.stdout, local);
+    }
+    assert_eq!(*asked.lock().unwrap(), ["/shapes.png"]);
+    let gone = format!("http://{address}/gone.png");
+    place.write("rows.jsonl", json!({"prompt": "Q", "image": gone}).to_string());
+    place
+        .run("data check --train_file rows.jsonl --allow_urls all")
+        .fails(1, &["1 of 1 rows cannot be used"]);
+}
+
+/// A model that is not in the cache is fetched from the hub (a stand-in here), and what is made from it names it as the hub
+/// does.
+#[test]
+fn a_model_of_the_hub_is_fetched_and_named() {
+    let place = Place::new();
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let dir = golden("checkpoints/qwen2_5_vl_tied");
+    let names: Vec<String> = std::fs::read_dir(&dir)
+        .unwrap()
+        .map(|file| file.unwrap().file_name().into_string().unwrap())
+        .collect();
+    let size = |name: &str| std::fs::metadata(dir.join(name)).unwrap().len();
+    let siblings: Vec<Value> = (0..)
+        .zip(&names)
+        .map(|(i, name)| json!({"rfilename": name, "size": size(name), "blobId": format!("{i:040x}")}))
+        .collect();
+    let listing = json!({"sha": commit, "siblings": siblings}).to_string();
+    let (address, asked) = server(move |path| match path {
+        "/api/models/me/tiny/revision/main?blobs=true" => Some(listing.clone().into_bytes()),
+        path => std::fs::read(dir.join(path.strip_prefix(&format!("/me/tiny/resolve/{commit}/"))?)).ok(),
+    });
+    let endpoint = format!("http://{address}");
+    let run = |line: &str, offline: &str| {
+        let mut command = place.command(line);
+        command.env("HF_HUB_OFFLINE", offline).env("HF_ENDPOINT", &endpoint).env("HF_TOKEN", "very-secret");
+        let ran = ran(&mut command);
+        assert!(!format!("{}{}", ran.stdout, ran.stderr).contains("very-secret"));
+        ran
+    };
+    let sft = "sft --train_file rows.jsonl --max_steps 1 --threads 1 --run_name first-try --output_dir";
+    run(&format!("{sft} run --model me/tiny"), "1")
+        .fails(1, &["HF_HUB_OFFLINE is set", ".cache/huggingface/hub"]);
+    run(&format!("{sft} run --model me/other"), "").fails(1, &["`me/other`", "has no model"]);
+    assert!(run(&format!("{sft} run --model me/tiny"), "").ok().stderr.contains("fetching me/tiny"));
+    let first = asked.lock().unwrap().len();
+    run(&format!("{sft} lora --model me/tiny --use_peft"), "").ok();
+    assert_eq!(asked.lock().unwrap().len(), first, "a model of the cache is asked for again");
+
+    let card = place.text("run/README.md");
+    assert!(card.contains("library_name: transformers\nbase_model: me/tiny\n"), "{card}");
+    assert!(
+        card.contains(commit) && card.contains("1 step of") && card.contains("`rows` (3 rows)"),
+        "{card}"
+    );
+    assert!(place.text("run/log.txt").contains("run first-try"));
+    let config: Value = serde_json::from_str(&place.text("lora/adapter_config.json")).unwrap();
+    assert_eq!(
+        (&config["base_model_name_or_path"], &config["revision"]),
+        (&json!("me/tiny"), &json!(commit))
+    );
+    // A directory is named without the path to it.
+    place.run(&format!("{sft} on --model run")).ok();
+    assert!(place.text("on/README.md").contains("base_model: run\n"));
+    assert!(!place.text("on/README.md").contains(&*place.path("").to_string_lossy()));
 }

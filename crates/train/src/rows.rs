@@ -246,7 +246,6 @@ pub fn media_paths(sample: &Sample) -> Vec<PathBuf> {
         .flat_map(|m| match &m.source {
             MediumSource::Path(path) => vec![path.clone()],
             MediumSource::Frames(frames) => frames.clone(),
-            MediumSource::Url(url) => vec![PathBuf::from(url)],
         })
         .collect()
 }

@@ -197,8 +197,8 @@ fn item(kind: MediumKind, value: &Value, place: &str, resolver: &Resolver) -> Re
     let medium = |path: &str, problem| RowProblem::Medium { kind, path: shorten(path), problem };
     match value {
         Value::String(text) => {
-            let source = resolver.source(kind, text).map_err(|problem| medium(text, problem))?;
-            Ok(Item { kind, source, options: MediumOptions::default() })
+            let path = resolver.path(kind, text).map_err(|problem| medium(text, problem))?;
+            Ok(Item { kind, source: MediumSource::Path(path), options: MediumOptions::default() })
         }
         Value::Array(list) if kind == MediumKind::Video && !list.is_empty() => {
             let frames = list

@@ -220,6 +220,6 @@ fn parquet(input: &Path, output: &Path, context: &Context) -> Result<()> {
 fn parquet(input: &Path, _: &Path, _: &Context) -> Result<()> {
     Err(Problem::usage("this program was built without the parquet reader")
         .got(input.display().to_string())
-        .help("build it with `cargo install --locked --path crates/omnigrpo --features parquet`")
+        .help("build it with its default features, or with `--features parquet`")
         .into())
 }

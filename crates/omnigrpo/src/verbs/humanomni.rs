@@ -43,8 +43,8 @@ pub fn overrides(settings: &Settings, dir: &Path) -> Result<Map<String, Value>> 
         let unnamed = (key == TOWER_KEYS[2]).then_some("bert-base-uncased");
         let configured = json.get(key).and_then(Value::as_str).or(unnamed);
         let place = match (given, configured) {
-            (Some(name), _) => Some(std::path::absolute(named_dir("the tower", name)?)?),
-            (None, Some(name)) if find_tower(dir, name).is_none() => cached(name),
+            (Some(name), _) => Some(std::path::absolute(named_dir("the tower", name, settings)?)?),
+            (None, Some(name)) if find_tower(dir, name).is_none() => cached(name, settings),
             _ => None,
         };
         if let Some(place) = place {

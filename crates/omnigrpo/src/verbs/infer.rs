@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{ColumnNames, Dataset, DatasetSpec, ReadOptions, Sample};
+use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_text::StreamDecoder;
@@ -37,12 +37,11 @@ pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
         .into())
 }
 
-fn input(settings: &Settings) -> Result<Dataset> {
+fn input(settings: &Settings) -> Result<Arc<Dataset>> {
     let Some(input) = &settings.io.input else {
         return Err(Problem::usage("no rows are given").expected("`--input rows.jsonl`").into());
     };
-    let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
-    Ok(Dataset::open(&specs, &setup::read_options(settings))?)
+    setup::input_rows(settings, input)
 }
 
 fn output(settings: &Settings) -> Result<&Path> {
@@ -246,6 +245,9 @@ fn completion_line(c: &Completion) -> Value {
 /// One question on the terminal, streamed.
 fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     let absolute = |path: &String| -> Result<String> {
+        if ["http://", "https://", "data:"].iter().any(|scheme| path.starts_with(scheme)) {
+            return Ok(path.clone());
+        }
         let path = std::path::absolute(path).with_context(|| format!("the path {path}"))?;
         Ok(path.to_string_lossy().into_owned())
     };

@@ -1,7 +1,7 @@
 //! `rewards list` and `rewards run`.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_data::{Dataset, DatasetSpec, Sample};
+use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_rewards::{EvalRow, Measures, RewardSet, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::json;
@@ -34,8 +34,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    let specs = DatasetSpec::from_files(std::slice::from_ref(input), &setup::roots(settings))?;
-    let dataset = Dataset::open(&specs, &setup::read_options(settings))?;
+    let dataset = setup::input_rows(settings, input)?;
     let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
     let measures = setup::measures(settings);
     let category = settings.eval.category_column.as_deref();

@@ -6,12 +6,15 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::{
-    DataError, Dataset, DatasetSpec, MediumOptions, ReadOptions, Registry, Roots, ThinkMode as RowThink,
+    DataError, Dataset, DatasetSpec, Fetch, MediumOptions, ReadOptions, Registry, Roots,
+    ThinkMode as RowThink,
 };
+use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, UrlMedia, UrlOptions, is_model_name};
 use omnigrpo_models::{
     Family, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part, PromptBuilder,
     PromptSettings, QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
 };
+use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_scorers::ScorerOptions;
@@ -20,18 +23,20 @@ use omnigrpo_train::Selection;
 
 use super::humanomni::overrides;
 use crate::explain::Problem;
-use crate::settings::{FrameSampling, MissingAudio, Settings, ThinkMode, TorchDtype};
+use crate::settings::{
+    AllowUrls, FrameSampling, HubEnvironment, MissingAudio, REGISTRY, Settings, ThinkMode, TorchDtype,
+};
 
 /// The checkpoint directory that `--model_name_or_path` names: a directory, or a model in the local Hugging Face cache.
 pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
     let Some(name) = &settings.model.model_name_or_path else {
         return Err(Problem::usage("no model is given").expected("`--model_name_or_path DIR`").into());
     };
-    Ok(named_dir("the model", name)?)
+    Ok(named_dir("the model", name, settings)?)
 }
 
-/// A directory, or a model in the local Hugging Face cache.
-pub fn named_dir(what: &str, name: &str) -> Result<PathBuf, Problem> {
+/// A directory, or a model of the Hugging Face hub, which is fetched unless it is in the local cache.
+pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf, Problem> {
     let path = PathBuf::from(name);
     if path.is_dir() {
         let adapter = adapter_base(&path).map_err(|e| Problem::from_error(&e.into()))?;
@@ -43,30 +48,80 @@ pub fn named_dir(what: &str, name: &str) -> Result<PathBuf, Problem> {
         }
         return Ok(path);
     }
-    cached(name).ok_or_else(|| {
-        Problem::failure(format!("{what} was not found"))
-            .got(format!("`{name}`"))
-            .expected(format!(
-                "a checkpoint directory, or a model in the local cache {}",
-                hub_cache().display()
-            ))
-            .help("download it with `hf download NAME`, or give the directory")
+    let hub = &settings.env.hub;
+    // Another program may have fetched only a tokenizer.
+    if let Some(dir) = cached(name, settings)
+        && (hub.offline || has_weights(&dir))
+    {
+        return Ok(dir);
+    }
+    let missing = || {
+        Problem::failure(format!("{what} was not found")).got(format!("`{name}`")).expected(format!(
+            "a checkpoint directory, a model in the local cache {}, or one of the hub {}",
+            hub.cache.display(),
+            hub.endpoint
+        ))
+    };
+    if !is_model_name(name) {
+        return Err(missing().help("correct the path"));
+    }
+    if hub.offline {
+        return Err(
+            missing().help("HF_HUB_OFFLINE is set: unset it, or copy what `hf download` fetched elsewhere")
+        );
+    }
+    fetch(name, hub).map_err(|error| match error {
+        FetchError::NoModel { .. } | FetchError::Denied { .. } => missing().help(error.to_string()),
+        _ => missing().help(format!("it could not be fetched: {error}")),
     })
 }
 
+/// Fetches a model of the hub into the local cache. What is missing of one that is partly there is added.
+fn fetch(name: &str, hub: &HubEnvironment) -> Result<PathBuf, FetchError> {
+    let kept = || {
+        let text = std::fs::read_to_string(&hub.token_file).ok()?;
+        Some(text.trim().to_owned()).filter(|token| !token.is_empty())
+    };
+    let client = Hub::new(HubOptions {
+        endpoint: hub.endpoint.clone(),
+        token: hub.token.clone().or_else(kept),
+        cache: hub.cache.clone(),
+    });
+    let console = Console::stderr();
+    let (mut bar, mut num_bytes) = (None, 0u64);
+    client.download(name, "main", &mut |step| match step {
+        Step::Begin { num_files, num_bytes } if num_files > 0 => {
+            let mb = num_bytes.div_ceil(MB);
+            console
+                .line(&format!("fetching {name} from {}: {num_files} weight files, {mb} MB", hub.endpoint));
+            bar = Some(console.progress("fetching, MB", mb));
+        }
+        Step::Begin { .. } => {}
+        Step::Bytes(more) => {
+            let before = num_bytes / MB;
+            num_bytes += more;
+            if let Some(bar) = &mut bar {
+                bar.advance(num_bytes / MB - before);
+            }
+        }
+    })
+}
+
+const MB: u64 = 1_000_000;
+
 /// The directory of a model in the local Hugging Face cache.
-pub fn cached(name: &str) -> Option<PathBuf> {
-    let repo = hub_cache().join(format!("models--{}", name.replace('/', "--")));
+pub fn cached(name: &str, settings: &Settings) -> Option<PathBuf> {
+    let repo = settings.env.hub.cache.join(format!("models--{}", name.replace('/', "--")));
     let revision = std::fs::read_to_string(repo.join("refs/main")).ok()?;
     Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
 }
 
-fn hub_cache() -> PathBuf {
-    let var = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    var("HF_HUB_CACHE")
-        .or_else(|| var("HF_HOME").map(|home| home.join("hub")))
-        .or_else(|| var("HOME").map(|home| home.join(".cache/huggingface/hub")))
-        .unwrap_or_else(|| PathBuf::from(".cache/huggingface/hub"))
+fn has_weights(dir: &Path) -> bool {
+    std::fs::read_dir(dir).is_ok_and(|mut files| {
+        files.any(|file| {
+            file.is_ok_and(|file| file.path().extension().is_some_and(|ending| ending == "safetensors"))
+        })
+    })
 }
 
 /// The dtype weights are held in.
@@ -238,11 +293,37 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
             ThinkMode::On => Some(RowThink::On),
             ThinkMode::Off => Some(RowThink::Off),
         },
-        allow_urls: false,
+        fetch: fetch_media(settings),
+        cache_dir: Some(settings.env.cache_dir.clone()),
         seed: settings.run.data_seed,
         use_audio_in_video: settings.data.use_audio_in_video,
         columns: settings.data.columns.clone(),
     }
+}
+
+/// Largest medium that is fetched, bytes.
+const MAX_URL_BYTES: u64 = 1 << 30;
+
+/// What brings media by address, where they are allowed.
+fn fetch_media(settings: &Settings) -> Option<Fetch> {
+    let allow_private = match settings.data.allow_urls {
+        AllowUrls::Off => return None,
+        AllowUrls::Public => false,
+        AllowUrls::All => true,
+    };
+    let media = UrlMedia::new(UrlOptions {
+        cache_dir: settings.env.cache_dir.clone(),
+        allow_private,
+        max_bytes: MAX_URL_BYTES,
+        timeout: std::time::Duration::from_secs_f64(settings.data.media_timeout_secs),
+    });
+    Some(Fetch(Arc::new(move |url| media.fetch(url).map_err(|error| error.to_string()))))
+}
+
+/// The rows of `--input`; `-` is standard input.
+pub fn input_rows(settings: &Settings, input: &Path) -> Result<Arc<Dataset>> {
+    let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
+    open(&DatasetSpec::from_files(&[input], &roots(settings))?, settings)
 }
 
 /// The training rows.
@@ -265,16 +346,20 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
 fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
     let dataset = Dataset::open(specs, &read_options(settings)).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-            Problem::failure("the dataset is not there")
+            let problem = Problem::failure("the dataset is not there")
                 .at(path.display().to_string())
                 .got(source.to_string())
-                .expected("a file of rows")
-                .help(format!(
+                .expected("a file of rows");
+            let is_vivqa = path.to_string_lossy().to_lowercase().contains("vivqa");
+            match is_vivqa {
+                true => problem.help(format!(
                     "correct the path; rows of ViVQA-X are made by `omnigrpo data convert vivqa-x --input \
                      ViVQA-X_train.json --output {}`",
                     path.display()
-                ))
-                .into()
+                )),
+                false => problem.help("correct the path"),
+            }
+            .into()
         }
         _ => anyhow::Error::from(e),
     })?;
@@ -296,11 +381,7 @@ pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
 }
 
 fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result<Vec<DatasetSpec>> {
-    let Some(path) = &settings.data.dataset_registry else {
-        return Err(Problem::usage("dataset names without a registry")
-            .expected("`--dataset_registry FILE`")
-            .into());
-    };
+    let path = settings.data.dataset_registry.as_deref().unwrap_or(Path::new(REGISTRY));
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }
 
@@ -378,7 +459,8 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
     options.cider = corpus.frequencies.clone();
     let dir = |flag: &str, wanted: bool, name: &Option<String>| {
         let name = name.as_ref().filter(|_| wanted);
-        name.map(|name| named_dir("the model", name).map_err(|problem| problem.at(flag))).transpose()
+        name.map(|name| named_dir("the model", name, settings).map_err(|problem| problem.at(flag)))
+            .transpose()
     };
     let pictures = wants("explanation") && asked.explanation_clip_weight > 0.0;
     let scorers = ScorerOptions {

@@ -132,6 +132,9 @@ fn run_logged(
     selection.apply(&model)?;
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
+    if let Some(name) = &settings.log.run_name {
+        context.console.line(&format!("run {name}"));
+    }
     describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
     install_signals(context)?;
@@ -321,6 +324,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "strict_media",
     "reward_timeout_secs",
     "reward_workers",
+    "allow_urls",
 ];
 
 /// Every other setting, the base model's directory and the dataset's shape.

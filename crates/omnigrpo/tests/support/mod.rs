@@ -2,8 +2,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use serde_json::{Map, Value, json};
 
@@ -97,6 +99,8 @@ impl Place {
         let mut command = Command::new(env!("CARGO_BIN_EXE_omnigrpo"));
         command.args(line.split_whitespace().map(|word| if word == "M" { model.as_str() } else { word }));
         command.current_dir(self.0.path()).stdin(Stdio::null());
+        // Nothing of the user's is read or written, and no network asked.
+        command.env("XDG_CACHE_HOME", self.path(".cache")).env("HF_HUB_OFFLINE", "1").env_remove("HF_HOME");
         command
     }
 
@@ -138,6 +142,31 @@ pub fn ran(command: &mut Command) -> Ran {
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
     }
+}
+
+/// A server on this machine that answers a path with `content`, or with 404. Ends with the test process.
+pub fn server(
+    content: impl Fn(&str) -> Option<Vec<u8>> + Send + 'static,
+) -> (std::net::SocketAddr, Arc<Mutex<Vec<String>>>) {
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let record = Arc::clone(&asked);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut reader = BufReader::new(stream.unwrap());
+            let mut head = String::new();
+            while reader.read_line(&mut head).unwrap_or(0) > 2 {}
+            let path = head.split(' ').nth(1).unwrap_or_default();
+            record.lock().unwrap().push(path.to_owned());
+            let (status, body) = content(path).map_or((404, Vec::new()), |body| (200, body));
+            let head =
+                format!("HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n", body.len());
+            let mut stream = reader.into_inner();
+            let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&body));
+        }
+    });
+    (address, asked)
 }
 
 /// The tensor whose bytes end the file, and where they start.

@@ -1,7 +1,7 @@
 //! `http://…`, `https://…`: an endpoint that takes a request as a POST with a JSON body and answers with JSON.
 //!
 //! Connection errors, time-outs, status 408, 429 and 5xx are tried again after a wait that doubles; other statuses are
-//! final. `https` needs this crate's feature of that name, off by default for its C dependencies.
+//! final. `https` needs this crate's feature of that name.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

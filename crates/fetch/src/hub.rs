@@ -1,0 +1,676 @@
+//! A checkpoint of the Hugging Face hub → its directory in the local cache.
+//!
+//! The cache has the layout of `huggingface_hub`, so that a model fetched by either is there for both:
+//!
+//! ```text
+//! models--ORG--NAME/refs/main                  the commit that a branch stood at
+//! models--ORG--NAME/snapshots/COMMIT/FILE      a link to
+//! models--ORG--NAME/blobs/HASH                 the content; HASH.incomplete while it is being fetched
+//! ```
+//!
+//! Asked are two addresses of the hub: `/api/models/NAME/revision/REVISION?blobs=true` for the commit, the files and their
+//! hashes, and `/NAME/resolve/COMMIT/FILE` for each file. A broken transfer goes on where it stopped. Fetched is what a
+//! checkpoint needs: safetensors, and the texts beside them. Never fetched: pickled weights, which can run code when
+//! they are read.
+//!
+//! The official client brings an asynchronous runtime, a second HTTP client and a second TLS, about 280 crates; these two
+//! addresses need none of them.
+
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Component, Path, PathBuf};
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use crate::media::place;
+use crate::{FetchError, check_scheme, config, hex};
+
+/// Longest answer about a model, bytes.
+const MAX_LISTING_BYTES: u64 = 32 << 20;
+/// Largest file that is not weights, bytes.
+const MAX_TEXT_BYTES: u64 = 256 << 20;
+/// Most files of a model.
+const MAX_FILES: usize = 10_000;
+/// Requests for one file, each of which goes on where the one before broke off.
+const ATTEMPTS: usize = 5;
+
+/// Which hub, as whom, into which cache.
+#[derive(Clone)]
+pub struct HubOptions {
+    /// Address of the hub, such as `https://huggingface.co`.
+    pub endpoint: String,
+    /// Token of an account, for models that need one. It is sent to the endpoint alone.
+    pub token: Option<String>,
+    /// Folder of the cache, which holds `models--ORG--NAME`.
+    pub cache: PathBuf,
+}
+
+/// How far a download is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// What there is to fetch.
+    Begin {
+        /// Files that are not in the cache.
+        num_files: usize,
+        /// Their bytes, without those that an earlier attempt has fetched.
+        num_bytes: u64,
+    },
+    /// So many bytes more have come.
+    Bytes(u64),
+}
+
+/// A client of the hub.
+pub struct Hub {
+    agent: ureq::Agent,
+    options: HubOptions,
+}
+
+/// A model as the hub describes it.
+#[derive(Deserialize)]
+struct Listing {
+    sha: String,
+    siblings: Vec<Entry>,
+}
+
+#[derive(Deserialize, Clone)]
+struct Entry {
+    rfilename: String,
+    size: Option<u64>,
+    #[serde(rename = "blobId")]
+    blob_id: Option<String>,
+    lfs: Option<Lfs>,
+}
+
+#[derive(Deserialize, Clone)]
+struct Lfs {
+    sha256: String,
+    size: u64,
+}
+
+impl Entry {
+    fn blob(&self) -> Option<&str> {
+        self.lfs.as_ref().map(|lfs| lfs.sha256.as_str()).or(self.blob_id.as_deref())
+    }
+
+    fn num_bytes(&self) -> Option<u64> {
+        self.lfs.as_ref().map(|lfs| lfs.size).or(self.size)
+    }
+
+    fn is_weights(&self) -> bool {
+        self.rfilename.ends_with(".safetensors")
+    }
+}
+
+/// Whether `text` can name a model of the hub: `NAME` or `ORG/NAME`.
+#[must_use]
+pub fn is_model_name(text: &str) -> bool {
+    let part = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+            && part.len() <= 96
+            && !part.contains("..")
+            && !part.ends_with(['.', '-'])
+    };
+    text.split('/').count() <= 2 && text.split('/').all(part)
+}
+
+impl Hub {
+    /// A client; nothing is asked yet.
+    #[must_use]
+    pub fn new(options: HubOptions) -> Self {
+        let same_host = ureq::config::RedirectAuthHeaders::SameHost;
+        let agent = ureq::Agent::new_with_config(config().redirect_auth_headers(same_host).build());
+        let endpoint = options.endpoint.trim_end_matches('/').to_owned();
+        Self { agent, options: HubOptions { endpoint, ..options } }
+    }
+
+    /// Fetches what the cache lacks of a model and returns its directory there.
+    ///
+    /// # Errors
+    /// No connection, a model that is not there or not for this account, a model without safetensors weights, content
+    /// that is not what the hub announced, a cache that cannot be written.
+    pub fn download(
+        &self,
+        name: &str,
+        revision: &str,
+        on: &mut dyn FnMut(Step),
+    ) -> Result<PathBuf, FetchError> {
+        let endpoint = &self.options.endpoint;
+        check_scheme(endpoint)?;
+        if !stays_inside(revision) {
+            return Err(FetchError::NoModel {
+                endpoint: endpoint.clone(),
+                name: name.to_owned(),
+                revision: revision.to_owned(),
+            });
+        }
+        let url =
+            format!("{endpoint}/api/models/{name}/revision/{}?blobs=true", revision.replace('/', "%2F"));
+        let listing = self.listing(&url, name, revision)?;
+        let bad = |what: String| FetchError::Answer { url: url.clone(), what };
+        if !is_hash(&listing.sha) || listing.siblings.len() > MAX_FILES {
+            let num = listing.siblings.len();
+            return Err(bad(format!(
+                "got commit `{}` with {num} files, expected a hash and at most {MAX_FILES}",
+                listing.sha
+            )));
+        }
+        let repo = self.options.cache.join(format!("models--{}", name.replace('/', "--")));
+        let snapshot = repo.join("snapshots").join(&listing.sha);
+
+        let (weights, texts): (Vec<Entry>, Vec<Entry>) = listing
+            .siblings
+            .iter()
+            .filter(|entry| is_wanted(&entry.rfilename))
+            .cloned()
+            .partition(Entry::is_weights);
+        if weights.is_empty() {
+            let files: Vec<_> =
+                listing.siblings.iter().take(20).map(|entry| entry.rfilename.as_str()).collect();
+            return Err(FetchError::NoWeights { name: name.to_owned(), files: files.join(", ") });
+        }
+        for entry in weights.iter().chain(&texts) {
+            let (blob, bytes) = (entry.blob().filter(|blob| is_hash(blob)), entry.num_bytes());
+            let fits = entry.is_weights() || bytes.is_none_or(|bytes| bytes <= MAX_TEXT_BYTES);
+            if !stays_inside(&entry.rfilename) || blob.is_none() || bytes.is_none() || !fits {
+                return Err(bad(format!(
+                    "file `{}`: got hash {:?} and size {bytes:?}, expected a name inside the model, a hash and a size (texts up to {MAX_TEXT_BYTES} bytes)",
+                    entry.rfilename,
+                    entry.blob(),
+                )));
+            }
+        }
+        let texts_missing = missing(&snapshot, texts);
+        // The index of the weights is among the texts and says which of them the checkpoint consists of.
+        let all_weights_missing = missing(&snapshot, weights);
+        let left = |entries: &[Entry]| -> u64 {
+            entries
+                .iter()
+                .map(|entry| entry.num_bytes().unwrap_or(0).saturating_sub(partial(&repo, entry)))
+                .sum()
+        };
+        for entry in &texts_missing {
+            self.file(name, &listing.sha, &repo, &snapshot, entry, &mut |_| {})?;
+        }
+        let wanted = indexed(&snapshot);
+        let weights_missing: Vec<Entry> = all_weights_missing
+            .into_iter()
+            .filter(|entry| belongs(&entry.rfilename, wanted.as_ref(), &listing))
+            .collect();
+        on(Step::Begin { num_files: weights_missing.len(), num_bytes: left(&weights_missing) });
+        for entry in &weights_missing {
+            self.file(name, &listing.sha, &repo, &snapshot, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
+        }
+        // Last, so that a model that is only partly there is not taken for whole.
+        if revision != listing.sha {
+            place(&repo.join("refs").join(revision), |file| file.write_all(listing.sha.as_bytes()))?;
+        }
+        Ok(snapshot)
+    }
+
+    fn get(&self, url: &str, from: u64) -> Result<ureq::http::Response<ureq::Body>, FetchError> {
+        let mut request = self.agent.get(url);
+        if let Some(token) = &self.options.token {
+            request = request.header("Authorization", format!("Bearer {token}"));
+        }
+        if from > 0 {
+            request = request.header("Range", format!("bytes={from}-"));
+        }
+        request.call().map_err(|error| FetchError::of(url, error))
+    }
+
+    fn listing(&self, url: &str, name: &str, revision: &str) -> Result<Listing, FetchError> {
+        let mut response = match self.get(url, 0) {
+            Err(error) if error.may_pass() => self.get(url, 0)?,
+            other => other?,
+        };
+        let endpoint = self.options.endpoint.clone();
+        match response.status().as_u16() {
+            200 => {}
+            404 => {
+                return Err(FetchError::NoModel {
+                    endpoint,
+                    name: name.to_owned(),
+                    revision: revision.to_owned(),
+                });
+            }
+            status @ (401 | 403) => {
+                let with_token = self.options.token.is_some();
+                return Err(FetchError::Denied { endpoint, name: name.to_owned(), status, with_token });
+            }
+            status => return Err(FetchError::Status { url: url.to_owned(), status }),
+        }
+        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES);
+        let text = body.read_to_string().map_err(|error| FetchError::of(url, error))?;
+        serde_json::from_str(&text).map_err(|error| FetchError::Answer {
+            url: url.to_owned(),
+            what: format!("not a model: {error}"),
+        })
+    }
+
+    /// Fetches one file into its blob and links it.
+    fn file(
+        &self,
+        name: &str,
+        commit: &str,
+        repo: &Path,
+        snapshot: &Path,
+        entry: &Entry,
+        on: &mut dyn FnMut(u64),
+    ) -> Result<(), FetchError> {
+        let (Some(blob), Some(expected)) = (entry.blob(), entry.num_bytes()) else { return Ok(()) };
+        let path = repo.join("blobs").join(blob);
+        let url = format!("{}/{name}/resolve/{commit}/{}", self.options.endpoint, escaped(&entry.rfilename));
+        if !path.is_file() {
+            let incomplete = path.with_extension("incomplete");
+            std::fs::create_dir_all(repo.join("blobs")).map_err(FetchError::io(repo))?;
+            let mut file = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .read(true)
+                .write(true)
+                .open(&incomplete)
+                .map_err(FetchError::io(&incomplete))?;
+            // Another process may fetch the same; this one then finds it done.
+            file.lock().map_err(FetchError::io(&incomplete))?;
+            if !path.is_file() {
+                let mut attempt = 1;
+                while let Err(error) = self.transfer(&url, name, &mut file, &incomplete, expected, on) {
+                    if !error.may_pass() || attempt == ATTEMPTS {
+                        return Err(error);
+                    }
+                    attempt += 1;
+                }
+                if let Some(lfs) = &entry.lfs {
+                    let got = hash_of(&mut file).map_err(FetchError::io(&incomplete))?;
+                    if got != lfs.sha256 {
+                        // What is wrong in it cannot be told, so nothing of it is kept.
+                        let _ = std::fs::remove_file(&incomplete);
+                        let what = format!("got content with the hash {got}, expected {}", lfs.sha256);
+                        return Err(FetchError::Answer { url, what });
+                    }
+                }
+                file.sync_all()
+                    .and_then(|()| std::fs::rename(&incomplete, &path))
+                    .map_err(FetchError::io(&path))?;
+            }
+        }
+        link(&path, &snapshot.join(&entry.rfilename), blob, entry.rfilename.split('/').count())
+    }
+
+    /// Appends what is missing of a file.
+    fn transfer(
+        &self,
+        url: &str,
+        name: &str,
+        file: &mut File,
+        path: &Path,
+        expected: u64,
+        on: &mut dyn FnMut(u64),
+    ) -> Result<(), FetchError> {
+        let mut have = file.seek(SeekFrom::End(0)).map_err(FetchError::io(path))?;
+        if have > expected {
+            have = 0;
+        }
+        if have < expected {
+            let mut response = self.get(url, have)?;
+            match response.status().as_u16() {
+                206 if have > 0 => {}
+                // A server that knows no ranges sends all of it again.
+                200 => have = 0,
+                status @ (401 | 403) => {
+                    let with_token = self.options.token.is_some();
+                    let endpoint = self.options.endpoint.clone();
+                    return Err(FetchError::Denied { endpoint, name: name.to_owned(), status, with_token });
+                }
+                status => return Err(FetchError::Status { url: url.to_owned(), status }),
+            }
+            file.set_len(have).map_err(FetchError::io(path))?;
+            file.seek(SeekFrom::Start(have)).map_err(FetchError::io(path))?;
+            let mut body = response.body_mut().with_config().limit(u64::MAX).reader();
+            let mut buffer = vec![0; 1 << 17];
+            loop {
+                let broken = |error: std::io::Error| FetchError::Network {
+                    url: url.to_owned(),
+                    what: error.to_string(),
+                };
+                let len = body.read(&mut buffer).map_err(broken)?;
+                if len == 0 {
+                    break;
+                }
+                have += len as u64;
+                if have > expected {
+                    return Err(FetchError::TooLarge { url: url.to_owned(), limit_bytes: expected });
+                }
+                file.write_all(&buffer[..len]).map_err(FetchError::io(path))?;
+                on(len as u64);
+            }
+        } else {
+            file.set_len(have).map_err(FetchError::io(path))?;
+        }
+        if have < expected {
+            let what = format!("got {have} bytes, expected {expected}");
+            return Err(FetchError::Network { url: url.to_owned(), what });
+        }
+        Ok(())
+    }
+}
+
+/// Weights in safetensors and the texts beside them: settings, tokenizers, templates, the code of models that bring their
+/// own (which is copied along and never run), the licence.
+fn is_wanted(name: &str) -> bool {
+    const ENDINGS: [&str; 7] = [".safetensors", ".json", ".txt", ".jinja", ".model", ".py", ".codes"];
+    let file = name.rsplit('/').next().unwrap_or(name);
+    // Exports for other programs, often as large as the model.
+    let foreign =
+        ["onnx/", "openvino/", "coreml/", "original/"].iter().any(|folder| name.starts_with(folder));
+    let hidden = name.split('/').any(|part| part.starts_with('.') && part != "..");
+    !foreign && !hidden && (file == "LICENSE" || ENDINGS.iter().any(|ending| file.ends_with(ending)))
+}
+
+fn is_hash(text: &str) -> bool {
+    (7..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn stays_inside(name: &str) -> bool {
+    !name.is_empty()
+        && !name.contains(['\\', '\0'])
+        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// Entries that the snapshot does not have. A link whose blob was removed is followed and found missing.
+fn missing(snapshot: &Path, entries: Vec<Entry>) -> Vec<Entry> {
+    entries.into_iter().filter(|entry| !snapshot.join(&entry.rfilename).is_file()).collect()
+}
+
+/// Bytes that an earlier attempt has fetched.
+fn partial(repo: &Path, entry: &Entry) -> u64 {
+    let path = entry.blob().map(|blob| repo.join("blobs").join(blob).with_extension("incomplete"));
+    path.and_then(|path| std::fs::metadata(path).ok()).map_or(0, |metadata| metadata.len())
+}
+
+/// The weight files that the snapshot's index names, if it has one.
+fn indexed(snapshot: &Path) -> Option<BTreeSet<String>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: std::collections::BTreeMap<String, String>,
+    }
+    let text = std::fs::read(snapshot.join("model.safetensors.index.json")).ok()?;
+    let index: Index = serde_json::from_slice(&text).ok()?;
+    Some(index.weight_map.into_values().collect())
+}
+
+/// Whether a weight file is part of the checkpoint. Some models are published twice, in another split or precision.
+fn belongs(name: &str, indexed: Option<&BTreeSet<String>>, listing: &Listing) -> bool {
+    const WHOLE: &str = "model.safetensors";
+    match indexed {
+        _ if name.contains('/') => true,
+        Some(indexed) => indexed.contains(name),
+        None => name == WHOLE || listing.siblings.iter().all(|entry| entry.rfilename != WHOLE),
+    }
+}
+
+fn hash_of(file: &mut File) -> std::io::Result<String> {
+    file.rewind()?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hex(&hash.finalize())),
+            len => hash.update(&buffer[..len]),
+        }
+    }
+}
+
+/// A path as part of an address.
+fn escaped(name: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte);
+    name.bytes()
+        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
+}
+
+/// Makes `to` a relative link to the blob, so that the cache can be moved.
+fn link(blob: &Path, to: &Path, name: &str, depth: usize) -> Result<(), FetchError> {
+    let folder = to.parent().unwrap_or(to);
+    std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
+    // A link whose blob was removed stands in the way.
+    let _ = std::fs::remove_file(to);
+    #[cfg(unix)]
+    let made = {
+        let _ = blob;
+        std::os::unix::fs::symlink(format!("{}blobs/{name}", "../".repeat(depth + 1)), to)
+    };
+    #[cfg(not(unix))]
+    let made = {
+        let _ = (name, depth);
+        std::fs::copy(blob, to).map(drop)
+    };
+    made.map_err(FetchError::io(to))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+    use std::sync::{Arc, Mutex};
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::testing::{Answer, Request, server};
+
+    const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+    /// Files of a model as the hub holds them.
+    fn model() -> Vec<(&'static str, Vec<u8>)> {
+        let index = json!({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}});
+        vec![
+            ("config.json", b"{}".to_vec()),
+            ("model.safetensors.index.json", index.to_string().into_bytes()),
+            ("model-1.safetensors", vec![1; 300_000]),
+            ("model-2.safetensors", vec![2; 1000]),
+            ("consolidated.safetensors", vec![3; 1000]),
+            ("pytorch_model.bin", vec![4; 1000]),
+            ("sub/tokenizer.json", b"{\"t\": 1}".to_vec()),
+            (".gitattributes", b"x".to_vec()),
+        ]
+    }
+
+    fn listing(files: &[(&str, Vec<u8>)]) -> Value {
+        let siblings: Vec<Value> = files
+            .iter()
+            .map(|(name, bytes)| {
+                let sha = hex(&Sha256::digest(bytes));
+                let mut entry = json!({"rfilename": name, "size": bytes.len(), "blobId": &sha[..40]});
+                if name.ends_with(".safetensors") || name.ends_with(".bin") {
+                    entry["lfs"] = json!({"sha256": sha, "size": bytes.len(), "pointerSize": 100});
+                }
+                entry
+            })
+            .collect();
+        json!({"id": "me/tiny", "sha": COMMIT, "siblings": siblings})
+    }
+
+    /// A hub with one model; every request is kept. Weights are at another address, as on the real one.
+    fn hub(
+        change: impl Fn(&Request, Answer) -> Answer + Send + 'static,
+    ) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let record = Arc::clone(&asked);
+        let storage = server(|request| {
+            assert!(!request.headers.contains("authorization"), "the token left the hub");
+            let files = model();
+            let name = request.path.trim_start_matches('/');
+            let (_, bytes) = files.iter().find(|(file, _)| *file == name).unwrap();
+            let range = request.headers.lines().find_map(|line| line.strip_prefix("range: bytes="));
+            match range.map(|range| range.trim().trim_end_matches('-').parse::<usize>().unwrap()) {
+                Some(from) => Answer::new(206, &bytes[from..]),
+                None => Answer::new(200, bytes),
+            }
+        });
+        let address = server(move |request| {
+            let files = model();
+            let authorized = request.headers.contains("authorization: bearer secret-token");
+            record.lock().unwrap().push(format!(
+                "{}{}",
+                request.path,
+                if authorized { " +token" } else { "" }
+            ));
+            let prefix = format!("/me/tiny/resolve/{COMMIT}/");
+            let answer = match request.path.as_str() {
+                "/api/models/me/tiny/revision/main?blobs=true" => {
+                    Answer::new(200, listing(&files).to_string().as_bytes())
+                }
+                path => match path.strip_prefix(&prefix) {
+                    Some(name) if name.ends_with(".safetensors") => {
+                        let headers = format!(
+                            "Location: http://localhost:{}/{name}\r\nContent-Length: 0",
+                            storage.port()
+                        );
+                        Answer { headers, ..Answer::new(302, b"") }
+                    }
+                    Some(name) => {
+                        let (_, bytes) = files.iter().find(|(file, _)| *file == name).unwrap();
+                        Answer::new(200, bytes)
+                    }
+                    None => Answer::new(404, b""),
+                },
+            };
+            change(request, answer)
+        });
+        (address, asked)
+    }
+
+    fn client(address: SocketAddr, cache: &Path, token: Option<&str>) -> Hub {
+        let (endpoint, token) = (format!("http://{address}/"), token.map(str::to_owned));
+        Hub::new(HubOptions { endpoint, token, cache: cache.to_owned() })
+    }
+
+    #[test]
+    fn a_model_is_fetched_into_the_layout_of_the_python_library() {
+        let folder = tempfile::tempdir().unwrap();
+        let (address, asked) = hub(|_, answer| answer);
+        let mut steps = Vec::new();
+        let fetch = |steps: &mut Vec<Step>| {
+            client(address, folder.path(), Some("secret-token"))
+                .download("me/tiny", "main", &mut |step| steps.push(step))
+        };
+        let dir = fetch(&mut steps).unwrap();
+        let repo = folder.path().join("models--me--tiny");
+        assert_eq!(dir, repo.join("snapshots").join(COMMIT));
+        assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
+        let files = model();
+        for (name, bytes) in &files {
+            let wanted = !["pytorch_model.bin", "consolidated.safetensors", ".gitattributes"].contains(name);
+            assert_eq!(std::fs::read(dir.join(name)).ok(), wanted.then(|| bytes.clone()), "{name}");
+        }
+        let target = std::fs::read_link(dir.join("sub/tokenizer.json")).unwrap();
+        assert!(target.starts_with("../../../blobs"), "{target:?}");
+        let weights = std::fs::read_link(dir.join("model-2.safetensors")).unwrap();
+        assert_eq!(weights, Path::new("../../blobs").join(hex(&Sha256::digest(&files[3].1))));
+        assert_eq!(steps[0], Step::Begin { num_files: 2, num_bytes: 301_000 });
+        let bytes: u64 =
+            steps.iter().map(|step| if let Step::Bytes(bytes) = step { *bytes } else { 0 }).sum();
+        assert_eq!(bytes, 301_000);
+        let first = std::mem::take(&mut *asked.lock().unwrap());
+        assert_eq!(first.len(), 6);
+        assert!(first.iter().all(|request| request.ends_with("+token")), "{first:?}");
+
+        // A second time only the listing is asked for.
+        steps.clear();
+        fetch(&mut steps).unwrap();
+        assert_eq!(asked.lock().unwrap().len(), 1);
+        assert_eq!(steps, [Step::Begin { num_files: 0, num_bytes: 0 }]);
+    }
+
+    #[test]
+    fn a_broken_transfer_goes_on_where_it_stopped() {
+        let folder = tempfile::tempdir().unwrap();
+        let (address, _) = hub(|_, answer| answer);
+        let files = model();
+        let blob = folder.path().join("models--me--tiny/blobs").join(hex(&Sha256::digest(&files[2].1)));
+        std::fs::create_dir_all(blob.parent().unwrap()).unwrap();
+        std::fs::write(blob.with_extension("incomplete"), &files[2].1[..200_000]).unwrap();
+        let mut steps = Vec::new();
+        let dir = client(address, folder.path(), None)
+            .download("me/tiny", "main", &mut |step| steps.push(step))
+            .unwrap();
+        assert_eq!(steps[0], Step::Begin { num_files: 2, num_bytes: 101_000 });
+        assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), files[2].1);
+        assert!(!blob.with_extension("incomplete").exists());
+    }
+
+    #[test]
+    fn content_that_is_not_what_was_announced_is_not_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let (address, _) = hub(|request, answer| match request.path.ends_with("model-2.safetensors") {
+            true => Answer::new(200, &[9; 1000]),
+            false => answer,
+        });
+        let error =
+            client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("expected"), "{error}");
+        let repo = folder.path().join("models--me--tiny");
+        assert!(!repo.join("refs/main").exists());
+        let left = std::fs::read_dir(repo.join("blobs")).unwrap();
+        assert!(left.flatten().all(|file| !file.file_name().to_string_lossy().ends_with("incomplete")));
+    }
+
+    #[test]
+    fn refusals_say_what_to_do_and_never_the_token() {
+        let folder = tempfile::tempdir().unwrap();
+        for (status, token, expected) in [
+            (404, None, "has no model `me/tiny`"),
+            (401, None, "set HF_TOKEN"),
+            (403, Some("secret-token"), "may not read it"),
+            (500, Some("secret-token"), "status 500"),
+        ] {
+            let (address, _) = hub(move |_, _| Answer::new(status, b""));
+            let error =
+                client(address, folder.path(), token).download("me/tiny", "main", &mut |_| {}).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+            assert!(!format!("{error} {error:?}").contains("secret"), "{error:?}");
+        }
+        let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let error = client(gone, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap_err();
+        assert!(matches!(error, FetchError::Network { .. }), "{error}");
+    }
+
+    #[test]
+    fn listings_that_would_write_elsewhere_or_have_no_weights_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let entry = |name: &str, blob: &str| json!({"rfilename": name, "size": 3, "blobId": blob});
+        let weights = entry("model.safetensors", "0123456789");
+        let cases = [
+            (json!([weights, entry("../../evil.json", "0123456789")]), "../../evil.json"),
+            (json!([weights, entry("/etc/evil.json", "0123456789")]), "/etc/evil.json"),
+            (json!([weights, entry("a.json", "../../../evil")]), "a.json"),
+            (
+                json!([weights, {"rfilename": "big.json", "size": 1u64 << 40, "blobId": "0123456789"}]),
+                "big.json",
+            ),
+            (json!([entry("pytorch_model.bin", "0123456789")]), "no safetensors weights"),
+            (json!({"no": "list"}), "not a model"),
+        ];
+        for (siblings, expected) in cases {
+            let text = json!({"sha": COMMIT, "siblings": siblings}).to_string();
+            let (address, _) = hub(move |_, _| Answer::new(200, text.as_bytes()));
+            let error =
+                client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+        assert!(!folder.path().join("models--me--tiny/blobs").exists());
+    }
+
+    #[test]
+    fn names_of_models() {
+        for name in ["gpt2", "Qwen/Qwen2.5-VL-3B-Instruct", "a_b/c-d.e"] {
+            assert!(is_model_name(name), "{name}");
+        }
+        for name in ["", "a/b/c", "./a", "../a", "/a", "a/", "a b", "a/..", "-a", "a..b", "~/x"] {
+            assert!(!is_model_name(name), "{name}");
+        }
+    }
+}

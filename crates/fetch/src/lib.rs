@@ -1,0 +1,51 @@
+//! What is fetched over the network, into caches on this machine.
+//!
+//! - [`UrlMedia`]: media of rows that are named by `http(s)` address.
+//! - [`Hub`]: checkpoints of the Hugging Face hub, in the layout that its Python library reads and writes.
+//!
+//! Sizes and times are bounded. Nothing that is fetched is run, and no weight file is read here.
+
+mod error;
+mod hub;
+mod media;
+mod public;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testing;
+
+pub use error::FetchError;
+pub use hub::{Hub, HubOptions, Step, is_model_name};
+pub use media::{UrlMedia, UrlOptions};
+
+use std::time::Duration;
+
+/// Longest wait for a connection, and for each further piece of an answer.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What every client here has in common.
+fn config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
+    ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        .timeout_resolve(Some(PATIENCE))
+        .timeout_connect(Some(PATIENCE))
+        .timeout_recv_response(Some(PATIENCE))
+        .timeout_per_read(Some(PATIENCE))
+        .user_agent(concat!("omnigrpo/", env!("CARGO_PKG_VERSION")))
+}
+
+/// An address this build can speak to.
+fn check_scheme(url: &str) -> Result<(), FetchError> {
+    let what = match url.split_once("://") {
+        Some(("https", _)) if !cfg!(feature = "https") => {
+            "this build speaks http only; build with the feature `https`"
+        }
+        Some(("http" | "https", _)) => return Ok(()),
+        _ => "expected http:// or https://",
+    };
+    Err(FetchError::Address { url: url.to_owned(), what: what.to_owned() })
+}
+
+/// Hexadecimal, lower case.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,224 @@
+//! Media by `http(s)` address → files of the cache.
+//!
+//! `urls/<hash of the address>` holds the name of a file in `media/`, which is named by the hash of its content. What is
+//! there is not asked for again. Refused: other schemes, more bytes or time than the bounds, hosts that are not on the
+//! public network unless they are allowed. Proxies are not used: one would be asked for hosts that nobody checked.
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use omnigrpo_data::medium_extension;
+use sha2::{Digest, Sha256};
+use ureq::unversioned::transport::DefaultConnector;
+
+use crate::public::PublicOnly;
+use crate::{FetchError, check_scheme, config, hex};
+
+/// How media are fetched.
+#[derive(Debug, Clone)]
+pub struct UrlOptions {
+    /// Folder of the cache.
+    pub cache_dir: PathBuf,
+    /// Whether hosts of this machine and its network may be asked.
+    pub allow_private: bool,
+    /// Largest medium, bytes.
+    pub max_bytes: u64,
+    /// Longest time for one medium.
+    pub timeout: Duration,
+}
+
+/// Fetches media into a cache.
+#[derive(Debug)]
+pub struct UrlMedia {
+    agent: ureq::Agent,
+    options: UrlOptions,
+}
+
+impl UrlMedia {
+    /// A client; nothing is fetched yet.
+    #[must_use]
+    pub fn new(options: UrlOptions) -> Self {
+        let config = config().proxy(None).timeout_global(Some(options.timeout)).build();
+        let agent = if options.allow_private {
+            ureq::Agent::new_with_config(config)
+        } else {
+            ureq::Agent::with_parts(config, DefaultConnector::default(), PublicOnly::default())
+        };
+        Self { agent, options }
+    }
+
+    /// The file with the medium at `url`.
+    ///
+    /// # Errors
+    /// A host that is not allowed, no answer, a status other than 200, too many bytes, a cache that cannot be written.
+    pub fn fetch(&self, url: &str) -> Result<PathBuf, FetchError> {
+        check_scheme(url)?;
+        let key = self.options.cache_dir.join("urls").join(hex(&Sha256::digest(url)));
+        let folder = self.options.cache_dir.join("media");
+        if let Ok(name) = std::fs::read_to_string(&key)
+            && let Some(name) = Path::new(&name).file_name()
+            && folder.join(name).is_file()
+        {
+            return Ok(folder.join(name));
+        }
+        let path = match self.download(url, &folder) {
+            Err(error) if error.may_pass() => self.download(url, &folder)?,
+            other => other?,
+        };
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        place(&key, |file| file.write_all(name))?;
+        Ok(path)
+    }
+
+    fn download(&self, url: &str, folder: &Path) -> Result<PathBuf, FetchError> {
+        let limit_bytes = self.options.max_bytes;
+        let too_large = || FetchError::TooLarge { url: url.to_owned(), limit_bytes };
+        let mut response = self.agent.get(url).call().map_err(|error| FetchError::of(url, error))?;
+        let status = response.status().as_u16();
+        if status != 200 {
+            return Err(FetchError::Status { url: url.to_owned(), status });
+        }
+        let expected = response.body().content_length();
+        if expected.is_some_and(|bytes| bytes > limit_bytes) {
+            return Err(too_large());
+        }
+        let mut body = response.body_mut().with_config().limit(u64::MAX).reader();
+        std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
+        let mut file = tempfile::NamedTempFile::new_in(folder).map_err(FetchError::io(folder))?;
+        let (mut hash, mut num_bytes, mut start) = (Sha256::new(), 0u64, Vec::new());
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            let broken =
+                |error: std::io::Error| FetchError::Network { url: url.to_owned(), what: error.to_string() };
+            let piece = match body.read(&mut buffer).map_err(broken)? {
+                0 => break,
+                len => &buffer[..len],
+            };
+            num_bytes += piece.len() as u64;
+            if num_bytes > limit_bytes {
+                return Err(too_large());
+            }
+            if start.len() < 16 {
+                start.extend_from_slice(&piece[..piece.len().min(16)]);
+            }
+            hash.update(piece);
+            file.write_all(piece).map_err(FetchError::io(file.path()))?;
+        }
+        let name = url.split(['?', '#']).next().unwrap_or(url);
+        let path =
+            folder.join(format!("{}.{}", hex(&hash.finalize()[..16]), medium_extension(&start, Some(name))));
+        file.persist(&path).map_err(|error| FetchError::io(&path)(error.error))?;
+        Ok(path)
+    }
+}
+
+/// Writes a file whole or not at all.
+pub(crate) fn place(
+    path: &Path,
+    write: impl FnOnce(&mut std::fs::File) -> std::io::Result<()>,
+) -> Result<(), FetchError> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(FetchError::io(folder))?;
+    write(file.as_file_mut()).map_err(FetchError::io(path))?;
+    file.persist(path).map_err(|error| FetchError::io(path)(error.error))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::testing::{Answer, server};
+
+    fn client(folder: &Path, allow_private: bool) -> UrlMedia {
+        UrlMedia::new(UrlOptions {
+            cache_dir: folder.to_owned(),
+            allow_private,
+            max_bytes: 1000,
+            timeout: Duration::from_secs(5),
+        })
+    }
+
+    const PNG: &[u8] = b"\x89PNG\r\n\x1a\nand so on, long enough";
+
+    #[test]
+    fn a_medium_is_asked_for_once_and_kept_by_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&asked);
+        let address = server(move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+            Answer::new(200, PNG)
+        });
+        let media = client(folder.path(), true);
+        let first = media.fetch(&format!("http://{address}/a.png?x=1")).unwrap();
+        assert_eq!(std::fs::read(&first).unwrap(), PNG);
+        assert_eq!(first.extension().unwrap(), "png");
+        assert_eq!(media.fetch(&format!("http://{address}/a.png?x=1")).unwrap(), first);
+        assert_eq!(asked.load(Ordering::Relaxed), 1);
+        assert_eq!(media.fetch(&format!("http://{address}/same")).unwrap(), first);
+        assert_eq!(std::fs::read_dir(folder.path().join("media")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn answers_that_are_no_medium_are_errors() {
+        let folder = tempfile::tempdir().unwrap();
+        let media = client(folder.path(), true);
+        let address = server(|request| match request.path.as_str() {
+            "/large" => Answer::new(200, &[0; 1001]),
+            // Says nothing of its length.
+            "/endless" => Answer { headers: "X-Unknown: 1".to_owned(), ..Answer::new(200, &[0; 5000]) },
+            "/gone" => Answer::new(404, b""),
+            "/circle" => Answer { headers: "Location: /circle".to_owned(), ..Answer::new(302, b"") },
+            _ => Answer::new(500, b""),
+        });
+        let error = |path: &str| media.fetch(&format!("http://{address}{path}")).unwrap_err();
+        assert!(matches!(error("/large"), FetchError::TooLarge { limit_bytes: 1000, .. }));
+        assert!(matches!(error("/endless"), FetchError::TooLarge { .. }));
+        assert!(matches!(error("/gone"), FetchError::Status { status: 404, .. }));
+        assert!(matches!(error("/broken"), FetchError::Status { status: 500, .. }));
+        assert!(error("/circle").to_string().contains("redirect"), "{}", error("/circle"));
+        assert!(matches!(media.fetch("file:///etc/passwd"), Err(FetchError::Address { .. })));
+        assert!(matches!(media.fetch("http://"), Err(FetchError::Address { .. })));
+        let left = std::fs::read_dir(folder.path().join("media")).map_or(0, Iterator::count);
+        assert_eq!(left, 0, "pieces of refused media are left");
+    }
+
+    #[test]
+    fn this_machine_is_reached_only_where_it_is_allowed_also_by_redirect() {
+        let folder = tempfile::tempdir().unwrap();
+        let inner = server(|_| Answer::new(200, b"secret"));
+        let refused = client(folder.path(), false).fetch(&format!("http://{inner}/")).unwrap_err();
+        assert!(matches!(refused, FetchError::NotPublic { .. }), "{refused}");
+        assert!(refused.to_string().contains("--allow_urls all"), "{refused}");
+        for host in ["localhost", "127.1", "2130706433", "0x7f000001", "[::1]", "[::ffff:127.0.0.1]"] {
+            let url = format!("http://{host}:{}/", inner.port());
+            assert!(client(folder.path(), false).fetch(&url).is_err(), "{host}");
+        }
+        // A server that may be asked leads to one that may not.
+        let outer = server(move |_| Answer {
+            headers: format!("Location: http://{inner}/"),
+            ..Answer::new(302, b"")
+        });
+        let mut media = client(folder.path(), false);
+        let only = PublicOnly { except: vec![outer.port()], ..PublicOnly::default() };
+        media.agent = ureq::Agent::with_parts(config().build(), DefaultConnector::default(), only);
+        let refused = media.fetch(&format!("http://{outer}/")).unwrap_err();
+        assert!(matches!(refused, FetchError::NotPublic { .. }), "{refused}");
+    }
+
+    #[test]
+    fn a_server_that_says_nothing_costs_bounded_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut media = client(folder.path(), true);
+        media.agent =
+            ureq::Agent::new_with_config(config().timeout_global(Some(Duration::from_millis(50))).build());
+        let error = media.fetch(&format!("http://{}/", listener.local_addr().unwrap())).unwrap_err();
+        assert!(error.to_string().contains("timeout"), "{error}");
+    }
+}
