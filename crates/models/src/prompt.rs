@@ -35,10 +35,18 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// The name of a medium in the dropout of adapters: it differs between prompts and between their media.
+    /// The name of the prompt in the dropout of adapters: it differs between prompts, also where only pictures differ (of whose
+    /// numbers a sample is enough).
+    pub(crate) fn key(&self) -> u64 {
+        const SAMPLE: usize = 256;
+        let text = self.ids.iter().fold(0, |key, &id| next_key(key, id));
+        let media = self.media.iter().flat_map(|m| m.data.iter().step_by(m.data.len() / SAMPLE + 1));
+        media.fold(text, |key, x| next_key(key, x.to_bits()))
+    }
+
+    /// The name of one of its media there.
     pub(crate) fn medium_key(&self, medium: usize) -> u64 {
-        let key = self.ids.iter().fold(0, |key, &id| next_key(key, id));
-        next_key(key, medium as u32)
+        next_key(self.key(), medium as u32)
     }
 }
 
@@ -120,7 +128,15 @@ impl PromptBuilder {
     /// # Errors
     /// An unreadable medium, a prompt over the limit (which is never cut).
     pub fn build(&self, sample: &Sample) -> Result<Prompt> {
-        let media = self.decode(sample)?;
+        self.build_in(sample, 0)
+    }
+
+    /// As [`Self::build`], in that pass over the data: rows that draw their number of frames draw anew in each.
+    ///
+    /// # Errors
+    /// As [`Self::build`].
+    pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
+        let media = self.decode(sample, epoch)?;
         let tokens =
             media.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
         let rendered = self.render(&sample.turns, &tokens)?;
@@ -128,16 +144,18 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
-    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order.
+    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
+    /// that draw their number of frames have the largest: what fits then fits in every epoch.
     ///
     /// # Errors
     /// As [`Self::build`], except for what only decoding shows. A prompt over the limit is no error here.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
+        let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plans = sample
             .media
             .iter()
             .zip(headers)
-            .map(|(m, header)| self.family.plan(m, header, &self.settings.media))
+            .map(|(m, header)| self.family.plan(m, header, &settings))
             .collect::<Result<Vec<_>>>()?;
         let tokens =
             plans.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
@@ -153,17 +171,17 @@ impl PromptBuilder {
         self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
     }
 
-    /// A row as a supervised example: its prompt, and its reference answer with the stop token as target.
+    /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
     ///
     /// # Errors
     /// As [`Self::build`]; a row without an answer.
-    pub fn build_sft(&self, sample: &Sample) -> Result<SftExample> {
+    pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
             return Err(ModelError::prompt(
                 "the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`",
             ));
         };
-        let prompt = self.build(sample)?;
+        let prompt = self.build_in(sample, epoch)?;
         let mut target = self.tokenizer.encode_control(answer, &self.family.placeholder_ids())?;
         match self.template_stop() {
             Some(stop) => target.push(stop),
@@ -188,8 +206,9 @@ impl PromptBuilder {
             .or_else(|| self.stops.ids.first().copied())
     }
 
-    fn decode(&self, sample: &Sample) -> Result<Vec<Arc<MediumInput>>> {
-        sample.media.iter().map(|m| Ok(Arc::new(self.family.prepare(m, &self.settings.media)?))).collect()
+    fn decode(&self, sample: &Sample, epoch: u64) -> Result<Vec<Arc<MediumInput>>> {
+        let settings = MediaSettings { epoch, ..self.settings.media.clone() };
+        sample.media.iter().map(|m| Ok(Arc::new(self.family.prepare(m, &settings)?))).collect()
     }
 
     fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {

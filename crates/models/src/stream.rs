@@ -37,7 +37,7 @@ pub(crate) struct FeatureRows {
 #[derive(Clone, Debug)]
 pub struct PackedStream {
     pub(crate) ids: Vec<u32>,
-    /// A hash of each row's tokens from the start of its prompt: the row's name wherever it is packed, which keys dropout.
+    /// A hash of each row's prompt and of its tokens up to the row: the row's name wherever it is packed, which keys dropout.
     pub(crate) keys: Vec<u64>,
     pub(crate) positions: Vec<Position>,
     pub(crate) layout: Arc<AttentionLayout>,
@@ -83,7 +83,7 @@ impl PackedStream {
                 )));
             }
             stream.ids.extend_from_slice(&prompt.ids);
-            let mut key = 0;
+            let mut key = prompt.key();
             for &id in &prompt.ids {
                 key = next_key(key, id);
                 stream.keys.push(key);
@@ -188,7 +188,8 @@ impl PackedStream {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use omnigrpo_text::Span;
+    use crate::families::{MediumInput, MediumShape};
+    use omnigrpo_text::{MediumKind, Span};
 
     fn prompt(len: u32) -> Prompt {
         Prompt {
@@ -200,6 +201,39 @@ mod tests {
             instruction: Vec::new(),
             text: String::new(),
         }
+    }
+
+    /// A row has its name wherever its prompt is packed; rows of other prompts have other names, also after the same tokens.
+    #[test]
+    fn rows_are_named_by_prompt_and_tokens() {
+        let keys = |groups: &[(&Prompt, Vec<&[u32]>)]| {
+            let groups: Vec<GroupStream> = groups
+                .iter()
+                .map(|(prompt, completions)| GroupStream { prompt, completions: completions.clone() })
+                .collect();
+            PackedStream::new(&groups).unwrap().keys
+        };
+        let (a, b) = (prompt(3), prompt(4));
+        let both = keys(&[(&a, vec![&[10, 11], &[12, 13]]), (&b, vec![&[10, 11]])]);
+        assert_eq!(both[..4], keys(&[(&a, vec![&[10, 11]])]));
+        assert_eq!(both[5..], keys(&[(&b, vec![&[10, 11]])]));
+        let mut distinct = both.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert_eq!(distinct.len(), both.len());
+        // Prompts whose pictures alone differ.
+        let shown = |value: f32| {
+            let medium = MediumInput {
+                kind: MediumKind::Image,
+                shape: MediumShape::Pictures { count: 1, height_px: 20, width_px: 20 },
+                data: vec![value; 1200],
+                seconds_per_grid: 0.0,
+                frame_times_secs: Vec::new(),
+            };
+            keys(&[(&Prompt { media: vec![Arc::new(medium)], ..prompt(3) }, vec![&[10, 11]])])
+        };
+        assert_eq!(shown(0.5), shown(0.5));
+        assert!(shown(0.5).iter().zip(shown(0.25)).all(|(a, b)| *a != b));
     }
 
     #[test]

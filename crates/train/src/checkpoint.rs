@@ -40,6 +40,8 @@ pub struct TrainerState {
     pub best: Option<(f64, u64)>,
     /// Updates each weight has had.
     pub optimizer_steps: HashMap<String, u64>,
+    /// Epochs whose end has been seen. An epoch that ends with the drawing of `buffer` ends after its last update.
+    pub epochs_seen: u64,
     /// A rollout that still has updates to come.
     pub buffer: Option<BufferState>,
 }
@@ -51,6 +53,8 @@ pub struct BufferState {
     pub iteration: usize,
     /// Dataset rows.
     pub rows: Vec<u64>,
+    /// The pass over the data that drew each.
+    pub epochs: Vec<u64>,
     /// Token ids per row and completion.
     pub ids: Vec<Vec<Vec<u32>>>,
     /// Text per row and completion.
@@ -78,6 +82,7 @@ impl BufferState {
         Self {
             iteration,
             rows: rollouts.rows.iter().map(|r| r.sample.row).collect(),
+            epochs: rollouts.rows.iter().map(|r| r.epoch).collect(),
             ids: rollouts.completions.iter().map(|g| g.iter().map(|c| c.ids.clone()).collect()).collect(),
             texts: rollouts.completions.iter().map(|g| g.iter().map(|c| c.text.clone()).collect()).collect(),
             truncated: each(&|c| c.finish_reason == omnigrpo_rollout::FinishReason::Length),
@@ -101,7 +106,8 @@ impl BufferState {
                 && old.len() == ids.len()
                 && ids.iter().zip(old).all(fits)
         };
-        let lists = [self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
+        let lists =
+            [self.epochs.len(), self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
         lists.iter().all(|&n| n == rows)
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions

@@ -73,7 +73,7 @@ pub fn evaluate(
         for &row in batch {
             let made = match plan.dataset.get(row) {
                 Ok(sample) => match prompts.build(&sample) {
-                    Ok(prompt) => Ok(PreparedRow { sample, prompt: Arc::new(prompt) }),
+                    Ok(prompt) => Ok(PreparedRow { sample, prompt: Arc::new(prompt), epoch: 0 }),
                     Err(e) => Err((sample.id, e.to_string())),
                 },
                 Err(e) => Err((plan.dataset.id(row), reason(&e))),

@@ -177,6 +177,13 @@ impl AdamW {
         &self.state
     }
 
+    /// Names of trained weights that no update has reached so far.
+    #[must_use]
+    pub fn never_reached(&self) -> Vec<&str> {
+        let names = self.params.iter().map(|(p, ..)| p.name());
+        names.filter(|name| !self.state.contains_key(*name)).collect()
+    }
+
     /// Takes a saved state.
     ///
     /// # Errors

@@ -69,7 +69,7 @@ pub struct RunPlan {
     pub output_dir: PathBuf,
     /// Updates; `None` for what the epochs need.
     pub max_steps: Option<u64>,
-    /// Passes over the rows.
+    /// Passes over the rows. Steps take rows across the end of a pass; the last one takes what is left of the last pass.
     pub num_epochs: f64,
     /// Prompts per update.
     pub prompts_per_step: usize,

@@ -30,6 +30,7 @@ pub(crate) struct Records {
     total_steps: u64,
     window: Window,
     grpo_window: Window,
+    flat_groups: FlatGroups,
     rewards_seen: Vec<f64>,
     phase_sums: Vec<(String, f64)>,
     /// Updates of this process.
@@ -49,6 +50,7 @@ impl Records {
             total_steps,
             window: Window::default(),
             grpo_window: Window::default(),
+            flat_groups: FlatGroups::default(),
             rewards_seen: Vec::new(),
             phase_sums: Vec::new(),
             steps_timed: 0,
@@ -103,6 +105,9 @@ impl Records {
         }
         self.steps_timed += 1;
         self.rewards_seen.extend(reward);
+        if let Some(warning) = self.flat_groups.add(step, &metrics) {
+            self.console.line(&warning);
+        }
         metrics.extend(times);
         self.dir.append_metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
@@ -138,6 +143,21 @@ impl Records {
         if !means.is_empty() {
             self.console.summary(step, self.total_steps, &means);
         }
+    }
+
+    /// Names selected weights that no row of the first epoch reached.
+    pub(crate) fn unreached(&self, names: &[&str]) {
+        const SHOWN: usize = 5;
+        if names.is_empty() {
+            return;
+        }
+        let shown = names[..names.len().min(SHOWN)].join(", ");
+        let more =
+            if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
+        self.console.line(&format!(
+            "warning: no row of the first epoch reached {shown}{more}. These weights are selected to be trained and stay \
+             as they are: no row has the kind of medium they read, or nothing runs through them"
+        ));
     }
 
     /// The result of an evaluation: a row of metrics, its completions and its tables.
@@ -267,4 +287,39 @@ fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
         }
     }
     lines
+}
+
+/// Warns, once, when groups have next to no variance for a while.
+#[derive(Default)]
+struct FlatGroups {
+    sum: f64,
+    steps: u64,
+    told: bool,
+}
+
+impl FlatGroups {
+    /// Steps of a window, and the mean share of groups without variance that is worth a word.
+    const WINDOW: u64 = 10;
+    const SHARE: f64 = 0.9;
+
+    /// Adds a step; the warning, if it is due.
+    fn add(&mut self, step: u64, metrics: &[Metric]) -> Option<String> {
+        self.sum += metrics.iter().find(|(name, _)| name == "frac_reward_zero_std")?.1?;
+        self.steps += 1;
+        if self.told || self.steps < Self::WINDOW {
+            return None;
+        }
+        let share = self.sum / self.steps as f64;
+        (self.sum, self.steps) = (0.0, 0);
+        self.told = share >= Self::SHARE;
+        self.told.then(|| {
+            format!(
+                "warning: in the {} steps up to {step}, {:.0} % of the groups had the same reward for all of their \
+                 completions, and nothing is learned from those. `rollouts/` shows them: rows that are too easy or too \
+                 hard, a reward that never applies, or a temperature that makes all completions alike",
+                Self::WINDOW,
+                100.0 * share
+            )
+        })
+    }
 }

@@ -47,6 +47,8 @@ pub struct PreparedRow {
     pub sample: Sample,
     /// Its prompt, media decoded.
     pub prompt: Arc<Prompt>,
+    /// The pass over the data that drew it, from 0.
+    pub epoch: u64,
 }
 
 /// What a row becomes.
@@ -82,8 +84,8 @@ pub struct RowSource {
     ahead_time: Duration,
 }
 
-/// Rows by index: the row's id and what was made of it, or why it cannot be used.
-type MadeRows = HashMap<u64, std::result::Result<(String, Made), Unusable>>;
+/// By row and epoch: the row's id and what was made of it, or why it cannot be used.
+type MadeRows = HashMap<(u64, u64), std::result::Result<(String, Made), Unusable>>;
 
 struct Ahead {
     making: Making,
@@ -94,16 +96,16 @@ struct Ahead {
 fn make(
     dataset: &Dataset,
     prompts: &PromptBuilder,
-    row: u64,
+    (row, epoch): (u64, u64),
     making: Making,
 ) -> std::result::Result<(String, Made), Unusable> {
     let sample = dataset.get(row).map_err(|e| (dataset.id(row), reason(&e)))?;
     let id = sample.id.clone();
     let made = match making {
         Making::Prompt => prompts
-            .build(&sample)
-            .map(|prompt| Made::Prompt(PreparedRow { sample, prompt: Arc::new(prompt) })),
-        Making::Example => prompts.build_sft(&sample).map(Made::Example),
+            .build_in(&sample, epoch)
+            .map(|prompt| Made::Prompt(PreparedRow { sample, prompt: Arc::new(prompt), epoch })),
+        Making::Example => prompts.build_sft(&sample, epoch).map(Made::Example),
     };
     match made {
         Ok(made) => Ok((id, made)),
@@ -123,7 +125,8 @@ impl RowSource {
     /// Begins to make what the next `count` rows become, on another thread.
     pub fn prepare_ahead(&mut self, count: usize, making: Making) {
         let mut order = self.order.clone();
-        let rows: Vec<u64> = (0..count).map_while(|_| order.draw().ok()).collect();
+        let rows: Vec<(u64, u64)> =
+            (0..count).map_while(|_| Some((order.draw().ok()?, order.state().epoch))).collect();
         let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
         let thread = std::thread::spawn(move || {
             let started = Instant::now();
@@ -187,7 +190,8 @@ impl RowSource {
         let mut waiting = self.fresh.len();
         while out.len() < count {
             let row = self.order.draw().map_err(|e| TrainError::Data { what: e.to_string() })?;
-            let made = ready.remove(&row).unwrap_or_else(|| make(&self.dataset, &self.prompts, row, making));
+            let at = (row, self.order.state().epoch);
+            let made = ready.remove(&at).unwrap_or_else(|| make(&self.dataset, &self.prompts, at, making));
             match made {
                 Ok((id, value)) => {
                     out.push(value);

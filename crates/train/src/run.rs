@@ -19,6 +19,7 @@ use crate::records::Records;
 use crate::resume::find_resume;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
+use crate::selection::summary;
 use crate::step::{self, Algorithm, Rollouts, StepOutcome};
 use crate::timing::timed;
 
@@ -41,6 +42,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         run,
     } = setup;
     selection.apply(&model)?;
+    console.line(summary(&model).trim_end());
     let imitate = run.objective == Objective::Imitate;
     let reference =
         if algorithm.loss.needs_reference() && !imitate { Some(model.reference()?) } else { None };
@@ -54,10 +56,17 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             what: "no usable training row; `omnigrpo data check` lists why".into(),
         });
     }
-    let total = run.max_steps.unwrap_or_else(|| {
-        let rollouts = (usable as f64 * run.num_epochs / run.prompts_per_step as f64).ceil().max(1.0);
-        (rollouts as u64).saturating_mul(run.num_iterations as u64)
-    });
+    let per_step = run.prompts_per_step as u64;
+    // A product that should be whole may lie a little above.
+    let all = (usable as f64 * run.num_epochs - 1e-6).ceil().max(1.0) as u64;
+    let total =
+        run.max_steps.unwrap_or_else(|| all.div_ceil(per_step).saturating_mul(run.num_iterations as u64));
+    let by_epochs = run.max_steps.is_none();
+    // Rows of the rollout or batch with this number.
+    let num_rows = move |index: u64| {
+        let left = all.saturating_sub(index.saturating_mul(per_step));
+        (if by_epochs { per_step.min(left) } else { per_step }) as usize
+    };
     let warmup =
         if run.warmup_steps > 0 { run.warmup_steps } else { (run.warmup_ratio * total as f64).ceil() as u64 };
     let schedule = Schedule { kind: run.schedule, warmup_steps: warmup, total_steps: total };
@@ -89,16 +98,17 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     };
     let mut step = 0;
     let mut rollout_index = 0;
+    let mut epochs_seen = 0;
     let mut buffer: Option<(Rollouts, usize)> = None;
     match resumed {
         Some((path, state)) => {
-            checkpoint::load(&path, &this.model, &mut optimizer, &state)?;
             source
                 .order_mut()
                 .resume(state.order.clone())
                 .map_err(|e| TrainError::Data { what: e.to_string() })?;
             step = state.global_step;
             rollout_index = state.rollout;
+            epochs_seen = state.epochs_seen;
             this.best = state.best;
             if let Some(saved) = state.buffer {
                 buffer = Some((this.restore_buffer(&dataset, &saved)?, saved.iteration));
@@ -118,7 +128,6 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     }
     let mut evaluated_at = None;
     let mut saved_at = None;
-    let mut epoch_before = source.order().epochs_done().floor();
     let shown = console.steps(step, total);
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
@@ -127,13 +136,13 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let mut metrics;
         let mut reward = None;
         if imitate {
-            let drawn = timed(&mut timer, "data", || source.draw_sft(this.run.prompts_per_step));
+            let drawn = timed(&mut timer, "data", || source.draw_sft(num_rows(step)));
             for row in source.take_skipped() {
                 this.records.skipped(step + 1, &row)?;
             }
             let examples = drawn?;
             if step + 1 < total {
-                source.prepare_ahead(this.run.prompts_per_step, Making::Example);
+                source.prepare_ahead(num_rows(step + 1), Making::Example);
             }
             let outcome =
                 step::imitate(&this.model, &mut optimizer, factor, &this.algorithm, &examples, &mut timer)?;
@@ -142,14 +151,14 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             let (mut rollouts, iteration) = match buffer.take() {
                 Some(buffered) => buffered,
                 None => {
-                    let drawn = timed(&mut timer, "data", || source.draw(this.run.prompts_per_step));
+                    let drawn = timed(&mut timer, "data", || source.draw(num_rows(rollout_index)));
                     for row in source.take_skipped() {
                         this.records.skipped(step + 1, &row)?;
                     }
                     let epoch = source.order().epochs_done();
                     let drawn = drawn?;
                     if step + (this.run.num_iterations as u64) < total {
-                        source.prepare_ahead(this.run.prompts_per_step, Making::Prompt);
+                        source.prepare_ahead(num_rows(rollout_index + 1), Making::Prompt);
                     }
                     let collected = this.collect(drawn, rollout_index, step, epoch, &mut timer)?;
                     rollout_index += 1;
@@ -185,8 +194,14 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         shown.advance();
         this.records.step(step, epoch, metrics, reward, timer)?;
 
-        let epoch_done = epoch.floor() > epoch_before;
-        epoch_before = epoch.floor();
+        // What an epoch's last rows have to teach is learned with the last update of their rollout.
+        let epoch_done = buffer.is_none() && epoch as u64 > epochs_seen;
+        if epoch_done {
+            if epochs_seen == 0 {
+                this.records.unreached(&optimizer.never_reached());
+            }
+            epochs_seen = epoch as u64;
+        }
         let due = |every: u64| every > 0 && step.is_multiple_of(every);
         let evaluate_now = match this.run.eval {
             EvalWhen::Never => false,
@@ -209,7 +224,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 SaveWhen::Best => improved,
             };
         if save_now {
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref())?;
+            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen)?;
             saved_at = Some(step);
         }
     }
@@ -218,7 +233,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     summary.interrupted = step < total;
     if summary.interrupted {
         if saved_at != Some(step) {
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref())?;
+            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen)?;
         }
         console.line(&format!("stopped after step {step}; resume with --resume_from_checkpoint auto"));
     } else {
@@ -227,7 +242,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             summary.after = this.evaluate(step, epoch)?;
             let improved = this.improved(step, summary.after.as_ref())?;
             if improved && this.run.save == SaveWhen::Best {
-                this.save(step, rollout_index, &optimizer, &source, None)?;
+                this.save(step, rollout_index, &optimizer, &source, None, epochs_seen)?;
             }
         }
         checkpoint::save_final(&this.model, &this.run.output_dir)?;
@@ -316,6 +331,7 @@ impl Loop {
         optimizer: &AdamW,
         source: &RowSource,
         buffer: Option<&(Rollouts, usize)>,
+        epochs_seen: u64,
     ) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
@@ -325,6 +341,7 @@ impl Loop {
             order: source.order().state().clone(),
             fingerprint: self.run.fingerprint.clone(),
             best: self.best,
+            epochs_seen,
             buffer: buffer.map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
             ..TrainerState::default()
         };
@@ -339,13 +356,13 @@ impl Loop {
 
     fn restore_buffer(&self, dataset: &Dataset, saved: &BufferState) -> Result<Rollouts> {
         let mut rows = Vec::with_capacity(saved.rows.len());
-        for &row in &saved.rows {
+        for (&row, &epoch) in saved.rows.iter().zip(&saved.epochs) {
             let fail = |e: String| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress cannot be read any more: {e}"),
             };
             let sample = dataset.get(row).map_err(|e| fail(e.to_string()))?;
-            let prompt = self.prompts.build(&sample).map_err(|e| fail(e.to_string()))?;
-            rows.push(PreparedRow { sample, prompt: Arc::new(prompt) });
+            let prompt = self.prompts.build_in(&sample, epoch).map_err(|e| fail(e.to_string()))?;
+            rows.push(PreparedRow { sample, prompt: Arc::new(prompt), epoch });
         }
         let rewards = RewardMatrix {
             names: saved.reward_names.clone(),

@@ -45,7 +45,10 @@ pub fn add_order_bonus(
     let accuracy = matrix.values[accuracy].clone();
     let has_video = |row: &&PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
     let videos: Vec<&PreparedRow> = rows.iter().filter(has_video).collect();
-    let prompts = videos.iter().map(|row| Ok(shuffled.build(&row.sample)?)).collect::<Result<Vec<_>>>()?;
+    let prompts = videos
+        .iter()
+        .map(|row| Ok(shuffled.build_in(&row.sample, row.epoch)?))
+        .collect::<Result<Vec<_>>>()?;
     let features = prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()?;
     let num_samples = (group / 2).max(1);
     let before = scoring::occurrences(videos.iter().map(|row| row.sample.row));

@@ -675,7 +675,7 @@ fn prepared(setup: &TrainSetup) -> Vec<PreparedRow> {
         .map(|&row| {
             let sample = setup.dataset.get(row).unwrap();
             let prompt = Arc::new(setup.prompts.build(&sample).unwrap());
-            PreparedRow { sample, prompt }
+            PreparedRow { sample, prompt, epoch: 0 }
         })
         .collect()
 }
@@ -972,7 +972,7 @@ fn imitation_lowers_the_answers_negative_log_likelihood() {
     let builder = prompts(&checkpoint(NAME), 8);
     for row in 0..6 {
         let sample = setup.dataset.get(row).unwrap();
-        let example = builder.build_sft(&sample).unwrap();
+        let example = builder.build_sft(&sample, 0).unwrap();
         assert_eq!(example.target.last(), Some(&298));
         let groups = [GroupStream { prompt: &example.prompt, completions: vec![&example.target] }];
         let features = vec![setup.model.encode_prompt(&example.prompt).unwrap()];
@@ -1049,6 +1049,140 @@ fn values(model: &Model) -> Vec<(String, Vec<u32>)> {
         (param.name().to_owned(), bits)
     };
     model.params().iter().map(of).collect()
+}
+
+/// Two and a half epochs of six rows are fifteen prompts: the last step takes the three that four steps of four leave.
+#[test]
+fn a_run_ends_where_its_epochs_end() {
+    let place = Place::new();
+    for (objective, last) in [(Objective::Reinforce, 9), (Objective::Imitate, 0)] {
+        let name = format!("{objective:?}");
+        let mut setup = place.setup(&name);
+        setup.run.objective = objective;
+        (setup.run.max_steps, setup.run.num_epochs, setup.run.prompts_per_step) = (None, 2.5, 4);
+        assert_eq!(run(setup).unwrap().steps, 4);
+        let rows = lines(&place.out(&name).join("metrics.jsonl"));
+        let epochs: Vec<f64> = rows.iter().map(|row| number(row, "epoch")).collect();
+        for (got, want) in epochs.iter().zip([4.0 / 6.0, 8.0 / 6.0, 2.0, 2.5]) {
+            assert!((got - want).abs() < 1e-12, "{epochs:?}");
+        }
+        assert_eq!(lines(&place.out(&name).join("rollouts/step-000004.jsonl")).len(), last);
+    }
+}
+
+/// An epoch is over with the last update of the rollout that took its last rows, also for a run that resumes before it.
+#[test]
+fn an_epoch_ends_with_the_last_update_of_its_rows() {
+    let place = Place::new();
+    let new = |name: &str| {
+        let mut setup = place.setup(name);
+        setup.eval = Some(EvalPlan {
+            prompts: Arc::clone(&setup.prompts),
+            dataset: Arc::clone(&setup.dataset),
+            rows: vec![4],
+            num_generations: 1,
+            sampling: SamplingParams { max_completion_length: 4, ..SamplingParams::default() },
+            batch_rows: 2,
+            max_live: 8,
+            category: None,
+            measures: Measures::default(),
+        });
+        (setup.run.prompts_per_step, setup.run.num_iterations, setup.run.max_steps) = (6, 3, Some(9));
+        (setup.run.eval, setup.run.save) = (EvalWhen::Epoch, SaveWhen::Steps(4));
+        setup
+    };
+    let evaluated = |name: &str| -> Vec<f64> {
+        let rows = lines(&place.out(name).join("metrics.jsonl"));
+        rows.iter().filter(|row| row.get("eval_reward").is_some()).map(|row| number(row, "step")).collect()
+    };
+    run(new("whole")).unwrap();
+    assert_eq!(evaluated("whole"), [3.0, 6.0, 9.0]);
+    let (from, to) = (place.out("whole"), place.out("part"));
+    support::copy_dir(&from.join("checkpoint-4"), &to.join("checkpoint-4"));
+    std::fs::copy(from.join("metrics.jsonl"), to.join("metrics.jsonl")).unwrap();
+    run(new("part")).unwrap();
+    assert_eq!(evaluated("part"), [3.0, 6.0, 9.0]);
+    assert_eq!(timeless(&to), timeless(&from));
+}
+
+/// Clips that draw their number of frames draw anew in each epoch, and a run that resumes draws the same.
+#[test]
+fn frames_are_drawn_anew_in_every_epoch() {
+    let place = Place::new();
+    let row = |i: usize| {
+        std::fs::copy(golden("media/clip.gif"), place.dir.path().join(format!("{i}.gif"))).unwrap();
+        let meta = json!({"frame_cnts": [4, 4], "min_frames": 1, "max_frames": 4, "dynamic_sample": true});
+        json!({"id": format!("clip {i}"), "video": format!("{i}.gif"), "problem": "<video>Which way?",
+            "solution": "right", "min_pixels": 3136, "max_pixels": 12544, "meta": meta})
+    };
+    std::fs::write(&place.file, (0..4).map(|i| format!("{}\n", row(i))).collect::<String>()).unwrap();
+    let builder = || {
+        let family = omnigrpo_models::open_family(&checkpoint(NAME)).unwrap();
+        let mut settings = prompts(&checkpoint(NAME), 8).settings().clone();
+        settings.media.rule = omnigrpo_models::FrameRule::Segments { interval_secs: 1.0 };
+        settings.media.dynamic_sample = true;
+        Arc::new(omnigrpo_models::PromptBuilder::open(&checkpoint(NAME), family, settings).unwrap())
+    };
+    let setup = place.setup("rows");
+    let order = Order::new(setup.rows, 1, true, BTreeSet::new());
+    let mut source = RowSource::new(setup.dataset, order, builder(), setup.run.skip);
+    let mut tokens: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    for epoch in 0..6 {
+        for row in source.draw(4).unwrap() {
+            assert_eq!(row.epoch, epoch);
+            tokens.entry(row.sample.id).or_default().insert(row.prompt.ids.len());
+        }
+    }
+    assert!(tokens.values().all(|lengths| lengths.len() > 1), "{tokens:?}");
+
+    resume_is_exact(
+        &place,
+        |setup| {
+            (setup.run.num_iterations, setup.run.prompts_per_step) = (2, 3);
+            setup.prompts = builder();
+        },
+        "clips that draw their number of frames",
+    );
+}
+
+/// What a run says on the console.
+fn said(setup: TrainSetup) -> String {
+    #[derive(Clone, Default)]
+    struct Shared(Arc<std::sync::Mutex<Vec<u8>>>);
+    impl std::io::Write for Shared {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let out = Shared::default();
+    train(setup, &Console::plain(out.clone()), &AtomicBool::new(false)).unwrap();
+    let bytes = out.0.lock().unwrap().clone();
+    String::from_utf8(bytes).unwrap()
+}
+
+#[test]
+fn a_run_warns_of_groups_without_variance_and_of_weights_that_nothing_reaches() {
+    let place = Place::new();
+    let new = |name: &str, rows: Vec<u64>, varied: u64| {
+        let mut setup = place.setup(name);
+        setup.rows = rows;
+        setup.run.max_steps = Some(20);
+        setup.rewards = reward(move |input| {
+            let varies = input.key.step % 10 < varied;
+            if varies { input.key.sample as f64 } else { 0.5 }
+        });
+        setup
+    };
+    let text = said(new("flat", vec![4, 5], 1));
+    assert_eq!(text.matches("warning: in the 10 steps up to 10, 90 % of the groups").count(), 1, "{text}");
+    assert_eq!(text.matches("warning: no row of the first epoch reached visual.").count(), 1, "{text}");
+    assert_eq!(text.matches("warning").count(), 2, "{text}");
+    // With pictures in the first epoch, and a fifth of the groups with variance.
+    let text = said(new("varied", vec![0, 4], 2));
+    assert!(!text.contains("warning"), "{text}");
 }
 
 /// Rows made ahead on another thread are the rows that would have been made, in the same order, with the same skips.

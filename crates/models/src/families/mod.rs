@@ -131,6 +131,8 @@ pub struct MediaSettings {
     pub shuffle_frames: bool,
     /// Keys the draw and the order.
     pub seed: u64,
+    /// Which pass over the data, from 0: keys the draw.
+    pub epoch: u64,
     /// What a file without sound gives.
     pub missing_audio: MissingAudio,
     /// What one medium may cost.
@@ -148,6 +150,7 @@ impl Default for MediaSettings {
             dynamic_sample: false,
             shuffle_frames: false,
             seed: 0,
+            epoch: 0,
             missing_audio: MissingAudio::default(),
             limits: Limits::default(),
             max_tiles: None,
@@ -156,10 +159,10 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
-    /// A number from `min` to `max` that depends on the seed and the medium alone.
+    /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
     pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
         let span = u64::from(max.saturating_sub(min)) + 1;
-        min + (self.stream(source, 0).next_u64() % span) as u32
+        min + (self.stream(source, self.epoch << 1).next_u64() % span) as u32
     }
 
     /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
@@ -180,7 +183,7 @@ impl MediaSettings {
         }
     }
 
-    /// Random numbers keyed by the seed and the medium, a stream per use.
+    /// Random numbers keyed by the seed and the medium, a stream per use: even ones for draws, 1 for the order.
     fn stream(&self, source: &MediumSource, purpose: u64) -> ChaCha8Rng {
         let mut key = [0u8; 32];
         key[..8].copy_from_slice(&self.seed.to_le_bytes());
@@ -591,6 +594,22 @@ mod tests {
             assert_eq!(MediumInput { data: plain.data.clone(), ..shuffled }, plain, "{checkpoint}");
             assert_eq!(clip(checkpoint, false, 2), plain, "{checkpoint}");
         }
+    }
+
+    #[test]
+    fn a_number_is_drawn_anew_in_every_epoch() {
+        let source = MediumSource::Path("clip.mp4".into());
+        let draw = |seed: u64, epoch: u64| {
+            MediaSettings { seed, epoch, ..MediaSettings::default() }.draw(&source, 3, 6)
+        };
+        let mut seen = [0; 4];
+        for epoch in 0..400 {
+            assert_eq!(draw(7, epoch), draw(7, epoch));
+            seen[draw(7, epoch) as usize - 3] += 1;
+        }
+        // Each of the four about a hundred times; the standard deviation is 9.
+        assert!(seen.iter().all(|n| (60..140).contains(n)), "{seen:?}");
+        assert!((0..50).any(|epoch| draw(7, epoch) != draw(8, epoch)));
     }
 
     #[test]

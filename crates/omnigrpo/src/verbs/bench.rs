@@ -263,7 +263,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         let each = (0..dataset.len()).map(|row| {
             let sample = dataset.get(row)?;
             let prompt = prompts.build(&sample)?.into();
-            Ok(PreparedRow { sample, prompt })
+            Ok(PreparedRow { sample, prompt, epoch: 0 })
         });
         each.collect()
     };

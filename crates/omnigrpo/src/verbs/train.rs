@@ -129,7 +129,6 @@ fn run_logged(
 
     let model = setup::trained_model(settings)?;
     let selection = setup::selection(settings, model.family().as_ref());
-    selection.apply(&model)?;
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     if let Some(name) = &settings.log.run_name {
@@ -357,7 +356,6 @@ fn environment(context: &Context) {
 fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
     let console = &context.console;
     console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
-    console.line(omnigrpo_train::summary(model).trim_end());
     console.line(&format!("training on {rows} of {} rows", dataset.len()));
 }
 
