@@ -253,12 +253,6 @@ mod tests {
         assert_eq!(by_completion, [0.0, 2.0, 3.0, 1.0, 4.0, 5.0]);
         assert_eq!(stream.by_target(&by_completion), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(stream.lengths(), [3, 1, 0, 2]);
-        // A row has the same key in a stream of its own, and no other row has it; equal prefixes are equal rows.
-        let alone = PackedStream::new(&[GroupStream { prompt: &b, completions: vec![&[30, 31]] }]).unwrap();
-        assert_eq!(stream.keys[5..], alone.keys);
-        assert_eq!(stream.keys[..2], alone.keys[..2]);
-        let distinct: std::collections::HashSet<u64> = stream.keys[..5].iter().copied().collect();
-        assert_eq!(distinct.len(), 5);
     }
 
     #[test]

@@ -278,6 +278,14 @@ fn every_gradient_equals_the_construction() {
     }
 }
 
+/// Sound and sight reach weights of their own; text reaches neither.
+#[test]
+fn what_a_pass_would_reach_is_known_without_it() {
+    let prompts = ["va", "t", "a"].map(|which| prompt(SMALL, which));
+    let counts = support::check_reach(&load(SMALL), &prompts, &[7, 9, 100]);
+    assert!(counts[0] > counts[2] && counts[2] > counts[1], "{counts:?}");
+}
+
 /// With BERT and towers frozen the rest has the gradients it has when everything is trained.
 #[test]
 fn frozen_parts_do_not_change_other_gradients() {

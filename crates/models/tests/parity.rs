@@ -10,8 +10,8 @@ use omnigrpo_models::{
 use omnigrpo_ops::with_f32;
 use serde_json::{Map, Value, json};
 use support::{
-    CHECKPOINTS, Golden, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
-    take_gradients, train_all,
+    CHECKPOINTS, Golden, assert_close, case_prompt, check_gradients, check_reach, checkpoint, golden,
+    max_diff, take_gradients, train_all,
 };
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
@@ -199,6 +199,16 @@ fn scaled_rotary_positions_equal_transformers() {
         let (logp, _) = model.score(&PackedStream::new(&groups).unwrap(), &features, 1.0).unwrap();
         let delta = max_diff(&logp, &numbers(want_logp));
         assert!(delta <= 1e-4, "{key}: log-probabilities differ by {delta}");
+    }
+}
+
+#[test]
+fn what_a_pass_would_reach_is_known_without_it() {
+    for name in CHECKPOINTS {
+        let model = load(name);
+        let prompts = ["A", "B", "C", "D1"].map(|case| case_prompt(case, &model));
+        let counts = check_reach(&model, &prompts, &[7, 9, 100]);
+        assert!(counts[0] == counts[2] && counts[2] == counts[3] && counts[1] < counts[0], "{counts:?}");
     }
 }
 

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_models::{MediumInput, MediumShape, Model, Prompt, WeightDtype};
+use omnigrpo_models::{
+    FeatureGradients, GroupStream, MediumInput, MediumShape, Model, PackedStream, Prompt, WeightDtype,
+};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -316,6 +318,30 @@ pub fn lengthened(mut prompt: Prompt, tokens: u32) -> Prompt {
         prompt.next_position += 1;
     }
     prompt
+}
+
+/// What stands in for the backward pass of each of these prompts reaches the weights that the pass reaches, with zeros.
+/// Returns how many these are, by prompt.
+pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec<usize> {
+    train_all(model);
+    let refs: Vec<&Prompt> = prompts.iter().collect();
+    let features: Vec<_> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
+    let each = |g: usize| {
+        let groups = [GroupStream { prompt: refs[g], completions: vec![completion] }];
+        let stream = PackedStream::new(&groups).unwrap();
+        let pass = model.train_pass(&stream, &features[g..=g], 1.0, false).unwrap();
+        let gradients = pass.backward(&vec![0.0; completion.len()], None).unwrap();
+        model.backward_media(&refs[g..=g], &features[g..=g], gradients, false).unwrap();
+        let passed = take_gradients(model);
+        let mut gradients = FeatureGradients::default();
+        model.reach(&refs, &[g], &mut gradients);
+        model.backward_media(&refs, &features, gradients, false).unwrap();
+        let reached = take_gradients(model);
+        assert!(reached.keys().eq(passed.keys()), "prompt {g}: other weights");
+        assert!(reached.values().chain(passed.values()).flatten().all(|x| *x == 0.0), "prompt {g}");
+        reached.len()
+    };
+    (0..prompts.len()).map(each).collect()
 }
 
 /// Selects every weight.
