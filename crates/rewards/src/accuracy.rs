@@ -69,9 +69,7 @@ impl Scorer {
         let Some((column, value)) = given.filter(|(_, value)| !value.is_null()) else { return Ok(self.mode) };
         let name = value.as_str().ok_or_else(|| format!("column `{column}` is {value}, expected a name"))?;
         let mode = match name {
-            "" | "default" => self.mode,
-            "mcq" => AccuracyMode::McqExact,
-            "map" => AccuracyMode::OdAp,
+            "" => self.mode,
             "llm" => {
                 return Err(format!(
                     "column `{column}` is `llm`; give the reward `judge:http(s)://…` instead"
@@ -203,7 +201,11 @@ mod tests {
         let options = RewardOptions { accuracy_mode: AccuracyMode::Iou, ..RewardOptions::default() };
         assert_eq!(row(json!("yes_no")).score("accuracy", &options), Some(1.0));
         assert_eq!(row(json!("all_match")).score("accuracy", &options), Some(1.0));
-        assert_eq!(row(json!("default")).score("accuracy", &options), None);
+        // VLM-R1's own names.
+        assert_eq!(row(json!("default")).score("accuracy", &options), Some(1.0));
+        assert_eq!(row(json!("mcq")).score("accuracy", &options), Some(1.0));
+        assert_eq!(row(json!("map")).score("accuracy", &options), None);
+        assert_eq!(row(json!("")).score("accuracy", &options), None);
         let error = row(json!("yesno")).try_score("accuracy", &options).unwrap_err().to_string();
         assert!(error.contains("row 0") && error.contains("did you mean `yes_no`"), "{error}");
         let error = row(json!("short_text")).try_score("accuracy", &options).unwrap_err().to_string();

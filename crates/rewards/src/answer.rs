@@ -41,12 +41,12 @@ fn untagged(completion: &str) -> &str {
 /// and the quadratic comparisons stay bounded.
 pub(crate) const MAX_ANSWER_CHARS: usize = 4096;
 
-/// NFC, case folded by lower-casing, punctuation and symbols dropped at the edges of each word, white space collapsed.
+/// NFC, case folded, punctuation and symbols dropped at the edges of each word, white space collapsed.
 /// A minus or a percent sign before or after a digit stays: "-3" is not "3".
 pub(crate) fn normalised(text: &str) -> String {
     // Cut before composing as well: a run of combining marks is sorted as one.
     let cut = text.chars().take(4 * MAX_ANSWER_CHARS).nfc().take(MAX_ANSWER_CHARS);
-    let folded: String = cut.flat_map(char::to_lowercase).nfc().collect();
+    let folded: String = cut.flat_map(case_folded).nfc().collect();
     let mut words = String::with_capacity(folded.len());
     for word in folded.split_whitespace() {
         let word = trim_marks(word);
@@ -59,6 +59,15 @@ pub(crate) fn normalised(text: &str) -> String {
         words.push_str(word);
     }
     words
+}
+
+/// Full case folding by way of the upper case, which "ß" and "ss", "ﬁ" and "fi", "ς" and "σ" share. The Turkish dotless
+/// ı stays itself, as in Unicode's own folding.
+fn case_folded(c: char) -> impl Iterator<Item = char> {
+    let dotless = (c == 'ı').then_some(c);
+    let others = (c != 'ı').then_some(c).into_iter();
+    let folded = others.flat_map(char::to_lowercase).flat_map(char::to_uppercase).flat_map(char::to_lowercase);
+    dotless.into_iter().chain(folded)
 }
 
 fn trim_marks(word: &str) -> &str {
@@ -111,6 +120,9 @@ mod tests {
             ("—", ""),
             ("%", ""),
             ("İ", "i̇"),
+            ("STRASSE Straße GROẞ", "strasse strasse gross"),
+            ("ﬁre ΣΊΣΥΦΟΣ Σίσυφος", "fire σίσυφοσ σίσυφοσ"),
+            ("ılık", "ılık"),
             ("हिन्दी", "हिन्दी"),
         ] {
             assert_eq!(normalised(text), expected, "{text}");

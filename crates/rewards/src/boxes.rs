@@ -70,6 +70,21 @@ pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
     (entries.is_empty() || !boxes.is_empty()).then_some(boxes)
 }
 
+/// The first list of labelled boxes anywhere in a text, prose around it or not.
+pub(crate) fn detections_in_prose(text: &str) -> Option<Vec<Detection>> {
+    // Each opening is parsed up to its end: few are tried, so that time stays linear.
+    const MAX_OPENINGS: usize = 8;
+    let whole = detections(text).filter(|boxes| !boxes.is_empty());
+    whole.or_else(|| {
+        let lists = text.match_indices('[').filter(|(at, _)| text[at + 1..].trim_start().starts_with('{'));
+        lists.take(MAX_OPENINGS).find_map(|(at, _)| {
+            let value = serde_json::Deserializer::from_str(&text[at..]).into_iter::<Value>().next()?.ok()?;
+            let boxes: Vec<_> = value.as_array()?.iter().take(MAX_BOXES).filter_map(detection).collect();
+            (!boxes.is_empty()).then_some(boxes)
+        })
+    })
+}
+
 fn fenced(text: &str) -> Option<&str> {
     let start = text.rfind("```json")? + "```json".len();
     let length = text[start..].find("```")?;

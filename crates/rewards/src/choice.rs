@@ -45,8 +45,8 @@ pub(crate) fn iou(question: &Question<'_>) -> Option<f64> {
 /// Is this a multiple-choice question: does the ground truth carry a label, or name one of the question's choices?
 pub(crate) fn is_choice(question: &Question<'_>) -> bool {
     let gold = question.gold;
-    let marked = first_capture(&PARENTHESISED, gold).is_some_and(|at| at == 0)
-        || first_capture(&LEADING, gold).is_some()
+    let marked = PARENTHESISED.captures(gold).next().is_some_and(|(at, _)| at == 0)
+        || LEADING.captures(gold).next().is_some()
         || (gold.len() == 1 && gold.starts_with(|c: char| c.is_ascii_uppercase()));
     marked || {
         let choices = choices(question.input.prompt);
@@ -87,8 +87,44 @@ macro_rules! expression {
     };
 }
 
-expression!(PARENTHESISED, r"(?:^|[^\p{L}\p{N}])\(\s*([A-Za-z]|[0-9]{1,2})\s*\)");
-expression!(LEADING, r"(?:\A|[\n,;])\s*([A-Za-z]|[0-9]{1,2})\s?[.):](?:\s|\z)");
+/// A label with the characters beside it, which the expression must not consume: they may belong to the next label.
+struct Marked {
+    expression: fn() -> Option<&'static Regex>,
+    /// May this character stand before the match? At the start of the text there is none.
+    before: fn(char) -> bool,
+    /// May this character stand behind it? At the end there is none.
+    behind: fn(char) -> bool,
+}
+
+impl Marked {
+    /// Where each match starts, and its captures.
+    fn captures<'t>(&self, text: &'t str) -> impl Iterator<Item = (usize, regex::Captures<'t>)> {
+        let (before, behind) = (self.before, self.behind);
+        let all = (self.expression)().into_iter().flat_map(move |expression| expression.captures_iter(text));
+        all.filter_map(move |found| {
+            let whole = found.get(0)?;
+            let apart = text[..whole.start()].chars().next_back().is_none_or(before)
+                && text[whole.end()..].chars().next().is_none_or(behind);
+            apart.then(|| (whole.start(), found))
+        })
+    }
+
+    fn labels(&self, text: &str) -> Labels {
+        self.captures(text).filter_map(|(_, found)| Some(label(found.get(1)?.as_str()))).collect()
+    }
+}
+
+fn anything(_: char) -> bool {
+    true
+}
+
+static PARENTHESISED: Marked =
+    Marked { expression: || IN_PARENTHESES.as_ref(), before: |c| !c.is_alphanumeric(), behind: anything };
+static LEADING: Marked =
+    Marked { expression: || AT_THE_START.as_ref(), before: anything, behind: char::is_whitespace };
+
+expression!(IN_PARENTHESES, r"\(\s*([A-Za-z]|[0-9]{1,2})\s*\)");
+expression!(AT_THE_START, r"(?:\A|[\n,;])\s*([A-Za-z]|[0-9]{1,2})\s?[.):]");
 expression!(LEADING_ANY, r"\A\s*(?:\(\s*(?:[A-Za-z]|[0-9]{1,2})\s*\)|(?:[A-Za-z]|[0-9]{1,2})\s?[.):])");
 expression!(
     STATED,
@@ -105,17 +141,9 @@ fn captures<'t>(
     expression.as_ref().into_iter().flat_map(move |expression| expression.captures_iter(text))
 }
 
-fn first_capture(expression: &LazyLock<Option<Regex>>, text: &str) -> Option<usize> {
-    expression.as_ref()?.find(text).map(|found| found.start())
-}
-
 fn label(text: &str) -> String {
     let digits = text.trim_start_matches('0');
     if digits.is_empty() && !text.is_empty() { "0".to_owned() } else { digits.to_uppercase() }
-}
-
-fn found(expression: &LazyLock<Option<Regex>>, text: &str) -> Labels {
-    captures(expression, text).filter_map(|found| Some(label(found.get(1)?.as_str()))).collect()
 }
 
 /// Labels of an answer, by the first spelling that gives any label of the choices (any at all where the choices are
@@ -125,10 +153,16 @@ fn labels(text: &str, choices: &[Choice]) -> Option<Labels> {
         choices.is_empty() || labels.iter().any(|label| choices.iter().any(|choice| &choice.label == label))
     };
     let spellings: [fn(&str) -> Labels; 4] = [
-        |text| found(&PARENTHESISED, text),
-        |text| if first_capture(&LEADING, text) == Some(0) { found(&LEADING, text) } else { Labels::new() },
+        |text| PARENTHESISED.labels(text),
+        |text| match LEADING.captures(text).next() {
+            Some((0, _)) => LEADING.labels(text),
+            _ => Labels::new(),
+        },
         bare,
-        |text| found(&STATED, text).into_iter().next_back().into_iter().collect(),
+        |text| {
+            let stated = captures(&STATED, text).filter_map(|found| Some(label(found.get(1)?.as_str())));
+            stated.last().into_iter().collect()
+        },
     ];
     let mut other = None;
     for spelling in spellings {
@@ -319,7 +353,14 @@ mod tests {
             ("(1) Pick up (2) Insert", set(&["1", "2"])),
             ("02", set(&["2"])),
             ("A. x\nC. y", set(&["A", "C"])),
+            ("(A)(C)", set(&["A", "C"])),
+            ("(1)(2)(3)", set(&["1", "2", "3"])),
+            ("( a )(b)", set(&["A", "B"])),
+            ("(A),(C)", set(&["A", "C"])),
+            ("A.\nC.", set(&["A", "C"])),
+            ("A)\nB)\nC)", set(&["A", "B", "C"])),
             ("The answer is B.", set(&["B"])),
+            ("The answer is C. No, the answer is A.", set(&["A"])),
             ("I do not know", None),
             ("A cat", None),
             ("f(x)", None),
@@ -356,6 +397,20 @@ mod tests {
         assert_eq!(score("2", "B"), Some(1.0));
         assert_eq!(score("(C)", "3"), Some(1.0));
         assert_eq!(score("1", "(C) 3"), Some(0.0));
+    }
+
+    #[test]
+    fn labels_without_a_space_between_all_count() {
+        let score = |answer: &str, gold: &str, reward: &str| {
+            Row::new("", &format!("<answer>{answer}</answer>"), gold).score(reward, &RewardOptions::default())
+        };
+        for gold in ["(A)(C)", "<answer>(A)(C)</answer>", "(A) (C)"] {
+            assert_eq!(score("(A)", gold, "mcq"), Some(0.0), "{gold}");
+            assert_eq!(score("(A)(C)", gold, "mcq"), Some(1.0), "{gold}");
+            assert_eq!(score("(A)", gold, "mcq_iou"), Some(0.5), "{gold}");
+            assert_eq!(score("(A)(B)(C)", gold, "mcq_iou"), Some(2.0 / 3.0), "{gold}");
+        }
+        assert_eq!(score("(A)(C)", "(A)", "mcq"), Some(0.0));
     }
 
     /// Prediction, ground truth, then overlap (source, ours) and exact (source, ours).

@@ -62,7 +62,8 @@ fn along((start, end): (f64, f64), share: f64) -> f64 {
 pub(crate) fn num_tokens(input: &RewardInput<'_>) -> Result<usize, String> {
     if input.completion_ids.is_empty() && !input.completion.is_empty() {
         return Err(
-            "the completion has no token ids, so its length is unknown; give `completion_ids`".to_owned()
+            "the completion has a text and no token ids, so its length is unknown; give `completion_ids`, one per token"
+                .to_owned()
         );
     }
     Ok(input.completion_ids.len())

@@ -9,7 +9,8 @@
 //! numbers, logarithms with a base, number words, conversion of units ("1 m" against "100 cm").
 //!
 //! Source of the rules: the behaviour of math-verify 0.9, which R1-V and VLM-R1 use. Differences by design: different
-//! units are different answers; "1 1/2" is 1.5; an answer in words counts only when it holds one number.
+//! units are different answers; "1 1/2" is 1.5; an answer in words counts only when it holds one number; numbers that are
+//! equal to six decimals must also agree to a hundredth of their size, so that 1e-7 is not 2e-7.
 
 use std::sync::LazyLock;
 
@@ -22,7 +23,11 @@ const MAX_CHARS: usize = 512;
 const MAX_DEPTH: u32 = 40;
 /// Two formulas that agree at this many points are the same.
 const POINTS: u32 = 4;
-/// Six digits, as in math-verify, where a decimal or an irrational number is involved.
+/// A decimal or an irrational number counts to this many decimals, as in math-verify: 0.166667 is 1/6.
+const DECIMALS: f64 = 1e6;
+/// Numbers of few decimals are not equal because both are small.
+const SMALL_TOLERANCE: f64 = 1e-2;
+/// For the values of a formula at a point.
 const RELATIVE_TOLERANCE: f64 = 1e-6;
 /// Whole numbers must agree exactly up to where an f64 still holds them.
 const INTEGER_TOLERANCE: f64 = 1e-14;
@@ -35,7 +40,7 @@ pub(crate) fn score(question: &Question<'_>) -> Option<f64> {
 /// their values would make different texts equal.
 pub(crate) fn is_number(text: &str) -> bool {
     text.chars().any(|c| c.is_ascii_digit())
-        && prepare(text).is_some_and(|text| {
+        && prepare(text).is_some_and(|Prepared { text, .. }| {
             let (number, _) = split_unit(&text);
             let sum = SUM.as_ref().is_some_and(|sum| sum.is_match(number));
             let literal = !sum && number.matches('/').count() <= 1;
@@ -46,8 +51,8 @@ pub(crate) fn is_number(text: &str) -> bool {
 /// Is the text a number, or a formula that is marked as one by a command, a power or a definition?
 pub(crate) fn is_formula(text: &str) -> bool {
     let marked = text.contains(['\\', '^', '=']);
-    is_number(text)
-        || (marked && prepare(text).is_some_and(|text| items(&text).is_some() || value(&text, 0).is_some()))
+    let formula = |Prepared { text, .. }: Prepared| items(&text).is_some() || value(&text, 0).is_some();
+    is_number(text) || (marked && prepare(text).is_some_and(formula))
 }
 
 /// Same value, or same text up to spacing. An empty ground truth equals nothing.
@@ -55,9 +60,13 @@ pub(crate) fn same(answer: &str, gold: &str) -> bool {
     if gold.trim().is_empty() {
         return false;
     }
-    let (Some(gold_text), Some(answer_text)) = (prepare(gold), prepare(answer)) else {
+    let (Some(gold_side), Some(answer_side)) = (prepare(gold), prepare(answer)) else {
         return squeezed(answer) == squeezed(gold);
     };
+    if matches!((&gold_side.defines, &answer_side.defines), (Some(gold), Some(answer)) if gold != answer) {
+        return false;
+    }
+    let (gold_text, answer_text) = (gold_side.text, answer_side.text);
     if squeezed(&answer_text) == squeezed(&gold_text) || same_formula(&answer_text, &gold_text) {
         return true;
     }
@@ -65,8 +74,17 @@ pub(crate) fn same(answer: &str, gold: &str) -> bool {
     in_words && only_number(&answer_text).is_some_and(|number| same_formula(number, &gold_text))
 }
 
+/// Without white space, but for one space between digits: "1 2" is not "12".
 fn squeezed(text: &str) -> String {
-    text.split_whitespace().collect()
+    let mut out = String::with_capacity(text.len());
+    for word in text.split_whitespace() {
+        let digits = out.ends_with(|c: char| c.is_ascii_digit()) && word.starts_with(|c: char| c.is_ascii_digit());
+        if digits {
+            out.push(' ');
+        }
+        out.push_str(word);
+    }
+    out
 }
 
 macro_rules! expression {
@@ -77,6 +95,7 @@ macro_rules! expression {
 }
 
 expression!(THOUSANDS, r"(?:^|[^\d.])(\d{1,3}(?:,\d{3})+)(?:[^\d]|$)");
+expression!(SPACED_THOUSANDS, r"\A([-+]?\d{1,3}(?: \d{3})+)((?:\.\d+)?(?:\s*[^\d\s.,/].*)?)\z");
 expression!(MIXED, r"\A([-+]?)(\d+)\s+(\d+)\s*/\s*(\d+)\z");
 expression!(MIXED_LATEX, r"(^|[^\w.}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}");
 expression!(
@@ -85,14 +104,24 @@ expression!(
 );
 expression!(NUMBER, r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?%?");
 expression!(SUM, r"[^eE^{(*/\s]\s*[-+]");
-expression!(DEFINED, r"\A\s*(?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]\([A-Za-z]\))(?:_\{?\w+\}?)?\s*=\s*([^=]+)\z");
+expression!(
+    DEFINED,
+    r"\A\s*((?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]\([A-Za-z]\))(?:_\{?\w+\}?)?)\s*=\s*([^=]+)\z"
+);
 
 fn captures<'t>(expression: &LazyLock<Option<Regex>>, text: &'t str) -> Option<regex::Captures<'t>> {
     expression.as_ref()?.captures(text)
 }
 
-/// The formula in a text, in one spelling; `None` where it is too long or empty.
-fn prepare(text: &str) -> Option<String> {
+/// The formula in a text, in one spelling.
+struct Prepared {
+    /// The name on the left of "x = 5".
+    defines: Option<String>,
+    text: String,
+}
+
+/// `None` where the text is too long or empty.
+fn prepare(text: &str) -> Option<Prepared> {
     let text = boxed(text).unwrap_or(text).trim();
     if text.is_empty() || text.len() > MAX_CHARS {
         return None;
@@ -152,6 +181,9 @@ fn prepare(text: &str) -> Option<String> {
         let plain = text[group.clone()].replace(',', "");
         text.replace_range(group, &plain);
     }
+    if let Some(found) = captures(&SPACED_THOUSANDS, text.trim()) {
+        text = format!("{}{}", found[1].replace(' ', ""), &found[2]);
+    }
     if let Some(found) = captures(&MIXED, text.trim()) {
         text = format!("{}({}+{}/{})", &found[1], &found[2], &found[3], &found[4]);
     }
@@ -159,8 +191,10 @@ fn prepare(text: &str) -> Option<String> {
         text = expression.replace_all(&text, r"$1($2+\frac{$3}{$4})").into_owned();
     }
     let text = text.trim().trim_end_matches(['.', '。', ',', ';']).trim();
-    let text = captures(&DEFINED, text).and_then(|found| Some(found.get(1)?.as_str().trim())).unwrap_or(text);
-    (!text.is_empty()).then(|| text.to_owned())
+    let definition = captures(&DEFINED, text);
+    let definition = definition.as_ref().and_then(|found| Some((found.get(1)?.as_str(), found.get(2)?.as_str())));
+    let (defines, text) = definition.map_or((None, text), |(name, text)| (Some(squeezed(name)), text.trim()));
+    (!text.is_empty()).then(|| Prepared { defines, text: text.to_owned() })
 }
 
 /// Content of the last `\boxed{…}`, braces balanced.
@@ -323,19 +357,24 @@ fn same_value(answer: &str, gold: &str) -> bool {
     let mut agreed = 0;
     for point in 0..POINTS {
         let (Some(a), Some(g)) = (value(answer, point), value(gold, point)) else { return false };
-        if a.has_variables != g.has_variables {
-            return false;
-        }
         // Outside the domain of a formula (a root of a negative number) a point says nothing.
         if !a.number.is_finite() && !g.number.is_finite() {
             continue;
         }
-        let whole = a.number.fract() == 0.0 && g.number.fract() == 0.0 && !a.has_variables;
-        let tolerance = if whole { INTEGER_TOLERANCE } else { RELATIVE_TOLERANCE };
-        if (a.number - g.number).abs() > tolerance * g.number.abs() {
+        let variables = a.has_variables || g.has_variables;
+        let (a, gold) = (a.number, g.number);
+        let within = |tolerance: f64| (a - gold).abs() <= tolerance * gold.abs();
+        let near = if variables {
+            within(RELATIVE_TOLERANCE)
+        } else {
+            let whole = a.fract() == 0.0 && gold.fract() == 0.0;
+            let decimals = || (a * DECIMALS).round() == (gold * DECIMALS).round() && within(SMALL_TOLERANCE);
+            within(INTEGER_TOLERANCE) || (!whole && decimals())
+        };
+        if !near {
             return false;
         }
-        if !g.has_variables {
+        if !variables {
             return true;
         }
         agreed += 1;
@@ -548,16 +587,27 @@ impl Parser<'_> {
                 let inside = self.argument()?;
                 Some(if degree == 2.0 { inside.sqrt() } else { inside.powf(1.0 / degree) })
             }
-            "sin" => self.power().map(f64::sin),
-            "cos" => self.power().map(f64::cos),
-            "tan" => self.power().map(f64::tan),
+            "sin" => self.applied(f64::sin, Some(f64::asin)),
+            "cos" => self.applied(f64::cos, Some(f64::acos)),
+            "tan" => self.applied(f64::tan, Some(f64::atan)),
             "arcsin" => self.power().map(f64::asin),
             "arccos" => self.power().map(f64::acos),
             "arctan" => self.power().map(f64::atan),
-            "ln" | "log" if self.peek() != Some('_') => self.power().map(f64::ln),
+            "ln" | "log" if self.peek() != Some('_') => self.applied(f64::ln, None),
             "exp" => self.power().map(f64::exp),
             "abs" => self.power().map(f64::abs),
             _ => self.variables(name),
+        }
+    }
+
+    /// A function's value, the power before its argument or not: `\sin^2 x`. The power -1 is the inverse.
+    fn applied(&mut self, function: fn(f64) -> f64, inverse: Option<fn(f64) -> f64>) -> Option<f64> {
+        let exponent = if self.eat('^') { Some(self.argument()?) } else { None };
+        let of = self.power()?;
+        match (exponent, inverse) {
+            (Some(-1.0), Some(inverse)) => Some(inverse(of)),
+            (Some(exponent), _) => Some(function(of).powf(exponent)),
+            (None, _) => Some(function(of)),
         }
     }
 
@@ -649,6 +699,27 @@ mod tests {
         ("12 apples", "12", true, true),
         ("five", "5", false, false),
         ("i^2", "-1", false, false),
+        ("0.166667", "1/6", true, true),
+        ("0.083333", "1/12", true, true),
+        ("0.000143", "1/7000", true, true),
+        ("0.16666", "1/6", false, false),
+        ("1234567.1", "1234567.2", false, false),
+        ("33.3333", "100/3", false, false),
+        ("333.33333", "1000/3", false, false),
+        ("0.0000001", "0.0000002", true, false),
+        ("y=5", "x=5", false, false),
+        ("x_1=5", "x=5", false, false),
+        ("5", "x=5", true, true),
+        ("y=2x", "f(x)=2x", false, false),
+        ("f(x)=2x", "2x", true, true),
+        ("\\cos(2x)", "1-2\\sin^2 x", true, true),
+        ("\\sin^{2}x+\\cos^2 x", "1", true, true),
+        ("\\sin^{-1}(1)", "\\frac{\\pi}{2}", true, true),
+        ("1 2", "12", false, false),
+        ("12", "1 2", false, false),
+        ("1 2 3", "123", false, false),
+        ("1 234", "1234", true, true),
+        ("1 234 567", "1234567", true, true),
     ];
 
     #[test]
@@ -680,6 +751,9 @@ mod tests {
             ("(x+1)(x-1)", "x^2-1"),
             ("2^-1", "0.5"),
             ("-x^2", "-(x*x)"),
+            ("-12 345.5", "-12345.5"),
+            ("1 234 cm", "1234"),
+            ("sin^2(x)", "1-\\cos^2 x"),
         ] {
             assert!(same(answer, gold), "{answer} = {gold}");
         }
@@ -700,6 +774,10 @@ mod tests {
             ("{1, 1}", "{1, 2}"),
             ("((((", "("),
             ("3 4", "12"),
+            ("1 23", "123"),
+            ("12 34", "1234"),
+            ("1 234 5", "12345"),
+            ("0.1 234", "0.1234"),
         ] {
             assert!(!same(answer, gold), "{answer} = {gold}");
         }

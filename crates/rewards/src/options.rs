@@ -14,7 +14,7 @@ use crate::external::ExternalOptions;
 pub trait Named: Copy + PartialEq + 'static {
     /// The option's name in errors.
     const OPTION: &'static str;
-    /// Every value: name, value, help.
+    /// Every value: name, value, help. Of several names of a value the first is its own.
     const ALL: &'static [(&'static str, Self, &'static str)];
 
     /// The value's name.
@@ -131,6 +131,9 @@ impl Named for AccuracyMode {
         ("all_match", Self::AllMatch, "equal cleaned texts"),
         ("fuzzy", Self::Fuzzy, "VLM-R1's default: number, choice letter, else similarity of texts"),
         ("r1v", Self::R1v, "R1-V: mathematics, else exact text of the first answer tag"),
+        ("mcq", Self::McqExact, "VLM-R1's name of mcq_exact"),
+        ("map", Self::OdAp, "VLM-R1's name of od_ap"),
+        ("default", Self::Fuzzy, "VLM-R1's name of fuzzy"),
     ];
 }
 
@@ -256,7 +259,7 @@ mod tests {
         fn all<T: Named + FromStr<Err = RewardError> + std::fmt::Debug>() {
             for (name, value, help) in T::ALL {
                 assert_eq!(name.parse::<T>().unwrap(), *value);
-                assert_eq!(value.name(), *name);
+                assert_eq!(value.name().parse::<T>().unwrap(), *value);
                 assert!(!help.is_empty());
             }
         }

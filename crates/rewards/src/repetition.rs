@@ -36,7 +36,7 @@ pub(crate) fn tokens(_: &RewardOptions) -> Result<Box<dyn Reward>, RewardError> 
 
 fn in_text(text: &str, ngram: usize) -> f64 {
     let answer = crate::tags::content(text, "answer", crate::AnswerPolicy::Last).unwrap_or(text);
-    if let Some(boxes) = boxes::detections(answer).filter(|boxes| !boxes.is_empty()) {
+    if let Some(boxes) = boxes::detections_in_prose(answer) {
         let boxes: Vec<String> = boxes.iter().map(|b| format!("{:?} {}", b.corners, b.label)).collect();
         return repeated(&boxes, 1);
     }
@@ -82,6 +82,10 @@ mod tests {
         let dog = json!({"bbox_2d": [0, 0, 1, 1], "label": "dog"});
         let text = format!("<answer>```json\n{}\n```</answer>", json!([cat, cat, dog, cat]));
         assert_eq!(in_text(&text, 6), -0.5);
+        // In prose, behind brackets of other kinds.
+        let text = format!("I see [four] of them: {} in all [{{}}].", json!([cat, cat, dog, cat]));
+        assert_eq!(in_text(&text, 6), -0.5);
+        assert_eq!(in_text("boxes [{\"label\": \"cat\"}, {\"label\": \"cat\"}] a b", 1), 0.0);
     }
 
     #[test]
