@@ -27,6 +27,8 @@ pub struct ReadOptions {
     /// Folder for what is unpacked: tables with their media, and media that rows hold as `data:`. `None`: such are
     /// errors.
     pub cache_dir: Option<PathBuf>,
+    /// Whether a medium that is not found, or not fetched, leaves its row readable, for what looks at texts only.
+    pub missing_media: bool,
     /// Seed of random sampling strategies.
     pub seed: u64,
     /// Whether the sound of video files becomes a medium of its own behind each, in rows that name no sound.
@@ -83,6 +85,7 @@ impl Default for ReadOptions {
             think: None,
             fetch: None,
             cache_dir: None,
+            missing_media: false,
             seed: 0,
             use_audio_in_video: false,
             columns: ColumnNames::default(),

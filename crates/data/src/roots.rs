@@ -53,6 +53,8 @@ pub(crate) struct Resolver {
     fetch: Option<Fetch>,
     /// Where media that came as bytes are kept; rows of tables name files in it.
     kept: Option<PathBuf>,
+    /// A path where nothing is counts as found.
+    missing: bool,
 }
 
 /// Where media that came as bytes are kept.
@@ -99,6 +101,7 @@ impl Resolver {
             audio: canonical(&roots.audios)?,
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
+            missing: options.missing_media,
         })
     }
 
@@ -112,14 +115,18 @@ impl Resolver {
             audio: roots(),
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
+            missing: options.missing_media,
         })
     }
 
     /// The file or folder that `text` names in a row.
     pub(crate) fn path(&self, kind: MediumKind, text: &str) -> Result<PathBuf, PathProblem> {
         if text.starts_with("http://") || text.starts_with("https://") {
-            let Fetch(fetch) = self.fetch.as_ref().ok_or(PathProblem::UrlNotAllowed)?;
-            return fetch(text).map_err(PathProblem::Fetch);
+            return match &self.fetch {
+                Some(Fetch(fetch)) => fetch(text).map_err(PathProblem::Fetch),
+                None if self.missing => Ok(PathBuf::from(text)),
+                None => Err(PathProblem::UrlNotAllowed),
+            };
         }
         if let (Some(data), Some(folder)) = (text.strip_prefix("data:"), &self.kept) {
             let bytes = data_bytes(data).map_err(|got| PathProblem::Unsupported { got })?;
@@ -139,8 +146,7 @@ impl Resolver {
         let leaves = || PathProblem::LeavesRoot { kind, roots: roots.folders.clone() };
         let path = Path::new(text);
         if path.is_absolute() {
-            let canonical =
-                canonicalize(path)?.ok_or_else(|| PathProblem::NotFound { tried: vec![path.to_owned()] })?;
+            let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
             let kept = self.kept.as_ref().and_then(|folder| folder.canonicalize().ok());
             let inside =
                 !roots.given || roots.folders.iter().chain(&kept).any(|root| canonical.starts_with(root));
@@ -160,7 +166,15 @@ impl Resolver {
                 }
             }
         }
-        Err(PathProblem::NotFound { tried })
+        self.absent(tried)
+    }
+
+    /// What a path that was looked for in vain is.
+    fn absent(&self, tried: Vec<PathBuf>) -> Result<PathBuf, PathProblem> {
+        match tried.first() {
+            Some(path) if self.missing => Ok(path.clone()),
+            _ => Err(PathProblem::NotFound { tried }),
+        }
     }
 }
 

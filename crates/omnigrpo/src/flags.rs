@@ -446,6 +446,8 @@ const GRPO: &[Verb] = &[Train, Demo];
 const BENCH: &[Verb] = &[Bench];
 /// Verbs that score completions with rewards.
 const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
+/// Those, and the one that asks the rewards about rows without completions.
+const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
 /// Verbs that sample.
 const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
 /// Verbs that read or write completions of bounded length.
@@ -521,9 +523,9 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["image_key"]),
     row("video_column", Text, Unset("`video` or `videos`"), Section::Data, READS_ROWS, "Column with the videos.")
         .alias(&["video_key"]),
-    row("image_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
-    row("video_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative video paths."),
-    row("audio_folders", Paths, Is(""), Section::Data, ROWS, "Roots of relative audio paths."),
+    row("image_folders", Paths, Is(""), Section::Data, READS_ROWS, "Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
+    row("video_folders", Paths, Is(""), Section::Data, READS_ROWS, "Roots of relative video paths."),
+    row("audio_folders", Paths, Is(""), Section::Data, READS_ROWS, "Roots of relative audio paths."),
     row("use_audio_in_video", Bool, Is("false"), Section::Data, ROWS, "Hear video files too: the audio track of each becomes a medium behind it, in rows that name no sound. Rows that mention `<audio>` and list none mean it anyway."),
     row("missing_audio", Choice(words::<MissingAudio>), Is("error"), Section::Data, ROWS, "What a file without an audio track gives where its sound is asked for: a bad row (error), or silence."),
     row("allow_urls", Choice(words::<AllowUrls>), Is("off"), Section::Data, READS_ROWS, "Whether media may be named by http(s) address, and of which hosts; they are fetched once into the cache. `data:` addresses always may."),
@@ -554,17 +556,17 @@ pub const FLAGS: &[Flag] = &[
     row("max_prompt_length", int(1, COUNT), Unset("the model's limit"), Section::Prompt, RUNS_ROWS, "Most tokens of a prompt, vision tokens included. A longer one is a bad row; it is never cut, since a cut prompt trains on the wrong question.")
         .alias(&["model_max_length"]),
     // Rewards
-    row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, REWARDED, "Rewards to add up, by name (`rewards list`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
+    row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, ASKS_REWARDS, "Rewards to add up, by name (`rewards list`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
         .alias(&["rewards"]),
     row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each."),
     row("format_mode", Choice(words::<FormatMode>), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
-    row("accuracy_mode", Choice(words::<AccuracyMode>), Is("auto"), Section::Rewards, REWARDED, "How the `accuracy` reward compares an answer; `auto` looks at the row. A row's `accu_reward_method` wins.")
+    row("accuracy_mode", Choices(words::<AccuracyMode>), Is("auto"), Section::Rewards, ASKS_REWARDS, "How `accuracy` (and with it `length` and `cosine`) compares an answer; `auto` looks at the row. Several, also joined by colons, are those of the training files in order. A row's `accu_reward_method` wins.")
         .alias(&["reward_method", "accu_reward_method"]),
-    row("answer_policy", Choice(words::<AnswerPolicy>), Is("last"), Section::Rewards, REWARDED, "Which answer tag counts if there are several."),
+    row("answer_policy", Choice(words::<AnswerPolicy>), Is("last"), Section::Rewards, ASKS_REWARDS, "Which answer tag counts if there are several."),
     row("think", Choice(words::<ThinkMode>), Is("auto"), Section::Rewards, REWARDED, "Whether a completion must think first; `auto` decides per dataset by its name."),
     row("multi_objective_aggregation", Choice(words::<MultiObjective>), Is("sum_then_normalize"), Section::Rewards, GRPO, "Normalise the weighted sum, or each reward before the sum."),
     row("temporal_order_bonus", Bool, Is("false"), Section::Rewards, &[Train], "Sample half as many completions again on shuffled frames of videos; right answers that do better with the frames in order earn 0.3 more (T-GRPO)."),
-    row("compat", Choices(words::<Compat>), Is(""), Section::Rewards, REWARDED, "Known defects of the source systems to reproduce, for comparisons only."),
+    row("compat", Choices(words::<Compat>), Is(""), Section::Rewards, ASKS_REWARDS, "Known defects of the source systems to reproduce, for comparisons only."),
     row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
     row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),
     row("judge_model", Text, Unset("the server's"), Section::Rewards, REWARDED, "Model that a `judge:http://…` reward asks."),

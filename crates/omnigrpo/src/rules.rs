@@ -125,7 +125,10 @@ pub const IDLE: &[Idle] = &[
             .then_some("only `frame_sampling qwen_vl_utils` reads it")
     }),
     idle("format_mode", |s| no_reward(s, "format").then_some("`reward_funcs` has no format")),
-    idle("accuracy_mode", |s| no_reward(s, "accuracy").then_some("`reward_funcs` has no accuracy")),
+    idle("accuracy_mode", |s| {
+        let none = ["accuracy", "length", "cosine"].iter().all(|name| no_reward(s, name));
+        none.then_some("`reward_funcs` has no accuracy, and no length or cosine, which go by it")
+    }),
     idle("clip_model", no_clip_score),
     idle("clip_text_model", |s| {
         no_clip_score(s).or_else(|| s.rewards.clip_model.is_none().then_some("there is no `clip_model`"))
@@ -310,13 +313,13 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
     }
     known_rewards(&s.rewards.reward_funcs)?;
     flags(
-        no_clip_score(s).is_none() && s.rewards.clip_model.is_none(),
+        verb != Verb::DataCheck && no_clip_score(s).is_none() && s.rewards.clip_model.is_none(),
         Problem::usage("the reward `explanation` needs a CLIP")
             .expected("`--clip_model DIR`")
             .help("`--explanation_clip_weight 0` is CIDEr alone"),
     )?;
     flags(
-        no_bertscore(s).is_none() && s.rewards.bertscore_model.is_none(),
+        verb != Verb::DataCheck && no_bertscore(s).is_none() && s.rewards.bertscore_model.is_none(),
         Problem::usage("the reward `bertscore` needs a text encoder").expected("`--bertscore_model DIR`"),
     )?;
     let media = &s.media;

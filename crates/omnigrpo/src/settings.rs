@@ -464,7 +464,8 @@ pub struct RewardSettings {
     /// As long as `reward_funcs`.
     pub reward_weights: Vec<f64>,
     pub format_mode: FormatMode,
-    pub accuracy_mode: AccuracyMode,
+    /// One for all rows, or one per training file.
+    pub accuracy_mode: Vec<AccuracyMode>,
     pub answer_policy: AnswerPolicy,
     pub think: ThinkMode,
     pub multi_objective_aggregation: MultiObjective,
@@ -488,7 +489,11 @@ impl RewardSettings {
         let defaults = ExternalOptions::default();
         RewardOptions {
             format_mode: self.format_mode,
-            accuracy_mode: self.accuracy_mode,
+            accuracy_mode: match self.accuracy_mode[..] {
+                [mode] => mode,
+                // Rows of the training files carry theirs.
+                _ => AccuracyMode::Auto,
+            },
             answer_policy: self.answer_policy,
             compat: self.compat.iter().copied().collect(),
             weights: self.reward_weights.clone(),

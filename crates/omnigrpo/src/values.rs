@@ -126,6 +126,8 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
             vec![text]
         }
         Kind::Paths => text.split([',', ':']).map(str::trim).collect(),
+        // VLM-R1 joins a rule per file by colons.
+        Kind::Choices(_) => text.split(|c: char| c == ',' || c == ':' || c.is_whitespace()).collect(),
         _ => text.split(|c: char| c == ',' || c.is_whitespace()).collect(),
     };
     pieces.into_iter().filter(|p| !p.is_empty()).map(String::from).collect()

@@ -160,6 +160,108 @@ fn a_truncated_video() {
 }
 
 /// A prompt over the limit is never cut, least of all inside a medium.
+/// A row that names a rule of comparison there is none of costs itself, wherever it is met.
+#[test]
+fn a_row_that_the_rewards_cannot_score() {
+    let place = Place::new();
+    let bad = r#"{"id": "bad", "problem": "Which?", "solution": "x", "accu_reward_method": "bogus"}"#;
+    with(&place, bad);
+    let reason = "column `accu_reward_method`: accuracy_mode: unknown value `bogus`";
+    place.run("data check --model M --train_file with.jsonl").fails(1, &["1 of 4 rows cannot be used"]);
+    let check = place.run("data check --model M --train_file with.jsonl");
+    assert!(check.stdout.contains("bad row 1 (") && check.stdout.contains(reason), "{}", check.stdout);
+    place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &["too many rows", reason]);
+    let long = TRAIN.replace("--max_steps 2", "--max_steps 6");
+    let skipped = |dir: &str| {
+        let rows = place.lines(&format!("{dir}/skipped.jsonl"));
+        rows.iter()
+            .map(|row| (row["id"].clone(), row["reason"].as_str().unwrap().contains(reason)))
+            .collect::<Vec<_>>()
+    };
+    place.run(&format!("{long} --train_file with.jsonl --max_skipped 50%")).ok();
+    assert_eq!(skipped("run"), [(json!("bad"), true)]);
+    // Not looked for before: found when it is drawn, and another row takes its place.
+    place
+        .run(&format!(
+            "{} --train_file with.jsonl --max_skipped 50% --skip_data_check",
+            long.replace("dir run", "dir late")
+        ))
+        .ok();
+    assert_eq!(skipped("late"), [(json!("bad"), true)]);
+    assert_eq!(place.lines("late/metrics.jsonl").len(), 6);
+    assert!(place.lines("late/skipped.jsonl")[0]["replaced_by"].is_string());
+    // In evaluations.
+    let line = format!(
+        "{} --train_file rows.jsonl --eval_file with.jsonl --eval_steps 1",
+        TRAIN.replace("dir run", "dir eval")
+    );
+    let ran = place.run(&line).ok();
+    assert!(
+        ran.stderr.contains("evaluations will skip row 1 (bad): reward `accuracy`: column"),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(skipped("eval"), vec![(json!("bad"), true); 2]);
+    assert_eq!(place.lines("eval/eval/step-000002.jsonl").len(), 3);
+    let line = "eval --model M --eval_file with.jsonl --max_completion_length 2";
+    place.run(line).fails(1, &["1 of 4 rows could not be evaluated", "(bad) is skipped"]);
+    place.run(&format!("{line} --max_skipped 0.25")).ok();
+}
+
+/// Nothing is sampled for a reward that has nothing to compare with.
+#[test]
+fn a_ground_truth_in_a_column_of_another_name() {
+    let place = Place::new();
+    let rows: String = (0..8).map(|i| format!("{{\"problem\": \"{i}?\", \"gt\": \"{i}\"}}\n")).collect();
+    place.write("gt.jsonl", &rows);
+    let parts = [
+        "the reward `accuracy` applies to no row",
+        "8 rows with the columns problem, gt",
+        "is it in `gt`? `--solution_column gt` says so",
+    ];
+    place.run(&format!("{TRAIN} --train_file gt.jsonl")).fails(1, &parts);
+    assert!(!place.exists("run/rollouts"));
+    place.run("eval --model M --eval_file gt.jsonl --max_completion_length 2").fails(1, &parts);
+    let check = place.run("data check --model M --train_file gt.jsonl").ok().stdout;
+    assert!(parts.iter().all(|part| check.contains(part)), "{check}");
+    // The reward left out, or rows it can read among them.
+    let format = place.run(&format!("{TRAIN} --train_file gt.jsonl --reward_funcs format")).ok();
+    assert!(
+        format.stderr.contains("no question asks for the tags that the reward `format` wants"),
+        "{}",
+        format.stderr
+    );
+    place.write("some.jsonl", format!("{rows}{{\"problem\": \"1?\", \"solution\": \"1\"}}\n"));
+    let some = place
+        .run(&format!(
+            "{TRAIN} --train_file some.jsonl --question_template default --resume_from_checkpoint never"
+        ))
+        .ok();
+    assert!(some.stderr.contains("the reward `accuracy` does not apply to 8 of 9 rows"), "{}", some.stderr);
+    assert!(!some.stderr.contains("no question asks"), "{}", some.stderr);
+    // A reward of its own kind of truth.
+    place
+        .run(&format!("{TRAIN} --train_file rows.jsonl --reward_funcs iou --resume_from_checkpoint never"))
+        .fails(1, &["the reward `iou` applies to no row", "3 rows whose ground truth it cannot read"]);
+}
+
+/// VLM-R1 gives a rule per file, joined by colons.
+#[test]
+fn a_rule_of_comparison_per_file() {
+    let place = Place::new();
+    place.write("a.jsonl", r#"{"problem": "1?", "solution": "x", "accu_reward_method": "mcq"}"#);
+    place.write("b.jsonl", r#"{"problem": "2?", "solution": "x"}"#);
+    let line =
+        format!("{TRAIN} --data_file_paths a.jsonl:b.jsonl --image_folders .:. --reward_funcs accuracy");
+    let ran = place.run(&format!("{line} --reward_method default:map")).ok();
+    assert!(ran.stderr.contains("`accuracy` does not apply to 1 of 2 rows"), "no box for `map`: {}", ran.stderr);
+    let ran = place.run(&format!("{line} --reward_method mcq:default --resume_from_checkpoint never")).ok();
+    assert!(place.text("run/config.yaml").contains("accuracy_mode: [mcq, default]"), "{}", ran.stderr);
+    place
+        .run(&format!("{line} --reward_method mcq:map:default"))
+        .fails(2, &["`accuracy_mode` and the training files differ in number", "3 rules for 2 files"]);
+}
+
 #[test]
 fn a_prompt_over_the_limit() {
     let place = Place::new();

@@ -112,7 +112,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
 #[test]
 fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
     let place = Place::new();
-    let answer = r#"id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.1, 0.9]}""#;
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("steady.sh", format!("while read -r line; do {answer}; done"));
     let killed = format!(
         "n=0\nwhile read -r line; do n=$((n+1)); [ $n = 2 ] && echo x >> kills && kill -9 $$; {answer}; done"
@@ -158,7 +158,15 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
         ("cmd:false", 1, &["reward `false` failed", "the program ended (exit status: 1)"]),
         ("cmd:no-such-program", 2, &["cannot start `no-such-program`", "is it installed and on PATH?"]),
         ("cmd:cat", 1, &["reward `cat` failed", "the answer has neither `rewards` nor `error`"]),
-        ("cmd:bash one.sh", 1, &["reward `one`", "1 value(s) for 2 completions"]),
+        (
+            "cmd:bash one.sh",
+            1,
+            &[
+                "reward `one`",
+                "1 value(s) for 2 completions",
+                "what was sampled is kept in run/rollouts/unscored-step-000001.jsonl",
+            ],
+        ),
     ];
     place.write("one.sh", r#"while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [1]}"; done"#);
     for (reward, code, parts) in cases {
@@ -166,7 +174,17 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
         let failed = place.run_with(line, &["--reward_funcs", reward]);
         failed.fails(*code, parts);
         assert!(!place.exists("run/model.safetensors"));
+        // All but the last are found out before anything is sampled.
+        assert_eq!(place.exists("run/rollouts"), reward.contains("one.sh"), "{reward}");
     }
+    // What was sampled is not lost with its scores.
+    assert_eq!(place.names("run/rollouts"), ["unscored-step-000001.jsonl"]);
+    let kept = &place.lines("run/rollouts/unscored-step-000001.jsonl")[0];
+    assert_eq!(kept["completions"].as_array().unwrap().len(), 2);
+    let line = "rewards run --input run/rollouts/unscored-step-000001.jsonl --output scored.jsonl --reward_funcs accuracy,length";
+    place.run(line).ok();
+    let scored = &place.lines("scored.jsonl")[0];
+    assert_eq!((&scored["id"], scored["reward"].as_array().unwrap().len()), (&kept["id"], 2));
 }
 
 /// The largest resident memory after 20 steps is, within a fiftieth, that after 200.

@@ -140,7 +140,7 @@ fn sft_and_train_leave_a_model_that_runs() {
     assert!(sft.stderr.contains("a step takes 1 answer"), "{}", sft.stderr);
     place.write(
         "half.sh",
-        r#"while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.5, 0.25]}"; done"#,
+        r#"while read -r line; do id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0.5;; *) r=0.5,0.25;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}"; done"#,
     );
     let line = format!("train --model sft --train_file rows.jsonl --output_dir run {SMALL}");
     place.run_with(&line, &["--reward_funcs", "accuracy", "format", "cmd:bash half.sh"]).ok();
@@ -220,8 +220,11 @@ fn right_answers_that_need_the_order_of_frames_earn_a_bonus() {
     let place = Place::new();
     place.write(
         "judge.sh",
-        // The first request holds the completions of all rows, the second those on shuffled frames: right, then wrong.
-        r#"n=0; while read -r line; do id=${line#*\"id\":}; r=1; [ $((n%2)) = 1 ] && r=0; n=$((n+1))
+        // Behind the trial, the first request holds the completions of all rows, the second those on shuffled frames: right,
+        // then wrong.
+        r#"n=0; while read -r line; do id=${line#*\"id\":}
+case $line in *\"probe\":true*) echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0]}"; continue;; esac
+r=1; [ $((n%2)) = 1 ] && r=0; n=$((n+1))
 k=$(grep -o '"completion":' <<< "$line" | wc -l); list=$(printf "$r,%.0s" $(seq $k)); echo "$k $r" >> asked
 echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [${list%,}]}"; done"#,
     );
@@ -343,6 +346,28 @@ fn rewards_list_and_run() {
     assert_eq!(row["rewards"]["accuracy"][2], 0.0);
     assert_eq!(row["reward"][0], 3.0);
     assert_eq!(row["reward"][2], 1.0);
+}
+
+/// Rewards of texts do not need the media; folders for those that do.
+#[test]
+fn rewards_of_rows_whose_media_are_elsewhere() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("there")).unwrap();
+    std::fs::rename(place.path("shapes.png"), place.path("there/shapes.png")).unwrap();
+    place.write(
+        "said.jsonl",
+        r#"{"id": "a", "image": "shapes.png", "problem": "<image>?", "solution": "5", "completions": ["<answer>5</answer>"]}
+{"id": "b", "video": "https://example.org/a.mp4", "problem": "<video>?", "solution": "5", "completions": ["6"]}"#,
+    );
+    let line = "rewards run --input said.jsonl --output out.jsonl";
+    place.run(&format!("{line} --reward_funcs accuracy")).ok();
+    assert_eq!(
+        (&place.lines("out.jsonl")[0]["reward"], &place.lines("out.jsonl")[1]["reward"]),
+        (&json!([1.0]), &json!([0.0]))
+    );
+    place.write("media.sh", r#"while read -r line; do case $line in *there/shapes.png*) r=1;; *) r=0;; esac; id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r, 0]}"; done"#);
+    place.run_with(&format!("{line} --image_folders there"), &["--reward_funcs", "cmd:bash media.sh"]).ok();
+    assert_eq!(place.lines("out.jsonl")[0]["reward"], json!([1.0]));
 }
 
 /// Rows share the requests to a program and its workers, and one that cannot be scored costs itself.

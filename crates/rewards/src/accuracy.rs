@@ -65,8 +65,9 @@ impl Scorer {
     }
 
     fn mode_of(&self, input: &RewardInput<'_>) -> Result<AccuracyMode, String> {
-        let given = METHOD_COLUMNS.iter().find_map(|&name| Some((name, input.columns.get(name)?)));
-        let Some((column, value)) = given.filter(|(_, value)| !value.is_null()) else { return Ok(self.mode) };
+        let own =
+            |name: &'static str| Some((name, input.columns.get(name).filter(|value| !value.is_null())?));
+        let Some((column, value)) = METHOD_COLUMNS.into_iter().find_map(own) else { return Ok(self.mode) };
         let name = value.as_str().ok_or_else(|| format!("column `{column}` is {value}, expected a name"))?;
         let mode = match name {
             "" => self.mode,

@@ -66,7 +66,8 @@ pub(crate) fn normalised(text: &str) -> String {
 fn case_folded(c: char) -> impl Iterator<Item = char> {
     let dotless = (c == 'ı').then_some(c);
     let others = (c != 'ı').then_some(c).into_iter();
-    let folded = others.flat_map(char::to_lowercase).flat_map(char::to_uppercase).flat_map(char::to_lowercase);
+    let folded =
+        others.flat_map(char::to_lowercase).flat_map(char::to_uppercase).flat_map(char::to_lowercase);
     dotless.into_iter().chain(folded)
 }
 

@@ -70,6 +70,25 @@ pub trait Reward: Send + Sync {
     /// # Errors
     /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
+
+    /// Whether it applies to a row, whatever the completion; `None` where only a score can tell.
+    ///
+    /// # Errors
+    /// What is wrong with the row: no completion of it can be scored.
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        let _ = row;
+        Ok(None)
+    }
+
+    /// Scores one completion before a run, so that what cannot be reached or started is found before anything is
+    /// sampled. Rewards that are part of the program have nothing to find out.
+    ///
+    /// # Errors
+    /// As [`Self::score`].
+    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
+        let _ = row;
+        Ok(None)
+    }
 }
 
 /// Scores of a batch: one row of `values` per reward, one entry per completion.
@@ -201,6 +220,35 @@ impl RewardSet {
         Ok(RewardMatrix { names, values, weights: self.weights.clone(), total })
     }
 
+    /// Whether each reward applies to a row, in order, by its columns alone; `None` where only a score can tell.
+    ///
+    /// # Errors
+    /// The first reward that can score no completion of the row, and why.
+    pub fn applies(&self, row: &RewardInput<'_>) -> Result<Vec<Option<bool>>, RewardError> {
+        let bare = RewardInput { completion: "", completion_ids: &[], truncated: false, ..*row };
+        let ask = |reward: &Box<dyn Reward>| {
+            catch_unwind(AssertUnwindSafe(|| reward.applies(&bare))).unwrap_or_else(|payload| {
+                Err(RewardError::Panicked {
+                    reward: reward.name().to_owned(),
+                    row: row_name(0, &bare),
+                    what: message(payload.as_ref()),
+                })
+            })
+        };
+        self.rewards.iter().map(ask).collect()
+    }
+
+    /// Has every program and endpoint score one completion, the values of which are not used.
+    ///
+    /// # Errors
+    /// As [`Self::score`].
+    pub fn probe(&self, row: &RewardInput<'_>) -> Result<(), RewardError> {
+        self.rewards.iter().try_for_each(|reward| {
+            let score = reward.probe(row)?;
+            check(reward.as_ref(), std::slice::from_ref(row), &[score])
+        })
+    }
+
     /// Scores a batch with the reward of that name alone.
     ///
     /// # Errors
@@ -232,16 +280,17 @@ fn guarded(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<
         Err(payload) => payload,
     };
     let culprit = (0..batch.len()).find(|&index| run(&batch[index..=index]).is_err());
-    let what = payload
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".to_owned());
     Err(RewardError::Panicked {
         reward: reward.name().to_owned(),
         row: culprit.map_or_else(|| "unknown".to_owned(), |index| row_name(index, &batch[index])),
-        what,
+        what: message(payload.as_ref()),
     })
+}
+
+/// What a panic said.
+fn message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
 fn check(reward: &dyn Reward, batch: &[RewardInput<'_>], scores: &[Option<f64>]) -> Result<(), RewardError> {
@@ -306,6 +355,11 @@ where
             })
         };
         batch.iter().enumerate().map(score).collect()
+    }
+
+    /// What keeps a built-in reward from applying stands in the row, so an empty completion tells.
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        Ok(self.score(std::slice::from_ref(row))?.first().map(Option::is_some))
     }
 }
 
@@ -386,6 +440,28 @@ mod tests {
         let error = set.score(&batch).unwrap_err().to_string();
         assert!(error.contains("cursed") && error.contains("row 2"), "{error}");
         assert!(error.contains("sample two is cursed"), "{error}");
+    }
+
+    #[test]
+    fn rows_are_asked_about_before_there_are_completions() {
+        let options = crate::RewardOptions::default();
+        let names = ["accuracy", "iou", "format", "length"].map(str::to_owned);
+        let set = crate::build(&names, &options).unwrap();
+        let applies = |row: Row| set.applies(&row.input()).map_err(|error| error.to_string());
+        assert_eq!(
+            applies(Row::new("q", "<answer>said</answer>", "yes")).unwrap(),
+            [Some(true), Some(false), Some(true), Some(true)]
+        );
+        let mut bare = Row::new("q", "", "");
+        bare.solution = None;
+        assert_eq!(applies(bare).unwrap(), [Some(false), Some(false), Some(true), Some(false)]);
+        let wrong = Row::new("q", "", "yes").column("reward_method", serde_json::json!("bogus"));
+        let error = applies(wrong).unwrap_err();
+        assert!(error.contains("`accuracy`") && error.contains("`reward_method`"), "{error}");
+        // A reward that is no function of one row cannot say, and is asked nothing.
+        let set = RewardSet::new(vec![fixed("mine", (0.0, 1.0), vec![])], &[]).unwrap();
+        assert_eq!(set.applies(&Row::new("q", "", "").input()).unwrap(), [None]);
+        assert!(set.probe(&Row::new("q", "", "").input()).is_ok());
     }
 
     #[test]

@@ -78,7 +78,8 @@ pub(crate) fn same(answer: &str, gold: &str) -> bool {
 fn squeezed(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for word in text.split_whitespace() {
-        let digits = out.ends_with(|c: char| c.is_ascii_digit()) && word.starts_with(|c: char| c.is_ascii_digit());
+        let digits =
+            out.ends_with(|c: char| c.is_ascii_digit()) && word.starts_with(|c: char| c.is_ascii_digit());
         if digits {
             out.push(' ');
         }
@@ -104,10 +105,7 @@ expression!(
 );
 expression!(NUMBER, r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?%?");
 expression!(SUM, r"[^eE^{(*/\s]\s*[-+]");
-expression!(
-    DEFINED,
-    r"\A\s*((?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]\([A-Za-z]\))(?:_\{?\w+\}?)?)\s*=\s*([^=]+)\z"
-);
+expression!(DEFINED, r"\A\s*((?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]\([A-Za-z]\))(?:_\{?\w+\}?)?)\s*=\s*([^=]+)\z");
 
 fn captures<'t>(expression: &LazyLock<Option<Regex>>, text: &'t str) -> Option<regex::Captures<'t>> {
     expression.as_ref()?.captures(text)
@@ -192,7 +190,8 @@ fn prepare(text: &str) -> Option<Prepared> {
     }
     let text = text.trim().trim_end_matches(['.', '。', ',', ';']).trim();
     let definition = captures(&DEFINED, text);
-    let definition = definition.as_ref().and_then(|found| Some((found.get(1)?.as_str(), found.get(2)?.as_str())));
+    let definition =
+        definition.as_ref().and_then(|found| Some((found.get(1)?.as_str(), found.get(2)?.as_str())));
     let (defines, text) = definition.map_or((None, text), |(name, text)| (Some(squeezed(name)), text.trim()));
     (!text.is_empty()).then(|| Prepared { defines, text: text.to_owned() })
 }

@@ -258,4 +258,8 @@ impl Reward for BertScoreReward {
         };
         Ok(scores.into_iter().zip(&pairs).map(value).collect())
     }
+
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        Ok(Some(!references(row.columns, row.solution).is_empty()))
+    }
 }

@@ -15,6 +15,8 @@ use std::sync::Arc;
 
 use omnigrpo_rewards::{DocumentFrequencies, Reward, RewardError, RewardInput, explanation, references};
 
+use omnigrpo_media::{Limits, probe_image};
+
 use crate::clip_score::{ClipScorer, clip_score};
 use crate::error::{Result, ScorerError};
 use crate::table::ScorerOptions;
@@ -82,6 +84,23 @@ impl Reward for Explanation {
             })
             .collect())
     }
+
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        let Some(path) = row.media_paths.first().filter(|_| self.clip.is_some()) else {
+            return Ok(Some(self.compat || self.clip.is_none() && self.cider_part(row).is_some()));
+        };
+        // The header tells a picture from a clip or a sound; what is broken behind it, the prompt's own reading finds.
+        probe_image(path, &Limits::default()).map_err(|e| no_picture(0, row, &e))?;
+        Ok(Some(self.compat || self.cider_part(row).is_some()))
+    }
+}
+
+fn no_picture(index: usize, input: &RewardInput<'_>, why: &dyn std::fmt::Display) -> RewardError {
+    RewardError::Row {
+        reward: NAME.to_owned(),
+        row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
+        what: format!("the CLIP score wants a picture: {why}"),
+    }
 }
 
 impl Explanation {
@@ -110,11 +129,7 @@ impl Explanation {
         let texts = clip.texts(&texts).map_err(|e| e.of_batch(NAME))?;
         let part = |(index, input): (usize, &RewardInput<'_>)| {
             let Some(path) = input.media_paths.first() else { return Ok(None) };
-            let picture = clip.picture(path).map_err(|e| RewardError::Row {
-                reward: NAME.to_owned(),
-                row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
-                what: format!("the CLIP score wants a picture: {e}"),
-            })?;
+            let picture = clip.picture(path).map_err(|e| no_picture(index, input, &e))?;
             let score = clip_score(&texts[places[explanation(input.completion).trim()]], &picture);
             Ok(Some(((score - CLIP_FLOOR) / CLIP_SPAN).max(0.0)))
         };

@@ -62,6 +62,26 @@ pub enum TrainError {
     /// A reward failed.
     #[error(transparent)]
     Reward(#[from] omnigrpo_rewards::RewardError),
+    /// A reward failed, and the completions it was asked about would be lost.
+    #[error("{source}")]
+    Unscored {
+        /// What it failed with.
+        source: Box<omnigrpo_rewards::RewardError>,
+        /// Its rows with their completions, a JSON object each.
+        rows: Vec<String>,
+    },
+    /// A reward failed; the completions it was asked about are kept.
+    #[error(
+        "{source}; what was sampled is kept in {file}: `omnigrpo rewards run --input {file} --output scored.jsonl \
+         --reward_funcs …` scores it, with the media folders of this run where a reward looks at media",
+        file = rows.display()
+    )]
+    UnscoredKept {
+        /// What it failed with.
+        source: Box<omnigrpo_rewards::RewardError>,
+        /// Where.
+        rows: PathBuf,
+    },
     /// The loss could not be computed.
     #[error(transparent)]
     Loss(#[from] omnigrpo_grpo::Error),

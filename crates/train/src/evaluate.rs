@@ -72,9 +72,11 @@ pub fn evaluate(
         let mut rows = Vec::with_capacity(batch.len());
         for &row in batch {
             let made = match plan.dataset.get(row) {
-                Ok(sample) => match prompts.build(&sample) {
+                Ok(sample) => match scoring::applies(rewards, &sample)
+                    .and_then(|_| prompts.build(&sample).map_err(|e| e.to_string()))
+                {
                     Ok(prompt) => Ok(PreparedRow { sample, prompt: Arc::new(prompt), epoch: 0 }),
-                    Err(e) => Err((sample.id, e.to_string())),
+                    Err(what) => Err((sample.id, what)),
                 },
                 Err(e) => Err((plan.dataset.id(row), reason(&e))),
             };

@@ -28,7 +28,7 @@ pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, T
 pub use rows::{Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
 pub use run::train;
 pub use schedule::{Schedule, ScheduleKind};
-pub use scoring::score;
+pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
 pub use step::Algorithm;
 pub use streams::{Part, pack};

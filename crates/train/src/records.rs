@@ -69,6 +69,17 @@ impl Records {
         Ok(self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?)
     }
 
+    /// Keeps the completions of a step whose scoring failed.
+    pub(crate) fn keep_unscored(&self, step: u64, error: TrainError) -> TrainError {
+        let TrainError::Unscored { source, rows } = error else { return error };
+        let path = self.dir.root().join(format!("rollouts/unscored-step-{step:06}.jsonl"));
+        match write_atomic(&path, |out| rows.iter().try_for_each(|row| writeln!(out, "{row}"))) {
+            Ok(()) => TrainError::UnscoredKept { source, rows: path },
+            // The reward's own failure is the one to tell.
+            Err(_) => TrainError::Unscored { source, rows },
+        }
+    }
+
     /// The completions that `step` is about to train on.
     pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
         let lines = rollout_lines(rollouts, epoch);

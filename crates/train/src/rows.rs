@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
 use omnigrpo_models::{Prompt, PromptBuilder, SftExample};
+use omnigrpo_rewards::RewardSet;
 
 use crate::error::{Result, TrainError};
+use crate::scoring;
 
 /// What to do about rows that cannot be used.
 #[derive(Clone, Debug)]
@@ -77,6 +79,7 @@ pub struct RowSource {
     dataset: Arc<Dataset>,
     order: Order,
     prompts: Arc<PromptBuilder>,
+    rewards: Option<Arc<RewardSet>>,
     policy: SkipPolicy,
     total: u64,
     fresh: Vec<SkippedRow>,
@@ -92,15 +95,19 @@ struct Ahead {
     thread: JoinHandle<(MadeRows, Duration)>,
 }
 
-/// What a row becomes, with its id.
+/// What a row becomes, with its id. With `rewards` a row that they cannot score is as unusable as one that cannot be read.
 fn make(
     dataset: &Dataset,
     prompts: &PromptBuilder,
+    rewards: Option<&RewardSet>,
     (row, epoch): (u64, u64),
     making: Making,
 ) -> std::result::Result<(String, Made), Unusable> {
     let sample = dataset.get(row).map_err(|e| (dataset.id(row), reason(&e)))?;
     let id = sample.id.clone();
+    if let Some(rewards) = rewards {
+        scoring::applies(rewards, &sample).map_err(|what| (id.clone(), what))?;
+    }
     let made = match making {
         Making::Prompt => prompts
             .build_in(&sample, epoch)
@@ -114,12 +121,18 @@ fn make(
 }
 
 impl RowSource {
-    /// A source over an order of the dataset's rows.
+    /// A source over an order of the dataset's rows. `rewards` are those that will score completions of them.
     #[must_use]
-    pub fn new(dataset: Arc<Dataset>, order: Order, prompts: Arc<PromptBuilder>, policy: SkipPolicy) -> Self {
+    pub fn new(
+        dataset: Arc<Dataset>,
+        order: Order,
+        prompts: Arc<PromptBuilder>,
+        rewards: Option<Arc<RewardSet>>,
+        policy: SkipPolicy,
+    ) -> Self {
         let total = (order.num_usable() + order.state().skipped.len()) as u64;
-        let fresh = Vec::new();
-        Self { dataset, order, prompts, policy, total, fresh, ahead: None, ahead_time: Duration::ZERO }
+        let (fresh, ahead, ahead_time) = (Vec::new(), None, Duration::ZERO);
+        Self { dataset, order, prompts, rewards, policy, total, fresh, ahead, ahead_time }
     }
 
     /// Begins to make what the next `count` rows become, on another thread.
@@ -128,9 +141,11 @@ impl RowSource {
         let rows: Vec<(u64, u64)> =
             (0..count).map_while(|_| Some((order.draw().ok()?, order.state().epoch))).collect();
         let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
+        let rewards = self.rewards.clone();
         let thread = std::thread::spawn(move || {
             let started = Instant::now();
-            let made = rows.into_iter().map(|row| (row, make(&dataset, &prompts, row, making))).collect();
+            let each = |row| (row, make(&dataset, &prompts, rewards.as_deref(), row, making));
+            let made = rows.into_iter().map(each).collect();
             (made, started.elapsed())
         });
         self.ahead = Some(Ahead { making, thread });
@@ -191,7 +206,9 @@ impl RowSource {
         while out.len() < count {
             let row = self.order.draw().map_err(|e| TrainError::Data { what: e.to_string() })?;
             let at = (row, self.order.state().epoch);
-            let made = ready.remove(&at).unwrap_or_else(|| make(&self.dataset, &self.prompts, at, making));
+            let made = ready
+                .remove(&at)
+                .unwrap_or_else(|| make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making));
             match made {
                 Ok((id, value)) => {
                     out.push(value);

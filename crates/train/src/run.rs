@@ -71,7 +71,11 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         if run.warmup_steps > 0 { run.warmup_steps } else { (run.warmup_ratio * total as f64).ceil() as u64 };
     let schedule = Schedule { kind: run.schedule, warmup_steps: warmup, total_steps: total };
 
-    let mut source = RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), run.skip.clone());
+    let rewards = Arc::new(rewards);
+    // Supervised examples and recorded rewards are not scored.
+    let scoring = (!imitate && !run.replay).then(|| Arc::clone(&rewards));
+    let mut source =
+        RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scoring, run.skip.clone());
     let resumed = find_resume(&run, console)?;
     let existing = match &resumed {
         Some((_, state)) => Existing::ResumeAfter(state.global_step),
@@ -260,7 +264,7 @@ struct Loop {
     reference: Option<Model>,
     prompts: Arc<PromptBuilder>,
     shuffled: Option<Arc<PromptBuilder>>,
-    rewards: RewardSet,
+    rewards: Arc<RewardSet>,
     algorithm: Algorithm,
     run: RunPlan,
     eval: Option<EvalPlan>,
@@ -290,7 +294,8 @@ impl Loop {
                 rows,
                 rollout_index,
                 timer,
-            )?
+            )
+            .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
         self.records.rollouts(step + 1, epoch, &rollouts)?;
         Ok(rollouts)

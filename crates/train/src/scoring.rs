@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 
 use omnigrpo_data::{Sample, ThinkMode};
-use omnigrpo_rewards::{RewardInput, RewardMatrix, RewardSet, RowKey, Think};
+use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
+use serde_json::{Value, json};
 
-use crate::error::Result;
+use crate::error::{Result, TrainError};
 use crate::rows::media_paths;
 
 /// Scores the completions of several rows, prompt-major.
@@ -31,6 +32,57 @@ pub(crate) fn score_by(
     step: u64,
 ) -> Result<Vec<Option<f64>>> {
     with_inputs(rows, seed, step, |inputs| Ok(rewards.score_by(name, inputs)?))
+}
+
+/// Whether each reward applies to a row, whatever the completion; `None` where only a score can tell.
+///
+/// # Errors
+/// Why no completion of the row can be scored.
+pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>, String> {
+    let nothing = completion(String::new(), Vec::new());
+    let asked = with_inputs(&[(sample, &[nothing])], 0, 0, |inputs| {
+        Ok(inputs.iter().map(|i| rewards.applies(i)).next())
+    });
+    match asked {
+        Ok(Some(Ok(applies))) => Ok(applies),
+        Ok(Some(Err(RewardError::Row { reward, what, .. }))) => Err(format!("reward `{reward}`: {what}")),
+        Ok(Some(Err(error))) => Err(error.to_string()),
+        Ok(None) => Ok(Vec::new()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Has the rewards outside of this process score one completion of a row, so that what cannot be started or reached is
+/// found before anything is sampled.
+///
+/// # Errors
+/// As [`RewardSet::score`].
+pub fn probe(rewards: &RewardSet, sample: &Sample, text: String, ids: Vec<u32>) -> Result<()> {
+    let probe = |inputs: &[RewardInput<'_>]| Ok(inputs.iter().try_for_each(|input| rewards.probe(input))?);
+    with_inputs(&[(sample, &[completion(text, ids)])], 0, 0, probe)
+}
+
+fn completion(text: String, ids: Vec<u32>) -> Completion {
+    let (logprobs, sampler_logprobs) = (Vec::new(), Vec::new());
+    Completion { ids, logprobs, sampler_logprobs, finish_reason: FinishReason::Stop, text }
+}
+
+/// The error of a scoring that failed, with the rows and what was sampled for them, in a form that rows are read in.
+pub(crate) fn unscored(error: TrainError, rows: &[(&Sample, &[Completion])]) -> TrainError {
+    let TrainError::Reward(source) = error else { return error };
+    let line = |(sample, completions): &(&Sample, &[Completion])| {
+        let mut columns = sample.columns.clone();
+        for recorded in ["completion_ids", "logprobs", "rewards"] {
+            columns.remove(recorded);
+        }
+        let said = completions
+            .iter()
+            .map(|c| json!({ "text": c.text, "completion_ids": c.ids, "finish_reason": c.finish_reason }));
+        columns.insert("id".to_owned(), sample.id.clone().into());
+        columns.insert("completions".to_owned(), said.collect());
+        Value::Object(columns).to_string()
+    };
+    TrainError::Unscored { source: Box::new(source), rows: rows.iter().map(line).collect() }
 }
 
 fn with_inputs<T>(

@@ -127,7 +127,7 @@ pub fn collect(
     })?;
     let mut matrix = timed(timer, "reward", || {
         let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
-        scoring::score(rewards, &scored, algorithm.seed, step)
+        scoring::score(rewards, &scored, algorithm.seed, step).map_err(|e| scoring::unscored(e, &scored))
     })?;
     if let Some(shuffled) = shuffled {
         timed(timer, "shuffled_rollout", || {

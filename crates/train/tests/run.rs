@@ -1192,7 +1192,7 @@ fn rows_made_ahead_change_nothing() {
     let source = || {
         let setup = place.setup("ahead");
         let order = Order::new(setup.rows, 1, true, BTreeSet::new());
-        RowSource::new(setup.dataset, order, setup.prompts, setup.run.skip)
+        RowSource::new(setup.dataset, order, setup.prompts, Some(Arc::new(setup.rewards)), setup.run.skip)
     };
     let (mut plain, mut ahead) = (source(), source());
     for round in 0..6 {

@@ -5,7 +5,9 @@ use std::path::Path;
 use anyhow::Result;
 use omnigrpo_data::{CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check as check_rows};
 use omnigrpo_models::{PromptBuilder, probe_medium};
+use omnigrpo_rewards::RewardSet;
 
+use super::survey::Survey;
 use super::{Context, print, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
@@ -26,8 +28,19 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         None => None,
     };
     let cache = std::env::temp_dir().join("omnigrpo-check");
-    let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache))?;
-    print(&describe(&report, &dataset, prompts.is_some()))?;
+    let rewards = setup::text_rewards(settings, &dataset)?;
+    let survey = rewards.as_ref().map(Survey::new);
+    let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
+    let mut out = describe(&report, &dataset, prompts.is_some());
+    if let Some(survey) = &survey {
+        // Rows for supervised training are no mistake for want of a ground truth.
+        let idle =
+            survey.idle(&dataset).map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
+        for line in survey.warnings(settings).into_iter().chain(idle) {
+            out.push_str(&format!("{line}\n"));
+        }
+    }
+    print(&out)?;
     if report.problems.is_empty() {
         return Ok(());
     }
@@ -36,15 +49,18 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         .into())
 }
 
-/// The check before training: rows that must never be drawn, with their reasons.
+/// The check before training: rows that must never be drawn, with their reasons. With `rewards` each is asked about
+/// every row.
 pub fn check_before(
     settings: &Settings,
     context: &Context,
     dataset: &Dataset,
     prompts: &PromptBuilder,
     cache: &Path,
+    rewards: Option<&RewardSet>,
 ) -> Result<Vec<(u64, String, String)>> {
-    let report = report(settings, context, dataset, Some(prompts), Some(cache))?;
+    let survey = rewards.map(Survey::new);
+    let report = report(settings, context, dataset, Some(prompts), Some(cache), survey.as_ref())?;
     context.console.line(describe(&report, dataset, true).trim_end());
     let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
     if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
@@ -58,11 +74,43 @@ pub fn check_before(
             .help("the rows and reasons are listed above; `omnigrpo data check` lists them again")
             .into());
     }
+    if let Some(survey) = &survey {
+        if let Some(problem) = survey.idle(dataset) {
+            return Err(problem.into());
+        }
+        survey.warnings(settings).iter().for_each(|line| context.console.line(line));
+    }
     Ok(report
         .problems
         .into_iter()
         .map(|p| (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what)))
         .collect())
+}
+
+/// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
+/// returned.
+pub fn ask_before_evaluation(
+    context: &Context,
+    dataset: &Dataset,
+    rows: &[u64],
+    rewards: &RewardSet,
+) -> Option<Problem> {
+    let survey = Survey::new(rewards);
+    let mut bad = 0;
+    for &row in rows {
+        // A row that cannot be read is reported by the evaluation.
+        let Ok(sample) = dataset.get(row) else { continue };
+        if let Err(why) = survey.ask(&sample) {
+            bad += 1;
+            if bad <= SHOWN {
+                context.console.line(&format!("evaluations will skip row {row} ({}): {why}", sample.id));
+            }
+        }
+    }
+    if bad > SHOWN {
+        context.console.line(&format!("… and {} more rows", bad - SHOWN));
+    }
+    survey.idle(dataset)
 }
 
 fn report(
@@ -71,6 +119,7 @@ fn report(
     dataset: &Dataset,
     prompts: Option<&PromptBuilder>,
     cache: Option<&Path>,
+    survey: Option<&Survey<'_>>,
 ) -> Result<Report> {
     let bar = std::sync::Mutex::new((context.console.progress("checking rows", dataset.len()), 0));
     let progress = |done: u64, _all: u64| {
@@ -84,11 +133,14 @@ fn report(
     };
     let limits = setup::limits(settings);
     let probe = |medium: &MediumRef| probe_medium(medium, &limits).map_err(|e| e.to_string());
-    let estimate = |sample: &Sample, headers: &[MediumInfo]| match prompts {
-        Some(prompts) => {
-            prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string())
+    let estimate = |sample: &Sample, headers: &[MediumInfo]| {
+        survey.map_or(Ok(()), |survey| survey.ask(sample))?;
+        match prompts {
+            Some(prompts) => {
+                prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string())
+            }
+            None => Ok(0),
         }
-        None => Ok(0),
     };
     Ok(check_rows(
         dataset,

@@ -41,7 +41,7 @@ fn input(settings: &Settings) -> Result<Arc<Dataset>> {
     let Some(input) = &settings.io.input else {
         return Err(Problem::usage("no rows are given").expected("`--input rows.jsonl`").into());
     };
-    setup::input_rows(settings, input)
+    setup::input_rows(settings, input, false)
 }
 
 fn output(settings: &Settings) -> Result<&Path> {
@@ -319,9 +319,14 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
     let prompts = setup::prompts(settings, model.dir(), false)?;
     let corpus = setup::Corpus::of(settings, &dataset, 0..dataset.len()).or_of_run(model.dir())?;
     let rewards = setup::rewards(settings, &corpus)?;
+    let rows: Vec<u64> = (0..dataset.len()).collect();
+    if let Some(problem) = super::data::ask_before_evaluation(context, &dataset, &rows, &rewards) {
+        return Err(problem.into());
+    }
+    setup::probe_rewards(&rewards, &dataset, rows.iter().copied(), &prompts)?;
     let plan = EvalPlan {
         prompts: Arc::new(prompts),
-        rows: (0..dataset.len()).collect(),
+        rows,
         dataset: Arc::clone(&dataset),
         num_generations: settings.rollout.num_generations,
         sampling: setup::sampling(settings),

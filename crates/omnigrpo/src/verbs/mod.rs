@@ -11,6 +11,7 @@ mod profile;
 mod rewards;
 mod setup;
 mod summary;
+mod survey;
 mod train;
 
 use std::io::IsTerminal as _;

@@ -34,7 +34,8 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    let dataset = setup::input_rows(settings, input)?;
+    // A reward that looks at media says itself what it cannot open.
+    let dataset = setup::input_rows(settings, input, true)?;
     let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
     let measures = setup::measures(settings);
     let category = settings.eval.category_column.as_deref();

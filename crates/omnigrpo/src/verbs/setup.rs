@@ -15,7 +15,7 @@ use omnigrpo_models::{
     PromptSettings, QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
 };
 use omnigrpo_observe::Console;
-use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
+use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, Named as _, RewardSet, references};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_text::RenderOptions;
@@ -295,6 +295,7 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
         },
         fetch: fetch_media(settings),
         cache_dir: Some(settings.env.cache_dir.clone()),
+        missing_media: false,
         seed: settings.run.data_seed,
         use_audio_in_video: settings.data.use_audio_in_video,
         columns: settings.data.columns.clone(),
@@ -320,17 +321,18 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
     Some(Fetch(Arc::new(move |url| media.fetch(url).map_err(|error| error.to_string()))))
 }
 
-/// The rows of `--input`; `-` is standard input.
-pub fn input_rows(settings: &Settings, input: &Path) -> Result<Arc<Dataset>> {
+/// The rows of `--input`; `-` is standard input. With `missing_media` those are read, too, whose media are not there.
+pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
-    open(&DatasetSpec::from_files(&[input], &roots(settings))?, settings)
+    let options = ReadOptions { missing_media, ..read_options(settings) };
+    open_with(&DatasetSpec::from_files(&[input], &roots(settings))?, &options)
 }
 
 /// The training rows.
 pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let data = &settings.data;
     let roots = roots(settings);
-    let specs = if let Some(replay) = &settings.rollout.replay {
+    let mut specs = if let Some(replay) = &settings.rollout.replay {
         DatasetSpec::from_files(std::slice::from_ref(replay), &roots)?
     } else if !data.train_file.is_empty() {
         DatasetSpec::from_files(&data.train_file, &roots)?
@@ -339,12 +341,29 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     } else {
         from_registry(settings, &data.dataset_use, &roots)?
     };
+    let modes = &settings.rewards.accuracy_mode;
+    if modes.len() > 1 {
+        if modes.len() != specs.len() {
+            return Err(Problem::usage("`accuracy_mode` and the training files differ in number")
+                .got(format!("{} rules for {} files", modes.len(), specs.len()))
+                .expected("one rule for all, or one per file, in the same order")
+                .into());
+        }
+        for (spec, mode) in specs.iter_mut().zip(modes) {
+            spec.columns.entry("reward_method").or_insert_with(|| mode.name().into());
+        }
+    }
     open(&specs, settings)
 }
 
-/// Opens rows. A file that is not there may be one that `data convert` makes.
+/// Opens rows as they are read everywhere.
 fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
-    let dataset = Dataset::open(specs, &read_options(settings)).map_err(|e| match &e {
+    open_with(specs, &read_options(settings))
+}
+
+/// Opens rows. A file that is not there may be one that `data convert` makes.
+fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
+    let dataset = Dataset::open(specs, options).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
             let problem = Problem::failure("the dataset is not there")
                 .at(path.display().to_string())
@@ -483,6 +502,46 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
         .collect::<Result<Vec<_>, _>>()?;
     omnigrpo_rewards::build_with(&asked.reward_funcs, &options, made)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
+}
+
+/// Those of the rewards that need neither a model nor another program, if there are any: enough to ask about rows.
+pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<RewardSet>> {
+    let mut textual = settings.clone();
+    let asked = &mut textual.rewards;
+    let is_built_in = |name: &String| omnigrpo_rewards::table().iter().any(|row| row.name == name);
+    asked.reward_funcs.retain(is_built_in);
+    asked.reward_weights = vec![1.0; asked.reward_funcs.len()];
+    if asked.reward_funcs.is_empty() {
+        return Ok(None);
+    }
+    rewards(&textual, &Corpus::of(&textual, dataset, 0..dataset.len())).map(Some)
+}
+
+/// Has rewards outside of this process score one made-up completion of the first of the rows that can be read, so that
+/// one that cannot be started or reached is found before hours of sampling.
+pub fn probe_rewards(
+    rewards: &RewardSet,
+    dataset: &Dataset,
+    rows: impl IntoIterator<Item = u64>,
+    prompts: &PromptBuilder,
+) -> Result<()> {
+    let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
+    let solution = sample.solution.as_deref().unwrap_or("nothing");
+    let answer = if solution.contains("<answer>") {
+        solution.to_owned()
+    } else {
+        format!("<answer>{solution}</answer>")
+    };
+    let text = format!("<think>A trial before the run.</think>{answer}");
+    let ids = prompts.completion_ids(&text)?;
+    omnigrpo_train::probe(rewards, &sample, text, ids).map_err(|e| {
+        Problem::failure(e.to_string())
+            .at("--reward_funcs")
+            .help(
+                "it was asked for one score before the run, as docs/rewards.md says; nothing was sampled yet",
+            )
+            .into()
+    })
 }
 
 /// What an evaluation measures besides the rewards.

@@ -114,12 +114,25 @@ fn run_logged(
         None
     };
 
+    let scored = objective == Objective::Reinforce && settings.rollout.replay.is_none();
     let bad_rows = if settings.data.skip_data_check {
         Vec::new()
     } else {
-        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"))?
+        let asked = scored.then_some(&rewards);
+        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"), asked)?
     };
+    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
+    if scored {
+        let usable = rows.iter().copied().filter(|row| !bad.contains(row));
+        setup::probe_rewards(&rewards, &dataset, usable, &prompts)?;
+    }
     let eval_dataset = held_out.unwrap_or_else(|| Arc::clone(&dataset));
+    if let Some(problem) = data::ask_before_evaluation(context, &eval_dataset, &eval_rows, &rewards) {
+        context.console.line(&format!("in evaluations: {problem}"));
+    }
+    if !scored {
+        setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
+    }
     let eval = if eval_rows.is_empty() {
         None
     } else {
@@ -129,7 +142,6 @@ fn run_logged(
 
     let model = setup::trained_model(settings)?;
     let selection = setup::selection(settings, model.family().as_ref());
-    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     if let Some(name) = &settings.log.run_name {
         context.console.line(&format!("run {name}"));
