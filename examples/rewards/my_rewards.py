@@ -1,4 +1,4 @@
-"""Reward functions as TRL wants them. See omnigrpo_reward.py for how to run them."""
+"""Reward functions as TRL wants them: `--reward_funcs examples/rewards/my_rewards.py:right_and_short`."""
 
 import re
 

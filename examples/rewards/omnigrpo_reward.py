@@ -1,10 +1,12 @@
 """Serve a TRL-style reward function to omnigrpo, unchanged.
 
-Without touching the file that holds it:
+omnigrpo carries this file and runs it by itself for a reward that is given as FILE.py:FUNCTION:
 
-    omnigrpo train --reward_funcs 'cmd:"python omnigrpo_reward.py my_rewards.py:reward"' ...
+    omnigrpo train --reward_funcs my_rewards.py:reward ...
 
-or from within it:
+Run it yourself to use another interpreter, or from within the file that holds the function:
+
+    omnigrpo train --reward_funcs 'cmd:"uv run omnigrpo_reward.py my_rewards.py:reward"' ...
 
     from omnigrpo_reward import serve
 
@@ -15,8 +17,12 @@ or from within it:
 
 Prompts and completions arrive as TRL gives them for conversational data ([{"role": ..., "content": ...}]); with
 `text=True` (or `--text`) as plain strings. Every column of the dataset is a keyword argument, one entry per completion;
-so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`, `log_extra`, `log_metric`.
+so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`. `log_metric(name, value)` and
+`log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
 Return one number, or None for "not applicable", per completion. `async def` works as well.
+
+A function with the parameter `reward_inputs` is called as EasyR1 calls one: a list of dicts with `response`,
+`response_length` and `ground_truth` in; a list of numbers, or of dicts with `overall`, out.
 """
 
 import asyncio
@@ -29,7 +35,25 @@ import traceback
 from types import SimpleNamespace
 
 
-def _arguments(rows, text):
+class _Log:
+    """What a function wants recorded of one request."""
+
+    def __init__(self):
+        self.values, self.columns = {}, {}
+
+    def metric(self, name, value):
+        self.values.setdefault(str(name), []).append(float(value))
+
+    def extra(self, column, values):
+        self.columns[str(column)] = list(values)
+
+    def answer(self):
+        means = {name: sum(values) / len(values) for name, values in self.values.items()}
+        parts = {"metrics": means, "columns": self.columns}
+        return {name: part for name, part in parts.items() if part}
+
+
+def _arguments(rows, text, log):
     def message(role, content):
         return content if text else [{"role": role, "content": content}]
 
@@ -42,9 +66,26 @@ def _arguments(rows, text):
         "completions": [message("assistant", row["completion"]) for row in rows],
         "completion_ids": [row["completion_ids"] for row in rows],
         "trainer_state": SimpleNamespace(global_step=rows[0]["step"] if rows else 0),
-        "log_extra": lambda *_: None,
-        "log_metric": lambda *_: None,
+        "log_extra": log.extra,
+        "log_metric": log.metric,
     }
+
+
+def _asked(reward, rows, text, log):
+    """The function's answer, in the way that its parameters ask for."""
+    if "reward_inputs" not in inspect.signature(reward).parameters:
+        return reward(**_arguments(rows, text, log))
+    inputs = [
+        {"response": row["completion"], "response_length": len(row["completion_ids"]), "ground_truth": row["solution"]}
+        for row in rows
+    ]
+    values = []
+    for score in reward(reward_inputs=inputs):
+        values.append(score["overall"] if isinstance(score, dict) else score)
+        for name, value in score.items() if isinstance(score, dict) else ():
+            if name != "overall":
+                log.metric(name, value)
+    return values
 
 
 def serve(reward, text=False):
@@ -52,11 +93,12 @@ def serve(reward, text=False):
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request = json.loads(line)
-        answer = {"id": request["id"]}
+        log = _Log()
         try:
-            values = reward(**_arguments(request["rows"], text))
+            values = _asked(reward, request["rows"], text, log)
             values = asyncio.run(values) if inspect.isawaitable(values) else values
-            answer["rewards"] = [None if value is None else float(value) for value in values]
+            rewards = [None if value is None else float(value) for value in values]
+            answer = {"id": request["id"], "rewards": rewards} | log.answer()
             out = json.dumps(answer, allow_nan=False)
         except Exception:
             out = json.dumps({"id": request["id"], "error": traceback.format_exc(limit=-3)})
@@ -76,7 +118,11 @@ def main():
     answers, sys.stdout = sys.stdout, sys.stderr
     spec.loader.exec_module(module)
     sys.stdout = answers
-    serve(getattr(module, function), text="--text" in sys.argv)
+    reward = getattr(module, function, None)
+    if not callable(reward):
+        own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == spec.name]
+        sys.exit(f"{path} has no function `{function}`; it has: {', '.join(own) or 'none'}")
+    serve(reward, text="--text" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ mod tests {
             length: 3,
             finish_reason: FinishReason::Stop,
             media: Vec::new(),
+            columns: BTreeMap::new(),
         }
     }
 

@@ -73,6 +73,9 @@ pub struct Rollout {
     pub finish_reason: FinishReason,
     /// Paths of the prompt's media, in order.
     pub media: Vec<String>,
+    /// What a reward of the user's noted about the completion.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub columns: BTreeMap<String, Value>,
 }
 
 /// A dataset row that was not used.
@@ -247,6 +250,7 @@ mod tests {
             length: 9,
             finish_reason: FinishReason::Stop,
             media: vec!["a.png".to_owned()],
+            columns: BTreeMap::new(),
         }
     }
 

@@ -122,7 +122,7 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Words => "words with spaces or commas between them".into(),
         Kind::Floats => "numbers with spaces or commas between them".into(),
         Kind::Paths => "paths with spaces, commas or colons between them".into(),
-        Kind::Specs => "reward names, `cmd:PROGRAM` or `http://…`".into(),
+        Kind::Specs => "reward names, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`".into(),
         Kind::Texts => "texts, one per argument".into(),
         Kind::Object => "a JSON object".into(),
     }
@@ -221,7 +221,9 @@ pub fn print_config(resolved: &Resolved) -> String {
             let idle = resolved.idle.iter().find(|(name, _)| *name == flag.name);
             lines.push(match (idle, resolved.values.lookup(flag.name)) {
                 (Some((_, why)), _) => (format!("# {}:", flag.name), format!("no effect: {why}")),
-                (None, Some((value, origin))) => (format!("{}: {}", flag.name, yaml(value)), source(origin)),
+                (None, Some((value, origin))) => {
+                    (format!("{}: {}", flag.name, yaml(&without_secrets(flag, value))), source(origin))
+                }
                 (None, None) => (format!("# {}:", flag.name), unset(flag, resolved.verb)),
             });
         }
@@ -234,6 +236,16 @@ pub fn print_config(resolved: &Resolved) -> String {
         }
     }
     out
+}
+
+/// A setting's value for files: a reward's address or command may hold a password.
+pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
+    match (flag.kind, value) {
+        (Kind::Specs, Value::Texts(specs)) => {
+            Value::Texts(specs.iter().map(|spec| omnigrpo_rewards::redacted(spec)).collect())
+        }
+        _ => value.clone(),
+    }
 }
 
 fn unset(flag: &Flag, verb: Verb) -> String {

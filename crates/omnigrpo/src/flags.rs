@@ -556,7 +556,7 @@ pub const FLAGS: &[Flag] = &[
     row("max_prompt_length", int(1, COUNT), Unset("the model's limit"), Section::Prompt, RUNS_ROWS, "Most tokens of a prompt, vision tokens included. A longer one is a bad row; it is never cut, since a cut prompt trains on the wrong question.")
         .alias(&["model_max_length"]),
     // Rewards
-    row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, ASKS_REWARDS, "Rewards to add up, by name (`rewards list`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
+    row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, ASKS_REWARDS, "Rewards to add up, by name (`rewards list`), as a function of a Python file (`my_rewards.py:mine`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
         .alias(&["rewards"]),
     row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each."),
     row("format_mode", Choice(words::<FormatMode>), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
@@ -570,6 +570,8 @@ pub const FLAGS: &[Flag] = &[
     row("reward_timeout_secs", float(0.01, 86_400.0), Is("60"), Section::Rewards, REWARDED, "Seconds an external reward may take for a batch before it is restarted."),
     row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),
     row("judge_model", Text, Unset("the server's"), Section::Rewards, REWARDED, "Model that a `judge:http://…` reward asks."),
+    row("judge_prompt", Path, Unset("one that asks for a number from 0 to 1"), Section::Rewards, REWARDED, "File with what a `judge:` reward is asked, with `{prompt}`, `{answer}` or `{completion}`, and `{solution}` in their places; where `{images}` stands the row's pictures are sent."),
+    row("reward_python", Text, Is("python3"), Section::Rewards, REWARDED, "Python that runs rewards given as `FILE.py:FUNCTION`."),
     row("clip_model", Text, Unset("none"), Section::Rewards, REWARDED, "CLIP of the `explanation` reward: a checkpoint directory, or a model in the local cache. A preset's `cider` becomes `explanation` with it."),
     row("clip_text_model", Text, Unset("the CLIP's own text tower"), Section::Rewards, REWARDED, "Text tower for `--clip_model`, as sentence-transformers saves one, for texts that are not English."),
     row("explanation_clip_weight", float(0.0, 1.0), Is("0.5"), Section::Rewards, REWARDED, "Share of the CLIP score in `explanation`; CIDEr has the rest. 0 needs no CLIP."),

@@ -218,6 +218,14 @@ pub const IDLE: &[Idle] = &[
     idle_in(&[Sft], "reward_timeout_secs", only_evaluated),
     idle_in(&[Train], "reward_workers", replayed),
     idle_in(&[Sft], "reward_workers", only_evaluated),
+    idle("judge_prompt", |s| {
+        let none = !s.rewards.reward_funcs.iter().any(|spec| spec.contains("judge:http"));
+        none.then_some("`reward_funcs` has no `judge:…`")
+    }),
+    idle("reward_python", |s| {
+        let none = !s.rewards.reward_funcs.iter().any(|spec| spec.contains(".py:"));
+        none.then_some("`reward_funcs` has no `FILE.py:FUNCTION`")
+    }),
     idle_in(&[Train], "judge_model", replayed),
     idle_in(&[Sft], "judge_model", only_evaluated),
     idle_in(&[Train], "clip_model", replayed),
@@ -420,9 +428,13 @@ fn known_rewards(specs: &[String]) -> Result<(), Problem> {
         if names().any(|name| name == spec) {
             continue;
         }
-        let problem = Problem::usage("unknown reward")
-            .got(format!("`{spec}`"))
-            .expected(format!("{}, `cmd:PROGRAM` or `http://…`", names().collect::<Vec<_>>().join(", ")));
+        let problem = Problem::usage("unknown reward").got(format!("`{spec}`")).expected(format!(
+            "{}, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`",
+            names().collect::<Vec<_>>().join(", ")
+        ));
+        if spec.ends_with(".py") {
+            return Err(problem.help(format!("name one function of the file: `{spec}:FUNCTION`")));
+        }
         let near = names()
             .map(|name| (strsim::jaro_winkler(spec, name), name))
             .filter(|(score, _)| *score > 0.8)

@@ -474,6 +474,8 @@ pub struct RewardSettings {
     pub reward_timeout_secs: f64,
     pub reward_workers: usize,
     pub judge_model: Option<String>,
+    pub judge_prompt: Option<PathBuf>,
+    pub reward_python: String,
     pub clip_model: Option<String>,
     pub clip_text_model: Option<String>,
     pub explanation_clip_weight: f64,
@@ -503,6 +505,7 @@ impl RewardSettings {
             external: ExternalOptions {
                 timeout: Duration::from_secs_f64(self.reward_timeout_secs),
                 pool_size: self.reward_workers,
+                python: self.reward_python.clone(),
                 judge_model: self.judge_model.clone().unwrap_or(defaults.judge_model.clone()),
                 ..defaults
             },
@@ -854,6 +857,8 @@ impl Settings {
                 reward_timeout_secs: v.get("reward_timeout_secs")?,
                 reward_workers: v.get("reward_workers")?,
                 judge_model: v.get("judge_model")?,
+                judge_prompt: v.get("judge_prompt")?,
+                reward_python: v.get("reward_python")?,
                 clip_model: v.get("clip_model")?,
                 clip_text_model: v.get("clip_text_model")?,
                 explanation_clip_weight: v.get("explanation_clip_weight")?,

@@ -286,10 +286,11 @@ impl Values {
             .collect()
     }
 
-    /// Every value that is set, as JSON, by name.
+    /// Every value that is set, as JSON, by name; without the secrets of rewards.
     pub fn plain(&self) -> impl Iterator<Item = (&'static str, Json)> {
         self.values.iter().map(|(name, (value, _))| {
-            let json = match value {
+            let shown = flags::find(name).map(|flag| explain::without_secrets(flag, value));
+            let json = match shown.as_ref().unwrap_or(value) {
                 Value::Bool(v) => Json::from(*v),
                 Value::Int(v) => Json::from(*v),
                 Value::Float(v) => Json::from(*v),

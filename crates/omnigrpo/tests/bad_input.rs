@@ -254,7 +254,11 @@ fn a_rule_of_comparison_per_file() {
     let line =
         format!("{TRAIN} --data_file_paths a.jsonl:b.jsonl --image_folders .:. --reward_funcs accuracy");
     let ran = place.run(&format!("{line} --reward_method default:map")).ok();
-    assert!(ran.stderr.contains("`accuracy` does not apply to 1 of 2 rows"), "no box for `map`: {}", ran.stderr);
+    assert!(
+        ran.stderr.contains("`accuracy` does not apply to 1 of 2 rows"),
+        "no box for `map`: {}",
+        ran.stderr
+    );
     let ran = place.run(&format!("{line} --reward_method mcq:default --resume_from_checkpoint never")).ok();
     assert!(place.text("run/config.yaml").contains("accuracy_mode: [mcq, default]"), "{}", ran.stderr);
     place

@@ -187,6 +187,58 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
     assert_eq!((&scored["id"], scored["reward"].as_array().unwrap().len()), (&kept["id"], 2));
 }
 
+/// A reward program that hangs does not outlive a trainer that is killed.
+#[cfg(target_os = "linux")]
+#[test]
+fn reward_programs_end_with_the_run() {
+    let place = Place::new();
+    place.write("hang.sh", "echo $$ > pid.part; mv pid.part pid; exec sleep 300");
+    let line = "train --model M --train_file rows.jsonl --max_steps 1 --num_generations 2 --output_dir run";
+    for signal in ["-KILL", "-INT"] {
+        let _ = std::fs::remove_file(place.path("pid"));
+        let mut command = place.command(line);
+        command.args(["--reward_funcs", "cmd:bash hang.sh"]);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        assert!(appears(&place.path("pid")));
+        let program = place.text("pid").trim().to_owned();
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        child.wait().unwrap();
+        let alive = || {
+            std::fs::read_to_string(format!("/proc/{program}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+        };
+        let ended = (0..500).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            !alive()
+        });
+        assert!(ended, "{signal}");
+    }
+}
+
+/// The password of an address and the token of a command are in no file of a run, and do not make it another run.
+#[test]
+fn secrets_of_rewards_are_not_written() {
+    let place = Place::new();
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    place.write("steady.sh", format!("while read -r line; do {answer}; done"));
+    let run = |token: &str, steps: usize| {
+        let line = format!(
+            "train --model M --train_file rows.jsonl --max_steps {steps} --save_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --output_dir run"
+        );
+        place
+            .run_with(&line, &["--reward_funcs", &format!("mine=cmd:\"bash steady.sh --token {token}\"")])
+            .ok()
+    };
+    run("sesame1", 1);
+    assert!(run("sesame2", 2).stderr.contains("resuming from"));
+    let found =
+        Command::new("grep").args(["-rl", "sesame", "run"]).current_dir(place.path("")).output().unwrap();
+    assert_eq!(String::from_utf8(found.stdout).unwrap(), "");
+    assert!(place.text("run/config.yaml").contains("--token ***"));
+    place
+        .run("train --config run/config.yaml")
+        .fails(2, &["stands for a secret that is not written to files"]);
+}
+
 /// The largest resident memory after 20 steps is, within a fiftieth, that after 200.
 #[cfg(target_os = "linux")]
 #[test]

@@ -4,6 +4,7 @@
 //! count, a number that is not finite or leaves the range, and a panic are errors that name the reward and the row;
 //! they are never turned into 0, since a silent 0 would be learned from.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
@@ -57,6 +58,15 @@ pub struct RewardInput<'a> {
     pub truncated: bool,
 }
 
+/// What a reward wants recorded beside its scores.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Logged {
+    /// Metrics of the step.
+    pub metrics: BTreeMap<String, f64>,
+    /// Columns for the records of completions: one value per completion, in order.
+    pub columns: BTreeMap<String, Vec<Value>>,
+}
+
 /// A scoring function. Built-in rewards look at one completion at a time; a program or an endpoint gets the batch.
 pub trait Reward: Send + Sync {
     /// Name in metrics (`rewards/<name>/mean`) and errors.
@@ -70,6 +80,11 @@ pub trait Reward: Send + Sync {
     /// # Errors
     /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
+
+    /// What it wants recorded of the batch that it scored last; asked for once per batch.
+    fn take_logged(&self) -> Logged {
+        Logged::default()
+    }
 
     /// Whether it applies to a row, whatever the completion; `None` where only a score can tell.
     ///
@@ -102,6 +117,8 @@ pub struct RewardMatrix {
     pub weights: Vec<f64>,
     /// Weighted sum over the rewards that apply; `None` where none does.
     pub total: Vec<Option<f64>>,
+    /// What the rewards want recorded; metrics as `rewards/<reward>/<name>`.
+    pub logged: Logged,
 }
 
 impl RewardMatrix {
@@ -217,7 +234,14 @@ impl RewardSet {
             })
             .collect();
         let names = self.rewards.iter().map(|reward| reward.name().to_owned()).collect();
-        Ok(RewardMatrix { names, values, weights: self.weights.clone(), total })
+        let mut logged = Logged::default();
+        for reward in &self.rewards {
+            let own = reward.take_logged();
+            let named = |(name, value)| (format!("rewards/{}/{name}", reward.name()), value);
+            logged.metrics.extend(own.metrics.into_iter().map(named));
+            logged.columns.extend(own.columns);
+        }
+        Ok(RewardMatrix { names, values, weights: self.weights.clone(), total, logged })
     }
 
     /// Whether each reward applies to a row, in order, by its columns alone; `None` where only a score can tell.

@@ -34,13 +34,13 @@ mod weighted_sum;
 mod yes_no;
 
 pub use cider::{DocumentFrequencies, explanation, references};
-pub use contract::{Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
+pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 pub use error::RewardError;
 pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,
     Summary, TextScores, answer, answer_reward, explanations, pass_at_k, summarize, wilson_interval,
 };
-pub use external::ExternalOptions;
+pub use external::{ExternalOptions, redacted};
 pub use options::{AccuracyMode, AnswerPolicy, Compat, FormatMode, Named, RewardOptions};
 pub use table::{RewardRow, build, build_with, table};
 pub use temporal::temporal_order_bonus;

@@ -3,7 +3,7 @@
 use crate::error::suggestion;
 use crate::{
     AccuracyMode, Reward, RewardError, RewardOptions, RewardSet, accuracy, cider, external, format, length,
-    overlong, random, repetition,
+    overlong, random, redacted, repetition,
 };
 
 /// One built-in reward.
@@ -165,8 +165,8 @@ static TABLE: &[RewardRow] = &[
     },
 ];
 
-/// Makes the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `http://…`, `https://…`
-/// or `judge:http(s)://…`; `name=spec` gives one of the last four a name of its own.
+/// Makes the rewards of a run. A spec is a name of the [`table`], `cmd:"program arguments"`, `FILE.py:FUNCTION`,
+/// `http://…`, `https://…` or `judge:http(s)://…`; `name=spec` gives one of the last five a name of its own.
 ///
 /// # Errors
 /// Unknown names, settings a reward cannot work with, weights that do not fit.
@@ -203,8 +203,12 @@ fn one(spec: &str, options: &RewardOptions) -> Result<Box<dyn Reward>, RewardErr
     }
     let names = || TABLE.iter().map(|row| row.name);
     Err(RewardError::UnknownReward {
-        name: spec.to_owned(),
-        hint: suggestion(spec, names()),
+        name: redacted(spec),
+        hint: if spec.ends_with(".py") {
+            format!(" (a reward is one function of a Python file: `{spec}:FUNCTION`)")
+        } else {
+            suggestion(spec, names())
+        },
         known: names().collect::<Vec<_>>().join(", "),
     })
 }

@@ -7,7 +7,8 @@ use std::path::Path;
 use omnigrpo_rewards::{RewardError, RewardInput, RewardOptions, RowKey, Think, build};
 use serde_json::{Map, json};
 
-fn scores(spec: &str, rows: &[(&str, Option<&str>)]) -> Result<Vec<Option<f64>>, RewardError> {
+/// What `ask` makes of rows as a run would have them.
+fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {
     let mut columns = Map::new();
     columns.insert("factor".to_owned(), json!(2));
     let batch: Vec<RewardInput<'_>> = rows
@@ -25,7 +26,12 @@ fn scores(spec: &str, rows: &[(&str, Option<&str>)]) -> Result<Vec<Option<f64>>,
             truncated: false,
         })
         .collect();
-    Ok(build(&[spec.to_owned()], &RewardOptions::default())?.score(&batch)?.values.remove(0))
+    ask(&batch)
+}
+
+fn scores(spec: &str, rows: &[(&str, Option<&str>)]) -> Result<Vec<Option<f64>>, RewardError> {
+    let set = build(&[spec.to_owned()], &RewardOptions::default())?;
+    Ok(on(rows, |batch| set.score(batch))?.values.remove(0))
 }
 
 fn examples() -> std::path::PathBuf {
@@ -69,4 +75,47 @@ async def reward(prompts, completions, completion_ids, factor, trainer_state, **
     assert!(error.contains("ValueError: no such colour"), "{error}");
     let error = scores(&spec, &[("nan", None)]).unwrap_err().to_string();
     assert!(error.contains("not JSON compliant"), "{error}");
+}
+
+/// The path and name of a function are a reward by themselves, called after the function.
+#[test]
+#[ignore = "needs python3"]
+fn a_function_of_a_file_is_a_reward() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = r#"
+def length(prompts, completions, log_metric, log_extra, **columns):
+    log_metric("chars", sum(len(c[0]["content"]) for c in completions) / len(completions))
+    log_extra("shout", [c[0]["content"].upper() for c in completions])
+    return [len(c[0]["content"]) for c in completions]
+
+def easy(reward_inputs):
+    return [{"overall": r["response_length"], "right": float(r["response"] == r["ground_truth"])} for r in reward_inputs]
+"#;
+    let path = dir.path().join("mine.py");
+    std::fs::write(&path, source).unwrap();
+    let spec = |function: &str| format!("{}:{function}", path.display());
+    let rows = [("red", Some("red")), ("blue!", Some("red"))];
+    let set = build(&[spec("length"), spec("easy")], &RewardOptions::default()).unwrap();
+    assert_eq!(set.names(), ["length", "easy"]);
+    let matrix = on(&rows, |batch| set.score(batch)).unwrap();
+    assert_eq!(matrix.values, [[Some(3.0), Some(5.0)], [Some(3.0), Some(3.0)]]);
+    let metrics = [("rewards/length/chars".to_owned(), 4.0), ("rewards/easy/right".to_owned(), 0.5)];
+    assert_eq!(matrix.logged.metrics, metrics.into());
+    assert_eq!(matrix.logged.columns["shout"], [json!("RED"), json!("BLUE!")]);
+
+    // Found out by a trial, once, with what there is instead.
+    let error = |spec: String| {
+        let set = build(&[spec], &RewardOptions::default()).unwrap();
+        on(&rows[..1], |batch| set.probe(&batch[0])).unwrap_err().to_string()
+    };
+    let missing = error(spec("nofunc"));
+    for part in ["`nofunc` failed 1 time(s)", "has no function `nofunc`; it has: length, easy"] {
+        assert!(missing.contains(part), "{part}: {missing}");
+    }
+    std::fs::write(&path, "import no_such_module\n").unwrap();
+    let import = error(spec("length"));
+    assert!(
+        import.contains("failed 1 time(s)") && import.contains("No module named 'no_such_module'"),
+        "{import}"
+    );
 }

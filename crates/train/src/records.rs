@@ -271,6 +271,7 @@ fn is_headline(name: &str) -> bool {
 fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
     let mut lines = Vec::new();
     let mut index = 0;
+    let columns = &rollouts.rewards.logged.columns;
     for (group, (row, completions)) in rollouts.rows.iter().zip(&rollouts.completions).enumerate() {
         let media: Vec<String> =
             media_paths(&row.sample).iter().map(|path| path.display().to_string()).collect();
@@ -293,6 +294,10 @@ fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
                     omnigrpo_rollout::FinishReason::Length => FinishReason::Length,
                 },
                 media: media.clone(),
+                columns: columns
+                    .iter()
+                    .filter_map(|(name, values)| Some((name.clone(), values.get(index)?.clone())))
+                    .collect(),
             });
             index += 1;
         }

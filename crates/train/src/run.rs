@@ -7,7 +7,7 @@ use std::time::Instant;
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Existing, Metric, PhaseTimer, RunDir, write_atomic};
-use omnigrpo_rewards::{RewardMatrix, RewardSet};
+use omnigrpo_rewards::{Logged, RewardMatrix, RewardSet};
 
 use crate::checkpoint::{self, BufferState, TrainerState};
 use crate::error::{Result, TrainError};
@@ -183,6 +183,10 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 Err(error) => return Err(this.records.offending_rows(step + 1, &rollouts, error)),
             };
             metrics = reinforcement_metrics(&outcome);
+            if iteration == 0 {
+                let logged = &rollouts.rewards.logged.metrics;
+                metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
+            }
             reward = outcome.sums.reward();
             if iteration + 1 < this.run.num_iterations {
                 buffer = Some((rollouts, iteration + 1));
@@ -374,6 +378,7 @@ impl Loop {
             values: saved.reward_values.clone(),
             weights: saved.reward_weights.clone(),
             total: saved.reward_totals.clone(),
+            logged: Logged::default(),
         };
         let completions = saved.completions();
         step::restore(&self.algorithm, &self.model, rows, completions, rewards, Some(saved.old.clone()))

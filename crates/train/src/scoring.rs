@@ -63,8 +63,7 @@ pub fn probe(rewards: &RewardSet, sample: &Sample, text: String, ids: Vec<u32>) 
 }
 
 fn completion(text: String, ids: Vec<u32>) -> Completion {
-    let (logprobs, sampler_logprobs) = (Vec::new(), Vec::new());
-    Completion { ids, logprobs, sampler_logprobs, finish_reason: FinishReason::Stop, text }
+    Completion::recorded(ids, FinishReason::Stop, text)
 }
 
 /// The error of a scoring that failed, with the rows and what was sampled for them, in a form that rows are read in.

@@ -10,7 +10,7 @@ use omnigrpo_models::{
     FeatureGradients, Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample,
 };
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_rewards::{RewardMatrix, RewardSet};
+use omnigrpo_rewards::{Logged, RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
 
 use crate::error::{Result, TrainError};
@@ -254,7 +254,7 @@ pub fn replay(
     }
     let weights = vec![1.0; names.len()];
     let total = advantage::weighted_sum(&values, &weights)?;
-    let matrix = RewardMatrix { names, values, weights, total };
+    let matrix = RewardMatrix { names, values, weights, total, logged: Logged::default() };
     let old = (!old.is_empty()).then_some(old);
     assemble(algorithm, rows, completions, features, matrix, old)
 }

@@ -21,7 +21,7 @@ pub fn list() -> Result<()> {
         out.push_str(&format!("{name:width$}  {doc} [{source}]\n"));
     }
     out.push_str(
-        "\nAlso `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.\n",
+        "\nAlso `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.\n",
     );
     print(&out)
 }

@@ -475,6 +475,9 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
     let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
     let mut options = asked.options(settings.rollout.max_completion_length);
     options.external.judge_api_key = settings.env.judge_api_key.clone();
+    if let Some(path) = &asked.judge_prompt {
+        options.external.judge_template = judge_prompt(path)?;
+    }
     options.cider = corpus.frequencies.clone();
     let dir = |flag: &str, wanted: bool, name: &Option<String>| {
         let name = name.as_ref().filter(|_| wanted);
@@ -502,6 +505,29 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
         .collect::<Result<Vec<_>, _>>()?;
     omnigrpo_rewards::build_with(&asked.reward_funcs, &options, made)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
+}
+
+/// What a judge is asked, from a file.
+fn judge_prompt(path: &Path) -> Result<String> {
+    const MAX_BYTES: u64 = 64 << 10;
+    let problem = |got: String| {
+        Problem::usage("the judge's prompt cannot be used").at(path.display().to_string()).got(got).expected(
+            "a text with `{answer}` or `{completion}` in it, and a request for a number from 0 to 1",
+        )
+    };
+    let mut text = String::new();
+    std::fs::File::open(path)
+        .and_then(|file| {
+            std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
+        })
+        .map_err(|e| problem(e.to_string()))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(problem(format!("more than {MAX_BYTES} bytes")).into());
+    }
+    if !text.contains("{answer}") && !text.contains("{completion}") {
+        return Err(problem("a text that shows the judge nothing to grade".to_owned()).into());
+    }
+    Ok(text)
 }
 
 /// Those of the rewards that need neither a model nor another program, if there are any: enough to ask about rows.

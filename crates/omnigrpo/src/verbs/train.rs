@@ -105,7 +105,10 @@ fn run_logged(
         if answer_reward(&rewards).is_none() {
             return Err(Problem::usage("no reward looks at answers, so none can need the order of frames")
                 .at("--temporal_order_bonus")
-                .got(format!("`reward_funcs` {}", settings.rewards.reward_funcs.join(", ")))
+                .got(format!(
+                    "`reward_funcs` {}",
+                    omnigrpo_rewards::redacted(&settings.rewards.reward_funcs.join(", "))
+                ))
                 .expected("`accuracy` or one of its rules among them")
                 .into());
         }
@@ -336,6 +339,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "reward_timeout_secs",
     "reward_workers",
     "allow_urls",
+    "reward_python",
 ];
 
 /// Every other setting, the base model's directory and the dataset's shape.

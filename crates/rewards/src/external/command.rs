@@ -2,22 +2,32 @@
 //!
 //! Each of the pool's processes is started once and kept. A process that dies or does not answer in time is killed
 //! (with the processes it started), started anew, and given the request again, so that a death loses no step. What it
-//! writes to stderr goes to the log, and the last lines into the error.
+//! writes to stderr goes to the log, and the last lines into the error. It does not outlive this process.
+//!
+//! `FILE.py:FUNCTION` is such a program, too: Python with a helper that serves the function.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Answer, ExternalOptions, Failure, Request, attempts, excerpt, rows_name, spread, values};
+use super::{
+    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, python_function, redacted, rows_name,
+    spread, values,
+};
+use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 /// An answer line beyond this is refused instead of read.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 const STDERR_LINES: usize = 20;
+/// Of a line of stderr the rest is dropped.
+const STDERR_LINE_BYTES: usize = 4096;
+/// Serves a function of a Python file: `python3 -c HELPER FILE.py:FUNCTION`.
+const PYTHON_HELPER: &str = include_str!("../../../../examples/rewards/omnigrpo_reward.py");
 /// How long a process may take to end after its stdin is closed.
 const GOODBYE: Duration = Duration::from_millis(300);
 
@@ -28,6 +38,7 @@ struct CommandReward {
     /// One slot per thread of the pool; empty until used and after a failure.
     workers: Vec<Mutex<Option<Worker>>>,
     next_id: AtomicU64,
+    log: Log,
 }
 
 pub(super) fn reward(
@@ -38,23 +49,64 @@ pub(super) fn reward(
     // A shell may have left the quotes of cmd:"…" in place.
     let command = command.trim();
     let command = command.strip_prefix('"').and_then(|inside| inside.strip_suffix('"')).unwrap_or(command);
-    let setting = |what: String| RewardError::Setting { reward: format!("cmd:{command}"), what };
-    let arguments = shlex::split(command).filter(|arguments| !arguments.is_empty());
-    let arguments =
-        arguments.ok_or_else(|| setting("expected a program and its arguments, quotes closed".to_owned()))?;
-    let options = options.external.clone();
+    let spec = redacted(&format!("cmd:{command}"));
+    let arguments = shlex::split(command).filter(|arguments| !arguments.is_empty()).ok_or_else(|| {
+        let what = "expected a program and its arguments, quotes closed".to_owned();
+        RewardError::Setting { reward: spec.clone(), what }
+    })?;
     let name = name.map_or_else(|| default_name(&arguments), str::to_owned);
-    // The first process starts now, so that a program that is not there is found before training.
-    let first = Worker::start(&arguments).map_err(|error| {
-        setting(format!("cannot start `{}`: {error}; is it installed and on PATH?", arguments[0]))
+    started(spec, name, arguments, options)
+}
+
+/// The function of a Python file, as TRL takes one.
+pub(super) fn python_reward(
+    file: &str,
+    function: &str,
+    name: Option<&str>,
+    options: &RewardOptions,
+) -> Result<Box<dyn Reward>, RewardError> {
+    let spec = format!("{file}:{function}");
+    if !std::path::Path::new(file).is_file() {
+        return Err(RewardError::Setting {
+            reward: spec,
+            what: format!(
+                "no such file: {file}; expected FILE.py:FUNCTION, the path from the working directory"
+            ),
+        });
+    }
+    let arguments = [&options.external.python, "-c", PYTHON_HELPER, &spec].map(str::to_owned).to_vec();
+    started(spec, name.unwrap_or(function).to_owned(), arguments, options)
+}
+
+/// With its first process running, so that a program that is not there is found before training.
+fn started(
+    spec: String,
+    name: String,
+    arguments: Vec<String>,
+    options: &RewardOptions,
+) -> Result<Box<dyn Reward>, RewardError> {
+    let options = options.external.clone();
+    let first = Worker::start(&arguments).map_err(|error| RewardError::Setting {
+        reward: spec,
+        what: format!("cannot start `{}`: {error}; is it installed and on PATH?", arguments[0]),
     })?;
     let workers = (1..options.pool_size.max(1)).map(|_| Mutex::new(None));
     let workers = std::iter::once(Mutex::new(Some(first))).chain(workers).collect();
-    Ok(Box::new(CommandReward { name, arguments, options, workers, next_id: AtomicU64::new(0) }))
+    Ok(Box::new(CommandReward {
+        name,
+        arguments,
+        options,
+        workers,
+        next_id: AtomicU64::new(0),
+        log: Log::default(),
+    }))
 }
 
-/// "my_reward" for `python my_reward.py`.
+/// "my_reward" for `python my_reward.py`, the function where an argument names one.
 fn default_name(arguments: &[String]) -> String {
+    if let Some((_, function)) = arguments.iter().find_map(|argument| python_function(argument)) {
+        return function.to_owned();
+    }
     let script = arguments.iter().find(|argument| argument.contains('.') && !argument.starts_with('-'));
     let path = std::path::Path::new(script.unwrap_or(&arguments[0]));
     path.file_stem().map_or_else(|| "cmd".to_owned(), |stem| stem.to_string_lossy().into_owned())
@@ -70,23 +122,53 @@ impl Reward for CommandReward {
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        self.log.take();
         spread(batch, self.options.batch_size, self.workers.len(), |worker, range, rows| {
             let mut slot = locked(&self.workers[worker]);
             let named = rows_name(&range, batch);
-            attempts(&self.name, &named, &self.options, Duration::ZERO, || {
-                let result = self.ask(&mut slot, rows);
-                if result.is_err() {
-                    // Whatever it is doing, its next line would not be the answer to the next request.
-                    *slot = None;
-                }
-                result
-            })
+            let ask = || self.ask(&mut slot, rows, false);
+            let (values, logged) = attempts(&self.name, &named, &self.options, Duration::ZERO, ask)?;
+            self.log.add(range, logged);
+            Ok(values)
         })
+    }
+
+    fn take_logged(&self) -> Logged {
+        self.log.take()
+    }
+
+    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
+        let mut slot = locked(&self.workers[0]);
+        // What is wrong now is no passing trouble of a long run.
+        let once = ExternalOptions { retries: 0, ..self.options.clone() };
+        let (scores, _) = attempts(&self.name, &row_name(0, row), &once, Duration::ZERO, || {
+            self.ask(&mut slot, std::slice::from_ref(row), true)
+        })?;
+        Ok(scores.into_iter().next().flatten())
     }
 }
 
 impl CommandReward {
-    fn ask(&self, slot: &mut Option<Worker>, rows: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, Failure> {
+    fn ask(
+        &self,
+        slot: &mut Option<Worker>,
+        rows: &[RewardInput<'_>],
+        probe: bool,
+    ) -> Result<(Vec<Option<f64>>, Logged), Failure> {
+        let answered = self.exchange(slot, rows, probe);
+        if answered.is_err() {
+            // Whatever it is doing, its next line would not be the answer to the next request.
+            *slot = None;
+        }
+        answered
+    }
+
+    fn exchange(
+        &self,
+        slot: &mut Option<Worker>,
+        rows: &[RewardInput<'_>],
+        probe: bool,
+    ) -> Result<(Vec<Option<f64>>, Logged), Failure> {
         let worker = match slot {
             Some(worker) => worker,
             None => slot.insert(Worker::start(&self.arguments).map_err(|error| {
@@ -94,7 +176,7 @@ impl CommandReward {
             })?),
         };
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let line = worker.exchange(&Request::new(id, rows), self.options.timeout)?;
+        let line = worker.exchange(&Request::new(id, rows, probe), self.options.timeout)?;
         let answer: Answer = serde_json::from_str(&line).map_err(|error| {
             Failure::Final(format!(
                 "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",
@@ -111,6 +193,8 @@ impl CommandReward {
 /// A running program, with a thread for each of its pipes: writing to a full pipe, too, must not outlast the limit.
 struct Worker {
     child: Child,
+    /// It has answered a request.
+    answered: bool,
     /// The child has not been waited for, so its group's id is still its own.
     group_is_ours: bool,
     requests: Option<Sender<Vec<u8>>>,
@@ -130,7 +214,7 @@ impl Worker {
             // processes that the program started.
             std::os::unix::process::CommandExt::process_group(&mut command, 0);
         }
-        let mut child = command.spawn()?;
+        let mut child = spawn(command)?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(stdin), Some(stdout), Some(stderr)) = pipes else {
             return Err(std::io::Error::other("the program has no pipes"));
@@ -140,6 +224,7 @@ impl Worker {
         let lines = Arc::new(Mutex::new(VecDeque::new()));
         let mut worker = Self {
             child,
+            answered: false,
             group_is_ours: true,
             requests: Some(requests),
             answers,
@@ -156,18 +241,7 @@ impl Worker {
                 }
             }
         })?;
-        let reader = thread("stderr").spawn(move || {
-            let mut reader = BufReader::new(stderr);
-            while let Some(Ok(line)) = next_line(&mut reader) {
-                let line = line.trim_end().to_owned();
-                tracing::debug!(target: "omnigrpo_rewards::command", "{line}");
-                let mut lines = locked(&lines);
-                lines.push_back(line);
-                while lines.len() > STDERR_LINES {
-                    lines.pop_front();
-                }
-            }
-        })?;
+        let reader = thread("stderr").spawn(move || read_stderr(BufReader::new(stderr), &lines))?;
         worker.stderr_reader = Some(reader);
         Ok(worker)
     }
@@ -177,19 +251,25 @@ impl Worker {
         line.push(b'\n');
         let sent = self.requests.as_ref().is_some_and(|requests| requests.send(line).is_ok());
         if !sent {
-            return Err(Failure::Passing(self.ended()));
+            return Err(self.ended());
         }
         match self.answers.recv_timeout(limit) {
-            Ok(Ok(line)) => Ok(line),
+            Ok(Ok(line)) => {
+                self.answered = true;
+                Ok(line)
+            }
             Ok(Err(error)) => Err(Failure::Final(error.to_string())),
             Err(RecvTimeoutError::Timeout) => Err(Failure::TimedOut),
-            Err(RecvTimeoutError::Disconnected) => Err(Failure::Passing(self.ended())),
+            Err(RecvTimeoutError::Disconnected) => Err(self.ended()),
         }
     }
 
-    /// What is known about a program that closed its pipes.
-    fn ended(&mut self) -> String {
-        let status = match self.wait(GOODBYE) {
+    /// What is known about a program that closed its pipes. One that gives up by itself before its first answer (an
+    /// import that fails, say) would do so again.
+    fn ended(&mut self) -> Failure {
+        let status = self.wait(GOODBYE);
+        let gave_up = !self.answered && status.is_some_and(|status| status.code().is_some());
+        let status = match status {
             Some(status) => format!("the program ended ({status})"),
             None => "the program closed its stdout".to_owned(),
         };
@@ -201,7 +281,12 @@ impl Worker {
             std::thread::sleep(Duration::from_millis(1));
         }
         let lines: Vec<String> = locked(&self.stderr).iter().cloned().collect();
-        if lines.is_empty() { status } else { format!("{status}; its last lines: {}", lines.join(" | ")) }
+        let what = if lines.is_empty() {
+            status
+        } else {
+            format!("{status}; its last lines: {}", lines.join(" | "))
+        };
+        if gave_up { Failure::Final(what) } else { Failure::Passing(what) }
     }
 }
 
@@ -245,6 +330,86 @@ impl Drop for Worker {
             let _ = self.child.wait();
         }
     }
+}
+
+/// Starts a program that the system kills when this process ends, however it ends. That rule goes by the thread that
+/// starts a program, so one thread, which is never done, starts them all.
+fn spawn(command: Command) -> std::io::Result<Child> {
+    type Order = (Command, Sender<std::io::Result<Child>>);
+    static STARTER: OnceLock<Sender<Order>> = OnceLock::new();
+    let starter = STARTER.get_or_init(|| {
+        let (orders, to_do) = channel::<Order>();
+        let start_all = move || {
+            for (mut command, answer) in to_do {
+                die_with_parent(&mut command);
+                // Whoever ordered it waits for it.
+                let _ = answer.send(command.spawn());
+            }
+        };
+        // Without the thread its end of the channel is gone, and so the order below fails.
+        let _ = std::thread::Builder::new().name("reward starter".to_owned()).spawn(start_all);
+        orders
+    });
+    let gone = || std::io::Error::other("the thread that starts programs is gone");
+    let (answer, started) = channel();
+    starter.send((command, answer)).map_err(|_| gone())?;
+    started.recv().map_err(|_| gone())?
+}
+
+#[cfg(target_os = "linux")]
+fn die_with_parent(command: &mut Command) {
+    let parent = std::process::id();
+    let ask = move || {
+        // SAFETY: `prctl` with these arguments takes no pointers.
+        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        // It may have ended before it was asked for.
+        if std::os::unix::process::parent_id() == parent {
+            Ok(())
+        } else {
+            Err(std::io::Error::from_raw_os_error(libc::ESRCH))
+        }
+    };
+    // SAFETY: between fork and exec `ask` makes two system calls and allocates nothing.
+    unsafe { std::os::unix::process::CommandExt::pre_exec(command, ask) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn die_with_parent(_: &mut Command) {}
+
+/// Keeps the last lines until stderr is closed. A carriage return ends a line, too, as progress bars have it.
+fn read_stderr(mut reader: impl BufRead, lines: &Mutex<VecDeque<String>>) {
+    let mut line: Vec<u8> = Vec::new();
+    let keep = |line: &mut Vec<u8>| {
+        let text = String::from_utf8_lossy(&std::mem::take(line)).trim_end().to_owned();
+        if text.is_empty() {
+            return;
+        }
+        tracing::debug!(target: "omnigrpo_rewards::command", "{text}");
+        let mut lines = locked(lines);
+        lines.push_back(text);
+        while lines.len() > STDERR_LINES {
+            lines.pop_front();
+        }
+    };
+    loop {
+        let chunk = match reader.fill_buf() {
+            Ok([]) => break,
+            Ok(chunk) => chunk,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        };
+        let end = chunk.iter().position(|byte| matches!(byte, b'\n' | b'\r'));
+        let part = &chunk[..end.unwrap_or(chunk.len())];
+        line.extend_from_slice(&part[..part.len().min(STDERR_LINE_BYTES - line.len())]);
+        let used = end.map_or(chunk.len(), |end| end + 1);
+        reader.consume(used);
+        if end.is_some() {
+            keep(&mut line);
+        }
+    }
+    keep(&mut line);
 }
 
 fn write_requests(mut stdin: ChildStdin, requests: &Receiver<Vec<u8>>) {
@@ -371,11 +536,76 @@ done"#;
     #[test]
     fn gives_up_with_the_last_lines_of_stderr() {
         let dir = tempfile::tempdir().unwrap();
-        let set = set(dir.path(), "echo no module named torch >&2; exit 1", |o| o.retries = 1).unwrap();
-        let error = scores(&set, &["1"]).unwrap_err().to_string();
-        for part in ["`scorer` failed 2 time(s)", "row 0", "exit status: 1", "no module named torch"] {
-            assert!(error.contains(part.trim_start_matches("row ")), "{part}: {error}");
+        let set_of = |body: &str| set(dir.path(), body, |o| o.retries = 1).unwrap();
+        // One that gives up by itself would do it again; one that is killed may have better luck.
+        for (end, times) in [("exit 1", 1), ("kill -9 $$", 2)] {
+            let set = set_of(&format!("echo no module named torch >&2; {end}"));
+            let error = scores(&set, &["1"]).unwrap_err().to_string();
+            let failed = format!("`scorer` failed {times} time(s)");
+            for part in [&failed, "rows 0 (", "the program ended (", "no module named torch"] {
+                assert!(error.contains(part), "{part}: {error}");
+            }
         }
+    }
+
+    #[test]
+    fn a_trial_finds_what_would_fail_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let probe = |body: &str, range| {
+            let set = set(dir.path(), body, |o| o.range = range).unwrap();
+            let row = Row::new("q", "1", "s");
+            set.probe(&row.input()).map_err(|error| error.to_string())
+        };
+        // It is marked, and the process is kept.
+        let marked =
+            r#"case $line in *'"probe":true}') echo "{\"id\":$id,\"rewards\":[$$]}";; *) exit 3;; esac"#;
+        assert_eq!(probe(marked, None), Ok(()));
+        let error = probe("exit 3", None).unwrap_err();
+        assert!(error.contains("failed 1 time(s)") && error.contains("exit status: 3"), "{error}");
+        assert!(
+            probe(ECHO, Some((2.0, 3.0))).unwrap_err().contains("got 1, expected a finite number in 2..=3")
+        );
+    }
+
+    #[test]
+    fn a_flood_without_a_newline_does_not_stop_a_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let body = format!(r#"head -c 70000000 /dev/zero >&2; printf 'a\rb\r' >&2; {ECHO}"#);
+        let set = set(dir.path(), &body, |o| o.retries = 0).unwrap();
+        assert_eq!(scores(&set, &["1", "2"]).unwrap(), vec![Some(1.0), Some(2.0)]);
+        let lines = Mutex::default();
+        read_stderr(&b"10%\r20%\r\n\nlast"[..], &lines);
+        assert_eq!(*locked(&lines), ["10%", "20%", "last"]);
+    }
+
+    #[test]
+    fn metrics_and_columns_are_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let body =
+            r#"echo "{\"id\":$id,\"rewards\":[0],\"metrics\":{\"m\":$c},\"columns\":{\"said\":[\"<$c>\"]}}""#;
+        let set = set(dir.path(), body, |o| o.pool_size = 2).unwrap();
+        let rows = ["1", "2", "6"].map(|text| Row::new("q", text, "s"));
+        let batch: Vec<_> = rows.iter().map(Row::input).collect();
+        for _ in 0..2 {
+            let logged = set.score(&batch).unwrap().logged;
+            assert_eq!(logged.metrics, [("rewards/scorer/m".to_owned(), 3.0)].into());
+            assert_eq!(
+                logged.columns,
+                [("said".to_owned(), vec!["<1>".into(), "<2>".into(), "<6>".into()])].into()
+            );
+        }
+        let few = r#"echo "{\"id\":$id,\"rewards\":[0],\"columns\":{\"said\":[]}}""#;
+        let set = self::set(dir.path(), few, |_| ()).unwrap();
+        let error = scores(&set, &["1"]).unwrap_err().to_string();
+        assert!(error.contains("column `said` has 0 value(s) for 1 completions"), "{error}");
+    }
+
+    #[test]
+    fn a_function_gives_its_name() {
+        let name = |command: &str| default_name(&shlex::split(command).unwrap());
+        assert_eq!(name("python omnigrpo_reward.py dir/my_rewards.py:right"), "right");
+        assert_eq!(name("python dir/my_reward.py --x"), "my_reward");
+        assert_eq!(name("sh -c 'exit 1'"), "sh");
     }
 
     #[test]

@@ -1,14 +1,18 @@
 //! `http://…`, `https://…`: an endpoint that takes a request as a POST with a JSON body and answers with JSON.
 //!
 //! Connection errors, time-outs, status 408, 429 and 5xx are tried again after a wait that doubles; other statuses are
-//! final. `https` needs this crate's feature of that name.
+//! final. Redirects are not followed: rows go to the address that was given and to no other. `https` needs this crate's
+//! feature of that name.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Answer, ExternalOptions, Failure, Request, attempts, excerpt, rows_name, spread, values};
+use super::{
+    Answer, ExternalOptions, Failure, Log, Request, attempts, excerpt, redacted, rows_name, spread, values,
+};
+use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions};
 
 const MAX_ANSWER_BYTES: u64 = 64 << 20;
@@ -19,6 +23,7 @@ struct HttpReward {
     options: ExternalOptions,
     client: Client,
     next_id: AtomicU64,
+    log: Log,
 }
 
 pub(super) fn reward(
@@ -28,7 +33,8 @@ pub(super) fn reward(
 ) -> Result<Box<dyn Reward>, RewardError> {
     let options = options.external.clone();
     let client = Client::new(url, &name, &options, None)?;
-    Ok(Box::new(HttpReward { name, url: url.to_owned(), options, client, next_id: AtomicU64::new(0) }))
+    let (url, next_id, log) = (url.to_owned(), AtomicU64::new(0), Log::default());
+    Ok(Box::new(HttpReward { name, url, options, client, next_id, log }))
 }
 
 impl Reward for HttpReward {
@@ -41,16 +47,38 @@ impl Reward for HttpReward {
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        self.log.take();
         spread(batch, self.options.batch_size, self.options.pool_size, |_, range, rows| {
-            let named = rows_name(&range, batch);
-            attempts(&self.name, &named, &self.options, self.options.backoff, || {
-                let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-                let answer: Answer = self.client.post(&self.url, &Request::new(id, rows))?;
-                if answer.id.is_some_and(|got| got != id) {
-                    return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
-                }
-                values(answer, rows.len())
-            })
+            let (values, logged) = self.ask(&rows_name(&range, batch), rows, false)?;
+            self.log.add(range, logged);
+            Ok(values)
+        })
+    }
+
+    fn take_logged(&self) -> Logged {
+        self.log.take()
+    }
+
+    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
+        let (scores, _) = self.ask(&row_name(0, row), std::slice::from_ref(row), true)?;
+        Ok(scores.into_iter().next().flatten())
+    }
+}
+
+impl HttpReward {
+    fn ask(
+        &self,
+        named: &str,
+        rows: &[RewardInput<'_>],
+        probe: bool,
+    ) -> Result<(Vec<Option<f64>>, Logged), RewardError> {
+        attempts(&self.name, named, &self.options, self.options.backoff, || {
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let answer: Answer = self.client.post(&self.url, &Request::new(id, rows, probe))?;
+            if answer.id.is_some_and(|got| got != id) {
+                return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
+            }
+            values(answer, rows.len())
         })
     }
 }
@@ -71,30 +99,42 @@ impl Client {
         if url.starts_with("https://") && !cfg!(feature = "https") {
             return Err(RewardError::Setting {
                 reward: reward.to_owned(),
-                what: format!("{url}: this build speaks http only; build with the feature `https`"),
+                what: format!(
+                    "{}: this build speaks http only; build with the feature `https`",
+                    redacted(url)
+                ),
             });
         }
         let agent = ureq::Agent::config_builder()
             .timeout_global(Some(options.timeout))
             .http_status_as_error(false)
+            .max_redirects(0)
             .build()
             .into();
         Ok(Self { agent, api_key: api_key.map(str::to_owned) })
     }
 
-    pub fn post<T: DeserializeOwned>(&self, url: &str, body: &impl Serialize) -> Result<T, Failure> {
+    pub fn post<T: DeserializeOwned>(&self, address: &str, body: &impl Serialize) -> Result<T, Failure> {
+        let url = redacted(address);
         let failure = |error: ureq::Error| match error {
             ureq::Error::Timeout(_) => Failure::TimedOut,
             // A malformed URL will not get better.
             ureq::Error::BadUri(what) => Failure::Final(format!("{url} is not a usable address: {what}")),
             error => Failure::Passing(format!("{url}: {error}")),
         };
-        let mut request = self.agent.post(url);
+        let mut request = self.agent.post(address);
         if let Some(key) = &self.api_key {
             request = request.header("Authorization", format!("Bearer {key}"));
         }
         let mut response = request.send_json(body).map_err(failure)?;
         let status = response.status().as_u16();
+        if (300..=399).contains(&status) {
+            let to = response.headers().get("location").and_then(|to| to.to_str().ok());
+            return Err(Failure::Final(format!(
+                "{url}: status {status}, a redirect to {}, which is not followed; give the address that answers",
+                to.map_or_else(|| "nowhere".to_owned(), |to| excerpt(&redacted(to)))
+            )));
+        }
         let text =
             response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_string().map_err(failure)?;
         match status {
@@ -120,6 +160,9 @@ pub(super) mod tests {
     use super::*;
     use crate::build;
     use crate::testing::Row;
+
+    /// Starts the text of an answer that leads elsewhere.
+    const REDIRECT: &str = "redirect to ";
 
     /// A server that answers the n-th request with what `answer(n, headers, body)` gives: a status and a text, or no
     /// answer at all. Ends with the test process.
@@ -149,8 +192,12 @@ pub(super) mod tests {
                 else {
                     continue;
                 };
+                let (location, text) = match text.strip_prefix(REDIRECT) {
+                    Some(to) => (format!("Location: {to}\r\n"), String::new()),
+                    None => (String::new(), text),
+                };
                 let head = format!(
-                    "HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+                    "HTTP/1.1 {status} X\r\n{location}Connection: close\r\nContent-Length: {}\r\n\r\n",
                     text.len()
                 );
                 reader.into_inner().write_all(format!("{head}{text}").as_bytes()).unwrap();
@@ -200,6 +247,37 @@ pub(super) mod tests {
             _ => Some((200, lengths(body))),
         });
         assert_eq!(scores(&format!("http://{address}"), &["abc"], &quick()).unwrap(), vec![Some(3.0)]);
+    }
+
+    #[test]
+    fn redirects_are_not_followed() {
+        let other = server(|_, _, body| Some((200, lengths(body))));
+        for status in [301, 302, 303, 307, 308] {
+            let address =
+                server(move |_, _, _| Some((status, format!("{REDIRECT}http://a:b@{other}/secret"))));
+            let error = scores(&format!("http://{address}"), &["a"], &quick()).unwrap_err().to_string();
+            for part in [&format!("status {status}, a redirect to http://***@{other}/secret"), "1 time(s)"] {
+                assert!(error.contains(part), "{part}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn passwords_stay_out_of_messages() {
+        let address = server(|_, _, _| Some((400, "what?".to_owned())));
+        let error =
+            scores(&format!("http://me:hidden@{address}/"), &["a"], &quick()).unwrap_err().to_string();
+        assert!(error.contains(&format!("http://***@{address}/: status 400")), "{error}");
+    }
+
+    #[test]
+    fn a_trial_is_marked() {
+        let address = server(|_, _, body| {
+            assert_eq!((&body["probe"], body["rows"].as_array().unwrap().len()), (&json!(true), 1));
+            Some((200, lengths(body)))
+        });
+        let set = build(&[format!("mine=http://{address}")], &quick()).unwrap();
+        set.probe(&Row::new("q", "c", "s").input()).unwrap();
     }
 
     #[test]

@@ -3,17 +3,30 @@
 //! One request per completion, at temperature 0; the score is the first number of the reply (after its thinking, if it
 //! has any). A reply without a number in the range is asked for again, then an error: a judge that does not answer must
 //! not count as "wrong".
+//!
+//! Where the template says `{images}` the row's pictures are sent in OpenAI's form, as `image_url` parts with the file's
+//! bytes: at most 16 of a row, each of at most 8 MiB, PNG, JPEG, GIF or WebP. A row with another medium cannot be scored.
 
+use std::io::Read as _;
+use std::path::Path;
 use std::sync::LazyLock;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use regex::Regex;
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::http::Client;
 use super::{ExternalOptions, Failure, attempts, excerpt, rows_name, spread};
+use crate::contract::row_name;
 use crate::tags::{content, tags};
 use crate::{AnswerPolicy, Reward, RewardError, RewardInput, RewardOptions};
+
+/// Where the pictures go.
+const IMAGES: &str = "{images}";
+const MAX_IMAGES: usize = 16;
+const MAX_IMAGE_BYTES: u64 = 8 << 20;
 
 /// Asked by default.
 pub(super) const TEMPLATE: &str = "You grade answers. Compare the answer with the reference.\n\n\
@@ -68,7 +81,7 @@ impl Reward for Judge {
             let named = rows_name(&range, batch);
             let mut values = Vec::with_capacity(rows.len());
             for input in rows {
-                let question = filled(&self.options.judge_template, input);
+                let question = self.question(input)?;
                 let body = json!({
                     "model": self.options.judge_model,
                     "temperature": 0,
@@ -89,6 +102,82 @@ impl Reward for Judge {
             }
             Ok(values)
         })
+    }
+
+    /// A row's media are looked at here where they will be sent, so that a row that cannot be asked about is found early.
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        if self.options.judge_template.contains(IMAGES) {
+            let each = |path: &std::path::PathBuf| image_type(path, &start_of(path)?);
+            let all = row.media_paths.iter().map(each).collect::<Result<Vec<_>, String>>();
+            all.and_then(|all| few_enough(all.len())).map_err(|what| self.unsendable(row, what))?;
+        }
+        Ok(None)
+    }
+
+    fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
+        Ok(self.score(std::slice::from_ref(row))?.into_iter().next().flatten())
+    }
+}
+
+impl Judge {
+    fn unsendable(&self, input: &RewardInput<'_>, what: String) -> RewardError {
+        RewardError::Row { reward: self.name.clone(), row: row_name(0, input), what }
+    }
+
+    /// The content of the message: a text, or parts where pictures are asked for.
+    fn question(&self, input: &RewardInput<'_>) -> Result<Value, RewardError> {
+        let Some((before, after)) = self.options.judge_template.split_once(IMAGES) else {
+            return Ok(filled(&self.options.judge_template, input).into());
+        };
+        few_enough(input.media_paths.len()).map_err(|what| self.unsendable(input, what))?;
+        let mut parts = vec![json!({"type": "text", "text": filled(before, input)})];
+        for path in input.media_paths {
+            let url = data_url(path).map_err(|what| self.unsendable(input, what))?;
+            parts.push(json!({"type": "image_url", "image_url": {"url": url}}));
+        }
+        parts.push(json!({"type": "text", "text": filled(after, input)}));
+        parts.retain(|part| part["text"].as_str().is_none_or(|text| !text.trim().is_empty()));
+        Ok(parts.into())
+    }
+}
+
+fn few_enough(num_images: usize) -> Result<(), String> {
+    let few = num_images <= MAX_IMAGES;
+    few.then_some(())
+        .ok_or_else(|| format!("the row has {num_images} pictures, a judge is sent at most {MAX_IMAGES}"))
+}
+
+fn data_url(path: &Path) -> Result<String, String> {
+    let mut bytes = Vec::new();
+    let read =
+        std::fs::File::open(path).and_then(|file| file.take(MAX_IMAGE_BYTES + 1).read_to_end(&mut bytes));
+    read.map_err(|error| format!("{}: {error}", path.display()))?;
+    let kind = image_type(path, &bytes)?;
+    if bytes.len() as u64 > MAX_IMAGE_BYTES {
+        return Err(format!(
+            "{}: more than {MAX_IMAGE_BYTES} bytes; make the picture smaller",
+            path.display()
+        ));
+    }
+    Ok(format!("data:{kind};base64,{}", BASE64.encode(bytes)))
+}
+
+fn start_of(path: &Path) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(16).read_to_end(&mut bytes));
+    read.map(|_| bytes).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn image_type(path: &Path, bytes: &[u8]) -> Result<&'static str, String> {
+    match bytes {
+        [0x89, b'P', b'N', b'G', ..] => Ok("image/png"),
+        [0xff, 0xd8, 0xff, ..] => Ok("image/jpeg"),
+        [b'G', b'I', b'F', b'8', ..] => Ok("image/gif"),
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Ok("image/webp"),
+        _ => Err(format!(
+            "{}: a judge can be sent PNG, JPEG, GIF and WebP pictures, which this is not",
+            path.display()
+        )),
     }
 }
 
@@ -160,6 +249,51 @@ mod tests {
         assert_eq!(set.names(), ["judge"]);
         let row = Row::new("what {solution}?", "<think>x</think><answer> red </answer>", "red ball");
         assert_eq!(set.score(&[row.input()]).unwrap().total, vec![Some(0.75)]);
+    }
+
+    #[test]
+    fn pictures_are_sent_where_the_template_shows_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| {
+            std::fs::write(dir.path().join(name), bytes).unwrap();
+            dir.path().join(name)
+        };
+        let png = write("a.bin", b"\x89PNG....");
+        let address = server(|_, _, body| {
+            let content = &body["messages"][0]["content"];
+            let expected = json!([
+                {"type": "text", "text": "Look: "},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORy4uLi4="}},
+                {"type": "text", "text": " Is `red {images}` right?"},
+            ]);
+            assert_eq!(content, &expected);
+            Some((200, json!({"choices": [{"message": {"content": "1"}}]}).to_string()))
+        });
+        let mut options = RewardOptions::default();
+        options.external.retries = 0;
+        options.external.judge_template = "Look: {images} Is `{answer}` right?".to_owned();
+        let set = build(&[format!("judge:http://{address}")], &options).unwrap();
+        let row = Row::new("q", "red {images}", "red");
+        let with = |paths: &[std::path::PathBuf]| {
+            let input = RewardInput { media_paths: paths, ..row.input() };
+            let applies = set.applies(&input).map_err(|error| error.to_string());
+            let scored = set.score(&[input]).map(|matrix| matrix.total).map_err(|error| error.to_string());
+            (applies, scored)
+        };
+        assert_eq!(with(&[png.clone()]), (Ok(vec![None]), Ok(vec![Some(1.0)])));
+        let clip = write("clip.mp4", b"....ftypisom....");
+        for (paths, part) in [
+            (vec![clip], "PNG, JPEG, GIF and WebP"),
+            (vec![dir.path().join("none.png")], "none.png"),
+            (vec![png; 17], "17 pictures"),
+        ] {
+            let (applies, scored) = with(&paths);
+            for error in [applies.unwrap_err(), scored.unwrap_err()] {
+                assert!(error.contains(part) && error.contains("`judge`"), "{part}: {error}");
+            }
+        }
+        let large = write("large.jpg", &[&[0xff, 0xd8, 0xff][..], &vec![0; 8 << 20]].concat());
+        assert!(with(&[large]).1.unwrap_err().contains("make the picture smaller"));
     }
 
     #[test]

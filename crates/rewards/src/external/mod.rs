@@ -9,23 +9,31 @@
 //! {"id": 7, "rewards": [0.5]}        or        {"id": 7, "error": "what went wrong"}
 //! ```
 //!
-//! A death, a time-out or a refused connection is tried again; an error that the scorer reports, or an answer that is
-//! none, is final, since the same request would give it again.
+//! Beside `rewards` an answer may have `"metrics": {"name": 1.5}`, which become metrics of the step (means over its
+//! requests, by their rows), and `"columns": {"name": ["a value per row"]}` for the records of completions.
+//!
+//! The first request of a run is a trial: one row with a made-up completion, `"probe": true` behind `rows`. It is
+//! answered like any other, and its number is not used.
+//!
+//! A death, a time-out or a refused connection is tried again; an error that the scorer reports, an answer that is none,
+//! or a program that ends by itself before its first answer is final, since the same would happen again.
 
 mod command;
 mod http;
 mod judge;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
+use regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::contract::row_name;
+use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions, Think};
 
 /// How programs and endpoints are called.
@@ -45,10 +53,13 @@ pub struct ExternalOptions {
     pub range: Option<(f64, f64)>,
     /// Model name sent to a judge.
     pub judge_model: String,
-    /// What a judge is asked; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in.
+    /// What a judge is asked; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in, and where
+    /// `{images}` stands the row's pictures are shown.
     pub judge_template: String,
     /// Sent to a judge as bearer token.
     pub judge_api_key: Option<String>,
+    /// Interpreter of rewards that are functions of Python files.
+    pub python: String,
 }
 
 impl Default for ExternalOptions {
@@ -63,31 +74,76 @@ impl Default for ExternalOptions {
             judge_model: "default".to_owned(),
             judge_template: judge::TEMPLATE.to_owned(),
             judge_api_key: None,
+            python: "python3".to_owned(),
         }
     }
 }
 
-/// The scorer of a spec such as `cmd:"python reward.py"`, `https://…`, `judge:http://…` or `name=` and one of these;
-/// `None` where the spec is of no such form.
+/// The scorer of a spec such as `cmd:"python reward.py"`, `reward.py:function`, `https://…`, `judge:http://…` or `name=`
+/// and one of these; `None` where the spec is of no such form.
 pub(crate) fn from_spec(spec: &str, options: &RewardOptions) -> Option<Result<Box<dyn Reward>, RewardError>> {
     let is_url = |text: &str| text.starts_with("http://") || text.starts_with("https://");
-    let is_external =
+    let is_called =
         |text: &str| text.starts_with("cmd:") || is_url(text.strip_prefix("judge:").unwrap_or(text));
+    let is_external = |text: &str| is_called(text) || python_function(text).is_some();
     let (name, target) = match spec.split_once('=') {
-        Some((name, target)) if is_external(target) && !is_external(spec) => (Some(name.trim()), target),
+        Some((name, target)) if is_external(target) && !is_called(spec) => (Some(name.trim()), target),
         _ => (None, spec),
     };
     if !is_external(target) {
         return None;
     }
+    if target.contains(HIDDEN) {
+        return Some(Err(RewardError::Setting {
+            reward: target.to_owned(),
+            what: format!(
+                "`{HIDDEN}` stands for a secret that is not written to files; give the reward again, with it"
+            ),
+        }));
+    }
     let named = |default: &str| name.unwrap_or(default).to_owned();
     Some(if let Some(command) = target.strip_prefix("cmd:") {
         command::reward(command, name, options)
+    } else if let (false, Some((file, function))) = (is_called(target), python_function(target)) {
+        command::python_reward(file, function, name, options)
     } else if let Some(url) = target.strip_prefix("judge:") {
         judge::reward(url, named("judge"), options)
     } else {
         http::reward(target, named("http"), options)
     })
+}
+
+/// File and function of `FILE.py:FUNCTION`.
+fn python_function(text: &str) -> Option<(&str, &str)> {
+    let (file, function) = text.rsplit_once(':')?;
+    let is_name = function.starts_with(|c: char| c.is_alphabetic() || c == '_')
+        && function.chars().all(|c| c.is_alphanumeric() || c == '_');
+    (is_name && file.ends_with(".py") && file.len() > 3).then_some((file, function))
+}
+
+/// What stands for a secret.
+const HIDDEN: &str = "***";
+
+/// A spec for files and messages: without the password of an address, and without the values of arguments, variables and
+/// query parameters that are called key, token, secret, password or the like.
+#[must_use]
+pub fn redacted(spec: &str) -> String {
+    // Constant expressions that do not compile would be found by the first test.
+    static IN_ADDRESS: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r#"(https?://)[^/?#\s@"']+@"#).ok());
+    static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let name = "(?:api[-_]?key|access[-_]?key|token|secret|password|passwd|pwd|auth|authorization|bearer|credentials?)";
+        let value = r#"(?:(?:basic|bearer)\s+[^\s&"'-][^\s&"']*|"[^"]*"|'[^']*'|[^\s&"']+)"#;
+        Regex::new(&format!(r"(?i)((?:^|[^\pL\pN]){name}(?:=|:\s*|\s+)){value}")).ok()
+    });
+    let mut text = spec.to_owned();
+    for (expression, with) in [(&IN_ADDRESS, format!("${{1}}{HIDDEN}@")), (&NAMED, format!("${{1}}{HIDDEN}"))]
+    {
+        if let Some(expression) = expression.as_ref() {
+            text = expression.replace_all(&text, with).into_owned();
+        }
+    }
+    text
 }
 
 /// One row of a request.
@@ -110,10 +166,12 @@ struct RequestRow<'a> {
 struct Request<'a> {
     id: u64,
     rows: Vec<RequestRow<'a>>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    probe: bool,
 }
 
 impl<'a> Request<'a> {
-    fn new(id: u64, rows: &[RewardInput<'a>]) -> Self {
+    fn new(id: u64, rows: &[RewardInput<'a>], probe: bool) -> Self {
         let row = |input: &RewardInput<'a>| RequestRow {
             prompt: input.prompt,
             completion: input.completion,
@@ -127,7 +185,7 @@ impl<'a> Request<'a> {
             sample: input.key.sample,
             truncated: input.truncated,
         };
-        Self { id, rows: rows.iter().map(row).collect() }
+        Self { id, rows: rows.iter().map(row).collect(), probe }
     }
 }
 
@@ -136,6 +194,49 @@ struct Answer {
     id: Option<u64>,
     rewards: Option<Vec<Option<f64>>>,
     error: Option<Value>,
+    #[serde(default)]
+    metrics: BTreeMap<String, f64>,
+    #[serde(default)]
+    columns: BTreeMap<String, Vec<Value>>,
+}
+
+/// What the answers of a batch want recorded, by the rows of their requests.
+#[derive(Default)]
+struct Log(Mutex<Vec<(Range<usize>, Logged)>>);
+
+impl Log {
+    fn entries(&self) -> std::sync::MutexGuard<'_, Vec<(Range<usize>, Logged)>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn add(&self, rows: Range<usize>, logged: Logged) {
+        if logged != Logged::default() {
+            self.entries().push((rows, logged));
+        }
+    }
+
+    /// One value per row of the batch, null where a request's answer had none; means of metrics by rows.
+    fn take(&self) -> Logged {
+        let entries = std::mem::take(&mut *self.entries());
+        let num_rows = entries.iter().map(|(rows, _)| rows.end).max().unwrap_or(0);
+        let mut out = Logged::default();
+        let mut weights: BTreeMap<String, f64> = BTreeMap::new();
+        for (rows, logged) in entries {
+            let weight = rows.len() as f64;
+            for (name, value) in logged.metrics {
+                *weights.entry(name.clone()).or_default() += weight;
+                *out.metrics.entry(name).or_default() += weight * value;
+            }
+            for (name, values) in logged.columns {
+                let column = out.columns.entry(name).or_insert_with(|| vec![Value::Null; num_rows]);
+                column[rows.clone()].clone_from_slice(&values);
+            }
+        }
+        for (name, sum) in &mut out.metrics {
+            *sum /= weights.get(name).copied().unwrap_or(1.0);
+        }
+        out
+    }
 }
 
 /// Why one attempt failed.
@@ -252,14 +353,21 @@ fn spread<'a>(
     Ok(values)
 }
 
-/// The values of an answer to a request of `expected` rows.
-fn values(answer: Answer, expected: usize) -> Result<Vec<Option<f64>>, Failure> {
+/// The values of an answer to a request of `expected` rows, and what it wants recorded.
+fn values(answer: Answer, expected: usize) -> Result<(Vec<Option<f64>>, Logged), Failure> {
+    if let Some((name, values)) = answer.columns.iter().find(|(_, values)| values.len() != expected) {
+        return Err(Failure::Final(format!(
+            "its column `{name}` has {} value(s) for {expected} completions; it must have exactly one each",
+            values.len()
+        )));
+    }
+    let logged = Logged { metrics: answer.metrics, columns: answer.columns };
     match (answer.rewards, answer.error) {
         (_, Some(error)) => {
             let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
             Err(Failure::Final(format!("it reports: {text}")))
         }
-        (Some(values), None) if values.len() == expected => Ok(values),
+        (Some(values), None) if values.len() == expected => Ok((values, logged)),
         (Some(values), None) => Err(Failure::Final(format!(
             "it returned {} value(s) for {expected} completions; it must return exactly one each",
             values.len()
@@ -276,4 +384,46 @@ fn excerpt(text: &str) -> String {
         short.push('…');
     }
     short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_not_written() {
+        for (spec, expected) in [
+            ("mine=http://user:pw@host:8000/score", "mine=http://***@host:8000/score"),
+            ("judge:https://u@host/v1?api_key=abc&model=x", "judge:https://***@host/v1?api_key=***&model=x"),
+            (
+                "cmd:\"python r.py --hf_token abc --max_tokens 256\"",
+                "cmd:\"python r.py --hf_token *** --max_tokens 256\"",
+            ),
+            ("cmd:env API_KEY='a b' OTHER=1 sh r.sh", "cmd:env API_KEY=*** OTHER=1 sh r.sh"),
+            (
+                "cmd:r --password=x --tokenizer d --sort_key k",
+                "cmd:r --password=*** --tokenizer d --sort_key k",
+            ),
+            ("cmd:curl -H 'Authorization: Bearer abc'", "cmd:curl -H 'Authorization: ***'"),
+            ("http://host/a@b", "http://host/a@b"),
+            ("accuracy", "accuracy"),
+        ] {
+            assert_eq!(redacted(spec), expected);
+            assert_eq!(redacted(expected), expected);
+        }
+        let error = crate::build(&["http://***@host/".to_owned()], &RewardOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("a secret that is not written to files"), "{error}");
+    }
+
+    #[test]
+    fn functions_of_python_files() {
+        assert_eq!(python_function("a/my_rewards.py:mine"), Some(("a/my_rewards.py", "mine")));
+        for other in ["my_rewards.py", "my_rewards.py:", "x.sh:f", "a.py:f(x)", "a.py:3", ".py:f"] {
+            assert_eq!(python_function(other), None, "{other}");
+        }
+        for (spec, part) in [("no/such.py:f", "no/such.py"), ("mine=no/such.py:f", "no/such.py")] {
+            let error = crate::build(&[spec.to_owned()], &RewardOptions::default()).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains("no such file"), "{error}");
+        }
+    }
 }
