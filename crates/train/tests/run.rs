@@ -1125,7 +1125,7 @@ fn frames_are_drawn_anew_in_every_epoch() {
     };
     let setup = place.setup("rows");
     let order = Order::new(setup.rows, 1, true, BTreeSet::new());
-    let mut source = RowSource::new(setup.dataset, order, builder(), setup.run.skip);
+    let mut source = RowSource::new(setup.dataset, order, builder(), None, setup.run.skip);
     let mut tokens: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
     for epoch in 0..6 {
         for row in source.draw(4).unwrap() {

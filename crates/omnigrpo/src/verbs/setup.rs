@@ -87,7 +87,7 @@ fn fetch(name: &str, hub: &HubEnvironment) -> Result<PathBuf, FetchError> {
         token: hub.token.clone().or_else(kept),
         cache: hub.cache.clone(),
     });
-    let console = Console::stderr();
+    let console = Console::stderr(false);
     let (mut bar, mut num_bytes) = (None, 0u64);
     client.download(name, "main", &mut |step| match step {
         Step::Begin { num_files, num_bytes } if num_files > 0 => {
@@ -247,6 +247,7 @@ fn prompts_with(
             dynamic_sample: training,
             shuffle_frames,
             seed: settings.run.data_seed,
+            epoch: 0,
             missing_audio: match settings.data.missing_audio {
                 MissingAudio::Error => omnigrpo_models::MissingAudio::Error,
                 MissingAudio::Silence => omnigrpo_models::MissingAudio::Silence,
