@@ -4,7 +4,7 @@
 //! and nothing is cached. Files come from outside: every read and decode runs under [`Limits`].
 //!
 //! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
-//! * [`resize_bicubic`]: Pillow's resize, bit for bit.
+//! * [`resize_bicubic`]: the resize of Pillow 13, bit for bit.
 //! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
 //! * [`FrameSampling`], [`PixelBudget`]: which frames, and how large.
 //! * [`audio`]: sound files and the sound of videos, resampling, Whisper's log-mel features.
@@ -29,7 +29,7 @@ mod video;
 pub use crate::error::MediaError;
 pub use crate::image::{ImageInfo, Rgb8Image, load_image, load_image_bytes, probe_image};
 pub use crate::limits::Limits;
-pub use crate::resize::{resize_bicubic, resize_lanczos};
+pub use crate::resize::resize_bicubic;
 pub use crate::sampling::{FrameChoice, FrameSampling, PixelBudget, QwenSampling, segment_indices};
 pub use crate::video::{
     FrameSize, LISTED_FPS, VideoFrames, VideoInfo, VideoRequest, VideoSource, decode_video, probe_video,

@@ -7,8 +7,9 @@
 //!
 //! Pictures equal `Qwen2VLImageProcessorPil` exactly: `u8 * rescale_factor` in f64, rounded to f32, then `(x - mean) / std`
 //! in f32. Video frames are scaled as `Qwen2VLVideoProcessor` does (mean and std divided by the factor first), so
-//! frames that need no resizing are exact too; frames that do are resized by the bicubic of pictures, where the
-//! published processor's torchvision kernel differs by at most 2 of 255 levels.
+//! frames that need no resizing are exact too; frames that do are resized by the bicubic of pictures. The published
+//! processor's torchvision kernel does not round between its passes: a level apart in smooth places, up to 20 of 255 in
+//! noise, where overshoot is cut off here between the passes.
 //!
 //! Source: `transformers` 5.23 `models/qwen2_vl/{image_processing_pil,video_processing}_qwen2_vl.py`, qwen-vl-utils 0.0.14.
 
@@ -18,7 +19,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::{Limits, MediaError, Rgb8Image, resize_bicubic, resize_lanczos};
+use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
 
 /// Largest accepted ratio of the sides.
 pub const MAX_ASPECT_RATIO: f64 = 200.0;
@@ -88,28 +89,6 @@ pub fn smart_resize(
         ));
     }
     Ok((h_bar as u32, w_bar as u32))
-}
-
-/// Enlarges a picture whose shorter side is below `least_px` so that it is `least_px`, with Lanczos and the longer side cut
-/// to an integer; other pictures pass through. VLM-R1 does this before the processor, with 28; the processor alone
-/// takes small pictures too.
-///
-/// # Errors
-/// [`MediaError::Shape`] when the picture's fields do not agree or its sides are in a ratio above 200.
-pub fn enlarge_small(image: &Rgb8Image, least_px: u32) -> Result<Cow<'_, Rgb8Image>, MediaError> {
-    image.check()?;
-    let (w, h, least) = (image.width_px, image.height_px, f64::from(least_px));
-    if w.min(h) >= least_px {
-        return Ok(Cow::Borrowed(image));
-    }
-    // The ratio is bound before the longer side grows with it.
-    smart_resize(h, w, 1, 0.0, f64::from(u32::MAX), ResizeRule::Processor)?;
-    let (w, h) = if w < h {
-        (least_px, (f64::from(h) * (least / f64::from(w))) as u32)
-    } else {
-        ((f64::from(w) * (least / f64::from(h))) as u32, least_px)
-    };
-    resize_lanczos(image, w, h).map(Cow::Owned)
 }
 
 /// Extent of a medium in patches.
@@ -335,21 +314,24 @@ impl ImageProcessor {
     fn check(&self) -> Result<(), MediaError> {
         // 64 is far above every published value and keeps all products below in range.
         let sizes = [self.patch_size, self.temporal_patch_size, self.merge_size];
-        let fine = sizes.iter().all(|size| (1..=64).contains(size))
-            && self.min_pixels <= self.max_pixels
-            && self.max_pixels <= u64::from(u32::MAX)
-            && self.std.iter().all(|s| s.is_finite() && *s > 0.0)
-            && self.mean.iter().all(|m| m.is_finite())
-            && self.rescale_factor.is_finite()
-            && self.rescale_factor > 0.0;
-        if fine {
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        let (what, got, expected) = if !sizes.iter().all(|size| (1..=64).contains(size)) {
+            ("patch_size, temporal_patch_size, merge_size", format!("{sizes:?}"), "each 1 to 64")
+        } else if !(self.min_pixels <= self.max_pixels && self.max_pixels <= u64::from(u32::MAX)) {
+            let got = format!("{} and {}", self.min_pixels, self.max_pixels);
+            ("min_pixels and max_pixels", got, "the minimum at most the maximum, and that below 2^32")
+        } else if !(self.mean.iter().all(|m| m.is_finite()) && self.std.iter().all(|s| positive(*s))) {
+            (
+                "image_mean and image_std",
+                format!("{:?} and {:?}", self.mean, self.std),
+                "numbers, std above 0",
+            )
+        } else if !positive(self.rescale_factor) {
+            ("rescale_factor", self.rescale_factor.to_string(), "a number above 0")
+        } else {
             return Ok(());
-        }
-        Err(MediaError::setting(
-            "image processor",
-            format!("{self:?}"),
-            "sizes in 1..=64, min_pixels <= max_pixels < 2^32, finite mean, positive std and rescale_factor",
-        ))
+        };
+        Err(MediaError::setting(what, got, expected))
     }
 
     /// Both sides of a resized picture are multiples of this, pixels.

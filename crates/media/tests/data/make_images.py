@@ -1,4 +1,4 @@
-"""Writes the picture goldens of this folder: input files, and what Pillow and the PIL-backend Qwen2-VL processors
+"""Writes the picture goldens of this folder: input files, and what Pillow 13.0 and the PIL-backend Qwen2-VL processors
 of transformers 5.23 make of them.
 
 Large results are stored as a SHA-256 of their little-endian bytes; Rust compares the hash of its own bytes, which is exact equality.
@@ -8,9 +8,11 @@ Run: python make_images.py   (needs numpy, pillow, torch, torchvision, transform
 import hashlib
 import io
 import json
+import random
 from pathlib import Path
 
 import numpy as np
+import PIL
 import torch
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
@@ -18,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 HERE = Path(__file__).parent
+assert PIL.__version__.startswith("13.0."), f"Pillow {PIL.__version__}: the order of resize's passes is that of 13.0"
 
 
 def noise(seed, *shape):
@@ -36,18 +39,36 @@ def sha(a):
 
 golden = {"resize": [], "files": [], "patches": []}
 
-# Pillow resize. (seed, in w, in h, out w, out h, filter)
-for seed, w, h, w2, h2, name in [
-    (1, 150, 90, 140, 84, "BICUBIC"), (2, 37, 53, 112, 168, "BICUBIC"), (3, 333, 101, 56, 28, "BICUBIC"),
-    (4, 64, 48, 64, 84, "BICUBIC"), (5, 64, 48, 84, 48, "BICUBIC"), (6, 1, 7, 28, 28, "BICUBIC"),
-    (7, 640, 3, 13, 2, "BICUBIC"), (8, 200, 27, 207, 28, "LANCZOS"), (9, 90, 70, 28, 31, "LANCZOS"),
+# Pillow resize. (seed, in w, in h, out w, out h)
+for seed, w, h, w2, h2 in [
+    (1, 150, 90, 140, 84), (2, 37, 53, 112, 168), (3, 333, 101, 56, 28), (4, 64, 48, 64, 84), (5, 64, 48, 84, 48),
+    (6, 1, 7, 28, 28), (7, 640, 3, 13, 2),
 ]:
     image = Image.fromarray(noise(seed, h, w, 3))
-    out = np.asarray(image.resize((w2, h2), getattr(Image.Resampling, name)))
-    row = dict(seed=seed, size=[w, h], out=[w2, h2], filter=name, sha256=sha(out))
+    out = np.asarray(image.resize((w2, h2), Image.Resampling.BICUBIC))
+    row = dict(seed=seed, size=[w, h], out=[w2, h2], sha256=sha(out))
     if out.size <= 900:
         row["pixels"] = out.ravel().tolist()
     golden["resize"].append(row)
+
+# The order of the passes: random sizes, of which only those are kept where the orders give different pixels. One pass after
+# the other is two calls of resize that change one side each.
+golden["resize_order"] = []
+sizes, kept = random.Random(0), {True: 0, False: 0}
+while min(kept.values()) < 30:
+    w, h, w2, h2 = (sizes.randrange(1, 90) for _ in range(4))
+    seed = 100 + len(golden["resize_order"])
+    image = Image.fromarray(noise(seed, h, w, 3))
+    resize = lambda picture, size: np.asarray(picture.resize(size, Image.Resampling.BICUBIC))
+    out = resize(image, (w2, h2))
+    vertical_first, horizontal_first = (
+        np.array_equal(out, resize(image.resize(size, Image.Resampling.BICUBIC), (w2, h2))) for size in [(w, h2), (w2, h)]
+    )
+    if vertical_first == horizontal_first or kept[vertical_first] >= 40:
+        continue
+    kept[vertical_first] += 1
+    row = dict(seed=seed, size=[w, h], out=[w2, h2], vertical_first=vertical_first, sha256=sha(out))
+    golden["resize_order"].append(row)
 
 # Files: every mode the readers meet; expected pixels are convert_to_rgb's (transparency on white).
 rng = np.random.default_rng(0)
