@@ -217,6 +217,16 @@ pub enum PathProblem {
         /// The roots.
         roots: Vec<PathBuf>,
     },
+    /// A folder of frames has a link out of the root.
+    #[error("its link {} leads out of {}; copy the file, or give a folder around both as --{kind}_folders", link.display(), root.display())]
+    LinkLeavesRoot {
+        /// Which kind's root.
+        kind: MediumKind,
+        /// The link.
+        link: PathBuf,
+        /// The root.
+        root: PathBuf,
+    },
     /// No such file under any root.
     #[error("no such file; looked for {}", tried.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "))]
     NotFound {

@@ -2,7 +2,7 @@
 //!
 //! - Relative paths belong to a root of their kind (`--image_folders`, …), tried in order; without such roots, to the
 //!   folder of the annotation file.
-//! - A path that leaves its root by `..` or through a link is refused.
+//! - A path that leaves its root by `..` or through a link is refused, and so is a folder with a link out of it.
 //! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
 //! - `http(s)` addresses are fetched where the run allows it, `data:` addresses are written to the cache; both become files.
 //! - COCO file names find their split's folder: `COCO_train2014_….jpg` is also looked for in `train2014/`.
@@ -148,9 +148,11 @@ impl Resolver {
         if path.is_absolute() {
             let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
             let kept = self.kept.as_ref().and_then(|folder| folder.canonicalize().ok());
-            let inside =
-                !roots.given || roots.folders.iter().chain(&kept).any(|root| canonical.starts_with(root));
-            return if inside { Ok(canonical) } else { Err(leaves()) };
+            return match roots.folders.iter().chain(&kept).find(|root| canonical.starts_with(root)) {
+                Some(root) if roots.given => folder_inside(canonical, kind, root),
+                None if roots.given => Err(leaves()),
+                _ => Ok(canonical),
+            };
         }
         if climbs(path) {
             return Err(leaves());
@@ -160,7 +162,9 @@ impl Resolver {
             let in_split = coco_split(path).map(|split| root.join(split).join(path));
             for candidate in std::iter::once(root.join(path)).chain(in_split) {
                 match canonicalize(&candidate)? {
-                    Some(canonical) if canonical.starts_with(root) => return Ok(canonical),
+                    Some(canonical) if canonical.starts_with(root) => {
+                        return folder_inside(canonical, kind, root);
+                    }
                     Some(_) => return Err(leaves()),
                     None => tried.push(candidate),
                 }
@@ -188,6 +192,23 @@ fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
     base64::engine::general_purpose::STANDARD
         .decode(body.trim())
         .map_err(|error| format!("broken base64 ({error})"))
+}
+
+/// A path as it is; if it is a folder, of frames, only where none of its links leads out of the root.
+fn folder_inside(path: PathBuf, kind: MediumKind, root: &Path) -> Result<PathBuf, PathProblem> {
+    if path.is_dir() {
+        for entry in path.read_dir().map_err(PathProblem::Io)? {
+            let entry = entry.map_err(PathProblem::Io)?;
+            if !entry.file_type().map_err(PathProblem::Io)?.is_symlink() {
+                continue;
+            }
+            let link = entry.path();
+            if canonicalize(&link)?.is_some_and(|target| !target.starts_with(root)) {
+                return Err(PathProblem::LinkLeavesRoot { kind, link, root: root.to_owned() });
+            }
+        }
+    }
+    Ok(path)
 }
 
 fn canonicalize(path: &Path) -> Result<Option<PathBuf>, PathProblem> {
@@ -295,6 +316,31 @@ mod tests {
         assert_eq!(image(&resolver, "link/b.png").unwrap(), place.base.join("data/in/b.png"));
         let message = image(&resolver, "../secret.png").unwrap_err().to_string();
         assert!(message.contains("--image_folders") && message.contains("data"), "{message}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_in_a_folder_of_frames_stays_in_the_root() {
+        let place = place();
+        let frames = place.base.join("data/frames");
+        std::fs::create_dir(&frames).unwrap();
+        std::os::unix::fs::symlink("../a.png", frames.join("0.png")).unwrap();
+        let near = resolver(&place, &Roots::default());
+        let given = resolver(&place, &Roots::all(place.base.join("data")));
+        let absolute = frames.to_str().unwrap();
+        for resolver in [&near, &given] {
+            assert_eq!(resolver.path(MediumKind::Video, "frames").unwrap(), frames);
+        }
+        std::os::unix::fs::symlink("../../secret.png", frames.join("1.png")).unwrap();
+        for (resolver, path) in [(&near, "frames"), (&given, "frames"), (&given, absolute)] {
+            let problem = resolver.path(MediumKind::Video, path).unwrap_err().to_string();
+            assert!(
+                problem.contains("frames/1.png leads out of") && problem.contains("--video_folders"),
+                "{problem}"
+            );
+        }
+        // Without roots an absolute path is open, as the file behind the link itself is.
+        assert_eq!(near.path(MediumKind::Video, absolute).unwrap(), frames);
     }
 
     #[test]

@@ -326,6 +326,17 @@ fn clips_as_frames_folders_and_lists() {
     assert_eq!(sources(&with(json!("f"))), [MediumSource::Path(place.path("f"))]);
     assert_eq!(sources(&with(json!("anim.gif"))), [MediumSource::Path(place.path("anim.gif"))]);
     assert_eq!(with(json!(["clip.mp4", "clip2.mp4"])).media.len(), 2);
+    // A WebP may be a clip or one of its frames; its header tells.
+    let webp = |flags: u8| [b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0".as_slice(), &[flags, 0, 0, 0]].concat();
+    std::fs::write(place.path("anim.webp"), webp(0x12)).unwrap();
+    std::fs::write(place.path("still.webp"), webp(0x10)).unwrap();
+    let anim = MediumSource::Path(place.path("anim.webp"));
+    for clips in [json!("anim.webp"), json!(["anim.webp"]), json!([["anim.webp"]])] {
+        assert_eq!(sources(&with(clips)), std::slice::from_ref(&anim));
+    }
+    assert_eq!(sources(&with(json!(["anim.webp", "anim.webp"]))), [anim.clone(), anim]);
+    let still = MediumSource::Frames(vec![place.path("still.webp"); 2]);
+    assert_eq!(sources(&with(json!(["still.webp", "still.webp"]))), [still]);
     let sample = with(json!({"path": "clip.mp4", "fps": 4}));
     assert_eq!(sample.media[0].options.fps, Some(4.0));
     assert!(with(json!("")).media.is_empty() && with(Value::Null).media.is_empty());

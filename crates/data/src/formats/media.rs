@@ -1,5 +1,7 @@
 //! The media of a row: which columns name them, where they stand in the conversation, and how they are to be read.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
 use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversation};
@@ -163,7 +165,7 @@ fn listed_media(
     match value {
         // How some lists say that a row has none.
         Value::String(text) if text.is_empty() => Ok(Vec::new()),
-        Value::Array(list) if !(kind == MediumKind::Video && is_frames(list)) => list
+        Value::Array(list) if !(kind == MediumKind::Video && is_frames(list, resolver)) => list
             .iter()
             .enumerate()
             .map(|(index, value)| item(kind, value, &format!("{name}[{index}]"), resolver))
@@ -172,15 +174,32 @@ fn listed_media(
     }
 }
 
-/// Whether a list of a clip names its frames and not several clips.
-fn is_frames(list: &[Value]) -> bool {
+/// Whether a list of a clip names its frames and not several clips. A WebP may be either; that of the first entry decides.
+fn is_frames(list: &[Value], resolver: &Resolver) -> bool {
     const STILL: [&str; 7] = ["png", "jpg", "jpeg", "bmp", "tif", "tiff", "webp"];
     let still = |value: &Value| {
         let extension =
             value.as_str().and_then(|text| Path::new(text).extension()?.to_str().map(str::to_lowercase));
         extension.is_some_and(|extension| STILL.contains(&extension.as_str()))
     };
-    !list.is_empty() && list.iter().all(still)
+    list.iter().all(still) && list.first().is_some_and(|first| !is_animated_webp(first, resolver))
+}
+
+/// Whether this is the path of an animated WebP, as its header says. A file that cannot be read is reported when it is used.
+fn is_animated_webp(value: &Value, resolver: &Resolver) -> bool {
+    let read = || {
+        let path = resolver.path(MediumKind::Video, value.as_str()?).ok()?;
+        let mut header = [0; 21];
+        // A pipe would block, and is no medium.
+        if !path.is_file() {
+            return None;
+        }
+        File::open(path).ok()?.read_exact(&mut header).ok()?;
+        Some(header)
+    };
+    // RIFF container: "RIFF", size, "WEBP", then the extended header with its flags, of which the second bit is animation.
+    read()
+        .is_some_and(|header| &header[..4] == b"RIFF" && &header[8..16] == b"WEBPVP8X" && header[20] & 2 != 0)
 }
 
 /// Where a part or an entry of a list keeps its file: under its kind's name, OpenAI's `image_url`, or plainly.
@@ -199,6 +218,11 @@ fn item(kind: MediumKind, value: &Value, place: &str, resolver: &Resolver) -> Re
         Value::String(text) => {
             let path = resolver.path(kind, text).map_err(|problem| medium(text, problem))?;
             Ok(Item { kind, source: MediumSource::Path(path), options: MediumOptions::default() })
+        }
+        Value::Array(list)
+            if kind == MediumKind::Video && list.len() == 1 && is_animated_webp(&list[0], resolver) =>
+        {
+            item(kind, &list[0], place, resolver)
         }
         Value::Array(list) if kind == MediumKind::Video && !list.is_empty() => {
             let frames = list

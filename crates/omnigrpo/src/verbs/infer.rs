@@ -258,8 +258,11 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     if !images.is_empty() {
         row["images"] = json!(images);
     }
-    if !videos.is_empty() {
-        row["video"] = json!(videos);
+    // One path is a clip or a folder of frames; several are frames, or several clips.
+    match videos.as_slice() {
+        [] => {}
+        [video] => row["video"] = json!(video),
+        videos => row["video"] = json!(videos),
     }
     if !audios.is_empty() {
         row["audios"] = json!(audios);
