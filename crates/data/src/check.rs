@@ -4,7 +4,8 @@
 //! parallel, remembers what it learned of each file, and collects. Results do not depend on the number of threads.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,8 +15,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::dataset::Dataset;
-use crate::error::DataError;
-use crate::output::Output;
+use crate::error::{DataError, PathProblem, RowError, RowProblem};
 use crate::sample::{MediumRef, MediumSource, Sample};
 use crate::{MediumKind, Origin};
 
@@ -40,7 +40,7 @@ pub struct MediumInfo {
 /// options.
 pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, String> + Sync + 'a;
 /// Prompt length of a row in tokens, given its media's headers in the order of [`Sample::media`]; the error says why
-/// the row cannot be used.
+/// the row cannot be used, which may be that length.
 pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, String> + Sync + 'a;
 
 /// How to check.
@@ -49,8 +49,6 @@ pub struct CheckOptions<'a> {
     pub probe: &'a Probe<'a>,
     /// Counts a row's prompt tokens.
     pub estimate: &'a Estimate<'a>,
-    /// Longest prompt, tokens; a longer one is a problem. `None`: any length.
-    pub max_prompt_tokens: Option<u64>,
     /// How many of the longest prompts to report.
     pub num_longest: usize,
     /// Worker threads, ≥ 1.
@@ -72,6 +70,9 @@ pub struct Problem {
     pub line: u64,
     /// What.
     pub what: String,
+    /// The kind of the medium that was found nowhere, where that is the problem.
+    #[serde(skip)]
+    pub missing: Option<MediumKind>,
 }
 
 /// One of the longest prompts.
@@ -178,7 +179,7 @@ pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataEr
     });
     report.problems.sort_by_key(|problem| problem.row);
     report.keep_longest(options.num_longest);
-    cache.save()?;
+    cache.finish(options.cache_dir)?;
     Ok(report)
 }
 
@@ -195,9 +196,15 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
             }
             usable(&sample, options, cache)
                 .map(|num_tokens| LongPrompt { num_tokens, row, id: sample.id })
-                .map_err(|what| (sample.origin, what))
+                .map_err(|what| (sample.origin, what, None))
         }
-        Err(error) => Err((Origin { file: error.file, line: error.line }, error.problem.to_string())),
+        Err(RowError { file, line, problem, .. }) => {
+            let missing = match &problem {
+                RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
+                _ => None,
+            };
+            Err((Origin { file, line }, problem.to_string(), missing))
+        }
     };
     match outcome {
         Ok(prompt) => {
@@ -207,9 +214,10 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
                 report.keep_longest(options.num_longest);
             }
         }
-        Err((origin, what)) => {
+        Err((origin, what, missing)) => {
             report.counts.bad_rows += 1;
-            report.problems.push(Problem { row, file: origin.file.to_path_buf(), line: origin.line, what });
+            let (file, line) = (origin.file.to_path_buf(), origin.line);
+            report.problems.push(Problem { row, file, line, what, missing });
         }
     }
 }
@@ -245,13 +253,7 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64,
     if !broken.is_empty() {
         return Err(broken.join("; "));
     }
-    let num_tokens = (options.estimate)(sample, &infos)?;
-    match options.max_prompt_tokens {
-        Some(limit) if num_tokens > limit => Err(format!(
-            "the prompt is too long: got {num_tokens} tokens, expected at most {limit}; lower max_pixels or the number of frames, or raise --max_prompt_length"
-        )),
-        _ => Ok(num_tokens),
-    }
+    (options.estimate)(sample, &infos)
 }
 
 /// Options of the row that the medium cannot fulfil.
@@ -281,10 +283,17 @@ fn name(source: &MediumSource) -> String {
 }
 
 /// What is known of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
-/// change its own time when a frame does.
+/// change its own time when a frame does. What is learnt is written at once, so that a check which is killed goes on where
+/// it was.
 struct Cache {
-    file: Option<PathBuf>,
     known: Mutex<HashMap<Key, MediumInfo>>,
+    out: Option<Mutex<Append>>,
+}
+
+/// The end of the cache's file, and what went wrong there.
+struct Append {
+    file: File,
+    error: Option<std::io::Error>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -308,45 +317,54 @@ const CACHE_NAME: &str = "media-headers-1.jsonl";
 impl Cache {
     fn open(folder: Option<&Path>) -> Result<Self, DataError> {
         let mut known = HashMap::new();
-        let file = folder.map(|folder| folder.join(CACHE_NAME));
-        if let Some(path) = &file {
-            match std::fs::File::open(path) {
-                Ok(file) => {
-                    // A line that cannot be read is work to do again and nothing worse.
-                    let lines = BufReader::new(file).lines().map_while(Result::ok);
-                    known.extend(lines.filter_map(|line| {
-                        let line: Line = serde_json::from_str(&line).ok()?;
-                        Some((line.key, line.info))
-                    }));
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                Err(error) => return Err(DataError::io("open", path)(error)),
+        let Some(folder) = folder else { return Ok(Self { known: Mutex::new(known), out: None }) };
+        std::fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
+        let path = folder.join(CACHE_NAME);
+        let failed = || DataError::io("open", &path);
+        let mut file = File::options().read(true).append(true).create(true).open(&path).map_err(failed())?;
+        let mut reader = BufReader::new(&file);
+        let mut line = Vec::new();
+        let mut whole = true;
+        while reader.read_until(b'\n', &mut line).map_err(failed())? > 0 {
+            // A line that cannot be read is work to do again and nothing worse.
+            if let Ok(Line { key, info }) = serde_json::from_slice(&line) {
+                known.insert(key, info);
             }
+            whole = line.ends_with(b"\n");
+            line.clear();
         }
-        Ok(Self { file, known: Mutex::new(known) })
+        if !whole {
+            file.write_all(b"\n").map_err(failed())?;
+        }
+        Ok(Self { known: Mutex::new(known), out: Some(Mutex::new(Append { file, error: None })) })
     }
 
     fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, String> {
-        let Some(key) = self.file.as_ref().and_then(|_| Key::of(medium)) else { return probe(medium) };
+        let Some((out, key)) = self.out.as_ref().zip(Key::of(medium)) else { return probe(medium) };
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-        match known {
-            Some(info) => Ok(info),
-            None => {
-                let info = probe(medium)?;
-                self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(key, info.clone());
-                Ok(info)
-            }
+        if let Some(info) = known {
+            return Ok(info);
         }
+        let info = probe(medium)?;
+        let line = Line { key, info };
+        let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
+        if out.error.is_none() {
+            // In one piece, so that another run which appends to the same file does not mix with it.
+            let text = serde_json::to_string(&line).map_err(std::io::Error::from);
+            out.error = text.and_then(|text| out.file.write_all(format!("{text}\n").as_bytes())).err();
+        }
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(line.key, line.info.clone());
+        Ok(line.info)
     }
 
-    fn save(self) -> Result<(), DataError> {
-        let Some(path) = self.file else { return Ok(()) };
-        let known = self.known.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let mut out = Output::create(&path)?;
-        for (key, info) in known {
-            out.line(&Line { key, info })?;
+    /// # Errors
+    /// What could not be written.
+    fn finish(self, folder: Option<&Path>) -> Result<(), DataError> {
+        let error = self.out.and_then(|out| out.into_inner().unwrap_or_else(PoisonError::into_inner).error);
+        match (error, folder) {
+            (Some(error), Some(folder)) => Err(DataError::io("write", &folder.join(CACHE_NAME))(error)),
+            _ => Ok(()),
         }
-        out.finish()
     }
 }
 
@@ -391,7 +409,10 @@ mod tests {
     }
 
     fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, String> {
-        Ok(10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()))
+        match 10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()) {
+            tokens @ ..=85 => Ok(tokens),
+            tokens => Err(format!("got {tokens} tokens, expected at most 85")),
+        }
     }
 
     fn run(dataset: &Dataset, num_threads: usize, cache_dir: Option<&Path>) -> (Report, usize, u64) {
@@ -407,7 +428,6 @@ mod tests {
         let options = CheckOptions {
             probe: &probe,
             estimate: &estimate,
-            max_prompt_tokens: Some(85),
             num_longest: 2,
             num_threads,
             cache_dir,
@@ -427,6 +447,8 @@ mod tests {
         assert_eq!(done, 10);
         let rows: Vec<_> = report.problems.iter().map(|problem| (problem.row, problem.line)).collect();
         assert_eq!(rows, [(3, 4), (5, 6), (7, 8), (9, 10)]);
+        let missing: Vec<_> = report.problems.iter().map(|problem| problem.missing).collect();
+        assert_eq!(missing, [Some(MediumKind::Image), None, None, None]);
         for (problem, expected) in report.problems.iter().zip([
             "no such file",
             "not an image",
@@ -469,7 +491,6 @@ mod tests {
                 Ok(MediumInfo { num_frames: Some(26), duration_secs: Some(2.6), ..Default::default() })
             },
             estimate: &estimate,
-            max_prompt_tokens: None,
             num_longest: 0,
             num_threads: 1,
             cache_dir: None,
@@ -486,6 +507,36 @@ mod tests {
         );
         assert_eq!(got, [(1, frames.as_str()), (3, start.as_str())]);
         assert!(report.longest.is_empty());
+    }
+
+    /// A check that is killed has written what it learnt, and the next one goes on from there.
+    #[test]
+    fn what_is_learnt_is_written_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let cache = folder.path().join("cache");
+        let written = || std::fs::read_to_string(cache.join(CACHE_NAME)).unwrap().lines().count();
+        let lines = Mutex::new(Vec::new());
+        let options = CheckOptions {
+            probe: &|_| {
+                lines.lock().unwrap().push(written());
+                Ok(MediumInfo { width_px: Some(3), ..Default::default() })
+            },
+            estimate: &estimate,
+            num_longest: 2,
+            num_threads: 1,
+            cache_dir: Some(&cache),
+            progress: &|_, _| {},
+        };
+        check(&dataset, &options).unwrap();
+        assert_eq!(*lines.lock().unwrap(), [0, 1, 2, 3, 4, 5, 6]);
+        // Killed within the fourth line: three are known, and nothing is written into the rest of the fourth.
+        let text = std::fs::read_to_string(cache.join(CACHE_NAME)).unwrap();
+        let three: usize = text.lines().take(3).map(|line| line.len() + 1).sum();
+        std::fs::write(cache.join(CACHE_NAME), &text[..three + 9]).unwrap();
+        // Of the other four one is refused, and looked at again.
+        assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
+        assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
     }
 
     #[test]

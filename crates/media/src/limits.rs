@@ -52,6 +52,24 @@ impl Limits {
         Ok(())
     }
 
+    /// Fails unless a picture may be resized to this size. Rows can ask for any.
+    ///
+    /// # Errors
+    /// [`MediaError::Setting`] for more than `max_pixels`.
+    pub fn check_resized(&self, width_px: u32, height_px: u32) -> Result<(), MediaError> {
+        if u64::from(width_px) * u64::from(height_px) > self.max_pixels {
+            return Err(MediaError::setting(
+                "size after resizing",
+                format!("{width_px}x{height_px}"),
+                format!(
+                    "at most {} pixels; lower resized_width and resized_height, or min_pixels",
+                    self.max_pixels
+                ),
+            ));
+        }
+        Ok(())
+    }
+
     /// Opens a regular file of at most `max_file_bytes`. Pipes and devices are refused before they are opened,
     /// since opening or reading one may never return.
     pub(crate) fn open(&self, path: &Path) -> Result<File, MediaError> {

@@ -6,7 +6,6 @@
 //! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
 //! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: every segment is seen |
 //! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
-//! | [`FrameSampling::AtMost`] | R1-V's intent of "8 frames", without its `fps = int(8 / duration)`, which is 0 beyond 8 s |
 //!
 //! Rounding is to even on ties throughout, as in Python, NumPy and torch.
 
@@ -15,6 +14,9 @@ use crate::qwen_vl::{ResizeRule, smart_resize};
 
 /// Frames per time slice of the vision tower; qwen-vl-utils keeps frame counts a multiple of it.
 const FRAME_FACTOR: f64 = 2.0;
+
+/// Most frames that a rule which repeats frames may be asked for; as [`crate::Limits::max_frames`].
+const MOST_FRAMES: usize = 100_000;
 
 /// A rule that picks frames.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,11 +45,6 @@ pub enum FrameSampling {
         /// Number of frames.
         num_frames: usize,
     },
-    /// `num_frames`, or as many as there are, made even; evenly spaced from the first to the last frame.
-    AtMost {
-        /// Number of frames aimed at.
-        num_frames: usize,
-    },
 }
 
 /// Options of the rule of qwen-vl-utils.
@@ -57,6 +54,9 @@ pub struct QwenSampling {
     pub fps: Option<f64>,
     /// Number of frames to take, rounded to an even number.
     pub nframes: Option<usize>,
+    /// Whether a video (or time range) that has fewer frames than are asked for gives those it has, made even, or its
+    /// only one. Otherwise it is an error, as in qwen-vl-utils.
+    pub as_many_as_there_are: bool,
     /// Least number of frames, with `fps`. 4.
     pub min_frames: Option<usize>,
     /// Largest number of frames, with `fps`. 768, or the length of the video.
@@ -83,13 +83,7 @@ impl FrameSampling {
     /// [`MediaError::Setting`] when the video is empty, its rate is not positive, or the rule's options exclude
     /// every choice (as qwen-vl-utils fails for a video of one frame).
     pub fn choose(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
-        if num_frames == 0 || !(fps.is_finite() && fps > 0.0) {
-            return Err(MediaError::setting(
-                "video to sample",
-                format!("{num_frames} frames at {fps} fps"),
-                "at least one frame and a positive rate",
-            ));
-        }
+        require_video(num_frames, fps)?;
         let whole = |indices: Vec<usize>| FrameChoice {
             sampled_fps: indices.len() as f64 / num_frames as f64 * fps,
             indices,
@@ -113,8 +107,7 @@ impl FrameSampling {
                 }
                 let n = (num_frames as f64 / fps / interval_secs).round_ties_even() as usize;
                 // A video never gives more distinct frames than it has.
-                let n = n.clamp(*min_frames, *max_frames).min(num_frames.max(*min_frames));
-                whole(linspace_cut(num_frames, n))
+                whole(linspace_cut(num_frames, n.clamp(*min_frames, *max_frames).min(num_frames)))
             }
             Self::Segments { frame_counts, num_frames: n } => {
                 let indices = segment_indices(frame_counts, *n)?;
@@ -128,16 +121,12 @@ impl FrameSampling {
                 whole(indices)
             }
             Self::Midpoints { num_frames: n } => {
-                require_some("number of frames", *n)?;
+                if !(1..=MOST_FRAMES).contains(n) {
+                    return Err(MediaError::setting("nframes", n, format!("1 to {MOST_FRAMES} frames")));
+                }
                 let share = (num_frames - 1) as f64 / *n as f64;
                 let middle = |i: usize| (share * i as f64 + share * (i + 1) as f64) / 2.0 + 1e-6;
                 whole((0..*n).map(|i| middle(i).round_ties_even() as usize).collect())
-            }
-            Self::AtMost { num_frames: n } => {
-                require_some("number of frames", *n)?;
-                let n = num_frames.min(*n);
-                let n = if n > 1 { n - n % 2 } else { n };
-                whole(linspace_rounded(0, num_frames - 1, n))
             }
         })
     }
@@ -157,11 +146,14 @@ impl FrameSampling {
             ..
         }) = self
         {
+            require_video(num_frames, fps)?;
             let n = max_frames.unwrap_or(768).max(1);
-            if num_frames <= n && num_frames > 0 && fps > 0.0 {
+            if num_frames <= n {
                 return Ok(FrameChoice { indices: (0..num_frames).collect(), sampled_fps: fps });
             }
-            return Self::AtMost { num_frames: n }.choose(num_frames, fps);
+            let n = if n > 1 { n - n % 2 } else { n };
+            let sampled_fps = n as f64 / num_frames as f64 * fps;
+            return Ok(FrameChoice { indices: linspace_rounded(0, num_frames - 1, n), sampled_fps });
         }
         self.choose(num_frames, fps)
     }
@@ -176,9 +168,14 @@ impl QwenSampling {
         let end = self.video_end.map_or(num_frames - 1, |t| (clamp(t).floor() as usize).min(num_frames - 1));
         let ranged = self.video_start.is_some() || self.video_end.is_some();
         if ranged && start >= end {
+            let bound = |t: Option<f64>, open: &str| t.map_or(open.to_owned(), |t| format!("{t} s"));
             return Err(MediaError::setting(
                 "video_start, video_end",
-                format!("{:?}, {:?} s (frames {start} to {end})", self.video_start, self.video_end),
+                format!(
+                    "{} to {}, which are frames {start} to {end}",
+                    bound(self.video_start, "the start"),
+                    bound(self.video_end, "the end")
+                ),
                 format!("a range of at least two frames within {duration:.3} s"),
             ));
         }
@@ -187,6 +184,10 @@ impl QwenSampling {
 
     /// Number of frames out of `total`.
     fn num_frames(&self, total: usize, video_fps: f64) -> Result<usize, MediaError> {
+        if self.as_many_as_there_are && total == 1 {
+            return Ok(1);
+        }
+        let even = |n: f64| (n / FRAME_FACTOR).floor() * FRAME_FACTOR;
         let total_f = total as f64;
         let n = match (self.nframes, self.fps) {
             (Some(_), Some(_)) => {
@@ -199,21 +200,39 @@ impl QwenSampling {
                     return Err(MediaError::setting("fps", fps, "a rate of at least 0"));
                 }
                 let min = (self.min_frames.unwrap_or(4) as f64 / FRAME_FACTOR).ceil() * FRAME_FACTOR;
-                let max = self.max_frames.unwrap_or(total.min(768)) as f64;
-                let max = (max / FRAME_FACTOR).floor() * FRAME_FACTOR;
-                let n = (total_f / video_fps * fps).max(min).min(max).min(total_f);
-                (n / FRAME_FACTOR).floor() * FRAME_FACTOR
+                let max = even(self.max_frames.unwrap_or(total.min(768)) as f64);
+                even((total_f / video_fps * fps).max(min).min(max).min(total_f))
             }
         };
-        if n < FRAME_FACTOR || n > total_f {
-            return Err(MediaError::setting(
-                "number of frames",
-                n,
-                format!("2 to {total}, the frames of the video (or its time range)"),
-            ));
+        let n = if self.as_many_as_there_are { n.min(even(total_f)) } else { n };
+        if (FRAME_FACTOR..=total_f).contains(&n) {
+            return Ok(n as usize);
         }
-        Ok(n as usize)
+        Err(if total == 1 {
+            MediaError::setting(
+                "video (or its time range)",
+                "1 frame",
+                "at least 2, since frames are taken in pairs; give a single picture as an image",
+            )
+        } else {
+            MediaError::setting(
+                "number of frames",
+                format!("{n} (taken in pairs)"),
+                format!("2 to {total}, the frames of the video (or its time range)"),
+            )
+        })
     }
+}
+
+fn require_video(num_frames: usize, fps: f64) -> Result<(), MediaError> {
+    if num_frames > 0 && fps.is_finite() && fps > 0.0 {
+        return Ok(());
+    }
+    Err(MediaError::setting(
+        "video to sample",
+        format!("{num_frames} frames at {fps} fps"),
+        "at least one frame and a positive rate",
+    ))
 }
 
 fn require_some(what: &str, n: usize) -> Result<(), MediaError> {

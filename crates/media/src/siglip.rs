@@ -73,11 +73,11 @@ impl SiglipProcessor {
         if (height, width) != (side_px, side_px) {
             return fail(format!("size {width}x{height}"), &format!("the tower's {side_px}x{side_px}"));
         }
-        if config.resample.is_some_and(|filter| filter != 3) {
-            return fail(format!("resample {:?}", config.resample), "3 (bicubic)");
+        if let Some(filter) = config.resample.filter(|&filter| filter != 3) {
+            return fail(format!("resample {filter}"), "3 (bicubic)");
         }
-        if config.rescale_factor.is_some_and(|factor| (factor * 255.0 - 1.0).abs() > 1e-6) {
-            return fail(format!("rescale_factor {:?}", config.rescale_factor), "1/255");
+        if let Some(factor) = config.rescale_factor.filter(|factor| (factor * 255.0 - 1.0).abs() > 1e-6) {
+            return fail(format!("rescale_factor {factor}"), "1/255");
         }
         let (mean, std) = (config.image_mean.unwrap_or([0.5; 3]), config.image_std.unwrap_or([0.5; 3]));
         if std.iter().any(|s| !s.is_normal()) || mean.iter().any(|m| !(0.0..=1.0).contains(m)) {

@@ -79,19 +79,23 @@ impl TileProcessor {
     /// # Errors
     /// [`MediaError::Setting`] for an impossible side, bounds or normalisation.
     pub fn check(&self) -> Result<(), MediaError> {
-        let fine = (1..=1 << 14).contains(&self.side_px)
-            && (1..=MOST_TILES).contains(&self.max_tiles)
-            && (1..=self.max_tiles).contains(&self.min_tiles)
-            && self.mean.iter().all(|m| m.is_finite())
-            && self.std.iter().all(|s| s.is_finite() && *s > 0.0);
-        if fine {
+        let (what, got, expected) = if !(1..=1 << 14).contains(&self.side_px) {
+            ("side of a tile", format!("{} px", self.side_px), "1 to 16384 px")
+        } else if !(1..=self.max_tiles).contains(&self.min_tiles) || self.max_tiles > MOST_TILES {
+            let got = format!("{} to {}", self.min_tiles, self.max_tiles);
+            ("number of tiles", got, "a minimum of at least 1, and a maximum not below it and at most 1024")
+        } else if !(self.mean.iter().all(|m| m.is_finite())
+            && self.std.iter().all(|s| s.is_finite() && *s > 0.0))
+        {
+            (
+                "image_mean and image_std",
+                format!("{:?} and {:?}", self.mean, self.std),
+                "numbers, std above 0",
+            )
+        } else {
             return Ok(());
-        }
-        Err(MediaError::setting(
-            "picture tiling",
-            format!("{self:?}"),
-            "a side of 1 to 16384 px, 1 <= min_tiles <= max_tiles <= 1024, finite mean, positive std",
-        ))
+        };
+        Err(MediaError::setting(what, got, expected))
     }
 
     /// Tiles of a picture of `width x height`, the thumbnail included.

@@ -70,6 +70,7 @@ fn qwen_sampling_equals_qwen_vl_utils() {
             max_frames: get("max_frames").map(int),
             video_start: get("video_start").map(|v| v.as_f64().unwrap()),
             video_end: get("video_end").map(|v| v.as_f64().unwrap()),
+            as_many_as_there_are: false,
         });
         let choice = rule.choose(int(&row[0]), row[1].as_f64().unwrap());
         if row[3].is_null() {
@@ -145,12 +146,45 @@ fn every_segment_is_sampled() {
 }
 
 #[test]
-fn at_most_n_frames_are_even_and_fit_the_video() {
-    let choose = |n, total| FrameSampling::AtMost { num_frames: n }.choose(total, 10.0).unwrap();
-    assert_eq!(choose(8, 1).indices, [0]);
-    assert_eq!(choose(8, 5).indices, [0, 1, 3, 4]); // 0, 1.33, 2.67, 4
-    assert_eq!(choose(8, 15).indices, [0, 2, 4, 6, 8, 10, 12, 14]);
-    assert!(close(choose(8, 16).sampled_fps, 5.0));
+fn a_short_video_gives_what_it_has_where_that_is_allowed() {
+    let rule = |qwen| FrameSampling::Qwen(QwenSampling { as_many_as_there_are: true, ..qwen });
+    let eight = |total| {
+        let choice = rule(QwenSampling { nframes: Some(8), ..Default::default() }).choose(total, 10.0);
+        choice.unwrap()
+    };
+    assert_eq!(eight(1).indices, [0]);
+    assert_eq!(eight(3).indices, [0, 2]);
+    assert_eq!(eight(5).indices, [0, 1, 3, 4]); // 0, 1.33, 2.67, 4
+    assert_eq!(eight(15).indices, [0, 2, 4, 6, 8, 10, 12, 14]);
+    assert!(close(eight(16).sampled_fps, 5.0));
+    assert_eq!(rule(QwenSampling::default()).choose(1, 2.0).unwrap().indices, [0]);
+    // A time range counts as the video.
+    let range = QwenSampling { nframes: Some(8), video_start: Some(0.5), ..Default::default() };
+    assert_eq!(rule(range).choose(10, 10.0).unwrap().indices, [5, 6, 8, 9]);
+}
+
+#[test]
+fn what_a_video_cannot_give_is_said() {
+    let error = |qwen, total| FrameSampling::Qwen(qwen).choose(total, 10.0).unwrap_err().to_string();
+    let eight = QwenSampling { nframes: Some(8), ..Default::default() };
+    let said = error(eight, 5);
+    assert!(said.contains("got 8 (taken in pairs), expected 2 to 5"), "{said}");
+    let said = error(QwenSampling::default(), 1);
+    assert!(said.contains("got 1 frame, expected at least 2") && said.contains("as an image"), "{said}");
+    let backwards = QwenSampling { video_end: Some(0.05), ..Default::default() };
+    let said = error(backwards, 50);
+    assert!(said.contains("got the start to 0.05 s, which are frames 0 to 0"), "{said}");
+}
+
+/// Rows can ask for any number; the choice is made before anything is known of the row's length.
+#[test]
+fn no_number_of_frames_takes_memory() {
+    let most = u32::MAX as usize;
+    assert!(FrameSampling::Midpoints { num_frames: most }.choose(5, 10.0).is_err());
+    let interval = FrameSampling::BaseInterval { interval_secs: 2.0, min_frames: most, max_frames: most };
+    assert_eq!(interval.choose(5, 10.0).unwrap().indices, [0, 1, 2, 3, 4]);
+    let fewest = QwenSampling { min_frames: Some(most), ..Default::default() };
+    assert_eq!(FrameSampling::Qwen(fewest).choose(5, 10.0).unwrap().indices, [0, 1, 3, 4]);
 }
 
 #[test]
@@ -161,6 +195,9 @@ fn lists_keep_every_picture_unless_told_otherwise() {
     assert!(default.choose(1, 2.0).is_err());
     let thinned = default.choose_listed(1000, 2.0).unwrap();
     assert_eq!((thinned.indices.len(), thinned.indices[767]), (768, 999));
+    let three = FrameSampling::Qwen(QwenSampling { max_frames: Some(3), ..Default::default() });
+    assert_eq!(three.choose_listed(7, 2.0).unwrap().indices, [0, 6]);
+    assert!(default.choose_listed(0, 2.0).is_err());
     let four = FrameSampling::Qwen(QwenSampling { nframes: Some(4), ..Default::default() });
     assert_eq!(four.choose_listed(7, 2.0).unwrap().indices, [0, 2, 4, 6]);
 }
@@ -173,7 +210,7 @@ proptest! {
             FrameSampling::Qwen(QwenSampling { nframes: Some(n), ..Default::default() }),
             FrameSampling::BaseInterval { interval_secs: 2.0, min_frames: 4, max_frames: 8 },
             FrameSampling::Midpoints { num_frames: n },
-            FrameSampling::AtMost { num_frames: n },
+            FrameSampling::Qwen(QwenSampling { nframes: Some(n), as_many_as_there_are: true, ..Default::default() }),
         ] {
             let Ok(choice) = rule.choose(total, fps) else { continue };
             prop_assert!(!choice.indices.is_empty());

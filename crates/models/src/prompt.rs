@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, Sample};
 use omnigrpo_text::{
-    ChatTemplate, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt, Role, Span, StopSet,
-    Tokenizer, Turn,
+    ChatTemplate, MediumKind, MediumSegment, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt,
+    Role, Span, StopSet, Tokenizer, Turn,
 };
 
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
-use crate::families::{Family, MediaSettings, MediumInput, MediumPlan};
+use crate::families::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, probe_medium};
 use crate::rope::RopeScaling;
 use crate::stream::next_key;
 
@@ -123,7 +123,8 @@ impl PromptBuilder {
         &self.family
     }
 
-    /// Decodes a row's media and renders its prompt.
+    /// Decodes a row's media and renders its prompt. Headers are read first, so that no medium is decoded for a prompt over
+    /// the limit.
     ///
     /// # Errors
     /// An unreadable medium, a prompt over the limit (which is never cut).
@@ -136,11 +137,14 @@ impl PromptBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
+        let limits = &self.settings.media.limits;
+        let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let (rendered, plans) = self.plan(sample, &headers)?;
         let media = self.decode(sample, epoch)?;
-        let tokens =
-            media.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
-        let rendered = self.render(&sample.turns, &tokens)?;
-        self.check_length(rendered.ids.len())?;
+        // Fewer frames may have been drawn, and a header may promise what the file does not hold.
+        let as_planned = media.iter().map(|m| m.shape).eq(plans.iter().map(|m| m.shape));
+        let shapes: Vec<_> = media.iter().map(|m| (m.kind, m.shape)).collect();
+        let rendered = if as_planned { rendered } else { self.render(&sample.turns, &shapes)? };
         self.prompt(&sample.turns, rendered, media)
     }
 
@@ -148,7 +152,7 @@ impl PromptBuilder {
     /// that draw their number of frames have the largest: what fits then fits in every epoch.
     ///
     /// # Errors
-    /// As [`Self::build`], except for what only decoding shows. A prompt over the limit is no error here.
+    /// As [`Self::build`], except for what only decoding shows.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plans = sample
@@ -157,15 +161,13 @@ impl PromptBuilder {
             .zip(headers)
             .map(|(m, header)| self.family.plan(m, header, &settings))
             .collect::<Result<Vec<_>>>()?;
-        let tokens =
-            plans.iter().map(|m| self.family.tokens(m.kind, &m.shape)).collect::<Result<Vec<_>>>()?;
-        let rendered = self.render(&sample.turns, &tokens)?;
+        let shapes: Vec<_> = plans.iter().map(|m| (m.kind, m.shape)).collect();
+        let rendered = self.render(&sample.turns, &shapes)?;
         Ok((rendered, plans))
     }
 
     /// The longest prompt that is accepted, tokens.
-    #[must_use]
-    pub fn max_prompt_tokens(&self) -> usize {
+    fn max_prompt_tokens(&self) -> usize {
         let model =
             self.family.decoder_config().max_positions.saturating_sub(self.settings.max_completion_length);
         self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
@@ -211,13 +213,25 @@ impl PromptBuilder {
         sample.media.iter().map(|m| Ok(Arc::new(self.family.prepare(m, &settings)?))).collect()
     }
 
-    fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+    fn render(&self, turns: &[Turn], media: &[(MediumKind, MediumShape)]) -> Result<RenderedPrompt> {
         let turns = &self.family.arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::prompt("the conversation has no user turn to answer"));
         }
+        let media = media
+            .iter()
+            .map(|(kind, shape)| self.family.tokens(*kind, shape))
+            .collect::<Result<Vec<MediumTokens>>>()?;
+        let features: usize = media.iter().map(num_features).sum();
+        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
+            return Err(self.too_long(features, &media));
+        }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        Ok(renderer.render(turns, media, &self.settings.render)?)
+        let rendered = renderer.render(turns, &media, &self.settings.render)?;
+        match rendered.ids.len() {
+            tokens if tokens > self.max_prompt_tokens() => Err(self.too_long(tokens, &media)),
+            _ => Ok(rendered),
+        }
     }
 
     fn prompt(
@@ -250,18 +264,35 @@ impl PromptBuilder {
         })
     }
 
-    fn check_length(&self, tokens: usize) -> Result<()> {
+    /// Names the limit, and what would help: where media are most of the prompt, the settings of the kind that has most.
+    fn too_long(&self, tokens: usize, media: &[MediumTokens]) -> ModelError {
+        let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
+        let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
+        let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 2 * of(*kind) > tokens);
+        let shorten = match longest {
+            Some(kind) => self.family.shorten(kind).unwrap_or("give fewer media"),
+            None => "shorten the text",
+        };
         let limit = self.max_prompt_tokens();
-        if tokens > limit {
-            let what = match self.settings.max_prompt_length {
-                Some(given) if given == limit => "max_prompt_length",
-                _ => "the model's positions less max_completion_length",
-            };
-            return Err(ModelError::prompt(format!(
-                "the prompt has {tokens} tokens with its media, the limit is {limit} ({what}); prompts are never cut: \
-                 lower max_pixels or the number of frames, or raise the limit"
-            )));
-        }
-        Ok(())
+        let (which, or) = match self.settings.max_prompt_length {
+            Some(given) if given == limit => ("--max_prompt_length", ", or raise --max_prompt_length"),
+            _ if self.settings.max_completion_length == 0 => ("the model's positions", ""),
+            _ => ("the model's positions less --max_completion_length", ", or lower --max_completion_length"),
+        };
+        ModelError::prompt(format!(
+            "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: \
+             {shorten}{or}"
+        ))
     }
+}
+
+/// Features of a medium that is too large for any prompt are not written out beyond this many, tokens.
+const MOST_RENDERED: usize = 1 << 20;
+
+fn num_features(medium: &MediumTokens) -> usize {
+    let count = |segment: &MediumSegment| match segment {
+        MediumSegment::Features { count, .. } => *count,
+        _ => 0,
+    };
+    medium.segments.iter().map(count).sum()
 }

@@ -284,6 +284,181 @@ fn a_prompt_over_the_limit() {
     }
 }
 
+/// Found from the header: nothing is decoded or resized for such a row, by any command.
+#[test]
+fn a_size_that_no_memory_holds() {
+    let size = r#""resized_width": 28, "resized_height": 2147483648"#;
+    let reason = "size after resizing: got 28x2147483648, expected at most 178956970 pixels";
+    let bad = format!(r#"{{"id": "bad", "image": "shapes.png", {size}, {IMAGE_TAIL}"#);
+    bad_row(&bad, &[reason]);
+    let place = Place::new();
+    with(&place, &bad);
+    place.run("data show --model M --train_file only.jsonl").fails(1, &[reason]);
+    let unchecked = TRAIN.replace("--max_steps 2", "--max_steps 4 --skip_data_check --max_skipped 0.5");
+    place.run(&format!("{unchecked} --train_file with.jsonl")).ok();
+    assert!(place.lines("run/skipped.jsonl")[0]["reason"].as_str().unwrap().contains(reason));
+
+    // Too long a prompt is not decoded either. The picture is cut short, which decoding would find.
+    let whole = place.bytes("shapes.png");
+    place.write("shapes.png", &whole[..60]);
+    let pixels = r#""min_pixels": 4000000000, "max_pixels": 4200000000"#;
+    for (options, reason) in [(size, reason), (pixels, reason.split(": got").next().unwrap())] {
+        place.write("only.jsonl", bad.replace(size, options));
+        place.run("data show --model M --train_file only.jsonl").fails(1, &[reason]);
+    }
+    place.write("only.jsonl", bad.replace(size, r#""min_pixels": 40000000, "max_pixels": 42000000"#));
+    place.run("data show --model M --train_file only.jsonl").fails(
+        1,
+        &[
+            "the prompt is too long: got ",
+            "the model's positions",
+            "lower max_pixels, or lower --max_completion_length",
+        ],
+    );
+}
+
+/// What helps is said by kind and model: pixels do nothing for tiles, and frames come first for a clip.
+#[test]
+fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
+    let place = Place::new();
+    let row =
+        |medium: &str, tag: &str| format!(r#"{{{medium}, "problem": "<{tag}>Which?", "solution": "x"}}"#);
+    place.write("image.jsonl", row(r#""image": "shapes.png""#, "image"));
+    place.write("video.jsonl", row(r#""video": "clip.gif""#, "video"));
+    place.write("text.jsonl", format!(r#"{{"problem": "{}", "solution": "x"}}"#, "why ".repeat(40)));
+    for (model, rows, advice) in [
+        ("qwen2_5_vl_tied", "image", "lower max_pixels, or raise --max_prompt_length"),
+        (
+            "qwen2_5_vl_tied",
+            "video",
+            "lower video_max_frames or nframes, video_max_frame_pixels or total_pixels, or raise",
+        ),
+        ("qwen2_5_vl_tied", "text", "shorten the text, or raise --max_prompt_length"),
+        ("internvl_hf", "image", "never cut: lower max_anyres_num, or raise --max_prompt_length"),
+        (
+            "internvl_hf",
+            "video",
+            "never cut: lower video_max_frames or nframes, or raise --max_prompt_length",
+        ),
+        ("humanomni", "video", "never cut: lower nframes, or raise --max_prompt_length"),
+    ] {
+        let model = support::golden("checkpoints").join(model);
+        let line = format!("data check --train_file {rows}.jsonl --max_prompt_length 12 --model");
+        let ran = place.run(&format!("{line} {}", model.display()));
+        for part in ["the prompt is too long: got ", "at most 12 (--max_prompt_length)", advice] {
+            assert!(ran.stdout.contains(part), "`{part}` is not in\n{}", ran.stdout);
+        }
+        ran.fails(1, &["1 of 1 rows cannot be used"]);
+    }
+}
+
+/// Whether a setting has an effect may be the model's matter. One's own is an error then, a preset's is left out.
+#[test]
+fn settings_that_a_family_does_not_read() {
+    let place = Place::new();
+    place.write("one.jsonl", r#"{"image": "shapes.png", "problem": "<image>Which?", "solution": "x"}"#);
+    let model = |name: &str| support::golden("checkpoints").join(name).display().to_string();
+    let show = |name: &str| format!("data show --train_file one.jsonl --model {}", model(name));
+    let humanomni = show("humanomni");
+    for (line, flag) in [
+        (format!("{humanomni} --max_pixels 12544"), "`max_pixels` has no effect on humanomni"),
+        (format!("{humanomni} --min_pixels 3136"), "`min_pixels` has no effect on humanomni"),
+        (format!("{humanomni} --fps 1"), "`fps` has no effect on humanomni"),
+        (format!("{humanomni} --video_min_frames 2"), "`video_min_frames` has no effect on humanomni"),
+        (format!("{humanomni} --video_max_frames 9"), "`video_max_frames` has no effect on humanomni"),
+        (
+            format!("{humanomni} --video_max_frame_pixels 784"),
+            "`video_max_frame_pixels` has no effect on humanomni",
+        ),
+        (
+            format!("{humanomni} --video_min_frame_pixels 784"),
+            "`video_min_frame_pixels` has no effect on humanomni",
+        ),
+        (format!("{humanomni} --total_pixels 7840"), "`total_pixels` has no effect on humanomni"),
+        (
+            format!("{humanomni} --frame_sampling base_interval"),
+            "`frame_sampling` has no effect on humanomni",
+        ),
+        (format!("{} --max_pixels 12544", show("internvl_hf")), "`max_pixels` has no effect on internvl_hf"),
+        (
+            format!("{} --max_anyres_num 2", show("qwen2_vl_tied")),
+            "`max_anyres_num` has no effect on qwen2_vl",
+        ),
+    ] {
+        place.run(&line).fails(2, &[flag, "got: ", "help: "]);
+    }
+    place.write("c.yaml", "max_pixels: 12544\n");
+    place
+        .run(&format!("{humanomni} --config c.yaml"))
+        .fails(2, &["at: c.yaml:1", "help: pictures have the size of its tower"]);
+    // Its own preset sets pixels for the Qwen models it is also made for, and qwen-mcq sets bounds for tiles.
+    let left = |preset: &str, name: &str| {
+        place.run(&format!("{} --preset {preset} --max_completion_length 4", show(name))).ok().stderr
+    };
+    let note = left("humanomni", "humanomni");
+    assert!(
+        note.contains(
+            "left out of the preset humanomni, since they have no effect on humanomni: `max_pixels` 401408"
+        ),
+        "{note}"
+    );
+    let note = left("qwen-mcq", "internvl_hf");
+    assert!(
+        note.contains("`min_pixels` 12544, `max_pixels` 451584, `video_min_frame_pixels` 3136"),
+        "{note}"
+    );
+    assert!(!left("humanomni", "qwen2_vl_tied").contains("left out"));
+}
+
+/// A number of frames for every clip is what to aim at; a row that asks for more than its clip has is wrong.
+#[test]
+fn a_clip_with_fewer_frames_than_the_preset_takes() {
+    let place = Place::new();
+    fs::create_dir(place.path("five")).unwrap();
+    for i in 0..5 {
+        fs::copy(place.path("noise.png"), place.path(&format!("five/{i}.png"))).unwrap();
+    }
+    let row =
+        |own: &str| format!(r#"{{"video": "five", {own} "problem": "<video>Which?", "solution": "x"}}"#);
+    place.write("all.jsonl", row(""));
+    place.write("own.jsonl", row(r#""nframes": 8,"#));
+    let show = "data show --model M --preset r1-v --video_max_frame_pixels 3136 --train_file";
+    let shown = place.run(&format!("{show} all.jsonl")).ok().stdout;
+    assert!(shown.contains("frames at 0.00 0.50 1.50 2.00 s"), "{shown}");
+    place
+        .run(&format!("{show} own.jsonl"))
+        .fails(1, &["number of frames: got 8 (taken in pairs), expected 2 to 5"]);
+}
+
+/// An evaluation row is found bad before training, and not at the first evaluation.
+#[test]
+fn rows_to_evaluate_on_are_checked_before_training() {
+    let place = Place::new();
+    with(&place, &format!(r#"{{"id": "bad", "image": "gone.png", {IMAGE_TAIL}"#));
+    let line = format!("{TRAIN} --train_file rows.jsonl --eval_file with.jsonl --eval_steps 1");
+    let parts = ["too many evaluation rows cannot be used", "got: 1 of 4 rows", "gone.png"];
+    place.run(&line).fails(1, &parts);
+    assert_eq!(place.names("run"), [".cache", "log.txt"]);
+    let ran = place.run(&format!("{line} --max_skipped 0.25")).ok();
+    assert!(ran.stderr.contains("4 evaluation rows: 1 images, 1 videos"), "{}", ran.stderr);
+    assert!(place.lines("run/metrics.jsonl").iter().any(|row| row["eval_skipped"] == 1.0));
+    // `data check` reads both.
+    let both = "data check --model M --train_file rows.jsonl --eval_file with.jsonl";
+    place.run(both).fails(1, &["1 of 7 rows cannot be used"]);
+    place.run("data check --model M --eval_file with.jsonl").fails(1, &["1 of 4 rows cannot be used"]);
+    place.run(&both.replace("rows.jsonl", "none.jsonl")).fails(1, &["none.jsonl"]);
+}
+
+#[test]
+fn a_wrong_folder_for_all_rows_is_named() {
+    let place = Place::new();
+    let row = |id: &str| format!(r#"{{"id": "{id}", "image": "x/{id}.png", {IMAGE_TAIL}"#);
+    place.write("all.jsonl", [row("a"), row("b")].join("\n"));
+    let help = "help: none of the image files was found: --image_folders names the folder";
+    place.run("data check --model M --train_file all.jsonl").fails(1, &[help]);
+    place.run(&format!("{TRAIN} --train_file all.jsonl")).fails(1, &[help]);
+}
+
 #[test]
 fn files_that_are_no_dataset() {
     let place = Place::new();

@@ -194,6 +194,33 @@ fn clips_with_sound_that_ffmpeg_cannot_read() {
     place.run(&strict).fails(1, &["none, with --strict_media"]);
 }
 
+/// What was learnt of 100 000 headers is not lost with the next one.
+#[test]
+fn a_check_of_headers_that_is_stopped_keeps_what_it_knows() {
+    let place = Place::new();
+    let row = |name: &str| CLIP.replace("clip.mp4", name);
+    place.write("with.jsonl", ["a.mp4", "b.mp4", "hang.mp4"].map(row).join("\n"));
+    for name in ["a.mp4", "b.mp4", "hang.mp4"] {
+        place.write(name, "anything");
+    }
+    let header = r#"{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "avg_frame_rate": "4/1"}]}"#;
+    programs(
+        &place,
+        &[("ffprobe", &format!("case \"$*\" in *hang*) exec sleep 20;; esac; echo '{header}'"))],
+    );
+    let path = format!("{}:{}", place.path("bin").display(), std::env::var("PATH").unwrap());
+    let mut run = place.command(TRAIN).env("PATH", path).spawn().unwrap();
+    let cache = place.path("run/.cache/media-headers-1.jsonl");
+    let lines = || fs::read_to_string(&cache).unwrap_or_default().lines().count();
+    let waited = Instant::now();
+    while lines() < 2 && waited.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(Command::new("kill").args(["-TERM", &run.id().to_string()]).status().unwrap().success());
+    assert_eq!(run.wait().unwrap().code(), None, "ended by the signal");
+    assert_eq!(lines(), 2);
+}
+
 /// Sound files of the `media` tests.
 fn sound(name: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../media/tests/data/audio").join(name)

@@ -30,6 +30,8 @@ impl FramePlan {
             // The rate of a list says how fast its pictures follow each other, not how many to take.
             fps: options.fps.filter(|_| !listed),
             nframes: count(options.nframes),
+            // A number for every clip is what to aim at; one for this clip is meant.
+            as_many_as_there_are: own.nframes.is_none(),
             min_frames: count(options.min_frames),
             max_frames: count(options.max_frames),
             video_start: options.video_start,

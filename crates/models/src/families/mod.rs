@@ -159,6 +159,25 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
+    /// The flags of those settings that say something.
+    fn given(&self) -> impl Iterator<Item = &'static str> {
+        let (image, video) = (&self.image, &self.video);
+        [
+            ("max_anyres_num", self.max_tiles.is_some()),
+            ("min_pixels", image.min_pixels.is_some()),
+            ("max_pixels", image.max_pixels.is_some()),
+            ("video_min_frame_pixels", video.min_pixels.is_some()),
+            ("video_max_frame_pixels", video.max_pixels.is_some()),
+            ("total_pixels", video.total_pixels.is_some()),
+            ("fps", video.fps.is_some()),
+            ("video_min_frames", video.min_frames.is_some()),
+            ("video_max_frames", video.max_frames.is_some()),
+            ("frame_sampling", self.rule != FrameRule::Qwen),
+        ]
+        .into_iter()
+        .filter_map(|(flag, given)| given.then_some(flag))
+    }
+
     /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
     pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
         let span = u64::from(max.saturating_sub(min)) + 1;
@@ -353,6 +372,15 @@ pub struct Converted {
     pub left_out: &'static [&'static str],
 }
 
+/// Settings that a family does not read.
+#[derive(Clone, Copy, Debug)]
+pub struct IdleSettings {
+    /// Their names, which are those of the flags.
+    pub flags: &'static [&'static str],
+    /// Why, and what to set instead.
+    pub why: &'static str,
+}
+
 /// A tower whose weights may be in a directory of its own.
 pub struct Companion {
     /// That directory, if one was found.
@@ -379,19 +407,25 @@ pub trait Family: Send + Sync {
     /// The published name of a tensor in a file, or `None` for keys that are no weights.
     fn published_name(&self, key: &str) -> Option<String>;
 
+    /// Media settings that this family does not read.
+    fn idle_settings(&self) -> IdleSettings;
+
     /// Whether these settings can be followed; checked once, before any medium is read.
     ///
     /// # Errors
-    /// A setting that would have no effect.
+    /// A setting without effect.
     fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
-        match settings.max_tiles {
-            Some(_) => Err(ModelError::prompt(format!(
-                "max_anyres_num has no effect on {}, which does not cut images into tiles; remove it and set max_pixels",
-                self.name()
-            ))),
+        let IdleSettings { flags, why } = self.idle_settings();
+        match settings.given().find(|flag| flags.contains(flag)) {
+            Some(flag) => {
+                Err(ModelError::prompt(format!("{flag} has no effect on {}: {why}; remove it", self.name())))
+            }
             None => Ok(()),
         }
     }
+
+    /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
     /// Whether the projector belongs to the vision modules that VLM-R1 freezes, which are named by a part of their names.
     fn projector_is_vision(&self) -> bool {

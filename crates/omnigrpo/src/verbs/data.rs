@@ -6,6 +6,7 @@ use anyhow::Result;
 use omnigrpo_data::{CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check as check_rows};
 use omnigrpo_models::{PromptBuilder, probe_medium};
 use omnigrpo_rewards::RewardSet;
+use omnigrpo_text::MediumKind;
 
 use super::survey::Survey;
 use super::{Context, print, setup};
@@ -17,39 +18,52 @@ const LONGEST: usize = 5;
 /// Problems that are printed; the file of a run has all of them.
 const SHOWN: usize = 20;
 
+/// Which rows are checked, as messages name them.
+const TRAINING: &str = "rows";
+const EVALUATION: &str = "evaluation rows";
+
 /// Reads every row and medium header; fails if any row cannot be used.
 pub fn check(settings: &Settings, context: &Context) -> Result<()> {
-    let dataset = match setup::train_data(settings) {
-        Ok(dataset) => dataset,
-        Err(error) => setup::eval_data(settings)?.ok_or(error)?,
+    let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
+    let trained = match setup::train_data(settings) {
+        Ok(rows) => Some((TRAINING, rows)),
+        Err(_) if held_out.is_some() && !setup::names_training_rows(settings) => None,
+        Err(error) => return Err(error),
     };
     let prompts = match &settings.model.model_name_or_path {
         Some(_) => Some(setup::prompts(settings, &setup::checkpoint_dir(settings)?, false)?),
         None => None,
     };
     let cache = std::env::temp_dir().join("omnigrpo-check");
-    let rewards = setup::text_rewards(settings, &dataset)?;
-    let survey = rewards.as_ref().map(Survey::new);
-    let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
-    let mut out = describe(&report, &dataset, prompts.is_some());
-    if let Some(survey) = &survey {
-        // Rows for supervised training are no mistake for want of a ground truth.
-        let idle =
-            survey.idle(&dataset).map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
-        for line in survey.warnings(settings).into_iter().chain(idle) {
-            out.push_str(&format!("{line}\n"));
+    let (mut bad, mut rows, mut help) = (0, 0, None);
+    for (which, dataset) in trained.into_iter().chain(held_out) {
+        let rewards = setup::text_rewards(settings, &dataset)?;
+        let survey = rewards.as_ref().map(Survey::new);
+        let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
+        let mut out = describe(which, &report, &dataset, prompts.is_some());
+        if let Some(survey) = &survey {
+            // Rows for supervised training are no mistake for want of a ground truth.
+            let idle =
+                survey.idle(&dataset).map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
+            for line in survey.warnings(settings).into_iter().chain(idle) {
+                out.push_str(&format!("{line}\n"));
+            }
         }
+        print(&out)?;
+        bad += report.counts.bad_rows;
+        rows += report.counts.rows;
+        help = help.or_else(|| folders_help(&report));
     }
-    print(&out)?;
-    if report.problems.is_empty() {
+    if bad == 0 {
         return Ok(());
     }
-    Err(Problem::failure(format!("{} of {} rows cannot be used", report.counts.bad_rows, report.counts.rows))
-        .help("`train` skips such rows as long as they are fewer than --max_skipped")
+    let skips = || "`train` skips such rows as long as they are fewer than --max_skipped".to_owned();
+    Err(Problem::failure(format!("{bad} of {rows} rows cannot be used"))
+        .help(help.unwrap_or_else(skips))
         .into())
 }
 
-/// The check before training: rows that must never be drawn, with their reasons. With `rewards` each is asked about
+/// The check of training rows: those that must never be drawn, with their reasons. With `rewards` each is asked about
 /// every row.
 pub fn check_before(
     settings: &Settings,
@@ -60,20 +74,7 @@ pub fn check_before(
     rewards: Option<&RewardSet>,
 ) -> Result<Vec<(u64, String, String)>> {
     let survey = rewards.map(Survey::new);
-    let report = report(settings, context, dataset, Some(prompts), Some(cache), survey.as_ref())?;
-    context.console.line(describe(&report, dataset, true).trim_end());
-    let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
-    if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
-        return Err(Problem::failure("too many rows cannot be used")
-            .got(format!("{} of {} rows", report.counts.bad_rows, report.counts.rows))
-            .expected(if settings.data.strict_media {
-                "none, with --strict_media".to_owned()
-            } else {
-                format!("at most a share of {} (--max_skipped)", settings.data.max_skipped)
-            })
-            .help("the rows and reasons are listed above; `omnigrpo data check` lists them again")
-            .into());
-    }
+    let report = tolerable(TRAINING, settings, context, dataset, prompts, cache, survey.as_ref())?;
     if let Some(survey) = &survey {
         if let Some(problem) = survey.idle(dataset) {
             return Err(problem.into());
@@ -85,6 +86,59 @@ pub fn check_before(
         .into_iter()
         .map(|p| (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what)))
         .collect())
+}
+
+/// The check of rows that a training run evaluates on. Each evaluation skips those that cannot be used.
+pub fn check_held_out(
+    settings: &Settings,
+    context: &Context,
+    dataset: &Dataset,
+    prompts: &PromptBuilder,
+    cache: &Path,
+) -> Result<()> {
+    tolerable(EVALUATION, settings, context, dataset, prompts, cache, None).map(drop)
+}
+
+/// The report, unless too many rows cannot be used.
+fn tolerable(
+    which: &str,
+    settings: &Settings,
+    context: &Context,
+    dataset: &Dataset,
+    prompts: &PromptBuilder,
+    cache: &Path,
+    survey: Option<&Survey>,
+) -> Result<Report> {
+    let report = report(settings, context, dataset, Some(prompts), Some(cache), survey)?;
+    context.console.line(describe(which, &report, dataset, true).trim_end());
+    let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
+    if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
+        let listed =
+            || "the rows and reasons are listed above; `omnigrpo data check` lists them again".to_owned();
+        return Err(Problem::failure(format!("too many {which} cannot be used"))
+            .got(format!("{} of {} rows", report.counts.bad_rows, report.counts.rows))
+            .expected(if settings.data.strict_media {
+                "none, with --strict_media".to_owned()
+            } else {
+                format!("at most a share of {} (--max_skipped)", settings.data.max_skipped)
+            })
+            .help(folders_help(&report).unwrap_or_else(listed))
+            .into());
+    }
+    Ok(report)
+}
+
+/// Where not one medium of a kind was found, its folder is wrong rather than the rows.
+fn folders_help(report: &Report) -> Option<String> {
+    let c = &report.counts;
+    [(MediumKind::Image, c.images), (MediumKind::Video, c.videos), (MediumKind::Audio, c.audios)]
+        .into_iter()
+        .find(|(kind, found)| *found == 0 && report.problems.iter().any(|p| p.missing == Some(*kind)))
+        .map(|(kind, _)| {
+            format!(
+                "none of the {kind} files was found: --{kind}_folders names the folder that the paths of the rows begin in"
+            )
+        })
 }
 
 /// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
@@ -147,7 +201,6 @@ fn report(
         &CheckOptions {
             probe: &probe,
             estimate: &estimate,
-            max_prompt_tokens: prompts.map(|p| p.max_prompt_tokens() as u64),
             num_longest: LONGEST,
             num_threads: rayon::current_num_threads(),
             cache_dir: cache,
@@ -156,10 +209,10 @@ fn report(
     )?)
 }
 
-fn describe(report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
+fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
     let c = &report.counts;
     let mut out = format!(
-        "{} rows: {} images, {} videos, {} sounds, {} rows of text only, {} without a solution\n",
+        "{} {which}: {} images, {} videos, {} sounds, {} rows of text only, {} without a solution\n",
         c.rows, c.images, c.videos, c.audios, c.text_rows, c.without_solution
     );
     let from: Vec<_> = report.solutions_from.iter().map(|(from, rows)| format!("{from} ({rows})")).collect();
@@ -172,9 +225,10 @@ fn describe(report: &Report, dataset: &Dataset, with_lengths: bool) -> String {
             dataset.columns_seen().join(", ")
         ));
     }
-    if with_lengths && let Some(longest) = report.longest.first() {
-        let others: Vec<_> = report.longest.iter().map(|p| format!("{} ({})", p.num_tokens, p.id)).collect();
-        out.push_str(&format!("longest prompt {} tokens; {}\n", longest.num_tokens, others.join(", ")));
+    if with_lengths && !report.longest.is_empty() {
+        let longest: Vec<_> =
+            report.longest.iter().map(|p| format!("{} (row {})", p.num_tokens, p.id)).collect();
+        out.push_str(&format!("longest prompts, in tokens: {}\n", longest.join(", ")));
     }
     for problem in report.problems.iter().take(SHOWN) {
         out.push_str(&format!(

@@ -5,6 +5,7 @@ mod data;
 mod demo;
 mod doctor;
 mod export;
+mod family;
 mod humanomni;
 mod infer;
 mod profile;
@@ -43,6 +44,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
             .build_global()
             .context("the thread pool could not be made")?;
     }
+    let resolved = &family::without_idle(resolved)?;
     let context = Context { console: console.clone(), stop: Arc::new(AtomicBool::new(false)) };
     for note in &resolved.notes {
         context.console.line(note);

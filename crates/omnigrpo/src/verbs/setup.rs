@@ -218,11 +218,14 @@ fn prompts_with(
     shuffle_frames: bool,
 ) -> Result<PromptBuilder> {
     let media = &settings.media;
+    let family = open_family_with(dir, &overrides(settings, dir)?)?;
+    // Some have a default, which is nothing to those that do not read them.
+    let reads = |flag: &str| !family.idle_settings().flags.contains(&flag);
     let video = MediumOptions {
-        fps: media.nframes.is_none().then_some(media.fps),
+        fps: (media.nframes.is_none() && reads("fps")).then_some(media.fps),
         nframes: media.nframes,
-        min_frames: Some(media.video_min_frames),
-        max_frames: Some(media.video_max_frames),
+        min_frames: reads("video_min_frames").then_some(media.video_min_frames),
+        max_frames: reads("video_max_frames").then_some(media.video_max_frames),
         min_pixels: media.video_min_frame_pixels,
         max_pixels: media.video_max_frame_pixels,
         total_pixels: media.total_pixels,
@@ -264,7 +267,7 @@ fn prompts_with(
         max_completion_length: settings.rollout.max_completion_length,
         stop_strings: settings.rollout.stop_strings.clone(),
     };
-    Ok(PromptBuilder::open(dir, open_family_with(dir, &overrides(settings, dir)?)?, prompt)?)
+    Ok(PromptBuilder::open(dir, family, prompt)?)
 }
 
 /// What reading one medium may cost.
@@ -327,6 +330,12 @@ pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Res
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
     let options = ReadOptions { missing_media, ..read_options(settings) };
     open_with(&DatasetSpec::from_files(&[input], &roots(settings))?, &options)
+}
+
+/// Whether any flag names training rows.
+pub fn names_training_rows(settings: &Settings) -> bool {
+    let data = &settings.data;
+    !(data.train_file.is_empty() && data.data_file_paths.is_empty() && data.dataset_use.is_empty())
 }
 
 /// The training rows.

@@ -117,12 +117,21 @@ fn run_logged(
         None
     };
 
+    let eval_prompts = match eval_rows.is_empty() {
+        true => None,
+        false => Some(Arc::new(setup::prompts(settings, &dir, false)?)),
+    };
     let scored = objective == Objective::Reinforce && settings.rollout.replay.is_none();
     let bad_rows = if settings.data.skip_data_check {
         Vec::new()
     } else {
+        let cache = output_dir.join(".cache");
+        // Rows that are split off are among those of `dataset`.
+        if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
+            data::check_held_out(settings, context, held_out, prompts, &cache)?;
+        }
         let asked = scored.then_some(&rewards);
-        data::check_before(settings, context, &dataset, &prompts, &output_dir.join(".cache"), asked)?
+        data::check_before(settings, context, &dataset, &prompts, &cache, asked)?
     };
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     if scored {
@@ -136,12 +145,7 @@ fn run_logged(
     if !scored {
         setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
     }
-    let eval = if eval_rows.is_empty() {
-        None
-    } else {
-        let prompts = Arc::new(setup::prompts(settings, &dir, false)?);
-        Some(eval_plan(settings, prompts, eval_dataset, eval_rows))
-    };
+    let eval = eval_prompts.map(|prompts| eval_plan(settings, prompts, eval_dataset, eval_rows));
 
     let model = setup::trained_model(settings)?;
     let selection = setup::selection(settings, model.family().as_ref());

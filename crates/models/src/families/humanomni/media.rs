@@ -17,7 +17,25 @@ use omnigrpo_text::MediumKind;
 
 use super::config::HumanOmniConfig;
 use crate::error::{ModelError, Result};
-use crate::families::{MediaSettings, MediumInput, MediumShape, sound};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
+
+/// Pictures of these models are squares of the tower's size, and a clip is a fixed number of them.
+pub(super) const IDLE: IdleSettings = IdleSettings {
+    flags: &[
+        "max_anyres_num",
+        "min_pixels",
+        "max_pixels",
+        "video_min_frame_pixels",
+        "video_max_frame_pixels",
+        "total_pixels",
+        "fps",
+        "video_min_frames",
+        "video_max_frames",
+        "frame_sampling",
+        "base_interval",
+    ],
+    why: "pictures have the size of its tower, and nframes is the number of frames of a clip",
+};
 
 /// Reads media as one checkpoint's towers expect them.
 pub(super) struct MediaReader {

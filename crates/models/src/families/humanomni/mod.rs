@@ -24,7 +24,7 @@ use omnigrpo_ops::{Param, Part, Segments};
 use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
 use serde_json::{Map, Value};
 
-use super::{Companion, Family, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
+use super::{Companion, Family, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::encoders::{bert, siglip, whisper};
@@ -163,6 +163,14 @@ impl Family for HumanOmni {
                 config.insert(key.into(), Value::String(dir.to_string_lossy().into_owned()));
             }
         }
+    }
+
+    fn idle_settings(&self) -> IdleSettings {
+        media::IDLE
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        (kind == MediumKind::Video).then_some("lower nframes")
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {

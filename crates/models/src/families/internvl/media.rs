@@ -11,7 +11,7 @@ use super::{InternVlConfig, Layout};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::frames::FramePlan;
-use crate::families::{MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's tiling says.
 pub(super) struct MediaReader {
@@ -20,17 +20,10 @@ pub(super) struct MediaReader {
 }
 
 /// Sizes of these models are tiles. A bound on pixels would do nothing.
-pub(super) fn check_settings(settings: &MediaSettings) -> Result<()> {
-    let (image, video) = (&settings.image, &settings.video);
-    let pixels = [image.min_pixels, image.max_pixels, video.min_pixels, video.max_pixels, video.total_pixels];
-    if pixels.iter().any(Option::is_some) {
-        return Err(ModelError::prompt(
-            "bounds on pixels have no effect on InternVL, whose pictures are tiles of a fixed size; remove them and set \
-             max_anyres_num, the most tiles of an image",
-        ));
-    }
-    Ok(())
-}
+pub(super) const IDLE: IdleSettings = IdleSettings {
+    flags: &["min_pixels", "max_pixels", "video_min_frame_pixels", "video_max_frame_pixels", "total_pixels"],
+    why: "its pictures are tiles of a fixed size, and max_anyres_num is the most tiles of an image",
+};
 
 impl MediaReader {
     /// Takes the tiling from `config.json`, or in the hf layout from the processor file.

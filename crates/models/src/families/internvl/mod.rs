@@ -21,7 +21,7 @@ pub use config::{InternVlConfig, Layout, VisionConfig};
 pub use convert::convert;
 pub use vision::VisionTower;
 
-use super::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
+use super::{Family, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::error::{ModelError, Result};
@@ -122,8 +122,15 @@ impl Family for InternVl {
         false
     }
 
-    fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
-        media::check_settings(settings)
+    fn idle_settings(&self) -> IdleSettings {
+        media::IDLE
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        match kind {
+            MediumKind::Video => Some("lower video_max_frames or nframes"),
+            _ => Some("lower max_anyres_num"),
+        }
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {

@@ -57,12 +57,8 @@ impl MediaReader {
         };
         let (grid, frame_times_secs) = match medium.kind {
             MediumKind::Image => {
-                let processor = self.image_processor(&medium.options.or(&settings.image));
-                let (height, width) = match exact(&medium.options)? {
-                    Some(size) => size,
-                    None => processor.resized(height, width)?,
-                };
-                (processor.grid(1, height, width)?, Vec::new())
+                let (height, width) = self.image_size(medium, height, width, settings)?;
+                (self.processors.image.grid(1, height, width)?, Vec::new())
             }
             MediumKind::Video => {
                 let (request, plan) = self.video_request(medium, settings)?;
@@ -74,6 +70,7 @@ impl MediaReader {
                     }
                     FrameSize::Native => (height, width),
                 };
+                settings.limits.check_resized(width, height)?;
                 (self.processors.video.grid(times.len(), height, width)?, times)
             }
             MediumKind::Audio => return Err(no_audio()),
@@ -99,12 +96,12 @@ impl MediaReader {
             return Err(ModelError::prompt("an image is one file; got a list of frames or a URL"));
         };
         let mut image = load_image(path, &settings.limits)?;
-        let mut processor = self.image_processor(&medium.options.or(&settings.image));
-        if let Some((height, width)) = exact(&medium.options)? {
+        let (height, width) = self.image_size(medium, image.height_px, image.width_px, settings)?;
+        if (height, width) != (image.height_px, image.width_px) {
             image = resize_bicubic(&image, width, height)?;
-            processor.do_resize = false;
         }
-        let patches = processor.process_image(&image)?;
+        let patches =
+            ImageProcessor { do_resize: false, ..self.processors.image.clone() }.process_image(&image)?;
         Ok(input(medium.kind, patches.rows, patches.grid, 0.0, Vec::new()))
     }
 
@@ -120,6 +117,23 @@ impl MediaReader {
         let patches = processor.process_frames(&video.frames, height, width)?;
         let seconds = video.second_per_grid_t(processor.temporal_patch_size);
         Ok(input(medium.kind, patches.rows, patches.grid, seconds, video.timestamps_s))
+    }
+
+    /// The size `(height, width)` an image of `height x width` is resized to.
+    fn image_size(
+        &self,
+        medium: &MediumRef,
+        height: u32,
+        width: u32,
+        settings: &MediaSettings,
+    ) -> Result<(u32, u32)> {
+        let options = medium.options.or(&settings.image);
+        let (height, width) = match exact(&medium.options)? {
+            Some(size) => size,
+            None => self.image_processor(&options).resized(height, width)?,
+        };
+        settings.limits.check_resized(width, height)?;
+        Ok((height, width))
     }
 
     fn image_processor(&self, options: &MediumOptions) -> ImageProcessor {

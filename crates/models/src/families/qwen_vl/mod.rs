@@ -20,7 +20,7 @@ pub use config::{Generation, QwenVlConfig, VisionConfig};
 pub use positions::{MediumAxes, positions};
 pub use vision::VisionTower;
 
-use super::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
+use super::{Family, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames, Position};
 use crate::error::Result;
@@ -91,6 +91,22 @@ impl Family for QwenVl {
             Some(rest) => format!("model.language_model.{rest}"),
             None if published.starts_with("visual.") => format!("model.{published}"),
             None => published.to_owned(),
+        }
+    }
+
+    fn idle_settings(&self) -> IdleSettings {
+        IdleSettings {
+            flags: &["max_anyres_num"],
+            why: "it does not cut images into tiles, and max_pixels is the most pixels of an image",
+        }
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        match kind {
+            MediumKind::Video => {
+                Some("lower video_max_frames or nframes, video_max_frame_pixels or total_pixels")
+            }
+            _ => Some("lower max_pixels"),
         }
     }
 

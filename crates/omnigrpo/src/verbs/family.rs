@@ -1,0 +1,61 @@
+//! Settings that the family of the model does not read: which one it is only its `config.json` tells, so they are looked at
+//! when a command starts.
+
+use anyhow::Result;
+use omnigrpo_models::open_family_with;
+
+use super::{humanomni::overrides, setup};
+use crate::explain::{Problem, yaml};
+use crate::flags::{FLAGS, Flag, Section};
+use crate::settings::Settings;
+use crate::values::{Origin, Resolved, Values};
+
+/// The settings without those that have no effect on this model. From a preset they are dropped, which a note says.
+///
+/// # Errors
+/// A setting without effect that was given by flag or file, with a value other than its default.
+pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
+    let mut out = resolved.clone();
+    let settings = &resolved.settings;
+    let given = |flag: &Flag| {
+        let set = resolved.values.lookup(flag.name);
+        flag.section == Section::Media && set.is_some_and(|(_, origin)| *origin != Origin::Default)
+    };
+    if settings.model.model_name_or_path.is_none() || !FLAGS.iter().any(given) {
+        return Ok(out);
+    }
+    let dir = setup::checkpoint_dir(settings)?;
+    let family = open_family_with(&dir, &overrides(settings, &dir)?)?;
+    let idle = family.idle_settings();
+    let defaults = Values::defaults(resolved.verb)?;
+    let (mut preset, mut dropped) = ("", Vec::new());
+    for flag in idle.flags {
+        let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
+        if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
+            continue;
+        }
+        let Origin::Preset(name) = origin else {
+            let problem = Problem::usage(format!("`{flag}` has no effect on {}", family.name()))
+                .got(yaml(value))
+                .help(format!("{}; leave `{flag}` out", idle.why));
+            return Err(match origin {
+                Origin::Config(place) => problem.at(place.clone()),
+                _ => problem,
+            }
+            .into());
+        };
+        preset = name;
+        dropped.push(format!("`{flag}` {}", yaml(value)));
+        out.values.reset(flag, resolved.verb)?;
+        out.idle.push((flag, idle.why));
+    }
+    if !dropped.is_empty() {
+        out.notes.push(format!(
+            "left out of the preset {preset}, since they have no effect on {}: {}",
+            family.name(),
+            dropped.join(", ")
+        ));
+    }
+    out.settings = Settings::from_values(&out.values, settings.env.clone())?;
+    Ok(out)
+}
