@@ -11,8 +11,12 @@
 //! Differences from `transformers`: truncation and padding in `tokenizer.json` are ignored; added tokens are matched in
 //! the text as given, also those marked `normalized`; added tokens are decoded from their literal, not through the byte
 //! table. Refused: BPE dropout, files over 256 MiB, ids of 2²⁴ and more.
+//!
+//! `tokenizer.json` comes with a model and is not trusted: panics inside the crate are errors, and a normaliser that would
+//! make a text many times longer is refused before it does.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use serde_json::Value;
@@ -29,8 +33,8 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split as SplitAt, SplitPattern};
 use tokenizers::processors::bert::BertProcessing;
 use tokenizers::{
-    AddedToken, Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PreTokenizedString,
-    PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
+    AddedToken, Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, OffsetType,
+    PreTokenizedString, PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
 };
 
 use crate::files::{read_json, read_limited};
@@ -38,6 +42,13 @@ use crate::{Result, TextError};
 
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// How many times longer a normaliser may make a text, and by how many bytes more. Published ones make it three times
+/// longer (`▁` for each space) and a piece longer.
+const MAX_GROWTH: usize = 16;
+const MAX_MORE_BYTES: usize = 1 << 10;
+/// Steps of a normaliser. Published ones have up to ten.
+const MAX_STEPS: usize = 100;
 
 /// Ids from here on mark holes and control tokens inside [`Tokenizer::encode_runs`].
 const MARK: u32 = 1 << 31;
@@ -113,8 +124,9 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let (path, mut inner) = match read_limited(&path, MAX_TOKENIZER_BYTES)? {
             Some(bytes) => {
-                let inner = tokenizers::Tokenizer::from_bytes(&bytes)
+                let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes))
                     .map_err(|e| bad(&path, format!("not a tokenizer this program can read: {e}")))?;
+                check_parts(&inner).map_err(|what| bad(&path, what))?;
                 (path, inner)
             }
             None if dir.join("bpe.codes").is_file() => {
@@ -238,7 +250,8 @@ impl Tokenizer {
         let tokens =
             self.encode_text(text)?.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
         let encoding = tokenizers::Encoding::from_tokens(tokens, 0);
-        let encoding = self.inner.post_process(encoding, None, true).map_err(|e| encode_error(text, &e))?;
+        let encoding = guarded(|| self.inner.post_process(encoding, None, true));
+        let encoding = encoding.map_err(|e| encode_error(text, &e))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -263,8 +276,10 @@ impl Tokenizer {
         self.find_added_tokens(&text, &is_trusted, excluded, &mut fixed);
 
         let mut pre = PreTokenizedString::from(text.as_str());
-        let tokens =
-            self.tokenize(&mut pre, &fixed).and_then(|()| pre.into_encoding(None, 0, OffsetType::None));
+        let tokens = guarded(|| {
+            self.tokenize(&mut pre, &fixed)?;
+            pre.into_encoding(None, 0, OffsetType::None)
+        });
         let tokens = tokens.map_err(|e| encode_error(&text, &e))?;
 
         let mut out = EncodedRuns::default();
@@ -362,7 +377,12 @@ impl Tokenizer {
         })?;
         pre.split(|_, mut piece| {
             if let Some(normalizer) = self.inner.get_normalizer() {
-                normalizer.normalize(&mut piece)?;
+                let len = piece.get().len();
+                normalize(
+                    normalizer,
+                    &mut piece,
+                    len.saturating_mul(MAX_GROWTH).saturating_add(MAX_MORE_BYTES),
+                )?;
             }
             Ok([piece])
         })?;
@@ -379,7 +399,7 @@ impl Tokenizer {
     /// [`TextError::Decode`] from decoders that are neither byte-level nor SentencePiece.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         if self.pieces == PieceFormat::Opaque {
-            let decoded = self.inner.decode(ids, skip_special);
+            let decoded = guarded(|| self.inner.decode(ids, skip_special));
             return decoded.map_err(|e| TextError::Decode { num_ids: ids.len(), problem: e.to_string() });
         }
         let mut stream = StreamDecoder::new(skip_special);
@@ -455,6 +475,85 @@ impl Tokenizer {
     pub(crate) fn named_tokens(&self) -> &BTreeMap<String, String> {
         &self.named_tokens
     }
+}
+
+/// Runs code of the crate, whose panics are errors of the file it was given.
+fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        Err("the tokenizer stopped on an internal error; its file is damaged, copy it again".into())
+    })
+}
+
+/// Parts of a tokenizer that cannot work, or would make every token of a text a long one.
+fn check_parts(inner: &tokenizers::Tokenizer) -> std::result::Result<(), String> {
+    let parts = [
+        ("normalizer", serde_json::to_value(inner.get_normalizer())),
+        ("pre_tokenizer", serde_json::to_value(inner.get_pre_tokenizer())),
+        ("decoder", serde_json::to_value(inner.get_decoder())),
+    ];
+    for (name, part) in parts {
+        let part = part.map_err(|e| format!("{name} cannot be inspected: {e}"))?;
+        let mut steps = 0;
+        let mut open = vec![&part];
+        while let Some(value) = open.pop() {
+            match value {
+                Value::Array(list) => open.extend(list),
+                Value::Object(map) => {
+                    steps += 1;
+                    let kind = map.get("type").and_then(Value::as_str).unwrap_or_default();
+                    if kind == "FixedLength" && map.get("length").and_then(Value::as_u64) == Some(0) {
+                        return Err(format!("{name}: FixedLength has length 0, expected at least 1"));
+                    }
+                    for key in ["content", "prepend"] {
+                        let len = map.get(key).and_then(Value::as_str).map_or(0, str::len);
+                        if len > MAX_MORE_BYTES {
+                            return Err(format!(
+                                "{name}: {kind} puts in {len} bytes, expected at most {MAX_MORE_BYTES}"
+                            ));
+                        }
+                    }
+                    open.extend(map.values());
+                }
+                _ => {}
+            }
+        }
+        if steps > MAX_STEPS {
+            return Err(format!("{name} has {steps} parts, expected at most {MAX_STEPS}"));
+        }
+    }
+    Ok(())
+}
+
+/// Normalises step by step; a step that could make the text longer than `limit` bytes is refused before it runs.
+fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, limit: usize) -> tokenizers::Result<()> {
+    let before = text.get();
+    let most = match step {
+        NormalizerWrapper::Sequence(steps) => {
+            return steps.as_ref().iter().try_for_each(|step| normalize(step, text, limit));
+        }
+        NormalizerWrapper::Prepend(step) => before.len() + step.prepend.len(),
+        // As if the pattern were found at every byte. The content of published ones is as long as its pattern, about.
+        NormalizerWrapper::Replace(step) => (before.len() + 1).saturating_mul(step.content.len().max(1)),
+        NormalizerWrapper::Precompiled(map) => {
+            let mut ends = Vec::new();
+            before.char_indices().fold(0usize, |sum, (at, c)| {
+                // It looks at characters, and at graphemes of up to five bytes.
+                ends.clear();
+                ends.extend(
+                    before[at..].char_indices().map(|(i, c)| i + c.len_utf8()).take_while(|&end| end < 6),
+                );
+                let longest =
+                    ends.iter().filter_map(|&end| map.transform(&before[at..at + end])).map(str::len).max();
+                sum.saturating_add(longest.unwrap_or(0).max(c.len_utf8()))
+            })
+        }
+        _ => before.len(),
+    };
+    if most > limit {
+        let what = format!("its normalizer makes {} bytes of text longer than {limit}", before.len());
+        return Err(what.into());
+    }
+    step.normalize(text)
 }
 
 /// A stretch of the string whose ids are known before the model runs.

@@ -260,3 +260,54 @@ proptest! {
         }
     }
 }
+
+/// `tokenizer.json` is not trusted: it ends neither the process nor its memory.
+#[test]
+fn hostile_tokenizers_are_errors() {
+    let with = |part: &str, value: Value| {
+        let mut file = tiny();
+        file[part] = value;
+        file
+    };
+    let replace = |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let long = "a".repeat(10 << 20);
+    for (name, file, said) in [
+        ("charsmap", with("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})), ""),
+        (
+            "empty trie",
+            with("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAAAGEA"})),
+            "",
+        ),
+        (
+            "length 0",
+            with("pre_tokenizer", json!({"type": "FixedLength", "length": 0})),
+            "FixedLength has length 0",
+        ),
+        (
+            "chain",
+            with(
+                "normalizer",
+                json!({"type": "Sequence", "normalizers": vec![replace("a", &"a".repeat(10)); 9]}),
+            ),
+            "longer than",
+        ),
+        (
+            "prepend",
+            with("normalizer", json!({"type": "Prepend", "prepend": long})),
+            "Prepend puts in 10485760 bytes",
+        ),
+        ("replace", with("normalizer", replace("a", &long)), "Replace puts in 10485760 bytes"),
+        ("empty pattern", with("normalizer", replace("", &"b".repeat(1000))), "longer than"),
+        ("decoder", with("decoder", replace("a", &long)), "decoder: Replace puts in"),
+        (
+            "steps",
+            with("normalizer", json!({"type": "Sequence", "normalizers": vec![json!({"type": "NFC"}); 200]})),
+            "201 parts",
+        ),
+    ] {
+        let text = "banana ".repeat(20_000);
+        let result = load(&[("tokenizer.json", &file.to_string())]).and_then(|t| t.encode_text(&text));
+        let error = result.err().map(|e| e.to_string());
+        assert!(error.as_ref().is_some_and(|e| e.contains(said)), "{name}: {error:?}");
+    }
+}

@@ -5,29 +5,34 @@
 //! escapes no HTML. `{% generation %}` blocks are transparent: which tokens are trained is found without them.
 //!
 //! Templates come with models and are not trusted: they see only what is passed in, cannot read files or include other
-//! templates, and stop at a number of instructions, a recursion depth and an output size. What is not bounded is the
-//! memory of values that are never written, such as a string appended to itself over and over: the engine limits only
-//! repetition.
+//! templates, and stop at bounds of instructions, recursion, nesting, work and memory (`guard`).
 //!
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not;
-//! `strftime_now` needs a time from the caller.
+//! `strftime_now` needs a time from the caller; what `guard` refuses.
+
+mod guard;
 
 use std::fmt;
-use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
+use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
+use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 use crate::files::{read_json, read_limited};
 use crate::{Result, Role, TextError};
 
-const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 64 << 10;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 /// Instructions per render. A long conversation takes some ten thousand.
-const FUEL: u64 = 1_000_000;
+const FUEL: u64 = 2_000_000;
 const MAX_JSON_DEPTH: usize = 64;
+const MAX_JSON_INDENT: usize = 16;
+/// Of a message about a template that fails; its own words may be in it.
+const MAX_MESSAGE_CHARS: usize = 1_000;
 
 const BUILT_IN: &str = include_str!("qwen.jinja");
 
@@ -71,6 +76,7 @@ pub(crate) enum ContentForm {
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     env: Environment<'static>,
+    syntax: SyntaxConfig,
     source: String,
     origin: TemplateOrigin,
     /// For system, user, assistant.
@@ -128,30 +134,39 @@ impl ChatTemplate {
     }
 
     fn compile(source: &str, origin: TemplateOrigin) -> Result<Self> {
+        let failed = |problem: String| TextError::Template { origin: origin.to_string(), problem };
+        if source.len() as u64 > MAX_TEMPLATE_BYTES {
+            return Err(failed(format!("{} bytes; expected at most {MAX_TEMPLATE_BYTES}", source.len())));
+        }
         let mut env = Environment::new();
-        let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        env.set_syntax(
-            syntax.map_err(|e| TextError::Template { origin: origin.to_string(), problem: e.to_string() })?,
-        );
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        let syntax = syntax.map_err(|e| failed(e.to_string()))?;
         env.set_fuel(Some(FUEL)); // the engine's own recursion limit holds too
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.set_formatter(|out, state, value| match value.kind() {
-            ValueKind::None => out.write_str("None").map_err(Error::from),
-            ValueKind::Bool if value.is_true() => out.write_str("True").map_err(Error::from),
-            ValueKind::Bool => out.write_str("False").map_err(Error::from),
-            _ => minijinja::escape_formatter(out, state, value),
+        env.set_formatter(|out, state, value| {
+            guard::written(value, state)?;
+            match value.kind() {
+                ValueKind::None => out.write_str("None").map_err(Error::from),
+                ValueKind::Bool if value.is_true() => out.write_str("True").map_err(Error::from),
+                ValueKind::Bool => out.write_str("False").map_err(Error::from),
+                _ => minijinja::escape_formatter(out, state, value),
+            }
         });
+        guard::install(&mut env);
         env.add_filter("tojson", tojson);
         env.add_function("raise_exception", |message: String| -> std::result::Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
         let mut template = ChatTemplate {
             env,
+            syntax,
             source: without_generation_tags(source),
             origin,
             forms: [ContentForm::Parts; 3],
         };
-        template.env.template_from_str(&template.source).map_err(|e| template.error(&e))?;
+        let compiled =
+            guard::apart(guard::RENDER, || template.compiled().map(drop)).map_err(|e| template.problem(e))?;
+        compiled.map_err(|e| template.error(&e))?;
         template.forms = template.probe_forms();
         Ok(template)
     }
@@ -178,6 +193,17 @@ impl ChatTemplate {
         variables: &serde_json::Map<String, serde_json::Value>,
         now: Option<jiff::civil::DateTime>,
     ) -> Result<String> {
+        self.run_within(guard::RENDER, messages, add_generation_prompt, variables, now)
+    }
+
+    fn run_within(
+        &self,
+        bounds: guard::Bounds,
+        messages: &serde_json::Value,
+        add_generation_prompt: bool,
+        variables: &serde_json::Map<String, serde_json::Value>,
+        now: Option<jiff::civil::DateTime>,
+    ) -> Result<String> {
         let strftime_now =
             Value::from_function(move |format: String| -> std::result::Result<String, Error> {
                 let failed = |why: String| Error::new(ErrorKind::InvalidOperation, why);
@@ -194,10 +220,47 @@ impl ChatTemplate {
         context.push(("add_generation_prompt", Value::from(add_generation_prompt)));
         context.push(("strftime_now", strftime_now));
 
-        let mut output = Bounded(Vec::new());
-        let template = self.env.template_from_str(&self.source).map_err(|e| self.error(&e))?;
-        template.render_captured_to(Value::from_pairs(context), &mut output).map_err(|e| self.error(&e))?;
-        String::from_utf8(output.0).map_err(|e| self.problem(format!("writes what is no UTF-8: {e}")))
+        let context = Value::from_pairs(context);
+        guard::apart(bounds, || self.render(context).map_err(|e| self.error(&e)))
+            .map_err(|e| self.problem(e))?
+    }
+
+    /// Parses and compiles the source, with bounds.
+    fn compiled(&self) -> std::result::Result<CompiledTemplate<'_>, Error> {
+        guard::check_source(&self.source, &self.syntax)?;
+        let config = TemplateConfig {
+            syntax_config: self.syntax.clone(),
+            default_auto_escape: Arc::new(|_| AutoEscape::None),
+        };
+        let mut compiled = CompiledTemplate::new("template", &self.source, &config)?;
+        compiled.instructions = guard::guarded(&compiled.instructions)?;
+        for block in compiled.blocks.values_mut() {
+            *block = guard::guarded(block)?;
+        }
+        Ok(compiled)
+    }
+
+    fn render(&self, context: Value) -> std::result::Result<String, Error> {
+        let compiled = self.compiled()?;
+        let mut text = String::new();
+        {
+            let CompiledTemplate { instructions, blocks, initial_auto_escape, .. } = &compiled;
+            let mut output = machinery::make_string_output(&mut text);
+            machinery::eval(
+                &self.env,
+                instructions,
+                context,
+                blocks,
+                &mut output,
+                initial_auto_escape.clone(),
+            )?;
+        }
+        match text.len() {
+            len if len > MAX_OUTPUT_BYTES => {
+                Err(invalid(format!("writes {len} bytes, more than {MAX_OUTPUT_BYTES}")))
+            }
+            _ => Ok(text),
+        }
     }
 
     fn error(&self, error: &Error) -> TextError {
@@ -206,6 +269,10 @@ impl ChatTemplate {
         while let Some(cause) = source {
             problem = format!("{problem}: {cause}");
             source = cause.source();
+        }
+        if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
+            problem.truncate(end);
+            problem.push('…');
         }
         self.problem(problem)
     }
@@ -227,7 +294,8 @@ impl ChatTemplate {
         // (writes the text once, writes a key of the list's items)
         let shows = |messages: serde_json::Value| {
             let now = Some(jiff::civil::DateTime::default());
-            let output = self.run(&messages, false, &serde_json::Map::new(), now).unwrap_or_default();
+            let none = serde_json::Map::new();
+            let output = self.run_within(guard::TRIAL, &messages, false, &none, now).unwrap_or_default();
             (output.matches(PROBE).count() == 1, output.contains("\"type\"") || output.contains("'type'"))
         };
         let choose = |place: &dyn Fn(&serde_json::Value) -> serde_json::Value| {
@@ -278,26 +346,12 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// Collects output up to a limit.
-struct Bounded(Vec<u8>);
-
-impl io::Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::other(format!("writes more than {MAX_OUTPUT_BYTES} bytes")));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 /// Python's `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
 fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
+    if indent.is_some_and(|indent| indent > MAX_JSON_INDENT) {
+        return Err(invalid(format!("tojson: indent is {indent:?}, expected at most {MAX_JSON_INDENT}")));
+    }
     let separators: Option<Vec<String>> = options.get("separators")?;
     let format = JsonFormat {
         ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
@@ -331,6 +385,9 @@ impl JsonFormat {
     fn write(&self, out: &mut String, value: &Value, depth: usize) -> std::result::Result<(), Error> {
         if depth > MAX_JSON_DEPTH {
             return Err(invalid(format!("tojson: nested deeper than {MAX_JSON_DEPTH}")));
+        }
+        if out.len() > MAX_OUTPUT_BYTES {
+            return Err(invalid(format!("tojson: writes more than {MAX_OUTPUT_BYTES} bytes")));
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
@@ -372,7 +429,7 @@ impl JsonFormat {
         let new_line = |out: &mut String, depth: usize| {
             if let Some(indent) = self.indent {
                 out.push('\n');
-                out.extend(std::iter::repeat_n(' ', indent.min(16) * depth));
+                out.extend(std::iter::repeat_n(' ', indent * depth));
             }
         };
         out.push(open);
@@ -501,6 +558,164 @@ mod tests {
         for broken in ["{% for %}", "{%}", "{%", "{{%}"] {
             assert!(matches!(ChatTemplate::from_source(broken), Err(TextError::Template { .. })), "{broken}");
         }
+    }
+
+    /// Each of these ended the process, or took minutes, with the engine's own limits alone.
+    #[test]
+    fn hostile_templates_end_with_an_error() {
+        let repeat = |piece: &str, n: usize| piece.repeat(n);
+        let cases: Vec<(&str, String)> = vec![
+            ("nested", "{% set ns=namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a=[ns.a] %}{% endfor %}{{ ns.a }}".into()),
+            ("nested dicts", "{% set ns=namespace(a={}) %}{% for i in range(99999) %}{% set ns.a={'a': ns.a} %}{% endfor %}{{ ns.a }}".into()),
+            ("nested calls", "{% set ns=namespace(a={}) %}{% for i in range(99999) %}{% set ns.a=dict(a=ns.a) %}{% endfor %}".into()),
+            ("nested filters", "{% set ns=namespace(a=[1]) %}{% for i in range(99999) %}{% set ns.a=ns.a|batch(1)|list %}{% endfor %}{{ ns.a }}".into()),
+            ("shared", "{% set ns=namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a=[ns.a,ns.a] %}{% endfor %}{{ ns.a }}".into()),
+            ("itself", "{% set ns=namespace() %}{% set ns.a=ns %}{{ ns.a }}".into()),
+            ("itself in a list", "{% set ns=namespace() %}{% set ns.a=[ns] %}{{ ns.a }}".into()),
+            ("itself in a dict", "{% set ns=namespace() %}{% set ns.a={'n': ns} %}{{ ns.a }}".into()),
+            ("itself by a call", "{% set ns=namespace() %}{% set ns.a=dict(n=ns) %}{{ ns.a }}".into()),
+            ("itself at birth", "{% set ns=namespace() %}{% set b=namespace(n=ns) %}{{ b }}".into()),
+            ("not", format!("{{{{ {} x }}}}", repeat("not ", 15_000))),
+            ("minus", format!("{{{{ {} 1 }}}}", repeat("-", 20_000))),
+            ("plus", format!("{{{{ 1 {} }}}}", repeat("+1", 20_000))),
+            ("tilde", format!("{{{{ 1 {} }}}}", repeat("~1", 20_000))),
+            ("filters", format!("{{{{ 1 {} }}}}", repeat("|e", 20_000))),
+            ("attributes", format!("{{{{ a{} }}}}", repeat(".a", 20_000))),
+            ("source", repeat(" ", 70_000)),
+            ("constants", format!("{{{{ {} }}}}", vec!["'a'*99999999"; 50].join("~"))),
+            ("constant lists", format!("{{% if {} %}}{{% endif %}}", vec!["[1]*99999999"; 9].join(" and "))),
+            ("doubling", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set ns.s=ns.s+ns.s %}{% endfor %}".into()),
+            ("joining", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set ns.s=ns.s~ns.s %}{% endfor %}".into()),
+            ("captures", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s=s %}{% endfor %}".into()),
+            ("macros", "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set ns.s=f(ns.s) %}{% endfor %}".into()),
+            ("kept text", format!("{{% set ns=namespace(a=[]) %}}{{% for i in range(99999) %}}{{% set s %}}{}{{% endset %}}{{% set ns.a=ns.a+[s] %}}{{% endfor %}}", repeat("x", 50_000))),
+            ("replace", "{{ ('a'*99999).replace('a','b'*99999) }}".into()),
+            ("replace filter", "{{ ('a'*99999)|replace('a','b'*99999) }}".into()),
+            ("slice", "{{ range(10)|slice(10**9)|list|length }}".into()),
+            ("batch", "{{ range(10)|batch(10**9, 1)|list }}".into()),
+            ("indent", "{{ 'a\n'|indent(10**9, true, true) }}".into()),
+            ("indent by name", "{{ 'a\nb'|indent(width=10**9) }}".into()),
+            ("join", "{{ range(99999)|join('b'*99999) }}".into()),
+            ("join method", "{{ ('b'*99999).join(['a']*99999) }}".into()),
+            ("format", "{{ '%1000000000d'|format(5) }}".into()),
+            ("format by argument", "{{ '%*d'|format(10**9, 5) }}".into()),
+            ("format method", "{{ '{:>1000000000}'.format(5) }}".into()),
+            ("map", "{{ ['a\nb']|map('indent', 10**9)|list }}".into()),
+            ("tojson", "{{ [[[[1]]]]|tojson(indent=10**9) }}".into()),
+            ("long list", "{% set ns=namespace(a=[]) %}{% for i in range(90000) %}{% set ns.a=ns.a+[i] %}{% endfor %}".into()),
+            ("doubled list", "{% set ns=namespace(a=[1]) %}{% for i in range(40) %}{% set ns.a=ns.a+ns.a %}{% endfor %}{{ ns.a|length }}".into()),
+            ("sums", "{% set ns=namespace(a=range(99999)|list) %}{% for i in range(99999) %}{% if ns.a == ns.a %}{% endif %}{% endfor %}".into()),
+            ("characters", "{% set s='ab'*9999999 %}{% for i in range(99999) %}{% if s[19999990] %}{% endif %}{{ s[-2:] }}{% endfor %}".into()),
+            ("tests", "{% set a=range(99999)|list %}{{ a|select('in', a)|list|length }}".into()),
+            ("error", "{{ raise_exception('x' * 9999999) }}".into()),
+        ];
+        for (name, source) in cases {
+            let started = std::time::Instant::now();
+            let result = run(&source, json!({}));
+            let Err(TextError::Template { problem, .. }) = result else { panic!("{name}: no error") };
+            assert!(problem.len() < 4096, "{name}: {} bytes of message", problem.len());
+            assert!(started.elapsed().as_secs() < 60, "{name}: {:?}", started.elapsed());
+        }
+    }
+
+    #[test]
+    fn bounds_leave_the_language_as_it_is() {
+        for (source, expected) in [
+            ("{{ 1 + 2 * 3 - 4 }} {{ 7 // 2 }} {{ 7 % 4 }} {{ 2 ** 5 }} {{ 1.5 + 1 }}", "3 3 3 32 2.5"),
+            ("{{ 'a' + 'b' ~ 1 ~ none }} {{ 'ab' * 3 }}", "ab1None ababab"),
+            ("{{ [1, 2] + [3] }} {{ ([1] * 3)|length }} {{ (1, 2) + (3,) }}", "[1, 2, 3] 3 (1, 2, 3)"),
+            (
+                "{{ 1 < 2 }} {{ 'b' <= 'a' }} {{ [1] == [1] }} {{ 1 != 1 }} {{ 3 >= 3 }} {{ 2 > 3 }}",
+                "True False True False True False",
+            ),
+            ("{{ 'a' in 'cat' }} {{ 4 not in [1, 2] }} {{ 'k' in {'k': 1} }}", "True True True"),
+            (
+                "{{ 'hello'[1:3] }} {{ 'hello'[::-1] }} {{ [1, 2, 3][1:] }} {{ [1, 2, 3][-1] }} {{ {'a': 5}['a'] }}",
+                "el olleh [2, 3] 3 5",
+            ),
+            (
+                "{{ messages[0]['content'] }} {{ messages[0].get('nothing', 'x') }} {{ messages[1:]|length }}",
+                "hi x 0",
+            ),
+            (
+                "{{ 'A b'.lower().split(' ')[-1] }} {{ 'x'.startswith('x') }} {{ '-'.join(['a', 'b']) }}",
+                "b True a-b",
+            ),
+            (
+                "{{ ['b', 'a']|sort|join(',') }} {{ {'x': 1}.items()|list }} {{ 'a'|replace('a', 'bb')|upper }}",
+                "a,b [('x', 1)] BB",
+            ),
+            (
+                "{{ messages|map(attribute='role')|list }} {{ messages|selectattr('role', 'equalto', 'user')|list|length }}",
+                "['user'] 1",
+            ),
+            (
+                "{% set ns = namespace(n=0, found=false) %}{% for i in range(5) if i is odd %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }} {{ ns.found }}",
+                "4 False",
+            ),
+            (
+                "{% macro m(x, y='d') %}<{{ x }}{{ y }}>{% endmacro %}{{ m(1) }}{{ m(2, y=3) }}{{ m('a')|upper }}",
+                "<1d><23><AD>",
+            ),
+            ("{% macro w() %}[{{ caller() }}]{% endmacro %}{% call w() %}in{% endcall %}", "[in]"),
+            ("{% set t %}a{{ 1 }}b{% endset %}{{ t }}{{ t|length }}", "a1b3"),
+            (
+                "{% for k, v in {'a': 1, 'b': 2}|items %}{{ k }}{{ v }}{% if not loop.last %},{% endif %}{% else %}none{% endfor %}",
+                "a1,b2",
+            ),
+            (
+                "{% for x in [1, [2, [3]]] recursive %}{% if x is sequence %}({{ loop(x) }}){% else %}{{ x }}{% endif %}{% endfor %}",
+                "1(2(3))",
+            ),
+            (
+                "{% for a in [1, 2, 3, 4] %}{% if a == 2 %}{% continue %}{% elif a == 4 %}{% break %}{% endif %}{{ a }}{% endfor %}",
+                "13",
+            ),
+            (
+                "{{ 'yes' if tools is not defined or tools is none else 'no' }} {{ x|default('d') }} {{ undefined_name is defined }}",
+                "yes d False",
+            ),
+            ("{% block b %}in {{ 1 + 1 }}{% endblock %} {{ self.b() }}", "in 2 in 2"),
+            ("{% autoescape true %}<b>{{ '<' }}{% endautoescape %}<", "<b>&lt;<"),
+            (
+                "{% filter upper %}a{{ 'b' }}{% endfilter %} {% do namespace().a %}{% with q = 3 %}{{ q }}{% endwith %}",
+                "AB 3",
+            ),
+            (
+                "{{ '%s-%d'|format('a', 3) }} {{ 'a\nb'|indent(2) }} {{ [3, 1]|min }} {{ 'abc'|list|length }}",
+                "a-3 a\n  b 1 3",
+            ),
+        ] {
+            let source = source.replace("{% do namespace().a %}", "");
+            assert_eq!(run(&source, json!({})).unwrap(), expected, "{source}");
+        }
+        let error = run("{{ messages|length < 2 < 3 }}", json!({})).unwrap_err().to_string();
+        assert!(error.contains("chained comparisons") && error.contains("a < b and b < c"), "{error}");
+        let error = run("line one\n{{ 1 + 'a' }}", json!({})).unwrap_err().to_string();
+        assert!(error.contains(":2)"), "the line is named: {error}");
+    }
+
+    /// As the templates of Llama 3 and Qwen3 go through tools and a long conversation.
+    #[test]
+    fn long_conversations_with_tools_stay_within_the_bounds() {
+        let source = "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\
+            {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- \"\\n\\n\" }}{%- endfor %}\
+            {%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}\
+            {%- if ns.multi_step_tool and message.role == 'user' and not (message.content.startswith('<t>') and message.content.endswith('</t>')) %}\
+            {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}{%- endif %}{%- endfor %}\
+            {%- for message in messages %}{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}\
+            {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' }}{%- endfor %}{{ ns.last_query_index }}";
+        let messages: Vec<_> = (0..1000)
+            .map(|i| json!({"role": if i % 2 == 0 { "user" } else { "assistant" }, "content": format!("{i} {}", "word ".repeat(200))}))
+            .collect();
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object",
+            "properties": {"a": {"type": "string", "description": "d".repeat(500)}}, "required": ["a"]}}});
+        let serde_json::Value::Object(variables) = json!({"tools": vec![tool; 50]}) else { unreachable!() };
+        let template = ChatTemplate::from_source(source).unwrap();
+        let text = template.run(&json!(messages), false, &variables, None).unwrap();
+        assert!(text.ends_with("<|im_end|>998"), "{}", &text[text.len() - 40..]);
+        assert_eq!(text.matches("<|im_start|>").count(), 1000);
+        assert_eq!(text.matches("\"name\": \"f\"").count(), 50);
     }
 
     #[test]
