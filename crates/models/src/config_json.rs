@@ -16,6 +16,20 @@ pub struct ConfigJson {
 /// No configuration is longer than this; a larger file is refused unread.
 const MAX_BYTES: u64 = 16 << 20;
 
+/// The largest value of a size, far above every published model's. Memory is only taken for tensors that the files
+/// have, but products of sizes have to stay within an integer, and loops over blocks have to end.
+fn most(key: &str) -> usize {
+    let last = key.rsplit('_').next().unwrap_or_default();
+    match key {
+        "spatial_merge_size" | "temporal_patch_size" | "in_channels" | "in_chans" | "num_channels" => 1 << 6,
+        "patch_size" | "depth" | "n_layers" => 1 << 10,
+        "image_size" | "force_image_size" | "window_size" => 1 << 14,
+        "num_frames" => 1 << 16,
+        _ if last == "layers" => 1 << 10,
+        _ => 1 << 24,
+    }
+}
+
 impl ConfigJson {
     /// Reads a JSON object from a file.
     ///
@@ -127,15 +141,36 @@ impl ConfigJson {
     /// A positive size. A missing key takes the default, or is an error without one.
     ///
     /// # Errors
-    /// Anything but an integer from 1 to 2³¹.
+    /// Anything but an integer from 1 to the largest that this key may have.
     pub fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
         match (self.get(key), default) {
             (None, Some(default)) => Ok(default),
             (None, None) => Err(self.error(format!("{key} is missing"))),
-            (Some(value), _) => match value.as_u64() {
-                Some(n) if (1..=1 << 31).contains(&n) => Ok(n as usize),
-                _ => Err(self.error(format!("{key} is {}; expected a positive integer", shortened(value)))),
-            },
+            (Some(value), _) => self.in_bounds(key, value),
+        }
+    }
+
+    fn in_bounds(&self, key: &str, value: &Value) -> Result<usize> {
+        match value.as_u64() {
+            Some(n) if (1..=most(key) as u64).contains(&n) => Ok(n as usize),
+            _ => Err(self.error(format!("{key} is {}; expected an integer from 1 to {}", shortened(value), most(key)))),
+        }
+    }
+
+    /// A size that is written as a number, or as the same number twice (height and width).
+    ///
+    /// # Errors
+    /// As [`Self::size`]; a list of other things.
+    pub fn side(&self, key: &str, default: usize) -> Result<usize> {
+        match self.get(key) {
+            Some(Value::Array(sides)) => {
+                match sides.as_slice() {
+                    [height, width] if height == width => self.in_bounds(key, height),
+                    _ => Err(self
+                        .error(format!("{key} is {}; expected two equal sizes", shortened(&Value::from(sides.clone()))))),
+                }
+            }
+            _ => self.size(key, Some(default)),
         }
     }
 

@@ -289,9 +289,9 @@ impl Decoder {
     ) -> Result<Tensor> {
         let (t, h) = x_th.dims2()?;
         let heads = self.config.heads;
-        layout.validate(t, t).map_err(|e| ModelError::prompt(format!("decoder: {e}")))?;
+        layout.validate(t, t).map_err(|e| ModelError::shape(format!("decoder: {e}")))?;
         if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
-            return Err(ModelError::prompt(format!("decoder: output rows must ascend below {t}")));
+            return Err(ModelError::shape(format!("decoder: output rows must ascend below {t}")));
         }
         let some = Arc::new(layout.only(rows));
         let mut x = x_th;
@@ -400,7 +400,7 @@ impl Decoder {
         let (n, h) = hidden_nh.dims2()?;
         let vocab = self.config.vocab;
         if n != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "score: {n} rows for {} with targets, or a token outside of {vocab}",
                 targets.rows.len()
             )));
@@ -446,7 +446,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         let (n, h, vocab) = (targets.rows.len(), self.config.hidden, self.config.vocab);
         if dlogp.len() != targets.tokens.len() {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "score backward: {} gradients for {} targets",
                 dlogp.len(),
                 targets.tokens.len()

@@ -47,6 +47,30 @@ pub enum ModelError {
         /// What is wrong and what to do.
         what: String,
     },
+    /// Weights that cannot be made, read or used as they are.
+    #[error("{what}")]
+    Weights {
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// An adapter and the model it is for do not fit together.
+    #[error("{what}")]
+    Adapter {
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// A checkpoint cannot be written in the layout that was asked for.
+    #[error("{what}")]
+    Layout {
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// Numbers handed to a tower, a projector or the decoder do not have its shapes.
+    #[error("{what}")]
+    Shape {
+        /// What was given, what was expected.
+        what: String,
+    },
     /// A medium could not be read.
     #[error(transparent)]
     Media(#[from] omnigrpo_media::MediaError),
@@ -66,6 +90,22 @@ impl ModelError {
 
     pub(crate) fn prompt(what: impl Into<String>) -> Self {
         Self::Prompt { what: what.into() }
+    }
+
+    pub(crate) fn weights(what: impl Into<String>) -> Self {
+        Self::Weights { what: what.into() }
+    }
+
+    pub(crate) fn adapter(what: impl Into<String>) -> Self {
+        Self::Adapter { what: what.into() }
+    }
+
+    pub(crate) fn layout(what: impl Into<String>) -> Self {
+        Self::Layout { what: what.into() }
+    }
+
+    pub(crate) fn shape(what: impl Into<String>) -> Self {
+        Self::Shape { what: what.into() }
     }
 }
 

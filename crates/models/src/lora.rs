@@ -64,7 +64,7 @@ impl LoraConfig {
 }
 
 fn wrong(name: &'static str, got: &str, what: impl Into<String>) -> ModelError {
-    ModelError::prompt(format!("{name} {got:?}: {}", what.into()))
+    ModelError::adapter(format!("{name} {got:?}: {}", what.into()))
 }
 
 /// The module of a tensor: its name without `weight` or `bias`, or what holds a bare parameter.

@@ -54,20 +54,27 @@ pub struct LoadOptions<'a> {
 /// Bytes that may be kept of towers for each trained weight.
 const KEPT_BYTES: usize = 8;
 
-/// What a tower made of one medium. Shared by every pass whose tower is the same.
-#[derive(Clone, Debug)]
+/// What a tower made of one medium. Shared by every pass whose tower is the same. A clone shares the numbers, but what the
+/// blocks computed stays with the original: it serves one backward pass, and a copy must not take it away.
+#[derive(Debug)]
 pub struct Features {
     /// Output of the tower, before the projector.
     pub tower: Tensor,
     /// Features in the language model's width, `[tokens, h]`.
     pub rows: Tensor,
     /// What the tower's blocks computed, for the pass that differentiates it.
-    memory: Arc<Mutex<Option<Memory>>>,
+    memory: Mutex<Option<Memory>>,
+}
+
+impl Clone for Features {
+    fn clone(&self) -> Self {
+        Self::new(self.tower.clone(), self.rows.clone(), None)
+    }
 }
 
 impl Features {
     fn new(tower: Tensor, rows: Tensor, memory: Option<Memory>) -> Self {
-        Self { tower, rows, memory: Arc::new(Mutex::new(memory)) }
+        Self { tower, rows, memory: Mutex::new(memory) }
     }
 
     fn take_memory(&self) -> Option<Memory> {
@@ -100,11 +107,11 @@ impl FeatureGradients {
     pub fn add(&mut self, other: Self, groups: &[usize]) -> Result<()> {
         for ((g, medium), d) in other.0 {
             let Some(&group) = groups.get(g) else {
-                return Err(ModelError::prompt(format!("feature gradients: group {g} of {}", groups.len())));
+                return Err(ModelError::shape(format!("feature gradients: group {g} of {}", groups.len())));
             };
             let sum = self.0.entry((group, medium)).or_insert_with(|| vec![0.0; d.len()]);
             if sum.len() != d.len() {
-                return Err(ModelError::prompt(format!(
+                return Err(ModelError::shape(format!(
                     "feature gradients: medium {medium} of group {group} has {} values, then {}",
                     sum.len(),
                     d.len()
@@ -403,14 +410,14 @@ impl Model {
         let mut x = self.decoder().embed(&stream.ids)?;
         for span in &stream.features {
             let Some(rows) = features(span.group, span.medium) else {
-                return Err(ModelError::prompt(format!(
+                return Err(ModelError::shape(format!(
                     "group {}: no features were given for medium {}",
                     span.group, span.medium
                 )));
             };
             let (n, width) = rows.dims2()?;
             if width != h || span.feature + span.len > n {
-                return Err(ModelError::prompt(format!(
+                return Err(ModelError::shape(format!(
                     "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, the projector made {n} of \
                      width {width}",
                     span.group,
@@ -520,7 +527,8 @@ impl Model {
 
     /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
     /// on a tape that lives for this medium alone, but for what [`Self::encode_for_training`] kept; the output of a frozen
-    /// tower is taken from `features`. `prompts` and `features` are by group.
+    /// tower is taken from `features`, the originals, not what [`Self::features_in_training`] made of them. `prompts` and
+    /// `features` are by group.
     ///
     /// # Errors
     /// Gradients of media that are not there.
@@ -536,7 +544,7 @@ impl Model {
         for ((g, m), d) in gradients.0 {
             let medium = prompts.get(g).and_then(|p| Some((*p, p.media.get(m)?)));
             let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.get(m))) else {
-                return Err(ModelError::prompt(format!("feature gradients: group {g} has no medium {m}")));
+                return Err(ModelError::shape(format!("feature gradients: group {g} has no medium {m}")));
             };
             let memory = own.take_memory();
             let known = memory.is_some();
@@ -579,7 +587,7 @@ impl StreamPass<'_> {
     pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
         let Self { model, stream, decoder_tape, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "backward: {} gradients for {} scored tokens",
                 dlogp.len(),
                 stream.num_targets()

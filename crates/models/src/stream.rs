@@ -76,7 +76,7 @@ impl PackedStream {
             let prompt = group.prompt;
             let start = stream.ids.len();
             if prompt.ids.is_empty() || prompt.ids.len() != prompt.positions.len() {
-                return Err(ModelError::prompt(format!(
+                return Err(ModelError::shape(format!(
                     "packed stream: prompt of {} tokens with {} positions",
                     prompt.ids.len(),
                     prompt.positions.len()

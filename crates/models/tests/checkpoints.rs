@@ -301,6 +301,99 @@ fn long_lists_are_cut_after_twenty_lines() {
     assert!(message.trim_end().ends_with("more"), "{message}");
 }
 
+/// Most memory that this process has used, bytes.
+fn peak_memory() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    line.and_then(|line| line.split_whitespace().nth(1)?.parse::<usize>().ok()).unwrap_or(0) << 10
+}
+
+/// Puts `value` in place of every number of `config`, one at a time.
+fn with_numbers(config: &serde_json::Value, value: &serde_json::Value) -> Vec<(String, serde_json::Value)> {
+    fn paths(value: &serde_json::Value, at: &str, out: &mut Vec<String>) {
+        match value {
+            serde_json::Value::Object(map) => {
+                map.iter().for_each(|(key, value)| paths(value, &format!("{at}/{key}"), out));
+            }
+            serde_json::Value::Number(_) => out.push(at.to_owned()),
+            _ => {}
+        }
+    }
+    let mut keys = Vec::new();
+    paths(config, "", &mut keys);
+    let change = |key: String| {
+        let mut changed = config.clone();
+        *changed.pointer_mut(&key).unwrap() = value.clone();
+        (key, changed)
+    };
+    keys.into_iter().map(change).collect()
+}
+
+#[test]
+fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
+    let before = peak_memory();
+    for name in ["qwen2_vl_tied", "qwen2_5_vl_untied", "internvl_hf", "internvl_original", "humanomni"] {
+        let towers = ["siglip", "whisper", "bert"].map(|tower| format!("{tower}/config.json"));
+        let files: Vec<String> = std::iter::once("config.json".to_owned())
+            .chain(towers)
+            .filter(|file| checkpoint(name).join(file).is_file())
+            .collect();
+        for file in files {
+            let text = std::fs::read(checkpoint(name).join(&file)).unwrap();
+            let config: serde_json::Value = serde_json::from_slice(&text).unwrap();
+            let huge = [1u64 << 20, 1 << 24, 1 << 31, 1 << 53, 1 << 62].map(serde_json::Value::from);
+            let mut cases: Vec<_> = huge.iter().flat_map(|value| with_numbers(&config, value)).collect();
+            for tower in ["vision_config", "text_config", "llm_config"] {
+                if config.get(tower).is_some() {
+                    let mut changed = config.clone();
+                    changed[tower] = serde_json::json!({});
+                    cases.push((format!("{tower} = {{}}"), changed));
+                }
+            }
+            let dir = TempDir::new().unwrap();
+            copy_dir(&checkpoint(name), dir.path());
+            for (key, config) in cases {
+                std::fs::write(dir.path().join(&file), config.to_string()).unwrap();
+                // Many keys are no sizes; with those the checkpoint still loads.
+                if let Err(error) = Model::load(dir.path(), WeightDtype::Auto) {
+                    assert!(!error.to_string().is_empty(), "{name} {file} {key}");
+                }
+            }
+        }
+    }
+    assert!(peak_memory() - before < 1 << 29, "{} bytes more", peak_memory() - before);
+}
+
+#[test]
+fn the_configuration_of_a_large_model_beside_small_weights_is_explained() {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_tied"), dir.path());
+    let path = dir.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (key, value) in [
+        ("hidden_size", 8192),
+        ("intermediate_size", 29568),
+        ("num_hidden_layers", 80),
+        ("num_attention_heads", 64),
+        ("num_key_value_heads", 8),
+        ("vocab_size", 152_064),
+    ] {
+        config[key] = value.into();
+    }
+    config["rope_scaling"]["mrope_section"] = serde_json::json!([16, 24, 24]);
+    config["vision_config"]["out_hidden_size"] = 8192.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let before = peak_memory();
+    assert_refused(dir.path(), &["model.embed_tokens.weight: shape", "expected [152064, 8192]", "and "]);
+    assert!(peak_memory() - before < 1 << 28);
+
+    config["vision_config"] = serde_json::json!({"mlp_ratio": 1u64 << 62});
+    config["intermediate_size"] = (1u64 << 31).into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let bound = "intermediate_size is 2147483648; expected an integer from 1 to 16777216";
+    assert_refused(dir.path(), &[bound]);
+}
+
 #[test]
 fn two_keys_for_one_tensor_are_refused() {
     let dir = with_tensors(|t| {

@@ -396,3 +396,29 @@ fn ids_outside_the_vocabulary_are_an_error() {
         assert!(message.contains("320"), "{message}");
     }
 }
+
+/// What a trained tower's blocks computed serves one backward pass: that of the original.
+#[test]
+fn a_copy_of_features_takes_nothing_from_the_original() {
+    let model = load("qwen2_5_vl_tied");
+    model.params().iter().for_each(|p| p.set_trainable(true));
+    let group = Group::new(&model, "C", &[3]);
+    let groups = [GroupStream { prompt: &group.prompt, completions: vec![&group.completions[0]] }];
+    let stream = PackedStream::new(&groups).unwrap();
+    let features = model.encode_for_training([&group.prompt]).unwrap();
+    let copy = features.clone();
+    let mut backward = |features: &[Vec<Features>]| {
+        let pass = model.train_pass(&stream, features, 1.0, false).unwrap();
+        let d = vec![1.0; stream.num_targets()];
+        let gradients = pass.backward(&d, None).unwrap();
+        let before = model.tower_runs();
+        model.backward_media(&[&group.prompt], features, gradients, false).unwrap();
+        (take_gradients(&model), model.tower_runs() - before)
+    };
+    let media = group.prompt.media.len() as u64;
+    let (by_copy, runs) = backward(&copy);
+    assert_eq!(runs, media, "the copy has to run the tower again");
+    let (by_original, runs) = backward(&features);
+    assert_eq!(runs, 0, "the original still has what its tower computed");
+    assert_close(&by_copy, &by_original, 1e-6, "gradients");
+}

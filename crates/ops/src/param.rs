@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
 use omnigrpo_kernels::Weight;
 use omnigrpo_kernels::buffer;
@@ -91,6 +91,16 @@ impl Param {
         let value = value.contiguous()?;
         let shape = value.dims().to_vec();
         Ok(Self::over(name, part, Data::Dense(value), shape))
+    }
+
+    /// Stands in for a weight that could not be read, without memory: it has the shape and no values, so that the rest
+    /// of a model can be checked before the error. Nothing may be computed with it.
+    ///
+    /// # Errors
+    /// A device without memory.
+    pub fn stand_in(name: impl Into<String>, part: Part, shape: &[usize]) -> Result<Self> {
+        let nothing = Tensor::zeros(0, DType::F32, &Device::Cpu)?;
+        Ok(Self::over(name.into(), part, Data::Dense(nothing), shape.to_vec()))
     }
 
     /// A quantised weight. It can never be trained.

@@ -652,13 +652,13 @@ pub fn imitate(
         let stream = PackedStream::new(&groups)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
-        let features = timed(timer, "encode", || {
-            let own = encode(model, algorithm, prompts.iter().copied())?;
-            let own = prompts.iter().zip(&own).map(|(p, own)| Ok(model.features_in_training(p, own)?));
-            own.collect::<Result<Vec<_>>>()
+        let (features, seen) = timed(timer, "encode", || {
+            let features = encode(model, algorithm, prompts.iter().copied())?;
+            let seen = prompts.iter().zip(&features).map(|(p, own)| Ok(model.features_in_training(p, own)?));
+            let seen = seen.collect::<Result<Vec<_>>>()?;
+            Ok((features, seen))
         })?;
-        let pass =
-            timed(timer, "forward", || model.train_pass(&stream, &features, 1.0, algorithm.recompute))?;
+        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, algorithm.recompute))?;
         loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
         entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
         let dlogp = vec![-weight as f32; stream.num_targets()];

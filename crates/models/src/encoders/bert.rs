@@ -210,7 +210,7 @@ impl Bert {
     /// As [`Self::hidden`]; an encoder that was built without pooler.
     pub fn pooled<'a>(&'a self, sequences: &[&[u32]], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
         let Some(pooler) = &self.pooler else {
-            return Err(ModelError::prompt("BERT: pooled output asked for, but there is no pooler"));
+            return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));
         };
         let x = self.hidden_with(sequences, self.config.sizes.layers, &mut tape)?;
         let rows = first_rows(sequences)?;
@@ -225,14 +225,14 @@ impl Bert {
     ) -> Result<Tensor> {
         let config = &self.config;
         if sequences.is_empty() || blocks > config.sizes.layers {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "BERT: {} sequences and {blocks} blocks asked for; expected at least one sequence and at most {} blocks",
                 sequences.len(),
                 config.sizes.layers
             )));
         }
         if let Some(bad) = sequences.iter().find(|s| s.is_empty() || s.len() > config.max_tokens()) {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "BERT: a sequence of {} tokens; expected 1 to {}",
                 bad.len(),
                 config.max_tokens()

@@ -192,20 +192,20 @@ impl Clip {
             if ids.is_empty() || ids.len() > config.max_tokens {
                 let what =
                     format!("CLIP: a text of {} tokens; expected 1 to {}", ids.len(), config.max_tokens);
-                return Err(ModelError::prompt(what));
+                return Err(ModelError::shape(what));
             }
             let end = match config.end_token {
                 Some(end) => ids.iter().position(|&id| id == end),
                 None => ids.iter().enumerate().rev().max_by_key(|(_, id)| **id).map(|(i, _)| i),
             };
             let end = end.ok_or_else(|| {
-                ModelError::prompt(format!("CLIP: a text without the end token {:?}", config.end_token))
+                ModelError::shape(format!("CLIP: a text without the end token {:?}", config.end_token))
             })?;
             ends.push((total + end) as u32);
             total += ids.len();
         }
         if texts.is_empty() {
-            return Err(ModelError::prompt("CLIP: no text"));
+            return Err(ModelError::shape("CLIP: no text"));
         }
         let words: Arc<[_]> = texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect();
         let positions: Arc<[_]> = texts.iter().flat_map(|ids| (0..ids.len() as u32).map(Some)).collect();

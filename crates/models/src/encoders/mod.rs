@@ -259,7 +259,7 @@ impl PictureConfig {
         let (side, patch, cells) = (self.side_px, self.patch_px, self.side_px / self.patch_px);
         let picture = self.channels * side * side;
         if n == 0 || pixels.len() != n * picture {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "picture tower: {} numbers for {n} pictures of {}×{side}×{side}; expected {}",
                 pixels.len(),
                 self.channels,

@@ -71,7 +71,7 @@ impl SiglipConfig {
             .ok()
             .filter(|&blocks| (blocks as i64) < states)
             .ok_or_else(|| {
-                ModelError::prompt(format!(
+                ModelError::shape(format!(
                     "SigLIP: hidden state {index}; the tower has {states}, so −{states} to {}",
                     states - 1
                 ))
@@ -175,7 +175,7 @@ impl Siglip {
         let picture = &self.config.picture;
         if blocks > picture.sizes.layers {
             let what = format!("SigLIP: {blocks} blocks asked for, the tower has {}", picture.sizes.layers);
-            return Err(ModelError::prompt(what));
+            return Err(ModelError::shape(what));
         }
         let patches = picture.num_patches();
         let x = rows_from_vec(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len())?;

@@ -122,7 +122,7 @@ impl Whisper {
         let (mels, rows) = (self.config.num_mels, self.config.num_positions);
         let columns = 2 * rows;
         if mel.len() != mels * columns {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "Whisper: a spectrogram of {} numbers; expected {mels} bands × {columns} columns",
                 mel.len()
             )));

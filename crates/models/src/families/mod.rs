@@ -290,7 +290,7 @@ impl MediumShape {
     pub fn patches(&self) -> Result<PatchGrid> {
         match self {
             Self::Patches(grid) => Ok(*grid),
-            other => Err(ModelError::prompt(format!("this tower reads patches, the medium is {other}"))),
+            other => Err(ModelError::shape(format!("this tower reads patches, the medium is {other}"))),
         }
     }
 
@@ -301,7 +301,7 @@ impl MediumShape {
     pub fn pictures(&self) -> Result<[usize; 3]> {
         match self {
             Self::Pictures { count, height_px, width_px } => Ok([*count, *height_px, *width_px]),
-            other => Err(ModelError::prompt(format!("this tower reads pictures, the medium is {other}"))),
+            other => Err(ModelError::shape(format!("this tower reads pictures, the medium is {other}"))),
         }
     }
 
@@ -312,7 +312,7 @@ impl MediumShape {
     pub fn mel(&self) -> Result<[usize; 2]> {
         match self {
             Self::Mel { mels, frames } => Ok([*mels, *frames]),
-            other => Err(ModelError::prompt(format!("this tower reads spectrograms, the medium is {other}"))),
+            other => Err(ModelError::shape(format!("this tower reads spectrograms, the medium is {other}"))),
         }
     }
 }
@@ -517,7 +517,7 @@ pub trait Family: Send + Sync {
     /// # Errors
     /// A layout this family does not have; settings it cannot express.
     fn convert(&self, _dir: &Path, _params: &[Arc<Param>], layout: &str) -> Result<Converted> {
-        Err(ModelError::prompt(format!(
+        Err(ModelError::layout(format!(
             "layout {layout:?}: checkpoints of {} have one layout, {:?}",
             self.name(),
             self.layout()

@@ -93,6 +93,14 @@ pub enum Init {
     Ones,
 }
 
+/// Elements of a tensor that a configuration asks for.
+fn num_elements(name: &str, shape: &[usize]) -> Result<usize> {
+    let len = shape.iter().try_fold(1usize, |n, &side| n.checked_mul(side)).filter(|&n| n < 1 << 48);
+    len.ok_or_else(|| {
+        ModelError::weights(format!("tensor {name} would be {shape:?}: no file holds that many numbers; check the sizes in config.json"))
+    })
+}
+
 /// Where the weights of a model come from.
 pub trait WeightSource {
     /// The weight with this published name and shape.
@@ -166,26 +174,24 @@ impl<'a> FileSource<'a> {
 impl WeightSource for FileSource<'_> {
     fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
         self.used.insert(name.to_owned());
+        num_elements(name, shape)?;
         let value = match self.files.shape(name) {
             None => Err(format!("  missing tensor {name} {shape:?}")),
             Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
             Some(_) => self.files.read(name, self.dtype)?,
         };
-        let value = match value {
-            Ok(value) => value,
-            Err(problem) => {
-                self.problems.push(problem);
-                // A stand-in, so that the rest of the tensors are checked as well before the error.
-                Tensor::zeros(1, DType::F32, &Device::Cpu)?.broadcast_as(shape)?
-            }
+        // After the first problem tensors are only looked at: what the files do not have takes no memory, however large
+        // the configuration says it is.
+        let param = match value {
+            Ok(value) if self.problems.is_empty() => hold(name, part, value, self.quantization.as_ref())?,
+            Ok(_) => Ok(Param::stand_in(name, part, shape)?),
+            Err(problem) => Err(problem),
         };
-        let value =
-            if self.problems.is_empty() { value } else { Tensor::zeros(shape, DType::F32, &Device::Cpu)? };
-        let param = match hold(name, part, value, self.quantization.as_ref())? {
+        let param = match param {
             Ok(param) => param,
             Err(problem) => {
                 self.problems.push(problem);
-                Param::new(name, part, Tensor::zeros(shape, DType::F32, &Device::Cpu)?)?
+                Param::stand_in(name, part, shape)?
             }
         };
         let param = Arc::new(param);
@@ -229,16 +235,22 @@ pub struct RandomSource<'a> {
 
 impl WeightSource for RandomSource<'_> {
     fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>> {
-        let len = shape.iter().product();
-        let data = match init {
-            Init::Zeros => vec![0.0; len],
-            Init::Ones => vec![1.0; len],
-            Init::Normal => normal(self.seed, name, self.std, len),
-        };
+        let len = num_elements(name, shape)?;
+        let mut data = Vec::new();
+        data.try_reserve_exact(len + 1).map_err(|_| {
+            ModelError::weights(format!(
+                "tensor {name} {shape:?} does not fit into memory; check the sizes in config.json"
+            ))
+        })?;
+        match init {
+            Init::Zeros => data.resize(len, 0.0),
+            Init::Ones => data.resize(len, 1.0),
+            Init::Normal => normal(self.seed, name, self.std, len, &mut data),
+        }
         let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
         let value = if self.dtype == WeightDtype::BFloat16 { value.to_dtype(DType::BF16)? } else { value };
         let param =
-            Arc::new(hold(name, part, value, self.quantization.as_ref())?.map_err(ModelError::prompt)?);
+            Arc::new(hold(name, part, value, self.quantization.as_ref())?.map_err(ModelError::weights)?);
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -249,7 +261,7 @@ impl WeightSource for RandomSource<'_> {
 }
 
 /// Gaussian numbers by the Box-Muller transform, from a stream keyed by seed and name.
-fn normal(seed: u64, name: &str, std: f32, len: usize) -> Vec<f32> {
+fn normal(seed: u64, name: &str, std: f32, len: usize, data: &mut Vec<f32>) {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     for (i, byte) in name.bytes().enumerate() {
@@ -258,14 +270,12 @@ fn normal(seed: u64, name: &str, std: f32, len: usize) -> Vec<f32> {
     }
     let mut rng = ChaCha8Rng::from_seed(key);
     let mut uniform = move || (f64::from(rng.next_u32()) + 0.5) / (f64::from(u32::MAX) + 1.0);
-    let mut data = Vec::with_capacity(len + 1);
     while data.len() < len {
         let (radius, angle) = ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
         data.push((radius * angle.cos()) as f32 * std);
         data.push((radius * angle.sin()) as f32 * std);
     }
     data.truncate(len);
-    data
 }
 
 /// The reference model's weights: frozen copies of what is trained, the policy's own tensors, without adapters, for the
@@ -282,7 +292,7 @@ pub struct ReferenceSource<'a> {
 impl WeightSource for ReferenceSource<'_> {
     fn get(&mut self, name: &str, _part: Part, _shape: &[usize], _init: Init) -> Result<Arc<Param>> {
         let Some(param) = self.policy.get(name) else {
-            return Err(ModelError::prompt(format!("reference model: the policy has no tensor {name}")));
+            return Err(ModelError::weights(format!("reference model: the policy has no tensor {name}")));
         };
         let param = if param.trainable() {
             Arc::new(param.frozen_copy()?)

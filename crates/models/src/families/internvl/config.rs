@@ -229,15 +229,8 @@ impl VisionConfig {
         if !hidden.is_multiple_of(heads) {
             return Err(json.error(format!("a width of {hidden} cannot be split into {heads} heads")));
         }
-        // A number, or the same number twice.
-        let side = |key: &str, default: usize| match json.get(key) {
-            Some(value) if value.is_array() => match json.sizes(key)?.as_deref() {
-                Some(&[h, w]) if h == w && h > 0 => Ok(h),
-                other => Err(json.error(format!("{key} is {other:?}; expected two equal sizes"))),
-            },
-            _ => json.size(key, Some(default)),
-        };
-        let (image, patch) = (side("image_size", if original { 224 } else { 448 })?, side("patch_size", 14)?);
+        let image = json.side("image_size", if original { 224 } else { 448 })?;
+        let patch = json.side("patch_size", 14)?;
         if image < patch {
             return Err(json.error(format!("image_size is {image}, patch_size {patch}")));
         }

@@ -63,7 +63,7 @@ pub fn convert(
     match (config.layout, Layout::from_name(layout)) {
         (Layout::Original, Some(Layout::Hf)) => to_hf(dir, config, context_token, params),
         (Layout::Hf, Some(Layout::Original)) => to_original(dir, config, params),
-        _ => Err(ModelError::prompt(format!(
+        _ => Err(ModelError::layout(format!(
             "layout {layout:?}: this checkpoint is in the layout {:?}, the other one is known as \"hf\" or \"original\"",
             config.layout.name()
         ))),
@@ -101,7 +101,7 @@ fn projection<'n>(name: &'n str, names: &Names, part: &str) -> Option<(&'n str, 
 }
 
 fn unknown(name: &str) -> ModelError {
-    ModelError::prompt(format!("tensor {name} has no place in the other layout"))
+    ModelError::layout(format!("tensor {name} has no place in the other layout"))
 }
 
 fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
@@ -134,7 +134,7 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
         params
             .iter()
             .find(|p| p.name() == name)
-            .ok_or_else(|| ModelError::prompt(format!("tensor {name} is missing beside its siblings")))
+            .ok_or_else(|| ModelError::layout(format!("tensor {name} is missing beside its siblings")))
     };
     let mut out = Vec::with_capacity(params.len());
     for param in params {

@@ -118,7 +118,7 @@ impl VisionTower {
             || !grid.h.is_multiple_of(self.config.merge)
             || !grid.w.is_multiple_of(self.config.merge)
         {
-            return Err(ModelError::prompt(format!(
+            return Err(ModelError::shape(format!(
                 "vision tower: {} numbers for a grid of {}×{}×{} patches of {len}; height and width must be multiples \
                  of {}",
                 patches.len(),
