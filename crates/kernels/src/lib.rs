@@ -33,6 +33,7 @@ pub mod logprob;
 pub mod norm;
 pub mod optim;
 pub mod parallel;
+pub mod probe;
 pub mod profile;
 pub mod quant;
 pub mod rope;

@@ -2,8 +2,7 @@
 //!
 //! An element of a product has the same bits wherever it stands in the output and however many rows and columns are
 //! computed with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
-//! order. The `gemm` crate does not promise that (it changes kernels with the number of rows), so attention and
-//! decoding use these, where they do not use matrix tiles.
+//! order. Attention and decoding use these, where they do not use matrix tiles.
 
 use std::ops::Range;
 

@@ -412,6 +412,12 @@ case $line in *'"completion":"bad"'*) echo "{\"id\": $id, \"error\": \"a bad tex
 fn doctor_looks_at_a_checkpoint() {
     let place = Place::new();
     let shown = place.run("doctor --model M").ok().stdout;
+    // What was tried on this CPU, whichever it is, with the reason.
+    for feature in ["AVX512-BF16", "AVX512-FP16", "AMX"] {
+        let line = shown.lines().find(|line| line.trim_start().starts_with(feature)).unwrap();
+        assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
+        assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
+    }
     for part in ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"] {
         assert!(shown.contains(part), "`{part}` is not in\n{shown}");
     }

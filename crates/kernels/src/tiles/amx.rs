@@ -2,11 +2,11 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
 
 use half::bf16;
 
 use crate::gemm::{self, Line};
+use crate::probe;
 use crate::simd::{self, Instructions, Simd};
 
 /// Elements of the inner dimension that one instruction takes.
@@ -24,30 +24,9 @@ pub(crate) const PART: usize = 2 * TILE;
 /// Words of all parts of that.
 pub(crate) const BLOCK: usize = PARTS * PART;
 
-/// Whether CPU and kernel have tiles for bf16, and portable code is not asked for.
+/// Whether tiles for bf16 work here, and portable code is not asked for.
 pub(crate) fn available() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(detect) && simd::allowed(Instructions::Best)
-}
-
-fn detect() -> bool {
-    const AMX_BF16: u32 = 1 << 22;
-    const AMX_TILE: u32 = 1 << 24;
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XFEATURE_XTILEDATA: libc::c_long = 18;
-    let vectors = is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512bf16");
-    if !vectors || __cpuid(0).eax < 0x1d {
-        return false;
-    }
-    let palette = __cpuid_count(0x1d, 1);
-    __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
-        // Eight tiles of 16 rows of 64 bytes.
-        && palette.ebx >> 16 >= 8 && palette.ebx & 0xffff >= 64 && palette.ecx & 0xffff >= 16
-        // SAFETY: asks that this process may use the tiles; changes nothing else.
-        && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+    probe::amx().works && simd::allowed(Instructions::Best)
 }
 
 /// The tiles of this thread while it multiplies: all have 16 rows, of 64 bytes, but those of the right operand and of the

@@ -19,6 +19,10 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
     line("threads", rayon::current_num_threads().to_string());
     line("instructions", instructions());
+    for feature in omnigrpo_kernels::probe::features() {
+        let used = if feature.works { "works" } else { "not used" };
+        line(&format!("  {}", feature.name), format!("{used}: {}", feature.why));
+    }
     line("memory", memory().unwrap_or_else(|| "unknown".into()));
     line("ffmpeg", program("ffmpeg", "needed for video files; GIF, WebP and frame folders work without it"));
     line("device", "CPU (this build has no GPU kernels)".into());
@@ -112,9 +116,7 @@ fn instructions() -> String {
     if is_x86_feature_detected!("avx512f") {
         found.push("AVX-512");
     }
-    if omnigrpo_kernels::has_tiles() {
-        found.push("AMX");
-    }
+    found.extend(omnigrpo_kernels::probe::features().into_iter().filter(|f| f.works).map(|f| f.name));
     found.join(", ")
 }
 

@@ -1,0 +1,344 @@
+//! Which matrix and half-precision instructions really work here.
+//!
+//! What a CPU announces and what a process may use are two things on virtual machines: one may hide the leaf that describes
+//! matrix tiles while the kernel grants them and products are right, another may announce an instruction and refuse it
+//! with a signal. So a small product with a known result is tried in a forked child, which does nothing else: it
+//! ends by itself, by a signal, or after a few seconds by an alarm, and this process only looks at how.
+
+use std::sync::OnceLock;
+
+/// An instruction set that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Feature {
+    /// Its name, such as `AMX`.
+    pub name: &'static str,
+    /// Whether it works.
+    pub works: bool,
+    /// How that is known, as half a sentence.
+    pub why: String,
+}
+
+/// Every instruction set that is tried, for display. Trials run once.
+#[must_use]
+pub fn features() -> [&'static Feature; 3] {
+    [bf16(), fp16(), amx()]
+}
+
+/// Dot products of bf16 pairs in vectors.
+pub(crate) fn bf16() -> &'static Feature {
+    static FOUND: OnceLock<Feature> = OnceLock::new();
+    FOUND.get_or_init(|| system::vectors("AVX512-BF16", system::has_bf16(), system::try_bf16))
+}
+
+/// Arithmetic of 16-bit floats in vectors.
+fn fp16() -> &'static Feature {
+    static FOUND: OnceLock<Feature> = OnceLock::new();
+    FOUND.get_or_init(|| system::vectors("AVX512-FP16", system::has_fp16(), system::try_fp16))
+}
+
+/// Matrix tiles with bf16 products. Their kernels also use [`bf16`] vectors.
+pub(crate) fn amx() -> &'static Feature {
+    static FOUND: OnceLock<Feature> = OnceLock::new();
+    FOUND.get_or_init(system::amx)
+}
+
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+fn feature(name: &'static str, works: bool, why: impl Into<String>) -> Feature {
+    Feature { name, works, why: why.into() }
+}
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+mod system {
+    use super::{Feature, feature};
+
+    pub(super) const fn has_bf16() -> bool {
+        false
+    }
+
+    pub(super) const fn has_fp16() -> bool {
+        false
+    }
+
+    pub(super) fn try_bf16() -> bool {
+        false
+    }
+
+    pub(super) fn try_fp16() -> bool {
+        false
+    }
+
+    pub(super) fn vectors(name: &'static str, _announced: bool, _trial: fn() -> bool) -> Feature {
+        feature(name, false, "not looked for on this system")
+    }
+
+    pub(super) fn amx() -> Feature {
+        feature("AMX", false, "not looked for on this system")
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod system {
+    use std::arch::asm;
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    use std::io::Error;
+
+    use super::{Feature, bf16, feature};
+
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    /// After which a trial that hangs is ended.
+    const TRIAL_SECS: libc::c_uint = 5;
+
+    /// How a trial ended.
+    #[derive(Debug, PartialEq, Eq)]
+    pub(super) enum Trial {
+        Right,
+        Wrong,
+        /// The signal that ended it.
+        Signal(i32),
+        /// There was none, and the system's reason.
+        None(String),
+    }
+
+    impl Trial {
+        /// `announced`: what to believe where nothing can be tried.
+        pub(super) fn verdict(self, name: &'static str, announced: bool) -> Feature {
+            let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
+            match self {
+                Self::Right if announced => feature(name, true, "a trial product was right"),
+                Self::Right => feature(name, true, format!("{said}, but a trial product was right")),
+                Self::Wrong => feature(name, false, format!("{said}, but a trial product was wrong")),
+                Self::Signal(signal) => {
+                    let signal = match signal {
+                        libc::SIGILL => "SIGILL (illegal instruction)".to_owned(),
+                        libc::SIGSEGV => "SIGSEGV".to_owned(),
+                        libc::SIGBUS => "SIGBUS".to_owned(),
+                        libc::SIGALRM => format!("a time limit of {TRIAL_SECS} s"),
+                        other => format!("signal {other}"),
+                    };
+                    feature(name, false, format!("{said}, but a trial ended with {signal}"))
+                }
+                Self::None(why) => feature(name, announced, format!("{said}; it could not be tried: {why}")),
+            }
+        }
+    }
+
+    /// Runs `trial` in a child. It may neither allocate nor lock anything: the process can have other threads, whose
+    /// locks nobody will release in the child.
+    pub(super) fn tried(trial: fn() -> bool) -> Trial {
+        // SAFETY: the child calls async-signal-safe functions and the trial, and leaves without running destructors.
+        let child = unsafe { libc::fork() };
+        if child < 0 {
+            return Trial::None(format!("no child: {}", Error::last_os_error()));
+        }
+        if child == 0 {
+            // SAFETY: as above; pointers are to locals.
+            unsafe {
+                let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+                libc::setrlimit(libc::RLIMIT_CORE, &raw const none);
+                for signal in [libc::SIGILL, libc::SIGSEGV, libc::SIGBUS, libc::SIGALRM] {
+                    libc::signal(signal, libc::SIG_DFL);
+                }
+                libc::alarm(TRIAL_SECS);
+                libc::_exit(i32::from(!trial()));
+            }
+        }
+        let mut status = 0;
+        loop {
+            // SAFETY: waits for the child and writes to a local.
+            let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+            let error = Error::last_os_error();
+            if waited == child {
+                break;
+            }
+            if error.raw_os_error() != Some(libc::EINTR) {
+                return Trial::None(format!("its end was not seen: {error}"));
+            }
+        }
+        if libc::WIFSIGNALED(status) {
+            return Trial::Signal(libc::WTERMSIG(status));
+        }
+        if libc::WEXITSTATUS(status) == 0 { Trial::Right } else { Trial::Wrong }
+    }
+
+    pub(super) fn has_bf16() -> bool {
+        is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
+    }
+
+    pub(super) fn has_fp16() -> bool {
+        is_x86_feature_detected!("avx512f") && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & 1 << 23 != 0
+    }
+
+    /// Trials of vectors run only where the CPU announces them: no kernel hides these alone.
+    pub(super) fn vectors(name: &'static str, announced: bool, trial: fn() -> bool) -> Feature {
+        if announced {
+            tried(trial).verdict(name, true)
+        } else {
+            feature(name, false, "the CPU does not announce it")
+        }
+    }
+
+    /// `1.5 · 2 + 3 · 0.5 + 1` in every lane.
+    pub(super) fn try_bf16() -> bool {
+        // bf16 bits: the upper half of an f32's.
+        let (a, b) = ([0x4040_3fc0_u32; 16], [0x3f00_4000_u32; 16]);
+        let mut c = [1.0f32; 16];
+        // SAFETY: the CPU announces AVX-512; loads and stores 64 bytes of each array.
+        unsafe {
+            asm!(
+                "vmovups zmm0, [{c}]", "vmovups zmm1, [{a}]", "vmovups zmm2, [{b}]",
+                "vdpbf16ps zmm0, zmm1, zmm2",
+                "vmovups [{c}], zmm0", "vzeroupper",
+                a = in(reg) a.as_ptr(), b = in(reg) b.as_ptr(), c = in(reg) c.as_mut_ptr(),
+                out("xmm0") _, out("xmm1") _, out("xmm2") _, options(nostack),
+            );
+        }
+        c == [5.5; 16]
+    }
+
+    /// `1.5 · 2 + 1` in every lane.
+    pub(super) fn try_fp16() -> bool {
+        let (a, b) = ([0x3e00_3e00_u32; 16], [0x4000_4000_u32; 16]);
+        let mut c = [0x3c00_3c00_u32; 16];
+        // SAFETY: as in `try_bf16`.
+        unsafe {
+            asm!(
+                "vmovups zmm0, [{c}]", "vmovups zmm1, [{a}]", "vmovups zmm2, [{b}]",
+                "vfmadd231ph zmm0, zmm1, zmm2",
+                "vmovups [{c}], zmm0", "vzeroupper",
+                a = in(reg) a.as_ptr(), b = in(reg) b.as_ptr(), c = in(reg) c.as_mut_ptr(),
+                out("xmm0") _, out("xmm1") _, out("xmm2") _, options(nostack),
+            );
+        }
+        c == [0x4400_4400; 16]
+    }
+
+    /// Asks that this process may use tiles; changes nothing else.
+    fn permission() -> Result<(), Error> {
+        // SAFETY: a system call without pointers.
+        match unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } {
+            0 => Ok(()),
+            _ => Err(Error::last_os_error()),
+        }
+    }
+
+    /// Multiplies 16 × 32 by 32 × 16 numbers in tiles. The child has its parent's permission.
+    pub(super) fn try_amx() -> bool {
+        #[repr(C, align(64))]
+        struct Config {
+            palette: u8,
+            start_row: u8,
+            reserved: [u8; 14],
+            row_bytes: [u16; 16],
+            rows: [u8; 16],
+        }
+        let mut config =
+            Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        config.row_bytes[..3].fill(64);
+        config.rows[..3].fill(16);
+        // Pairs of bf16, 1 and 1 on the left, `j` and `j` on the right for column `j`: small integers are exact.
+        let left = [0x3f80_3f80_u32; 256];
+        let mut right = [0u32; 256];
+        for (i, word) in right.iter_mut().enumerate() {
+            let bits = ((i % 16) as f32).to_bits() >> 16;
+            *word = bits << 16 | bits;
+        }
+        let mut product = [0.0f32; 256];
+        // SAFETY: tiles of 16 rows of 64 bytes are read from and written to arrays of that size. Where the instructions do
+        // not exist, a signal ends the child.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "tilezero tmm0",
+                "tileloadd tmm1, [{left} + {stride}]",
+                "tileloadd tmm2, [{right} + {stride}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tilestored [{product} + {stride}], tmm0",
+                "tilerelease",
+                config = in(reg) &raw const config, left = in(reg) left.as_ptr(), right = in(reg) right.as_ptr(),
+                product = in(reg) product.as_mut_ptr(), stride = in(reg) 64usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, options(nostack),
+            );
+        }
+        product.iter().enumerate().all(|(i, &x)| x == 32.0 * (i % 16) as f32)
+    }
+
+    pub(super) fn amx() -> Feature {
+        const NAME: &str = "AMX";
+        const BITS: u32 = 1 << 22 | 1 << 24;
+        let most = __cpuid(0).eax;
+        let bits = most >= 7 && __cpuid_count(7, 0).edx & BITS == BITS;
+        // Eight tiles of 16 rows of 64 bytes.
+        let palette = most >= 0x1d && {
+            let leaf = __cpuid_count(0x1d, 1);
+            leaf.ebx >> 16 >= 8 && leaf.ebx & 0xffff >= 64 && leaf.ecx & 0xffff >= 16
+        };
+        let announced = bits && palette;
+        let vectors = is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
+        if !vectors || !bf16().works {
+            return feature(NAME, false, "its kernels also need AVX-512 with BF16, which is missing");
+        }
+        if let Err(error) = permission() {
+            let said = if announced { "the CPU announces it" } else { "the CPU does not announce it" };
+            return feature(NAME, false, format!("{said}, and the kernel refuses tiles: {error}"));
+        }
+        tried(try_amx).verdict(NAME, announced)
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        /// An instruction that no CPU has.
+        fn illegal() -> bool {
+            // SAFETY: ends the child.
+            unsafe { asm!("ud2", options(nomem, nostack)) };
+            true
+        }
+
+        fn unmapped() -> bool {
+            // SAFETY: none; it ends the child.
+            unsafe { std::ptr::null::<u8>().add(1).read_volatile() == 0 }
+        }
+
+        #[test]
+        fn a_trial_that_is_refused_ends_the_child_alone() {
+            assert_eq!(tried(illegal), Trial::Signal(libc::SIGILL));
+            assert_eq!(tried(unmapped), Trial::Signal(libc::SIGSEGV));
+            assert_eq!(tried(|| true), Trial::Right);
+            assert_eq!(tried(|| false), Trial::Wrong);
+        }
+
+        #[test]
+        fn the_trial_decides_and_says_why() {
+            let refused = tried(illegal).verdict("AMX", true);
+            let why = "the CPU announces it, but a trial ended with SIGILL (illegal instruction)";
+            assert_eq!(refused, feature("AMX", false, why));
+            let hidden = Trial::Right.verdict("AMX", false);
+            assert_eq!(
+                hidden,
+                feature("AMX", true, "the CPU does not announce it, but a trial product was right")
+            );
+            assert!(!Trial::Wrong.verdict("AMX", true).works);
+            let untried = Trial::None("no child: busy".into());
+            assert_eq!(
+                untried.verdict("AMX", true),
+                feature("AMX", true, "the CPU announces it; it could not be tried: no child: busy")
+            );
+            assert!(!Trial::None(String::new()).verdict("AMX", false).works);
+        }
+
+        /// Where an instruction works here, its trial is right in this process too.
+        #[test]
+        fn trials_compute_what_they_expect() {
+            for (found, trial) in [
+                (bf16(), try_bf16 as fn() -> bool),
+                (super::super::fp16(), try_fp16),
+                (super::super::amx(), try_amx),
+            ] {
+                assert!(!found.works || trial(), "{found:?}");
+                assert!(!found.why.is_empty());
+            }
+        }
+    }
+}
