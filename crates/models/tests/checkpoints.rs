@@ -301,6 +301,90 @@ fn long_lists_are_cut_after_twenty_lines() {
     assert!(message.trim_end().ends_with("more"), "{message}");
 }
 
+/// A copy of a checkpoint with the towers below it.
+fn copied(name: &str) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint(name), dir.path());
+    for tower in ["siglip", "whisper", "bert"] {
+        if checkpoint(name).join(tower).is_dir() {
+            copy_dir(&checkpoint(name).join(tower), &dir.path().join(tower));
+        }
+    }
+    dir
+}
+
+#[test]
+fn values_of_a_wrong_type_are_not_missing_values() {
+    for (name, file, key, value, said) in [
+        (
+            "qwen2_5_vl_tied",
+            "config.json",
+            "/text_config",
+            serde_json::json!(5),
+            "text_config is 5; expected an object",
+        ),
+        ("qwen2_5_vl_tied", "config.json", "/vision_config", serde_json::json!([]), "vision_config is []"),
+        (
+            "qwen2_vl_tied",
+            "config.json",
+            "/vision_config/hidden_act",
+            serde_json::json!(1),
+            "hidden_act is 1; expected a string",
+        ),
+        (
+            "qwen2_vl_tied",
+            "config.json",
+            "/vision_config/mlp_ratio",
+            serde_json::json!(4e18),
+            "mlp_ratio is 4e18",
+        ),
+        ("internvl_hf", "config.json", "/vision_config/norm_type", serde_json::json!({}), "norm_type is {}"),
+        (
+            "internvl_hf",
+            "config.json",
+            "/vision_config/layer_norm_eps",
+            serde_json::json!(1e300),
+            "layer_norm_eps is 1",
+        ),
+        (
+            "internvl_hf",
+            "config.json",
+            "/vision_config/image_size",
+            serde_json::json!(1u64 << 31),
+            "image_size is 2147483648; expected an integer from 1 to 16384",
+        ),
+        (
+            "humanomni",
+            "siglip/config.json",
+            "/layer_norm_eps",
+            serde_json::json!(1e300),
+            "layer_norm_eps is 1",
+        ),
+        (
+            "humanomni",
+            "bert/config.json",
+            "/hidden_act",
+            serde_json::json!(3),
+            "hidden_act is 3; expected a string",
+        ),
+        (
+            "humanomni",
+            "whisper/config.json",
+            "/encoder_layers",
+            serde_json::json!(5000),
+            "expected an integer from 1 to 1024",
+        ),
+    ] {
+        let dir = copied(name);
+        let path = dir.path().join(file);
+        let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let (parent, last) = key.rsplit_once('/').unwrap();
+        config.pointer_mut(parent).unwrap()[last] = value;
+        std::fs::write(&path, config.to_string()).unwrap();
+        assert_refused(dir.path(), &[file, said]);
+    }
+}
+
 /// Most memory that this process has used, bytes.
 fn peak_memory() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -350,8 +434,7 @@ fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
                     cases.push((format!("{tower} = {{}}"), changed));
                 }
             }
-            let dir = TempDir::new().unwrap();
-            copy_dir(&checkpoint(name), dir.path());
+            let dir = copied(name);
             for (key, config) in cases {
                 std::fs::write(dir.path().join(&file), config.to_string()).unwrap();
                 // Many keys are no sizes; with those the checkpoint still loads.
