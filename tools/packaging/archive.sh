@@ -19,7 +19,7 @@ cp "$binary" README.md LICENSE "dist/$name/"
 for shell in bash zsh fish; do
     "$binary" completions "$shell" >"dist/$name/completions/omnigrpo.$shell"
 done
-"$binary" man --output_dir "dist/$name/man"
+"$binary" man "dist/$name/man"
 # The same bytes for the same commit.
 tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$(git log -1 --format=%ct)" -C dist -cf - "$name" | gzip -n >"dist/$name.tar.gz"
 (cd dist && sha256sum "$name.tar.gz" >SHA256SUMS)

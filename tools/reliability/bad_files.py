@@ -360,7 +360,9 @@ def templates(rng, number, into):
         case 1:
             source = damaged(rng, path.read_bytes()).decode("latin-1")
         case _:
-            pieces = [rng.choice(PIECES) for _ in range(rng.choice([1, 2, 4, 8]))]
+            # Those from `ns` on are used up at once or fail.
+            grows, ends = PIECES[1 : PIECES.index("{{ ns }}")], PIECES[PIECES.index("{{ ns }}") :]
+            pieces = [rng.choice(grows if rng.random() < 0.9 else ends) for _ in range(rng.choice([1, 2, 4, 8]))]
             opened = sum("{% for" in p and "endfor" not in p for p in pieces)
             source = PIECES[0] + rng.choice(PIECES[1:4]) * (number % 3 > 0) + "".join(pieces)
             source += "{% endfor %}" * (opened + (number % 3 > 0)) + rng.choice(["", "{{ ns.a }}", "{{ ns.s }}", "{{ ns.a|length }}"])
@@ -409,8 +411,9 @@ def tokenizers(rng, number, into):
 
 
 def adapters(rng, number, into):
-    checkpoint(into, "qwen2_5_vl_tied")
-    source = GOLDEN / "lora" / rng.choice(["attention", "everywhere"])
+    adapter, base = rng.choice([("attention", "qwen2_vl_untied"), ("everywhere", "qwen2_5_vl_tied"), ("tiles_hf", "internvl_hf")])
+    checkpoint(into, base)
+    source = GOLDEN / "lora" / adapter
     for path in source.iterdir():
         put(into / "a" / path.name, path.read_bytes())
     config_path, weights = into / "a/adapter_config.json", into / "a/adapter_model.safetensors"
@@ -442,6 +445,7 @@ def yaml(rng, number, into):
             *map(dump, VALUES), "&a [*a]", "&a {b: *a}", "!!python/object/apply:os.system ['id']", "!!binary AAAA", "|\n  " + "x" * 100_000, "[" * 10_000, "{a: " * 5_000,
             "*undefined", "<<: {a: 1}", "0x7fffffffffffffff", "1_000", ".inf", ".nan", "1e999", "~", "? a", "'unclosed", "2001-01-01", "\t", "\x00", "%TAG ! x",
         ])
+        lines = [line for line in lines if not line.startswith(f"{key}: ")]
         lines.insert(rng.randrange(len(lines) + 1), f"{key}: {value}")
     if number % 7 == 0:
         anchors = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]

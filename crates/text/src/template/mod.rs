@@ -718,6 +718,43 @@ mod tests {
         assert_eq!(text.matches("\"name\": \"f\"").count(), 50);
     }
 
+    /// Published templates (`*.jinja` in the directory) render within the bounds, and as `expected.json` beside them says,
+    /// which `transformers` wrote: `"FILE|PARTS|TOOLS"` → text, null where it failed.
+    #[test]
+    #[ignore = "needs published templates: OMNIGRPO_TEMPLATES=DIR"]
+    fn published_templates_render_as_in_transformers() {
+        let dir = std::path::PathBuf::from(std::env::var("OMNIGRPO_TEMPLATES").unwrap());
+        let expected: serde_json::Map<_, _> =
+            serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+        let tool = json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object",
+            "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}}});
+        let mut wrong = Vec::new();
+        for (key, expected) in &expected {
+            let [file, parts, tools] = key.split('|').collect::<Vec<_>>()[..] else { panic!("{key}") };
+            let say =
+                |text: &str| if parts == "1" { json!([{"type": "text", "text": text}]) } else { json!(text) };
+            let messages = json!([{"role": "user", "content": say("hello there")},
+                {"role": "assistant", "content": say("hi <b> you")}, {"role": "user", "content": say("and now?")}]);
+            let variables = json!({"tools": if tools == "1" { json!([tool]) } else { json!(null) }, "bos_token": "<s>", "eos_token": "</s>"});
+            let now = Some(jiff::civil::date(2000, 1, 1).at(0, 0, 0, 0));
+            let result =
+                std::fs::read_to_string(dir.join(file)).map_err(|e| e.to_string()).and_then(|source| {
+                    let template = ChatTemplate::from_source(&source).map_err(|e| e.to_string())?;
+                    template
+                        .run(&messages, true, variables.as_object().unwrap(), now)
+                        .map_err(|e| e.to_string())
+                });
+            match (expected.as_str(), result) {
+                (Some(expected), Ok(text)) if text == expected => {}
+                (None, Err(_)) => {}
+                (expected, result) => {
+                    wrong.push(format!("{key}\n  transformers: {expected:?}\n  here: {result:?}"))
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), expected.len(), wrong.join("\n"));
+    }
+
     #[test]
     fn order_of_sources_and_named_templates() {
         let dir = tempfile::tempdir().unwrap();
