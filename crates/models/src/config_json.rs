@@ -153,7 +153,11 @@ impl ConfigJson {
     fn in_bounds(&self, key: &str, value: &Value) -> Result<usize> {
         match value.as_u64() {
             Some(n) if (1..=most(key) as u64).contains(&n) => Ok(n as usize),
-            _ => Err(self.error(format!("{key} is {}; expected an integer from 1 to {}", shortened(value), most(key)))),
+            _ => Err(self.error(format!(
+                "{key} is {}; expected an integer from 1 to {}",
+                shortened(value),
+                most(key)
+            ))),
         }
     }
 
@@ -163,13 +167,13 @@ impl ConfigJson {
     /// As [`Self::size`]; a list of other things.
     pub fn side(&self, key: &str, default: usize) -> Result<usize> {
         match self.get(key) {
-            Some(Value::Array(sides)) => {
-                match sides.as_slice() {
-                    [height, width] if height == width => self.in_bounds(key, height),
-                    _ => Err(self
-                        .error(format!("{key} is {}; expected two equal sizes", shortened(&Value::from(sides.clone()))))),
-                }
-            }
+            Some(Value::Array(sides)) => match sides.as_slice() {
+                [height, width] if height == width => self.in_bounds(key, height),
+                _ => Err(self.error(format!(
+                    "{key} is {}; expected two equal sizes",
+                    shortened(&Value::from(sides.clone()))
+                ))),
+            },
             _ => self.size(key, Some(default)),
         }
     }
