@@ -263,6 +263,12 @@ const SET: &str = ".=";
 /// The engine without bounds, for single operators.
 static PLAIN: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
 
+/// An error is one of the template's instruction: it has the line of that, not of the expression.
+fn evaluated(expression: &'static str, operands: Value) -> Result<Value> {
+    let value = PLAIN.compile_expression(expression).and_then(|expression| expression.eval(operands));
+    value.map_err(|e| Error::new(e.kind(), e.detail().unwrap_or("failed").to_owned()))
+}
+
 fn operator(name: &str, expression: &'static str, args: &[Value]) -> Result<Value> {
     let [a, b] = args else { return Err(refuse(format!("{name}: expected two operands"))) };
     let both = size_of_all(args)?;
@@ -275,7 +281,7 @@ fn operator(name: &str, expression: &'static str, args: &[Value]) -> Result<Valu
         _ => both.saturating_mul(if a.as_str().is_some() && b.as_str().is_some() { 1 } else { 6 }),
     })?;
     let operands = Value::from_pairs([("a", a.clone()), ("b", b.clone())]);
-    made(PLAIN.compile_expression(expression)?.eval(operands)?)
+    made(evaluated(expression, operands)?)
 }
 
 /// A function that takes its arguments as they are: the engine's own conversions refuse keyword arguments among others.
@@ -340,7 +346,7 @@ pub(super) fn install(env: &mut Environment) {
         let [of, a, b, c] = exactly(args)?;
         fits(size(of, 0)?.saturating_mul(4))?;
         let operands = [("of", of.clone()), ("a", a.clone()), ("b", b.clone()), ("c", c.clone())];
-        made(PLAIN.compile_expression("of[a:b:c]")?.eval(Value::from_pairs(operands))?)
+        made(evaluated("of[a:b:c]", Value::from_pairs(operands))?)
     });
     add(env, FILTER, |state, args| {
         let (args, name) = named(args)?;

@@ -153,6 +153,8 @@ impl ChatTemplate {
             }
         });
         guard::install(&mut env);
+        // In Python None is no empty list.
+        env.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
         env.add_filter("tojson", tojson);
         env.add_function("raise_exception", |message: String| -> std::result::Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -160,7 +162,8 @@ impl ChatTemplate {
         let mut template = ChatTemplate {
             env,
             syntax,
-            source: without_generation_tags(source),
+            // Jinja2 reads every kind of line end as one.
+            source: without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n"),
             origin,
             forms: [ContentForm::Parts; 3],
         };
@@ -674,6 +677,10 @@ mod tests {
             (
                 "{{ 'yes' if tools is not defined or tools is none else 'no' }} {{ x|default('d') }} {{ undefined_name is defined }}",
                 "yes d False",
+            ),
+            (
+                "{{ tools is iterable }} {{ [] is iterable }} {{ 1 is iterable }} a\r\n b",
+                "False True False a\n b",
             ),
             ("{% block b %}in {{ 1 + 1 }}{% endblock %} {{ self.b() }}", "in 2 in 2"),
             ("{% autoescape true %}<b>{{ '<' }}{% endautoescape %}<", "<b>&lt;<"),
