@@ -652,11 +652,10 @@ pub fn imitate(
         let stream = PackedStream::new(&groups)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
-        let (features, seen) = timed(timer, "encode", || {
-            let features = encode(model, algorithm, prompts.iter().copied())?;
+        let features = timed(timer, "encode", || encode(model, algorithm, prompts.iter().copied()))?;
+        let seen = timed(timer, "encode", || {
             let seen = prompts.iter().zip(&features).map(|(p, own)| Ok(model.features_in_training(p, own)?));
-            let seen = seen.collect::<Result<Vec<_>>>()?;
-            Ok((features, seen))
+            seen.collect::<Result<Vec<_>>>()
         })?;
         let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, algorithm.recompute))?;
         loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
