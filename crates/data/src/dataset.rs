@@ -5,7 +5,8 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::error::{DataError, RowError, RowProblem};
 use crate::formats::{self, Context, Format};
@@ -316,26 +317,21 @@ impl Dataset {
             .unwrap_or_else(|| format!("{}:{}", part.name, part.file.line(in_file)))
     }
 
-    /// A number that differs when files, sampling or their order differ (by names, rows' lengths and places; not by
-    /// their content). Kept in checkpoints to notice that a position belongs to other data.
-    pub fn fingerprint(&self) -> u64 {
-        // FNV-1a: the standard library's hasher may change between versions.
-        let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        let mut add = |number: u64| {
-            for byte in number.to_le_bytes() {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
-        };
+    /// A digest that differs when the rows differ: content of the files, sampling, order, or what the registry says about
+    /// them. It does not depend on where the files lie. Kept in checkpoints to notice that a position belongs to other data.
+    ///
+    /// # Errors
+    /// A file that cannot be read any more.
+    pub fn fingerprint(&self) -> Result<String, DataError> {
+        let mut hash = Sha256::new();
         for part in &self.parts {
-            part.name.bytes().for_each(|byte| add(u64::from(byte)));
-            part.file.spans().for_each(|(offset, len_bytes)| {
-                add(offset);
-                add(u64::from(len_bytes));
-            });
-            add(part.len());
-            part.chosen.iter().flatten().for_each(|&row| add(row));
+            let said = json!([&*part.name, part.file.len(), format!("{:?}", part.think), part.columns]);
+            hash.update(said.to_string());
+            part.file.feed(&mut |bytes| hash.update(bytes))?;
+            part.chosen.iter().flatten().for_each(|&row| hash.update(row.to_le_bytes()));
         }
-        hash
+        // Half of it is enough to tell two datasets apart, and short enough to read.
+        Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
     }
 
     fn locate(&self, row: u64) -> Option<(&DatasetPart, u64)> {

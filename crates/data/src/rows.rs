@@ -96,9 +96,21 @@ impl RowFile {
         self.rows.get(row as usize).map_or(0, |span| u64::from(span.line))
     }
 
-    /// Lengths and places of all rows, for a fingerprint.
-    pub(crate) fn spans(&self) -> impl Iterator<Item = (u64, u32)> {
-        self.rows.iter().map(|span| (span.offset, span.len_bytes))
+    /// Hands over the file's bytes, piece by piece; those of a pipe too.
+    pub(crate) fn feed(&self, sink: &mut impl FnMut(&[u8])) -> Result<(), DataError> {
+        let io = || DataError::io("read", &self.path);
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.rewind().map_err(io())?;
+        let mut reader = BufReader::with_capacity(1 << 20, &mut *file);
+        loop {
+            let bytes = reader.fill_buf().map_err(io())?;
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let num_bytes = bytes.len();
+            sink(bytes);
+            reader.consume(num_bytes);
+        }
     }
 
     pub(crate) fn read(&self, row: u64) -> Result<Vec<u8>, RowProblem> {

@@ -605,8 +605,15 @@ fn several_datasets_are_one_list_of_rows() {
     assert_eq!(got[5..], ["b0", "b1", "b2"]);
     assert_eq!(questions(&open(1)), got);
     assert_ne!(questions(&open(2)), got);
-    assert_eq!(open(1).fingerprint(), dataset.fingerprint());
-    assert_ne!(open(2).fingerprint(), dataset.fingerprint());
+    let digest = dataset.fingerprint().unwrap();
+    assert_eq!(open(1).fingerprint().unwrap(), digest);
+    assert_ne!(open(2).fingerprint().unwrap(), digest);
+    // Another word of the same length, and back again.
+    let text = std::fs::read_to_string(place.path("a.json")).unwrap();
+    std::fs::write(place.path("a.json"), text.replace("a7", "x7")).unwrap();
+    assert_ne!(open(1).fingerprint().unwrap(), digest);
+    std::fs::write(place.path("a.json"), text).unwrap();
+    assert_eq!(open(1).fingerprint().unwrap(), digest);
     let (first, last) = (dataset.get(0).unwrap(), dataset.get(7).unwrap());
     assert_eq!((first.think, last.think), (ThinkMode::On, ThinkMode::Off));
     assert_eq!(first.columns["reward_method"], "mcq");

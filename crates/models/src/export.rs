@@ -11,7 +11,7 @@ use crate::model::Model;
 use crate::weights::save_weights;
 
 /// Files beside the weights that belong to a checkpoint.
-const COMPANIONS: [&str; 16] = [
+pub const COMPANIONS: [&str; 16] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

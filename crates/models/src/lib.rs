@@ -27,9 +27,10 @@ pub use cache::GroupCache;
 pub use config_json::ConfigJson;
 pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets, TextDefaults};
 pub use error::{ModelError, Result};
+pub use export::COMPANIONS;
 pub use families::{
-    Converted, FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape,
-    MissingAudio, Network, open_family, open_family_with, probe_medium, sound,
+    Companion, Converted, FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan,
+    MediumShape, MissingAudio, Network, open_family, open_family_with, probe_medium, sound,
 };
 pub use families::{humanomni, internvl, qwen_vl};
 pub use lora::{LoraConfig, adapter_base, whole_tensors};
@@ -40,4 +41,7 @@ pub use origin::Origin;
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};
-pub use weights::{Init, Quantization, WeightDtype, WeightFiles, WeightSource, save_weights};
+pub use weights::{
+    Init, Quantization, SourceDigest, WeightDtype, WeightFiles, WeightSource, save_weights, share,
+    source_digest,
+};

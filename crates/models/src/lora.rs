@@ -31,7 +31,7 @@ use crate::model::Model;
 use crate::origin::Origin;
 
 const CONFIG: &str = "adapter_config.json";
-const WEIGHTS: &str = "adapter_model.safetensors";
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 /// Far above any use; bounds what a file can make the program allocate.
 const MAX_RANK: usize = 1 << 14;

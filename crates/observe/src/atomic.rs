@@ -38,19 +38,21 @@ pub fn write_atomic(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Resul
         let _ = fs::remove_file(&temporary);
         return done;
     }
-    sync_directory(path)
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => sync_directory(parent),
+        _ => sync_directory(Path::new(".")),
+    }
 }
 
-/// Makes the rename itself survive a power cut.
-fn sync_directory(path: &Path) -> Result<(), Error> {
-    let parent = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
+/// Makes new names in a directory survive a power cut.
+///
+/// # Errors
+/// The operating system refuses.
+pub fn sync_directory(path: &Path) -> Result<(), Error> {
     // Only Unix lets a directory be opened and synced.
     if cfg!(unix) {
-        let sync = File::open(parent).and_then(|directory| directory.sync_all());
-        sync.map_err(|source| Error::io("sync", parent, source))?;
+        let sync = File::open(path).and_then(|directory| directory.sync_all());
+        sync.map_err(|source| Error::io("sync", path, source))?;
     }
     Ok(())
 }

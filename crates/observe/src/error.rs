@@ -28,14 +28,21 @@ pub enum Error {
     },
     /// The output directory has the files of another run.
     #[error(
-        "the output directory {path} already holds a run ({found}); resume it, name another directory, or ask for it \
-         to be overwritten"
+        "the output directory {path} already holds a run ({found}); resume it, move it away, or name another directory"
     )]
     Occupied {
         /// The output directory.
         path: PathBuf,
         /// A file of the other run.
         found: String,
+    },
+    /// Another process writes the output directory.
+    #[error("the run directory {path} is in use by {holder}; two runs cannot write one directory")]
+    Locked {
+        /// The output directory.
+        path: PathBuf,
+        /// Who has it.
+        holder: String,
     },
     /// A line in the middle of a log is damaged. A torn last line is expected after a crash and no error.
     #[error(

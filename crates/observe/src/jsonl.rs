@@ -1,6 +1,6 @@
 //! Append-only files with one JSON object per line.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
@@ -23,14 +23,34 @@ impl JsonLines {
         Ok(Self { path: path.to_owned(), file })
     }
 
-    pub(crate) fn append<T: Serialize>(&mut self, rows: impl IntoIterator<Item = T>) -> Result<(), Error> {
+    /// Appends rows. False if the file had been removed or replaced by another since the last time: it is begun anew then.
+    pub(crate) fn append<T: Serialize>(&mut self, rows: impl IntoIterator<Item = T>) -> Result<bool, Error> {
         let mut lines = Vec::new();
         for row in rows {
             serde_json::to_writer(&mut lines, &row)
                 .map_err(|source| Error::Json { path: self.path.clone(), source })?;
             lines.push(b'\n');
         }
-        self.file.write_all(&lines).map_err(|source| Error::io("append to", &self.path, source))
+        let in_place = self.is_in_place();
+        if !in_place {
+            *self = Self::open(&self.path)?;
+        }
+        self.file.write_all(&lines).map_err(|source| Error::io("append to", &self.path, source))?;
+        Ok(in_place)
+    }
+
+    /// Whether the path still leads to the open file.
+    fn is_in_place(&self) -> bool {
+        let identity = |meta: &fs::Metadata| {
+            #[cfg(unix)]
+            return std::os::unix::fs::MetadataExt::ino(meta);
+            #[cfg(not(unix))]
+            return meta.is_file();
+        };
+        match (fs::metadata(&self.path), self.file.metadata()) {
+            (Ok(path), Ok(file)) => identity(&path) == identity(&file),
+            _ => false,
+        }
     }
 
     /// Waits until what was appended is on disk.
@@ -62,6 +82,26 @@ pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
     }
 }
 
+/// The step of the last line, and the rows of one step.
+pub(crate) fn tail(path: &Path, step: u64) -> Result<(Option<u64>, Vec<serde_json::Value>), Error> {
+    let file = File::open(path).map_err(|source| Error::io("read", path, source))?;
+    let (mut last, mut rows) = (None, Vec::new());
+    for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
+        let line = line.map_err(|source| Error::io("read", path, source))?;
+        let damaged = |e: serde_json::Error| Error::Damaged {
+            path: path.to_owned(),
+            line: number + 1,
+            reason: e.to_string(),
+        };
+        let at = serde_json::from_slice::<Stamp>(&line).map_err(damaged)?.step;
+        last = Some(at);
+        if at == step {
+            rows.push(serde_json::from_slice(&line).map_err(damaged)?);
+        }
+    }
+    Ok((last, rows))
+}
+
 fn copy_until(
     mut reader: impl BufRead,
     last_step: u64,
@@ -91,8 +131,6 @@ fn copy_until(
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     fn truncated(content: &str, last_step: u64) -> Result<String, Error> {
@@ -129,6 +167,23 @@ mod tests {
         let error = truncate_after(&path, 5).unwrap_err();
         assert!(matches!(&error, Error::Damaged { line: 2, .. }), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), content);
+    }
+
+    #[test]
+    fn a_log_that_was_removed_or_replaced_is_noticed_and_begun_anew() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let mut log = JsonLines::open(&path).unwrap();
+        assert!(log.append([1]).unwrap());
+        fs::remove_file(&path).unwrap();
+        assert!(!log.append([2]).unwrap());
+        assert!(log.append([3]).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "2\n3\n");
+        let other = directory.path().join("other");
+        fs::write(&other, "mine\n").unwrap();
+        fs::rename(&other, &path).unwrap();
+        assert!(!log.append([4]).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "mine\n4\n", "what took its place is kept");
     }
 
     #[test]

@@ -5,31 +5,32 @@
 //! | `metrics.jsonl` | optimizer step, or evaluation | when the step is done |
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
+//! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, whole |
 //!
-//! Every line has `step`, so that a resumed run can cut all three back to its checkpoint.
+//! Every line or name has the step, so that a resumed run can cut them all back to its checkpoint.
 
-use std::collections::BTreeMap;
-use std::fs;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::jsonl::{JsonLines, truncate_after};
+use crate::atomic::sync_directory;
+use crate::jsonl::{JsonLines, tail, truncate_after};
 use crate::{Error, Metric};
 
 const METRICS: &str = "metrics.jsonl";
 const SKIPPED: &str = "skipped.jsonl";
 const ROLLOUTS: &str = "rollouts";
+const EVALUATIONS: &str = "eval";
 
-/// What to do with the logs of an earlier run in the same directory.
+/// The logs that an earlier run left in the same directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
     /// They are an error unless they are empty.
     Refuse,
-    /// Remove them. Only the files named in this module's table are touched.
-    Replace,
     /// Continue them behind this step and drop what was written after it.
     ResumeAfter(u64),
 }
@@ -105,6 +106,17 @@ pub struct RunDir {
     root: PathBuf,
     metrics: JsonLines,
     skipped: JsonLines,
+    /// Rollout logs that may not be on disk yet.
+    unsynced: BTreeSet<PathBuf>,
+}
+
+/// How far the continued logs reach.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Continued {
+    /// Step of the last row of metrics.
+    pub last_step: Option<u64>,
+    /// Whether the step that is continued has been evaluated.
+    pub evaluated: bool,
 }
 
 impl RunDir {
@@ -117,7 +129,7 @@ impl RunDir {
         let rollouts = root.join(ROLLOUTS);
         fs::create_dir_all(&rollouts).map_err(|source| Error::io("create the directory", root, source))?;
         let (metrics, skipped) = (root.join(METRICS), root.join(SKIPPED));
-        let logged = rollout_files(&rollouts)?;
+        let logged = step_files(&rollouts)?;
         match existing {
             Existing::Refuse => {
                 // A run that failed before its first step leaves empty logs, which are nobody's loss.
@@ -128,15 +140,12 @@ impl RunDir {
                     return Err(Error::Occupied { path: root.to_owned(), found });
                 }
             }
-            Existing::Replace => {
-                for path in [&metrics, &skipped].into_iter().chain(logged.iter().map(|(_, path)| path)) {
-                    remove(path)?;
-                }
-            }
             Existing::ResumeAfter(step) => {
                 truncate_after(&metrics, step)?;
                 truncate_after(&skipped, step)?;
-                for (_, path) in logged.iter().filter(|(logged, _)| *logged > step) {
+                let evaluations = root.join(EVALUATIONS);
+                let evaluated = if evaluations.is_dir() { step_files(&evaluations)? } else { Vec::new() };
+                for (_, path) in logged.iter().chain(&evaluated).filter(|(logged, _)| *logged > step) {
                     remove(path)?;
                 }
             }
@@ -145,7 +154,19 @@ impl RunDir {
             metrics: JsonLines::open(&metrics)?,
             skipped: JsonLines::open(&skipped)?,
             root: root.to_owned(),
+            unsynced: BTreeSet::new(),
         })
+    }
+
+    /// How far the metrics reach that are continued behind `step`.
+    ///
+    /// # Errors
+    /// An unreadable log.
+    pub fn continued(&self, step: u64) -> Result<Continued, Error> {
+        let (last_step, rows) = tail(&self.root.join(METRICS), step)?;
+        let is_evaluation =
+            |row: &Value| row.as_object().is_some_and(|row| row.keys().any(|name| name.starts_with("eval_")));
+        Ok(Continued { last_step, evaluated: rows.iter().any(is_evaluation) })
     }
 
     /// The output directory.
@@ -154,12 +175,13 @@ impl RunDir {
         &self.root
     }
 
-    /// Appends one row to `metrics.jsonl`. An evaluation that belongs to a checkpoint's step is to be appended before
+    /// Appends one row to `metrics.jsonl`. False if the log had been removed or replaced since the last row; it is begun
+    /// anew then. An evaluation that belongs to a checkpoint's step is to be appended before
     /// that checkpoint is made visible: resuming keeps all rows of its step and does not repeat them. Of a name that comes twice the later value stays.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn append_metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<(), Error> {
+    pub fn append_metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<bool, Error> {
         let mut row = Map::new();
         row.insert("step".to_owned(), step.into());
         row.insert("epoch".to_owned(), epoch.into());
@@ -174,7 +196,7 @@ impl RunDir {
     /// # Errors
     /// The file cannot be written.
     pub fn append_rollouts(
-        &self,
+        &mut self,
         step: u64,
         rollouts: &[Rollout],
         now: jiff::Timestamp,
@@ -182,36 +204,55 @@ impl RunDir {
         let timestamp = now.to_string();
         let path = self.root.join(ROLLOUTS).join(format!("step-{step:06}.jsonl"));
         let lines = rollouts.iter().map(|rollout| RolloutLine { step, timestamp: &timestamp, rollout });
-        JsonLines::open(&path)?.append(lines)
+        JsonLines::open(&path)?.append(lines)?;
+        self.unsynced.insert(path);
+        Ok(())
     }
 
-    /// Appends a row to `skipped.jsonl`.
+    /// Appends a row to `skipped.jsonl`. False as for [`Self::append_metrics`].
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn append_skipped(&mut self, skipped: &Skipped) -> Result<(), Error> {
+    pub fn append_skipped(&mut self, skipped: &Skipped) -> Result<bool, Error> {
         self.skipped.append([skipped])
     }
 
-    /// Waits until the metrics and skipped rows are on disk. To be called before a checkpoint is made visible, so that
+    /// Waits until everything appended is on disk. To be called before a checkpoint is made visible, so that
     /// a resumed run finds every row up to it.
     ///
     /// # Errors
     /// The disk reports that it could not keep them.
-    pub fn sync(&self) -> Result<(), Error> {
+    pub fn sync(&mut self) -> Result<(), Error> {
         self.metrics.sync()?;
-        self.skipped.sync()
+        self.skipped.sync()?;
+        for path in &self.unsynced {
+            match File::open(path).and_then(|file| file.sync_all()) {
+                // Somebody has no use for it.
+                Err(source) if source.kind() == io::ErrorKind::NotFound => {}
+                other => other.map_err(|source| Error::io("sync", path, source))?,
+            }
+        }
+        self.unsynced.clear();
+        // New files are on disk once their directories are.
+        [self.root.join(ROLLOUTS), self.root.clone()].iter().try_for_each(|path| sync_directory(path))
     }
 }
 
-/// The rollout logs in a directory, with their steps, in order. Other files are none of ours.
-fn rollout_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
+/// The files of steps in a directory of rollout logs or evaluations, with their steps, in order. Other files are none of
+/// ours.
+///
+/// # Errors
+/// A directory that cannot be read.
+pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     let read = |source| Error::io("read the directory", directory, source);
     let mut files = Vec::new();
     for entry in fs::read_dir(directory).map_err(read)? {
         let path = entry.map_err(read)?.path();
         let name = path.file_name().and_then(|name| name.to_str());
-        let step = name.and_then(|name| name.strip_prefix("step-")?.strip_suffix(".jsonl")?.parse().ok());
+        let step = name.and_then(|name| {
+            let rest = name.strip_prefix("step-")?;
+            rest.strip_suffix(".jsonl").or_else(|| rest.strip_suffix(".summary.json"))?.parse().ok()
+        });
         if let Some(step) = step {
             files.push((step, path));
         }
@@ -271,7 +312,7 @@ mod tests {
     #[test]
     fn rollout_lines_carry_every_field() {
         let directory = tempfile::tempdir().unwrap();
-        let run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
         let now = jiff::Timestamp::from_second(1_700_000_000).unwrap();
         run.append_rollouts(12, &[rollout(0)], now).unwrap();
         run.append_rollouts(12, &[rollout(1), rollout(2)], now).unwrap();
@@ -303,6 +344,12 @@ mod tests {
         let (metrics, skipped) = (read(&run, METRICS), read(&run, SKIPPED));
         drop(run);
         fs::write(directory.path().join("rollouts/notes.txt"), "mine").unwrap();
+        fs::create_dir(directory.path().join(EVALUATIONS)).unwrap();
+        for step in [3, 5] {
+            for name in [format!("step-{step:06}.jsonl"), format!("step-{step:06}.summary.json")] {
+                fs::write(directory.path().join(EVALUATIONS).join(name), "{}").unwrap();
+            }
+        }
         fs::write(directory.path().join(METRICS), format!("{metrics}{{\"step\":6,\"lo")).unwrap();
 
         let mut run = RunDir::open(directory.path(), Existing::ResumeAfter(3)).unwrap();
@@ -310,9 +357,12 @@ mod tests {
         assert_eq!(read(&run, METRICS), first(&metrics, 3));
         assert_eq!(read(&run, SKIPPED), first(&skipped, 3));
         let steps: Vec<u64> =
-            rollout_files(&run.root().join(ROLLOUTS)).unwrap().iter().map(|(step, _)| *step).collect();
+            step_files(&run.root().join(ROLLOUTS)).unwrap().iter().map(|(step, _)| *step).collect();
         assert_eq!(steps, [1, 2, 3]);
         assert!(run.root().join("rollouts/notes.txt").exists());
+        let left = step_files(&run.root().join(EVALUATIONS)).unwrap();
+        assert_eq!(left.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [3, 3]);
+        assert_eq!(run.continued(3).unwrap(), Continued { last_step: Some(3), evaluated: false });
         // The same steps again leave the same bytes as an uninterrupted run.
         for step in 4..=5 {
             run.append_metrics(step, 0.0, &[metric("loss", step as f64)]).unwrap();
@@ -321,17 +371,29 @@ mod tests {
     }
 
     #[test]
-    fn another_run_is_refused_or_replaced() {
+    fn what_is_continued_says_how_far_it_reaches() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
+        assert_eq!(run.continued(0).unwrap(), Continued::default());
+        run.append_metrics(1, 0.0, &[metric("loss", 1.0)]).unwrap();
+        run.append_metrics(2, 0.0, &[metric("loss", 1.0)]).unwrap();
+        run.append_metrics(2, 0.0, &[metric("eval_reward", 1.0)]).unwrap();
+        assert_eq!(run.continued(2).unwrap(), Continued { last_step: Some(2), evaluated: true });
+        assert_eq!(run.continued(5).unwrap(), Continued { last_step: Some(2), evaluated: false });
+    }
+
+    #[test]
+    fn another_run_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         drop(RunDir::open(directory.path(), Existing::Refuse).unwrap());
         let mut run = RunDir::open(directory.path(), Existing::Refuse).unwrap();
         run.append_metrics(1, 0.0, &[]).unwrap();
-        fs::write(directory.path().join("config.yaml"), "kept").unwrap();
         let error = RunDir::open(directory.path(), Existing::Refuse).unwrap_err();
         assert!(error.to_string().contains("already holds a run (metrics.jsonl)"), "{error}");
-        let run = RunDir::open(directory.path(), Existing::Replace).unwrap();
-        assert_eq!(read(&run, METRICS), "");
-        assert_eq!(read(&run, "config.yaml"), "kept");
+        assert_eq!(
+            fs::read_to_string(directory.path().join(METRICS)).unwrap(),
+            "{\"step\":1,\"epoch\":0.0}\n"
+        );
     }
 
     #[test]

@@ -145,6 +145,12 @@ fn notes(env: &Environment) -> Vec<String> {
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));
     }
+    if let Some(processes) = env.world_size.filter(|&n| n > 1) {
+        notes.push(format!(
+            "WORLD_SIZE={processes}: no effect, a run is one process; of several that a launcher starts, one gets the \
+             run directory and the others end with an error"
+        ));
+    }
     notes
 }
 

@@ -9,6 +9,8 @@ use crate::values::{Origin, Resolved, Value};
 pub const EXIT_USAGE: u8 = 2;
 /// The exit code of a run that failed.
 pub const EXIT_FAILURE: u8 = 1;
+/// The exit code of a run that was asked to stop and can go on: what `sysexits.h` calls a temporary failure.
+pub const EXIT_STOPPED: u8 = 75;
 
 /// One error as the user sees it: what is wrong, where, what was found, what would be right, what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +36,11 @@ impl Problem {
     /// A failure of the run.
     pub fn failure(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
+    }
+
+    /// A run that was asked to stop and can go on.
+    pub fn stopped(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_STOPPED, ..Parts::default() }))
     }
 
     /// What a verb failed with: a problem of its own, or any error with its chain of causes.

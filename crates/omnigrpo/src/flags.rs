@@ -658,9 +658,11 @@ pub const FLAGS: &[Flag] = &[
     row("data_seed", int(0, i64::MAX), Unset("`seed`"), Section::Run, &[Train, Sft, Demo], "Seed of the order of rows and of the held-out share."),
     row("save_strategy", Choice(words::<SaveStrategy>), Is("steps"), Section::Run, LOOP, "When to write a checkpoint."),
     row("save_steps", int(1, COUNT), Is("100"), Section::Run, LOOP, "Optimizer steps between checkpoints."),
+    row("save_minutes", float(0.01, 1e6), Unset("off"), Section::Run, LOOP, "Also write a checkpoint when this many minutes have gone by since the last one; for runs whose steps take long."),
     row("save_total_limit", int(1, COUNT), Unset("keep all"), Section::Run, LOOP, "Checkpoints to keep; the oldest goes first, the best stays."),
-    row("save_only_model", Bool, Is("false"), Section::Run, LOOP, "Write checkpoints without optimizer state: smaller, but they cannot be resumed."),
-    row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint if its settings are those of this run, `never` starts anew, a path resumes exactly that one."),
+    row("save_only_model", Bool, Is("false"), Section::Run, LOOP, "Write checkpoints without optimizer state: smaller, but they can only start a run. The one of an interruption has it."),
+    row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint that can be loaded if its settings and inputs are those of this run, `never` starts anew, a path resumes exactly that one. What an earlier run left is moved to `superseded-N`, never removed."),
+    row("allow_changed_settings", Bool, Is("false"), Section::Run, LOOP, "Go on from a checkpoint although settings or inputs differ from those it was written with, for instance with a lower learning rate. The console names them."),
     // Evaluation
     row("eval_strategy", Choice(words::<EvalStrategy>), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
     row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),

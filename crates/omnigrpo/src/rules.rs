@@ -5,7 +5,7 @@ use omnigrpo_grpo::{Kl, Surrogate};
 use crate::explain::Problem;
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
 use crate::settings::{
-    EvalStrategy, FrameSampling, LrScheduler, MultiObjective, SaveStrategy, Settings, TorchDtype,
+    EvalStrategy, FrameSampling, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings, TorchDtype,
 };
 
 /// A setting and the case in which nothing reads it.
@@ -181,10 +181,11 @@ pub const IDLE: &[Idle] = &[
     idle("save_steps", |s| {
         (s.run.save_strategy != SaveStrategy::Steps).then_some("`save_strategy` is not steps")
     }),
-    idle("save_total_limit", |s| {
-        (s.run.save_strategy == SaveStrategy::No).then_some("`save_strategy` is no")
+    idle("save_total_limit", never_saves),
+    idle("save_only_model", never_saves),
+    idle("allow_changed_settings", |s| {
+        (s.run.resume_from_checkpoint == Resume::Never).then_some("`resume_from_checkpoint` is never")
     }),
-    idle("save_only_model", |s| (s.run.save_strategy == SaveStrategy::No).then_some("`save_strategy` is no")),
     idle("eval_steps", |s| {
         no_eval_rows(s).or_else(|| {
             (s.eval.eval_strategy != EvalStrategy::Steps).then_some("`eval_strategy` is not steps")
@@ -233,6 +234,11 @@ pub const IDLE: &[Idle] = &[
     idle_in(&[Train], "bertscore_model", replayed),
     idle_in(&[Sft], "bertscore_model", only_evaluated),
 ];
+
+fn never_saves(s: &Settings) -> Option<&'static str> {
+    (s.run.save_strategy == SaveStrategy::No && s.run.save_minutes.is_none())
+        .then_some("`save_strategy` is no")
+}
 
 fn no_new_adapter(s: &Settings) -> Option<&'static str> {
     if s.model.adapter_name_or_path.is_some() {

@@ -270,6 +270,8 @@ pub struct Environment {
     pub hub: HubEnvironment,
     /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
     pub cache_dir: PathBuf,
+    /// `WORLD_SIZE`, where a launcher starts the program several times.
+    pub world_size: Option<u64>,
     /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
     pub judge_api_key: Option<String>,
 }
@@ -333,6 +335,7 @@ impl Environment {
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
+            world_size: get("WORLD_SIZE").and_then(|n| n.parse().ok()),
             judge_api_key: get("OPENAI_API_KEY"),
         }
     }
@@ -674,9 +677,11 @@ pub struct RunSettings {
     pub data_seed: u64,
     pub save_strategy: SaveStrategy,
     pub save_steps: u64,
+    pub save_minutes: Option<f64>,
     pub save_total_limit: Option<usize>,
     pub save_only_model: bool,
     pub resume_from_checkpoint: Resume,
+    pub allow_changed_settings: bool,
 }
 
 /// Evaluation during training, and tables of `eval`.
@@ -926,9 +931,11 @@ impl Settings {
                 data_seed: v.get::<Option<_>>("data_seed")?.unwrap_or(seed),
                 save_strategy: v.get("save_strategy")?,
                 save_steps: v.get("save_steps")?,
+                save_minutes: v.get("save_minutes")?,
                 save_total_limit: v.get("save_total_limit")?,
                 save_only_model: v.get("save_only_model")?,
                 resume_from_checkpoint: Resume::parse(&resume),
+                allow_changed_settings: v.get("allow_changed_settings")?,
             },
             eval: EvalSettings {
                 eval_strategy,

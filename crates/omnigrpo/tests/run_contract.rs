@@ -146,9 +146,54 @@ fn a_run_resumes_only_where_it_makes_sense() {
     let from = "checkpoints/rl/b/checkpoint-1";
     let path = place.run(&format!("{} --resume_from_checkpoint {from}", line("b", 3))).ok().stderr;
     assert!(path.contains(&format!("resuming from {from} at step 1 of 3")), "{path}");
-    place
-        .run(&format!("{} --resume_from_checkpoint {from} --learning_rate 0.5", line("b", 3)))
-        .fails(1, &["was written with other settings (learning_rate: 1e-6 → 0.5)"]);
+    place.run(&format!("{} --resume_from_checkpoint {from} --learning_rate 0.5", line("b", 3))).fails(
+        1,
+        &["was written with other settings (learning_rate: 1e-6 → 0.5)", "--allow_changed_settings"],
+    );
+    let lower = format!("{} --learning_rate 1e-7 --allow_changed_settings", line("b", 4));
+    let lower = place.run(&lower).ok().stderr;
+    assert!(lower.contains("going on with changed settings: learning_rate: 1e-6 → 1e-7"), "{lower}");
+    assert!(lower.contains("at step 3 of 4"), "{lower}");
+}
+
+#[test]
+fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
+    let place = Place::new();
+    place.checkpoint("base", |_, _| {});
+    place.write("mine.jsonl", support::ROWS);
+    let line = |model: &str, rows: &str, steps: usize| {
+        TRAIN.replace("--model M", &format!("--model {model}")).replace("rows.jsonl", rows)
+            + &format!(" --output_dir run --max_steps {steps}")
+    };
+    place.run(&line("base", "mine.jsonl", 1)).ok();
+    // Other names of the same files, limits of time and memory.
+    let (model, rows) =
+        (place.path("base").display().to_string(), place.path("./mine.jsonl").display().to_string());
+    let same = line(&model, &rows, 2) + " --media_timeout_secs 9 --max_stream_tokens 512";
+    let same = place.run(&same).ok().stderr;
+    assert!(same.contains("at step 1 of 2"), "{same}");
+    std::fs::rename(place.path("base"), place.path("moved")).unwrap();
+    let moved = place.run(&line("moved", "mine.jsonl", 3)).ok().stderr;
+    assert!(moved.contains("at step 2 of 3"), "{moved}");
+
+    // Another answer of the same length.
+    place.write("mine.jsonl", support::ROWS.replace("square", "circle"));
+    let labels = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
+    assert!(labels.contains("its settings differ (dataset: not what it was"), "{labels}");
+    assert!(labels.contains("run/superseded-1") && !labels.contains("resuming"), "{labels}");
+    // Weights that were trained again, in place.
+    let path = "moved/model.safetensors";
+    let mut bytes = place.bytes(path);
+    let end = bytes.len() - 4;
+    bytes[end..].copy_from_slice(&0.125f32.to_le_bytes());
+    place.write(path, bytes);
+    let weights = line("moved", "mine.jsonl", 5) + " --resume_from_checkpoint run/checkpoint-4";
+    place.run(&weights).fails(1, &["other settings (weights of the model: not what it was)"]);
+    // Another tokenizer.
+    let template = place.text("moved/chat_template.jinja");
+    place.write("moved/chat_template.jinja", template + "{# #}");
+    let files = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
+    assert!(files.contains("files of the model: not what it was"), "{files}");
 }
 
 #[test]

@@ -63,7 +63,7 @@ fn a_killed_run_goes_on_bit_for_bit() {
 fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
     let place = Place::new();
     place.run(&line(40, 1, "whole")).ok();
-    for signal in ["INT", "TERM"] {
+    for signal in ["INT", "TERM", "HUP"] {
         let dir = format!("cut{signal}");
         let never = line(40, 1, &dir).replace("--save_steps 5", "--save_steps 1000");
         let mut command = place.command(&never);
@@ -73,13 +73,82 @@ fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
         assert!(Command::new("kill").args([&format!("-{signal}"), &id]).status().unwrap().success());
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert_eq!(output.status.code(), Some(75), "{stderr}");
         assert!(stderr.contains("the run was stopped before its end"), "{stderr}");
         assert!(stderr.contains("start it again to go on from the checkpoint"), "{stderr}");
         assert!(!place.exists(&format!("{dir}/model.safetensors")));
         assert!(place.names(&dir).iter().any(|name| name.starts_with("checkpoint-")));
         assert!(place.run(&never).ok().stderr.contains("resuming from"));
         same(&place, "whole", &dir);
+    }
+}
+
+/// With the preset's `save_only_model` too, the checkpoint of an interruption is one to go on from.
+#[test]
+fn an_interrupted_run_that_saves_models_only_goes_on() {
+    let place = Place::new();
+    let only = |dir: &str| line(12, 1, dir) + " --save_only_model";
+    place.run(&only("whole")).ok();
+    let child = place.command(&only("cut")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    assert!(appears(&place.path("cut/rollouts/step-000002.jsonl")));
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(75));
+    assert!(place.run(&only("cut")).ok().stderr.contains("resuming from"));
+    same(&place, "whole", "cut");
+    // Finished, its last checkpoints can start a run only: the same command goes back, and overwrites nothing.
+    for dir in ["whole", "cut"] {
+        let again = place.run(&only(dir)).ok().stderr;
+        assert!(again.contains(&format!("{dir}/superseded-1")), "{again}");
+    }
+    same(&place, "whole", "cut");
+}
+
+/// A scheduler that believes a run dead, or a launcher of two processes.
+#[test]
+fn a_second_start_in_one_directory_is_refused_and_disturbs_nothing() {
+    let place = Place::new();
+    place.run(&line(40, 1, "whole")).ok();
+    let child =
+        place.command(&line(40, 1, "run")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    assert!(appears(&place.path("run/rollouts/step-000002.jsonl")));
+    let holder = format!("process {} on ", child.id());
+    for more in ["", " --seed 2", " --resume_from_checkpoint never"] {
+        let refused = place.run(&(line(40, 1, "run") + more));
+        refused
+            .fails(1, &["the run directory is in use", &holder, "since 20", "one process per run directory"]);
+    }
+    let rank = ran(place.command(&line(40, 1, "run")).env("WORLD_SIZE", "2"));
+    rank.fails(1, &["WORLD_SIZE=2: no effect, a run is one process", "the run directory is in use"]);
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(0));
+    same(&place, "whole", "run");
+    for step in [1, 40] {
+        let log = format!("rollouts/step-{step:06}.jsonl");
+        assert_eq!(place.lines(&format!("run/{log}")).len(), place.lines(&format!("whole/{log}")).len());
+    }
+    assert!(!place.text("run/log.txt").contains("in use"), "the log is the first one's");
+}
+
+#[cfg(unix)]
+#[test]
+fn files_have_the_mode_that_the_umask_says() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let place = Place::new();
+    for (umask, expected) in [("077", 0o600), ("027", 0o640), ("022", 0o644)] {
+        let program = place.command(&line(5, 1, umask));
+        let mut shell = Command::new("bash");
+        shell.args(["-c", &format!("umask {umask}; exec \"$@\""), "bash"]).arg(program.get_program());
+        ran(shell.args(program.get_args()).current_dir(place.path(""))).ok();
+        for file in [
+            "model.safetensors",
+            "config.json",
+            "metrics.jsonl",
+            "checkpoint-5/model.safetensors",
+            "checkpoint-5/optimizer.safetensors",
+            "checkpoint-5/trainer_state.json",
+        ] {
+            let mode = std::fs::metadata(place.path(umask).join(file)).unwrap().permissions().mode() & 0o777;
+            assert_eq!(mode, expected, "umask {umask}, {file}: {mode:o}");
+        }
     }
 }
 

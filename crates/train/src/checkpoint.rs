@@ -1,22 +1,27 @@
 //! Checkpoints: everything a run needs to go on as if it had never stopped.
 //!
 //! `checkpoint-N/` holds the model in the published layout, or in PEFT's the adapter of a model that has one (and every
-//! tensor that is trained whole beside it; the base is where the run found it), `optimizer.safetensors` (moments and masters by weight name)
-//! and `trainer_state.json`. It is written under a temporary name, synced, and renamed, so a directory of that name with
-//! a `trainer_state.json` is always complete. The reference model is not stored: it is the checkpoint the run started
-//! from. Random numbers need no state; they are keyed by seed and step.
+//! tensor that is trained whole beside it; the base is where the run found it), `optimizer.safetensors` (moments and
+//! masters by weight name), `trainer_state.json`, and `SHA256SUMS` over all of them, which `sha256sum -c` reads. It is
+//! written under a temporary name, synced, and renamed, so a directory of that name with a `trainer_state.json` is always
+//! complete; a file that does not match its sum is refused before anything is loaded. The reference model is not stored:
+//! it is the checkpoint the run started from. Random numbers need no state; they are keyed by seed and step.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use omnigrpo_data::OrderState;
 use omnigrpo_models::Model;
+use omnigrpo_observe::sync_directory;
 use omnigrpo_rollout::Completion;
+use rayon::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, View};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use crate::error::{Result, TrainError};
 use crate::optimizer::{AdamW, Moments};
@@ -24,6 +29,9 @@ use crate::step::Rollouts;
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
+const SUMS: &str = "SHA256SUMS";
+/// Names that checkpoints and models have while they are written or removed.
+const UNFINISHED: [&str; 3] = ["tmp-checkpoint-", "tmp-old-checkpoint-", "tmp-final"];
 
 /// State of a run beside weights and moments.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -38,8 +46,10 @@ pub struct TrainerState {
     pub fingerprint: serde_json::Map<String, serde_json::Value>,
     /// Best value of the evaluation metric so far, and its step.
     pub best: Option<(f64, u64)>,
+    /// Whether the optimizer's state was left out.
+    pub model_only: bool,
     /// Updates each weight has had.
-    pub optimizer_steps: HashMap<String, u64>,
+    pub optimizer_steps: BTreeMap<String, u64>,
     /// Epochs whose end has been seen. An epoch that ends with the drawing of `buffer` ends after its last update.
     pub epochs_seen: u64,
     /// A rollout that still has updates to come.
@@ -134,7 +144,7 @@ impl BufferState {
 /// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`.
 ///
 /// # Errors
-/// A full or read-only disk; no incomplete checkpoint is left under its final name.
+/// A weight or moment that is not finite; a full or read-only disk. No incomplete checkpoint is left under its final name.
 pub fn save(
     output_dir: &Path,
     model: &Model,
@@ -145,7 +155,10 @@ pub fn save(
 ) -> Result<PathBuf> {
     let name = format!("checkpoint-{}", state.global_step);
     let (target, temporary) = (output_dir.join(&name), output_dir.join(format!("tmp-{name}")));
-    let written = (|| {
+    check_weights(model)?;
+    optimizer.map_or(Ok(()), check_moments)?;
+    state.model_only = optimizer.is_none();
+    let written: Result<()> = (|| {
         if temporary.exists() {
             fs::remove_dir_all(&temporary).map_err(TrainError::io(&temporary))?;
         }
@@ -156,13 +169,14 @@ pub fn save(
         let path = temporary.join(STATE);
         let text = serde_json::to_vec(&state).map_err(|e| TrainError::Checkpoint { what: e.to_string() })?;
         fs::write(&path, text).map_err(TrainError::io(&path))?;
+        write_sums(&temporary)?;
         sync_tree(&temporary)?;
         if target.exists() {
             // Out of the way under a name that no resume looks at, so that an end in the middle leaves no half of it.
             discard(&target)?;
         }
         fs::rename(&temporary, &target).map_err(TrainError::io(&target))?;
-        sync(output_dir)
+        Ok(sync_directory(output_dir)?)
     })();
     if written.is_err() {
         // Best effort: the error that counts is the one above.
@@ -185,13 +199,16 @@ pub fn save(
 /// file into place, `config.json` last.
 ///
 /// # Errors
-/// A full or read-only disk.
+/// A weight that is not finite; a full or read-only disk.
 pub fn save_final(model: &Model, to: &Path) -> Result<()> {
     let from = to.join("tmp-final");
     if from.exists() {
         fs::remove_dir_all(&from).map_err(TrainError::io(&from))?;
     }
+    check_weights(model)?;
     model.save_trained(&from)?;
+    // A loss of power must not leave names without content.
+    sync_tree(&from)?;
     let mut names: Vec<std::ffi::OsString> = Vec::new();
     for entry in fs::read_dir(&from).map_err(TrainError::io(&from))? {
         names.push(entry.map_err(TrainError::io(&from))?.file_name());
@@ -205,7 +222,8 @@ pub fn save_final(model: &Model, to: &Path) -> Result<()> {
     for name in names {
         fs::rename(from.join(&name), to.join(&name)).map_err(TrainError::io(to))?;
     }
-    fs::remove_dir(&from).map_err(TrainError::io(&from))
+    fs::remove_dir(&from).map_err(TrainError::io(&from))?;
+    Ok(sync_directory(to)?)
 }
 
 /// Removes a checkpoint so that it is never seen incomplete.
@@ -231,12 +249,7 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     }
     for entry in fs::read_dir(output_dir).map_err(TrainError::io(output_dir))? {
         let path = entry.map_err(TrainError::io(output_dir))?.path();
-        let step = path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .and_then(|name| name.strip_prefix("checkpoint-"))
-            .and_then(|digits| digits.parse::<u64>().ok());
-        if let Some(step) = step
+        if let Some(step) = step_of(&path)
             && path.join(STATE).is_file()
         {
             found.push((step, path));
@@ -246,50 +259,76 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
+/// The step in a checkpoint's name.
+fn step_of(checkpoint: &Path) -> Option<u64> {
+    checkpoint.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()
+}
+
 /// Reads the state of a checkpoint.
 ///
 /// # Errors
-/// No checkpoint, or one that is damaged.
+/// No checkpoint, or one that is damaged or contradicts itself.
 pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
-    let text = fs::read(&path).map_err(TrainError::io(&path))?;
-    let damaged = |what: &dyn std::fmt::Display| TrainError::Checkpoint {
-        what: format!("{} is damaged: {what}; resume from an earlier checkpoint", path.display()),
-    };
-    let state: TrainerState = serde_json::from_slice(&text).map_err(|e| damaged(&e))?;
-    match &state.buffer {
-        Some(buffer) if !buffer.is_whole() => {
-            Err(damaged(&"its rollout in progress has lists of other lengths"))
-        }
-        _ => Ok(state),
-    }
-}
-
-/// Loads weights and moments of a checkpoint.
-///
-/// # Errors
-/// Tensors that do not fit the model.
-pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &TrainerState) -> Result<()> {
-    model.load_trained(checkpoint)?;
-    let path = checkpoint.join(OPTIMIZER);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {
+            what: format!("{} is no checkpoint: there is no {STATE} in it", checkpoint.display()),
+        });
+    }
+    check_sums(checkpoint, Some(STATE))?;
+    let text = fs::read(&path).map_err(TrainError::io(&path))?;
+    let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{STATE}: {what}"));
+    let state: TrainerState = serde_json::from_slice(&text).map_err(|e| damaged(&e))?;
+    if state.buffer.as_ref().is_some_and(|buffer| !buffer.is_whole()) {
+        return Err(damaged(&"its rollout in progress has lists of other lengths"));
+    }
+    let step = state.global_step;
+    if step_of(checkpoint).is_some_and(|named| named != step) {
+        return Err(damaged(&format!("it is of step {step}, the directory's name is of another")));
+    }
+    if state.rollout > step || state.best.is_some_and(|(_, best)| best > step) {
+        return Err(damaged(&format!("a rollout or best step beyond step {step}")));
+    }
+    if let Some((name, had)) = state.optimizer_steps.iter().find(|(_, had)| **had > step || **had == 0) {
+        return Err(damaged(&format!("{name} had {had} updates in {step} steps")));
+    }
+    Ok(state)
+}
+
+/// Loads weights and moments of a checkpoint. Nothing is changed where its files are not those that were saved.
+///
+/// # Errors
+/// Damaged files; tensors that do not fit the model; moments that are not finite.
+pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &TrainerState) -> Result<()> {
+    if state.model_only {
+        return Err(TrainError::Checkpoint {
             what: format!(
-                "{} has no {OPTIMIZER}: it was saved with save_only_model and can start a run, not resume one",
+                "{} was saved with save_only_model, without the optimizer's state: it can start a run \
+                 (--model_name_or_path), not resume one",
                 checkpoint.display()
             ),
         });
     }
+    check_sums(checkpoint, None)?;
+    model.load_trained(checkpoint)?;
+    let path = checkpoint.join(OPTIMIZER);
     let bytes = fs::read(&path).map_err(TrainError::io(&path))?;
-    let damaged =
-        |e: &dyn std::fmt::Display| TrainError::Checkpoint { what: format!("{}: {e}", path.display()) };
+    let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
     let file = SafeTensors::deserialize(&bytes).map_err(|e| damaged(&e))?;
     let floats = |name: &str| -> Result<Vec<f32>> {
         match file.tensor(name) {
             Ok(view) if view.dtype() != Dtype::F32 => {
                 Err(damaged(&format!("tensor {name} is {:?}, expected F32", view.dtype())))
             }
-            Ok(view) => Ok(view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()),
+            Ok(view) => {
+                let values: Vec<f32> =
+                    view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+                let least = if name.ends_with(".v") { 0.0 } else { f32::NEG_INFINITY };
+                match values.iter().position(|x| !x.is_finite() || *x < least) {
+                    Some(i) => Err(damaged(&format!("element {i} of {name} is {}", values[i]))),
+                    None => Ok(values),
+                }
+            }
             Err(_) => Ok(Vec::new()),
         }
     };
@@ -303,10 +342,17 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
         };
         moments.insert(name.clone(), entry);
     }
+    let known = moments.values().map(|m| 2 + usize::from(!m.master.is_empty())).sum::<usize>();
+    if file.len() != known {
+        return Err(damaged(&format!(
+            "{} tensors, expected the {known} of the weights that {STATE} names",
+            file.len()
+        )));
+    }
     optimizer.restore(moments)
 }
 
-fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<HashMap<String, u64>> {
+fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<BTreeMap<String, u64>> {
     struct Named<'a> {
         data: &'a [f32],
         shape: [usize; 1],
@@ -338,16 +384,128 @@ fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<HashMap<
         safetensors::SafeTensorError::IoError(source) => TrainError::Io { path, source },
         other => TrainError::Checkpoint { what: other.to_string() },
     })?;
+    omnigrpo_models::share(&dir.join(OPTIMIZER))?;
     Ok(state.iter().map(|(name, m)| (name.clone(), m.step)).collect())
 }
 
-fn sync(path: &Path) -> Result<()> {
-    File::open(path).and_then(|f| f.sync_all()).map_err(TrainError::io(path))
+/// Syncs the files of a directory and then their names.
+fn sync_tree(dir: &Path) -> Result<()> {
+    for path in files_in(dir)? {
+        File::open(&path).and_then(|f| f.sync_all()).map_err(TrainError::io(&path))?;
+    }
+    Ok(sync_directory(dir)?)
 }
 
-fn sync_tree(dir: &Path) -> Result<()> {
+fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
     for entry in fs::read_dir(dir).map_err(TrainError::io(dir))? {
-        sync(&entry.map_err(TrainError::io(dir))?.path())?;
+        paths.push(entry.map_err(TrainError::io(dir))?.path());
     }
-    sync(dir)
+    paths.sort();
+    Ok(paths)
+}
+
+/// Writes the sums of all files of a directory.
+fn write_sums(dir: &Path) -> Result<()> {
+    let sums: Result<Vec<String>> = files_in(dir)?
+        .par_iter()
+        .map(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            Ok(format!("{}  {name}\n", sum(path)?))
+        })
+        .collect();
+    let path = dir.join(SUMS);
+    fs::write(&path, sums?.concat()).map_err(TrainError::io(path))
+}
+
+/// Compares files of a checkpoint with their sums: `only` one, or all.
+fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
+    let path = checkpoint.join(SUMS);
+    let text = fs::read_to_string(&path)
+        .map_err(|e| damaged(checkpoint, &format!("its {SUMS} cannot be read ({e})")))?;
+    let mut listed = Vec::new();
+    for line in text.lines() {
+        let Some((expected, name)) = line.split_once("  ").filter(|(_, name)| !name.contains('/')) else {
+            return Err(damaged(checkpoint, &format!("{SUMS} has the line {line:?}")));
+        };
+        listed.push((expected, name));
+    }
+    for name in [STATE].into_iter().chain(only) {
+        if !listed.iter().any(|(_, listed)| *listed == name) {
+            return Err(damaged(checkpoint, &format!("{SUMS} has no line for {name}")));
+        }
+    }
+    listed.retain(|(_, name)| only.is_none_or(|only| only == *name));
+    listed.par_iter().try_for_each(|(expected, name)| match sum(&checkpoint.join(name)) {
+        Ok(got) if got == *expected => Ok(()),
+        Ok(_) => Err(damaged(checkpoint, &format!("{name} is not what was saved (its checksum differs)"))),
+        Err(e) => Err(damaged(checkpoint, &e)),
+    })
+}
+
+fn sum(path: &Path) -> Result<String> {
+    let mut file = File::open(path).map_err(TrainError::io(path))?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer).map_err(TrainError::io(path))? {
+            0 => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
+            n => hash.update(&buffer[..n]),
+        }
+    }
+}
+
+fn damaged(checkpoint: &Path, what: &dyn std::fmt::Display) -> TrainError {
+    TrainError::Checkpoint {
+        what: format!("{} is damaged: {what}; resume from an earlier checkpoint", checkpoint.display()),
+    }
+}
+
+/// A model with a number that is not finite cannot go on, and must not replace one that can.
+fn check_weights(model: &Model) -> Result<()> {
+    for param in model.params().iter().filter(|p| p.trainable()) {
+        if !param.with_f32(|values| values.iter().all(|x| x.is_finite()))? {
+            return Err(TrainError::NonFiniteState { name: param.name().to_owned(), what: "the value" });
+        }
+    }
+    Ok(())
+}
+
+/// As [`check_weights`]: a checkpoint with such moments could not be loaded.
+fn check_moments(optimizer: &AdamW) -> Result<()> {
+    for (name, Moments { m, v, master, .. }) in optimizer.state() {
+        for (what, values) in [("the first moment", m), ("the second moment", v), ("the master copy", master)]
+        {
+            if !values.iter().all(|x| x.is_finite()) {
+                return Err(TrainError::NonFiniteState { name: name.clone(), what });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Removes what was being written or removed when an earlier process ended, and names it.
+///
+/// # Errors
+/// Something that cannot be removed.
+pub fn remove_leftovers(output_dir: &Path) -> Result<Vec<String>> {
+    let mut removed = Vec::new();
+    for dir in [output_dir.to_owned(), output_dir.join("eval")] {
+        if !dir.is_dir() {
+            continue;
+        }
+        for path in files_in(&dir)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let result = if path.is_dir() && UNFINISHED.iter().any(|start| name.starts_with(start)) {
+                fs::remove_dir_all(&path)
+            } else if path.is_file() && name.starts_with('.') && name.ends_with(".tmp") {
+                fs::remove_file(&path)
+            } else {
+                continue;
+            };
+            result.map_err(TrainError::io(&path))?;
+            removed.push(name);
+        }
+    }
+    Ok(removed)
 }

@@ -39,6 +39,16 @@ pub enum TrainError {
         /// Where the offending rows were written.
         rows: PathBuf,
     },
+    /// A weight or a moment of it overflowed.
+    #[error(
+        "{what} of {name} is not finite; nothing was saved, and the last checkpoint stays the newest. Lower learning_rate or set max_grad_norm"
+    )]
+    NonFiniteState {
+        /// The weight.
+        name: String,
+        /// Which of its numbers.
+        what: &'static str,
+    },
     /// A checkpoint cannot be read or does not fit.
     #[error("checkpoint: {what}")]
     Checkpoint {

@@ -1,6 +1,8 @@
 //! The model card, `README.md` beside a trained model: what was trained from what, on what and how, for people and for
 //! the hub.
 
+use std::path::Path;
+
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, Origin};
 use omnigrpo_observe::write_atomic;
@@ -11,6 +13,7 @@ use crate::plan::{Objective, RunPlan};
 
 /// Writes it. `how` says in words what the steps were.
 pub(crate) fn write(
+    dir: &Path,
     run: &RunPlan,
     model: &Model,
     dataset: &Dataset,
@@ -20,9 +23,10 @@ pub(crate) fn write(
 ) -> Result<()> {
     let metrics = after.into_iter().flat_map(|after| &after.summary.metrics);
     let card = Card {
-        name: run.run_name.clone().unwrap_or_else(|| {
-            run.output_dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned())
-        }),
+        name: run
+            .run_name
+            .clone()
+            .unwrap_or_else(|| dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned())),
         base: Origin::of(model.dir()),
         adapter: model.lora().is_some(),
         method: match run.objective {
@@ -34,7 +38,7 @@ pub(crate) fn write(
         datasets: dataset.parts().map(|(name, rows)| (name.to_owned(), rows)).collect(),
         metrics: metrics.filter_map(|(name, value)| Some((name.clone(), (*value)?))).collect(),
     };
-    let path = run.output_dir.join("README.md");
+    let path = dir.join("README.md");
     Ok(write_atomic(&path, |out| out.write_all(card.text().as_bytes()))?)
 }
 

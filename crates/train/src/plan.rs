@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::Report;
+use omnigrpo_observe::{Report, RunLock};
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
 
@@ -45,7 +46,7 @@ pub enum EvalWhen {
 pub enum ResumeFrom {
     /// Anew.
     Start,
-    /// The newest checkpoint of the run directory, if its settings are this run's.
+    /// The newest checkpoint of the run directory that can be loaded, if its settings are this run's.
     Newest,
     /// This checkpoint.
     Path(PathBuf),
@@ -65,8 +66,6 @@ pub enum Objective {
 pub struct RunPlan {
     /// What an update does.
     pub objective: Objective,
-    /// The run directory.
-    pub output_dir: PathBuf,
     /// Updates; `None` for what the epochs need.
     pub max_steps: Option<u64>,
     /// Passes over the rows. Steps take rows across the end of a pass; the last one takes what is left of the last pass.
@@ -85,10 +84,14 @@ pub struct RunPlan {
     pub save: SaveWhen,
     /// Checkpoints to keep.
     pub save_limit: Option<usize>,
-    /// Leave the optimizer out of checkpoints.
+    /// Also save when this much time has gone by since the last checkpoint.
+    pub save_every: Option<Duration>,
+    /// Leave the optimizer out of checkpoints, but for the one of an interruption.
     pub save_only_model: bool,
     /// Where to start.
     pub resume: ResumeFrom,
+    /// Go on from a checkpoint whose settings differ from this run's.
+    pub allow_changed: bool,
     /// When to evaluate.
     pub eval: EvalWhen,
     /// Evaluate before the first update.
@@ -112,10 +115,10 @@ pub struct RunPlan {
     pub bad_rows: Vec<(u64, String, String)>,
     /// Order of the rows.
     pub data_seed: u64,
-    /// Settings that must agree between a checkpoint and the run that resumes it.
+    /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
-    /// The resolved configuration, written to `config.yaml`.
-    pub config_yaml: String,
+    /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
+    pub files: Vec<(&'static str, Vec<u8>)>,
 }
 
 /// Everything a run needs.
@@ -142,6 +145,8 @@ pub struct TrainSetup {
     pub selection: Selection,
     /// Length, records, checkpoints.
     pub run: RunPlan,
+    /// The run directory, which no other process may write meanwhile.
+    pub lock: RunLock,
 }
 
 /// What a run leaves to say.

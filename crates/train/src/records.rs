@@ -59,14 +59,30 @@ impl Records {
     }
 
     /// Waits until everything written so far is on disk.
-    pub(crate) fn sync(&self) -> Result<()> {
+    pub(crate) fn sync(&mut self) -> Result<()> {
         Ok(self.dir.sync()?)
     }
 
     pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
         self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
-        Ok(self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?)
+        let in_place = self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
+        self.notice(in_place, "skipped.jsonl");
+        Ok(())
+    }
+
+    fn metrics(&mut self, step: u64, epoch: f64, metrics: &[Metric]) -> Result<()> {
+        let in_place = self.dir.append_metrics(step, epoch, metrics)?;
+        self.notice(in_place, "metrics.jsonl");
+        Ok(())
+    }
+
+    fn notice(&self, in_place: bool, log: &str) {
+        if !in_place {
+            self.console.line(&format!(
+                "warning: {log} was removed or replaced while the run wrote it; it is begun anew and lacks the rows before"
+            ));
+        }
     }
 
     /// Keeps the completions of a step whose scoring failed.
@@ -120,7 +136,7 @@ impl Records {
             self.console.line(&warning);
         }
         metrics.extend(times);
-        self.dir.append_metrics(step, epoch, &metrics)?;
+        self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
             metrics.into_iter().partition(|(name, _)| name.starts_with("grpo/"));
         self.window.push(&others);
@@ -176,7 +192,6 @@ impl Records {
         for row in &evaluation.skipped {
             self.skipped(step, row)?;
         }
-        self.dir.append_metrics(step, epoch, &evaluation.summary.metrics)?;
         let lines = json_lines(&evaluation.rows);
         let dir = self.dir.root().join("eval");
         std::fs::create_dir_all(&dir).map_err(TrainError::io(&dir))?;
@@ -184,6 +199,8 @@ impl Records {
         write_atomic(&dir.join(format!("step-{step:06}.summary.json")), |out| {
             writeln!(out, "{:#}", evaluation.summary.to_json())
         })?;
+        // Last: where this row is, the evaluation is complete.
+        self.metrics(step, epoch, &evaluation.summary.metrics)?;
         let shown: Vec<String> = evaluation
             .summary
             .metrics

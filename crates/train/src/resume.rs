@@ -1,86 +1,303 @@
-//! Where a run begins: anew, or at a checkpoint whose settings are its own.
+//! Where a run begins, and what becomes of what an earlier one left in its directory.
+//!
+//! A run goes on from a checkpoint whose settings and inputs are its own, or begins anew. Nothing that an earlier run made
+//! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so.
+//! A run that goes on from its newest checkpoint drops what was logged behind it, since the same steps log it again.
+//! Nothing is moved before the checkpoint has been loaded.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use omnigrpo_observe::Console;
+use omnigrpo_models::{COMPANIONS, Model};
+use omnigrpo_observe::{Console, Existing, step_files};
 use serde_json::Value;
 
 use crate::checkpoint::{self, TrainerState};
 use crate::error::{Result, TrainError};
+use crate::optimizer::AdamW;
 use crate::plan::{ResumeFrom, RunPlan};
 
-/// Finds the checkpoint to resume from; moves checkpoints of other settings aside.
-pub(crate) fn find_resume(run: &RunPlan, console: &Console) -> Result<Option<(PathBuf, TrainerState)>> {
-    let path = match &run.resume {
-        ResumeFrom::Path(path) => path.clone(),
-        ResumeFrom::Start | ResumeFrom::Newest => match checkpoint::list(&run.output_dir)?.pop() {
-            None => return Ok(None),
-            Some((_, path)) if run.resume == ResumeFrom::Newest => path,
-            Some(_) => {
-                set_aside(run, console, "resume_from_checkpoint is never")?;
-                return Ok(None);
+/// Settings that a place in the data belongs to.
+const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
+/// What a run writes beside checkpoints and the model's own files.
+const RECORDS: [&str; 10] = [
+    "metrics.jsonl",
+    "skipped.jsonl",
+    "rollouts",
+    "eval",
+    "config.yaml",
+    "document_frequencies.json",
+    "README.md",
+    "config.json",
+    "adapter_config.json",
+    "additional_chat_templates",
+];
+
+/// Where a run begins.
+pub(crate) enum Start {
+    /// At step 0.
+    Anew {
+        /// Why what is there is not gone on from.
+        why: String,
+    },
+    /// At a checkpoint, which is in the model and the optimizer.
+    From(Box<Resumed>),
+}
+
+/// A checkpoint that has been loaded.
+pub(crate) struct Resumed {
+    pub(crate) path: PathBuf,
+    pub(crate) state: TrainerState,
+    /// Names of the settings that differ from the checkpoint's; empty unless that is allowed.
+    changed: Vec<String>,
+}
+
+impl Resumed {
+    /// Whether the next row is the one behind the checkpoint's last.
+    pub(crate) fn keeps_position(&self) -> bool {
+        !self.changed.iter().any(|name| POSITION.contains(&name.as_str()))
+    }
+
+    /// Whether a rollout in progress is what this run would have sampled.
+    pub(crate) fn keeps_rollout(&self) -> bool {
+        self.changed.is_empty()
+    }
+
+    /// Whether the checkpoint is one of this run directory.
+    pub(crate) fn is_in(&self, dir: &Path) -> bool {
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        real(&self.path).and_then(|path| real(path.parent()?)) == real(dir)
+    }
+}
+
+impl Start {
+    /// Chooses where to begin and loads the checkpoint, if it is one.
+    pub(crate) fn find(
+        run: &RunPlan,
+        dir: &Path,
+        total_steps: u64,
+        model: &Model,
+        optimizer: &mut AdamW,
+        console: &Console,
+    ) -> Result<Self> {
+        let mut load = |path: PathBuf, state: TrainerState| -> Result<Self> {
+            if state.global_step > total_steps {
+                return Err(TrainError::setting(
+                    "max_steps",
+                    &total_steps.to_string(),
+                    format!(
+                        "{} is at step {} already; ask for more steps, name an earlier checkpoint, or start anew with \
+                         --resume_from_checkpoint never",
+                        path.display(),
+                        state.global_step
+                    ),
+                ));
             }
-        },
-    };
-    let state = checkpoint::read_state(&path)?;
-    let differences: Vec<String> = run
-        .fingerprint
-        .iter()
-        .filter(|(key, value)| state.fingerprint.get(*key) != Some(*value))
-        .map(|(key, value)| {
-            let old = state.fingerprint.get(key).map_or("unset".to_owned(), Value::to_string);
-            format!("{key}: {old} → {value}")
-        })
-        .collect();
-    if differences.is_empty() {
-        let abandoned =
-            checkpoint::list(&run.output_dir)?.into_iter().filter(|(step, _)| *step > state.global_step);
-        move_aside(run, console, abandoned.collect(), "the run goes on from an earlier one")?;
-        return Ok(Some((path, state)));
+            checkpoint::load(&path, model, optimizer, &state)?;
+            let differences = differences(run, &state);
+            if !differences.is_empty() {
+                let all: Vec<&str> = differences.iter().map(|(_, text)| text.as_str()).collect();
+                console.line(&format!("going on with changed settings: {}", all.join("; ")));
+            }
+            let changed = differences.into_iter().map(|(name, _)| name).collect();
+            Ok(Self::From(Box::new(Resumed { path, state, changed })))
+        };
+        let anew = |why: &str| Ok(Self::Anew { why: why.to_owned() });
+        let newest_first = checkpoint::list(dir)?.into_iter().rev();
+        match &run.resume {
+            ResumeFrom::Start => return anew("resume_from_checkpoint is never"),
+            ResumeFrom::Path(path) => {
+                let state = checkpoint::read_state(path)?;
+                if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
+                    return Err(TrainError::Checkpoint {
+                        what: format!(
+                            "{} was written with other settings ({differing}); change them back, go on with the new \
+                             ones with --allow_changed_settings, or start anew with --resume_from_checkpoint never",
+                            path.display()
+                        ),
+                    });
+                }
+                return load(path.clone(), state);
+            }
+            ResumeFrom::Newest => {}
+        }
+        let mut why = "it left no checkpoint to go on from";
+        let mut failed = None;
+        for (_, path) in newest_first {
+            let state = match checkpoint::read_state(&path) {
+                Ok(state) => state,
+                Err(error) => {
+                    console.line(&format!("{error}; looking for an earlier one"));
+                    failed.get_or_insert(error);
+                    continue;
+                }
+            };
+            if state.model_only {
+                why = "its checkpoints have no optimizer state (save_only_model)";
+                continue;
+            }
+            let differing = describe(run, &state).filter(|_| !run.allow_changed);
+            // Where a load failed, the model may have weights of that checkpoint: it cannot begin anew.
+            if let (Some(differing), None) = (&differing, &failed) {
+                return anew(&format!(
+                    "its settings differ ({differing}; --allow_changed_settings goes on with the new ones)"
+                ));
+            }
+            if differing.is_some() {
+                continue;
+            }
+            match load(path, state) {
+                Err(error @ TrainError::Setting { .. }) => return Err(error),
+                Err(error) => {
+                    console.line(&format!("{error}; looking for an earlier one"));
+                    failed.get_or_insert(error);
+                }
+                started => return started,
+            }
+        }
+        failed.map_or_else(|| anew(why), Err)
     }
-    match &run.resume {
-        ResumeFrom::Path(_) => Err(TrainError::Checkpoint {
-            what: format!(
-                "{} was written with other settings ({}); change them back, or start anew with \
-                 --resume_from_checkpoint never",
-                path.display(),
-                differences.join("; ")
+
+    /// Which logs are to be continued.
+    pub(crate) fn existing(&self) -> Existing {
+        match self {
+            Self::Anew { .. } => Existing::Refuse,
+            Self::From(resumed) => Existing::ResumeAfter(resumed.state.global_step),
+        }
+    }
+
+    /// Moves away what does not belong to the run that begins here.
+    pub(crate) fn make_room(&self, dir: &Path, console: &Console) -> Result<()> {
+        let (paths, why) = match self {
+            Self::Anew { why } => (earlier_run(dir)?, format!("{why}; starting anew")),
+            Self::From(resumed) if !resumed.is_in(dir) => {
+                (earlier_run(dir)?, format!("the run goes on from {}", resumed.path.display()))
+            }
+            Self::From(resumed) => (
+                behind(dir, resumed.state.global_step)?,
+                "the run goes on from an earlier checkpoint".to_owned(),
             ),
-        }),
-        _ => {
-            set_aside(run, console, &format!("their settings differ ({})", differences.join("; ")))?;
-            Ok(None)
+        };
+        if paths.is_empty() {
+            return Ok(());
         }
+        let aside = (1..)
+            .map(|n| dir.join(format!("superseded-{n}")))
+            .find(|path| !path.exists())
+            .unwrap_or_else(|| dir.join("superseded"));
+        std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
+        for name in ["metrics.jsonl", "skipped.jsonl"] {
+            let (from, to) = (dir.join(name), aside.join(name));
+            // Logs that go on are left here as well.
+            if from.is_file() && !paths.contains(&from) {
+                std::fs::copy(&from, to).map_err(TrainError::io(&from))?;
+            }
+        }
+        for path in paths {
+            let to = aside.join(path.strip_prefix(dir).unwrap_or(&path));
+            if let Some(parent) = to.parent() {
+                std::fs::create_dir_all(parent).map_err(TrainError::io(parent))?;
+            }
+            std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
+        }
+        let what =
+            if matches!(self, Self::Anew { .. }) { "the earlier run" } else { "what an earlier run made" };
+        console.line(&format!("{what} in {} was moved to {}: {why}", dir.display(), aside.display()));
+        Ok(())
     }
 }
 
-fn set_aside(run: &RunPlan, console: &Console, why: &str) -> Result<()> {
-    move_aside(run, console, checkpoint::list(&run.output_dir)?, &format!("{why}; starting anew"))
-}
-
-/// Moves checkpoints into a directory of their own, with a copy of the metrics that belong to them.
-fn move_aside(run: &RunPlan, console: &Console, checkpoints: Vec<(u64, PathBuf)>, why: &str) -> Result<()> {
-    if checkpoints.is_empty() {
-        return Ok(());
-    }
-    let mut n = 1;
-    let aside = loop {
-        let path = run.output_dir.join(format!("superseded-{n}"));
-        if !path.exists() {
-            break path;
-        }
-        n += 1;
+/// Name and description of each setting that differs from the checkpoint's.
+fn differences(run: &RunPlan, state: &TrainerState) -> Vec<(String, String)> {
+    let (old, new) = (&state.fingerprint, &run.fingerprint);
+    let names = new.keys().chain(old.keys().filter(|name| !new.contains_key(*name)));
+    let said = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
+    let is_digest = |value: Option<&Value>| {
+        value
+            .and_then(Value::as_str)
+            .is_some_and(|text| text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit()))
     };
-    std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
-    let metrics = run.output_dir.join("metrics.jsonl");
-    if metrics.is_file() {
-        std::fs::copy(&metrics, aside.join("metrics.jsonl")).map_err(TrainError::io(&metrics))?;
-    }
-    for (_, path) in checkpoints {
-        if let Some(name) = path.file_name() {
-            std::fs::rename(&path, aside.join(name)).map_err(TrainError::io(&path))?;
+    names
+        .filter(|name| old.get(*name) != new.get(*name))
+        .map(|name| {
+            let (old, new) = (old.get(name), new.get(name));
+            let text = if is_digest(old) && is_digest(new) {
+                format!("{name}: not what it was")
+            } else {
+                format!("{name}: {} → {}", said(old), said(new))
+            };
+            (name.clone(), text)
+        })
+        .collect()
+}
+
+/// All differences in one text, if there are any.
+fn describe(run: &RunPlan, state: &TrainerState) -> Option<String> {
+    let texts: Vec<String> = differences(run, state).into_iter().map(|(_, text)| text).collect();
+    (!texts.is_empty()).then(|| texts.join("; "))
+}
+
+fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(TrainError::io(dir))? {
+        let path = entry.map_err(TrainError::io(dir))?.path();
+        if let Some(name) = path.file_name().and_then(|name| name.to_str()) {
+            all.push((name.to_owned(), path.clone()));
         }
     }
-    console.line(&format!("earlier checkpoints were moved to {}: {why}", aside.display()));
-    Ok(())
+    all.sort();
+    Ok(all)
+}
+
+fn is_weights(name: &str) -> bool {
+    name.ends_with(".safetensors") || name == "model.safetensors.index.json"
+}
+
+/// Everything of an earlier run in a directory; nothing where none had begun.
+fn earlier_run(dir: &Path) -> Result<Vec<PathBuf>> {
+    let all = entries(dir)?;
+    let is_checkpoint = |name: &str| name.starts_with("checkpoint-");
+    let filled = |name: &str, path: &Path| match name {
+        "metrics.jsonl" | "skipped.jsonl" => path.metadata().is_ok_and(|meta| meta.len() > 0),
+        "rollouts" | "eval" => std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some()),
+        name => is_checkpoint(name) || is_weights(name),
+    };
+    if !all.iter().any(|(name, path)| filled(name, path)) {
+        return Ok(Vec::new());
+    }
+    if let Some((name, _)) = all.iter().find(|(name, _)| is_weights(name))
+        && !all.iter().any(|(name, _)| name == "config.yaml" || name == "metrics.jsonl")
+    {
+        return Err(TrainError::setting(
+            "output_dir",
+            &dir.display().to_string(),
+            format!("there is a model ({name}) that no run made; name another directory"),
+        ));
+    }
+    let ours = |name: &str| {
+        RECORDS.contains(&name)
+            || COMPANIONS.contains(&name)
+            || is_checkpoint(name)
+            || is_weights(name)
+            || name.ends_with(".py")
+            || name.starts_with("nonfinite-step-")
+    };
+    Ok(all.into_iter().filter(|(name, _)| ours(name)).map(|(_, path)| path).collect())
+}
+
+/// Checkpoints behind `step` with the rollouts, evaluations and the model that came after it; nothing where `step` is the
+/// newest.
+fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
+    let newer: Vec<_> = checkpoint::list(dir)?.into_iter().filter(|(newer, _)| *newer > step).collect();
+    let mut paths: Vec<PathBuf> = newer.into_iter().map(|(_, path)| path).collect();
+    if paths.is_empty() {
+        return Ok(paths);
+    }
+    for logs in ["rollouts", "eval"].map(|name| dir.join(name)) {
+        if logs.is_dir() {
+            paths.extend(step_files(&logs)?.into_iter().filter(|(at, _)| *at > step).map(|(_, path)| path));
+        }
+    }
+    let is_final = |name: &str| is_weights(name) || name == "README.md";
+    paths.extend(entries(dir)?.into_iter().filter(|(name, _)| is_final(name)).map(|(_, path)| path));
+    Ok(paths)
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Console, Existing, Metric, PhaseTimer, RunDir, write_atomic};
+use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
 use omnigrpo_rewards::{Logged, RewardMatrix, RewardSet};
 
 use crate::checkpoint::{self, BufferState, TrainerState};
@@ -16,7 +16,7 @@ use crate::model_card;
 use crate::optimizer::AdamW;
 use crate::plan::{EvalWhen, Objective, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
-use crate::resume::find_resume;
+use crate::resume::Start;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
@@ -40,7 +40,12 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         optimizer,
         selection,
         run,
+        lock,
     } = setup;
+    let dir = lock.root();
+    for name in checkpoint::remove_leftovers(dir)? {
+        console.line(&format!("removed {name}, which an earlier process had not finished"));
+    }
     selection.apply(&model)?;
     console.line(summary(&model).trim_end());
     let imitate = run.objective == Objective::Imitate;
@@ -76,21 +81,58 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let scoring = (!imitate && !run.replay).then(|| Arc::clone(&rewards));
     let mut source =
         RowSource::new(Arc::clone(&dataset), order, Arc::clone(&prompts), scoring, run.skip.clone());
-    let resumed = find_resume(&run, console)?;
-    let existing = match &resumed {
-        Some((_, state)) => Existing::ResumeAfter(state.global_step),
-        None => Existing::Replace,
-    };
-    if let Some((path, state)) = &resumed {
-        // Before the records are cut back: a checkpoint that cannot be loaded must leave them as they are.
-        checkpoint::load(path, &model, &mut optimizer, state)?;
+    let start = Start::find(&run, dir, total, &model, &mut optimizer, console)?;
+    let mut step = 0;
+    let mut rollout_index = 0;
+    let mut epochs_seen = 0;
+    let mut best = None;
+    let mut buffer: Option<(Rollouts, usize)> = None;
+    // Of a step whose checkpoint another start can go on from.
+    let mut saved_at = None;
+    let mut bad_rows_of = Some(0);
+    if let Start::From(resumed) = &start {
+        let state = &resumed.state;
+        (step, rollout_index, best) = (state.global_step, state.rollout, state.best);
+        saved_at = resumed.is_in(dir).then_some(step);
+        bad_rows_of = (!resumed.keeps_position()).then_some(step);
+        if resumed.keeps_position() {
+            epochs_seen = state.epochs_seen;
+            source
+                .order_mut()
+                .resume(state.order.clone())
+                .map_err(|e| TrainError::Data { what: e.to_string() })?;
+        }
+        if let Some(saved) = state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
+            buffer = Some((restore_buffer(&algorithm, &model, &prompts, &dataset, saved)?, saved.iteration));
+        }
     }
-    let records = RunDir::open(&run.output_dir, existing)?;
-    write_config(&run)?;
+    // Everything that can be wrong with the checkpoint has been seen: now things may move.
+    start.make_room(dir, console)?;
+    let records = RunDir::open(dir, start.existing())?;
+    let mut evaluated_at = None;
+    if let Start::From(resumed) = &start {
+        let continued = records.continued(step)?;
+        evaluated_at = continued.evaluated.then_some(step);
+        console.line(&format!("resuming from {} at step {step} of {total}", resumed.path.display()));
+        if step == total {
+            console.line("all steps are done; nothing is left to train");
+        }
+        let logged = continued.last_step.unwrap_or(0);
+        if logged < step {
+            console.line(&format!(
+                "warning: metrics.jsonl ends at step {logged}; the rows up to step {step} are missing"
+            ));
+        }
+    }
+    for (name, content) in &run.files {
+        write_atomic(&dir.join(name), |out| out.write_all(content))?;
+    }
     let mut this = Loop {
-        best: None,
+        best,
+        evaluated_at,
         records: Records::new(&run, records, console, total),
         console: console.clone(),
+        lock: &lock,
         model,
         reference,
         prompts,
@@ -100,29 +142,9 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         run,
         eval,
     };
-    let mut step = 0;
-    let mut rollout_index = 0;
-    let mut epochs_seen = 0;
-    let mut buffer: Option<(Rollouts, usize)> = None;
-    match resumed {
-        Some((path, state)) => {
-            source
-                .order_mut()
-                .resume(state.order.clone())
-                .map_err(|e| TrainError::Data { what: e.to_string() })?;
-            step = state.global_step;
-            rollout_index = state.rollout;
-            epochs_seen = state.epochs_seen;
-            this.best = state.best;
-            if let Some(saved) = state.buffer {
-                buffer = Some((this.restore_buffer(&dataset, &saved)?, saved.iteration));
-            }
-            console.line(&format!("resuming from {} at step {step} of {total}", path.display()));
-        }
-        None => {
-            for (row, id, reason) in this.run.bad_rows.clone() {
-                this.records.skipped(0, &SkippedRow { row, id, reason, replaced_by: None })?;
-            }
+    for (row, id, reason) in this.run.bad_rows.clone() {
+        if let Some(step) = bad_rows_of {
+            this.records.skipped(step, &SkippedRow { row, id, reason, replaced_by: None })?;
         }
     }
 
@@ -130,8 +152,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     if this.run.eval_on_start && step == 0 {
         summary.before = this.evaluate(0, 0.0)?;
     }
-    let mut evaluated_at = None;
-    let mut saved_at = None;
+    let mut last_save = Instant::now();
     let shown = console.steps(step, total);
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
@@ -217,14 +238,16 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             EvalWhen::Epoch => epoch_done,
         };
         let mut improved = false;
-        if evaluate_now && step < total {
+        // Before the checkpoint of the step: its logs are then complete, and going on from it evaluates nothing twice.
+        if evaluate_now || step == total {
             let evaluation = this.evaluate(step, epoch)?;
-            evaluated_at = Some(step);
             improved = this.improved(step, evaluation.as_ref())?;
+            summary.after = evaluation.filter(|_| step == total);
         }
         // A stop on the last step leaves nothing to go on with.
         let interrupted = step < total && stop.load(Ordering::Relaxed);
         let save_now = interrupted
+            || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time)
             || match this.run.save {
                 SaveWhen::Never => false,
                 SaveWhen::Steps(n) => due(n),
@@ -232,8 +255,10 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 SaveWhen::Best => improved,
             };
         if save_now {
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen)?;
-            saved_at = Some(step);
+            let whole = interrupted || !this.run.save_only_model;
+            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen, whole)?;
+            saved_at = whole.then_some(step).or(saved_at);
+            last_save = Instant::now();
         }
     }
     drop(shown);
@@ -241,19 +266,15 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     summary.interrupted = step < total;
     if summary.interrupted {
         if saved_at != Some(step) {
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen)?;
+            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen, true)?;
         }
         console.line(&format!("stopped after step {step}; resume with --resume_from_checkpoint auto"));
     } else {
-        if this.eval.is_some() && evaluated_at != Some(step) {
-            let epoch = source.order().epochs_done();
-            summary.after = this.evaluate(step, epoch)?;
-            let improved = this.improved(step, summary.after.as_ref())?;
-            if improved && this.run.save == SaveWhen::Best {
-                this.save(step, rollout_index, &optimizer, &source, None, epochs_seen)?;
-            }
+        if summary.after.is_none() {
+            // Resumed at the last step.
+            summary.after = this.evaluate(step, source.order().epochs_done())?;
         }
-        checkpoint::save_final(&this.model, &this.run.output_dir)?;
+        checkpoint::save_final(&this.model, dir)?;
         this.write_model_card(step, &dataset, summary.after.as_ref())?;
     }
     summary.steps = step;
@@ -263,7 +284,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
 }
 
 /// The state of a running loop.
-struct Loop {
+struct Loop<'a> {
+    lock: &'a RunLock,
     model: Model,
     reference: Option<Model>,
     prompts: Arc<PromptBuilder>,
@@ -275,9 +297,11 @@ struct Loop {
     records: Records,
     console: Console,
     best: Option<(f64, u64)>,
+    /// The step whose evaluation is in the records.
+    evaluated_at: Option<u64>,
 }
 
-impl Loop {
+impl Loop<'_> {
     fn collect(
         &mut self,
         rows: Vec<PreparedRow>,
@@ -312,7 +336,10 @@ impl Loop {
         let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         self.console.activity().leave();
-        self.records.evaluation(step, epoch, &evaluation)?;
+        if self.evaluated_at != Some(step) {
+            self.records.evaluation(step, epoch, &evaluation)?;
+            self.evaluated_at = Some(step);
+        }
         Ok(Some(evaluation))
     }
 
@@ -341,6 +368,7 @@ impl Loop {
         source: &RowSource,
         buffer: Option<&(Rollouts, usize)>,
         epochs_seen: u64,
+        whole: bool,
     ) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
@@ -354,34 +382,13 @@ impl Loop {
             buffer: buffer.map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
             ..TrainerState::default()
         };
-        let optimizer = (!self.run.save_only_model).then_some(optimizer);
+        let optimizer = whole.then_some(optimizer);
         let keep = self.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
         let path =
-            checkpoint::save(&self.run.output_dir, &self.model, optimizer, state, self.run.save_limit, keep)?;
+            checkpoint::save(self.lock.root(), &self.model, optimizer, state, self.run.save_limit, keep)?;
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
         Ok(())
-    }
-
-    fn restore_buffer(&self, dataset: &Dataset, saved: &BufferState) -> Result<Rollouts> {
-        let mut rows = Vec::with_capacity(saved.rows.len());
-        for (&row, &epoch) in saved.rows.iter().zip(&saved.epochs) {
-            let fail = |e: String| TrainError::Checkpoint {
-                what: format!("row {row} of a rollout in progress cannot be read any more: {e}"),
-            };
-            let sample = dataset.get(row).map_err(|e| fail(e.to_string()))?;
-            let prompt = self.prompts.build_in(&sample, epoch).map_err(|e| fail(e.to_string()))?;
-            rows.push(PreparedRow { sample, prompt: Arc::new(prompt), epoch });
-        }
-        let rewards = RewardMatrix {
-            names: saved.reward_names.clone(),
-            values: saved.reward_values.clone(),
-            weights: saved.reward_weights.clone(),
-            total: saved.reward_totals.clone(),
-            logged: Logged::default(),
-        };
-        let completions = saved.completions();
-        step::restore(&self.algorithm, &self.model, rows, completions, rewards, Some(saved.old.clone()))
     }
 
     fn write_model_card(&self, steps: u64, dataset: &Dataset, after: Option<&Evaluation>) -> Result<()> {
@@ -392,7 +399,7 @@ impl Loop {
                 format!("GRPO, {group} completions per prompt, rewards {names}")
             }
         };
-        model_card::write(&self.run, &self.model, dataset, &how, steps, after)
+        model_card::write(self.lock.root(), &self.run, &self.model, dataset, &how, steps, after)
     }
 }
 
@@ -424,7 +431,30 @@ fn imitation_metrics(outcome: &step::ImitationOutcome) -> Vec<Metric> {
     each.into_iter().map(|(name, value)| (name.to_owned(), Some(value))).collect()
 }
 
-fn write_config(run: &RunPlan) -> Result<()> {
-    let path = run.output_dir.join("config.yaml");
-    Ok(write_atomic(&path, |out| out.write_all(run.config_yaml.as_bytes()))?)
+/// The rollout in progress that a checkpoint keeps.
+fn restore_buffer(
+    algorithm: &Algorithm,
+    model: &Model,
+    prompts: &PromptBuilder,
+    dataset: &Dataset,
+    saved: &BufferState,
+) -> Result<Rollouts> {
+    let mut rows = Vec::with_capacity(saved.rows.len());
+    for (&row, &epoch) in saved.rows.iter().zip(&saved.epochs) {
+        let fail = |e: String| TrainError::Checkpoint {
+            what: format!("row {row} of a rollout in progress cannot be read any more: {e}"),
+        };
+        let sample = dataset.get(row).map_err(|e| fail(e.to_string()))?;
+        let prompt = prompts.build_in(&sample, epoch).map_err(|e| fail(e.to_string()))?;
+        rows.push(PreparedRow { sample, prompt: Arc::new(prompt), epoch });
+    }
+    let rewards = RewardMatrix {
+        names: saved.reward_names.clone(),
+        values: saved.reward_values.clone(),
+        weights: saved.reward_weights.clone(),
+        total: saved.reward_totals.clone(),
+        logged: Logged::default(),
+    };
+    let completions = saved.completions();
+    step::restore(algorithm, model, rows, completions, rewards, Some(saved.old.clone()))
 }

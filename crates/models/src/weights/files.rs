@@ -178,7 +178,7 @@ fn le<const N: usize, T>(bytes: &[u8], f: impl Fn([u8; N]) -> T) -> Vec<T> {
     bytes.as_chunks::<N>().0.iter().map(|&b| f(b)).collect()
 }
 
-fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
+pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
     let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
     if !dir.is_dir() {
         return Err(fail("not a directory; expected a checkpoint directory with config.json".into()));

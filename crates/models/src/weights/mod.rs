@@ -4,6 +4,7 @@
 //! therefore loads a checkpoint, makes a random model and copies a reference, and it is the only place that
 //! states which tensors an architecture has.
 
+mod digest;
 mod files;
 mod save;
 
@@ -18,9 +19,9 @@ use omnigrpo_ops::{Param, Part};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+pub use digest::{SourceDigest, source_digest};
 pub use files::WeightFiles;
-pub use save::save_weights;
-pub(crate) use save::share;
+pub use save::{save_weights, share};
 
 use crate::error::{ModelError, Result};
 

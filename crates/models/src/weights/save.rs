@@ -72,15 +72,28 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     fs::write(&path, format!("{index:#}\n")).map_err(ModelError::io(path))
 }
 
-/// The writer makes files for their owner alone; a model is to be read like the files beside it.
+/// Gives a file the mode that new files have here: the writer of safetensors makes them for their owner alone, whatever the
+/// umask says.
+///
+/// # Errors
+/// A directory that cannot be written.
 #[cfg(unix)]
-pub(crate) fn share(path: &Path) -> Result<()> {
-    use std::os::unix::fs::PermissionsExt as _;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).map_err(ModelError::io(path))
+pub fn share(path: &Path) -> Result<()> {
+    // The umask can only be read by setting it; a new file tells it without that.
+    let mut name = std::ffi::OsString::from(".mode-of-");
+    name.push(path.file_name().unwrap_or_default());
+    let probe = path.with_file_name(name);
+    let mode = fs::File::create(&probe).and_then(|file| file.metadata()).map_err(ModelError::io(&probe))?;
+    fs::remove_file(&probe).map_err(ModelError::io(&probe))?;
+    fs::set_permissions(path, mode.permissions()).map_err(ModelError::io(path))
 }
 
+/// Gives a file the mode that new files have here; nothing to do on this system.
+///
+/// # Errors
+/// None.
 #[cfg(not(unix))]
-pub(crate) fn share(_path: &Path) -> Result<()> {
+pub fn share(_path: &Path) -> Result<()> {
     Ok(())
 }
 

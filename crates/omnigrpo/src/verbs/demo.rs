@@ -29,13 +29,13 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     let Some(output_dir) = settings.run.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
+    let lock = train::take(&output_dir)?;
     let (data, start) = (output_dir.join("data"), output_dir.join("start-model"));
     context.console.line(&format!(
         "writing the task to {} and the model to {}",
         data.display(),
         start.display()
     ));
-    std::fs::create_dir_all(&output_dir)?;
     generate(&data, DATA_SEED, Sizes { sft: 0, ..Sizes::default() })?;
     write_model(&start)?;
 
@@ -62,11 +62,8 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
         }
     }
     let run = resolve(Verb::Train, given, settings.env.clone())?;
-    let summary = train::run(&run, context, Objective::Reinforce)?;
-    print(&format!("{}", summary.report))?;
-    if summary.interrupted {
-        return Err(Problem::failure("the demo was stopped before its end").into());
-    }
+    let summary = train::run(&run, context, Objective::Reinforce, lock)?;
+    train::finish(&summary, &run)?;
     let permuted = permuted(&run, context, &data)?;
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
 }

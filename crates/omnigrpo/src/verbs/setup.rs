@@ -469,13 +469,10 @@ impl Corpus {
         Ok(self)
     }
 
-    /// Keeps the counts in the run directory, for evaluations of its checkpoints.
-    pub fn save(&self, run_dir: &Path) -> Result<()> {
-        let Some(frequencies) = &self.frequencies else { return Ok(()) };
-        let text = serde_json::to_vec(frequencies.as_ref())?;
-        Ok(omnigrpo_observe::write_atomic(&run_dir.join(FREQUENCIES), |out| {
-            std::io::Write::write_all(out, &text)
-        })?)
+    /// Name and content of the file that keeps the counts in the run directory, for evaluations of its checkpoints.
+    pub fn file(&self) -> Result<Option<(&'static str, Vec<u8>)>> {
+        let Some(frequencies) = &self.frequencies else { return Ok(None) };
+        Ok(Some((FREQUENCIES, serde_json::to_vec(frequencies.as_ref())?)))
     }
 }
 

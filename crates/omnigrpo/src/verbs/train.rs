@@ -1,13 +1,15 @@
 //! `train` and `sft`.
 
 use std::collections::HashSet;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
-use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder, source_digest};
+use omnigrpo_observe::{Error as LogError, RunLock};
 use omnigrpo_rewards::answer_reward;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -19,58 +21,116 @@ use serde_json::{Map, Value};
 use super::{Context, data, print, profile, setup};
 use crate::deepspeed;
 use crate::explain::{Problem, print_config};
+use crate::flags::{Kind, find};
 use crate::settings::{EvalStrategy, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings};
 use crate::values::Resolved;
 
 /// GRPO.
 pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
-    let summary = run(resolved, context, Objective::Reinforce)?;
-    finish(&summary)
+    start(resolved, context, Objective::Reinforce)
 }
 
 /// Supervised fine-tuning.
 pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
-    let summary = run(resolved, context, Objective::Imitate)?;
-    finish(&summary)
+    start(resolved, context, Objective::Imitate)
 }
 
-fn finish(summary: &RunSummary) -> Result<()> {
-    print(&format!("{}", summary.report))?;
-    if summary.interrupted {
-        return Err(Problem::failure("the run was stopped before its end")
-            .help("start it again to go on from the checkpoint that was just written")
+fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
+    let settings = &resolved.settings;
+    let Some(output_dir) = &settings.run.output_dir else {
+        return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
+    };
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    // Before anything is written.
+    let start = settings.model.model_name_or_path.as_deref().map(Path::new);
+    if start.is_some_and(|start| start.is_dir() && real(start) == real(output_dir)) {
+        return Err(Problem::usage("the run directory is the model's directory")
+            .got(output_dir.display().to_string())
+            .expected(
+                "a directory of its own: the trained model is written there and must not replace the start",
+            )
+            .at("--output_dir")
             .into());
     }
-    Ok(())
+    let lock = take(output_dir)?;
+    let summary = run(resolved, context, objective, lock)?;
+    finish(&summary, resolved)
+}
+
+/// Takes the run directory for this process.
+pub fn take(output_dir: &Path) -> Result<RunLock> {
+    let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
+    let holder = format!("process {} on {} since {now}", std::process::id(), host());
+    RunLock::acquire(output_dir, &holder).map_err(|error| match error {
+        LogError::Locked { path, holder } => Problem::failure("the run directory is in use")
+            .at(path.display().to_string())
+            .got(holder)
+            .expected("one process per run directory; a launcher that starts several is not needed")
+            .help("wait for it, stop it, or choose another --output_dir")
+            .into(),
+        error => unwritable(output_dir, &error),
+    })
+}
+
+fn unwritable(output_dir: &Path, error: &LogError) -> anyhow::Error {
+    Problem::failure("the run directory cannot be written")
+        .at(output_dir.display().to_string())
+        .got(error.to_string())
+        .expected("a directory that can be written to, or a name where one can be made")
+        .help("choose another --output_dir")
+        .into()
+}
+
+/// The name of this machine, which tells holders apart on a shared file system.
+fn host() -> String {
+    let mut name = [0u8; 256];
+    // SAFETY: the buffer is as long as the call is told, and one byte more than it may fill is left 0.
+    let failed = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) } != 0;
+    let end = name.iter().position(|&byte| byte == 0).unwrap_or(0);
+    if failed { "this host".to_owned() } else { String::from_utf8_lossy(&name[..end]).into_owned() }
+}
+
+/// Prints the report; a run that was stopped is an error with an exit code of its own.
+pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
+    print(&format!("{}", summary.report))?;
+    if !summary.interrupted {
+        return Ok(());
+    }
+    let again = match resolved.settings.run.resume_from_checkpoint {
+        Resume::Auto => "start it again to go on from the checkpoint that was just written",
+        _ => {
+            "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
+        }
+    };
+    Err(Problem::stopped("the run was stopped before its end").help(again).into())
 }
 
 /// Builds everything from the settings and trains. What is shown goes to the run's log as well, errors included.
-pub fn run(resolved: &Resolved, context: &Context, objective: Objective) -> Result<RunSummary> {
-    let Some(output_dir) = resolved.settings.run.output_dir.clone() else {
-        return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
-    };
-    let unwritable = |e: String| {
-        Problem::failure("the run directory cannot be written")
-            .at(output_dir.display().to_string())
-            .got(e)
-            .expected("a directory that can be written to, or a name where one can be made")
-            .help("choose another --output_dir")
-    };
-    std::fs::create_dir_all(&output_dir).map_err(|e| unwritable(e.to_string()))?;
+pub fn run(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    lock: RunLock,
+) -> Result<RunSummary> {
     if let Some(path) = &resolved.settings.run.log_file {
-        context.console.log_to(path).map_err(|e| unwritable(e.to_string()))?;
+        context.console.log_to(path).map_err(|e| unwritable(lock.root(), &e))?;
     }
     for note in &resolved.notes {
         context.console.log(note);
     }
-    run_logged(resolved, context, objective, output_dir)
+    if !lock.is_exclusive() {
+        context.console.line(
+            "warning: this file system has no locks, so a second run in the same directory would not be noticed",
+        );
+    }
+    run_logged(resolved, context, objective, lock)
 }
 
 fn run_logged(
     resolved: &Resolved,
     context: &Context,
     objective: Objective,
-    output_dir: PathBuf,
+    lock: RunLock,
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
@@ -80,15 +140,6 @@ fn run_logged(
         for line in deepspeed::read(path, settings)? {
             context.console.line(&format!("  {line}"));
         }
-    }
-    if std::fs::canonicalize(&output_dir).ok() == std::fs::canonicalize(&dir).ok() {
-        return Err(Problem::usage("the run directory is the model's directory")
-            .got(output_dir.display().to_string())
-            .expected(
-                "a directory of its own: the trained model is written there and must not replace the start",
-            )
-            .at("--output_dir")
-            .into());
     }
     let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
     let dataset = setup::train_data(settings)?;
@@ -125,7 +176,7 @@ fn run_logged(
     let bad_rows = if settings.data.skip_data_check {
         Vec::new()
     } else {
-        let cache = output_dir.join(".cache");
+        let cache = lock.root().join(".cache");
         // Rows that are split off are among those of `dataset`.
         if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
             data::check_held_out(settings, context, held_out, prompts, &cache)?;
@@ -156,8 +207,13 @@ fn run_logged(
     describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
     install_signals(context)?;
-    corpus.save(&output_dir)?;
-    let run = run_plan(resolved, objective, output_dir, &model, &dataset, bad_rows);
+    let files = [("config.yaml", print_config(resolved).into_bytes())].into_iter().chain(corpus.file()?);
+    let run = RunPlan {
+        files: files.collect(),
+        fingerprint: fingerprint(resolved, &model, &dataset)?,
+        bad_rows,
+        ..run_plan(settings, objective)
+    };
     let setup = TrainSetup {
         model,
         prompts,
@@ -170,6 +226,7 @@ fn run_logged(
         optimizer: optimizer(settings),
         selection,
         run,
+        lock,
     };
     profile::enable(settings.log.profile);
     let summary = omnigrpo_train::train(setup, &context.console, &context.stop)?;
@@ -246,19 +303,11 @@ fn optimizer(settings: &Settings) -> AdamWConfig {
     }
 }
 
-fn run_plan(
-    resolved: &Resolved,
-    objective: Objective,
-    output_dir: PathBuf,
-    model: &Model,
-    dataset: &Dataset,
-    bad_rows: Vec<(u64, String, String)>,
-) -> RunPlan {
-    let settings = &resolved.settings;
+/// The plan, but for what comes from the model and the data.
+fn run_plan(settings: &Settings, objective: Objective) -> RunPlan {
     let (run, optim, eval) = (&settings.run, &settings.optim, &settings.eval);
     RunPlan {
         objective,
-        output_dir,
         max_steps: run.max_steps,
         num_epochs: run.num_train_epochs,
         prompts_per_step: optim.per_device_train_batch_size * optim.gradient_accumulation_steps,
@@ -278,12 +327,14 @@ fn run_plan(
             SaveStrategy::Best => SaveWhen::Best,
         },
         save_limit: run.save_total_limit,
+        save_every: run.save_minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
         save_only_model: run.save_only_model,
         resume: match &run.resume_from_checkpoint {
             Resume::Never => ResumeFrom::Start,
             Resume::Auto => ResumeFrom::Newest,
             Resume::From(path) => ResumeFrom::Path(path.clone()),
         },
+        allow_changed: run.allow_changed_settings,
         eval: match eval.eval_strategy {
             EvalStrategy::No => EvalWhen::Never,
             EvalStrategy::Steps => EvalWhen::Steps(eval.eval_steps.unwrap_or(run.save_steps)),
@@ -297,15 +348,15 @@ fn run_plan(
         run_name: settings.log.run_name.clone(),
         replay: settings.rollout.replay.is_some(),
         skip: SkipPolicy { strict: settings.data.strict_media, max_share: settings.data.max_skipped },
-        bad_rows,
+        bad_rows: Vec::new(),
         data_seed: run.data_seed,
-        fingerprint: fingerprint(resolved, model, dataset),
-        config_yaml: print_config(resolved),
+        fingerprint: Map::new(),
+        files: Vec::new(),
     }
 }
 
 /// Settings that may differ between a checkpoint and the run that resumes it. A longer run goes on with a learning rate
-/// that follows its own length.
+/// that follows its own length. Models and rows are told apart by what they hold, not by where they lie.
 const FREE_TO_CHANGE: &[&str] = &[
     "config",
     "preset",
@@ -315,10 +366,22 @@ const FREE_TO_CHANGE: &[&str] = &[
     "exp_name",
     "deepspeed",
     "resume_from_checkpoint",
+    "allow_changed_settings",
+    "model_name_or_path",
+    "adapter_name_or_path",
+    "vision_tower",
+    "audio_tower",
+    "bert",
+    "train_file",
+    "data_file_paths",
+    "dataset_registry",
+    "media_timeout_secs",
+    "max_stream_tokens",
     "max_steps",
     "num_train_epochs",
     "save_strategy",
     "save_steps",
+    "save_minutes",
     "save_total_limit",
     "save_only_model",
     "logging_steps",
@@ -346,17 +409,42 @@ const FREE_TO_CHANGE: &[&str] = &[
     "reward_python",
 ];
 
-/// Every other setting, the base model's directory and the dataset's shape.
-fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Map<String, Value> {
+/// Every other setting, and what the models and the dataset hold.
+fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (name, value) in resolved.values.plain() {
         if !FREE_TO_CHANGE.contains(&name) {
-            out.insert(name.to_owned(), value);
+            let is_path = find(name).is_some_and(|flag| matches!(flag.kind, Kind::Path | Kind::Paths));
+            out.insert(name.to_owned(), if is_path { real_paths(value) } else { value });
         }
     }
-    out.insert("base_model".into(), model.dir().display().to_string().into());
-    out.insert("dataset".into(), dataset.fingerprint().to_string().into());
-    out
+    let mut sources = vec![("the model", model.dir().to_owned())];
+    sources.extend(resolved.settings.model.adapter_name_or_path.clone().map(|dir| ("the adapter", dir)));
+    for companion in model.family().companions() {
+        sources.extend(companion.dir.map(|dir| (companion.flag, dir)));
+    }
+    for (name, dir) in sources {
+        let digest = source_digest(&dir)?;
+        // Weights that are drawn at random are those of the seed.
+        if let (Some(weights), None) = (digest.weights, resolved.settings.model.init_weights) {
+            out.insert(format!("weights of {name}"), weights.into());
+        }
+        out.insert(format!("files of {name}"), digest.files.into());
+    }
+    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    Ok(out)
+}
+
+/// Paths as the system knows them, however they were written.
+fn real_paths(value: Value) -> Value {
+    match value {
+        Value::String(path) => {
+            let real = std::fs::canonicalize(&path).map(|real| real.display().to_string());
+            real.unwrap_or(path).into()
+        }
+        Value::Array(paths) => paths.into_iter().map(real_paths).collect(),
+        other => other,
+    }
 }
 
 /// First in the log: the program and the machine.
@@ -393,19 +481,22 @@ fn step_takes(settings: &Settings, objective: Objective) -> String {
     }
 }
 
-/// Ctrl-C and SIGTERM end the run after the current step, with a checkpoint, and are answered at once; a second one ends
-/// it at once.
+/// Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint, and are answered at once; a second
+/// one ends it at once, with the exit code that shells give to that signal.
 fn install_signals(context: &Context) -> Result<()> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let unable = "signals cannot be handled";
     context.stop.store(false, Ordering::Relaxed);
+    // A run under `nohup` is to survive its terminal.
+    let handled: Vec<i32> =
+        [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
     // What is registered first acts first: the second signal finds the flag set.
-    for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&context.stop))
+    for &signal in &handled {
+        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&context.stop))
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&context.stop)))
             .context(unable)?;
     }
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).context(unable)?;
+    let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
     // It waits until the process ends.
     std::thread::spawn(move || {
@@ -418,4 +509,13 @@ fn install_signals(context: &Context) -> Result<()> {
         }
     });
     Ok(())
+}
+
+/// Whether the process was started with a signal ignored, as `nohup` does.
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: a null action only asks for the present one, which is written to a value of its type.
+    unsafe {
+        let mut action = std::mem::zeroed::<libc::sigaction>();
+        libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
+    }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
 use omnigrpo_grpo::recipe;
 use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype, open_family};
-use omnigrpo_observe::Console;
+use omnigrpo_observe::{Console, RunLock};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -95,7 +95,6 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         selection: EVERYTHING,
         run: RunPlan {
             objective: Objective::Reinforce,
-            output_dir: output_dir.to_path_buf(),
             max_steps: Some(6),
             num_epochs: 1.0,
             prompts_per_step: 2,
@@ -105,8 +104,10 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
             warmup_steps: 0,
             save: SaveWhen::Never,
             save_limit: None,
+            save_every: None,
             save_only_model: false,
             resume: ResumeFrom::Newest,
+            allow_changed: false,
             eval: EvalWhen::Never,
             eval_on_start: false,
             best_metric: "eval_reward".into(),
@@ -119,8 +120,9 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
             bad_rows: Vec::new(),
             data_seed: 1,
             fingerprint: Map::new(),
-            config_yaml: "settings: of this test\n".into(),
+            files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
         },
+        lock: RunLock::acquire(output_dir, "this test").unwrap(),
     }
 }
 

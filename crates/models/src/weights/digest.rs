@@ -1,0 +1,120 @@
+//! Whether a checkpoint directory holds what it held before.
+//!
+//! Reading every byte of large weights would take as long as loading them. Training, merging and quantising change whole
+//! tensors, so the headers of the files and both ends of each tensor tell two checkpoints apart. A single changed byte
+//! in the middle of a tensor goes unnoticed.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use sha2::{Digest, Sha256};
+
+use super::files::shard_paths;
+use crate::error::{ModelError, Result};
+use crate::export::COMPANIONS;
+use crate::lora;
+
+/// Bytes at each end of a tensor that are looked at.
+const SAMPLE_BYTES: usize = 4096;
+
+/// What a checkpoint or adapter directory holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceDigest {
+    /// Of the weights: sizes, headers and both ends of each tensor. `None` without weights.
+    pub weights: Option<String>,
+    /// Of the configuration, tokenizer and processor files, whole.
+    pub files: String,
+}
+
+/// The digests of a directory; the same wherever it lies.
+///
+/// # Errors
+/// Unreadable files.
+pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
+    let adapter = dir.join(lora::WEIGHTS);
+    let paths = match shard_paths(dir) {
+        Ok(paths) => paths,
+        Err(_) if adapter.is_file() => vec![adapter],
+        Err(_) => Vec::new(),
+    };
+    let mut files = Sha256::new();
+    for name in ["config.json", "adapter_config.json"].iter().chain(&COMPANIONS) {
+        let path = dir.join(name);
+        if path.is_file() {
+            let content = std::fs::read(&path).map_err(ModelError::io(&path))?;
+            files.update(name.as_bytes());
+            files.update((content.len() as u64).to_le_bytes());
+            files.update(content);
+        }
+    }
+    let weights = if paths.is_empty() { None } else { Some(weights(dir, &paths)?) };
+    Ok(SourceDigest { weights, files: hex(files) })
+}
+
+fn weights(dir: &Path, paths: &[PathBuf]) -> Result<String> {
+    let mut hash = Sha256::new();
+    for path in paths {
+        let file = File::open(path).map_err(ModelError::io(path))?;
+        // SAFETY: as in `WeightFiles::open`: the map is read-only, and a file that is truncated meanwhile ends the process.
+        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
+        let (header_bytes, metadata) =
+            SafeTensors::read_metadata(&map).map_err(|e| ModelError::Checkpoint {
+                dir: dir.to_path_buf(),
+                what: format!("{} is not a valid safetensors file: {e}", path.display()),
+            })?;
+        let data = 8 + header_bytes;
+        hash.update((map.len() as u64).to_le_bytes());
+        hash.update(&map[..data.min(map.len())]);
+        let mut spans: Vec<_> = metadata.tensors().into_values().map(|info| info.data_offsets).collect();
+        spans.sort_unstable();
+        for (start, end) in spans {
+            let (head, tail) = (end.min(start + SAMPLE_BYTES), start.max(end.saturating_sub(SAMPLE_BYTES)));
+            for (from, to) in [(start, head), (tail, end)] {
+                hash.update(map.get(data + from..data + to).unwrap_or_default());
+            }
+        }
+    }
+    Ok(hex(hash))
+}
+
+/// The first 16 of the 32 bytes: enough to tell two things apart, short enough to read.
+fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_tensor_or_file_changes_the_digest_and_another_place_does_not() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoints/qwen2_5_vl_tied");
+        let place = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(&golden).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, place.path().join(path.file_name().unwrap())).unwrap();
+        }
+        let before = source_digest(&golden).unwrap();
+        assert!(before.weights.is_some());
+        assert_eq!(source_digest(place.path()).unwrap(), before);
+
+        let file = place.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&file).unwrap();
+        let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        for at in [data, bytes.len() - 1] {
+            bytes[at] ^= 1;
+            std::fs::write(&file, &bytes).unwrap();
+            let after = source_digest(place.path()).unwrap();
+            assert_ne!(after.weights, before.weights);
+            assert_eq!(after.files, before.files);
+            bytes[at] ^= 1;
+        }
+
+        std::fs::write(place.path().join("tokenizer_config.json"), "{}").unwrap();
+        assert_ne!(source_digest(place.path()).unwrap().files, before.files);
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(source_digest(place.path()).unwrap().weights, None);
+    }
+}

@@ -1,0 +1,492 @@
+//! Starting again: what goes on, what is set aside, what is refused.
+
+use std::io::Write;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use omnigrpo_observe::RunLock;
+use omnigrpo_train::{RunSummary, checkpoint};
+use sha2::{Digest, Sha256};
+
+use super::*;
+
+/// What the console showed.
+#[derive(Clone, Default)]
+struct Screen(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Screen {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Runs with a console whose text comes back.
+fn shown(setup: TrainSetup) -> (Result<RunSummary, TrainError>, String) {
+    let screen = Screen::default();
+    let result = train(setup, &Console::plain(screen.clone()), &AtomicBool::new(false));
+    let text = String::from_utf8(screen.0.lock().unwrap().clone()).unwrap();
+    (result, text)
+}
+
+/// Writes the sums of a checkpoint anew, as one would have to who changes it on purpose.
+pub fn sign(checkpoint: &Path) {
+    std::fs::remove_file(checkpoint.join("SHA256SUMS")).unwrap();
+    let line = |name: String| {
+        let sum = Sha256::digest(std::fs::read(checkpoint.join(&name)).unwrap());
+        format!("{}  {name}\n", sum.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
+    };
+    let sums: String = names(checkpoint).into_iter().map(line).collect();
+    std::fs::write(checkpoint.join("SHA256SUMS"), sums).unwrap();
+}
+
+fn flip_last_bit(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn steps(dir: &Path) -> Vec<f64> {
+    lines(&dir.join("metrics.jsonl")).iter().map(|row| number(row, "step")).collect()
+}
+
+fn evaluated(place: &Place, name: &str) -> TrainSetup {
+    let mut setup = place.setup(name);
+    setup.eval = Some(EvalPlan {
+        prompts: Arc::clone(&setup.prompts),
+        dataset: Arc::clone(&setup.dataset),
+        rows: vec![0, 1, 4],
+        num_generations: 1,
+        sampling: SamplingParams { temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() },
+        batch_rows: 2,
+        max_live: 8,
+        category: None,
+        measures: Measures::default(),
+    });
+    setup.run.eval = EvalWhen::Steps(2);
+    setup.run.save = SaveWhen::Steps(2);
+    setup.run.max_steps = Some(4);
+    setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+    setup
+}
+
+#[test]
+fn a_directory_has_one_run_at_a_time() {
+    let place = Place::new();
+    let first = place.setup("run");
+    let refused = RunLock::acquire(&place.out("run"), "another").unwrap_err().to_string();
+    assert!(refused.contains("in use by this test"), "{refused}");
+    drop(first);
+    RunLock::acquire(&place.out("run"), "another").unwrap();
+}
+
+#[test]
+fn a_run_without_a_checkpoint_is_set_aside_and_not_overwritten() {
+    let place = Place::new();
+    let out = place.out("run");
+    let with = |steps: u64, name: &str| {
+        let mut setup = evaluated(&place, "run");
+        setup.run.max_steps = Some(steps);
+        setup.run.save = SaveWhen::Never;
+        setup.run.files = vec![("config.yaml", name.as_bytes().to_vec())];
+        shown(setup)
+    };
+    let (_, text) = with(2, "first");
+    assert!(!text.contains("superseded"), "{text}");
+    let kept = ["metrics.jsonl", "model.safetensors", "config.yaml", "README.md", "eval/step-000002.jsonl"];
+    let before: Vec<Vec<u8>> = kept.iter().map(|name| std::fs::read(out.join(name)).unwrap()).collect();
+    let (result, text) = with(1, "second");
+    result.unwrap();
+    assert!(text.contains("the earlier run in ") && text.contains("superseded-1"), "{text}");
+    assert!(text.contains("it left no checkpoint to go on from; starting anew"), "{text}");
+    let aside = out.join("superseded-1");
+    for (name, bytes) in kept.iter().zip(before) {
+        assert!(std::fs::read(aside.join(name)).unwrap() == bytes, "{name}");
+    }
+    assert_eq!(names(&aside.join("rollouts")).len(), 2);
+    assert_eq!(steps(&out), [1.0, 1.0], "a step and its evaluation");
+    assert!(!out.join("eval/step-000002.jsonl").exists());
+    // A start that fails before its first step leaves nothing that is worth a directory.
+    let mut broken = place.setup("other");
+    broken.run.bad_rows = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
+    run(broken).unwrap_err();
+    let (_, text) = shown(place.setup("other"));
+    assert!(!text.contains("superseded"), "{text}");
+}
+
+#[test]
+fn a_model_that_no_run_made_is_left_alone() {
+    let place = Place::new();
+    let file = place.out("run").join("model.safetensors");
+    std::fs::create_dir(place.out("run")).unwrap();
+    std::fs::write(&file, "somebody's").unwrap();
+    let message = run(place.setup("run")).unwrap_err().to_string();
+    assert!(message.contains("there is a model (model.safetensors) that no run made"), "{message}");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
+}
+
+#[test]
+fn nothing_moves_before_a_checkpoint_has_been_loaded() {
+    let place = Place::new();
+    let out = place.out("run");
+    let with = |steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        setup
+    };
+    run(with(6)).unwrap();
+    let model = out.join("checkpoint-2/model.safetensors");
+    let whole = std::fs::read(&model).unwrap();
+    std::fs::write(&model, &whole[..9999]).unwrap();
+    let before = (names(&out), std::fs::read(out.join("metrics.jsonl")).unwrap());
+    let from_two = |steps: u64| {
+        let mut setup = with(steps);
+        setup.run.resume = ResumeFrom::Path(out.join("checkpoint-2"));
+        setup
+    };
+    let message = run(from_two(8)).unwrap_err().to_string();
+    assert!(
+        message.contains("checkpoint-2 is damaged: model.safetensors is not what was saved"),
+        "{message}"
+    );
+    assert!((names(&out), std::fs::read(out.join("metrics.jsonl")).unwrap()) == before);
+
+    // Repaired, it is gone on from, and everything that came after it is kept.
+    std::fs::write(&model, whole).unwrap();
+    let (result, text) = shown(from_two(4));
+    assert_eq!(result.unwrap().steps, 4);
+    assert!(text.contains("superseded-1: the run goes on from an earlier checkpoint"), "{text}");
+    let aside = out.join("superseded-1");
+    assert_eq!(checkpoints(&aside), ["checkpoint-4", "checkpoint-6"]);
+    assert_eq!(names(&aside.join("rollouts")).len(), 4);
+    assert_eq!(steps(&aside).len(), 6);
+    assert!(aside.join("model.safetensors").exists());
+    assert_eq!(steps(&out), [1.0, 2.0, 3.0, 4.0]);
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_the_checkpoint_before_it_taken() {
+    let place = Place::new();
+    let new = |name: &str, steps: u64| {
+        let mut setup = place.setup(name);
+        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        setup
+    };
+    run(new("whole", 6)).unwrap();
+    run(new("start", 4)).unwrap();
+    let whole = raw_tensors(&place.out("whole/model.safetensors"));
+    for file in
+        ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "SHA256SUMS", "config.json"]
+    {
+        let out = place.out(&format!("cut-{file}"));
+        for part in ["checkpoint-2", "checkpoint-4", "rollouts"] {
+            support::copy_dir(&place.out("start").join(part), &out.join(part));
+        }
+        for log in ["metrics.jsonl", "skipped.jsonl"] {
+            std::fs::copy(place.out("start").join(log), out.join(log)).unwrap();
+        }
+        flip_last_bit(&out.join("checkpoint-4").join(file));
+        let (result, text) = shown(new(&format!("cut-{file}"), 6));
+        assert_eq!(result.unwrap().steps_here, 4, "{file}: {text}");
+        assert!(
+            text.contains("checkpoint-4 is damaged: ") && text.contains("at step 2 of 6"),
+            "{file}: {text}"
+        );
+        assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-4"], "{file}");
+        assert!(raw_tensors(&out.join("model.safetensors")) == whole, "{file}");
+        assert_eq!(timeless(&out), timeless(&place.out("whole")), "{file}");
+    }
+    // Where none is left, that is an error and nothing is moved.
+    let out = place.out("start");
+    for name in ["checkpoint-2", "checkpoint-4"] {
+        flip_last_bit(&out.join(name).join("model.safetensors"));
+    }
+    let before = names(&out);
+    let message = run(new("start", 6)).unwrap_err().to_string();
+    assert!(message.contains("checkpoint-4 is damaged"), "{message}");
+    assert_eq!(names(&out), before);
+}
+
+#[test]
+fn moments_and_states_that_cannot_be_are_refused() {
+    let place = Place::new();
+    let out = place.out("run");
+    let new = || {
+        let mut setup = place.setup("run");
+        setup.run.save = SaveWhen::Steps(1);
+        setup
+    };
+    let mut first = new();
+    first.run.max_steps = Some(1);
+    run(first).unwrap();
+    let one = out.join("checkpoint-1");
+    let refused = |what: &str| {
+        sign(&one);
+        let message = run(new()).unwrap_err().to_string();
+        assert!(message.contains("checkpoint-1") && message.contains(what), "{what}: {message}");
+        assert_eq!(names(&out), names(&out).into_iter().filter(|n| !n.starts_with("superseded")).collect());
+    };
+
+    let moments = one.join("optimizer.safetensors");
+    let whole = std::fs::read(&moments).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let tensors: Value = serde_json::from_slice(&whole[8..header]).unwrap();
+    for (suffix, value) in [(".v", -1f32), (".v", f32::NAN), (".m", f32::INFINITY)] {
+        let (name, entry) = tensors.as_object().unwrap().iter().find(|(n, _)| n.ends_with(suffix)).unwrap();
+        let at = header + entry["data_offsets"][0].as_u64().unwrap() as usize;
+        let mut bytes = whole.clone();
+        bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        std::fs::write(&moments, bytes).unwrap();
+        refused(&format!("optimizer.safetensors: element 0 of {name} is {value}"));
+    }
+    std::fs::write(&moments, &whole).unwrap();
+
+    let path = one.join("trainer_state.json");
+    let state: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let with = |key: &str, value: Value| {
+        let mut changed = state.clone();
+        changed[key] = value;
+        std::fs::write(&path, changed.to_string()).unwrap();
+    };
+    with("global_step", json!(1u64 << 63));
+    refused("it is of step 9223372036854775808");
+    with("optimizer_steps", json!({}));
+    refused("tensors, expected the 0 of the weights that trainer_state.json names");
+    with("rollout", json!(7));
+    refused("beyond step 1");
+    with("order", json!({ "epoch": 0, "index": 99, "skipped": [] }));
+    sign(&one);
+    let message = run(new()).unwrap_err().to_string();
+    assert!(message.contains("saved data position is index 99 of an epoch with 6 rows"), "{message}");
+    assert_eq!(steps(&out), [1.0], "the logs are as they were");
+    std::fs::write(&path, state.to_string()).unwrap();
+    sign(&one);
+    assert_eq!(run(new()).unwrap().steps, 6);
+}
+
+#[test]
+fn numbers_that_are_not_finite_are_not_saved() {
+    let place = Place::new();
+    let setup = place.setup("run");
+    EVERYTHING.apply(&setup.model).unwrap();
+    let adamw = AdamW::new(optimizer(), setup.model.params());
+    let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
+    norm.store(&vec![f32::NAN; norm.len()]).unwrap();
+    let out = place.out("run");
+    let error =
+        checkpoint::save(&out, &setup.model, Some(&adamw), Default::default(), None, None).unwrap_err();
+    assert!(error.to_string().starts_with("the value of model.norm.weight is not finite"), "{error}");
+    assert!(checkpoint::save_final(&setup.model, &out).is_err());
+    assert_eq!(names(&out), BTreeSet::from([".lock".to_owned()]));
+}
+
+#[test]
+fn what_a_kill_left_unfinished_is_removed() {
+    let place = Place::new();
+    let out = place.out("run");
+    for dir in ["tmp-checkpoint-7", "tmp-old-checkpoint-5", "tmp-final", "tmp-mine", "eval"] {
+        std::fs::create_dir_all(out.join(dir)).unwrap();
+        std::fs::write(out.join(dir).join("model.safetensors"), "half").unwrap();
+    }
+    std::fs::remove_file(out.join("eval/model.safetensors")).unwrap();
+    for file in [".metrics.jsonl.tmp", "eval/.step-000002.jsonl.tmp"] {
+        std::fs::write(out.join(file), "half").unwrap();
+    }
+    let (result, text) = shown(place.setup("run"));
+    result.unwrap();
+    let left: Vec<String> = names(&out).into_iter().filter(|n| n.contains("tmp")).collect();
+    assert_eq!((left, names(&out.join("eval")).len()), (vec!["tmp-mine".to_owned()], 0));
+    assert!(
+        text.contains("removed tmp-old-checkpoint-5, which an earlier process had not finished"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_checkpoint_without_optimizer_state_starts_a_run_and_does_not_resume_one() {
+    let place = Place::new();
+    let out = place.out("run");
+    let new = |steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.max_steps, setup.run.save, setup.run.save_only_model) =
+            (Some(steps), SaveWhen::Steps(1), true);
+        setup
+    };
+    run(new(1)).unwrap();
+    let mut named = new(2);
+    named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
+    let message = run(named).unwrap_err().to_string();
+    assert!(message.contains("save_only_model"), "{message}");
+    // The same command works again.
+    let (result, text) = shown(new(2));
+    assert_eq!(result.unwrap().steps_here, 2);
+    assert!(text.contains("no optimizer state (save_only_model); starting anew"), "{text}");
+    assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1"]);
+}
+
+#[test]
+fn an_interruption_saves_what_going_on_needs() {
+    let place = Place::new();
+    let new = |name: &str| {
+        let mut setup = place.setup(name);
+        (setup.run.save, setup.run.save_only_model) = (SaveWhen::Steps(2), true);
+        setup
+    };
+    run(new("whole")).unwrap();
+    // Asked to stop in the step that a checkpoint without moments is due at.
+    let stop = Arc::new(AtomicBool::new(false));
+    let (flag, calls) = (Arc::clone(&stop), AtomicU64::new(0));
+    let mut setup = new("cut");
+    setup.rewards = reward(move |input| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 9 {
+            flag.store(true, Ordering::Relaxed);
+        }
+        input.completion_ids.iter().map(|&id| f64::from(id)).sum()
+    });
+    let mut whole = new("whole-too");
+    whole.rewards = reward(|input| input.completion_ids.iter().map(|&id| f64::from(id)).sum());
+    run(whole).unwrap();
+    let summary = train(setup, &Console::plain(std::io::sink()), &stop).unwrap();
+    assert_eq!((summary.steps, summary.interrupted), (2, true));
+    let mut again = new("cut");
+    again.rewards = reward(|input| input.completion_ids.iter().map(|&id| f64::from(id)).sum());
+    let (result, text) = shown(again);
+    assert_eq!(result.unwrap().steps_here, 4, "{text}");
+    let weights = |name: &str| raw_tensors(&place.out(name).join("model.safetensors"));
+    assert!(weights("cut") == weights("whole-too"));
+}
+
+#[test]
+fn an_evaluation_is_logged_once() {
+    let place = Place::new();
+    let out = place.out("run");
+    let new = || {
+        let mut setup = evaluated(&place, "run");
+        setup.run.eval_on_start = true;
+        setup
+    };
+    let evaluations = || -> Vec<f64> {
+        let rows = lines(&out.join("metrics.jsonl"));
+        rows.iter().filter(|row| row.get("eval_reward").is_some()).map(|row| number(row, "step")).collect()
+    };
+    // Asked to stop during the first evaluation.
+    let summary = train(new(), &Console::plain(std::io::sink()), &AtomicBool::new(true)).unwrap();
+    assert_eq!((summary.steps, summary.interrupted), (0, true));
+    assert_eq!(checkpoints(&out), ["checkpoint-0"]);
+    let first = run(new()).unwrap();
+    assert_eq!(evaluations(), [0.0, 2.0, 4.0]);
+    assert!(first.before.is_some());
+    let before = std::fs::read(out.join("metrics.jsonl")).unwrap();
+    for _ in 0..2 {
+        let (result, text) = shown(new());
+        let again = result.unwrap();
+        assert_eq!(
+            again.after.unwrap().metric("eval_reward"),
+            first.after.as_ref().unwrap().metric("eval_reward")
+        );
+        assert!(text.contains("all steps are done"), "{text}");
+        assert!(std::fs::read(out.join("metrics.jsonl")).unwrap() == before);
+    }
+}
+
+#[test]
+fn fewer_steps_than_are_done_are_refused() {
+    let place = Place::new();
+    let out = place.out("run");
+    let new = |steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        setup
+    };
+    run(new(4)).unwrap();
+    let before = (names(&out), std::fs::read(out.join("README.md")).unwrap());
+    let message = run(new(3)).unwrap_err().to_string();
+    assert!(
+        message.contains("max_steps: \"3\"") && message.contains("checkpoint-4 is at step 4 already"),
+        "{message}"
+    );
+    assert!((names(&out), std::fs::read(out.join("README.md")).unwrap()) == before);
+}
+
+#[test]
+fn a_log_that_is_removed_in_mid_run_is_noticed() {
+    let place = Place::new();
+    let out = place.out("run");
+    let mut setup = place.setup("run");
+    let (log, calls) = (out.join("metrics.jsonl"), AtomicU64::new(0));
+    setup.run.save = SaveWhen::Steps(3);
+    setup.rewards = reward(move |_| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 13 {
+            std::fs::remove_file(&log).unwrap();
+        }
+        0.5
+    });
+    let (result, text) = shown(setup);
+    result.unwrap();
+    assert_eq!(text.matches("warning: metrics.jsonl was removed or replaced").count(), 1, "{text}");
+    assert_eq!(steps(&out), [3.0, 4.0, 5.0, 6.0]);
+    // Lost between two runs, it is noticed by the second.
+    std::fs::remove_file(out.join("metrics.jsonl")).unwrap();
+    let (_, text) = shown(place.setup("run"));
+    assert!(text.contains("metrics.jsonl ends at step 0; the rows up to step 6 are missing"), "{text}");
+}
+
+#[test]
+fn changed_settings_go_on_where_that_is_allowed() {
+    let place = Place::new();
+    let out = place.out("run");
+    let new = |rate: f64, steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        setup.optimizer.learning_rate = rate;
+        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        setup.run.fingerprint.insert("learning_rate".into(), json!(rate));
+        setup
+    };
+    run(new(1e-3, 2)).unwrap();
+    let mut changed = new(1e-4, 4);
+    changed.run.allow_changed = true;
+    let (result, text) = shown(changed);
+    assert_eq!(result.unwrap().steps_here, 2);
+    assert!(text.contains("going on with changed settings: learning_rate: 0.001 → 0.0001"), "{text}");
+    let rates: Vec<f64> =
+        lines(&out.join("metrics.jsonl")).iter().map(|row| number(row, "learning_rate")).collect();
+    assert_eq!(rates, [1e-3, 1e-3, 1e-4, 1e-4]);
+    // The checkpoints written since have the new settings.
+    let (_, text) = shown(new(1e-4, 6));
+    assert!(text.contains("at step 4 of 6") && !text.contains("changed"), "{text}");
+
+    // A setting that is given no more differs too; what is a digest is not printed.
+    let mut other = new(1e-4, 6);
+    other.run.fingerprint.remove("learning_rate");
+    other.run.fingerprint.insert("dataset".into(), json!("0123456789abcdef0123456789abcdef"));
+    let (result, text) = shown(other);
+    result.unwrap();
+    assert!(text.contains("learning_rate: 0.0001 → unset") && text.contains("starting anew"), "{text}");
+    let mut data = new(1e-4, 8);
+    data.run.fingerprint.remove("learning_rate");
+    data.run.fingerprint.insert("dataset".into(), json!("ffffffffffffffff0123456789abcdef"));
+    data.run.allow_changed = true;
+    let (result, text) = shown(data);
+    result.unwrap();
+    assert!(text.contains("changed settings: dataset: not what it was"), "{text}");
+    // Other rows are gone through from their beginning: a third of an epoch a step.
+    let row = &lines(&out.join("metrics.jsonl"))[6];
+    assert_eq!((number(row, "step"), number(row, "epoch")), (7.0, 2.0 / 6.0));
+}
+
+#[test]
+fn checkpoints_can_be_written_by_time() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    (setup.run.max_steps, setup.run.save_every) = (Some(2), Some(Duration::ZERO));
+    run(setup).unwrap();
+    assert_eq!(checkpoints(&place.out("run")), ["checkpoint-1", "checkpoint-2"]);
+    let mut setup = place.setup("slow");
+    (setup.run.max_steps, setup.run.save_every) = (Some(2), Some(Duration::from_secs(3600)));
+    run(setup).unwrap();
+    assert!(checkpoints(&place.out("slow")).is_empty());
+}
