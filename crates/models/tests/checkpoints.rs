@@ -562,7 +562,10 @@ fn configurations_that_cannot_be_used_are_refused() {
             &["\"llama\"", "LlamaForCausalLM", "it knows qwen2_vl, qwen2_5_vl"],
         ),
         (|c| c["num_key_value_heads"] = 3.into(), &["4 heads", "3 key-value heads"]),
-        (|c| c["num_hidden_layers"] = 0.into(), &["num_hidden_layers is 0", "positive integer"]),
+        (
+            |c| c["num_hidden_layers"] = 0.into(),
+            &["num_hidden_layers is 0", "expected an integer from 1 to 1024"],
+        ),
         (|c| c["num_hidden_layers"] = "two".into(), &["num_hidden_layers is \"two\""]),
         (|c| _ = c.as_object_mut().unwrap().remove("vocab_size"), &["vocab_size is missing"]),
         (|c| _ = c.as_object_mut().unwrap().remove("vision_config"), &["vision_config is missing"]),
