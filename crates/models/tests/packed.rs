@@ -407,7 +407,7 @@ fn a_copy_of_features_takes_nothing_from_the_original() {
     let stream = PackedStream::new(&groups).unwrap();
     let features = model.encode_for_training([&group.prompt]).unwrap();
     let copy = features.clone();
-    let mut backward = |features: &[Vec<Features>]| {
+    let backward = |features: &[Vec<Features>]| {
         let pass = model.train_pass(&stream, features, 1.0, false).unwrap();
         let d = vec![1.0; stream.num_targets()];
         let gradients = pass.backward(&d, None).unwrap();
