@@ -1170,6 +1170,30 @@ mod tests {
     }
 
     #[test]
+    fn the_hub_is_where_its_python_library_has_it() {
+        let read = |variables: &[(&str, &str)]| {
+            let found =
+                |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+            Environment::read(found)
+        };
+        let plain = read(&[("HOME", "/h"), ("HF_TOKEN", ""), ("HF_ENDPOINT", "")]);
+        assert_eq!(plain.hub.cache, PathBuf::from("/h/.cache/huggingface/hub"));
+        assert_eq!(plain.hub.token_file, PathBuf::from("/h/.cache/huggingface/token"));
+        assert_eq!((plain.hub.endpoint.as_str(), &plain.hub.token), ("https://huggingface.co", &None));
+        assert_eq!((plain.cache_dir, plain.hub.offline), (PathBuf::from("/h/.cache/omnigrpo"), false));
+        let home = [("HOME", "/h"), ("XDG_CACHE_HOME", "/c"), ("HF_HOME", "/f"), ("HF_HUB_OFFLINE", "1")];
+        let moved = read(&home);
+        assert_eq!((moved.hub.cache, moved.hub.offline), (PathBuf::from("/f/hub"), true));
+        assert_eq!(moved.cache_dir, PathBuf::from("/c/omnigrpo"));
+        let named = read(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/k"), ("HF_TOKEN", "secret\n")]);
+        assert_eq!(
+            (named.hub.cache.as_path(), named.hub.token.as_deref()),
+            (Path::new("/k"), Some("secret"))
+        );
+        assert!(!format!("{named:?}").contains("secret"));
+    }
+
+    #[test]
     fn lists_and_objects_are_read_from_files() {
         let s =
             train("reward_funcs: accuracy random\nreward_weights: 1, 0.5\nchat_template_kwargs: {a: [1, x]}");

@@ -184,7 +184,13 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
 
 /// A directory with everything but weights: the given one's files, else the embedded ones.
 fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
-    for (name, bytes) in MODEL_FILES.iter().filter(|(name, _)| !name.ends_with(".safetensors")) {
+    // A template file would win over the one that a given tokenizer's settings hold.
+    let left_out: &[&str] = match settings.model.model_name_or_path {
+        Some(_) => &[".safetensors", ".jinja"],
+        None => &[".safetensors"],
+    };
+    let taken = |name: &str| !left_out.iter().any(|ending| name.ends_with(ending));
+    for (name, bytes) in MODEL_FILES.iter().filter(|(name, _)| taken(name)) {
         std::fs::write(dir.join(name), bytes)?;
     }
     std::fs::write(dir.join("preprocessor_config.json"), PREPROCESSOR)?;
@@ -397,6 +403,20 @@ fn memory_rate() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_template_of_a_given_checkpoint_is_its_own() {
+        let given =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+        let yaml = format!("model_name_or_path: {given}");
+        let values = crate::config::parse(&yaml, "test", |_| crate::values::Origin::Flag).unwrap();
+        let environment = crate::settings::Environment::default();
+        let settings = crate::cli::resolve(crate::flags::Verb::Bench, values, environment).unwrap().settings;
+        let dir = tempfile::tempdir().unwrap();
+        checkpoint(&settings, dir.path()).unwrap();
+        let template = |dir: &Path| omnigrpo_text::ChatTemplate::from_dir(dir).unwrap().source().to_owned();
+        assert_eq!(template(dir.path()), template(Path::new(given)));
+    }
 
     #[test]
     fn a_bitmap_has_its_size_in_its_header() {
