@@ -246,6 +246,14 @@ fn reward_programs_that_fail_are_named_with_their_rows() {
         // All but the last are found out before anything is sampled.
         assert_eq!(place.exists("run/rollouts"), reward.contains("one.sh"), "{reward}");
     }
+    place.write("prompt.txt", "Grade it.");
+    for (prompt, part) in [("none.txt", "No such file"), ("prompt.txt", "shows the judge nothing to grade")] {
+        let line =
+            format!("train --model M --train_file rows.jsonl --output_dir judged --judge_prompt {prompt}");
+        place
+            .run_with(&line, &["--reward_funcs", "judge:http://127.0.0.1:9/v1"])
+            .fails(2, &["the judge's prompt cannot be used", part]);
+    }
     // What was sampled is not lost with its scores.
     assert_eq!(place.names("run/rollouts"), ["unscored-step-000001.jsonl"]);
     let kept = &place.lines("run/rollouts/unscored-step-000001.jsonl")[0];

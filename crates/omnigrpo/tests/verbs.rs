@@ -117,8 +117,11 @@ fn recorded_completions_are_summed_up_like_an_evaluation() {
     let summary: Value = serde_json::from_str(&place.text("out.summary.json")).unwrap();
     let number = |name: &str| summary[name].as_f64().unwrap_or_else(|| panic!("{name}: {summary:#}"));
     assert_eq!((number("eval_accuracy"), number("eval_pass@1"), number("eval_pass@2")), (0.75, 0.75, 1.0));
-    assert_eq!((number("eval_parse_fail_rate"), number("eval_war"), number("eval_uar")), (0.25, 0.5, 0.5));
-    assert_eq!(summary["confusion"]["counts"], json!([[1, 0, 1], [1, 1, 0]]));
+    assert_eq!((number("eval_parse_fail_rate"), number("eval_war"), number("eval_uar")), (0.25, 0.75, 0.75));
+    assert_eq!(summary["confusion"]["counts"], json!([[2, 0, 0], [1, 1, 0]]));
+    // The names of another program are in the file, one name of each number on the terminal.
+    assert_eq!(number("eval_total_reward"), number("eval_reward"));
+    assert!(shown.contains("eval_reward ") && !shown.contains("eval_total_reward"), "{shown}");
     assert_eq!(number("eval_explanation/filtered/ROUGE_L"), 50.0);
     assert!(summary["eval_explanation/unfiltered/BERTScore_F1"].is_null());
     for part in
@@ -129,7 +132,7 @@ fn recorded_completions_are_summed_up_like_an_evaluation() {
     // Labels that are given, in their order.
     place.run(&line.replace("auto", "không,có,đúng")).ok();
     let summary: Value = serde_json::from_str(&place.text("out.summary.json")).unwrap();
-    assert_eq!(summary["confusion"]["counts"], json!([[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]]));
+    assert_eq!(summary["confusion"]["counts"], json!([[1, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]]));
     place.run(&line.replace("auto", "có")).fails(2, &["got 1 labels, expected 2 to 64", "--label_set"]);
 }
 

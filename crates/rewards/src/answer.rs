@@ -24,8 +24,14 @@ impl<'a> Question<'a> {
         let solution = input.solution?;
         let gold = content(solution, "answer", policy).unwrap_or(solution).trim();
         let tagged = content(input.completion, "answer", policy).map(str::trim);
-        Some(Self { input, tagged, answer: tagged.unwrap_or_else(|| untagged(input.completion)), gold })
+        Some(Self { input, tagged, answer: said(input.completion, policy), gold })
     }
+}
+
+/// What a completion answers: the content of the answer tag that the policy picks, else what follows the thinking, else all of
+/// it; stripped.
+pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> &str {
+    content(completion, "answer", policy).map_or_else(|| untagged(completion), str::trim)
 }
 
 /// What stands after the last `</think>`.

@@ -17,7 +17,8 @@ pub fn tables(summary: &Summary) -> String {
     let mut out = String::new();
     for (name, value) in &summary.metrics {
         let Some(value) = value else { continue };
-        if name.starts_with("eval_explanation/") {
+        // Explanations have a table; what ends in `_reward` repeats a number under another program's name.
+        if name.starts_with("eval_explanation/") || name.ends_with("_reward") && name != "eval_reward" {
             continue;
         }
         out.push_str(&format!("{name:<36} {value:.4}"));

@@ -2,8 +2,9 @@
 //! unweighted average recall.
 //!
 //! Source: the evaluation of R1-Omni on DFEW and MAFW: WAR is the recall of each class weighted by its frequency, which
-//! is the accuracy; UAR is the plain mean over the classes that occur. Differences: the label is read from the answer
-//! tag, not from the whole response, and synonyms of emotion words count; a completion whose answer is no label is wrong.
+//! is the accuracy; UAR is the plain mean over the classes that occur. Differences: the label is read from the answer tag,
+//! and where there is none from what follows the thinking, as the accuracy reward does; synonyms of emotion words count; a
+//! completion whose answer is no label is wrong.
 
 use std::collections::BTreeSet;
 
@@ -108,10 +109,10 @@ impl Confusion {
         Self { labels: labels.names.clone(), counts: vec![vec![0; num + 1]; num], unlabelled: 0 }
     }
 
-    pub(super) fn add(&mut self, labels: &LabelSet, truth: &str, answer: Option<&str>) {
+    pub(super) fn add(&mut self, labels: &LabelSet, truth: &str, answer: &str) {
         match labels.find(truth) {
             Some(truth) => {
-                let answer = answer.and_then(|text| labels.find(text)).unwrap_or(labels.names.len());
+                let answer = labels.find(answer).unwrap_or(labels.names.len());
                 self.counts[truth][answer] += 1;
             }
             None => self.unlabelled += 1,
@@ -169,7 +170,7 @@ mod tests {
             ("bored", Some("happy")),
         ];
         for (truth, answer) in rows {
-            confusion.add(&labels, truth, answer);
+            confusion.add(&labels, truth, answer.unwrap_or_default());
         }
         assert_eq!(
             confusion.counts,

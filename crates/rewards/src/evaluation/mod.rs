@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::answer::MAX_ANSWER_CHARS;
+use crate::answer::{MAX_ANSWER_CHARS, said};
 use crate::tags::content;
 use crate::{AnswerPolicy, RewardError, RewardSet};
 
@@ -205,8 +205,10 @@ pub fn summarize(rows: &[EvalRow], rewards: &RewardSet, measures: &Measures) -> 
     for name in &names {
         let values = || rows.iter().flat_map(|row| row.values(name));
         metrics.push((format!("eval_rewards/{name}/mean"), mean(values())));
-        // The names of the evaluation of qwen-vl-finetune's GRPO trainer.
-        metrics.push((format!("eval_{name}_reward"), mean(values())));
+        if ["accuracy", "format"].contains(&name.as_str()) {
+            // The names of the evaluation of qwen-vl-finetune's GRPO trainer, as `eval_total_reward` above.
+            metrics.push((format!("eval_{name}_reward"), mean(values())));
+        }
         if many {
             let best = rows.iter().filter_map(|row| row.values(name).reduce(f64::max));
             metrics.push((format!("eval_rewards/{name}/best_of_n"), mean(best)));
@@ -290,8 +292,8 @@ fn confusion(rows: &[EvalRow], measures: &Measures) -> Result<Option<Confusion>,
     let mut confusion = Confusion::new(labels);
     for row in rows {
         let truth = truth(row).unwrap_or_default();
-        for answer in &row.answers {
-            confusion.add(labels, &truth, answer.as_deref());
+        for completion in &row.completions {
+            confusion.add(labels, &truth, said(completion, measures.answer_policy));
         }
     }
     Ok(Some(confusion))
@@ -476,7 +478,8 @@ mod tests {
         };
         near(&with(0.5), "eval_accuracy", 0.5);
         near(&with(1.0), "eval_accuracy", 0.0);
-        near(&with(0.5), "eval_iou_reward", 0.6);
+        near(&with(0.5), "eval_rewards/iou/mean", 0.6);
+        assert_eq!(with(0.5).metric("eval_iou_reward"), None);
     }
 
     #[test]
@@ -506,6 +509,27 @@ mod tests {
         assert_eq!(summary.metric("eval_explanation/filtered/BERTScore_F1"), None);
         let none = summarize(&rows[1..], &rewards, &Measures::default()).unwrap();
         assert!(none.confusion.is_none() && none.explanations.is_none());
+    }
+
+    /// An answer without its tag is what the accuracy takes for one, for every number alike.
+    #[test]
+    fn accuracy_and_recall_read_answers_alike() {
+        let rewards = build(&["accuracy".into()], &RewardOptions::default()).unwrap();
+        let rows = rows(
+            &rewards,
+            &[
+                ("", "yes", json!({}), &["yes"]),
+                ("", "no", json!({}), &["<think>yes?</think>No."]),
+                ("", "yes", json!({}), &["<answer></answer>yes"]),
+                ("", "no", json!({}), &["<answer>no</answer>"]),
+            ],
+        );
+        let measures = Measures { labels: Labels::OfGroundTruths, ..Measures::default() };
+        let summary = summarize(&rows, &rewards, &measures).unwrap();
+        near(&summary, "eval_accuracy", 0.75);
+        near(&summary, "eval_war", 0.75);
+        near(&summary, "eval_uar", 0.75);
+        near(&summary, "eval_parse_fail_rate", 0.75);
     }
 
     /// Values of the estimator's paper's formula with exact fractions.
