@@ -1,6 +1,8 @@
 //! Metrics of an optimizer step from sums that can be added over streams, micro-batches and ranks.
 //!
-//! Names are TRL's (1.16), with the Qwen-video trainer's `grpo/*` beside them. Differences from TRL:
+//! Names are TRL's (1.16). Beside them are those that trainers built on TRL 0.14 record (`completion_length`,
+//! `rewards/NAME`, `clip_ratio`), so that curves can be compared, and the Qwen-video trainer's `grpo/*`. Differences from
+//! TRL:
 //! - `kl` is aggregated like the loss, so `loss = policy + beta * kl`; TRL's token mean is `kl/token_mean`.
 //! - `reward_std/group` is the mean of the groups' deviations, beside `reward_std` over the batch.
 //! - `frac_reward_zero_std` counts groups whose own rewards are equal, whatever the advantage is scaled by.
@@ -285,7 +287,9 @@ impl MetricSums {
                 put("clip_ratio/high_mean", mean(self.clip_high, self.clip_units));
                 put("clip_ratio/high_max", self.clip_high_max);
                 // A ratio cannot be below and above the range at once, so the parts add up.
-                put("clip_ratio/region_mean", mean(self.clip_low + self.clip_high, self.clip_units));
+                let region = mean(self.clip_low + self.clip_high, self.clip_units);
+                put("clip_ratio/region_mean", region);
+                put("clip_ratio", region);
             }
             put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
         }
@@ -297,6 +301,7 @@ impl MetricSums {
                 put(&format!("completions/min_{infix}"), some(lengths.min.map(|n| n as f64)));
                 put(&format!("completions/max_{infix}"), some(lengths.max.map(|n| n as f64)));
             }
+            put("completion_length", mean(self.lengths.sum as f64, self.lengths.count));
             let clipped = self.lengths.count - self.terminated.count;
             put("completions/clipped_ratio", mean(clipped as f64, self.lengths.count));
         }
@@ -306,6 +311,7 @@ impl MetricSums {
             put("reward_std/group", self.group_std.mean());
             put("frac_reward_zero_std", mean(self.zero_std_groups as f64, self.groups));
             for sums in &self.rewards {
+                put(&format!("rewards/{}", sums.name), sums.values.mean());
                 put(&format!("rewards/{}/mean", sums.name), sums.values.mean());
                 put(&format!("rewards/{}/std", sums.name), sums.values.std());
             }
@@ -368,6 +374,7 @@ mod tests {
         assert!((get(&sums, "rewards/accuracy/mean").unwrap() - 1.0 / 3.0).abs() < 1e-15);
         assert!((get(&sums, "rewards/accuracy/std").unwrap() - (1_f64 / 3.0).sqrt()).abs() < 1e-15);
         assert_eq!(get(&sums, "rewards/format_graded/std"), Some(0.0));
+        assert_eq!(get(&sums, "rewards/accuracy"), get(&sums, "rewards/accuracy/mean"));
 
         sums.add_loss(0.25, 0.2, Some(0.5));
         assert_eq!(get(&sums, "grpo/format_reward"), Some(1.0));
@@ -400,6 +407,7 @@ mod tests {
         ] {
             assert_eq!(get(&sums, &format!("completions/{name}")), Some(expected), "{name}");
         }
+        assert_eq!(get(&sums, "completion_length"), Some(6.0));
         let mut all_cut = MetricSums::default();
         all_cut.add_completions(&[8], &[true]).unwrap();
         assert_eq!(get(&all_cut, "completions/mean_terminated_length"), Some(0.0));
