@@ -37,6 +37,8 @@ pub struct FamilyRow {
     pub doc: &'static str,
     /// Where the architecture is defined.
     pub source: &'static str,
+    /// A small published checkpoint.
+    pub published: &'static str,
     /// Values of `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
     /// Values of `architectures` in `config.json`.
@@ -51,6 +53,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         name: "qwen2_vl",
         doc: "Qwen2-VL: images and videos, three-axis positions",
         source: "arXiv 2409.12191; transformers models/qwen2_vl",
+        published: "Qwen/Qwen2-VL-2B-Instruct",
         model_types: &["qwen2_vl"],
         architectures: &["Qwen2VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::QwenVl::open(dir, json, qwen_vl::Generation::Qwen2),
@@ -59,6 +62,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         name: "qwen2_5_vl",
         doc: "Qwen2.5-VL: window attention in the tower, absolute time in positions",
         source: "arXiv 2502.13923; transformers models/qwen2_5_vl",
+        published: "Qwen/Qwen2.5-VL-3B-Instruct",
         model_types: &["qwen2_5_vl"],
         architectures: &["Qwen2_5_VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::QwenVl::open(dir, json, qwen_vl::Generation::Qwen25),
@@ -67,6 +71,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         name: "internvl",
         doc: "InternVL2, 2.5, 3 and Vintern on Qwen2, as published for their own code: tiles, videos as frames",
         source: "arXiv 2412.05271, 2504.10479; OpenGVLab/InternVL internvl_chat",
+        published: "OpenGVLab/InternVL3-1B",
         model_types: &["internvl_chat"],
         architectures: &["InternVLChatModel"],
         open: |dir, json| internvl::InternVl::open(dir, json, internvl::Layout::Original),
@@ -75,6 +80,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         name: "internvl_hf",
         doc: "the same models as published for transformers",
         source: "transformers models/internvl",
+        published: "OpenGVLab/InternVL3-1B-hf",
         model_types: &["internvl"],
         architectures: &["InternVLForConditionalGeneration"],
         open: |dir, json| internvl::InternVl::open(dir, json, internvl::Layout::Hf),
@@ -83,6 +89,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         name: "humanomni",
         doc: "HumanOmni and R1-Omni: video, sound and text, features steered by the question",
         source: "arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni, HumanMLLM/R1-Omni",
+        published: "StarJiaxing/R1-Omni-0.5B",
         model_types: &["HumanOmni_qwen2"],
         architectures: &["HumanOmniQwen2ForCausalLM"],
         open: humanomni::HumanOmni::open,
@@ -592,10 +599,11 @@ pub fn open_family_with(dir: &Path, overrides: &Map<String, Value>) -> Result<Ar
     match row {
         Some(row) => Ok((row.open)(dir, &json)?.into()),
         None => {
-            let known: Vec<_> = FAMILIES.iter().map(|row| row.name).collect();
+            let known: Vec<_> =
+                FAMILIES.iter().map(|row| format!("{} (such as {})", row.name, row.published)).collect();
             Err(json.error(format!(
-                "model_type {model_type:?} with architectures {architectures:?} is not a family of this program; it \
-                 knows {}",
+                "model_type {model_type:?} with architectures {architectures:?} is not a family of this program; use a \
+                 checkpoint of one of these: {}",
                 known.join(", ")
             )))
         }
