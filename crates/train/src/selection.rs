@@ -21,13 +21,16 @@ pub struct Selection {
     pub towers: bool,
     /// The text encoder that steers the projector, where the family has one.
     pub instruction: bool,
+    /// The gate between the branches of the projector, where the family has one; `None` goes with the projector.
+    pub gate: Option<bool>,
     /// If not empty: of those, only weights whose published name matches one of these regular expressions.
     pub patterns: Vec<String>,
 }
 
 impl Selection {
-    fn part(&self, part: Part) -> bool {
+    fn part(&self, name: &str, part: Part) -> bool {
         match part {
+            Part::Projector if is_gate(name) => self.gate.unwrap_or(self.projector),
             Part::Llm => self.llm,
             Part::Projector => self.projector,
             Part::Vision | Part::Audio => self.towers,
@@ -50,7 +53,7 @@ impl Selection {
     pub fn matcher(&self) -> Result<impl Fn(&str, Part) -> bool + '_> {
         let patterns = self.compiled()?;
         Ok(move |name: &str, part: Part| {
-            self.part(part) && (patterns.is_empty() || patterns.iter().any(|p| p.is_match(name)))
+            self.part(name, part) && (patterns.is_empty() || patterns.iter().any(|p| p.is_match(name)))
         })
     }
 
@@ -61,7 +64,7 @@ impl Selection {
     /// belongs to a layer with an adapter.
     pub fn apply(&self, model: &Model) -> Result<()> {
         for pattern in &self.compiled()? {
-            let own = || model.base_params().iter().filter(|p| self.part(p.part()));
+            let own = || model.base_params().iter().filter(|p| self.part(p.name(), p.part()));
             if !own().any(|p| pattern.is_match(p.name())) {
                 let names: Vec<&str> = own().map(|p| p.name()).take(4).collect();
                 let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
@@ -73,6 +76,13 @@ impl Selection {
                     ),
                 ));
             }
+        }
+        if self.gate.is_some() && !model.base_params().iter().any(|p| is_gate(p.name())) {
+            return Err(TrainError::setting(
+                "tune_gate",
+                "true or false",
+                "has no effect: the projector of this family has no gate; leave it out".into(),
+            ));
         }
         let selected = self.matcher()?;
         let adapted: HashSet<&str> = model.adapted().map(|(p, _)| module(p.name())).collect();
@@ -108,6 +118,10 @@ impl Selection {
             ))
         }
     }
+}
+
+fn is_gate(name: &str) -> bool {
+    name.contains("bert_gate")
 }
 
 fn module(name: &str) -> &str {

@@ -18,10 +18,22 @@ use support::weight_bits;
 use tempfile::TempDir;
 
 const NAME: &str = "qwen2_5_vl_tied";
-const PROJECTOR: Selection =
-    Selection { llm: false, projector: true, towers: false, instruction: false, patterns: Vec::new() };
-const NOTHING: Selection =
-    Selection { llm: false, projector: false, towers: false, instruction: false, patterns: Vec::new() };
+const PROJECTOR: Selection = Selection {
+    llm: false,
+    projector: true,
+    towers: false,
+    instruction: false,
+    gate: None,
+    patterns: Vec::new(),
+};
+const NOTHING: Selection = Selection {
+    llm: false,
+    projector: false,
+    towers: false,
+    instruction: false,
+    gate: None,
+    patterns: Vec::new(),
+};
 
 fn lora(dropout: f64) -> LoraConfig {
     LoraConfig { rank: 4, alpha: 8.0, dropout, rslora: false, targets: vec!["all-linear".into()], seed: 5 }
@@ -262,4 +274,22 @@ fn the_table_counts_parameters_adapters_and_memory() {
     // Adapters are f32 and need 12 bytes, a bf16 projector 16 with its master.
     let bytes = 12 * adapters + 16 * count(Some(Part::Projector), true);
     assert_eq!(row("total")[7], format!("{:.1}", bytes as f64 / 1e6), "{table}");
+}
+
+#[test]
+fn a_gate_is_trained_apart_from_its_projector() {
+    let model = Model::load(&checkpoint("humanomni"), WeightDtype::Auto).unwrap();
+    let none = Selection { llm: false, projector: false, towers: false, instruction: false, ..EVERYTHING };
+    let trained = |selection: Selection| -> Vec<bool> {
+        selection.apply(&model).unwrap();
+        model.params().iter().filter(|p| p.trainable()).map(|p| p.name().contains("bert_gate")).collect()
+    };
+    let gate = trained(Selection { gate: Some(true), ..none.clone() });
+    assert!(!gate.is_empty() && gate.iter().all(|is_gate| *is_gate));
+    let rest = trained(Selection { projector: true, gate: Some(false), ..none.clone() });
+    assert!(!rest.is_empty() && rest.iter().all(|is_gate| !is_gate));
+    assert_eq!(trained(Selection { projector: true, ..none.clone() }).len(), gate.len() + rest.len());
+    let qwen = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
+    let error = Selection { gate: Some(true), ..EVERYTHING }.apply(&qwen).unwrap_err().to_string();
+    assert!(error.contains("tune_gate") && error.contains("no gate"), "{error}");
 }

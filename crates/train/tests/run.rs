@@ -172,8 +172,14 @@ fn what_is_frozen_stays_to_the_bit() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(2);
-    setup.selection =
-        Selection { llm: false, projector: true, towers: false, instruction: false, patterns: Vec::new() };
+    setup.selection = Selection {
+        llm: false,
+        projector: true,
+        towers: false,
+        instruction: false,
+        gate: None,
+        patterns: Vec::new(),
+    };
     run(setup).unwrap();
     let (before, after) = (
         tensors(&checkpoint(NAME).join("model.safetensors")),
@@ -719,7 +725,7 @@ fn the_reference_sees_the_medium() {
             std::fs::write(&file, format!("{row}\n")).unwrap();
             let setup = setup::setup(NAME, &file, &golden(""), dir.path());
             let model = &setup.model;
-            Selection { llm, projector, towers, instruction: false, patterns: Vec::new() }
+            Selection { llm, projector, towers, instruction: false, gate: None, patterns: Vec::new() }
                 .apply(model)
                 .unwrap();
             let reference = model.reference().unwrap();

@@ -74,8 +74,14 @@ pub fn optimizer() -> AdamWConfig {
     }
 }
 
-pub const EVERYTHING: Selection =
-    Selection { llm: true, projector: true, towers: true, instruction: true, patterns: Vec::new() };
+pub const EVERYTHING: Selection = Selection {
+    llm: true,
+    projector: true,
+    towers: true,
+    instruction: true,
+    gate: None,
+    patterns: Vec::new(),
+};
 
 /// A run of six updates with two prompts and three completions each, on the rows of a file.
 pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSetup {
