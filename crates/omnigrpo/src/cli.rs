@@ -3,14 +3,16 @@
 use std::ffi::OsString;
 use std::path::Path;
 
+use clap::builder::PossibleValuesParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
 
 use crate::explain::{self, Problem};
-use crate::flags::{self, FLAGS, FOREIGN, Flag, Kind, Section, Verb};
-use crate::settings::{Environment, Settings, needs, recipe_values};
-use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
-use crate::{config, presets, rules};
+use crate::flags::{self, FLAGS, Flag, Kind, Section, Verb};
+use crate::layer::{Entry, Layer};
+use crate::settings::{Environment, Settings, Tracker, needs, recipe_values};
+use crate::values::{Origin, Raw, Resolved, Value, Values};
+use crate::{config, foreign, presets, rules};
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -31,105 +33,191 @@ where
     E: Fn(&str) -> Option<String>,
 {
     let args: Vec<OsString> = args.into_iter().collect();
-    let matches = match command().try_get_matches_from(&args) {
+    let (known, mut entries) = match verb_of(&args) {
+        Some(verb) => set_apart(verb, args),
+        None => (args, Vec::new()),
+    };
+    let matches = match command(true).try_get_matches_from(&known) {
         Ok(matches) => matches,
-        Err(error) => return from_clap(&error, verb_of(&args)),
+        Err(error) => return clap_problem(&error, &known).map(Parsed::Print),
     };
     let Some((verb, matches)) = chosen(&matches) else {
         return Err(Problem::usage("no command").help("`omnigrpo --help` lists them"));
     };
-    let given = from_matches(verb, matches)?;
-    let print_config = given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
-    let resolved = resolve(verb, given, Environment::read(environment))?;
-    if print_config {
+    entries.extend(from_matches(verb, matches));
+    let mut layer = Layer::read(entries, Some(verb));
+    layer
+        .problems
+        .extend(matches.get_many::<String>(STRAY).into_iter().flatten().map(|word| stray(verb, word)));
+    let print = layer.given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
+    let environment = Environment::read(environment);
+    let several = environment.several_processes.clone();
+    let resolved = resolve(verb, layer, environment)?;
+    if print {
         return Ok(Parsed::Print(explain::print_config(&resolved)));
     }
-    for flag in FLAGS.iter().filter(|flag| flag.required.contains(&verb)) {
-        if resolved.values.lookup(flag.name).is_none() {
+    let lacking = |flag: &&Flag| flag.required.contains(&verb) && resolved.values.lookup(flag.name).is_none();
+    let mut missing: Vec<Problem> = FLAGS
+        .iter()
+        .filter(lacking)
+        .map(|flag| {
             let spelling =
                 if flag.positional { flag.name.to_uppercase() } else { format!("--{}", flag.name) };
-            return Err(Problem::usage(format!("`{}` needs `{spelling}`", verb.name()))
+            Problem::usage(format!("`{}` needs `{spelling}`", verb.name()))
                 .expected(explain::expected(&flag.kind))
-                .help(flag.help));
+                .help(flag.help)
+        })
+        .collect();
+    missing.extend(needs(verb, &resolved.settings));
+    Problem::all(missing)?;
+    match several {
+        Some(variable) if WRITES.contains(&verb) => {
+            Err(Problem::usage(format!("a launcher started several processes of `{}`", verb.name()))
+                .got(variable)
+                .expected("one process: each would do the same work and write the same files")
+                .help(
+                    "start the program by itself, it uses all cores; if the variable is left over, unset it",
+                ))
         }
-    }
-    match needs(verb, &resolved.settings) {
-        Some(problem) => Err(problem),
-        None => Ok(Parsed::Run(Box::new(resolved))),
+        _ => Ok(Parsed::Run(Box::new(resolved))),
     }
 }
+
+/// Verbs that write files.
+const WRITES: &[Verb] = &[
+    Verb::Train,
+    Verb::Sft,
+    Verb::Generate,
+    Verb::Score,
+    Verb::Eval,
+    Verb::DataConvert,
+    Verb::RewardsRun,
+    Verb::Export,
+    Verb::Demo,
+];
 
 /// Puts defaults, preset, file and flags on top of each other and checks the result.
 ///
 /// # Errors
-/// As [`parse`], except for what is missing.
-pub fn resolve(verb: Verb, flags: Vec<Given>, env: Environment) -> Result<Resolved, Problem> {
-    let text = |given: &[Given], name: &str| {
-        given.iter().find(|g| g.flag.name == name).and_then(|g| match &g.value {
+/// Everything that is unknown, wrong, contradictory or without effect.
+pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, Problem> {
+    let text = |layer: &Layer, name: &str| {
+        layer.given.iter().find(|g| g.flag.name == name).and_then(|g| match &g.value {
             Value::Text(text) => Some(text.clone()),
             _ => None,
         })
     };
-    let file = match text(&flags, "config") {
-        Some(path) => config::read(Path::new(&path))?,
-        None => vec![],
-    };
+    let file = text(&flags, "config").map(|path| config::read(Path::new(&path))).unwrap_or_default();
     let preset = text(&flags, "preset").or_else(|| text(&file, "preset"));
-    let preset = match preset.as_deref().and_then(|name| Some((name, presets::text(name)?))) {
-        Some((name, yaml)) => config::parse(yaml, name, |_| Origin::Preset(name.to_string()))?,
-        None => vec![],
-    };
+    let preset = preset.map(|name| presets::layer(&name, verb)).unwrap_or_default();
+    let (mut problems, mut dropped, mut notes) = (Vec::new(), Vec::new(), Vec::new());
     let mut values = Values::defaults(verb)?;
+    let trains_user_model = matches!(verb, Verb::Train | Verb::Sft);
+    if let Some(name) = env.exp_name.clone().filter(|_| trains_user_model) {
+        values.fill("exp_name", Value::Text(name), Origin::Environment("EXP_NAME"));
+    }
+    let defaults = values.clone();
+    let mut preset_values = values.clone();
     // A file or preset describes a run; other verbs take from it what concerns them.
-    for given in preset.into_iter().chain(file).chain(flags) {
-        if given.flag.verbs.contains(&verb) {
+    for layer in [preset, file, flags] {
+        problems.extend(layer.problems);
+        dropped.extend(layer.dropped);
+        for given in layer.given.into_iter().filter(|given| given.flag.verbs.contains(&verb)) {
+            if matches!(given.origin, Origin::Preset(_)) {
+                preset_values.set(given.clone());
+            }
             values.set(given);
         }
     }
+    for (a, b, same) in rules::RIVALS {
+        let (Some((left, l)), Some((right, r))) = (values.lookup(a), values.lookup(b)) else { continue };
+        if *l == Origin::Default || *r == Origin::Default || l.rank() == r.rank() || !same(left, right) {
+            continue;
+        }
+        let weaker = if l.rank() < r.rank() { a } else { b };
+        values.reset(weaker, verb)?;
+    }
     presets::complete(&mut values);
-    let settings = Settings::from_values(&values, env.clone())?;
+    notes.extend(presets::reweigh(&mut values, &preset_values));
+    let settings = match Settings::from_values(&values, env.clone()) {
+        Ok(settings) => settings,
+        Err(problem) => {
+            problems.push(problem.clone());
+            Problem::all(problems)?;
+            return Err(problem);
+        }
+    };
     if values.lookup("advantage").is_some() && values.lookup("scale_rewards").is_some() {
-        return Err(
-            Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them")
+        problems.push(
+            Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them"),
         );
     }
     let recipe = settings.loss.recipe;
     for (name, value) in recipe_values(recipe, &values) {
         values.fill(name, value, Origin::Recipe(recipe.name));
     }
-    let defaults = Values::defaults(verb)?;
     let mut idle = Vec::new();
     for rule in rules::IDLE {
         let Some(why) = (rule.when)(&settings) else { continue };
         let takes = |f: &&Flag| f.name == rule.flag && f.verbs.contains(&verb) && rule.verbs.contains(&verb);
         let Some(flag) = FLAGS.iter().find(takes) else { continue };
         idle.push((flag.name, why));
-        match values.lookup(flag.name) {
+        // A value that is the same without the user having said so changes nothing, so nothing is lost by it.
+        let same = |base: &Values, value: &Value| base.lookup(flag.name).is_some_and(|(v, _)| v == value);
+        match values.lookup(flag.name).cloned() {
             Some((value, origin @ (Origin::Flag | Origin::Config(_))))
-                if Some(value) != defaults.lookup(flag.name).map(|(default, _)| default) =>
+                if !same(&defaults, &value) && !same(&preset_values, &value) =>
             {
-                let mut problem = Problem::usage(format!("`{}` has no effect in this run", flag.name))
-                    .got(explain::yaml(value))
-                    .help(format!("{why}; leave `{}` out, or change that", flag.name));
-                if let Origin::Config(place) = origin {
-                    problem = problem.at(place);
+                if rule.overridden {
+                    notes.push(format!("`{}` {} is not used: {why}", flag.name, explain::yaml(&value)));
+                } else {
+                    let problem = Problem::usage(format!("`{}` has no effect in this run", flag.name))
+                        .got(explain::yaml(&value))
+                        .help(format!("{why}; leave `{}` out, or change that", flag.name));
+                    problems.push(match origin {
+                        Origin::Config(place) => problem.at(place),
+                        _ => problem,
+                    });
                 }
-                return Err(problem);
             }
-            _ => values.reset(flag.name, verb)?,
+            _ => {}
         }
+        values.reset(flag.name, verb)?;
     }
     let settings = Settings::from_values(&values, env)?;
-    rules::check(verb, &settings)?;
-    let notes = notes(&settings.env);
+    problems.extend(rules::check(verb, &settings));
+    Problem::all(problems)?;
+    if !dropped.is_empty() {
+        notes.push(without_counterpart(&dropped));
+    }
+    notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
 }
 
-/// What the environment contributes to a run, for `--print_config`.
-fn notes(env: &Environment) -> Vec<String> {
+/// One note for all settings of other trainers that are left out.
+fn without_counterpart(dropped: &[(String, String)]) -> String {
+    let mut note = match dropped.len() {
+        1 => "1 setting has no counterpart here and changes nothing:".to_owned(),
+        n => format!("{n} settings have no counterpart here and change nothing:"),
+    };
+    for (written, why) in dropped {
+        note.push_str(&format!("\n{written}: {why}"));
+    }
+    note
+}
+
+/// What environment and settings have to say, for `--print_config` and the log.
+fn notes_of(settings: &Settings) -> Vec<String> {
+    let env = &settings.env;
     let mut notes = Vec::new();
+    if settings.log.report_to == [Tracker::None] {
+        notes.push("`report_to` none: metrics.jsonl is written all the same, and nothing else".into());
+    }
     if env.wandb_disabled {
         notes.push("WANDB_DISABLED is on: nothing is sent to W&B, as always".into());
+    }
+    if let Some(mode) = &env.wandb_mode {
+        notes.push(format!("WANDB_MODE={mode}: nothing is sent to W&B, as always"));
     }
     if env.debug_mode {
         notes.push(
@@ -154,8 +242,54 @@ fn notes(env: &Environment) -> Vec<String> {
     notes
 }
 
-/// The whole command line as clap sees it.
-pub fn command() -> Command {
+/// Takes what clap does not know, or another trainer means something by, out of a command line: each with its values, up
+/// to the next flag.
+fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
+    let (mut known, mut entries) = (Vec::new(), Vec::<Entry>::new());
+    let (mut apart, mut rest) = (false, false);
+    for arg in args {
+        let text = arg.to_string_lossy();
+        rest |= text == "--";
+        let name = text.strip_prefix("--").filter(|name| !rest && !name.is_empty());
+        if let Some(name) = name {
+            let (name, value) = match name.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_owned())),
+                None => (name, None),
+            };
+            let taken = flags::find(name).is_some_and(|flag| !flag.positional && flag.verbs.contains(&verb));
+            apart = foreign::knows(name) || !(taken || matches!(name, "help" | "version"));
+            if apart {
+                let words = value.into_iter().collect();
+                entries.push(Entry {
+                    name: name.to_owned(),
+                    raw: Some(Raw::Arguments(words)),
+                    origin: Origin::Flag,
+                });
+            }
+        }
+        match entries.last_mut() {
+            Some(Entry { raw: Some(Raw::Arguments(words)), .. }) if apart && !rest => {
+                if name.is_none() {
+                    words.push(text.into_owned());
+                }
+            }
+            _ => known.push(arg),
+        }
+    }
+    for entry in &mut entries {
+        // A bare flag is a switch.
+        if let Some(Raw::Arguments(words)) = &mut entry.raw
+            && words.is_empty()
+        {
+            words.push("true".into());
+        }
+    }
+    (known, entries)
+}
+
+/// The whole command line as clap sees it. With `lenient`, how often and with how many values a flag is given is left to
+/// [`Layer::read`], which reports all mistakes and not the first.
+pub fn command(lenient: bool) -> Command {
     let root = Command::new("omnigrpo")
         .version(env!("CARGO_PKG_VERSION"))
         .about("GRPO post-training for models that read, see and hear")
@@ -170,7 +304,7 @@ pub fn command() -> Command {
     for verb in Verb::ALL {
         match verb.words() {
             [group, _] => {
-                let leaf = verb_command(*verb);
+                let leaf = verb_command(*verb, lenient);
                 match groups.iter().position(|g| g.get_name() == *group) {
                     Some(i) => groups[i] = groups[i].clone().subcommand(leaf),
                     None => groups.push(
@@ -185,13 +319,13 @@ pub fn command() -> Command {
                     ),
                 }
             }
-            _ => root = root.subcommand(verb_command(*verb)),
+            _ => root = root.subcommand(verb_command(*verb, lenient)),
         }
     }
     root.subcommands(groups)
 }
 
-fn verb_command(verb: Verb) -> Command {
+fn verb_command(verb: Verb, lenient: bool) -> Command {
     let name = verb.words().last().copied().unwrap_or_default();
     let mut command = Command::new(name)
         .about(verb.about())
@@ -200,10 +334,19 @@ fn verb_command(verb: Verb) -> Command {
         .term_width(100);
     for section in Section::ALL {
         for flag in FLAGS.iter().filter(|f| f.section == *section && f.verbs.contains(&verb)) {
-            command = command.arg(argument(flag, verb));
+            let arg = argument(flag, verb);
+            command = command.arg(match flag.kind {
+                // For completion scripts; the help lists the names in its own way.
+                Kind::Choice(names) if !lenient => arg
+                    .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
+                    .hide_possible_values(true),
+                _ if flag.positional || !lenient => arg,
+                kind if kind.is_list() => arg.num_args(0..),
+                _ => arg.num_args(0..=1).action(ArgAction::Append),
+            });
         }
     }
-    command
+    if lenient { command.arg(Arg::new(STRAY).num_args(0..)) } else { command }
 }
 
 fn argument(flag: &'static Flag, verb: Verb) -> Arg {
@@ -220,6 +363,8 @@ fn argument(flag: &'static Flag, verb: Verb) -> Arg {
     let arg = arg.long(flag.name).aliases(others).value_name(explain::placeholder(&flag.kind));
     match flag.kind {
         Kind::Bool => arg.num_args(0..=1).default_missing_value("true"),
+        Kind::Path => arg.value_hint(ValueHint::AnyPath),
+        Kind::Paths => arg.value_hint(ValueHint::AnyPath).num_args(1..).action(ArgAction::Append),
         Kind::Int { .. } | Kind::Float { .. } => arg.allow_negative_numbers(true),
         Kind::Floats => arg.num_args(1..).action(ArgAction::Append).allow_negative_numbers(true),
         kind if kind.is_list() => arg.num_args(1..).action(ArgAction::Append),
@@ -236,13 +381,31 @@ fn chosen(matches: &ArgMatches) -> Option<(Verb, &ArgMatches)> {
     Verb::ALL.iter().find(|verb| verb.words() == words).map(|verb| (*verb, inner))
 }
 
-fn from_matches(verb: Verb, matches: &ArgMatches) -> Result<Vec<Given>, Problem> {
-    FLAGS
-        .iter()
-        .filter(|flag| flag.verbs.contains(&verb))
-        .filter_map(|flag| Some((flag, matches.get_many::<String>(flag.name)?)))
-        .map(|(flag, texts)| Given::read(flag, &Raw::Arguments(texts.cloned().collect()), Origin::Flag))
-        .collect()
+fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for flag in FLAGS.iter().filter(|flag| flag.verbs.contains(&verb)) {
+        let Some(times) = matches.get_occurrences::<String>(flag.name) else { continue };
+        let mut times: Vec<Vec<String>> = times.map(|words| words.cloned().collect()).collect();
+        if flag.kind.is_list() {
+            times = vec![times.concat()];
+        }
+        entries.extend(times.into_iter().map(|words| Entry {
+            name: flag.name.to_owned(),
+            raw: (!words.is_empty()).then_some(Raw::Arguments(words)),
+            origin: Origin::Flag,
+        }));
+    }
+    entries
+}
+
+/// Words that belong to no flag, as the lenient parser collects them.
+const STRAY: &str = "stray";
+
+fn stray(verb: Verb, word: &str) -> Problem {
+    let verb = verb.name();
+    Problem::usage(format!("unexpected `{word}`"))
+        .expected(format!("flags of `{verb}`, written `--name value`"))
+        .help(format!("`omnigrpo {verb} --help` lists them"))
 }
 
 /// The verb at the start of a command line, for errors that clap raises before it tells.
@@ -251,85 +414,48 @@ fn verb_of(args: &[OsString]) -> Option<Verb> {
     Verb::ALL.iter().copied().find(|verb| words.starts_with(verb.words()))
 }
 
-fn from_clap(error: &clap::Error, verb: Option<Verb>) -> Result<Parsed, Problem> {
+/// The help of the command that `args` begin with, as the parser that is not lenient shows it.
+fn help(args: &[OsString]) -> String {
+    let words = args.iter().take_while(|arg| !arg.to_string_lossy().starts_with('-'));
+    let asked = words.cloned().chain([OsString::from("--help")]);
+    command(false).try_get_matches_from(asked).err().map(|help| help.render().to_string()).unwrap_or_default()
+}
+
+/// Help, or what clap objects to.
+fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Problem> {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,
     };
     match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Ok(Parsed::Print(error.render().to_string())),
+        ErrorKind::DisplayHelp => Ok(help(args)),
+        ErrorKind::DisplayVersion => Ok(error.render().to_string()),
         ErrorKind::UnknownArgument => {
-            Err(unknown_flag(&context(ContextKind::InvalidArg).unwrap_or_default(), verb))
+            let word = context(ContextKind::InvalidArg).unwrap_or_default();
+            Err(match verb_of(args) {
+                Some(verb) => stray(verb, &word),
+                None => Problem::usage(format!("unexpected `{word}`"))
+                    .help("`omnigrpo --help` lists the commands"),
+            })
         }
         ErrorKind::InvalidSubcommand => {
             let word = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             let problem = Problem::usage(format!("unknown command `{word}`"));
-            let near = Verb::ALL
-                .iter()
-                .map(|verb| (strsim::jaro_winkler(&word, verb.words().last().unwrap_or(&"")), verb))
-                .filter(|(score, _)| *score > 0.75)
-                .max_by(|a, b| a.0.total_cmp(&b.0));
+            let near =
+                explain::nearest(&word, Verb::ALL.iter().filter_map(|verb| verb.words().last().copied()));
+            let near = Verb::ALL.iter().find(|verb| verb.words().last().copied() == near);
             Err(match near {
-                Some((_, verb)) => problem.help(format!("did you mean `omnigrpo {}`?", verb.name())),
+                Some(verb) => problem.help(format!("did you mean `omnigrpo {}`?", verb.name())),
                 None => problem.help("`omnigrpo --help` lists the commands"),
             })
         }
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             Err(Problem::usage("no command").help("`omnigrpo --help` lists them"))
         }
-        ErrorKind::ArgumentConflict => {
-            let name = context(ContextKind::InvalidArg).unwrap_or_default();
-            let name = name.split_whitespace().next().unwrap_or_default();
-            Err(Problem::usage(format!("`{name}` is given twice"))
-                .expected("each flag once, under one of its names"))
-        }
-        ErrorKind::InvalidValue | ErrorKind::TooFewValues | ErrorKind::WrongNumberOfValues => {
-            let name = context(ContextKind::InvalidArg).unwrap_or_default();
-            let flag = flag_of(&name);
-            let problem = Problem::usage(format!(
-                "`{}` has no value",
-                name.split_whitespace().next().unwrap_or_default()
-            ));
-            Err(match flag {
-                Some(flag) => problem.expected(explain::expected(&flag.kind)),
-                None => problem,
-            })
-        }
         _ => {
             let text = error.render().to_string();
             let first = text.lines().next().unwrap_or_default();
             Err(Problem::usage(first.trim_start_matches("error: ").to_string()))
         }
-    }
-}
-
-fn flag_of(argument: &str) -> Option<&'static Flag> {
-    let name = argument.trim_start_matches('-');
-    let end = name.find(|c: char| c == '=' || c.is_whitespace()).unwrap_or(name.len());
-    flags::find(&name[..end])
-}
-
-fn unknown_flag(argument: &str, verb: Option<Verb>) -> Problem {
-    let name = argument.trim_start_matches('-');
-    let name = name.split('=').next().unwrap_or_default();
-    let verb_name = verb.map(Verb::name).unwrap_or_default();
-    if !argument.starts_with("--") {
-        return Problem::usage(format!("unexpected `{argument}`"))
-            .expected(format!("flags of `{verb_name}`, written `--name value`"))
-            .help(format!("`omnigrpo {verb_name} --help` lists them"));
-    }
-    let problem = Problem::usage(format!("unknown flag `--{name}`"));
-    if let Some(flag) = flag_of(argument) {
-        let verbs: Vec<String> = flag.verbs.iter().map(|v| format!("`{}`", v.name())).collect();
-        return Problem::usage(format!("`{verb_name}` does not take `--{name}`"))
-            .help(format!("it is a flag of {}", verbs.join(", ")));
-    }
-    let normal = name.replace('-', "_");
-    if let Some((_, advice)) = FOREIGN.iter().find(|(names, _)| names.contains(&normal.as_str())) {
-        return problem.help(*advice);
-    }
-    match flags::closest(name, |flag| !flag.positional && verb.is_none_or(|v| flag.verbs.contains(&v))) {
-        Some(near) => problem.help(format!("did you mean `--{near}`?")),
-        None => problem.help(format!("`omnigrpo {verb_name} --help` lists the flags")),
     }
 }

@@ -10,94 +10,66 @@ use serde_json::{Map, Value as Json};
 use serde_saphyr::Spanned;
 
 use crate::explain::Problem;
-use crate::flags::{self, FOREIGN};
-use crate::values::{Given, Origin, Raw};
+use crate::layer::{Entry, Layer};
+use crate::values::{Origin, Raw};
 
 /// Largest file of settings in bytes; real ones are a few thousand.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Reads a file of settings.
-///
-/// # Errors
-/// A file that cannot be read or is no YAML mapping, an unknown or repeated key, a value of the wrong type; each with
-/// file and line.
-pub fn read(path: &Path) -> Result<Vec<Given>, Problem> {
+/// Reads a file of settings. What is wrong with it is in the layer, with file and line.
+pub fn read(path: &Path) -> Layer {
     let name = path.display().to_string();
     let mut text = String::new();
     let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
     if let Err(error) = read {
-        return Err(Problem::usage("cannot read the file of settings").at(name).got(error.to_string()));
+        return Layer::unreadable(
+            Problem::usage("cannot read the file of settings").at(name).got(error.to_string()),
+        );
     }
     if text.len() as u64 > MAX_FILE_BYTES {
-        return Err(Problem::usage("the file of settings is too large")
-            .at(name)
-            .expected(format!("at most {MAX_FILE_BYTES} bytes")));
+        return Layer::unreadable(
+            Problem::usage("the file of settings is too large")
+                .at(name)
+                .expected(format!("at most {MAX_FILE_BYTES} bytes")),
+        );
     }
     parse(&text, &name, |line| Origin::Config(format!("{name}:{line}")))
 }
 
 /// Reads the text of a file of settings; `origin` makes a source of a line number.
-///
-/// # Errors
-/// As [`read`].
-pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Result<Vec<Given>, Problem> {
+pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
     if text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#')) {
-        return Ok(vec![]);
+        return Layer::default();
     }
-    let document: Document = serde_saphyr::from_str(text).map_err(|error| {
-        let mut problem =
-            Problem::usage("not a YAML mapping of settings").got(error.without_snippet().to_string());
-        problem = match error.location() {
-            Some(at) => problem.at(format!("{name}:{}:{}", at.line(), at.column())),
-            None => problem.at(name.to_string()),
-        };
-        problem.expected("lines of `setting: value`")
-    })?;
-    let mut given: Vec<Given> = Vec::new();
-    for (key, node) in document.0 {
-        let line = key.referenced.line();
-        let place = || format!("{name}:{line}");
-        let Some(flag) = flags::find(&key.value) else {
-            return Err(unknown_key(&key.value).at(place()));
-        };
-        if flag.command_line_only || flag.positional {
-            return Err(Problem::usage(format!(
-                "`{}` belongs on the command line, not in a file",
-                flag.name
-            ))
-            .at(place()));
-        }
-        if given.iter().any(|other| other.flag.name == flag.name) {
-            return Err(Problem::usage(format!("`{}` is given twice", flag.name))
-                .at(place())
-                .expected("each setting once, under one of its names"));
-        }
-        let raw = match node.value {
-            Node::Null => {
-                return Err(Problem::usage(format!("`{}` has no value", flag.name))
-                    .at(place())
-                    .expected(crate::explain::expected(&flag.kind))
-                    .help("leave the line out to take the default"));
-            }
-            Node::Scalar(text) => Raw::Arguments(vec![text]),
-            Node::Items(items) => Raw::Items(items),
-            Node::Mapping(map) => Raw::Object(map),
-        };
-        given.push(Given::read(flag, &raw, origin(line))?);
-    }
-    Ok(given)
+    let document: Document = match serde_saphyr::from_str(text) {
+        Ok(document) => document,
+        Err(error) => return Layer::unreadable(no_yaml(&error, name)),
+    };
+    let entries = document.0.into_iter().map(|(key, node)| Entry {
+        origin: origin(key.referenced.line()),
+        raw: match node.value {
+            Node::Null => None,
+            Node::Scalar(text) => Some(Raw::Arguments(vec![text])),
+            Node::Items(items) => Some(Raw::Items(items)),
+            Node::Mapping(map) => Some(Raw::Object(map)),
+        },
+        name: key.value,
+    });
+    Layer::read(entries.collect(), None)
 }
 
-fn unknown_key(key: &str) -> Problem {
-    let problem = Problem::usage(format!("unknown setting `{key}`"));
-    let normal = key.replace('-', "_");
-    if let Some((_, advice)) = FOREIGN.iter().find(|(names, _)| names.contains(&normal.as_str())) {
-        return problem.help(*advice);
+fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
+    let mut got = error.without_snippet().to_string();
+    // The library speaks to programmers there.
+    if let Some((what, rest)) = got.split_once(", set DuplicateKeyPolicy in Options if acceptable") {
+        got = format!("{what}{rest}");
     }
-    match flags::closest(key, |flag| !flag.command_line_only && !flag.positional) {
-        Some(near) => problem.help(format!("did you mean `{near}`?")),
-        None => problem.help("`docs/flags.md` lists every setting"),
-    }
+    let problem = Problem::usage("not a YAML mapping of settings").got(got);
+    let problem = match error.location() {
+        Some(at) => problem.at(format!("{name}:{}:{}", at.line(), at.column())),
+        None => problem.at(name.to_string()),
+    };
+    problem.expected("lines of `setting: value`, each setting once")
 }
 
 /// The top mapping in the order of the file, repeated keys included.

@@ -94,6 +94,8 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.stage3_max_live_parameters", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_max_reuse_distance", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", NoEffect("checkpoints are always whole")),
+    ("zero_optimization.gather_16bit_weights_on_model_save", NoEffect("checkpoints are always whole")),
+    ("zero_optimization.gather_fp16_weights_on_model_save", NoEffect("checkpoints are always whole")),
     ("zero_optimization.stage3_gather_fp16_weights_on_model_save", NoEffect("checkpoints are always whole")),
     (
         "zero_optimization.ignore_unused_parameters",

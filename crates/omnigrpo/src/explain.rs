@@ -24,6 +24,7 @@ struct Parts {
     got: Option<String>,
     expected: Option<String>,
     help: Option<String>,
+    each: Vec<Problem>,
     exit_code: u8,
 }
 
@@ -41,6 +42,23 @@ impl Problem {
     /// A run that was asked to stop and can go on.
     pub fn stopped(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_STOPPED, ..Parts::default() }))
+    }
+
+    /// All of these as one; `Ok` where there is none. A user then mends a command line once, not flag by flag.
+    ///
+    /// # Errors
+    /// The problems.
+    pub fn all(mut problems: Vec<Self>) -> Result<(), Self> {
+        match problems.len() {
+            0 => Ok(()),
+            1 => Err(problems.remove(0)),
+            n => {
+                let mut one = Self::usage(format!("{n} things are wrong with the settings"));
+                one.0.exit_code = problems.iter().map(Self::exit_code).max().unwrap_or(EXIT_USAGE);
+                one.0.each = problems;
+                Err(one)
+            }
+        }
     }
 
     /// What a verb failed with: a problem of its own, or any error with its chain of causes.
@@ -87,9 +105,8 @@ impl Problem {
     }
 }
 
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "error: {}", self.0.what)?;
+impl Problem {
+    fn details(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = [
             ("at", &self.0.place),
             ("got", &self.0.got),
@@ -106,14 +123,53 @@ impl fmt::Display for Problem {
     }
 }
 
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}", self.0.what)?;
+        self.details(f)?;
+        for (i, problem) in self.0.each.iter().enumerate() {
+            write!(f, "\n{:>3}. {}", i + 1, problem.0.what)?;
+            problem.details(f)?;
+        }
+        Ok(())
+    }
+}
+
 impl std::error::Error for Problem {}
+
+/// Bounds from here on only guard against overflow; nobody is told of them who has not passed them.
+const UNBOUNDED: i64 = 1 << 30;
+
+/// The bound that a number passed, where [`expected`] does not show it.
+pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
+    let number: f64 = text.parse().ok()?;
+    match *kind {
+        Kind::Int { max, .. } if max >= UNBOUNDED && number > max as f64 => Some(format!("at most {max}")),
+        Kind::Float { max, .. } if max >= 1e9 && number > max && number.is_finite() => {
+            Some(format!("at most {max}"))
+        }
+        Kind::Float { min, .. } if min <= -1e9 && number < min && number.is_finite() => {
+            Some(format!("at least {min}"))
+        }
+        _ => None,
+    }
+}
+
+/// The name closest to what was written, if few keys were missed.
+pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+    let text = text.replace('-', "_").to_ascii_lowercase();
+    // Long names are no licence for other words: `eval` is not a slip for `train`.
+    let most = (text.chars().count() / 4).clamp(1, 3);
+    let near = names.into_iter().map(|name| (strsim::osa_distance(&text, &name.replace('-', "_")), name));
+    near.filter(|(distance, _)| *distance <= most).min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
+}
 
 /// How the value of a flag is written.
 pub fn expected(kind: &Kind) -> String {
     match kind {
         Kind::Bool => "true or false".into(),
         Kind::Int { min, max } => match (*min, *max) {
-            (min, max) if max >= 1 << 30 => format!("a whole number from {min} up"),
+            (min, max) if max >= UNBOUNDED => format!("a whole number from {min} up"),
             (min, max) => format!("a whole number from {min} to {max}"),
         },
         Kind::Float { min, max } => match (*min, *max) {
@@ -217,7 +273,7 @@ fn yaml_text(text: &str) -> String {
 pub fn print_config(resolved: &Resolved) -> String {
     let mut out = format!("# omnigrpo {}\n", resolved.verb.name());
     for note in &resolved.notes {
-        out.push_str(&format!("# {note}\n"));
+        out.push_str(&format!("# {}\n", note.replace('\n', "\n#   ")));
     }
     for section in Section::ALL {
         let mut lines = Vec::new();
@@ -266,6 +322,7 @@ fn source(origin: &Origin) -> String {
     match origin {
         Origin::Default => "default".into(),
         Origin::Recipe(name) => format!("loss_type {name}"),
+        Origin::Environment(name) => format!("environment {name}"),
         Origin::Preset(name) => format!("preset {name}"),
         Origin::Config(place) => format!("config {place}"),
         Origin::Flag => "flag".into(),

@@ -10,7 +10,7 @@ use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 
 use crate::settings::{
     AllowUrls, EvalStrategy, FrameSampling, Layout, LrScheduler, MissingAudio, MultiObjective, PromptForm,
-    SaveStrategy, ScaleRewards, ThinkMode, TorchDtype, words,
+    SaveStrategy, ScaleRewards, ThinkMode, TorchDtype, Tracker, words,
 };
 
 /// A command of the program.
@@ -44,11 +44,15 @@ pub enum Verb {
     Demo,
     /// Measures a step of a random model.
     Bench,
+    /// Writes a shell's completion script.
+    Completions,
+    /// Writes the manual pages.
+    Man,
 }
 
 use Verb::{
-    Bench, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, RewardsList, RewardsRun,
-    Score, Sft, Train,
+    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man,
+    RewardsList, RewardsRun, Score, Sft, Train,
 };
 
 impl Verb {
@@ -68,6 +72,8 @@ impl Verb {
         Doctor,
         Demo,
         Bench,
+        Completions,
+        Man,
     ];
 
     /// The words that name the verb on the command line.
@@ -87,6 +93,8 @@ impl Verb {
             Doctor => &["doctor"],
             Demo => &["demo"],
             Bench => &["bench"],
+            Completions => &["completions"],
+            Man => &["man"],
         }
     }
 
@@ -114,6 +122,8 @@ impl Verb {
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
             Bench => "Measure a training step of a random model beside what this machine can do",
+            Completions => "Print the completion script of a shell",
+            Man => "Write the manual pages into a directory",
         }
     }
 }
@@ -310,69 +320,22 @@ pub fn find(name: &str) -> Option<&'static Flag> {
     FLAGS.iter().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
 }
 
-/// The known name closest to `name` among the flags `keep` accepts, if it is close enough to be a slip.
-pub fn closest(name: &str, keep: impl Fn(&Flag) -> bool) -> Option<&'static str> {
-    let name = name.replace('-', "_");
-    FLAGS
-        .iter()
-        .filter(|flag| keep(flag))
-        .flat_map(|flag| std::iter::once(&flag.name).chain(flag.aliases))
-        .map(|known| (strsim::jaro_winkler(&name, known), *known))
-        .filter(|(score, _)| *score >= 0.8)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, known)| known)
-}
-
-/// Names users of other trainers write, and what to do here.
-pub const FOREIGN: &[(&[&str], &str)] = &[
-    (&["bf16", "fp16"], "use `--torch_dtype bfloat16` or `--torch_dtype float32`"),
-    (&["optim"], "leave it out: the optimizer is AdamW"),
-    (
-        &["format_reward_weight", "accuracy_reward_weight"],
-        "use `--reward_weights`, one number per reward of `--reward_funcs`",
-    ),
-    (&["max_new_tokens"], "use `--max_completion_length`"),
-    (
-        &["use_vllm", "vllm_mode"],
-        "leave it out: completions are sampled in the same process with the trained weights",
-    ),
-    (&["attn_implementation"], "leave it out: there is one attention implementation"),
-    (
-        &["overwrite_output_dir"],
-        "leave it out: `--resume_from_checkpoint never` starts anew and moves old checkpoints aside",
-    ),
-    (&["dataset_name"], "use `--train_file` or `--dataset_use`"),
-    (&["evaluation_strategy"], "use `--eval_strategy`"),
-    (
-        &["generation_batch_size", "steps_per_generation"],
-        "use `--per_device_train_batch_size` (prompts) and `--gradient_accumulation_steps`",
-    ),
-    (&["push_to_hub", "hub_model_id"], "leave it out: this version keeps what it trains on this machine"),
-    (
-        &["lora_modules_to_save"],
-        "use `--tune_mm_mlp true` (or another part) with `--trainable_patterns`: those weights are trained whole",
-    ),
-    (
-        &[
-            "data_flatten",
-            "data_packing",
-            "dataloader_num_workers",
-            "tf32",
-            "cache_dir",
-            "remove_unused_columns",
-            "task_type",
-            "lora_task_type",
-        ],
-        "leave it out: it has no counterpart here and changes no result",
-    ),
-    (&["logging_dir"], "leave it out: logs are in the run directory"),
-];
-
 /// The datasets `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
     vec![
         ("vivqa-x", "the JSON files of ViVQA-X"),
         ("parquet", "a Hugging Face table, with its media as files"),
+    ]
+}
+
+/// The shells `completions` writes for.
+fn shells() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("bash", "eval \"$(omnigrpo completions bash)\" in ~/.bashrc"),
+        ("zsh", "as a file _omnigrpo in a directory of fpath"),
+        ("fish", "as ~/.config/fish/completions/omnigrpo.fish"),
+        ("elvish", "eval (omnigrpo completions elvish | slurp) in rc.elv"),
+        ("powershell", "omnigrpo completions powershell | Out-String | Invoke-Expression in $PROFILE"),
     ]
 }
 
@@ -419,7 +382,23 @@ const COUNT: i64 = 1 << 30;
 /// The bound of rates and weights that have no natural one.
 const BIG: f64 = 1e9;
 
-const EVERY: &[Verb] = Verb::ALL;
+/// Verbs with settings worth a file.
+const SET: &[Verb] = &[
+    Train,
+    Sft,
+    Generate,
+    Score,
+    Eval,
+    DataCheck,
+    DataShow,
+    DataConvert,
+    RewardsList,
+    RewardsRun,
+    Export,
+    Doctor,
+    Demo,
+    Bench,
+];
 /// Verbs that load a model, or its processor if it is given.
 const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
@@ -469,6 +448,12 @@ pub const FLAGS: &[Flag] = &[
     row("format", Choice(conversions), Unset(""), Section::Io, &[DataConvert], "Dataset to convert from.")
         .positional()
         .required(&[DataConvert]),
+    row("shell", Choice(shells), Unset(""), Section::Io, &[Completions], "Shell to write for.")
+        .positional()
+        .required(&[Completions]),
+    row("directory", Path, Unset(""), Section::Io, &[Man], "Directory to write into; it is made if it is not there. `man -l DIR/omnigrpo-train.1` shows a page.")
+        .positional()
+        .required(&[Man]),
     row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads, `-` for standard input; `score` and `rewards run` want `completions` in each.")
         .required(&[Score, DataConvert, RewardsRun]),
     row("output", Path, Unset("nothing is written"), Section::Io, &[Generate, Score, Eval, DataConvert, RewardsRun], "File to write, one JSON object per row; written whole or not at all.")
@@ -558,7 +543,9 @@ pub const FLAGS: &[Flag] = &[
     // Rewards
     row("reward_funcs", Specs, Is("accuracy,format"), Section::Rewards, ASKS_REWARDS, "Rewards to add up, by name (`rewards list`), as a function of a Python file (`my_rewards.py:mine`), as a program (`cmd:python my_reward.py`) or as an address (`http://…`).")
         .alias(&["rewards"]),
-    row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each."),
+    row("reward_weights", Floats, Is(""), Section::Rewards, REWARDED, "One weight per reward, in the order of `--reward_funcs`; none given means 1 each. A preset's weights go with its rewards by name."),
+    row("format_reward_weight", float(-BIG, BIG), Unset("its number in `reward_weights`"), Section::Rewards, REWARDED, "Weight of the reward `format`, wherever it stands in `--reward_funcs`."),
+    row("accuracy_reward_weight", float(-BIG, BIG), Unset("its number in `reward_weights`"), Section::Rewards, REWARDED, "Weight of the reward `accuracy`, wherever it stands in `--reward_funcs`."),
     row("format_mode", Choice(words::<FormatMode>), Is("strict"), Section::Rewards, REWARDED, "What the `format` reward wants: exactly one pair of each tag (strict), a graded 0.3 + 0.3 + 0.4, three tags (tags3), or the R1-V pattern (r1v)."),
     row("accuracy_mode", Choices(words::<AccuracyMode>), Is("auto"), Section::Rewards, ASKS_REWARDS, "How `accuracy` (and with it `length` and `cosine`) compares an answer; `auto` looks at the row. Several, also joined by colons, are those of the training files in order. A row's `accu_reward_method` wins.")
         .alias(&["reward_method", "accu_reward_method"]),
@@ -633,9 +620,10 @@ pub const FLAGS: &[Flag] = &[
     row("vision_tower_lr", float(0.0, 100.0), Unset("`learning_rate`"), Section::Optimizer, STEPS, "Learning rate of the towers: vision, audio, and the encoder of the question (HumanOmni)."),
     row("tune_mm_llm", Bool, Unset("true; false with adapters"), Section::Optimizer, STEPS, "Train the language model."),
     row("tune_mm_mlp", Bool, Unset("true; false with adapters"), Section::Optimizer, STEPS, "Train the projector; with adapters it is trained whole beside them."),
-    row("tune_mm_vision", Bool, Is("false"), Section::Optimizer, STEPS, "Train the vision tower, and the audio tower where there is one. A frozen tower runs once per step and medium."),
+    row("tune_gate", Bool, Unset("`tune_mm_mlp`"), Section::Optimizer, STEPS, "Train the gate between the branches of HumanOmni's projector; it can be trained without the projector, or stay as it is."),
+    row("tune_mm_vision", Bool, Unset("true with `freeze_vision_modules` false and no adapters, else false"), Section::Optimizer, STEPS, "Train the vision tower, and the audio tower where there is one. A frozen tower runs once per step and medium."),
     row("tune_bert", Bool, Is("false"), Section::Optimizer, STEPS, "Train the text encoder that steers HumanOmni's projector."),
-    row("freeze_vision_modules", Bool, Is("false"), Section::Optimizer, STEPS, "Freeze what VLM-R1 calls the vision modules: the towers, and of all families but InternVL the projector too."),
+    row("freeze_vision_modules", Bool, Unset("the `tune_mm_` settings decide"), Section::Optimizer, STEPS, "Freeze what VLM-R1 calls the vision modules: the towers, and of all families but InternVL the projector too. With false the towers are trained, as there, unless adapters are."),
     row("trainable_patterns", Texts, Is(""), Section::Optimizer, TUNES, "Of the parts that are trained whole, only weights whose published name matches one of these regular expressions. One that matches nothing is an error."),
     row("use_peft", Bool, Is("false"), Section::Optimizer, TUNES, "Train LoRA adapters on frozen weights. Outputs, checkpoints included, then hold the adapters and whatever is trained whole; the reference is the same weights with adapters off.")
         .alias(&["use_lora", "lora_enable"]),
@@ -653,7 +641,7 @@ pub const FLAGS: &[Flag] = &[
     row("exp_name", Text, Unset(""), Section::Run, &[Train, Sft], "Name instead of a directory: the run directory is `checkpoints/rl/NAME`, the log `runs/NAME/log/log.txt`."),
     row("deepspeed", Path, Unset(""), Section::Run, &[Train, Sft], "A settings file of DeepSpeed, such as zero2.json: each field is compared with this run's settings and explained; nothing is sharded in one process."),
     row("num_train_epochs", float(0.0, 1e6), Is("1"), Section::Run, &[Train, Sft, Demo], "Passes over the training rows. A step takes rows across the end of a pass; the last step takes what is left of the last one."),
-    row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs; -1 is off."),
+    row("max_steps", int(-1, COUNT), Is("-1"), Section::Run, STEPS, "Optimizer steps, instead of epochs, which it overrides; -1 is off."),
     row("seed", int(0, i64::MAX), Is("42"), Section::Run, RANDOM, "Seed of everything random; the same seed gives the same run."),
     row("data_seed", int(0, i64::MAX), Unset("`seed`"), Section::Run, &[Train, Sft, Demo], "Seed of the order of rows and of the held-out share."),
     row("save_strategy", Choice(words::<SaveStrategy>), Is("steps"), Section::Run, LOOP, "When to write a checkpoint."),
@@ -661,10 +649,11 @@ pub const FLAGS: &[Flag] = &[
     row("save_minutes", float(0.01, 1e6), Unset("off"), Section::Run, LOOP, "Also write a checkpoint when this many minutes have gone by since the last one; for runs whose steps take long."),
     row("save_total_limit", int(1, COUNT), Unset("keep all"), Section::Run, LOOP, "Checkpoints to keep; the oldest goes first, the best stays."),
     row("save_only_model", Bool, Is("false"), Section::Run, LOOP, "Write checkpoints without optimizer state: smaller, but they can only start a run. The one of an interruption has it."),
-    row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint that can be loaded if its settings and inputs are those of this run, `never` starts anew, a path resumes exactly that one. What an earlier run left is moved to `superseded-N`, never removed."),
+    row("resume_from_checkpoint", Text, Is("auto"), Section::Run, LOOP, "`auto` resumes the newest checkpoint that can be loaded if its settings and inputs are those of this run, else starts anew; `must` is an error instead of starting anew; `never` starts anew; a path resumes exactly that one. What an earlier run left is moved to `superseded-N`, never removed."),
     row("allow_changed_settings", Bool, Is("false"), Section::Run, LOOP, "Go on from a checkpoint although settings or inputs differ from those it was written with, for instance with a lower learning rate. The console names them."),
     // Evaluation
-    row("eval_strategy", Choice(words::<EvalStrategy>), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training."),
+    row("eval_strategy", Choice(words::<EvalStrategy>), Unset("steps with `eval_steps`, else epoch with evaluation data, else no"), Section::Evaluation, PERIODIC, "When to evaluate during training.")
+        .alias(&["evaluation_strategy"]),
     row("eval_steps", int(1, COUNT), Unset("from `eval_strategy`"), Section::Evaluation, PERIODIC, "Optimizer steps between evaluations."),
     row("eval_on_start", Bool, Is("false"), Section::Evaluation, PERIODIC, "Evaluate before the first step too, for a comparison of before and after."),
     row("num_generations_eval", int(1, 4096), Unset("1, greedy"), Section::Evaluation, PERIODIC, "Completions per prompt in evaluation during training; more than 1 are sampled."),
@@ -675,14 +664,15 @@ pub const FLAGS: &[Flag] = &[
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
     row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
+    row("report_to", Choices(words::<Tracker>), Is("jsonl"), Section::Logging, LOOP, "Where metrics go. `metrics.jsonl` in the run directory is always written."),
     row("profile", Bool, Is("false"), Section::Logging, &[Train, Sft, Demo], "Print at the end where the time went, by phase and kind of work, with operations and bytes per second."),
     row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
     row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
     // Program
-    row("config", Path, Unset(""), Section::Program, EVERY, "YAML file of settings under the same names; flags win. Settings of other verbs in it are left alone, so one file can serve `data check` and `train`.")
+    row("config", Path, Unset(""), Section::Program, SET, "YAML file of settings under the same names; flags win. Settings of other verbs in it are left alone, so one file can serve `data check` and `train`.")
         .command_line_only(),
-    row("preset", Choice(crate::presets::words), Unset("none"), Section::Program, EVERY, "Settings of a source system; `--config` and flags win over it."),
-    row("print_config", Bool, Is("false"), Section::Program, EVERY, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
+    row("preset", Choice(crate::presets::words), Unset("none"), Section::Program, SET, "Settings of a source system; `--config` and flags win over it."),
+    row("print_config", Bool, Is("false"), Section::Program, SET, "Print every setting of this run, where it comes from, and stop. The output is a `--config` file.")
         .command_line_only(),
     row("threads", int(1, 4096), Unset("all cores"), Section::Program, &[Train, Sft, Generate, Score, Eval, DataCheck, RewardsRun, Export, Doctor, Demo, Bench], "Threads for computing."),
 ];
@@ -709,11 +699,6 @@ mod tests {
                     name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'),
                     "{name}"
                 );
-            }
-        }
-        for (names, _) in FOREIGN {
-            for name in *names {
-                assert!(!seen.contains(name), "`{name}` is a setting, not a foreign name");
             }
         }
         let order: Vec<usize> =
@@ -753,12 +738,14 @@ mod tests {
     #[test]
     fn presets_use_canonical_names_and_say_where_each_value_comes_from() {
         for (name, _) in crate::presets::words() {
-            let text = crate::presets::text(name).unwrap();
-            config::parse(text, name, |_| Origin::Preset(name.to_string())).unwrap();
-            for line in text.lines().filter(|line| !line.starts_with('#')) {
-                let (key, rest) = line.split_once(':').unwrap();
-                assert_eq!(find(key).unwrap().name, key, "{name}");
-                assert!(rest.contains(" # "), "{name}: `{key}` has no source");
+            for text in crate::presets::texts(name) {
+                let layer = config::parse(text, name, |_| Origin::Preset(name.to_string()));
+                assert!(layer.problems.is_empty() && layer.dropped.is_empty(), "{name}: {layer:?}");
+                for line in text.lines().filter(|line| !line.starts_with('#')) {
+                    let (key, rest) = line.split_once(':').unwrap();
+                    assert_eq!(find(key).unwrap().name, key, "{name}");
+                    assert!(rest.contains(" # "), "{name}: `{key}` has no source");
+                }
             }
         }
     }

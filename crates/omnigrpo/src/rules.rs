@@ -2,11 +2,12 @@
 
 use omnigrpo_grpo::{Kl, Surrogate};
 
-use crate::explain::Problem;
+use crate::explain::{Problem, nearest};
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
 use crate::settings::{
     EvalStrategy, FrameSampling, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings, TorchDtype,
 };
+use crate::values::Value;
 
 /// A setting and the case in which nothing reads it.
 ///
@@ -19,10 +20,16 @@ pub struct Idle {
     pub verbs: &'static [Verb],
     /// Why it has no effect, if it has none.
     pub when: fn(&Settings) -> Option<&'static str>,
+    /// Another setting overrides it in `transformers`, whose scripts give both: a note instead of an error.
+    pub overridden: bool,
 }
 
 const fn idle(flag: &'static str, when: fn(&Settings) -> Option<&'static str>) -> Idle {
-    Idle { flag, verbs: Verb::ALL, when }
+    idle_in(Verb::ALL, flag, when)
+}
+
+const fn overridden(flag: &'static str, when: fn(&Settings) -> Option<&'static str>) -> Idle {
+    Idle { overridden: true, ..idle(flag, when) }
 }
 
 const fn idle_in(
@@ -30,8 +37,22 @@ const fn idle_in(
     flag: &'static str,
     when: fn(&Settings) -> Option<&'static str>,
 ) -> Idle {
-    Idle { flag, verbs, when }
+    Idle { flag, verbs, when, overridden: false }
 }
+
+/// Two settings that say the same thing in two ways, and when they do. Where one comes from a stronger source, the other
+/// goes back to its default: a preset must not forbid the other way.
+pub type Rivals = (&'static str, &'static str, fn(&Value, &Value) -> bool);
+
+/// Every such pair.
+pub const RIVALS: &[Rivals] = &[
+    ("tune_mm_vision", "freeze_vision_modules", |tune, freeze| tune == freeze),
+    ("advantage", "scale_rewards", |_, _| true),
+    ("output_dir", "exp_name", |_, _| true),
+    ("max_steps", "num_train_epochs", |steps, _| *steps != Value::Int(-1)),
+    ("warmup_steps", "warmup_ratio", |steps, _| *steps != Value::Int(0)),
+    ("nframes", "fps", |_, _| true),
+];
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
     match s.loss.plan.surrogate {
@@ -111,8 +132,12 @@ pub const IDLE: &[Idle] = &[
         (!s.data.eval_file.is_empty() || !s.data.eval_dataset_use.is_empty())
             .then_some("the evaluation data are given")
     }),
-    idle("audio", |s| s.io.prompt.is_none().then_some("there is no `prompt`")),
     idle("max_skipped", |s| s.data.strict_media.then_some("`strict_media` stops at the first bad row")),
+    idle("fps", |s| {
+        (s.media.frame_sampling != FrameSampling::QwenVlUtils)
+            .then_some("only `frame_sampling qwen_vl_utils` reads it")
+            .or_else(|| s.media.nframes.map(|_| "`nframes` gives the number of frames"))
+    }),
     idle("nframes", |s| {
         (s.media.frame_sampling != FrameSampling::QwenVlUtils)
             .then_some("only `frame_sampling qwen_vl_utils` reads it")
@@ -124,6 +149,8 @@ pub const IDLE: &[Idle] = &[
         (s.media.frame_sampling != FrameSampling::QwenVlUtils)
             .then_some("only `frame_sampling qwen_vl_utils` reads it")
     }),
+    idle("format_reward_weight", |s| no_reward(s, "format").then_some("`reward_funcs` has no format")),
+    idle("accuracy_reward_weight", |s| no_reward(s, "accuracy").then_some("`reward_funcs` has no accuracy")),
     idle("format_mode", |s| no_reward(s, "format").then_some("`reward_funcs` has no format")),
     idle("accuracy_mode", |s| {
         let none = ["accuracy", "length", "cosine"].iter().all(|name| no_reward(s, name));
@@ -159,7 +186,8 @@ pub const IDLE: &[Idle] = &[
         matches!(s.loss.plan.surrogate, Surrogate::LogProb)
             .then_some("the recipe of `loss_type` has no ratio")
     }),
-    idle("warmup_ratio", |s| (s.optim.warmup_steps > 0).then_some("`warmup_steps` wins").or_else(|| flat(s))),
+    overridden("warmup_ratio", |s| (s.optim.warmup_steps > 0).then_some("`warmup_steps` overrides it")),
+    idle("warmup_ratio", flat),
     idle("warmup_steps", flat),
     idle("mm_projector_lr", |s| {
         (!s.optim.tune_mm_mlp && llm_adapters(s)).then_some("nothing of the projector is trained")
@@ -177,7 +205,7 @@ pub const IDLE: &[Idle] = &[
     idle("lora_dropout", no_new_adapter),
     idle("lora_target_modules", no_new_adapter),
     idle("use_rslora", no_new_adapter),
-    idle("num_train_epochs", |s| s.run.max_steps.map(|_| "`max_steps` wins")),
+    overridden("num_train_epochs", |s| s.run.max_steps.map(|_| "`max_steps` overrides it")),
     idle("save_steps", |s| {
         (s.run.save_strategy != SaveStrategy::Steps).then_some("`save_strategy` is not steps")
     }),
@@ -263,33 +291,35 @@ fn flat(s: &Settings) -> Option<&'static str> {
         .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
 }
 
-/// What cannot be run at all.
-///
-/// # Errors
-/// The first contradiction.
-pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
+/// What cannot be run at all: every contradiction.
+pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
     let trains = matches!(verb, Train | Demo);
-    let flags = |wrong: bool, problem: Problem| if wrong { Err(problem) } else { Ok(()) };
-    flags(
+    let mut problems = Vec::new();
+    let mut refuse = |wrong: bool, problem: Problem| {
+        if wrong {
+            problems.push(problem);
+        }
+    };
+    refuse(
         trains && s.rollout.num_generations < 2,
         Problem::usage("a group of one completion has nothing to compare with")
             .got("`num_generations` 1")
             .expected("`--num_generations` 2 or more")
             .help("8 is the default"),
-    )?;
-    flags(
+    );
+    refuse(
         trains && s.rollout.temperature == 0.0 && s.rollout.replay.is_none(),
         Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learnt")
             .got("`temperature` 0")
             .expected("`--temperature` above 0"),
-    )?;
-    flags(
+    );
+    refuse(
         matches!(verb, Eval | Generate) && s.rollout.num_generations > 1 && s.rollout.temperature == 0.0,
         Problem::usage("at temperature 0 all completions of a prompt are equal")
             .got(format!("`num_generations` {} and `temperature` 0", s.rollout.num_generations))
             .expected("one completion, or `--temperature` above 0"),
-    )?;
-    flags(
+    );
+    refuse(
         s.rollout.min_completion_length > s.rollout.max_completion_length,
         Problem::usage("the shortest completion is longer than the longest")
             .got(format!(
@@ -297,14 +327,14 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
                 s.rollout.min_completion_length, s.rollout.max_completion_length
             ))
             .expected("the minimum at most the maximum"),
-    )?;
-    flags(
+    );
+    refuse(
         s.rewards.reward_funcs.is_empty(),
         Problem::usage("no reward")
             .got("an empty `reward_funcs`")
             .expected("at least one; `rewards list` shows them"),
-    )?;
-    flags(
+    );
+    refuse(
         s.rewards.reward_weights.len() != s.rewards.reward_funcs.len(),
         Problem::usage("`reward_weights` and `reward_funcs` differ in number")
             .got(format!(
@@ -314,30 +344,21 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
                 s.rewards.reward_funcs.join(", ")
             ))
             .expected("one weight per reward, in the same order"),
-    )?;
+    );
     if let Err(error) = s.loss.plan.validate() {
-        return Err(match error {
+        let problem = match error {
             omnigrpo_grpo::Error::Setting { setting, value, expected } => {
                 Problem::usage(format!("wrong value for `{setting}`"))
                     .got(value.to_string())
                     .expected(expected)
             }
             other => Problem::usage(other.to_string()),
-        });
+        };
+        refuse(true, problem);
     }
-    known_rewards(&s.rewards.reward_funcs)?;
-    flags(
-        verb != Verb::DataCheck && no_clip_score(s).is_none() && s.rewards.clip_model.is_none(),
-        Problem::usage("the reward `explanation` needs a CLIP")
-            .expected("`--clip_model DIR`")
-            .help("`--explanation_clip_weight 0` is CIDEr alone"),
-    )?;
-    flags(
-        verb != Verb::DataCheck && no_bertscore(s).is_none() && s.rewards.bertscore_model.is_none(),
-        Problem::usage("the reward `bertscore` needs a text encoder").expected("`--bertscore_model DIR`"),
-    )?;
+    unknown_rewards(&s.rewards.reward_funcs).into_iter().for_each(|problem| refuse(true, problem));
     let media = &s.media;
-    flags(
+    refuse(
         media.video_min_frames > media.video_max_frames,
         Problem::usage("the fewest frames are more than the most")
             .got(format!(
@@ -345,7 +366,7 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
                 media.video_min_frames, media.video_max_frames
             ))
             .expected("the minimum at most the maximum"),
-    )?;
+    );
     for (low, high, min, max) in [
         ("min_pixels", "max_pixels", media.min_pixels, media.max_pixels),
         (
@@ -356,49 +377,49 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
         ),
     ] {
         if let (Some(min), Some(max)) = (min, max) {
-            flags(
+            refuse(
                 min > max,
                 Problem::usage(format!("`{low}` is above `{high}`"))
                     .got(format!("{min} and {max}"))
                     .expected("the minimum at most the maximum"),
-            )?;
+            );
         }
     }
-    flags(
+    refuse(
         s.data.data_file_paths.len() != s.data.image_folders.len() && !s.data.data_file_paths.is_empty(),
         Problem::usage("`data_file_paths` and `image_folders` differ in number")
             .got(format!("{} files and {} folders", s.data.data_file_paths.len(), s.data.image_folders.len()))
             .expected("one image folder per file, in the same order")
             .help("`--train_file` takes any number of folders"),
-    )?;
-    flags(
+    );
+    refuse(
         verb == Export && !s.model.merge && s.model.layout.is_none(),
         Problem::usage("nothing to change")
             .got("neither an adapter nor another form")
             .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`"),
-    )?;
-    flags(
+    );
+    refuse(
         verb == Export && s.model.merge && s.model.adapter_name_or_path.is_none(),
         Problem::usage("`merge` without an adapter").expected("`--adapter_name_or_path DIR`"),
-    )?;
-    flags(
+    );
+    refuse(
         verb == Export && !s.model.merge && s.model.adapter_name_or_path.is_some(),
         Problem::usage("an adapter is exported merged or not at all").expected("`--merge`"),
-    )?;
-    flags(
+    );
+    refuse(
         s.model.load_in_8bit && s.model.load_in_4bit,
         Problem::usage("weights can not be held in 8 and in 4 bits")
             .got("`load_in_8bit` and `load_in_4bit` both true")
             .expected("one of them"),
-    )?;
-    flags(
+    );
+    refuse(
         matches!(verb, Train | Sft) && (s.model.load_in_8bit || s.model.load_in_4bit) && !s.optim.use_peft,
         Problem::usage("quantised weights can not be trained")
             .got("`load_in_8bit` or `load_in_4bit` without adapters")
             .expected("`--use_peft`")
             .help("without it, leave the weights in the checkpoint's precision"),
-    )?;
-    flags(
+    );
+    refuse(
         !(s.optim.tune_mm_llm
             || s.optim.tune_mm_mlp
             || s.optim.tune_mm_vision
@@ -407,48 +428,43 @@ pub fn check(verb: Verb, s: &Settings) -> Result<(), Problem> {
         Problem::usage("nothing to train")
             .got("`tune_mm_llm`, `tune_mm_mlp`, `tune_mm_vision` and `tune_bert` all false")
             .expected("at least one of them true"),
-    )?;
-    flags(
+    );
+    refuse(
         s.optim.freeze_vision_modules && s.optim.tune_mm_vision,
         Problem::usage("the vision tower can not be both frozen and trained")
             .got("`freeze_vision_modules` and `tune_mm_vision` both true")
             .expected("one of them"),
-    )?;
-    flags(
+    );
+    refuse(
         s.eval.eval_strategy == EvalStrategy::Steps && s.eval.eval_steps.is_none(),
         Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`"),
-    )?;
-    flags(
+    );
+    refuse(
         s.run.save_strategy == SaveStrategy::Best && s.eval.eval_strategy == EvalStrategy::No,
         Problem::usage("`save_strategy best` needs evaluations to compare")
             .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`"),
-    )
+    );
+    problems
 }
 
 /// Names without a colon are built in; programs and addresses show what they are when they are called.
-fn known_rewards(specs: &[String]) -> Result<(), Problem> {
+fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();
     let names =
         || omnigrpo_rewards::table().iter().map(|row| row.name).chain(scorers.iter().map(|row| row.name));
-    for spec in specs.iter().filter(|spec| !spec.contains(':')) {
-        if names().any(|name| name == spec) {
-            continue;
-        }
+    let unknown = specs.iter().filter(|spec| !spec.contains(':') && names().all(|name| name != *spec));
+    let problem = |spec: &String| {
         let problem = Problem::usage("unknown reward").got(format!("`{spec}`")).expected(format!(
             "{}, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`",
             names().collect::<Vec<_>>().join(", ")
         ));
-        if spec.ends_with(".py") {
-            return Err(problem.help(format!("name one function of the file: `{spec}:FUNCTION`")));
-        }
-        let near = names()
-            .map(|name| (strsim::jaro_winkler(spec, name), name))
-            .filter(|(score, _)| *score > 0.8)
-            .max_by(|a, b| a.0.total_cmp(&b.0));
-        return Err(match near {
-            Some((_, name)) => problem.help(format!("did you mean `{name}`?")),
+        match nearest(spec, names()) {
+            _ if spec.ends_with(".py") => {
+                problem.help(format!("name one function of the file: `{spec}:FUNCTION`"))
+            }
+            Some(name) => problem.help(format!("did you mean `{name}`?")),
             None => problem,
-        });
-    }
-    Ok(())
+        }
+    };
+    unknown.map(problem).collect()
 }

@@ -166,6 +166,14 @@ choice!(
     Best = "best",
 );
 choice!(
+    /// Where metrics go.
+    Tracker:
+    /// No place besides the run directory.
+    None = "none",
+    /// The file `metrics.jsonl` of the run directory.
+    Jsonl = "jsonl",
+);
+choice!(
     /// When to evaluate.
     EvalStrategy:
     /// Never.
@@ -238,8 +246,10 @@ impl Named for &'static QuestionTemplate {
 pub enum Resume {
     /// Start anew.
     Never,
-    /// The newest checkpoint, if its settings are those of this run.
+    /// The newest checkpoint, if its settings are those of this run, else anew.
     Auto,
+    /// The newest checkpoint, and no other start.
+    Must,
     /// This checkpoint.
     From(PathBuf),
 }
@@ -250,6 +260,7 @@ impl Resume {
         match text.to_ascii_lowercase().as_str() {
             "never" | "false" | "no" => Self::Never,
             "auto" | "true" | "yes" => Self::Auto,
+            "must" => Self::Must,
             _ => Self::From(PathBuf::from(text)),
         }
     }
@@ -260,6 +271,12 @@ impl Resume {
 pub struct Environment {
     /// `WANDB_DISABLED` is true. Nothing is ever sent to W&B; kept to say so.
     pub wandb_disabled: bool,
+    /// `WANDB_MODE`. Nothing is ever sent to W&B; kept to say so.
+    pub wandb_mode: Option<String>,
+    /// `EXP_NAME`, the name of a run that has none of its own.
+    pub exp_name: Option<String>,
+    /// The variable by which a launcher says that it started several processes, as `NAME=NUMBER`.
+    pub several_processes: Option<String>,
     /// `DEBUG_MODE` is true. Rollouts are always written; kept to say so.
     pub debug_mode: bool,
     /// `DS_SKIP_CUDA_CHECK` is true. There is no DeepSpeed here; kept to say so.
@@ -328,8 +345,15 @@ impl Environment {
         let user_cache = user_cache
             .or_else(|| Some(PathBuf::from(get("HOME")?).join(".cache")))
             .unwrap_or_else(|| PathBuf::from(".cache"));
+        let several = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| {
+            let processes: u64 = get(name)?.trim().parse().ok()?;
+            (processes > 1).then(|| format!("{name}={processes}"))
+        });
         Self {
             wandb_disabled: on(&get, "WANDB_DISABLED"),
+            wandb_mode: get("WANDB_MODE"),
+            exp_name: get("EXP_NAME"),
+            several_processes: several,
             debug_mode: on(&get, "DEBUG_MODE"),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
@@ -346,6 +370,8 @@ impl Environment {
 #[allow(missing_docs)]
 pub struct IoSettings {
     pub format: Option<String>,
+    pub shell: Option<String>,
+    pub directory: Option<PathBuf>,
     pub input: Option<PathBuf>,
     pub output: Option<PathBuf>,
     pub prompt: Option<String>,
@@ -644,7 +670,11 @@ pub struct OptimSettings {
     pub tune_mm_llm: bool,
     /// Resolved: false with adapters, else true, unless given.
     pub tune_mm_mlp: bool,
+    /// `None` follows the projector.
+    pub tune_gate: Option<bool>,
+    /// Resolved: true with `freeze_vision_modules` false and no adapters, else false, unless given.
     pub tune_mm_vision: bool,
+    /// Resolved: false unless given.
     pub freeze_vision_modules: bool,
     pub tune_bert: bool,
     pub trainable_patterns: Vec<String>,
@@ -708,6 +738,7 @@ pub struct LogSettings {
     /// Resolved: `logging_steps` unless given.
     pub grpo_logging_steps: u64,
     pub run_name: Option<String>,
+    pub report_to: Vec<Tracker>,
     pub log_completions: bool,
     /// Count time, operations and bytes by phase and kernel.
     pub profile: bool,
@@ -748,10 +779,7 @@ impl Settings {
         let temperature: f64 = v.get("temperature")?;
         let logprob_temperature = if temperature > 0.0 { temperature } else { 1.0 };
         let reward_funcs: Vec<String> = v.get("reward_funcs")?;
-        let mut reward_weights: Vec<f64> = v.get("reward_weights")?;
-        if reward_weights.is_empty() {
-            reward_weights = vec![1.0; reward_funcs.len()];
-        }
+        let reward_weights = reward_weights(v, &reward_funcs)?;
         let exp_name: Option<String> = v.get("exp_name")?;
         if let Some(name) = &exp_name {
             plain_name(name)?;
@@ -798,9 +826,12 @@ impl Settings {
         });
         let adapter: Option<PathBuf> = v.get("adapter_name_or_path")?;
         let use_peft = v.get("use_peft")? || adapter.is_some();
+        let freeze_vision_modules: Option<bool> = v.get("freeze_vision_modules")?;
         Ok(Self {
             io: IoSettings {
                 format: v.get("format")?,
+                shell: v.get("shell")?,
+                directory: v.get("directory")?,
                 input: v.get("input")?,
                 output: v.get("output")?,
                 prompt: v.get("prompt")?,
@@ -903,8 +934,11 @@ impl Settings {
                 vision_tower_lr: v.get::<Option<_>>("vision_tower_lr")?.unwrap_or(learning_rate),
                 tune_mm_llm: v.get::<Option<_>>("tune_mm_llm")?.unwrap_or(!use_peft),
                 tune_mm_mlp: v.get::<Option<_>>("tune_mm_mlp")?.unwrap_or(!use_peft),
-                tune_mm_vision: v.get("tune_mm_vision")?,
-                freeze_vision_modules: v.get("freeze_vision_modules")?,
+                tune_gate: v.get("tune_gate")?,
+                tune_mm_vision: v
+                    .get::<Option<_>>("tune_mm_vision")?
+                    .unwrap_or(freeze_vision_modules == Some(false) && !use_peft),
+                freeze_vision_modules: freeze_vision_modules == Some(true),
                 tune_bert: v.get("tune_bert")?,
                 trainable_patterns: v.get("trainable_patterns")?,
                 use_peft,
@@ -951,6 +985,7 @@ impl Settings {
                 logging_steps,
                 grpo_logging_steps: v.get::<Option<_>>("grpo_logging_steps")?.unwrap_or(logging_steps),
                 run_name: v.get("run_name")?,
+                report_to: v.get("report_to")?,
                 log_completions: v.get("log_completions")?,
                 profile: v.get("profile")?,
             },
@@ -969,7 +1004,29 @@ impl Settings {
     }
 }
 
-/// A name that is one path component, so that logs and checkpoints of a run cannot land elsewhere.
+/// `reward_weights`, 1 each if there are none, with the weights that name their reward in place.
+fn reward_weights(v: &Values, rewards: &[String]) -> Result<Vec<f64>, Problem> {
+    let mut weights: Vec<f64> = v.get("reward_weights")?;
+    let all = v.rank("reward_weights");
+    if weights.is_empty() {
+        weights = vec![1.0; rewards.len()];
+    }
+    for (reward, setting) in [("format", "format_reward_weight"), ("accuracy", "accuracy_reward_weight")] {
+        let Some(weight) = v.get::<Option<f64>>(setting)? else { continue };
+        if v.rank(setting) == all {
+            return Err(Problem::usage(format!("the weight of `{reward}` is given twice"))
+                .got(format!("`reward_weights` and `{setting}`"))
+                .expected("one of them"));
+        }
+        // A weight that names its reward yields to a list that was given over it.
+        let at = rewards.iter().position(|name| name == reward).filter(|_| v.rank(setting) > all);
+        if let Some(slot) = at.and_then(|at| weights.get_mut(at)) {
+            *slot = weight;
+        }
+    }
+    Ok(weights)
+}
+
 /// `--label_set`.
 fn labels(words: &[String]) -> Result<Labels, Problem> {
     match words {
@@ -981,6 +1038,7 @@ fn labels(words: &[String]) -> Result<Labels, Problem> {
     }
 }
 
+/// A name that is one path component, so that logs and checkpoints of a run cannot land elsewhere.
 fn plain_name(name: &str) -> Result<(), Problem> {
     if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']) && !name.contains("..") {
         return Ok(());
@@ -1002,41 +1060,61 @@ fn plain_name(name: &str) -> Result<(), Problem> {
 }
 
 /// What is missing although no single flag is required.
-pub fn needs(verb: Verb, s: &Settings) -> Option<Problem> {
+pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     let rows = "`--train_file FILE`, `--dataset_use NAME` or `--data_file_paths A:B`";
+    let trains = matches!(verb, Verb::Train | Verb::Sft);
+    let (train_rows, eval_rows) = (s.data.has_train_rows(), s.data.has_eval_rows());
     let named: Vec<&str> =
         s.data.dataset_use.iter().chain(&s.data.eval_dataset_use).map(String::as_str).collect();
-    if !named.is_empty() && s.data.dataset_registry.is_none() && !Path::new(REGISTRY).is_file() {
-        return Some(
-            Problem::usage("dataset names without a registry")
-                .got(format!("`{}`", named.join(",")))
-                .expected(format!(
-                    "`--dataset_registry FILE`, which maps names to files, or a file {REGISTRY} here"
-                )),
-        );
-    }
-    match verb {
-        Verb::Train | Verb::Sft if s.run.output_dir.is_none() => {
-            Some(Problem::usage("no run directory").expected("`--output_dir DIR` or `--exp_name NAME`"))
+    let mut missing = Vec::new();
+    let mut need = |lacks: bool, problem: Problem| {
+        if lacks {
+            missing.push(problem);
         }
-        Verb::Train if s.rollout.replay.is_some() => None,
-        Verb::Train | Verb::Sft if !s.data.has_train_rows() => {
-            Some(Problem::usage("no training data").expected(rows))
-        }
-        Verb::DataCheck | Verb::DataShow if !s.data.has_train_rows() && !s.data.has_eval_rows() => {
-            Some(Problem::usage("no data").expected(format!("{rows}, or their `--eval_…` forms")))
-        }
-        Verb::Eval if s.data.eval_file.is_empty() && s.data.eval_dataset_use.is_empty() => Some(
-            Problem::usage("no evaluation data").expected("`--eval_file FILE` or `--eval_dataset_use NAME`"),
+    };
+    need(
+        trains && s.run.output_dir.is_none(),
+        Problem::usage("no run directory").expected("`--output_dir DIR` or `--exp_name NAME`"),
+    );
+    need(
+        trains && !train_rows && !(verb == Verb::Train && s.rollout.replay.is_some()),
+        Problem::usage("no training data").expected(rows),
+    );
+    need(
+        matches!(verb, Verb::DataCheck | Verb::DataShow) && !train_rows && !eval_rows,
+        Problem::usage("no data").expected(format!("{rows}, or their `--eval_…` forms")),
+    );
+    need(
+        verb == Verb::Eval && s.data.eval_file.is_empty() && s.data.eval_dataset_use.is_empty(),
+        Problem::usage("no evaluation data").expected("`--eval_file FILE` or `--eval_dataset_use NAME`"),
+    );
+    need(
+        !named.is_empty() && s.data.dataset_registry.is_none() && !Path::new(REGISTRY).is_file(),
+        Problem::usage("dataset names without a registry").got(format!("`{}`", named.join(","))).expected(
+            format!("`--dataset_registry FILE`, which maps names to files, or a file {REGISTRY} here"),
         ),
-        Verb::Generate if s.io.input.is_none() && s.io.prompt.is_none() => Some(
-            Problem::usage("nothing to answer").expected("`--input FILE --output FILE`, or `--prompt TEXT`"),
-        ),
-        Verb::Generate if s.io.input.is_some() && s.io.output.is_none() => {
-            Some(Problem::usage("no place for the completions of `--input`").expected("`--output FILE`"))
-        }
-        _ => None,
-    }
+    );
+    need(
+        verb == Verb::Generate && s.io.input.is_none() && s.io.prompt.is_none(),
+        Problem::usage("nothing to answer").expected("`--input FILE --output FILE`, or `--prompt TEXT`"),
+    );
+    need(
+        verb == Verb::Generate && s.io.input.is_some() && s.io.output.is_none(),
+        Problem::usage("no place for the completions of `--input`").expected("`--output FILE`"),
+    );
+    let wants =
+        |name: &str| verb != Verb::DataCheck && s.rewards.reward_funcs.iter().any(|reward| reward == name);
+    need(
+        wants("explanation") && s.rewards.explanation_clip_weight > 0.0 && s.rewards.clip_model.is_none(),
+        Problem::usage("the reward `explanation` needs a CLIP")
+            .expected("`--clip_model DIR`")
+            .help("`--explanation_clip_weight 0` is CIDEr alone"),
+    );
+    need(
+        wants("bertscore") && s.rewards.bertscore_model.is_none(),
+        Problem::usage("the reward `bertscore` needs a text encoder").expected("`--bertscore_model DIR`"),
+    );
+    missing
 }
 
 #[cfg(test)]
@@ -1047,7 +1125,7 @@ mod tests {
     use crate::values::{Origin, Resolved};
 
     fn resolved(verb: Verb, yaml: &str) -> Result<Resolved, Problem> {
-        let given = config::parse(yaml, "test", |_| Origin::Flag).unwrap();
+        let given = config::parse(yaml, "test", |_| Origin::Flag);
         cli::resolve(verb, given, Environment::default())
     }
 
@@ -1137,10 +1215,104 @@ mod tests {
     }
 
     #[test]
+    fn vlm_r1s_switch_trains_the_towers() {
+        let towers = |yaml: &str| {
+            let optim = train(yaml).optim;
+            (optim.tune_mm_vision, optim.freeze_vision_modules)
+        };
+        assert_eq!(towers(""), (false, false));
+        assert_eq!(towers("freeze_vision_modules: true"), (false, true));
+        assert_eq!(towers("freeze_vision_modules: false"), (true, false));
+        assert_eq!(towers("freeze_vision_modules: false\nuse_peft: true"), (false, false));
+        assert_eq!(towers("preset: vivqa-x"), (false, true));
+        assert_eq!(towers("preset: vivqa-x\nfreeze_vision_modules: false"), (true, false));
+        assert_eq!(towers("preset: vivqa-x\ntune_mm_vision: true"), (true, false));
+        assert_eq!(towers("preset: vivqa-x\ntune_mm_vision: false"), (false, true));
+        assert_eq!(towers("preset: qwen-mcq\nfreeze_vision_modules: false"), (true, false));
+        assert_eq!(towers("preset: r1-v"), (true, false));
+        assert!(resolved(Verb::Train, "freeze_vision_modules: true\ntune_mm_vision: true").is_err());
+    }
+
+    #[test]
+    fn weights_go_with_their_rewards() {
+        let weights = |yaml: &str| train(yaml).rewards.reward_weights;
+        assert_eq!(weights("format_reward_weight: 0.3\naccuracy_reward_weight: 0.7"), [0.7, 0.3]);
+        assert_eq!(weights("accuracy_reward_weight: 2"), [2.0, 1.0]);
+        assert_eq!(weights("preset: qwen-mcq\nformat_reward_weight: 1"), [0.7, 1.0]);
+        assert_eq!(weights("preset: qwen-mcq\nreward_funcs: format"), [0.3]);
+        assert_eq!(weights("preset: qwen-mcq\nreward_funcs: random format accuracy"), [1.0, 0.3, 0.7]);
+        let third = 1.0 / 3.0;
+        assert_eq!(weights("preset: vivqa-x\nreward_funcs: accuracy format"), [third, third]);
+        assert_eq!(
+            weights("preset: vivqa-x\nreward_funcs: [accuracy, format, explanation, mine=cmd:x]"),
+            [third, third, 1.0, 1.0]
+        );
+        // A list given over the preset counts as it stands.
+        assert_eq!(weights("preset: vivqa-x\nreward_funcs: format\nreward_weights: 5"), [5.0]);
+        for wrong in [
+            "reward_weights: 1 2\nformat_reward_weight: 3",
+            "reward_funcs: accuracy\nformat_reward_weight: 3",
+            "preset: qwen-mcq\nreward_weights: 1",
+        ] {
+            assert!(resolved(Verb::Train, wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_stronger_source_wins_over_another_name_for_the_same() {
+        let run = |yaml: &str| train(yaml).run;
+        assert_eq!(run("preset: vivqa-x").max_steps, Some(500));
+        assert_eq!(run("preset: vivqa-x\nnum_train_epochs: 2").max_steps, None);
+        assert_eq!(run("preset: vivqa-x\nnum_train_epochs: 1\nmax_steps: 7").max_steps, Some(7));
+        assert_eq!(run("preset: humanomni\nmax_steps: -1").num_train_epochs, 2.0);
+        let loss = |yaml: &str| train(yaml).loss.advantage;
+        assert_eq!(loss("preset: qwen-mcq\nscale_rewards: none"), AdvantageKind::GroupCenter);
+        assert_eq!(train("preset: qwen-mcq\nwarmup_steps: 3").optim.warmup_ratio, 0.0);
+        assert_eq!(train("preset: r1-v\nfps: 1").media.nframes, None);
+    }
+
+    #[test]
+    fn other_commands_take_of_a_preset_what_is_not_training() {
+        for verb in [Verb::Eval, Verb::Generate] {
+            let s = resolved(verb, "preset: qwen-mcq").unwrap().settings;
+            let plain = resolved(verb, "").unwrap().settings;
+            assert_eq!(s.rollout.num_generations, 1);
+            assert_eq!(s.rollout.temperature, plain.rollout.temperature);
+            assert_eq!(s.rollout.logprob_temperature, 1.0);
+            assert_eq!((s.rollout.max_completion_length, s.media.video_max_frames), (512, 8));
+            assert_eq!(s.media.max_pixels, Some(451_584));
+        }
+        let s = resolved(Verb::Eval, "preset: r1-v").unwrap().settings;
+        assert_eq!(s.prompt.question_template.name, "r1-v");
+        let sft = resolved(Verb::Sft, "preset: humanomni").unwrap().settings;
+        assert_eq!((sft.optim.learning_rate, sft.run.num_train_epochs), (2e-5, 5.0));
+        assert_eq!(sft.optim.lr_scheduler_type, LrScheduler::Cosine);
+        assert_eq!(sft.prompt.question_template.name, "none");
+        let sft = resolved(Verb::Sft, "preset: qwen-video").unwrap().settings;
+        assert_eq!((sft.optim.learning_rate, sft.run.num_train_epochs), (2e-5, 1.0));
+        assert_eq!((sft.optim.weight_decay, sft.media.max_pixels), (0.0, Some(451_584)));
+    }
+
+    #[test]
+    fn the_name_of_an_experiment_may_come_from_the_environment() {
+        let env = |name: &str| Environment::read(|var| (var == "EXP_NAME").then(|| name.to_owned()));
+        let run = |verb, yaml: &str, name: &str| {
+            let given = config::parse(yaml, "test", |_| Origin::Flag);
+            cli::resolve(verb, given, env(name)).map(|resolved| resolved.settings.run.output_dir)
+        };
+        assert_eq!(run(Verb::Train, "", "vi").unwrap(), Some("checkpoints/rl/vi".into()));
+        assert_eq!(run(Verb::Train, "exp_name: mine", "vi").unwrap(), Some("checkpoints/rl/mine".into()));
+        assert_eq!(run(Verb::Sft, "output_dir: out", "vi").unwrap(), Some("out".into()));
+        assert_eq!(run(Verb::Export, "merge: true\nadapter_path: a", "vi").unwrap(), None);
+        assert!(run(Verb::Train, "", "a/b").is_err());
+    }
+
+    #[test]
     fn resuming_is_never_a_folder_called_false() {
         for (text, resume) in [
             ("auto", Resume::Auto),
             ("True", Resume::Auto),
+            ("must", Resume::Must),
             ("false", Resume::Never),
             ("never", Resume::Never),
             ("runs/a/checkpoint-3", Resume::From("runs/a/checkpoint-3".into())),

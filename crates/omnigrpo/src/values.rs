@@ -12,20 +12,17 @@ use crate::settings::Settings;
 
 /// The value of a setting.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
 pub enum Value {
-    /// Of [`Kind::Bool`].
     Bool(bool),
-    /// Of [`Kind::Int`].
     Int(i64),
-    /// Of [`Kind::Float`] and [`Kind::Fraction`].
+    /// A number or a share.
     Float(f64),
-    /// Of texts, paths and choices.
+    /// A text, a path or a name.
     Text(String),
-    /// Of lists, except numbers.
+    /// A list of anything but numbers.
     Texts(Vec<String>),
-    /// Of [`Kind::Floats`].
     Floats(Vec<f64>),
-    /// Of [`Kind::Object`].
     Object(Map<String, Json>),
 }
 
@@ -140,12 +137,28 @@ pub enum Origin {
     Default,
     /// The recipe of this name.
     Recipe(&'static str),
+    /// The environment variable of this name.
+    Environment(&'static str),
     /// A preset of this name.
     Preset(String),
     /// A file of settings: `file:line`.
     Config(String),
     /// The command line.
     Flag,
+}
+
+impl Origin {
+    /// How strong it is: a value of a higher rank replaces one of a lower.
+    pub const fn rank(&self) -> u8 {
+        match self {
+            Self::Default => 0,
+            Self::Recipe(_) => 1,
+            Self::Environment(_) => 2,
+            Self::Preset(_) => 3,
+            Self::Config(_) => 4,
+            Self::Flag => 5,
+        }
+    }
 }
 
 /// A setting somebody gave, and where.
@@ -168,19 +181,18 @@ impl Given {
         match parse(&flag.kind, raw) {
             Ok(value) => Ok(Self { flag, value, origin }),
             Err(got) => {
+                let text = got.trim_matches('`');
+                let expected =
+                    explain::passed_bound(&flag.kind, text).unwrap_or_else(|| explain::expected(&flag.kind));
                 let mut problem = Problem::usage(format!("wrong value for `{}`", flag.name))
                     .got(got.clone())
-                    .expected(explain::expected(&flag.kind));
+                    .expected(expected);
                 if let Some(place) = place(&origin) {
                     problem = problem.at(place);
                 }
                 if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
-                    let near = names()
-                        .into_iter()
-                        .map(|(name, _)| (strsim::jaro_winkler(got.trim_matches('`'), name), name))
-                        .filter(|(score, _)| *score > 0.8)
-                        .max_by(|a, b| a.0.total_cmp(&b.0));
-                    if let Some((_, name)) = near {
+                    let names = names();
+                    if let Some(name) = explain::nearest(text, names.iter().map(|(name, _)| *name)) {
                         problem = problem.help(format!("did you mean `{name}`?"));
                     }
                 }
@@ -194,6 +206,7 @@ impl Given {
 pub fn place(origin: &Origin) -> Option<String> {
     match origin {
         Origin::Default | Origin::Recipe(_) | Origin::Flag => None,
+        Origin::Environment(name) => Some(format!("environment variable {name}")),
         Origin::Preset(name) => Some(format!("preset {name}")),
         Origin::Config(place) => Some(place.clone()),
     }
@@ -235,13 +248,18 @@ impl Values {
     /// Puts the default of a verb back.
     ///
     /// # Errors
-    /// As [`Self::defaults`].
+    /// Fails like [`Self::defaults`].
     pub fn reset(&mut self, name: &'static str, verb: Verb) -> Result<(), Problem> {
         self.values.remove(name);
         if let Some(default) = Self::defaults(verb)?.values.remove(name) {
             self.values.insert(name, default);
         }
         Ok(())
+    }
+
+    /// How strong the origin of a setting's value is; 0 where nobody gave one.
+    pub fn rank(&self, name: &str) -> u8 {
+        self.lookup(name).map_or(0, |(_, origin)| origin.rank())
     }
 
     /// The value of a setting and its origin, if it has one.

@@ -413,3 +413,359 @@ fn presets_show_the_values_of_their_sources() {
     }
     insta::assert_snapshot!("print_config_defaults", printed(&["train"]));
 }
+
+/// The command lines of the source systems as published, with `omnigrpo train --preset …` in place of the launcher and
+/// the script; variables of the scripts are filled in.
+mod sources {
+    use super::*;
+
+    /// The launch script of R1-Omni's trainers.
+    const R1_OMNI: &str = "--output_dir ./outputs/test_humanomni_emer_1format_withpath_withchoice/ \
+        --model_name_or_path siglip-base-patch16-224 --dataset_name DFEW_all --deepspeed local_scripts/zero3.json \
+        --max_prompt_length 512 --max_completion_length 512 --per_device_train_batch_size 1 \
+        --gradient_accumulation_steps 2 --logging_steps 1 --bf16 --report_to wandb --gradient_checkpointing false \
+        --attn_implementation flash_attention_2 --max_pixels 401408 --num_train_epochs 2 \
+        --run_name Qwen2-VL-2B-GRPO-emotion --save_steps 1000 --save_only_model true --num_generations 8";
+
+    /// The command of the GRPO guide for qwen-vl-finetune.
+    const QWEN_GUIDE: &str = "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dataset_use assy07_grpo \
+        --output_dir ./output/grpo_model --num_train_epochs 3 --per_device_train_batch_size 1 --grpo_alpha 0.5 \
+        --grpo_beta 0.1 --format_reward_weight 0.3 --accuracy_reward_weight 0.7 --grpo_sample_size 4";
+
+    /// The command of the video repository's README.
+    const VIDEO_README: &str = "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+        --dataset_use your_video_dataset_grpo --output_dir ./output/grpo_model --num_train_epochs 3 \
+        --per_device_train_batch_size 1 --grpo_alpha 0.5 --grpo_beta 0.1 --format_reward_weight 0.3 \
+        --accuracy_reward_weight 0.7 --grpo_sample_size 4 --report_to wandb --run_name video-grpo-experiment";
+
+    /// `train_grpo.sh` in its three forms: values that differ, and what one of them adds.
+    struct Qwen {
+        model: &'static str,
+        dataset: &'static str,
+        run: &'static str,
+        epochs: &'static str,
+        batch: &'static str,
+        checkpointing: &'static str,
+        report_to: &'static str,
+        weights: [&'static str; 2],
+        max_length: &'static str,
+        samples: &'static str,
+        more: &'static str,
+    }
+
+    impl Qwen {
+        fn line(&self) -> String {
+            let Self {
+                model,
+                dataset,
+                run,
+                epochs,
+                batch,
+                checkpointing,
+                report_to,
+                weights,
+                max_length,
+                samples,
+                more,
+            } = self;
+            let [format, accuracy] = weights;
+            format!(
+                "--model_name_or_path {model} --dataset_use {dataset} --data_flatten True --output_dir ./output/{run} \
+                 --cache_dir ./cache --num_train_epochs {epochs} --per_device_train_batch_size {batch} \
+                 --per_device_eval_batch_size {batch} --gradient_accumulation_steps 8 --evaluation_strategy no \
+                 --save_strategy steps --save_steps 100 --save_total_limit 3 --learning_rate 2e-5 --weight_decay 0.1 \
+                 --adam_beta1 0.9 --adam_beta2 0.95 --adam_epsilon 1e-8 --max_grad_norm 1.0 --warmup_ratio 0.03 \
+                 --lr_scheduler_type cosine --logging_steps 10 --tf32 True --model_max_length 2048 \
+                 --gradient_checkpointing {checkpointing} --dataloader_num_workers 4 --report_to {report_to} \
+                 --run_name {run} --bf16 True --tune_mm_llm True --tune_mm_vision False --tune_mm_mlp True \
+                 --mm_projector_lr 2e-5 --video_max_frames 4 --video_min_frames 4 --base_interval 2 --grpo_alpha 0.5 \
+                 --grpo_beta 0.1 --format_reward_weight {format} --accuracy_reward_weight {accuracy} \
+                 --generation_max_length {max_length} --generation_temperature 0.7 --generation_top_p 0.9 \
+                 --grpo_sample_size {samples} {more}"
+            )
+        }
+    }
+
+    const ACTIONS: Qwen = Qwen {
+        model: "Qwen/Qwen2.5-VL-3B-Instruct",
+        dataset: "assy07_grpo",
+        run: "qwen2.5-vl-grpo",
+        epochs: "3",
+        batch: "1",
+        checkpointing: "True",
+        report_to: "wandb",
+        weights: ["0.3", "0.7"],
+        max_length: "50",
+        samples: "1",
+        more: "",
+    };
+
+    const NO_THINK: Qwen = Qwen {
+        dataset: "assy07_grpo_no_think",
+        run: "qwen2.5-vl-3b-grpo-no-think",
+        epochs: "1",
+        batch: "2",
+        checkpointing: "False",
+        weights: ["1.0", "1.0"],
+        max_length: "128",
+        samples: "4",
+        more: "--grpo_logging_steps 1",
+        ..ACTIONS
+    };
+
+    const PER_TOKEN: Qwen = Qwen {
+        model: "Qwen/Qwen2.5-VL-7B-Instruct",
+        run: "qwen2.5-vl-7b-grpo-assy07_grpo_no_think-per_token_loss",
+        batch: "1",
+        report_to: "none",
+        max_length: "64",
+        samples: "1",
+        ..NO_THINK
+    };
+
+    /// VLM-R1's script for InternVL on ViVQA-X.
+    const INTERNVL: &str = "--use_vllm False --output_dir checkpoints/rl/InternVL3-1B-ViVQA-X \
+        --model_name_or_path OpenGVLab/InternVL3-1B --data_file_paths data/ViVQA-X_train_grpo.jsonl \
+        --image_folders COCO_Images/train2014 --is_reward_customized_from_vlm_module False --task_type vqa \
+        --per_device_train_batch_size 3 --gradient_accumulation_steps 5 --gradient_checkpointing true --logging_steps 1 \
+        --max_steps 500 --num_train_epochs 1 --bf16 --attn_implementation flash_attention_2 \
+        --run_name InternVL3-1B-ViVQA-X --data_seed 42 --save_steps 100 --num_generations 3 \
+        --max_completion_length 1024 --reward_funcs accuracy format --beta 0.1 --report_to wandb \
+        --dataset-name this_is_not_used --deepspeed local_scripts/zero2.json --learning_rate 2e-5 \
+        --freeze_vision_modules true --push_to_hub true --hub_model_id TSunm/InternVL3-1B-ViVQA-X";
+
+    /// The same script later, with all rewards of its README.
+    const INTERNVL_EXPLAINED: &str = "--use_vllm False --output_dir checkpoints/rl/InternVL3-1B-ViVQA-X-101 \
+        --resume_from_checkpoint False --model_name_or_path OpenGVLab/InternVL3-1B \
+        --data_file_paths data/ViVQA-X_train_grpo.jsonl --image_folders COCO_Images/train2014 \
+        --is_reward_customized_from_vlm_module False --task_type vqa --per_device_train_batch_size 3 \
+        --gradient_accumulation_steps 11 --gradient_checkpointing true --logging_steps 1 --max_steps 500 \
+        --num_train_epochs 2 --bf16 --attn_implementation flash_attention_2 --run_name InternVL3-1B-ViVQA-X-101 \
+        --data_seed 42 --save_steps 50 --num_generations 3 --max_completion_length 1024 \
+        --reward_funcs accuracy format explanation --beta 0.1 --report_to wandb --dataset-name this_is_not_used \
+        --deepspeed local_scripts/zero2.json --learning_rate 2e-5 --freeze_vision_modules true --push_to_hub true \
+        --hub_model_id TSunm/InternVL3-1B-ViVQA-X";
+
+    /// VLM-R1's script with adapters.
+    const ADAPTERS: &str = "--use_vllm False --output_dir checkpoints/rl/Qwen2.5-VL-3B-Instruct-rec-lora \
+        --resume_from_checkpoint False --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+        --data_file_paths data/ViVQA-X_train_grpo.jsonl --image_folders COCO_Images/train2014 --max_pixels 200704 \
+        --is_reward_customized_from_vlm_module False --task_type rec --per_device_train_batch_size 3 \
+        --gradient_accumulation_steps 2 --gradient_checkpointing true --logging_steps 1 --max_steps 500 \
+        --num_train_epochs 1 --bf16 --attn_implementation sdpa --run_name Qwen2.5-VL-3B-Instruct-rec-lora \
+        --data_seed 42 --save_steps 100 --num_generations 3 --max_completion_length 2048 \
+        --reward_funcs accuracy format --beta 0.04 --report_to wandb --dataset-name this_is_not_used \
+        --deepspeed local_scripts/zero2.json --learning_rate 1e-5 --use_peft true --lora_r 64 --lora_alpha 128 \
+        --lora_dropout 0.05 --lora_task_type CAUSAL_LM --freeze_vision_modules true";
+
+    fn words<'l>(preset: &'l str, line: &'l str) -> Vec<&'l str> {
+        ["train", "--preset", preset].into_iter().chain(line.split_whitespace()).collect()
+    }
+
+    /// The notes of a command line that must be accepted, and the settings that matter.
+    fn accepted(preset: &str, line: &str, settings: &[&str]) -> String {
+        let config = printed(&words(preset, line));
+        let mut out: String =
+            config.lines().take_while(|line| !line.is_empty()).map(|line| format!("{line}\n")).collect();
+        for name in settings {
+            out.push_str(&format!("{}\n", setting(&config, name)));
+        }
+        out
+    }
+
+    #[test]
+    fn r1_omni_runs_as_it_stands() {
+        let of = [
+            "train_file",
+            "torch_dtype",
+            "reward_weights",
+            "max_prompt_length",
+            "report_to",
+            "tune_mm_vision",
+        ];
+        insta::assert_snapshot!("source_r1_omni_humanomni", accepted("humanomni", R1_OMNI, &of));
+        insta::assert_snapshot!("source_r1_omni_qwen", accepted("r1-v", R1_OMNI, &of));
+    }
+
+    #[test]
+    fn qwen_video_runs_as_it_stands() {
+        let of = [
+            "dataset_use",
+            "reward_funcs",
+            "reward_weights",
+            "format_reward_weight",
+            "num_generations",
+            "beta",
+        ];
+        insta::assert_snapshot!("source_qwen_guide", accepted("qwen-video", QWEN_GUIDE, &of));
+        insta::assert_snapshot!("source_video_readme", accepted("qwen-mcq", VIDEO_README, &of));
+        let of =
+            ["torch_dtype", "eval_strategy", "format_reward_weight", "accuracy_reward_weight", "report_to"];
+        insta::assert_snapshot!("source_no_think", accepted("qwen-mcq", &NO_THINK.line(), &of));
+        let actions = Qwen { samples: "4", ..ACTIONS };
+        insta::assert_snapshot!("source_actions", accepted("qwen-video", &actions.line(), &of));
+        let per_token = Qwen { samples: "4", ..PER_TOKEN };
+        insta::assert_snapshot!("source_per_token", accepted("qwen-mcq", &per_token.line(), &of));
+        // As published both scripts sample one completion, whose advantage is 0: nothing would be learnt for days.
+        for (preset, script) in [("qwen-video", ACTIONS), ("qwen-mcq", PER_TOKEN)] {
+            let error = refused(&words(preset, &script.line()));
+            assert!(
+                error.starts_with("error: a group of one completion has nothing to compare with\n"),
+                "{error}"
+            );
+            assert_eq!(error.matches("expected").count(), 1, "{error}");
+        }
+    }
+
+    #[test]
+    fn vlm_r1_runs_as_it_stands() {
+        let of = [
+            "data_file_paths",
+            "train_file",
+            "max_steps",
+            "num_train_epochs",
+            "reward_funcs",
+            "reward_weights",
+        ];
+        insta::assert_snapshot!("source_internvl", accepted("vivqa-x", INTERNVL, &of));
+        insta::assert_snapshot!("source_internvl_explained", accepted("vivqa-x", INTERNVL_EXPLAINED, &of));
+        insta::assert_snapshot!("source_adapters", accepted("vivqa-x", ADAPTERS, &["lora_r", "torch_dtype"]));
+        // What the run itself needs is said before anything is loaded.
+        let error = refused(&words("vivqa-x", INTERNVL_EXPLAINED));
+        assert!(error.starts_with("error: the reward `explanation` needs a CLIP\n"), "{error}");
+        // The README's example of a reward of one's own is one name short of a program.
+        let mine = INTERNVL.replace("accuracy format", "accuracy format explanation my_new_reward");
+        let error = refused(&[words("vivqa-x", &mine), vec!["--print_config"]].concat());
+        assert!(error.contains("`my_new_reward`") && error.contains("`cmd:PROGRAM`"), "{error}");
+        let mine = mine.replace("my_new_reward", "my_new_reward=cmd:./reward.py");
+        assert!(accepted("vivqa-x", &mine, &["reward_weights"]).contains("1.0, 1.0]"));
+    }
+
+    #[test]
+    fn all_mistakes_are_told_at_once() {
+        let script = format!(
+            "{INTERNVL} --use_vllm true --num_generaton 4 --beta nan --frobnicate 1 2 --lr 1 --top_p"
+        );
+        let script = script.replacen("--use_vllm False", "", 1);
+        let lines: &[&[&str]] = &[
+            &words("vivqa-x", &script),
+            &[
+                "train",
+                "--num_generations",
+                "1",
+                "--temperature",
+                "0",
+                "--kl",
+                "k1_seq",
+                "--beta",
+                "0",
+                "rows.json",
+            ],
+            &["train", "--num_generations", "1", "--temperature", "0", "--kl", "k1_seq", "--beta", "0"],
+            &[
+                "generate",
+                "--optim",
+                "lion",
+                "--reward_model",
+                "M",
+                "--num_beams",
+                "4",
+                "--generation_max_lenght",
+                "3",
+            ],
+        ];
+        let transcript = transcript(lines).replace(&lines[0].join(" "), "train …");
+        insta::assert_snapshot!(transcript);
+    }
+
+    #[test]
+    fn files_of_other_trainers_are_read_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = "model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nbf16: true\nreport_to:\n- wandb\nuse_vllm: false\n\
+                    attn_implementation: flash_attention_2\nbeta: 0.1\n";
+        std::fs::write(dir.path().join("trl.yaml"), text).unwrap();
+        let args = ["train", "--config", "trl.yaml", "--print_config"];
+        let config = stdout(&run_in(dir.path(), &[], &args));
+        let head: Vec<&str> = config.lines().take_while(|line| !line.is_empty()).collect();
+        assert_eq!(
+            head,
+            [
+                "# omnigrpo train",
+                "# 3 settings have no counterpart here and change nothing:",
+                "#   report_to wandb: trackers are not in this version; metrics.jsonl has every number",
+                "#   use_vllm false: completions are sampled in the same process with the trained weights",
+                "#   attn_implementation flash_attention_2: there is one attention implementation",
+            ]
+        );
+        assert_eq!(setting(&config, "torch_dtype"), "torch_dtype: bfloat16 # config trl.yaml:2");
+        let args = ["train", "--config", "trl.yaml", "--torch_dtype", "float32", "--print_config"];
+        let config = stdout(&run_in(dir.path(), &[], &args));
+        assert_eq!(setting(&config, "torch_dtype"), "torch_dtype: float32 # flag");
+        std::fs::write(dir.path().join("wrong.yaml"), "fp16: true\nbetta: 1\nbeta: x\nfps: 1\nfps-: 2\n")
+            .unwrap();
+        let output = run_in(dir.path(), &[], &["train", "--config", "wrong.yaml"]);
+        insta::assert_snapshot!(String::from_utf8(output.stderr).unwrap());
+    }
+}
+
+#[test]
+fn a_launcher_with_several_processes_is_refused() {
+    let args = ["train", "--model", "m", "--output_dir", "o", "--train_file", "r.jsonl"];
+    for variable in ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"] {
+        let output = run_in(Path::new("."), &[(variable, "2"), ("RANK", "0")], &args);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        let got = format!("got: {variable}=2");
+        assert!(error.contains("a launcher started several processes") && error.contains(&got), "{error}");
+    }
+    // One process of a launcher is as good as none, and what writes nothing may be started as often as one likes.
+    let dir = tempfile::tempdir().unwrap();
+    let output = run_in(dir.path(), &[("WORLD_SIZE", "1")], &args);
+    assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
+    assert!(run_in(Path::new("."), &[("WORLD_SIZE", "2")], &["rewards", "list"]).status.success());
+}
+
+#[test]
+fn numbers_beyond_a_bound_nobody_reaches_are_told_the_bound() {
+    let lines: &[&[&str]] = &[
+        &["train", "--save_steps", "99999999999"],
+        &["train", "--save_steps", "0"],
+        &["train", "--beta", "1e12"],
+        &["train", "--reward_weights", "1", "x"],
+    ];
+    insta::assert_snapshot!(transcript(lines));
+}
+
+#[test]
+fn completions_and_manual_pages_know_every_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = stdout(&run(&["completions", shell]));
+        for word in ["num_generations", "resume_from_checkpoint", "convert"] {
+            assert!(script.contains(word), "{shell}: {word}");
+        }
+        if shell == "bash" {
+            assert!(script.contains("vivqa-x"), "values of a choice");
+            let path = dir.path().join("omnigrpo.bash");
+            std::fs::write(&path, &script).unwrap();
+            let output = Command::new("bash").arg("-n").arg(&path).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+    assert!(refused(&["completions", "tcsh"]).contains("bash, zsh, fish"));
+    let man = dir.path().join("man");
+    stdout(&run(&["man", man.to_str().unwrap()]));
+    for (words, page) in
+        [(vec!["train"], "omnigrpo-train.1"), (vec!["data", "check"], "omnigrpo-data-check.1")]
+    {
+        // A page escapes dashes, and `--help` lists every flag of the table.
+        let page = std::fs::read_to_string(man.join(page)).unwrap().replace("\\-", "-");
+        let help = stdout(&run(&[words, vec!["--help"]].concat()));
+        let flags: Vec<&str> =
+            help.lines().filter_map(|l| l.trim().strip_prefix("--")?.split(' ').next()).collect();
+        assert!(flags.len() > 20);
+        for flag in flags {
+            assert!(page.contains(&format!("--{flag}")), "{flag}");
+        }
+    }
+}

@@ -114,6 +114,9 @@ fn a_missing_file_of_rows_names_the_command_that_makes_it() {
             "omnigrpo data convert vivqa-x --input ViVQA-X_train.json --output ViVQA-X_train_grpo.jsonl",
         ],
     );
+    let other = place.run(&format!("{} --exp_name y", TRAIN.replace("rows.jsonl", "nothere.jsonl")));
+    let other = other.fails(1, &["the dataset is not there", "at: nothere.jsonl", "help: correct the path"]);
+    assert!(!other.stderr.contains("vivqa"), "{}", other.stderr);
 }
 
 #[test]
@@ -197,6 +200,32 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
 }
 
 #[test]
+fn a_run_that_must_resume_does_not_start_anew() {
+    let place = Place::new();
+    let line = |name: &str, steps: usize| format!("{TRAIN} --exp_name {name} --max_steps {steps}");
+    let must = |name: &str, steps: usize| format!("{} --resume_from_checkpoint must", line(name, steps));
+    place.run(&line("m", 1)).ok();
+    let resumed = place.run(&must("m", 2)).ok().stderr;
+    assert!(resumed.contains("resuming from checkpoints/rl/m/checkpoint-1 at step 1 of 2"), "{resumed}");
+    place
+        .run(&format!("{} --learning_rate 0.5", must("m", 3)))
+        .fails(1, &["was written with other settings (learning_rate: 1e-6 → 0.5)"]);
+    place.run(&must("c", 1)).fails(
+        1,
+        &["there is no checkpoint to resume from", "at: checkpoints/rl/c", "none in the run directory"],
+    );
+    place.run(&format!("{} --resume_from_checkpoint gone", line("m", 3))).fails(
+        1,
+        &[
+            "there is no checkpoint to resume from",
+            "at: gone",
+            "got: checkpoints/rl/m/checkpoint-1",
+            "`checkpoint-N`",
+        ],
+    );
+}
+
+#[test]
 fn a_name_with_a_slash_is_refused_with_a_better_one() {
     let place = Place::new();
     place.run(&format!("{TRAIN} --exp_name a/b")).fails(2, &["`exp_name` is not a plain name", "try `a-b`"]);
@@ -229,6 +258,25 @@ fn deepspeed_files_are_explained_field_by_field() {
         place.bytes("three/model.safetensors"),
         "a file that only explains changed the result"
     );
+}
+
+/// As Qwen2.5-VL's and VLM-R1's fine-tuning code publish it.
+#[test]
+fn deepspeed_settings_with_offload_are_explained() {
+    let place = Place::new();
+    place.write(
+        "offload.json",
+        r#"{"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true},
+                "offload_param": {"device": "cpu", "pin_memory": true}, "sub_group_size": 1e9,
+                "stage3_max_live_parameters": 1e9, "gather_16bit_weights_on_model_save": true},
+            "steps_per_print": 1e5, "wall_clock_breakdown": false}"#,
+    );
+    let shown =
+        place.run(&format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed offload.json")).ok().stderr;
+    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always whole";
+    assert!(shown.contains(part), "{shown}");
 }
 
 #[test]

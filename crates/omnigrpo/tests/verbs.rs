@@ -426,6 +426,30 @@ fn doctor_looks_at_a_checkpoint() {
     }
 }
 
+#[test]
+fn doctor_says_once_what_an_unknown_family_is() {
+    let place = Place::new();
+    place.checkpoint("other", |_, _| ());
+    let config = place.text("other/config.json");
+    place.write(
+        "other/config.json",
+        config
+            .replace("qwen2_5_vl", "aria")
+            .replace("Qwen2_5_VLForConditionalGeneration", "AriaForConditionalGeneration"),
+    );
+    let ran = place.run("doctor --model other").fails(
+        1,
+        &[
+            "model_type \"aria\"",
+            "use a checkpoint of one of these: ",
+            "qwen2_5_vl (such as Qwen/Qwen2.5-VL-3B-Instruct)",
+        ],
+    );
+    let all = format!("{}{}", ran.stdout, ran.stderr);
+    assert_eq!(all.matches("is not a family of this program").count(), 1, "{all}");
+    assert_eq!(all.matches("PROBLEM").count(), 1, "{all}");
+}
+
 /// A checkpoint of the original InternVL layout is trained, exported for `transformers`, and answers as before.
 #[test]
 fn a_checkpoint_is_exported_in_another_layout() {

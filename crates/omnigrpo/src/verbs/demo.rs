@@ -39,8 +39,9 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     generate(&data, DATA_SEED, Sizes { sft: 0, ..Sizes::default() })?;
     write_model(&start)?;
 
-    let mut given =
-        config::parse(RECIPE, "the demo's recipe", |line| Origin::Config(format!("demo:{line}")))?;
+    let mut recipe =
+        config::parse(RECIPE, "the demo's recipe", |line| Origin::Config(format!("demo:{line}")));
+    let given = &mut recipe.given;
     let here = [
         ("model_name_or_path", start.display().to_string()),
         ("train_file", data.join("train.jsonl").display().to_string()),
@@ -61,7 +62,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
             given.push(own);
         }
     }
-    let run = resolve(Verb::Train, given, settings.env.clone())?;
+    let run = resolve(Verb::Train, recipe, settings.env.clone())?;
     let summary = train::run(&run, context, Objective::Reinforce, lock)?;
     train::finish(&summary, &run)?;
     let permuted = permuted(&run, context, &data)?;

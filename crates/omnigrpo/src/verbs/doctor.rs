@@ -34,22 +34,28 @@ pub fn doctor(settings: &Settings) -> Result<()> {
         line("checkpoint", dir.display().to_string());
         let overrides = overrides(settings, &dir)?;
         let mut check = |name: &str, result: Result<String>| match result {
-            Ok(text) => line(name, text),
+            Ok(text) => {
+                line(name, text);
+                true
+            }
             Err(error) => {
                 problems.push(format!("{name}: {error:#}"));
-                line(name, format!("PROBLEM: {error:#}"));
+                line(name, "PROBLEM, see below".into());
+                false
             }
         };
-        check("family", family(&dir, &overrides));
-        check("weights", weights(&dir, settings, &overrides));
         check("tokenizer", tokenizer(&dir));
-        check("chat template", template(&dir, &overrides));
+        // What cannot be told without the family would only repeat why there is none.
+        if check("family", family(&dir, &overrides)) {
+            check("weights", weights(&dir, settings, &overrides));
+            check("chat template", template(&dir, &overrides));
+        }
     }
     print(&out)?;
     if problems.is_empty() {
         return Ok(());
     }
-    Err(Problem::failure("the checkpoint cannot be used").got(problems.join("; ")).into())
+    Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
 }
 
 fn family(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {

@@ -11,6 +11,7 @@ mod infer;
 mod profile;
 mod rewards;
 mod setup;
+mod shell;
 mod summary;
 mod survey;
 mod train;
@@ -64,6 +65,8 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::Doctor => doctor::doctor(&resolved.settings),
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),
+        Verb::Completions => shell::completions(&resolved.settings),
+        Verb::Man => shell::man(&resolved.settings),
     }
 }
 

@@ -141,14 +141,21 @@ pub fn selection(settings: &Settings, family: &dyn Family) -> Selection {
         projector: optim.tune_mm_mlp && !(optim.freeze_vision_modules && family.projector_is_vision()),
         towers: optim.tune_mm_vision && !optim.freeze_vision_modules,
         instruction: optim.tune_bert,
+        gate: optim.tune_gate,
         patterns: optim.trainable_patterns.clone(),
     }
 }
 
 /// Loads the model with its adapter, or makes a random one from its configuration.
 pub fn model(settings: &Settings) -> Result<Model> {
-    let nothing =
-        Selection { llm: false, projector: false, towers: false, instruction: false, patterns: Vec::new() };
+    let nothing = Selection {
+        llm: false,
+        projector: false,
+        towers: false,
+        instruction: false,
+        gate: None,
+        patterns: Vec::new(),
+    };
     load(settings, &nothing)
 }
 

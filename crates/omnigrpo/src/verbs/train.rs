@@ -1,7 +1,7 @@
 //! `train` and `sft`.
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -97,7 +97,7 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
         return Ok(());
     }
     let again = match resolved.settings.run.resume_from_checkpoint {
-        Resume::Auto => "start it again to go on from the checkpoint that was just written",
+        Resume::Auto | Resume::Must => "start it again to go on from the checkpoint that was just written",
         _ => {
             "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
         }
@@ -134,6 +134,7 @@ fn run_logged(
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
+    let begin = begin(settings, lock.root())?;
     let dir = setup::checkpoint_dir(settings)?;
     if let Some(path) = &settings.run.deepspeed {
         context.console.line(&format!("{}:", path.display()));
@@ -212,7 +213,7 @@ fn run_logged(
         files: files.collect(),
         fingerprint: fingerprint(resolved, &model, &dataset)?,
         bad_rows,
-        ..run_plan(settings, objective)
+        ..run_plan(settings, objective, begin)
     };
     let setup = TrainSetup {
         model,
@@ -234,6 +235,31 @@ fn run_logged(
         print(&profile::table(&profile::take(), summary.steps_here))?;
     }
     Ok(summary)
+}
+
+/// Where the run starts. A checkpoint that is asked for and not there is found out before the model is loaded.
+fn begin(settings: &Settings, output_dir: &Path) -> Result<ResumeFrom, Problem> {
+    let list = || {
+        omnigrpo_train::checkpoint::list(output_dir).map_err(|e| Problem::from_error(&anyhow::Error::from(e)))
+    };
+    let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
+        let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
+        Problem::failure("there is no checkpoint to resume from")
+            .at(place.display().to_string())
+            .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
+            .expected("a directory `checkpoint-N` with `trainer_state.json`")
+            .help("`--resume_from_checkpoint auto` starts anew where there is none")
+    };
+    match &settings.run.resume_from_checkpoint {
+        Resume::Never => Ok(ResumeFrom::Start),
+        Resume::Auto => Ok(ResumeFrom::Newest),
+        Resume::Must => match list()?.pop() {
+            Some((_, path)) => Ok(ResumeFrom::Path(path)),
+            None => Err(absent(output_dir, Vec::new())),
+        },
+        Resume::From(path) if path.is_dir() => Ok(ResumeFrom::Path(path.clone())),
+        Resume::From(path) => Err(absent(path, list()?)),
+    }
 }
 
 /// The plan of an evaluation: greedy for one completion a row, sampled as in training for more.
@@ -304,7 +330,7 @@ fn optimizer(settings: &Settings) -> AdamWConfig {
 }
 
 /// The plan, but for what comes from the model and the data.
-fn run_plan(settings: &Settings, objective: Objective) -> RunPlan {
+fn run_plan(settings: &Settings, objective: Objective, resume: ResumeFrom) -> RunPlan {
     let (run, optim, eval) = (&settings.run, &settings.optim, &settings.eval);
     RunPlan {
         objective,
@@ -329,11 +355,7 @@ fn run_plan(settings: &Settings, objective: Objective) -> RunPlan {
         save_limit: run.save_total_limit,
         save_every: run.save_minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
         save_only_model: run.save_only_model,
-        resume: match &run.resume_from_checkpoint {
-            Resume::Never => ResumeFrom::Start,
-            Resume::Auto => ResumeFrom::Newest,
-            Resume::From(path) => ResumeFrom::Path(path.clone()),
-        },
+        resume,
         allow_changed: run.allow_changed_settings,
         eval: match eval.eval_strategy {
             EvalStrategy::No => EvalWhen::Never,

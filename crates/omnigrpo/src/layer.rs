@@ -1,0 +1,141 @@
+//! The settings that one source gives: the command line, a file or a preset. All of its mistakes are collected, so that
+//! they can be mended at once.
+
+use crate::explain::{self, Problem};
+use crate::flags::{self, FLAGS, Flag, Verb};
+use crate::foreign::{self, Fate};
+use crate::values::{Given, Origin, Raw, place};
+
+/// A name and a value as they were written.
+pub struct Entry {
+    /// Any spelling of a setting's name, without dashes in front.
+    pub name: String,
+    /// The value; `None` where there is nothing.
+    pub raw: Option<Raw>,
+    /// Where it was written.
+    pub origin: Origin,
+}
+
+/// What a source gives.
+#[derive(Debug, Default)]
+pub struct Layer {
+    /// Settings.
+    pub given: Vec<Given>,
+    /// Settings of other trainers that nothing depends on, as written, and why.
+    pub dropped: Vec<(String, String)>,
+    /// What is wrong.
+    pub problems: Vec<Problem>,
+}
+
+impl Layer {
+    /// A source that cannot be read.
+    pub fn unreadable(problem: Problem) -> Self {
+        Self { problems: vec![problem], ..Self::default() }
+    }
+
+    /// Reads what was written, on the command line of a verb or in a file.
+    pub fn read(entries: Vec<Entry>, verb: Option<Verb>) -> Self {
+        let mut layer = Self::default();
+        // Until all is read nobody knows whether the setting is given itself.
+        let mut becoming = Vec::new();
+        for entry in entries {
+            let text = match &entry.raw {
+                Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
+                _ => String::new(),
+            };
+            let shown = entry.shown();
+            match foreign::fate(&entry.name, &text) {
+                Some(Fate::Becomes(name, value)) => becoming.push((name, value, entry)),
+                Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {text}"), why.into())),
+                Some(Fate::Refused(advice)) => layer.problem(
+                    &entry.origin,
+                    Problem::usage(format!("`{shown}` asks for what there is not")).got(text).help(advice),
+                ),
+                Some(Fate::Own) | None => match layer.setting(&entry, verb) {
+                    Ok(given) => layer.given.push(given),
+                    Err(problem) => layer.problem(&entry.origin, problem),
+                },
+            }
+        }
+        for (name, value, entry) in becoming {
+            let rivals: &[&str] = if name == "train_file" {
+                &["train_file", "dataset_use", "data_file_paths"]
+            } else {
+                &[name]
+            };
+            let rival = layer.given.iter().find(|given| rivals.contains(&given.flag.name));
+            if let Some(rival) = rival {
+                let why = format!("`{}` is given", rival.flag.name);
+                layer.dropped.push((format!("{} {value}", entry.shown()), why));
+                continue;
+            }
+            let entry = Entry { name: name.into(), raw: Some(Raw::Arguments(vec![value])), ..entry };
+            match layer.setting(&entry, verb) {
+                Ok(given) => layer.given.push(given),
+                Err(problem) => layer.problem(&entry.origin, problem),
+            }
+        }
+        layer
+    }
+
+    fn problem(&mut self, origin: &Origin, problem: Problem) {
+        self.problems.push(match place(origin) {
+            Some(place) => problem.at(place),
+            None => problem,
+        });
+    }
+
+    fn setting(&self, entry: &Entry, verb: Option<Verb>) -> Result<Given, Problem> {
+        let Some(flag) = flags::find(&entry.name) else {
+            return Err(unknown(entry, verb));
+        };
+        match verb {
+            Some(verb) if !flag.verbs.contains(&verb) => {
+                let verbs: Vec<String> = flag.verbs.iter().map(|v| format!("`{}`", v.name())).collect();
+                return Err(Problem::usage(format!("`{}` does not take `{}`", verb.name(), entry.shown()))
+                    .help(format!("it is a flag of {}", verbs.join(", "))));
+            }
+            None if flag.command_line_only || flag.positional => {
+                return Err(Problem::usage(format!(
+                    "`{}` belongs on the command line, not in a file",
+                    flag.name
+                )));
+            }
+            _ => {}
+        }
+        if self.given.iter().any(|other| other.flag.name == flag.name) {
+            return Err(Problem::usage(format!("`{}` is given twice", flag.name))
+                .expected("each setting once, under one of its names"));
+        }
+        match &entry.raw {
+            Some(raw) => Given::read(flag, raw, entry.origin.clone()),
+            None => Err(Problem::usage(format!("`{}` has no value", flag.name))
+                .expected(explain::expected(&flag.kind))
+                .help("leave it out to take the default")),
+        }
+    }
+}
+
+impl Entry {
+    /// The name as it was written.
+    fn shown(&self) -> String {
+        if self.origin == Origin::Flag { format!("--{}", self.name) } else { self.name.clone() }
+    }
+}
+
+fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
+    let dashes = if entry.origin == Origin::Flag { "--" } else { "" };
+    let fits = |flag: &&Flag| match verb {
+        Some(verb) => flag.verbs.contains(&verb),
+        None => !flag.command_line_only,
+    };
+    let known = FLAGS.iter().filter(fits).filter(|flag| !flag.positional);
+    let names = known.flat_map(|flag| std::iter::once(flag.name).chain(flag.aliases.iter().copied()));
+    let what = if dashes.is_empty() { "setting" } else { "flag" };
+    let problem = Problem::usage(format!("unknown {what} `{}`", entry.shown()));
+    match (explain::nearest(&entry.name, names), verb) {
+        (Some(near), _) => problem.help(format!("did you mean `{dashes}{near}`?")),
+        (None, Some(verb)) => problem.help(format!("`omnigrpo {} --help` lists the flags", verb.name())),
+        (None, None) => problem.help("`docs/flags.md` lists every setting"),
+    }
+}
