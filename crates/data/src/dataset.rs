@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::error::{DataError, RowError, RowProblem};
+use crate::formats::outputs::RECORDED;
 use crate::formats::{self, Context, Format};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
@@ -303,18 +304,31 @@ impl Dataset {
             use_audio_in_video: self.use_audio_in_video,
         };
         part.file
-            .read(in_file)
-            .and_then(|bytes| formats::sample(serde_json::from_slice(&bytes)?, row, line, &context))
+            .value(in_file)
+            .and_then(|value| formats::sample(value, row, line, &context))
             .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
     }
 
     /// The id of a row, also of one that cannot be used: its own, or `dataset:line`.
     pub fn id(&self, row: u64) -> String {
         let Some((part, in_file)) = self.locate(row) else { return format!("row {row}") };
-        let columns = part.file.read(in_file).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        columns
-            .and_then(|columns: Map<String, Value>| formats::id(&columns))
+        let value = part.file.value(in_file).ok();
+        value
+            .and_then(|value| formats::id(value.as_object()?))
             .unwrap_or_else(|| format!("{}:{}", part.name, part.file.line(in_file)))
+    }
+
+    /// The columns of a sample of this dataset, to be written to a file of rows anywhere: paths of media are absolute, and
+    /// what was recorded about completions is left out.
+    pub fn portable_row(&self, sample: &Sample) -> Map<String, Value> {
+        let mut columns = sample.columns.clone();
+        if sample.completions.is_some() {
+            RECORDED.iter().for_each(|name| drop(columns.shift_remove(*name)));
+        }
+        if let Some((part, _)) = self.locate(sample.row) {
+            formats::make_absolute(&mut columns, &part.resolver, &self.names);
+        }
+        columns
     }
 
     /// A digest that differs when the rows differ: content of the files, sampling, order, or what the registry says about

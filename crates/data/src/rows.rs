@@ -10,7 +10,10 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde_json::Value;
+
 use crate::error::{DataError, RowProblem, shorten};
+use crate::formats::outputs::{self, RolloutLine};
 
 /// Longest row, bytes.
 const MAX_ROW_BYTES: u32 = 64 << 20;
@@ -22,6 +25,8 @@ pub(crate) struct RowFile {
     rows: Vec<RowSpan>,
     /// Whether the rows came through a pipe.
     piped: bool,
+    /// A rollout log, whose rows are several lines each.
+    is_rollouts: bool,
 }
 
 /// Standard input, or `<(…)` of a shell.
@@ -70,7 +75,38 @@ impl RowFile {
         let mut reader = BufReader::with_capacity(1 << 20, file);
         let rows = index(&mut reader, path)?;
         let file = Mutex::new(reader.into_inner());
-        Ok(Self { path: path.into(), file, rows, piped })
+        let mut this = Self { path: path.into(), file, rows, piped, is_rollouts: false };
+        if this.rollout_line(0).is_some() {
+            this.join_rollouts();
+        }
+        Ok(this)
+    }
+
+    fn rollout_line(&self, row: u64) -> Option<RolloutLine> {
+        serde_json::from_slice(&self.read(row).ok()?).ok()
+    }
+
+    /// Makes one row of the lines of a prompt. A line that cannot be read belongs to the prompt before it, which is then
+    /// refused as a whole.
+    fn join_rollouts(&mut self) {
+        let mut joined: Vec<RowSpan> = Vec::new();
+        for (row, span) in self.rows.iter().enumerate() {
+            let begins = self.rollout_line(row as u64).is_some_and(|line| line.sample == 0);
+            match joined.last_mut() {
+                Some(last) if !begins => {
+                    let end = span.offset.saturating_add(u64::from(span.len_bytes));
+                    *last = RowSpan::new(last.offset, end, u64::from(last.line));
+                }
+                _ => joined.push(*span),
+            }
+        }
+        (self.rows, self.is_rollouts) = (joined, true);
+    }
+
+    /// A row as JSON.
+    pub(crate) fn value(&self, row: u64) -> Result<Value, RowProblem> {
+        let bytes = self.read(row)?;
+        if self.is_rollouts { outputs::joined(&bytes) } else { Ok(serde_json::from_slice(&bytes)?) }
     }
 
     /// The same rows under the name of the file they were made from; lines are then rows of that.

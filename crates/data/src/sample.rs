@@ -33,7 +33,7 @@ pub struct Sample {
     pub solution: Option<String>,
     /// The column that `solution` is from, or `(the final turn)`.
     pub solution_from: Option<Arc<str>>,
-    /// The final assistant turn (or column `completion`), verbatim: the target of supervised training.
+    /// Column `completion`, else the final assistant turn, verbatim: the target of supervised training.
     pub reference_answer: Option<String>,
     /// Every column of the row, and the dataset's default columns where the row has none of that name.
     pub columns: Map<String, Value>,

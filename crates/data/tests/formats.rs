@@ -473,6 +473,63 @@ fn columns_can_be_named() {
 }
 
 #[test]
+fn rollout_logs_and_evaluations_read_as_rows_with_completions() {
+    let place = Place::new();
+    let line = |id: &str, sample: u64, reward: Value, row: Value| {
+        let mut line = json!({"step": 3, "epoch": 0.5, "id": id, "group": 0, "sample": sample, "prompt": "<rendered>",
+            "completion": format!("{id}{sample}"), "rewards": {"accuracy": reward, "judge": null}, "reward": 1.0,
+            "advantage": 0.5, "finish_reason": "length", "media": []});
+        if !row.is_null() {
+            line["row"] = row;
+        }
+        line.to_string()
+    };
+    let text = [
+        line("a", 0, json!(1.0), json!({"problem": "A?", "solution": "1"})),
+        line("a", 1, json!(0.25), Value::Null),
+        line("b", 0, json!(null), json!({"problem": "B?", "kind": "x"})),
+    ]
+    .join("\n");
+    let dataset = Dataset::open(&[place.spec("step-000003.jsonl", &text)], &ReadOptions::default()).unwrap();
+    assert_eq!((dataset.len(), dataset.id(0), dataset.id(1)), (2, "a".to_owned(), "b".to_owned()));
+    let a = dataset.get(0).unwrap();
+    assert_eq!((a.question().as_str(), a.solution.as_deref(), a.origin.line), ("A?", Some("1"), 1));
+    let completions = a.completions.unwrap();
+    assert_eq!(completions.iter().map(|c| c.text.as_deref()).collect::<Vec<_>>(), [Some("a0"), Some("a1")]);
+    assert_eq!(completions[0].finish_reason.as_deref(), Some("length"));
+    let expected = [("accuracy", vec![Some(1.0), Some(0.25)]), ("judge", vec![None, None])];
+    assert_eq!(a.rewards, Some(RecordedRewards::Named(expected.map(|(n, v)| (n.to_owned(), v)).into())));
+    let b = dataset.get(1).unwrap();
+    assert_eq!((b.origin.line, &b.columns["kind"]), (3, &json!("x")));
+
+    // A completion that is missing is no smaller group, and a log without rows says so.
+    let torn = [line("a", 0, json!(1.0), json!({"problem": "A?"})), line("a", 2, json!(1.0), Value::Null)]
+        .join("\n");
+    let error = |text: &str| {
+        let dataset = Dataset::open(&[place.spec("torn.jsonl", text)], &ReadOptions::default()).unwrap();
+        dataset.get(0).unwrap_err().to_string()
+    };
+    assert!(error(&torn).contains("2 as completion 1"), "{}", error(&torn));
+    assert!(error(&line("a", 0, json!(1.0), Value::Null)).contains("the prompt's `row`"));
+
+    let evaluated = json!({"id": "e", "dataset": "d", "prompt": "Q? wrapped", "completions": ["x"], "answers": [null],
+        "rewards": {"format": [0.0]}, "reward": [0.0], "row": {"messages": [{"role": "user", "content": "Q?"}]}});
+    let sample = place.read(evaluated);
+    assert_eq!((sample.id.as_str(), sample.question().as_str()), ("e", "Q?"));
+    assert_eq!(sample.rewards, Some(RecordedRewards::Named(vec![("format".to_owned(), vec![Some(0.0)])])));
+    // `row` alone is a column like any other.
+    assert_eq!(place.read(json!({"problem": "Q?", "row": {"a": 1}})).columns["row"], json!({"a": 1}));
+}
+
+#[test]
+fn a_chosen_completion_is_learned_and_the_answer_stays_the_truth() {
+    let place = Place::new();
+    let turns = json!([{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A"}]);
+    let sample = place.read(json!({"conversations": turns, "completion": "<think>t</think>A"}));
+    assert_eq!((sample.sft_target(), sample.solution.as_deref()), (Some("<think>t</think>A"), Some("A")));
+}
+
+#[test]
 fn bad_rows_say_what_where_and_what_was_expected() {
     let place = Place::new();
     let cases = [

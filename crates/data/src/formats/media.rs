@@ -8,6 +8,7 @@ use omnigrpo_text::{MediaCounts, MediumKind, Part, Role, Turn, split_conversatio
 use serde_json::{Map, Value};
 
 use super::{Content, Context, KINDS, RawPart, RawTurn, column, inside, present, slot};
+use crate::dataset::ColumnNames;
 use crate::error::{PathProblem, RowProblem, describe, shorten};
 use crate::roots::Resolver;
 use crate::sample::{MediumOptions, MediumRef, MediumSource, Segments};
@@ -65,6 +66,56 @@ pub(super) fn place(
     let media =
         items.into_iter().map(|Item { kind, source, options }| MediumRef { kind, source, options }).collect();
     Ok((turns, media))
+}
+
+/// Makes the paths of a row's media absolute, where they name a file: in columns of media, and in typed parts of turns.
+pub(crate) fn make_absolute(columns: &mut Map<String, Value>, resolver: &Resolver, names: &ColumnNames) {
+    let named = |name: Option<&str>, key: &str| name.and_then(|name| name.split('.').next()) == Some(key);
+    for (key, value) in columns.iter_mut() {
+        let kind = kind_of_key(key).or_else(|| match key.as_str() {
+            key if named(names.image.as_deref(), key) => Some(MediumKind::Image),
+            key if named(names.video.as_deref(), key) => Some(MediumKind::Video),
+            _ => None,
+        });
+        let turns = super::FORMATS.iter().any(|format| format.columns.contains(&key.as_str()))
+            || named(names.prompt.as_deref(), key);
+        if kind.is_some() || turns {
+            absolute(value, kind, resolver);
+        }
+    }
+}
+
+/// The kind of media that a key names: `image`, `images`, `image_url`, …
+fn kind_of_key(key: &str) -> Option<MediumKind> {
+    let one = key.strip_suffix("_url").or_else(|| key.strip_suffix('s')).unwrap_or(key);
+    KINDS.into_iter().find(|kind| kind.as_str() == one)
+}
+
+fn absolute(value: &mut Value, kind: Option<MediumKind>, resolver: &Resolver) {
+    match (value, kind) {
+        (Value::Array(list), _) => list.iter_mut().for_each(|value| absolute(value, kind, resolver)),
+        (Value::Object(map), _) => {
+            let part = map.get("type").and_then(Value::as_str).and_then(kind_of_key).or(kind);
+            for (key, value) in map.iter_mut() {
+                match key.as_str() {
+                    // Text is no path, whatever it says.
+                    "text" | "role" | "from" | "type" => {}
+                    "content" | "value" if value.is_array() => absolute(value, None, resolver),
+                    "content" | "value" => {}
+                    "path" | "url" => absolute(value, part, resolver),
+                    key => absolute(value, kind_of_key(key).or(kind), resolver),
+                }
+            }
+        }
+        (Value::String(text), Some(kind)) if Path::new(text).is_relative() => {
+            if let Some(path) =
+                resolver.path(kind, text).ok().and_then(|path| path.into_os_string().into_string().ok())
+            {
+                *text = path;
+            }
+        }
+        _ => {}
+    }
 }
 
 /// Whether a user turn has a place for sound that brings no file of its own.

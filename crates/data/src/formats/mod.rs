@@ -11,13 +11,18 @@
 //! | `meta` with `frame_cnts`, `min_frames`, `max_frames`, `dynamic_sample` | the clip's segments (a list of such objects for several clips) |
 //! | `solution`, else `answer`, `ground_truth`, `reward_model.ground_truth` (verl), the final assistant turn, `label` (OpenRLHF, slime) | the ground truth, verbatim |
 //! | `completions` (texts, or objects with `text`, `completion_ids`, `logprobs`), or `completion_ids` and `logprobs`; `rewards` | recorded completions |
+//! | `completion` | what `sft` learns, before a final assistant turn |
+//! | `row` beside `completions` | the row that the completions are of, as evaluations and rollout logs write it |
 //!
 //! In plain text of user turns `<image>`, `<video>`, `<audio>` mark where media go. In a conversation with typed parts
 //! text is literal, and parts without a path of their own take the next medium of the columns. Media that nothing mentions go before the text
 //! of the first user turn. Sound that is mentioned and not listed is that of the videos. Assistant turns before the first user turn are dropped, as the source loaders do.
 
 mod media;
+pub(crate) mod outputs;
 mod recorded;
+
+pub(crate) use media::make_absolute;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -132,7 +137,7 @@ fn slot(kind: MediumKind) -> usize {
 /// Parses one row.
 pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Result<Sample, RowProblem> {
     let mut columns = match value {
-        Value::Object(columns) => columns,
+        Value::Object(columns) => outputs::unfold(columns),
         other => return Err(column("(the row)", &other, "an object")),
     };
     for (name, value) in context.columns {
@@ -144,10 +149,11 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
     let mut raw = raw_turns(&columns, context)?;
     let first = raw.iter().position(|turn| turn.role != Role::Assistant).unwrap_or(0);
     raw.drain(..first);
-    let reference_answer = match raw.last() {
+    let final_turn = match raw.last() {
         Some(turn) if turn.role == Role::Assistant => raw.pop().map(answer).transpose()?,
-        _ => completion(&columns)?,
+        _ => None,
     };
+    let completion = completion(&columns)?;
     let roles = || raw.iter().map(|turn| turn.role.as_str()).collect::<Vec<_>>().join(", ");
     if raw.last().is_none_or(|turn| turn.role != Role::User) {
         return Err(RowProblem::NoPrompt { missing: "question", roles: roles() });
@@ -166,7 +172,10 @@ pub(crate) fn sample(value: Value, row: u64, line: u64, context: &Context) -> Re
         context.template.apply(last);
     }
 
-    let (solution, solution_from) = ground_truth(&columns, context.names, reference_answer.as_deref());
+    // Where a completion was chosen for a row that has an answer, the answer stays the truth.
+    let truth = final_turn.as_deref().or(completion.as_deref());
+    let (solution, solution_from) = ground_truth(&columns, context.names, truth);
+    let reference_answer = completion.or(final_turn);
     let id = id(&columns).unwrap_or_else(|| format!("{}:{line}", context.dataset));
     let completions = recorded::completions(&columns)?;
     let rewards = match &completions {
