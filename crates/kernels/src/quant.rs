@@ -65,6 +65,12 @@ impl QuantBits {
     fn row_groups(self, k: usize) -> usize {
         self.blocks(k) * self.block() / GROUP
     }
+
+    /// Memory of a row of `k` weights, bytes.
+    #[must_use]
+    pub fn row_bytes(self, k: usize) -> usize {
+        4 * self.row_words(k) + size_of::<Scale>() * self.row_groups(k)
+    }
 }
 
 /// Minimum and step of a group.

@@ -109,6 +109,15 @@ impl Model {
         Ok(())
     }
 
+    /// Parameters of the adapters that [`Self::add_lora`] would add.
+    ///
+    /// # Errors
+    /// A target that names no linear layer.
+    pub fn adapter_len(&self, config: &LoraConfig) -> Result<usize> {
+        let layers = self.targets(&config.targets)?;
+        Ok(layers.iter().map(|base| config.rank * base.shape().iter().sum::<usize>()).sum())
+    }
+
     fn adapt(
         &mut self,
         base: &Arc<Param>,

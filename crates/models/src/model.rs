@@ -16,7 +16,9 @@ use crate::families::{Family, MediumInput, Network, open_family_with};
 use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
 use crate::stream::PackedStream;
-use crate::weights::{FileSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles};
+use crate::weights::{
+    FileSource, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles,
+};
 
 /// A model: family, network, weights.
 pub struct Model {
@@ -195,6 +197,27 @@ impl Model {
         let mut model = Self::new(family, network, source.params, dir.to_path_buf());
         model.overrides = overrides;
         Ok(model)
+    }
+
+    /// What [`Self::load_with`], or with `random` [`Self::random_with`], would give, without the data of its weights: their
+    /// names, shapes and dtypes. Nothing can be computed with it.
+    ///
+    /// # Errors
+    /// An unknown model, unreadable files. Tensors that do not fit are an error of loading.
+    pub fn outline(dir: &Path, options: &LoadOptions, random: bool) -> Result<Self> {
+        let overrides = options.overrides.cloned().unwrap_or_default();
+        let family = open_family_with(dir, &overrides)?;
+        let files = if random {
+            None
+        } else {
+            let mut files = WeightFiles::open(dir, |key| family.published_name(key))?;
+            files.add_companions(&family.companions())?;
+            Some(files)
+        };
+        let (dtype, quantization) = (options.dtype, options.quantization);
+        let mut source = OutlineSource { files: files.as_ref(), dtype, quantization, params: Vec::new() };
+        let network = family.network(&mut source)?;
+        Ok(Self::new(family, network, source.params, dir.to_path_buf()))
     }
 
     /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest, no adapters.

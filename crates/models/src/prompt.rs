@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, Sample};
+use omnigrpo_data::{MediumInfo, RecordedCompletion, Sample};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt,
     Role, Span, StopSet, Tokenizer, Turn,
@@ -198,6 +198,18 @@ impl PromptBuilder {
     /// Text the tokenizer cannot encode.
     pub fn completion_ids(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.tokenizer.encode_control(text, &self.family.placeholder_ids())?)
+    }
+
+    /// The ids of a completion that came with a row: its own, else those of its text.
+    ///
+    /// # Errors
+    /// Neither of the two, or text the tokenizer cannot encode.
+    pub fn recorded_ids(&self, completion: &RecordedCompletion) -> Result<Vec<u32>> {
+        match (&completion.completion_ids, &completion.text) {
+            (Some(ids), _) => Ok(ids.clone()),
+            (None, Some(text)) => self.completion_ids(text),
+            (None, None) => Err(ModelError::prompt("a completion has neither text nor `completion_ids`")),
+        }
     }
 
     /// The token that ends an assistant turn: the tokenizer's own end token where it is a stop, else the first stop.

@@ -8,8 +8,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{
-    GroupStream, Init, LoraConfig, Model, ModelError, PackedStream, WeightDtype, WeightSource, open_family,
+    GroupStream, Init, LoadOptions, LoraConfig, Model, ModelError, PackedStream, Quantization, WeightDtype,
+    WeightSource, open_family,
 };
 use omnigrpo_ops::{Param, Part};
 use safetensors::SafeTensors;
@@ -138,6 +140,32 @@ impl WeightSource for Recorder {
 
     fn tied(&mut self, _embed: &str, _head: &str, config: bool) -> omnigrpo_models::Result<bool> {
         Ok(config)
+    }
+}
+
+/// What a model will be is known without its data: the same names, shapes, dtypes and bytes.
+#[test]
+fn an_outline_is_the_model_without_its_data() {
+    let keep = |_: &str, part: Part| part == Part::Projector;
+    for name in ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "internvl_original"] {
+        for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
+            for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
+                let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
+                let options = LoadOptions { dtype, quantization, overrides: None };
+                let outline = Model::outline(&checkpoint(name), &options, false).unwrap();
+                let model = Model::load_with(&checkpoint(name), &options).unwrap();
+                let facts = |model: &Model| -> Vec<_> {
+                    let each = model.params().iter();
+                    each.map(|p| {
+                        (p.name().to_owned(), p.part(), p.shape().to_vec(), p.dtype(), p.num_bytes())
+                    })
+                    .collect()
+                };
+                assert_eq!(facts(&outline), facts(&model), "{name} {bits:?} {dtype:?}");
+                let error = outline.params()[0].with_f32(|_| ()).unwrap_err().to_string();
+                assert!(error.contains("only its outline"), "{error}");
+            }
+        }
     }
 }
 

@@ -64,6 +64,7 @@ mod tests {
             finish_reason: FinishReason::Stop,
             media: Vec::new(),
             columns: BTreeMap::new(),
+            row: None,
         }
     }
 

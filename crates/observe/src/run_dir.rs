@@ -77,6 +77,10 @@ pub struct Rollout {
     /// What a reward of the user's noted about the completion.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
+    /// With the first completion of a prompt: the columns of its row, with which other commands read the log as rows
+    /// with completions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub row: Option<Map<String, Value>>,
 }
 
 /// A dataset row that was not used.
@@ -292,6 +296,7 @@ mod tests {
             finish_reason: FinishReason::Stop,
             media: vec!["a.png".to_owned()],
             columns: BTreeMap::new(),
+            row: None,
         }
     }
 

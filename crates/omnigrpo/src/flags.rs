@@ -458,6 +458,7 @@ pub const FLAGS: &[Flag] = &[
         .required(&[Score, DataConvert, RewardsRun]),
     row("output", Path, Unset("nothing is written"), Section::Io, &[Generate, Score, Eval, DataConvert, RewardsRun], "File to write, one JSON object per row; written whole or not at all.")
         .required(&[Score, DataConvert, RewardsRun]),
+    row("keep", Text, Unset("every row with its scores"), Section::Io, &[RewardsRun], "Write rows for `sft` instead: the best completion of each row (`best`), every one that counts as right (`passed`, see `accuracy_threshold`), or every one whose reward is at least a number."),
     row("prompt", Text, Unset(""), Section::Io, &[Generate], "Question to answer on the terminal instead of rows from `--input`."),
     row("image", Texts, Is(""), Section::Io, &[Generate], "Image of `--prompt`, a file or an address; repeat or list for several, in order."),
     row("video", Texts, Is(""), Section::Io, &[Generate], "Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several."),

@@ -241,6 +241,31 @@ impl Named for &'static QuestionTemplate {
     }
 }
 
+/// Which scored completions become rows for `sft`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Keep {
+    /// The best of each row, the first of several.
+    Best,
+    /// Those that count as right.
+    Passed,
+    /// Those whose reward is at least this.
+    From(f64),
+}
+
+impl Keep {
+    fn parse(text: &str) -> Result<Self, Problem> {
+        match (text, text.parse::<f64>()) {
+            ("best", _) => Ok(Self::Best),
+            ("passed", _) => Ok(Self::Passed),
+            (_, Ok(number)) if number.is_finite() => Ok(Self::From(number)),
+            _ => Err(Problem::usage("which completions are to be kept?")
+                .got(format!("`{text}`"))
+                .expected("`best`, `passed`, or the least reward as a number")
+                .at("--keep")),
+        }
+    }
+}
+
 /// Whether and from where to resume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resume {
@@ -374,6 +399,8 @@ pub struct IoSettings {
     pub directory: Option<PathBuf>,
     pub input: Option<PathBuf>,
     pub output: Option<PathBuf>,
+    /// Which completions `rewards run` makes rows of.
+    pub keep: Option<Keep>,
     pub prompt: Option<String>,
     pub image: Vec<String>,
     pub video: Vec<String>,
@@ -834,6 +861,7 @@ impl Settings {
                 directory: v.get("directory")?,
                 input: v.get("input")?,
                 output: v.get("output")?,
+                keep: v.get::<Option<String>>("keep")?.as_deref().map(Keep::parse).transpose()?,
                 prompt: v.get("prompt")?,
                 image: v.get("image")?,
                 video: v.get("video")?,

@@ -90,7 +90,7 @@ while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewa
     let stderr = place.run_with(&line, &more).ok().stderr;
     in_order(
         &stderr,
-        &["step 3: grpo/policy_seq_log_prob", "step 3/4 |", "step 4: grpo/policy_seq_log_prob", "step 4/4 |"],
+        &["step 3: grpo/policy_seq_log_prob", "step 3/4 |", "step 4/4 |", "step 4: grpo/policy_seq_log_prob"],
     );
 }
 

@@ -177,6 +177,57 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     same(&place, "whole", "cut");
 }
 
+/// Completions and evaluations that take hours are not lost with the process that makes them.
+#[test]
+fn interrupted_generations_and_evaluations_go_on() {
+    let place = Place::new();
+    let rows: Vec<String> =
+        (0..200).map(|i| format!(r#"{{"id": {i}, "problem": "{i}+3?", "solution": "{}"}}"#, i + 3)).collect();
+    place.write("many.jsonl", rows.join("\n"));
+    let generate = "generate --model M --input many.jsonl --num_generations 2 --temperature 0.7";
+    let eval = "eval --model M --eval_file many.jsonl --reward_funcs random,accuracy";
+    let small = "--max_completion_length 24 --min_completion_length 24 --batch_size 2 --threads 1";
+    for (name, line) in [("generate", generate), ("eval", eval)] {
+        let line = |output: &str| format!("{line} {small} --output {output}");
+        let (whole, cut) = (format!("{name}-whole.jsonl"), format!("{name}-cut.jsonl"));
+        let partial = format!("{cut}.partial");
+        place.run(&line(&whole)).ok();
+        let kill = || {
+            let mut child =
+                place.command(&line(&cut)).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+            assert!((0..4000).any(|_| {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+                std::fs::read(place.path(&partial))
+                    .is_ok_and(|text| text.iter().filter(|&&b| b == b'\n').count() > 5)
+            }));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(!place.exists(&cut), "it was killed before its end");
+        };
+        kill();
+        let again = place.run(&line(&cut)).ok();
+        assert!(
+            again.stderr.contains("going on after ") && again.stderr.contains(" of 200 rows"),
+            "{}",
+            again.stderr
+        );
+        assert!(place.text(&whole) == place.text(&cut), "{name} differs after an interruption");
+        assert!(!place.exists(&partial));
+        if name == "eval" {
+            assert_eq!(place.text("eval-whole.summary.json"), place.text("eval-cut.summary.json"));
+        }
+
+        // With other settings nothing of it is used.
+        std::fs::remove_file(place.path(&cut)).unwrap();
+        kill();
+        let other =
+            place.run(&line(&cut).replace("--max_completion_length 24", "--max_completion_length 25")).ok();
+        let said = "was made with other settings (max_completion_length: 24 → 25); starting anew";
+        assert!(other.stderr.contains(said), "{}", other.stderr);
+        assert!(place.text(&whole) != place.text(&cut));
+    }
+}
+
 /// Every second request finds the program killed before it answers; no step is lost by it.
 #[test]
 fn a_reward_program_that_is_killed_mid_run_loses_no_step() {

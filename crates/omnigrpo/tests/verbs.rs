@@ -141,6 +141,10 @@ fn sft_and_train_leave_a_model_that_runs() {
     let place = Place::new();
     let sft = place.run("sft --model M --train_file rows.jsonl --gradient_accumulation_steps 1 --max_steps 2 --learning_rate 1e-3 --output_dir sft").ok();
     assert!(sft.stderr.contains("a step takes 1 answer"), "{}", sft.stderr);
+    let table = sft.stderr.lines().skip_while(|line| !line.starts_with("part ")).take(5);
+    assert!(table.clone().all(|line| line.len() <= 80) && table.count() == 5, "{}", sft.stderr);
+    // The loss of imitation says something, and there are no rewards.
+    assert!(sft.stderr.contains("step 2/2 | loss ") && !sft.stderr.contains("reward"), "{}", sft.stderr);
     place.write(
         "half.sh",
         r#"while read -r line; do id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0.5;; *) r=0.5,0.25;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}"; done"#,
@@ -295,6 +299,122 @@ fn replay_with_and_without_log_probabilities() {
     assert!(on["grad_norm"].as_f64().unwrap() > 0.0);
 }
 
+/// Completions are made, judged, kept and learned: each command reads what others wrote, wherever that lies.
+#[test]
+fn commands_read_what_others_wrote() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("out")).unwrap();
+    place
+        .run("generate --model M --input rows.jsonl --output out/made.jsonl --num_generations 3 --temperature 1 --max_completion_length 4")
+        .ok();
+    let (rows, made) = (place.lines("rows.jsonl"), place.lines("out/made.jsonl"));
+    let picture = place.path("shapes.png").canonicalize().unwrap();
+    assert_eq!(made[0]["image"], json!(picture), "the file of rows lies elsewhere now");
+    for (row, made) in rows.iter().zip(&made) {
+        for name in ["id", "problem", "solution", "kind"] {
+            assert_eq!(row[name], made[name]);
+        }
+    }
+
+    place.run("score --model M --input out/made.jsonl --output out/scored.jsonl").ok();
+    let scored = place.lines("out/scored.jsonl");
+    for (made, scored) in made.iter().zip(&scored) {
+        assert_eq!((&made["prompt_tokens"], &made["image"]), (&scored["prompt_tokens"], &scored["image"]));
+        for (a, b) in
+            made["completions"].as_array().unwrap().iter().zip(scored["completions"].as_array().unwrap())
+        {
+            assert_eq!(
+                (&a["text"], &a["completion_ids"], &a["finish_reason"]),
+                (&b["text"], &b["completion_ids"], &b["finish_reason"])
+            );
+            let (a, b) = (numbers(&a["logprobs"]), numbers(&b["logprobs"]));
+            assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4), "{a:?} {b:?}");
+        }
+    }
+
+    let judge = |input: &str, output: &str, more: &str| {
+        place.run(&format!("rewards run --input {input} --output {output} {more}"))
+    };
+    judge("out/scored.jsonl", "out/judged.jsonl", "--reward_funcs random").ok();
+    let judged = place.lines("out/judged.jsonl");
+    assert_eq!(judged[2]["completions"], scored[2]["completions"]);
+    let rewards: Vec<Vec<f64>> = judged.iter().map(|row| numbers(&row["reward"])).collect();
+    place
+        .run("train --model M --replay out/judged.jsonl --num_generations 3 --gradient_accumulation_steps 3 --max_steps 1 --threads 1 --output_dir replayed")
+        .ok();
+    let mean = rewards.iter().flatten().sum::<f64>() / 9.0;
+    let reward = place.lines("replayed/metrics.jsonl")[0]["rewards/random/mean"].as_f64().unwrap();
+    assert!((reward - mean).abs() < 1e-6, "{reward} {mean}");
+
+    judge("out/scored.jsonl", "out/best.jsonl", "--reward_funcs random --keep best").ok();
+    let best = place.lines("out/best.jsonl");
+    assert_eq!(best.len(), 3);
+    for (i, row) in best.iter().enumerate() {
+        let most = (0..3).max_by(|&a, &b| rewards[i][a].total_cmp(&rewards[i][b])).unwrap();
+        assert_eq!(row["completion"], made[i]["completions"][most]["text"]);
+        assert_eq!(
+            (&row["solution"], row["reward"].as_f64()),
+            (&rows[i]["solution"], Some(rewards[i][most]))
+        );
+        assert!(row.get("completions").is_none(), "{row}");
+    }
+    let shown = judge("out/scored.jsonl", "out/half.jsonl", "--reward_funcs random --keep 0.5").ok().stderr;
+    let good = rewards.iter().flatten().filter(|&&reward| reward >= 0.5).count();
+    assert_eq!(place.lines("out/half.jsonl").len(), good);
+    assert!(shown.contains(&format!("kept {good} of 9 completions of 3 rows")), "{shown}");
+    judge("out/scored.jsonl", "x", "--reward_funcs random --keep passed").fails(2, &["--keep", "`accuracy`"]);
+    judge("out/scored.jsonl", "x", "--reward_funcs random --keep good").fails(2, &["`best`, `passed`"]);
+    place.write(
+        "said.jsonl",
+        r#"{"problem": "2+3?", "solution": "5", "completions": ["4", "5", "five", "5"]}"#,
+    );
+    judge("said.jsonl", "out/passed.jsonl", "--reward_funcs accuracy --keep passed").ok();
+    assert_eq!(place.lines("out/passed.jsonl").iter().filter(|row| row["completion"] == "5").count(), 2);
+
+    place
+        .run("sft --model M --train_file out/best.jsonl --gradient_accumulation_steps 3 --max_steps 12 --learning_rate 1e-2 --threads 1 --output_dir taught")
+        .ok();
+    let losses: Vec<f64> =
+        place.lines("taught/metrics.jsonl").iter().map(|row| row["loss"].as_f64().unwrap()).collect();
+    assert!(losses[11] < 0.7 * losses[0], "{losses:?}");
+
+    // An evaluation, and a run's rollouts, a completion a line.
+    place.run("eval --model M --eval_file rows.jsonl --output out/e.jsonl --max_completion_length 4 --reward_funcs format").ok();
+    place.run("score --model M --input out/e.jsonl --output out/e-scored.jsonl").ok();
+    judge("out/e.jsonl", "out/e-judged.jsonl", "--reward_funcs format").ok();
+    let evaluated = place.lines("out/e.jsonl");
+    place
+        .run("train --model M --train_file rows.jsonl --output_dir run --reward_funcs format --threads 1 --num_generations 2 --gradient_accumulation_steps 3 --max_steps 1 --max_completion_length 4")
+        .ok();
+    let log = "run/rollouts/step-000001.jsonl";
+    place.run(&format!("score --model M --input {log} --output out/r-scored.jsonl")).ok();
+    judge(log, "out/r-judged.jsonl", "--reward_funcs format").ok();
+    let rolled = place.lines(log);
+    for (i, row) in rows.iter().enumerate() {
+        let find = |name: &str| {
+            place
+                .lines(name)
+                .into_iter()
+                .find(|line| line["id"] == row["id"])
+                .unwrap_or_else(|| panic!("{name}"))
+        };
+        // The media are seen again: the prompt is as long.
+        assert_eq!(find("out/e-scored.jsonl")["prompt_tokens"], made[i]["prompt_tokens"]);
+        assert_eq!(find("out/r-scored.jsonl")["prompt_tokens"], made[i]["prompt_tokens"]);
+        assert_eq!(find("out/e-judged.jsonl")["rewards"], evaluated[i]["rewards"]);
+        let own: Vec<&Value> = rolled.iter().filter(|line| line["id"] == row["id"]).collect();
+        let texts: Vec<Value> = own.iter().map(|line| line["completion"].clone()).collect();
+        let again = find("out/r-judged.jsonl");
+        let read: Vec<Value> =
+            again["completions"].as_array().unwrap().iter().map(|c| c["text"].clone()).collect();
+        assert_eq!((own.len(), texts), (2, read));
+        assert_eq!(
+            again["rewards"]["format"],
+            json!([own[0]["rewards"]["format"], own[1]["rewards"]["format"]])
+        );
+    }
+}
+
 #[test]
 fn data_check_and_show() {
     let place = Place::new();
@@ -337,6 +457,7 @@ fn rewards_list_and_run() {
     for name in ["accuracy ", "format ", "random "] {
         assert!(list.lines().any(|line| line.starts_with(name)), "{list}");
     }
+    assert!(list.lines().all(|line| line.chars().count() <= 80), "{list}");
     place.write(
         "said.jsonl",
         r#"{"id": "q", "problem": "2+3?", "solution": "<answer>5</answer>", "completions": ["<think>sum</think><answer>5</answer>", "5", "<think>a</think><answer>6</answer>"]}"#,
@@ -421,7 +542,15 @@ fn doctor_looks_at_a_checkpoint() {
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
     }
-    for part in ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"] {
+    // 112,848 values in f32; what `sft` would train of them adds 12 bytes each, and a reference 4.
+    let memory = [
+        "without training: 0.5 MB (weights 0.5 MB)",
+        "full: ",
+        "weights 0.5 MB, gradients and optimizer 1.0 MB, reference 0.3 MB, activations ",
+        "LoRA, 4 bit: ",
+    ];
+    let model = ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"];
+    for part in model.iter().chain(&memory) {
         assert!(shown.contains(part), "`{part}` is not in\n{shown}");
     }
 }
@@ -448,6 +577,44 @@ fn doctor_says_once_what_an_unknown_family_is() {
     let all = format!("{}{}", ran.stdout, ran.stderr);
     assert_eq!(all.matches("is not a family of this program").count(), 1, "{all}");
     assert_eq!(all.matches("PROBLEM").count(), 1, "{all}");
+}
+
+/// Before anything is loaded: a model whose weights are larger than the memory is an error, a run that will be is warned of.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_model_too_large_is_an_error_and_a_run_too_large_a_warning() {
+    let place = Place::new();
+    place.checkpoint("large", |_, _| {});
+    let config = place.text("large/config.json");
+    let limited = |vocab: usize| {
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        let text = config.get_mut("text_config").filter(|text| text.get("vocab_size").is_some());
+        match text {
+            Some(text) => text["vocab_size"] = json!(vocab),
+            None => config["vocab_size"] = json!(vocab),
+        }
+        place.write("large/config.json", config.to_string());
+        // 64 numbers of 4 bytes for each token, and an address space of 6 GB.
+        let line = "train --model large --init_weights 1 --train_file rows.jsonl --output_dir run --max_steps 1 --threads 1 \
+                    --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2";
+        let program = place.command(line);
+        let mut command = std::process::Command::new("bash");
+        command.args(["-c", "ulimit -v 6000000; exec \"$@\"", "bash"]).arg(program.get_program());
+        support::ran(command.args(program.get_args()).current_dir(place.path("")))
+    };
+    limited(100_000_000)
+        .fails(1, &["the model does not fit into memory", "25.6 GB of weights", "that are free"]);
+
+    let line =
+        format!("train --model M --train_file rows.jsonl --output_dir run --reward_funcs random {SMALL}");
+    let said = "warning: this run takes about ";
+    assert!(!place.run(&line).ok().stderr.contains(said));
+    let warned = place
+        .run(&format!("{line} --max_stream_tokens 1000000000 --resume_from_checkpoint never"))
+        .ok()
+        .stderr;
+    let parts = "(weights 0.5 MB, gradients and optimizer 1.0 MB, reference 0.3 MB, activations ";
+    assert!(warned.contains(said) && warned.contains(parts), "{warned}");
 }
 
 /// A checkpoint of the original InternVL layout is trained, exported for `transformers`, and answers as before.

@@ -62,6 +62,8 @@ pub enum ParamDtype {
 enum Data {
     Dense(Tensor),
     Quantised(Arc<QuantMatrix>),
+    /// Only what it would be.
+    Outline(ParamDtype),
 }
 
 /// One weight of a model: its published name, its data and its gradient. A linear layer's weight may carry an
@@ -120,6 +122,12 @@ impl Param {
         Ok(Self::over(name, part, Data::Quantised(Arc::new(value)), shape.to_vec()))
     }
 
+    /// A weight without its data, to know how large a model is before it is loaded. Nothing can be computed with it.
+    #[must_use]
+    pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
+        Self::over(name.into(), part, Data::Outline(dtype), shape.to_vec())
+    }
+
     fn over(name: String, part: Part, data: Data, shape: Vec<usize>) -> Self {
         Self {
             name,
@@ -158,6 +166,7 @@ impl Param {
             Data::Dense(value) if value.dtype() == DType::F32 => ParamDtype::F32,
             Data::Dense(_) => ParamDtype::Bf16,
             Data::Quantised(value) => ParamDtype::Quantised(value.bits()),
+            Data::Outline(dtype) => *dtype,
         }
     }
 
@@ -167,6 +176,12 @@ impl Param {
         match &self.data {
             Data::Dense(value) => value.elem_count() * value.dtype().size_in_bytes(),
             Data::Quantised(value) => value.num_bytes(),
+            Data::Outline(ParamDtype::F32) => 4 * self.len(),
+            Data::Outline(ParamDtype::Bf16) => 2 * self.len(),
+            Data::Outline(ParamDtype::Quantised(bits)) => {
+                let k = self.shape.last().copied().unwrap_or(1).max(1);
+                self.len() / k * bits.row_bytes(k)
+            }
         }
     }
 
@@ -200,7 +215,7 @@ impl Param {
     pub fn frozen_copy(&self) -> Result<Self> {
         match &self.data {
             Data::Dense(value) => Self::new(self.name.clone(), self.part, value.copy()?),
-            Data::Quantised(_) => Ok(self.bare()),
+            Data::Quantised(_) | Data::Outline(_) => Ok(self.bare()),
         }
     }
 
@@ -256,6 +271,7 @@ impl Param {
         let value = match &self.data {
             Data::Dense(value) => value,
             Data::Quantised(value) => return Ok(f(Weight::Quantised(value.rows()))),
+            Data::Outline(_) => bail!("weight {}: only its outline is here, nothing was loaded", self.name),
         };
         let (storage, layout) = value.storage_and_layout();
         let Some((start, end)) = layout.contiguous_offsets() else {
@@ -292,6 +308,7 @@ impl Param {
         match &self.data {
             Data::Dense(value) => Ok(value),
             Data::Quantised(_) => bail!("weight {}: quantised weights cannot be written", self.name),
+            Data::Outline(_) => bail!("weight {}: only its outline is here, nothing was loaded", self.name),
         }
     }
 

@@ -250,7 +250,7 @@ impl RewardSet {
     /// The first reward that can score no completion of the row, and why.
     pub fn applies(&self, row: &RewardInput<'_>) -> Result<Vec<Option<bool>>, RewardError> {
         let bare = RewardInput { completion: "", completion_ids: &[], truncated: false, ..*row };
-        let ask = |reward: &Box<dyn Reward>| {
+        let ask = |reward: &dyn Reward| {
             catch_unwind(AssertUnwindSafe(|| reward.applies(&bare))).unwrap_or_else(|payload| {
                 Err(RewardError::Panicked {
                     reward: reward.name().to_owned(),
@@ -259,7 +259,7 @@ impl RewardSet {
                 })
             })
         };
-        self.rewards.iter().map(ask).collect()
+        self.rewards.iter().map(|reward| ask(reward.as_ref())).collect()
     }
 
     /// Has every program and endpoint score one completion, the values of which are not used.

@@ -1,5 +1,6 @@
 //! Evaluation: completions on held-out rows, scored by the same rewards.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -7,7 +8,8 @@ use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::{Features, Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::error::Result;
 use crate::rows::{PreparedRow, SkippedRow, media_paths, reason};
@@ -55,6 +57,38 @@ impl Evaluation {
     }
 }
 
+/// A row that has been evaluated. It can be written down and taken up again: numbers come back as they were.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Judged {
+    line: EvalRow,
+    references: Vec<String>,
+    tokens: usize,
+    truncated: usize,
+    /// The line's numbers, bit for bit, since reading decimals may miss the last one.
+    bits: Vec<Option<u64>>,
+}
+
+impl Judged {
+    fn new(line: EvalRow, completions: &[Completion]) -> Self {
+        let numbers = line.rewards.values().flatten().chain(&line.reward);
+        Self {
+            bits: numbers.map(|number| number.map(f64::to_bits)).collect(),
+            references: line.references.clone(),
+            tokens: completions.iter().map(|c| c.ids.len()).sum(),
+            truncated: completions.iter().filter(|c| c.finish_reason == FinishReason::Length).count(),
+            line,
+        }
+    }
+
+    fn into_line(self) -> EvalRow {
+        let Self { mut line, references, bits, .. } = self;
+        line.references = references;
+        let numbers = line.rewards.values_mut().flatten().chain(&mut line.reward);
+        numbers.zip(bits).for_each(|(number, bits)| *number = bits.map(f64::from_bits));
+        line
+    }
+}
+
 /// Evaluates a model. `progress` is called with the number of rows just done.
 ///
 /// # Errors
@@ -65,10 +99,36 @@ pub fn evaluate(
     plan: &EvalPlan,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Evaluation> {
+    evaluate_rest(model, rewards, plan, BTreeMap::new(), &mut |batch| {
+        progress(batch.num_rows);
+        Ok(())
+    })
+}
+
+/// Rows that were just evaluated.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    /// Rows of the dataset, those that could not be used included.
+    pub num_rows: u64,
+    /// Those that could be used, by number.
+    pub judged: &'a [(u64, Judged)],
+}
+
+/// As [`evaluate`], without the rows that are done already. `each` sees every batch of the others as soon as it is scored.
+///
+/// # Errors
+/// As [`evaluate`], and what `each` fails with.
+pub fn evaluate_rest(
+    model: &Model,
+    rewards: &RewardSet,
+    plan: &EvalPlan,
+    mut done: BTreeMap<u64, Judged>,
+    each: &mut dyn FnMut(Batch<'_>) -> Result<()>,
+) -> Result<Evaluation> {
     let prompts = &plan.prompts;
     let mut out = Evaluation::default();
-    let mut tally = Tally::default();
-    for batch in plan.rows.chunks(plan.batch_rows.max(1)) {
+    let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
+    for batch in rest.chunks(plan.batch_rows.max(1)) {
         let mut rows = Vec::with_capacity(batch.len());
         for &row in batch {
             let made = match plan.dataset.get(row) {
@@ -109,29 +169,35 @@ pub fn evaluate(
         let completions = generator.generate(&requests, |_| {})?;
         let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
         let matrix = scoring::score(rewards, &scored, plan.sampling.seed, 0)?;
+        let mut judged = Vec::with_capacity(rows.len());
         for (r, (row, completions)) in rows.iter().zip(&completions).enumerate() {
             let span = r * plan.num_generations..(r + 1) * plan.num_generations;
-            tally.add(completions);
             let texts = completions.iter().map(|c| c.text.clone()).collect();
-            out.rows.push(eval_row(
-                &row.sample,
-                texts,
-                &matrix,
-                span,
-                plan.category.as_deref(),
-                &plan.measures,
-            ));
+            let mut line =
+                eval_row(&row.sample, texts, &matrix, span, plan.category.as_deref(), &plan.measures);
+            line.row = plan.dataset.portable_row(&row.sample);
+            judged.push((row.sample.row, Judged::new(line, completions)));
         }
-        progress(batch.len() as u64);
+        each(Batch { num_rows: batch.len() as u64, judged: &judged })?;
+        done.extend(judged);
+    }
+    let (mut tokens, mut truncated, mut completions) = (0, 0, 0);
+    for judged in plan.rows.iter().filter_map(|row| done.remove(row)) {
+        tokens += judged.tokens;
+        truncated += judged.truncated;
+        completions += judged.line.completions.len();
+        out.rows.push(judged.into_line());
     }
     out.summary = summarize(&out.rows, rewards, &plan.measures)?;
     let metrics = &mut out.summary.metrics;
     metrics.insert(1, ("eval_skipped".into(), Some(out.skipped.len() as f64)));
-    metrics.extend(tally.metrics());
+    let share = |n: usize| (completions > 0).then(|| n as f64 / completions as f64);
+    metrics.push(("eval_completions/mean_length".into(), share(tokens)));
+    metrics.push(("eval_completions/clipped_ratio".into(), share(truncated)));
     Ok(out)
 }
 
-/// A row of the result: `span` of the scores are those of its completions.
+/// A row of the result, without the columns it was made from: `span` of the scores are those of its completions.
 #[must_use]
 pub fn eval_row(
     sample: &Sample,
@@ -157,6 +223,7 @@ pub fn eval_row(
             .into_iter()
             .map(str::to_owned)
             .collect(),
+        row: Map::new(),
         completions,
     }
 }
@@ -166,30 +233,4 @@ const EVAL_ROLLOUT: u64 = u64::MAX;
 
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
-}
-
-/// Lengths of the completions, which the texts do not show.
-#[derive(Default)]
-struct Tally {
-    tokens: usize,
-    completions: usize,
-    truncated: usize,
-}
-
-impl Tally {
-    fn add(&mut self, completions: &[Completion]) {
-        for completion in completions {
-            self.completions += 1;
-            self.tokens += completion.ids.len();
-            self.truncated += usize::from(completion.finish_reason == FinishReason::Length);
-        }
-    }
-
-    fn metrics(&self) -> [(String, Option<f64>); 2] {
-        let share = |n: usize| (self.completions > 0).then(|| n as f64 / self.completions as f64);
-        [
-            ("eval_completions/mean_length".into(), share(self.tokens)),
-            ("eval_completions/clipped_ratio".into(), share(self.truncated)),
-        ]
-    }
 }

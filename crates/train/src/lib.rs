@@ -6,6 +6,7 @@
 pub mod checkpoint;
 mod error;
 mod evaluate;
+mod memory;
 mod model_card;
 mod optimizer;
 mod plan;
@@ -22,7 +23,8 @@ mod temporal;
 mod timing;
 
 pub use error::{Result, TrainError};
-pub use evaluate::{EvalPlan, Evaluation, eval_row, evaluate};
+pub use evaluate::{Batch, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
+pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup};
 pub use rows::{Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};

@@ -1,7 +1,9 @@
 //! What a run writes and shows step by step: logs, console lines, evaluations, and the report at its end.
 
+use std::sync::Arc;
 use std::time::Instant;
 
+use omnigrpo_data::Dataset;
 use omnigrpo_observe::{
     BeforeAfter, Console, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped, Window,
     best_and_worst, write_atomic,
@@ -23,6 +25,7 @@ const SHOWN_GROUPS: usize = 2;
 /// The records of a running loop.
 pub(crate) struct Records {
     dir: RunDir,
+    dataset: Arc<Dataset>,
     console: Console,
     logging_steps: u64,
     grpo_logging_steps: u64,
@@ -40,9 +43,16 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    pub(crate) fn new(run: &RunPlan, dir: RunDir, console: &Console, total_steps: u64) -> Self {
+    pub(crate) fn new(
+        run: &RunPlan,
+        dir: RunDir,
+        dataset: Arc<Dataset>,
+        console: &Console,
+        total_steps: u64,
+    ) -> Self {
         Self {
             dir,
+            dataset,
             console: console.clone(),
             logging_steps: run.logging_steps.max(1),
             grpo_logging_steps: run.grpo_logging_steps.max(1),
@@ -98,7 +108,7 @@ impl Records {
 
     /// The completions that `step` is about to train on.
     pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
-        let lines = rollout_lines(rollouts, epoch);
+        let lines = rollout_lines(&self.dataset, rollouts, epoch);
         self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
         if self.log_completions && step.is_multiple_of(self.logging_steps) {
             let groups = lines.chunk_by(|a, b| a.group == b.group).zip(&rollouts.rows);
@@ -222,7 +232,7 @@ impl Records {
             _ => return error,
         };
         let path = self.dir.root().join(format!("nonfinite-step-{step}.jsonl"));
-        let lines = json_lines(&rollout_lines(rollouts, 0.0));
+        let lines = json_lines(&rollout_lines(&self.dataset, rollouts, 0.0));
         match write_atomic(&path, |out| out.write_all(&lines)) {
             Ok(()) => TrainError::NonFiniteLoss { step, what, rows: path },
             Err(e) => e.into(),
@@ -285,7 +295,7 @@ fn is_headline(name: &str) -> bool {
     NAMES.contains(&name) || name.starts_with("eval_pass@") || name.ends_with("/mean")
 }
 
-fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
+fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
     let mut lines = Vec::new();
     let mut index = 0;
     let columns = &rollouts.rewards.logged.columns;
@@ -315,6 +325,7 @@ fn rollout_lines(rollouts: &Rollouts, epoch: f64) -> Vec<Rollout> {
                     .iter()
                     .filter_map(|(name, values)| Some((name.clone(), values.get(index)?.clone())))
                     .collect(),
+                row: (sample == 0).then(|| dataset.portable_row(&row.sample)),
             });
             index += 1;
         }

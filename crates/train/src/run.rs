@@ -130,7 +130,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let mut this = Loop {
         best,
         evaluated_at,
-        records: Records::new(&run, records, console, total),
+        records: Records::new(&run, records, Arc::clone(&dataset), console, total),
         console: console.clone(),
         lock: &lock,
         model,

@@ -198,11 +198,7 @@ pub fn replay(
         let mut group = Vec::with_capacity(recorded.len());
         let mut given = Vec::with_capacity(recorded.len());
         for completion in recorded {
-            let mut ids = match (&completion.completion_ids, &completion.text) {
-                (Some(ids), _) => ids.clone(),
-                (None, Some(text)) => prompts.completion_ids(text)?,
-                (None, None) => return Err(fail("a completion has neither text nor ids".into())),
-            };
+            let mut ids = prompts.recorded_ids(completion).map_err(|e| fail(e.to_string()))?;
             let length = mask::completion_length(&ids, &prompts.stops().ids);
             if let Some(logprobs) = &completion.logprobs {
                 if logprobs.len() != ids.len() {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
+use omnigrpo_ops::ParamDtype;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorInfo};
 
@@ -115,6 +116,16 @@ impl WeightFiles {
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|e| e.info.shape.as_slice())
+    }
+
+    /// How a tensor will be held; `None` for a dtype that is not read.
+    pub(super) fn held_as(&self, name: &str, dtype: WeightDtype) -> Option<ParamDtype> {
+        match (self.tensors.get(name)?.info.dtype, dtype) {
+            (Dtype::BF16, WeightDtype::Auto) => Some(ParamDtype::Bf16),
+            (Dtype::F32 | Dtype::F16 | Dtype::BF16, WeightDtype::BFloat16) => Some(ParamDtype::Bf16),
+            (Dtype::F32 | Dtype::F16 | Dtype::BF16, _) => Some(ParamDtype::F32),
+            _ => None,
+        }
     }
 
     /// Bytes of a tensor in its file.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use omnigrpo_kernels::Weight;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
-use omnigrpo_ops::{Param, Part};
+use omnigrpo_ops::{Param, ParamDtype, Part};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -216,6 +216,44 @@ impl WeightSource for FileSource<'_> {
 
     fn has(&self, name: &str) -> bool {
         self.files.shape(name).is_some()
+    }
+}
+
+/// Names, shapes and dtypes without data: how large a model is before it is loaded.
+pub(crate) struct OutlineSource<'a> {
+    /// The checkpoint; `None` for a random model.
+    pub(crate) files: Option<&'a WeightFiles>,
+    pub(crate) dtype: WeightDtype,
+    pub(crate) quantization: Option<Quantization<'a>>,
+    pub(crate) params: Vec<Arc<Param>>,
+}
+
+impl WeightSource for OutlineSource<'_> {
+    fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
+        let in_file = self.files.and_then(|files| files.held_as(name, self.dtype));
+        let dense = in_file.unwrap_or(match self.dtype {
+            WeightDtype::BFloat16 => ParamDtype::Bf16,
+            _ => ParamDtype::F32,
+        });
+        let quantised = self.quantization.filter(|q| q.takes(name, part, shape));
+        let dtype = quantised.map_or(dense, |q| ParamDtype::Quantised(q.bits));
+        let param = Arc::new(Param::outline(name, part, shape, dtype));
+        self.params.push(Arc::clone(&param));
+        Ok(param)
+    }
+
+    fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
+        match self.files {
+            Some(files) if files.shape(embed).is_some() && files.shape(head).is_some() => {
+                files.equal(embed, head)
+            }
+            Some(_) => Ok(true),
+            None => Ok(config),
+        }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.files.is_some_and(|files| files.shape(name).is_some())
     }
 }
 

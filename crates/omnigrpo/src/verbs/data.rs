@@ -232,12 +232,15 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
     }
     for problem in report.problems.iter().take(SHOWN) {
         out.push_str(&format!(
-            "bad row {} ({}:{}): {}\n",
+            "bad row {} ({}, line {}): {}\n",
             problem.row,
             problem.file.display(),
             problem.line,
             problem.what
         ));
+    }
+    if !report.problems.is_empty() {
+        out.push_str("rows are counted from 0, as by `data show --row`, and lines from 1\n");
     }
     if report.problems.len() > SHOWN {
         out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));

@@ -4,12 +4,14 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
-use omnigrpo_models::{FAMILIES, WeightFiles, open_family_with};
+use omnigrpo_kernels::quant::QuantBits;
+use omnigrpo_models::{FAMILIES, Model, Quantization, WeightFiles, open_family_with};
 use omnigrpo_text::{StopSet, Tokenizer};
+use omnigrpo_train::{MemoryPlan, Selection};
 use serde_json::{Map, Value};
 
 use super::humanomni::overrides;
-use super::{print, setup};
+use super::{memory, print, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
 
@@ -23,7 +25,7 @@ pub fn doctor(settings: &Settings) -> Result<()> {
         let used = if feature.works { "works" } else { "not used" };
         line(&format!("  {}", feature.name), format!("{used}: {}", feature.why));
     }
-    line("memory", memory().unwrap_or_else(|| "unknown".into()));
+    line("memory", system_memory().unwrap_or_else(|| "unknown".into()));
     line("ffmpeg", program("ffmpeg", "needed for video files; GIF, WebP and frame folders work without it"));
     line("device", "CPU (this build has no GPU kernels)".into());
     let families: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
@@ -48,6 +50,7 @@ pub fn doctor(settings: &Settings) -> Result<()> {
         // What cannot be told without the family would only repeat why there is none.
         if check("family", family(&dir, &overrides)) {
             check("weights", weights(&dir, settings, &overrides));
+            check("memory it takes", needed(&dir, settings, &overrides));
             check("chat template", template(&dir, &overrides));
         }
     }
@@ -78,12 +81,13 @@ fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> R
     let files = WeightFiles::open(dir, |key| family.published_name(key))?;
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
-    let model = {
-        let dtype = setup::weight_dtype(settings);
-        let options =
-            omnigrpo_models::LoadOptions { dtype, overrides: Some(overrides), ..Default::default() };
-        omnigrpo_models::Model::load_with(dir, &options)?
+    let options = omnigrpo_models::LoadOptions {
+        dtype: setup::weight_dtype(settings),
+        overrides: Some(overrides),
+        ..Default::default()
     };
+    memory::weights_fit(&Model::outline(dir, &options, false)?)?;
+    let model = Model::load_with(dir, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
         "{} tensors, {:.1} million parameters, {:.1} MB, embeddings {}",
@@ -92,6 +96,47 @@ fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> R
         bytes as f64 / 1e6,
         if model.decoder().tied() { "tied" } else { "untied" }
     ))
+}
+
+/// What each way of training takes, one a line.
+fn needed(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Result<String> {
+    let full = Selection {
+        llm: true,
+        projector: true,
+        towers: false,
+        instruction: false,
+        gate: None,
+        patterns: Vec::new(),
+    };
+    let adapters_alone = Selection { llm: false, projector: false, ..full.clone() };
+    let lora = setup::lora(settings);
+    let ways = [
+        ("without training", None, None, None),
+        ("full", Some(&full), None, None),
+        ("LoRA", Some(&adapters_alone), Some(&lora), None),
+        ("LoRA, 8 bit", Some(&adapters_alone), Some(&lora), Some(QuantBits::Eight)),
+        ("LoRA, 4 bit", Some(&adapters_alone), Some(&lora), Some(QuantBits::Four)),
+    ];
+    let mut lines = Vec::new();
+    for (name, selection, lora, bits) in ways {
+        let options = omnigrpo_models::LoadOptions {
+            dtype: setup::weight_dtype(settings),
+            quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
+            overrides: Some(overrides),
+        };
+        let outline = Model::outline(dir, &options, false)?;
+        let plan = MemoryPlan {
+            selection,
+            lora,
+            pure_bf16: false,
+            reference: true,
+            stream_rows: super::train::STREAM_ROWS,
+            recompute: false,
+        };
+        let memory = omnigrpo_train::memory(&outline, &plan)?;
+        lines.push(format!("{name}: {} ({})", memory::size(memory.total()), memory::parts(&memory)));
+    }
+    Ok(lines.join("\n                   "))
 }
 
 fn tokenizer(dir: &Path) -> Result<String> {
@@ -131,7 +176,7 @@ fn instructions() -> String {
     "portable".into()
 }
 
-fn memory() -> Option<String> {
+fn system_memory() -> Option<String> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = |key: &str| -> Option<f64> {
         text.lines().find(|l| l.starts_with(key))?.split_whitespace().nth(1)?.parse().ok()

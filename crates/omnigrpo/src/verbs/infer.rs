@@ -1,5 +1,6 @@
 //! `generate`, `score` and `eval`.
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -7,20 +8,23 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
 use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator, Request};
 use omnigrpo_text::StreamDecoder;
-use omnigrpo_train::EvalPlan;
+use omnigrpo_train::{EvalPlan, evaluate_rest};
 use serde_json::{Value, json};
 
 use super::train::MAX_LIVE;
-use super::{Context, print, print_data, setup};
+use super::{Context, print, print_data, resume, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
+use crate::values::Resolved;
 
 /// Writes JSON lines whole or not at all.
-pub fn write_lines(path: &Path, lines: &[String]) -> Result<()> {
+pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
+    let mut lines = lines.into_iter();
     Ok(omnigrpo_observe::write_atomic(path, |out| {
-        for line in lines {
+        for line in lines.by_ref() {
             writeln!(out, "{line}")?;
         }
         Ok(())
@@ -92,7 +96,9 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     for row in 0..dataset.len() {
         let line = match dataset.get(row) {
             Err(e) => Err((dataset.id(row), anyhow::Error::from(e))),
-            Ok(sample) => score_row(settings, &model, &prompts, &sample).map_err(|e| (sample.id, e)),
+            Ok(sample) => score_row(settings, &model, &prompts, &sample)
+                .map(|scored| with_columns(&dataset, &sample, &["rewards", "reward"], scored))
+                .map_err(|e| (sample.id, e)),
         };
         lines.push(line.unwrap_or_else(|(id, e)| {
             failed += 1;
@@ -100,7 +106,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
         }));
         progress.advance(1);
     }
-    write_lines(output, &lines.iter().map(Value::to_string).collect::<Vec<_>>())?;
+    write_lines(output, &lines)?;
     all_rows(failed, dataset.len())
 }
 
@@ -108,11 +114,7 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
     let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
     let mut ids = Vec::with_capacity(recorded.len());
     for completion in recorded {
-        ids.push(match (&completion.completion_ids, &completion.text) {
-            (Some(ids), _) => ids.clone(),
-            (None, Some(text)) => prompts.completion_ids(text)?,
-            (None, None) => anyhow::bail!("a completion has neither text nor `completion_ids`"),
-        });
+        ids.push(prompts.recorded_ids(completion)?);
     }
     let prompt = prompts.build(sample)?;
     let (tokens, longest) = (prompt.ids.len(), ids.iter().map(Vec::len).max().unwrap_or(0));
@@ -143,16 +145,33 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
             }
         }
     }
-    let completions: Vec<Value> = ids
-        .iter()
-        .zip(&logprobs)
-        .map(|(ids, logprobs)| json!({ "completion_ids": ids, "logprobs": logprobs }))
-        .collect();
+    let mut completions = Vec::with_capacity(ids.len());
+    for ((ids, logprobs), recorded) in ids.iter().zip(&logprobs).zip(recorded) {
+        completions.push(json!({
+            "text": prompts.tokenizer().decode(ids, true)?,
+            "completion_ids": ids,
+            "logprobs": logprobs,
+            "finish_reason": recorded.finish_reason,
+        }));
+    }
     Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
 }
 
+/// The row's own columns, of what was recorded about its completions the columns named, and what was made of it: a line
+/// that every command reads as the row with its completions.
+pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made: Value) -> Value {
+    let mut line = dataset.portable_row(sample);
+    let recorded = recorded.iter().filter_map(|name| sample.columns.get_key_value(*name));
+    line.extend(recorded.map(|(name, value)| (name.clone(), value.clone())));
+    if let Value::Object(made) = made {
+        line.extend(made);
+    }
+    Value::Object(line)
+}
+
 /// Completions for rows, or for one prompt.
-pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
+pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
     if let Some(prompt) = &settings.io.prompt {
         return generate_one(settings, prompt);
     }
@@ -168,14 +187,14 @@ pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
         params: &params,
         max_live: MAX_LIVE,
     };
+    let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
-    let mut lines: Vec<String> = Vec::new();
-    let mut failed = 0;
-    let rows: Vec<u64> = (0..dataset.len()).collect();
+    progress.advance(partial.done().len() as u64);
+    // Rows that fail are not kept: a second try may succeed.
+    let mut failed: BTreeMap<u64, String> = BTreeMap::new();
+    let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
     for batch in rows.chunks(settings.rollout.batch_size.max(1)) {
         let mut ready: Vec<(Sample, Prompt, Vec<Features>)> = Vec::new();
-        // The line of each row of the batch: an error, or the next of the generated ones.
-        let mut slots: Vec<Option<Value>> = Vec::new();
         for &row in batch {
             let made = match dataset.get(row) {
                 Err(e) => Err((dataset.id(row), e.to_string())),
@@ -185,13 +204,9 @@ pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
                 },
             };
             match made {
-                Ok(row) => {
-                    ready.push(row);
-                    slots.push(None);
-                }
+                Ok(row) => ready.push(row),
                 Err((id, error)) => {
-                    failed += 1;
-                    slots.push(Some(json!({ "id": id, "error": error })));
+                    failed.insert(row, json!({ "id": id, "error": error }).to_string());
                 }
             }
         }
@@ -206,25 +221,22 @@ pub fn generate(settings: &Settings, context: &Context) -> Result<()> {
                 first_sample: 0,
             })
             .collect();
-        let mut generated = generator.generate(&requests, |_| {})?.into_iter().zip(&ready);
-        for slot in slots {
-            let line = match slot {
-                Some(error) => error,
-                None => match generated.next() {
-                    Some((completions, (sample, prompt, _))) => json!({
-                        "id": sample.id,
-                        "prompt_tokens": prompt.ids.len(),
-                        "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
-                    }),
-                    None => continue,
-                },
-            };
-            lines.push(line.to_string());
-        }
+        let generated = generator.generate(&requests, |event| progress.activity().token(event.last))?;
+        partial.add(generated.iter().zip(&ready).map(|(completions, (sample, prompt, _))| {
+            let made = json!({
+                "id": sample.id,
+                "prompt_tokens": prompt.ids.len(),
+                "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
+            });
+            (sample.row, with_columns(&dataset, sample, &[], made).to_string())
+        }))?;
         progress.advance(batch.len() as u64);
     }
-    write_lines(output, &lines)?;
-    all_rows(failed, dataset.len())
+    drop(progress);
+    let lines: BTreeMap<&u64, &String> = partial.done().iter().chain(&failed).collect();
+    write_lines(output, lines.into_values())?;
+    partial.remove()?;
+    all_rows(failed.len() as u64, dataset.len())
 }
 
 fn prepare(model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<(Prompt, Vec<Features>)> {
@@ -312,7 +324,8 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
 }
 
 /// Evaluation on a dataset.
-pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
+pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
     let dataset = setup::eval_data(settings)?
         .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
     if let Some(output) = &settings.io.output {
@@ -338,19 +351,33 @@ pub fn eval(settings: &Settings, context: &Context) -> Result<()> {
         category: settings.eval.category_column.clone(),
         measures: setup::measures(settings),
     };
+    let output = settings.io.output.as_deref();
+    let mut partial = match output {
+        Some(output) => Some(resume::open(resolved, context, output, model.dir(), &dataset)?),
+        None => None,
+    };
+    let mut done = BTreeMap::new();
+    for (&row, text) in partial.iter().flat_map(Partial::done) {
+        done.insert(row, serde_json::from_str(text).context("a row of an interrupted evaluation")?);
+    }
     let mut progress = context.console.progress("evaluating", dataset.len());
-    let evaluation = omnigrpo_train::evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?;
+    progress.advance(done.len() as u64);
+    let evaluation = evaluate_rest(&model, &rewards, &plan, done, &mut |batch| {
+        progress.advance(batch.num_rows);
+        Ok(partial.as_mut().map_or(Ok(()), |partial| partial.add_json(batch.judged))?)
+    })?;
     drop(progress);
     for row in &evaluation.skipped {
         context.console.line(&row.to_string());
     }
     let share = evaluation.skipped.len() as f64 / dataset.len().max(1) as f64;
-    if let Some(output) = &settings.io.output {
+    if let Some(output) = output {
         let lines: Vec<String> =
             evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
         write_lines(output, &lines)?;
         super::summary::write(output, &evaluation.summary)?;
     }
+    partial.map_or(Ok(()), Partial::remove)?;
     print(&super::summary::tables(&evaluation.summary))?;
     let limit = if settings.data.strict_media { 0.0 } else { settings.data.max_skipped };
     if share > limit {

@@ -8,7 +8,9 @@ mod export;
 mod family;
 mod humanomni;
 mod infer;
+mod memory;
 mod profile;
+mod resume;
 mod rewards;
 mod setup;
 mod shell;
@@ -53,9 +55,9 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     match resolved.verb {
         Verb::Train => train::train(resolved, &context),
         Verb::Sft => train::sft(resolved, &context),
-        Verb::Generate => infer::generate(&resolved.settings, &context),
+        Verb::Generate => infer::generate(resolved, &context),
         Verb::Score => infer::score(&resolved.settings, &context),
-        Verb::Eval => infer::eval(&resolved.settings, &context),
+        Verb::Eval => infer::eval(resolved, &context),
         Verb::DataCheck => data::check(&resolved.settings, &context),
         Verb::DataShow => data::show(&resolved.settings),
         Verb::DataConvert => data::convert(&resolved.settings, &context),

@@ -2,27 +2,34 @@
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
-use omnigrpo_rewards::{EvalRow, Measures, RewardSet, summarize};
+use omnigrpo_observe::{stdout_columns, wrap};
+use omnigrpo_rewards::{EvalRow, Measures, RewardSet, answer_reward, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::json;
 
+use super::infer::with_columns;
 use super::{Context, print, setup};
 use crate::explain::Problem;
-use crate::settings::Settings;
+use crate::settings::{Keep, Settings};
 
 /// The table of rewards.
 pub fn list() -> Result<()> {
     let mut out = String::new();
+    let columns = stdout_columns().unwrap_or(80);
     let rewards = omnigrpo_rewards::table().iter().map(|row| (row.name, row.doc, row.source));
     let scorers = omnigrpo_scorers::table().iter().map(|row| (row.name, row.doc, row.source));
     let rows: Vec<_> = rewards.chain(scorers).collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
-    for (name, doc, source) in rows {
-        out.push_str(&format!("{name:width$}  {doc} [{source}]\n"));
+    for (mut name, doc, source) in rows {
+        // What goes on below is indented by two columns.
+        for line in wrap(&format!("{doc} [{source}]"), columns.saturating_sub(width + 2)).lines() {
+            let gap = if name.is_empty() { "" } else { "  " };
+            out.push_str(&format!("{name:width$}{gap}{line}\n"));
+            name = "";
+        }
     }
-    out.push_str(
-        "\nAlso `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.\n",
-    );
+    let others = "Also `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    out.push_str(&format!("\n{}\n", wrap(others, columns)));
     print(&out)
 }
 
@@ -36,8 +43,17 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::can_write(output)?;
     // A reward that looks at media says itself what it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
+    let keep = settings.io.keep;
     let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
     let measures = setup::measures(settings);
+    let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
+    if keep == Some(Keep::Passed) && right.is_none() {
+        return Err(Problem::usage("no reward looks at answers, so none can tell which are right")
+            .at("--keep")
+            .got(format!("`reward_funcs` {}", settings.rewards.reward_funcs.join(", ")))
+            .expected("`accuracy` or one of its rules among them, or `best`, or a number")
+            .into());
+    }
     let category = settings.eval.category_column.as_deref();
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
@@ -49,27 +65,67 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         let mut scored = score_rows(&good, &rewards, settings.run.seed, category, &measures).into_iter();
         for (&number, read) in numbers.iter().zip(&read) {
             let row = match read {
-                Ok(_) => scored.next().context("a row was not scored").flatten(),
+                Ok((sample, _)) => {
+                    scored.next().context("a row was not scored").flatten().map(|row| (sample, row))
+                }
                 Err(error) => Err(anyhow::anyhow!("{error:#}")),
             };
-            let line = match row {
-                Ok(row) => {
-                    let line = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
+            match row {
+                Ok((sample, row)) => {
+                    let scores = json!({ "id": row.id, "rewards": row.rewards, "reward": row.reward });
+                    match keep {
+                        None => {
+                            let recorded = ["completions", "completion_ids", "logprobs"];
+                            lines.push(with_columns(&dataset, sample, &recorded, scores).to_string());
+                        }
+                        Some(keep) => lines.extend(kept(&row, keep, right).map(|index| {
+                            let made = json!({
+                                "id": row.id,
+                                "completion": row.completions[index],
+                                "reward": row.reward[index],
+                            });
+                            with_columns(&dataset, sample, &[], made).to_string()
+                        })),
+                    }
                     rows.push(row);
-                    line
                 }
-                Err(error) => json!({ "id": dataset.id(number), "error": format!("{error:#}") }),
-            };
-            lines.push(line.to_string());
+                Err(error) if keep.is_none() => {
+                    let id = dataset.id(number);
+                    lines.push(json!({ "id": id, "error": format!("{error:#}") }).to_string());
+                }
+                Err(error) => {
+                    context.console.warning(&format!("row {number} (id {}): {error:#}", dataset.id(number)));
+                }
+            }
         }
         progress.advance(numbers.len() as u64);
     }
     drop(progress);
+    if keep.is_some() {
+        let all: usize = rows.iter().map(|row| row.completions.len()).sum();
+        context.console.line(&format!("kept {} of {all} completions of {} rows", lines.len(), rows.len()));
+    }
     super::infer::write_lines(output, &lines)?;
     let summary = summarize(&rows, &rewards, &measures)?;
     super::summary::write(output, &summary)?;
     print(&super::summary::tables(&summary))?;
     super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
+}
+
+/// The completions of a row that are kept; `right` is the reward that looks at answers, and from when on they are right.
+fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<Item = usize> {
+    let scores: &[Option<f64>] = match (keep, right) {
+        (Keep::Passed, Some((name, _))) => row.rewards.get(name).map_or(&[], Vec::as_slice),
+        _ => &row.reward,
+    };
+    let from = match (keep, right) {
+        (Keep::Best, _) => scores.iter().copied().flatten().fold(f64::NEG_INFINITY, f64::max),
+        (Keep::Passed, Some((_, from))) | (Keep::From(from), _) => from,
+        (Keep::Passed, None) => f64::INFINITY,
+    };
+    let good = scores.iter().enumerate().filter(move |(_, score)| score.is_some_and(|score| score >= from));
+    let most = if keep == Keep::Best { 1 } else { scores.len() };
+    good.map(|(index, _)| index).take(most).collect::<Vec<_>>().into_iter()
 }
 
 /// Rows that are scored together, so that a program or an endpoint gets its requests filled and spread over its
@@ -81,6 +137,10 @@ type Scored<'a> = (&'a Sample, &'a [Completion]);
 fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     let sample = dataset.get(row)?;
     let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
+    anyhow::ensure!(
+        recorded.iter().all(|c| c.text.is_some()),
+        "a completion has token ids and no text, which rewards read; `score` writes both"
+    );
     let completions = recorded
         .iter()
         .map(|c| {

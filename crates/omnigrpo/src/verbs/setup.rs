@@ -19,9 +19,10 @@ use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, Named as _, Reward
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_text::RenderOptions;
-use omnigrpo_train::Selection;
+use omnigrpo_train::{MemoryPlan, Selection};
 
 use super::humanomni::overrides;
+use super::memory;
 use crate::explain::Problem;
 use crate::settings::{
     AllowUrls, FrameSampling, HubEnvironment, MissingAudio, REGISTRY, Settings, ThinkMode, TorchDtype,
@@ -156,29 +157,58 @@ pub fn model(settings: &Settings) -> Result<Model> {
         gate: None,
         patterns: Vec::new(),
     };
-    load(settings, &nothing)
+    load(settings, &nothing, &|_| Ok(()))
 }
 
-/// The model to train: as [`model`], with a new adapter where one is asked for.
-pub fn trained_model(settings: &Settings) -> Result<Model> {
+/// The model to train: as [`model`], with a new adapter where one is asked for. What will not fit into memory is a warning,
+/// before anything is loaded.
+pub fn trained_model(settings: &Settings, with_reference: bool) -> Result<Model> {
     let dir = checkpoint_dir(settings)?;
     let family = open_family_with(&dir, &overrides(settings, &dir)?)?;
-    let mut model = load(settings, &selection(settings, family.as_ref()))?;
-    let optim = &settings.optim;
-    if optim.use_peft && settings.model.adapter_name_or_path.is_none() {
-        model.add_lora(&LoraConfig {
-            rank: optim.lora_r,
-            alpha: optim.lora_alpha,
-            dropout: optim.lora_dropout,
-            rslora: optim.use_rslora,
-            targets: optim.lora_target_modules.clone(),
-            seed: settings.run.seed,
-        })?;
+    let selection = selection(settings, family.as_ref());
+    let lora = settings.optim.use_peft.then(|| lora(settings));
+    let plan = MemoryPlan {
+        selection: Some(&selection),
+        lora: lora.as_ref(),
+        ..memory_plan(settings, with_reference)
+    };
+    let mut model = load(settings, &selection, &|outline| {
+        memory::warn(&omnigrpo_train::memory(outline, &plan)?);
+        Ok(())
+    })?;
+    if let Some(lora) = lora.filter(|_| settings.model.adapter_name_or_path.is_none()) {
+        model.add_lora(&lora)?;
     }
     Ok(model)
 }
 
-fn load(settings: &Settings, trained: &Selection) -> Result<Model> {
+/// The adapters of a run.
+pub fn lora(settings: &Settings) -> LoraConfig {
+    let optim = &settings.optim;
+    LoraConfig {
+        rank: optim.lora_r,
+        alpha: optim.lora_alpha,
+        dropout: optim.lora_dropout,
+        rslora: optim.use_rslora,
+        targets: optim.lora_target_modules.clone(),
+        seed: settings.run.seed,
+    }
+}
+
+/// A run's memory, apart from what is trained.
+pub fn memory_plan(settings: &Settings, reference: bool) -> MemoryPlan<'static> {
+    MemoryPlan {
+        selection: None,
+        lora: None,
+        pure_bf16: settings.model.pure_bf16,
+        reference,
+        stream_rows: settings.model.max_stream_tokens.unwrap_or(super::train::STREAM_ROWS),
+        recompute: settings.model.gradient_checkpointing,
+    }
+}
+
+/// Loads a model that fits into memory; `before` sees its outline first.
+fn load(settings: &Settings, trained: &Selection, before: &dyn Fn(&Model) -> Result<()>) -> Result<Model> {
     let dir = checkpoint_dir(settings)?;
     let adapter = settings.model.adapter_name_or_path.as_deref();
     let bits = match (settings.model.load_in_8bit, settings.model.load_in_4bit) {
@@ -198,6 +228,10 @@ fn load(settings: &Settings, trained: &Selection) -> Result<Model> {
         quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
         overrides: Some(&overrides),
     };
+    let outline = Model::outline(&dir, &options, settings.model.init_weights.is_some())?;
+    memory::weights_fit(&outline)?;
+    before(&outline)?;
+    drop(outline);
     let mut model = match settings.model.init_weights {
         Some(seed) => Model::random_with(&dir, seed, &options)?,
         None => Model::load_with(&dir, &options)?,

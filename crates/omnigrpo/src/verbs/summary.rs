@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use omnigrpo_observe::{columns, stdout_columns};
 use omnigrpo_rewards::{MEASURES, Summary};
 
 use super::infer::write_lines;
@@ -37,48 +38,44 @@ fn number(value: Option<f64>) -> String {
     value.map_or("-".to_owned(), |value| format!("{value:.4}"))
 }
 
+fn width() -> usize {
+    stdout_columns().unwrap_or(80)
+}
+
 fn categories(summary: &Summary, out: &mut String) {
     if summary.categories.is_empty() {
         return;
     }
-    let width = width("category", summary.categories.iter().map(|category| category.name.as_str()));
-    out.push_str(&format!("\n{:<width$} {:>6} {:>10} {:>10}", "category", "rows", "accuracy", "no answer"));
-    for name in &summary.reward_names {
-        out.push_str(&format!(" {name:>12}"));
-    }
-    out.push('\n');
-    for category in &summary.categories {
-        out.push_str(&format!(
-            "{:<width$} {:>6} {:>10} {:>10}",
-            category.name,
-            category.rows,
-            number(category.accuracy),
-            number(category.parse_fail_rate)
-        ));
-        for mean in &category.means {
-            out.push_str(&format!(" {:>12}", number(*mean)));
-        }
-        out.push('\n');
-    }
+    let names = summary.reward_names.iter().map(String::as_str);
+    let header: Vec<&str> = ["category", "rows", "accuracy", "no answer"].into_iter().chain(names).collect();
+    let rows: Vec<Vec<String>> = summary
+        .categories
+        .iter()
+        .map(|category| {
+            let own = [
+                category.name.clone(),
+                category.rows.to_string(),
+                number(category.accuracy),
+                number(category.parse_fail_rate),
+            ];
+            own.into_iter().chain(category.means.iter().copied().map(number)).collect()
+        })
+        .collect();
+    out.push_str(&format!("\n{}", columns(&header, &rows, width())));
 }
 
 fn confusion(summary: &Summary, out: &mut String) {
     let Some(confusion) = &summary.confusion else { return };
-    let corner = "truth \\ answer";
-    let width = width(corner, confusion.labels.iter().map(String::as_str));
-    out.push_str(&format!("\n{corner:<width$}"));
-    let columns: Vec<&str> = confusion.labels.iter().map(String::as_str).chain(["none", "recall"]).collect();
-    for column in &columns {
-        out.push_str(&format!(" {column:>9}"));
-    }
-    out.push('\n');
-    for ((label, counts), recall) in confusion.labels.iter().zip(&confusion.counts).zip(confusion.recalls()) {
-        out.push_str(&format!("{label:<width$}"));
-        for (count, column) in counts.iter().zip(&columns) {
-            out.push_str(&format!(" {count:>0$}", column.chars().count().max(9)));
-        }
-        out.push_str(&format!(" {:>9}\n", number(recall)));
-    }
+    let labels = confusion.labels.iter().map(String::as_str);
+    let header: Vec<&str> = ["truth \\ answer"].into_iter().chain(labels).chain(["none", "recall"]).collect();
+    let each = confusion.labels.iter().zip(&confusion.counts).zip(confusion.recalls());
+    let rows: Vec<Vec<String>> = each
+        .map(|((label, counts), recall)| {
+            let counts = counts.iter().map(ToString::to_string);
+            std::iter::once(label.clone()).chain(counts).chain([number(recall)]).collect()
+        })
+        .collect();
+    out.push_str(&format!("\n{}", columns(&header, &rows, width())));
     if confusion.unlabelled > 0 {
         out.push_str(&format!(
             "{} completions whose ground truth is no label are left out\n",
@@ -89,25 +86,20 @@ fn confusion(summary: &Summary, out: &mut String) {
 
 fn explanations(summary: &Summary, out: &mut String) {
     let Some(report) = &summary.explanations else { return };
-    out.push_str(&format!("\n{:<24}", "explanations, percent"));
-    for measure in MEASURES {
-        out.push_str(&format!(" {measure:>12}"));
-    }
-    out.push('\n');
-    for ((view, scores), num) in
-        report.views().into_iter().zip([report.num_explained, report.num_right, report.num_explained])
-    {
-        out.push_str(&format!("{:<24}", format!("{view} ({num})")));
-        for score in scores {
-            out.push_str(&format!(" {:>12}", score.map_or("-".to_owned(), |score| format!("{score:.2}"))));
-        }
-        out.push('\n');
-    }
+    let header: Vec<&str> = ["explanations, percent"].into_iter().chain(MEASURES.iter().copied()).collect();
+    let nums = [report.num_explained, report.num_right, report.num_explained];
+    let rows: Vec<Vec<String>> = report
+        .views()
+        .into_iter()
+        .zip(nums)
+        .map(|((view, scores), num)| {
+            let scores =
+                scores.iter().map(|score| score.map_or("-".to_owned(), |score| format!("{score:.2}")));
+            std::iter::once(format!("{view} ({num})")).chain(scores).collect()
+        })
+        .collect();
+    out.push_str(&format!("\n{}", columns(&header, &rows, width())));
     if report.unfiltered.iter().any(Option::is_none) {
         out.push_str("BERTScore needs --bertscore_model and the reward bertscore, which may weigh 0\n");
     }
-}
-
-fn width<'a>(title: &str, names: impl Iterator<Item = &'a str>) -> usize {
-    names.map(|name| name.chars().count()).chain([title.chars().count(), 20]).max().unwrap_or(20)
 }

@@ -199,7 +199,10 @@ fn run_logged(
     }
     let eval = eval_prompts.map(|prompts| eval_plan(settings, prompts, eval_dataset, eval_rows));
 
-    let model = setup::trained_model(settings)?;
+    let model = setup::trained_model(
+        settings,
+        objective == Objective::Reinforce && settings.loss.plan.needs_reference(),
+    )?;
     let selection = setup::selection(settings, model.family().as_ref());
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     if let Some(name) = &settings.log.run_name {
@@ -296,7 +299,7 @@ fn eval_plan(
 pub const MAX_LIVE: usize = 64;
 
 /// Rows of a packed stream where nothing is given: room for several short groups, or one of a long prompt.
-const STREAM_ROWS: usize = 4096;
+pub(super) const STREAM_ROWS: usize = 4096;
 
 pub(super) fn algorithm(settings: &Settings) -> Algorithm {
     Algorithm {

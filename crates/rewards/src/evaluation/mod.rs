@@ -10,7 +10,8 @@ mod labels;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::answer::{MAX_ANSWER_CHARS, said};
 use crate::tags::content;
@@ -67,7 +68,7 @@ pub enum Labels {
 }
 
 /// A row with its scored completions: a line of the result file.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct EvalRow {
     /// The row's id.
     pub id: String,
@@ -78,7 +79,7 @@ pub struct EvalRow {
     /// Ground truth.
     pub solution: Option<String>,
     /// Files of its media.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<PathBuf>,
     /// Value of the category column.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,6 +92,9 @@ pub struct EvalRow {
     pub rewards: BTreeMap<String, Vec<Option<f64>>>,
     /// Weighted sum per completion.
     pub reward: Vec<Option<f64>>,
+    /// The row's own columns, with which other commands read this line as the row and its completions.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub row: Map<String, Value>,
     /// References of its explanation.
     #[serde(skip)]
     pub references: Vec<String>,
@@ -414,6 +418,7 @@ mod tests {
                     .collect(),
                 rewards: matrix.names.iter().cloned().zip(matrix.values).collect(),
                 reward: matrix.total,
+                row: Map::new(),
                 references: references(&columns, Some(solution)).into_iter().map(str::to_owned).collect(),
             }
         };

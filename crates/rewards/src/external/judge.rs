@@ -280,7 +280,7 @@ mod tests {
             let scored = set.score(&[input]).map(|matrix| matrix.total).map_err(|error| error.to_string());
             (applies, scored)
         };
-        assert_eq!(with(&[png.clone()]), (Ok(vec![None]), Ok(vec![Some(1.0)])));
+        assert_eq!(with(std::slice::from_ref(&png)), (Ok(vec![None]), Ok(vec![Some(1.0)])));
         let clip = write("clip.mp4", b"....ftypisom....");
         for (paths, part) in [
             (vec![clip], "PNG, JPEG, GIF and WebP"),

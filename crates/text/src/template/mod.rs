@@ -586,7 +586,7 @@ mod tests {
             ("attributes", format!("{{{{ a{} }}}}", repeat(".a", 20_000))),
             ("source", repeat(" ", 70_000)),
             ("constants", format!("{{{{ {} }}}}", vec!["'a'*99999999"; 50].join("~"))),
-            ("constant lists", format!("{{% if {} %}}{{% endif %}}", vec!["[1]*99999999"; 9].join(" and "))),
+            ("constant lists", format!("{{% if {} %}}{{% endif %}}", ["[1]*99999999"; 9].join(" and "))),
             ("doubling", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set ns.s=ns.s+ns.s %}{% endfor %}".into()),
             ("joining", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set ns.s=ns.s~ns.s %}{% endfor %}".into()),
             ("captures", "{% set ns=namespace(s='aaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s=s %}{% endfor %}".into()),

@@ -1,0 +1,178 @@
+//! Rows of work that survive the end of the process: each is appended when it is done, and the next process that does the
+//! same work takes them from there.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::Error;
+
+/// The finished rows beside an output that is written whole at the end: `<output>.partial`. Its first line says what makes
+/// the rows; every other line is a row's number and its text.
+#[derive(Debug)]
+pub struct Partial {
+    path: PathBuf,
+    file: File,
+    done: BTreeMap<u64, String>,
+}
+
+/// What was found beside the output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing.
+    Nothing,
+    /// Rows of the same work.
+    Rows(usize),
+    /// Rows of other work, which are dropped; these settings differ.
+    Other(Vec<String>),
+}
+
+impl Partial {
+    /// Opens the file of an output. `made_with` is all that the rows depend on.
+    ///
+    /// # Errors
+    /// A file that cannot be written, or that another process is writing.
+    pub fn open(output: &Path, made_with: &Map<String, Value>) -> Result<(Self, Found), Error> {
+        let mut path = output.as_os_str().to_owned();
+        path.push(".partial");
+        let path = PathBuf::from(path);
+        let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
+        let mut file = file.map_err(|source| Error::io("open", &path, source))?;
+        file.try_lock()
+            .map_err(|source| Error::io("lock (is another process at it?)", &path, source.into()))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(|source| Error::io("read", &path, source))?;
+
+        let mut done = BTreeMap::new();
+        let mut kept = 0;
+        let mut found = Found::Nothing;
+        for (number, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
+            // No newline: a line that was being written when the process died.
+            let Some(line_text) = line.strip_suffix(b"\n").and_then(|line| std::str::from_utf8(line).ok())
+            else {
+                break;
+            };
+            if number == 0 {
+                let before: Map<String, Value> = serde_json::from_str(line_text).unwrap_or_default();
+                if before != *made_with {
+                    found = Found::Other(differences(&before, made_with));
+                    break;
+                }
+            } else {
+                let Some((row, text)) = line_text.split_once(' ') else { break };
+                let Ok(row) = row.parse() else { break };
+                done.insert(row, text.to_owned());
+            }
+            kept += line.len() as u64;
+        }
+        if !done.is_empty() {
+            found = Found::Rows(done.len());
+        }
+        let write = |file: &mut File| {
+            file.set_len(kept)?;
+            file.seek(SeekFrom::End(0))?;
+            if kept == 0 {
+                file.write_all(format!("{}\n", Value::Object(made_with.clone())).as_bytes())
+            } else {
+                Ok(())
+            }
+        };
+        write(&mut file).map_err(|source| Error::io("write", &path, source))?;
+        Ok((Self { path, file, done }, found))
+    }
+
+    /// The rows that are done.
+    #[must_use]
+    pub fn done(&self) -> &BTreeMap<u64, String> {
+        &self.done
+    }
+
+    /// Keeps rows that are done, each a text of one line.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn add(&mut self, rows: impl IntoIterator<Item = (u64, String)>) -> Result<(), Error> {
+        let mut lines = String::new();
+        for (row, text) in rows {
+            lines.push_str(&format!("{row} {text}\n"));
+            self.done.insert(row, text);
+        }
+        self.file.write_all(lines.as_bytes()).map_err(|source| Error::io("append to", &self.path, source))
+    }
+
+    /// As [`Self::add`], for rows that are written as JSON.
+    ///
+    /// # Errors
+    /// A full disk, or a value that is not JSON.
+    pub fn add_json<'a, T: Serialize + 'a>(
+        &mut self,
+        rows: impl IntoIterator<Item = &'a (u64, T)>,
+    ) -> Result<(), Error> {
+        let line = |(row, value): &(u64, T)| Ok((*row, serde_json::to_string(value)?));
+        let lines: Result<Vec<_>, _> = rows.into_iter().map(line).collect();
+        self.add(lines.map_err(|source| Error::Json { path: self.path.clone(), source })?)
+    }
+
+    /// Removes the file, once the output is written.
+    ///
+    /// # Errors
+    /// A directory that cannot be written.
+    pub fn remove(self) -> Result<(), Error> {
+        std::fs::remove_file(&self.path).map_err(|source| Error::io("remove", &self.path, source))
+    }
+}
+
+fn differences(before: &Map<String, Value>, now: &Map<String, Value>) -> Vec<String> {
+    let shown = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
+    let mut names: Vec<&String> = before.keys().chain(now.keys()).collect();
+    names.sort();
+    names.dedup();
+    names
+        .into_iter()
+        .filter(|name| before.get(*name) != now.get(*name))
+        .map(|name| format!("{name}: {} → {}", shown(before.get(name)), shown(now.get(name))))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn with(temperature: f64) -> Map<String, Value> {
+        json!({ "verb": "generate", "temperature": temperature }).as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn rows_are_there_after_a_crash_and_a_torn_line_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let output = directory.path().join("out.jsonl");
+        let path = directory.path().join("out.jsonl.partial");
+        let (mut first, found) = Partial::open(&output, &with(1.0)).unwrap();
+        assert_eq!(found, Found::Nothing);
+        first.add([(3, "{\"a\": 1}".to_owned()), (1, "{}".to_owned())]).unwrap();
+        assert!(Partial::open(&output, &with(1.0)).unwrap_err().to_string().contains("another process"));
+        drop(first);
+        let whole = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, format!("{whole}7 {{\"to")).unwrap();
+
+        let (mut second, found) = Partial::open(&output, &with(1.0)).unwrap();
+        assert_eq!(found, Found::Rows(2));
+        assert_eq!(second.done(), &BTreeMap::from([(1, "{}".to_owned()), (3, "{\"a\": 1}".to_owned())]));
+        second.add([(7, "{}".to_owned())]).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{whole}7 {{}}\n"));
+        drop(second);
+
+        // Other settings: from the beginning, and it says which.
+        let (third, found) = Partial::open(&output, &with(0.5)).unwrap();
+        assert_eq!(found, Found::Other(vec!["temperature: 1.0 → 0.5".to_owned()]));
+        assert!(third.done().is_empty());
+        third.remove().unwrap();
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,83 @@
+//! `generate` and `eval` go on where they were stopped: see [`Partial`].
+
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
+use anyhow::Result;
+use omnigrpo_data::Dataset;
+use omnigrpo_observe::{Found, Partial};
+use serde_json::{Map, Value, json};
+
+use super::Context;
+use crate::values::Resolved;
+
+/// Settings that change no row.
+const FREE_TO_CHANGE: &[&str] = &[
+    "config",
+    "preset",
+    "print_config",
+    "threads",
+    "output",
+    "batch_size",
+    "max_skipped",
+    "strict_media",
+    "media_timeout_secs",
+    "reward_timeout_secs",
+    "reward_workers",
+];
+
+/// Opens what is left of an earlier try at this output, and says what it found.
+pub fn open(
+    resolved: &Resolved,
+    context: &Context,
+    output: &Path,
+    model: &Path,
+    dataset: &Dataset,
+) -> Result<Partial> {
+    let (partial, found) = Partial::open(output, &made_with(resolved, model, dataset)?)?;
+    let beside = format!("{}.partial", output.display());
+    match found {
+        Found::Nothing => {}
+        Found::Rows(rows) => context
+            .console
+            .line(&format!("going on after {rows} of {} rows, which are in {beside}", dataset.len())),
+        Found::Other(differences) => context.console.line(&format!(
+            "{beside} was made with other settings ({}); starting anew",
+            differences.join("; ")
+        )),
+    }
+    Ok(partial)
+}
+
+/// All that the rows of an output depend on.
+fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map<String, Value>> {
+    let settings = &resolved.settings;
+    let mut out = Map::new();
+    out.insert("command".into(), resolved.verb.name().into());
+    for (name, value) in resolved.values.plain() {
+        if !FREE_TO_CHANGE.contains(&name) {
+            out.insert(name.to_owned(), value);
+        }
+    }
+    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    let files = settings.io.input.iter().chain(&settings.data.eval_file).map(|path| stamp(path));
+    out.insert("files of rows".into(), files.collect());
+    let weights = [Some(model), settings.model.adapter_name_or_path.as_deref()];
+    out.insert("files of weights".into(), weights.into_iter().flatten().flat_map(weight_files).collect());
+    Ok(out)
+}
+
+/// A file's length and when it was changed.
+fn stamp(path: &Path) -> Value {
+    let Ok(metadata) = std::fs::metadata(path) else { return Value::Null };
+    let changed = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    json!([path.display().to_string(), metadata.len(), changed.map(|time| time.as_nanos().to_string())])
+}
+
+fn weight_files(dir: &Path) -> Vec<Value> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files: Vec<_> =
+        entries.filter(|path| path.extension().is_some_and(|ending| ending == "safetensors")).collect();
+    files.sort();
+    files.iter().map(|path| stamp(path)).collect()
+}

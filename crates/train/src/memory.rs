@@ -1,0 +1,84 @@
+//! How much memory a model and its training take, by arithmetic, before anything is loaded.
+
+use omnigrpo_models::{LoraConfig, Model};
+use omnigrpo_ops::ParamDtype;
+
+use crate::error::Result;
+use crate::selection::Selection;
+
+/// What is trained, as far as memory depends on it.
+#[derive(Clone, Debug)]
+pub struct MemoryPlan<'a> {
+    /// What is trained whole; `None` for a model that is only used.
+    pub selection: Option<&'a Selection>,
+    /// Adapters to be added.
+    pub lora: Option<&'a LoraConfig>,
+    /// Whether bf16 weights are trained without masters.
+    pub pure_bf16: bool,
+    /// Whether a reference is kept.
+    pub reference: bool,
+    /// Rows of a packed stream at most.
+    pub stream_rows: usize,
+    /// Whether activations are computed again in the backward pass.
+    pub recompute: bool,
+}
+
+/// Bytes by what takes them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Weights, those of adapters included.
+    pub weights: u64,
+    /// Gradients and the optimizer's moments and masters.
+    pub training: u64,
+    /// The reference's copies of what is trained whole.
+    pub reference: u64,
+    /// An allowance for activations of a full stream. Media, caches of long rollouts and the program itself come on top.
+    pub activations: u64,
+}
+
+impl Memory {
+    /// All of it.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.weights
+            .saturating_add(self.training)
+            .saturating_add(self.reference)
+            .saturating_add(self.activations)
+    }
+}
+
+/// Bytes that training adds for each value of a weight: gradient and two moments in f32, and a master of a bf16 weight.
+fn training_bytes(dtype: ParamDtype, pure_bf16: bool) -> u64 {
+    if dtype == ParamDtype::Bf16 && !pure_bf16 { 16 } else { 12 }
+}
+
+/// The memory of a model, of which an outline is enough.
+///
+/// # Errors
+/// A pattern or a target that names nothing.
+pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
+    let mut out = Memory::default();
+    let trained = plan.selection.map(Selection::matcher).transpose()?;
+    for param in model.base_params() {
+        let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
+        out.weights = out.weights.saturating_add(bytes);
+        if trained.as_ref().is_some_and(|trained| trained(param.name(), param.part())) {
+            out.training = out.training.saturating_add(len * training_bytes(param.dtype(), plan.pure_bf16));
+            out.reference += if plan.reference { bytes } else { 0 };
+        }
+    }
+    if let Some(lora) = plan.lora {
+        let len = model.adapter_len(lora)? as u64;
+        out.weights += 4 * len;
+        out.training += len * training_bytes(ParamDtype::F32, false);
+    }
+    if plan.selection.is_some() {
+        let c = model.decoder().config();
+        let (q, kv) = (c.heads.q * c.heads.dim, c.heads.kv * c.heads.dim);
+        // Of a block: its input, the normed rows, queries, keys, values, attention's output, and three of the feed-forward.
+        let block = 3 * c.hidden + 2 * q + 2 * kv + 3 * c.intermediate;
+        let kept = if plan.recompute { c.layers * c.hidden + block } else { c.layers * block };
+        out.activations = 4 * (plan.stream_rows * kept) as u64;
+    }
+    Ok(out)
+}
