@@ -211,7 +211,8 @@ def timeless(path, drop):
 
 
 def compare(whole, cut, limited):
-    same_bytes(whole, cut, [p.name for p in whole.glob("*.safetensors")] + ["config.json"])
+    models = [p.name for p in whole.iterdir() if p.name.endswith(".safetensors") or p.name.endswith("config.json")]
+    same_bytes(whole, cut, models)
     ours, theirs = checkpoints(whole), checkpoints(cut)
     # An interruption adds checkpoints, and a limit then removes others.
     if not limited and not ours.keys() <= theirs.keys():
@@ -241,7 +242,7 @@ def compare(whole, cut, limited):
 
 def same_bytes(whole, cut, names):
     for name in names:
-        if (whole / name).read_bytes() != (cut / name).read_bytes():
+        if not (cut / name).is_file() or (whole / name).read_bytes() != (cut / name).read_bytes():
             raise Difference(f"{cut / name} differs")
 
 
