@@ -247,7 +247,9 @@ fn optimizer() -> AdamWConfig {
 
 fn prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
-    let image = MediumOptions { max_pixels: Some(area), ..MediumOptions::default() };
+    let family = open_family(dir)?;
+    let sized = !family.idle_settings().flags.contains(&"max_pixels");
+    let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },
         render: RenderOptions::default(),
@@ -255,7 +257,7 @@ fn prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
         max_completion_length: settings.bench.completion_tokens,
         stop_strings: Vec::new(),
     };
-    Ok(PromptBuilder::open(dir, open_family(dir)?, prompt)?)
+    Ok(PromptBuilder::open(dir, family, prompt)?)
 }
 
 /// Prompts of the wanted length with pictures of noise.
