@@ -402,6 +402,13 @@ fn settings_that_a_family_does_not_read() {
         ),
         "{note}"
     );
+    // A launch script may say again what its preset says, and nothing else.
+    let repeated = format!("{} --preset humanomni --max_completion_length 4", show("humanomni"));
+    let note = place.run(&format!("{repeated} --max_pixels 401408")).ok().stderr;
+    assert!(note.contains("left out of the preset humanomni"), "{note}");
+    place
+        .run(&format!("{repeated} --max_pixels 12544"))
+        .fails(2, &["`max_pixels` has no effect on humanomni", "got: 12544"]);
     let note = left("qwen-mcq", "internvl_hf");
     assert!(
         note.contains("`min_pixels` 12544, `max_pixels` 451584, `video_min_frame_pixels` 3136"),

@@ -417,7 +417,7 @@ mod tests {
         let given =
             concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
         let yaml = format!("model_name_or_path: {given}");
-        let values = crate::config::parse(&yaml, "test", |_| crate::values::Origin::Flag).unwrap();
+        let values = crate::config::parse(&yaml, "test", |_| crate::values::Origin::Flag);
         let environment = crate::settings::Environment::default();
         let settings = crate::cli::resolve(crate::flags::Verb::Bench, values, environment).unwrap().settings;
         let dir = tempfile::tempdir().unwrap();

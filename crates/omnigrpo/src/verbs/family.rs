@@ -7,13 +7,14 @@ use omnigrpo_models::open_family_with;
 use super::{humanomni::overrides, setup};
 use crate::explain::{Problem, yaml};
 use crate::flags::{FLAGS, Flag, Section};
+use crate::presets;
 use crate::settings::Settings;
-use crate::values::{Origin, Resolved, Values};
+use crate::values::{Origin, Resolved, Value, Values};
 
 /// The settings without those that have no effect on this model. From a preset they are dropped, which a note says.
 ///
 /// # Errors
-/// A setting without effect that was given by flag or file, with a value other than its default.
+/// A setting without effect that was given by flag or file, with a value other than its default and the preset's.
 pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
@@ -34,7 +35,17 @@ pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
         if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
             continue;
         }
-        let Origin::Preset(name) = origin else {
+        let name = match (origin, preset_of(resolved)) {
+            (Origin::Preset(name), _) => Some(name.as_str()),
+            // Launch scripts repeat what their preset says.
+            (_, Some(name)) => presets::layer(name, resolved.verb)
+                .given
+                .iter()
+                .any(|given| given.flag.name == *flag && given.value == *value)
+                .then_some(name),
+            _ => None,
+        };
+        let Some(name) = name else {
             let problem = Problem::usage(format!("`{flag}` has no effect on {}", family.name()))
                 .got(yaml(value))
                 .help(format!("{}; leave `{flag}` out", idle.why));
@@ -58,4 +69,11 @@ pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
     }
     out.settings = Settings::from_values(&out.values, settings.env.clone())?;
     Ok(out)
+}
+
+fn preset_of(resolved: &Resolved) -> Option<&str> {
+    match resolved.values.lookup("preset") {
+        Some((Value::Text(name), _)) => Some(name),
+        _ => None,
+    }
 }
