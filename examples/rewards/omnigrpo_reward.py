@@ -29,6 +29,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import sys
 import traceback
@@ -88,10 +89,19 @@ def _asked(reward, rows, text, log):
     return values
 
 
-def serve(reward, text=False):
+def _pipes():
+    """Requests and answers, out of reach of the reward and of programs it starts: what they print goes to stderr."""
+    pipes = [os.fdopen(os.dup(number), mode, encoding="utf-8") for number, mode in ((0, "r"), (1, "w"))]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return pipes
+
+
+def serve(reward, text=False, pipes=None):
     """Answer requests on stdin until it closes. What the reward prints goes to stderr."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
+    requests, answers = pipes or _pipes()
+    for line in requests:
         request = json.loads(line)
         log = _Log()
         try:
@@ -115,14 +125,13 @@ def main():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     # Importing may print, too.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    pipes = _pipes()
     spec.loader.exec_module(module)
-    sys.stdout = answers
     reward = getattr(module, function, None)
     if not callable(reward):
         own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == spec.name]
         sys.exit(f"{path} has no function `{function}`; it has: {', '.join(own) or 'none'}")
-    serve(reward, text="--text" in sys.argv)
+    serve(reward, text="--text" in sys.argv, pipes=pipes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::error::{DataError, RowError, RowProblem};
-use crate::formats::outputs::RECORDED;
+use crate::formats::outputs::{self, RECORDED};
 use crate::formats::{self, Context, Format};
 use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
@@ -183,8 +183,8 @@ impl DatasetPart {
         let mut seen: Vec<String> = self.columns.keys().cloned().collect();
         for row in 0..self.file.len().min(LOOKED_AT) {
             // A row that cannot be read is reported where it would be used.
-            let columns = self.file.read(row).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-            let columns: Map<String, Value> = columns.unwrap_or_default();
+            let Ok(Value::Object(columns)) = self.file.value(row) else { continue };
+            let columns = outputs::unfold(columns);
             for name in columns.into_iter().map(|(name, _)| name) {
                 if !seen.contains(&name) && seen.len() < 1000 {
                     seen.push(name);
@@ -240,20 +240,25 @@ impl Dataset {
         Ok(dataset)
     }
 
-    /// A column that no row has would be media that are never seen, or a ground truth that is never there.
+    /// A column that no row has would be media that are never seen, or a ground truth that is never there. One dataset of
+    /// several may be without them, but not without its prompt.
     fn check_names(&self) -> Result<(), DataError> {
-        for part in self.parts.iter().filter(|_| self.names.named().next().is_some()) {
-            let seen = part.columns_seen();
-            for (setting, name) in self.names.named() {
-                let first = name.split('.').next().unwrap_or(name);
-                if part.len() > 0 && !seen.iter().any(|column| column == name || column == first) {
-                    return Err(DataError::NoSuchColumn {
-                        setting,
-                        name: name.to_owned(),
-                        path: part.file.path.to_path_buf(),
-                        seen: seen.join(", "),
-                    });
-                }
+        if self.names.named().next().is_none() {
+            return Ok(());
+        }
+        let parts: Vec<_> = self.parts.iter().filter(|part| part.len() > 0).collect();
+        let seen: Vec<_> = parts.iter().map(|part| part.columns_seen()).collect();
+        for (setting, name) in self.names.named() {
+            let first = name.split('.').next().unwrap_or(name);
+            let has = |seen: &Vec<String>| seen.iter().any(|column| column == name || column == first);
+            let needed = self.names.prompt.as_deref() == Some(name) || !seen.iter().any(has);
+            if let Some((part, seen)) = parts.iter().zip(&seen).find(|(_, seen)| needed && !has(seen)) {
+                return Err(DataError::NoSuchColumn {
+                    setting,
+                    name: name.to_owned(),
+                    path: part.file.path.to_path_buf(),
+                    seen: seen.join(", "),
+                });
             }
         }
         Ok(())

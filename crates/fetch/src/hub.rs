@@ -436,12 +436,14 @@ fn escaped(name: &str) -> String {
 fn link(blob: &Path, to: &Path, name: &str, depth: usize) -> Result<(), FetchError> {
     let folder = to.parent().unwrap_or(to);
     std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
-    // A link whose blob was removed stands in the way.
-    let _ = std::fs::remove_file(to);
     #[cfg(unix)]
     let made = {
         let _ = blob;
-        std::os::unix::fs::symlink(format!("{}blobs/{name}", "../".repeat(depth + 1)), to)
+        // Put in its place in one step: another process may have fetched the same and be reading it.
+        let new = folder.join(format!(".{name}.{}.tmp", std::process::id()));
+        let _ = std::fs::remove_file(&new);
+        std::os::unix::fs::symlink(format!("{}blobs/{name}", "../".repeat(depth + 1)), &new)
+            .and_then(|()| std::fs::rename(&new, to))
     };
     #[cfg(not(unix))]
     let made = {

@@ -120,7 +120,11 @@ pub(crate) fn place(
 ) -> Result<(), FetchError> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(FetchError::io(folder))?;
+    let mut builder = tempfile::Builder::new();
+    // As any other file: caches are shared by the users of a machine.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder).map_err(FetchError::io(folder))?;
     write(file.as_file_mut()).map_err(FetchError::io(path))?;
     file.persist(path).map_err(|error| FetchError::io(path)(error.error))?;
     Ok(())

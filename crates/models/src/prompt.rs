@@ -276,11 +276,11 @@ impl PromptBuilder {
         })
     }
 
-    /// Names the limit, and what would help: where media are most of the prompt, the settings of the kind that has most.
+    /// Names the limit, and what would help: where media are a fifth of the prompt, the settings of the kind that has most.
     fn too_long(&self, tokens: usize, media: &[MediumTokens]) -> ModelError {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
-        let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 2 * of(*kind) > tokens);
+        let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 5 * of(*kind) > tokens);
         let shorten = match longest {
             Some(kind) => self.family.shorten(kind).unwrap_or("give fewer media"),
             None => "shorten the text",

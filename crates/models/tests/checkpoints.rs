@@ -587,7 +587,7 @@ fn configurations_that_cannot_be_used_are_refused() {
                 c["model_type"] = "llama".into();
                 c["architectures"] = serde_json::json!(["LlamaForCausalLM"]);
             },
-            &["\"llama\"", "LlamaForCausalLM", "it knows qwen2_vl, qwen2_5_vl"],
+            &["\"llama\"", "LlamaForCausalLM", "Qwen/Qwen2-VL-2B-Instruct"],
         ),
         (|c| c["num_key_value_heads"] = 3.into(), &["4 heads", "3 key-value heads"]),
         (

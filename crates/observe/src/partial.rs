@@ -2,8 +2,8 @@
 //! same work takes them from there.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -42,8 +42,13 @@ impl Partial {
         let path = PathBuf::from(path);
         let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
         let mut file = file.map_err(|source| Error::io("open", &path, source))?;
-        file.try_lock()
-            .map_err(|source| Error::io("lock (is another process at it?)", &path, source.into()))?;
+        match file.try_lock() {
+            // Some network file systems have no locks.
+            Err(TryLockError::Error(source)) if source.kind() == ErrorKind::Unsupported => {}
+            other => {
+                other.map_err(|source| Error::io("lock (is another process at it?)", &path, source.into()))?
+            }
+        }
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(|source| Error::io("read", &path, source))?;
 

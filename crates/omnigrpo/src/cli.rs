@@ -11,7 +11,7 @@ use crate::explain::{self, Problem};
 use crate::flags::{self, FLAGS, Flag, Kind, Section, Verb};
 use crate::layer::{Entry, Layer};
 use crate::settings::{Environment, Settings, Tracker, needs, recipe_values};
-use crate::values::{Origin, Raw, Resolved, Value, Values};
+use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, foreign, presets, rules};
 
 /// What a command line asks for.
@@ -187,11 +187,29 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     let settings = Settings::from_values(&values, env)?;
     problems.extend(rules::check(verb, &settings));
     Problem::all(problems)?;
+    fold_weights(&mut values, &settings.rewards.reward_weights, verb)?;
     if !dropped.is_empty() {
         notes.push(without_counterpart(&dropped));
     }
     notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
+}
+
+/// Puts the weights that name their reward into the list of all: what is printed then says each once, and reads back.
+fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) -> Result<(), Problem> {
+    const NAMED: [&str; 2] = ["format_reward_weight", "accuracy_reward_weight"];
+    if NAMED.iter().all(|name| values.lookup(name).is_none()) {
+        return Ok(());
+    }
+    let given = NAMED.iter().chain(&["reward_weights"]).filter_map(|name| values.lookup(name));
+    let strongest = given.map(|(_, origin)| origin.clone()).max_by_key(Origin::rank);
+    for name in NAMED {
+        values.reset(name, verb)?;
+    }
+    if let (Some(flag), Some(origin)) = (flags::find("reward_weights"), strongest) {
+        values.set(Given { flag, value: Value::Floats(weights.to_vec()), origin });
+    }
+    Ok(())
 }
 
 /// One note for all settings of other trainers that are left out.
@@ -232,12 +250,6 @@ fn notes_of(settings: &Settings) -> Vec<String> {
     }
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));
-    }
-    if let Some(processes) = env.world_size.filter(|&n| n > 1) {
-        notes.push(format!(
-            "WORLD_SIZE={processes}: no effect, a run is one process; of several that a launcher starts, one gets the \
-             run directory and the others end with an error"
-        ));
     }
     notes
 }

@@ -312,8 +312,6 @@ pub struct Environment {
     pub hub: HubEnvironment,
     /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
     pub cache_dir: PathBuf,
-    /// `WORLD_SIZE`, where a launcher starts the program several times.
-    pub world_size: Option<u64>,
     /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
     pub judge_api_key: Option<String>,
 }
@@ -384,7 +382,6 @@ impl Environment {
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
-            world_size: get("WORLD_SIZE").and_then(|n| n.parse().ok()),
             judge_api_key: get("OPENAI_API_KEY"),
         }
     }

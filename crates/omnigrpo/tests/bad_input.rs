@@ -22,11 +22,13 @@ fn with(place: &Place, bad: &str) {
 fn bad_row(bad: &str, reason: &[&str]) {
     let place = Place::new();
     with(&place, bad);
-    let parts =
-        [&["too many rows cannot be used", "got: 1 of 4 rows", "--max_skipped", "with.jsonl:2"], reason]
-            .concat();
+    let parts = [
+        &["too many rows cannot be used", "got: 1 of 4 rows", "--max_skipped", "with.jsonl, line 2"],
+        reason,
+    ]
+    .concat();
     place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &parts);
-    assert_eq!(place.names("run"), [".cache", "log.txt"], "nothing half-written");
+    assert_eq!(place.names("run"), [".cache", ".lock", "log.txt"], "nothing half-written");
     place
         .run(&format!("{TRAIN} --train_file with.jsonl --strict_media"))
         .fails(1, &["none, with --strict_media"]);
@@ -61,7 +63,7 @@ fn bad_row(bad: &str, reason: &[&str]) {
     assert_eq!(place.lines("made.jsonl").iter().filter(|line| line.get("completions").is_some()).count(), 3);
     place
         .run("eval --model M --eval_file with.jsonl --max_completion_length 2")
-        .fails(1, &["1 of 4 rows could not be evaluated", "(bad) is skipped"]);
+        .fails(1, &["1 of 4 rows could not be evaluated", "skipped row 1 (id bad)"]);
     place.run("eval --model M --eval_file with.jsonl --max_completion_length 2 --max_skipped 0.25").ok();
 }
 
@@ -134,7 +136,7 @@ fn a_truncated_picture() {
 
 #[test]
 #[ignore = "needs ffmpeg"]
-fn a_truncated_video() {
+fn a_truncated_video_that_ffmpeg_cannot_read() {
     let place = Place::new();
     let made = std::process::Command::new("ffmpeg")
         .args([
@@ -159,7 +161,6 @@ fn a_truncated_video() {
     assert!(place.lines("o.jsonl")[0]["error"].as_str().unwrap().contains("cut.mp4"));
 }
 
-/// A prompt over the limit is never cut, least of all inside a medium.
 /// A row that names a rule of comparison there is none of costs itself, wherever it is met.
 #[test]
 fn a_row_that_the_rewards_cannot_score() {
@@ -204,7 +205,7 @@ fn a_row_that_the_rewards_cannot_score() {
     assert_eq!(skipped("eval"), vec![(json!("bad"), true); 2]);
     assert_eq!(place.lines("eval/eval/step-000002.jsonl").len(), 3);
     let line = "eval --model M --eval_file with.jsonl --max_completion_length 2";
-    place.run(line).fails(1, &["1 of 4 rows could not be evaluated", "(bad) is skipped"]);
+    place.run(line).fails(1, &["1 of 4 rows could not be evaluated", "skipped row 1 (id bad)"]);
     place.run(&format!("{line} --max_skipped 0.25")).ok();
 }
 
@@ -220,6 +221,7 @@ fn a_ground_truth_in_a_column_of_another_name() {
         "is it in `gt`? `--solution_column gt` says so",
     ];
     place.run(&format!("{TRAIN} --train_file gt.jsonl")).fails(1, &parts);
+    place.run(&format!("{TRAIN} --train_file gt.jsonl --skip_data_check")).fails(1, &parts);
     assert!(!place.exists("run/rollouts"));
     place.run("eval --model M --eval_file gt.jsonl --max_completion_length 2").fails(1, &parts);
     let check = place.run("data check --model M --train_file gt.jsonl").ok().stdout;
@@ -266,6 +268,7 @@ fn a_rule_of_comparison_per_file() {
         .fails(2, &["`accuracy_mode` and the training files differ in number", "3 rules for 2 files"]);
 }
 
+/// A prompt over the limit is never cut, least of all inside a medium.
 #[test]
 fn a_prompt_over_the_limit() {
     let place = Place::new();
@@ -445,7 +448,7 @@ fn rows_to_evaluate_on_are_checked_before_training() {
     let line = format!("{TRAIN} --train_file rows.jsonl --eval_file with.jsonl --eval_steps 1");
     let parts = ["too many evaluation rows cannot be used", "got: 1 of 4 rows", "gone.png"];
     place.run(&line).fails(1, &parts);
-    assert_eq!(place.names("run"), [".cache", "log.txt"]);
+    assert_eq!(place.names("run"), [".cache", ".lock", "log.txt"]);
     let ran = place.run(&format!("{line} --max_skipped 0.25")).ok();
     assert!(ran.stderr.contains("4 evaluation rows: 1 images, 1 videos"), "{}", ran.stderr);
     assert!(place.lines("run/metrics.jsonl").iter().any(|row| row["eval_skipped"] == 1.0));
@@ -483,7 +486,7 @@ fn files_that_are_no_dataset() {
     ];
     for (file, parts) in cases {
         place.run(&format!("{TRAIN} --train_file {file}")).fails(1, parts);
-        assert_eq!(place.names("run"), ["log.txt"]);
+        assert_eq!(place.names("run"), [".lock", "log.txt"]);
         place.run(&format!("score --model M --input {file} --output out.jsonl")).fails(1, parts);
         assert!(!place.exists("out.jsonl"));
     }
@@ -581,7 +584,10 @@ fn checkpoints_that_do_not_fit() {
         let model = |line: &str| line.replace("--model M", &format!("--model {name}"));
         place.run(&format!("{} --train_file rows.jsonl", model(TRAIN))).fails(1, parts);
         let written = place.names("run");
-        assert!(written.iter().all(|name| name == ".cache" || name == "log.txt"), "{written:?}");
+        assert!(
+            written.iter().all(|name| [".cache", ".lock", "log.txt"].contains(&name.as_str())),
+            "{written:?}"
+        );
         place.run(&model("generate --model M --input rows.jsonl --output out.jsonl")).fails(1, parts);
         assert!(!place.exists("out.jsonl"));
         place.run(&model("doctor --model M")).fails(1, parts);

@@ -131,6 +131,11 @@ fn settings_without_effect_and_contradictions_are_refused() {
     // The same value as the default changes nothing, so nothing is lost by it.
     printed(&["train", "--max_steps", "3", "--num_train_epochs", "1"]);
     printed(&["train", "--fps", "1"]);
+    // What is right decides about lengths, too.
+    for reward in ["length", "cosine"] {
+        let config = printed(&["train", "--reward_funcs", reward, "--accuracy_mode", "emotion"]);
+        assert_eq!(setting(&config, "accuracy_mode"), "accuracy_mode: [emotion] # flag");
+    }
 }
 
 #[test]
@@ -223,6 +228,8 @@ fn a_printed_configuration_reads_back_as_itself() {
         extra.iter().copied().filter(|a| !["--stop_strings", "no", "a\nb \"c\" # d"].contains(a)).collect();
     for args in [
         vec!["train", "--stop_strings", "no", "a\nb \"c\" # d"],
+        vec!["train", "--format_reward_weight", "0.3"],
+        vec!["train", "--preset", "qwen-mcq", "--format_reward_weight", "1"],
         [vec!["train"], extra].concat(),
         vec!["sft"],
         vec!["eval"],
@@ -599,8 +606,7 @@ mod sources {
         ];
         insta::assert_snapshot!("source_qwen_guide", accepted("qwen-video", QWEN_GUIDE, &of));
         insta::assert_snapshot!("source_video_readme", accepted("qwen-mcq", VIDEO_README, &of));
-        let of =
-            ["torch_dtype", "eval_strategy", "format_reward_weight", "accuracy_reward_weight", "report_to"];
+        let of = ["torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_no_think", accepted("qwen-mcq", &NO_THINK.line(), &of));
         let actions = Qwen { samples: "4", ..ACTIONS };
         insta::assert_snapshot!("source_actions", accepted("qwen-video", &actions.line(), &of));
@@ -720,7 +726,7 @@ fn a_launcher_with_several_processes_is_refused() {
     }
     // One process of a launcher is as good as none, and what writes nothing may be started as often as one likes.
     let dir = tempfile::tempdir().unwrap();
-    let output = run_in(dir.path(), &[("WORLD_SIZE", "1")], &args);
+    let output = run_in(dir.path(), &[("WORLD_SIZE", "1"), ("HF_HUB_OFFLINE", "1")], &args);
     assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
     assert!(run_in(Path::new("."), &[("WORLD_SIZE", "2")], &["rewards", "list"]).status.success());
 }

@@ -56,8 +56,10 @@ fn a_log_tells_rewards_warnings_and_completions_without_codes() {
     // It ends without an answer once, which is a warning.
     place.write(
         "once.sh",
-        r#"[ -e been ] || { touch been; printf 'lost \033[31m' >&2; exit 1; }
-while read -r line; do id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; done"#,
+        r#"n=0
+while read -r line; do n=$((n+1)); [ $n = 2 ] && [ ! -e been ] && { touch been; printf 'lost \033[31m' >&2; exit 1; }
+case $line in *\"probe\":true*) id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.5]}"; continue;; esac
+id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; done"#,
     );
     let line = "train --model M --train_file rows.jsonl --num_generations 2 --gradient_accumulation_steps 1 \
                 --max_completion_length 4 --max_steps 4 --logging_steps 3 --grpo_logging_steps 3 --log_completions --threads 1";
@@ -117,6 +119,27 @@ fn a_missing_file_of_rows_names_the_command_that_makes_it() {
     let other = place.run(&format!("{} --exp_name y", TRAIN.replace("rows.jsonl", "nothere.jsonl")));
     let other = other.fails(1, &["the dataset is not there", "at: nothere.jsonl", "help: correct the path"]);
     assert!(!other.stderr.contains("vivqa"), "{}", other.stderr);
+}
+
+/// A checkpoint may have a folder of its own files, which is saved, summed and resumed from like the others.
+#[test]
+fn a_folder_of_templates_goes_with_the_model() {
+    let place = Place::new();
+    place.checkpoint("base", |_, _| {});
+    let name = "additional_chat_templates/tool.jinja";
+    std::fs::create_dir(place.path("base/additional_chat_templates")).unwrap();
+    place.write(&format!("base/{name}"), "tool");
+    let line = |steps: usize| {
+        format!("{} --output_dir run --max_steps {steps}", TRAIN.replace("--model M", "--model base"))
+    };
+    place.run(&line(1)).ok();
+    assert!(place.text("run/checkpoint-1/SHA256SUMS").contains(&format!("  {name}\n")));
+    // The model of the longer run takes the place of the first one's.
+    assert!(place.run(&line(2)).ok().stderr.contains("at step 1 of 2"));
+    assert_eq!(place.text(&format!("run/{name}")), "tool");
+    place.write(&format!("run/checkpoint-2/{name}"), "fool");
+    let damaged = place.run(&line(3)).ok().stderr;
+    assert!(damaged.contains("checkpoint-2 is damaged") && damaged.contains("at step 1 of 3"), "{damaged}");
 }
 
 #[test]

@@ -109,6 +109,17 @@ mod tests {
         assert!((score("cosine", "no", 10, &options) + 0.987_764_129_073_788_3).abs() < 1e-12);
     }
 
+    /// What is right is the accuracy's rule, with the run's mode.
+    #[test]
+    fn the_mode_of_the_accuracy_decides() {
+        let score = |accuracy_mode| {
+            let options =
+                RewardOptions { accuracy_mode, max_completion_tokens: 100, ..RewardOptions::default() };
+            Row::new("", "sadness", "sad").tokens(1).score("length", &options).unwrap()
+        };
+        assert!(score(crate::AccuracyMode::Auto) < 0.0 && score(crate::AccuracyMode::Emotion) > 0.9);
+    }
+
     #[test]
     fn text_without_ids_is_an_error() {
         let error = Row::new("", "yes", "yes").try_score("length", &RewardOptions::default()).unwrap_err();

@@ -11,7 +11,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_data::OrderState;
 use omnigrpo_models::Model;
@@ -220,7 +220,12 @@ pub fn save_final(model: &Model, to: &Path) -> Result<()> {
         fs::remove_file(&index).map_err(TrainError::io(&index))?;
     }
     for name in names {
-        fs::rename(from.join(&name), to.join(&name)).map_err(TrainError::io(to))?;
+        let (new, old) = (from.join(&name), to.join(&name));
+        // A folder cannot be renamed over one that has files.
+        if new.is_dir() && old.is_dir() {
+            fs::remove_dir_all(&old).map_err(TrainError::io(&old))?;
+        }
+        fs::rename(new, old).map_err(TrainError::io(to))?;
     }
     fs::remove_dir(&from).map_err(TrainError::io(&from))?;
     Ok(sync_directory(to)?)
@@ -391,7 +396,11 @@ fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<BTreeMap
 /// Syncs the files of a directory and then their names.
 fn sync_tree(dir: &Path) -> Result<()> {
     for path in files_in(dir)? {
-        File::open(&path).and_then(|f| f.sync_all()).map_err(TrainError::io(&path))?;
+        if path.is_dir() {
+            sync_tree(&path)?;
+        } else {
+            File::open(&path).and_then(|f| f.sync_all()).map_err(TrainError::io(&path))?;
+        }
     }
     Ok(sync_directory(dir)?)
 }
@@ -405,12 +414,25 @@ fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
+/// The files of a directory and of its folders.
+fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in files_in(dir)? {
+        if path.is_dir() {
+            files.extend(files_below(&path)?);
+        } else {
+            files.push(path);
+        }
+    }
+    Ok(files)
+}
+
 /// Writes the sums of all files of a directory.
 fn write_sums(dir: &Path) -> Result<()> {
-    let sums: Result<Vec<String>> = files_in(dir)?
+    let sums: Result<Vec<String>> = files_below(dir)?
         .par_iter()
         .map(|path| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let name = path.strip_prefix(dir).unwrap_or(path).display();
             Ok(format!("{}  {name}\n", sum(path)?))
         })
         .collect();
@@ -425,7 +447,9 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
         .map_err(|e| damaged(checkpoint, &format!("its {SUMS} cannot be read ({e})")))?;
     let mut listed = Vec::new();
     for line in text.lines() {
-        let Some((expected, name)) = line.split_once("  ").filter(|(_, name)| !name.contains('/')) else {
+        let stays =
+            |name: &str| Path::new(name).components().all(|part| matches!(part, Component::Normal(_)));
+        let Some((expected, name)) = line.split_once("  ").filter(|(_, name)| stays(name)) else {
             return Err(damaged(checkpoint, &format!("{SUMS} has the line {line:?}")));
         };
         listed.push((expected, name));

@@ -165,8 +165,9 @@ impl Start {
         }
     }
 
-    /// Moves away what does not belong to the run that begins here.
-    pub(crate) fn make_room(&self, dir: &Path, console: &Console) -> Result<()> {
+    /// Moves away what does not belong to the run that begins here; `model` is the directory whose tokenizer and configuration
+    /// checkpoints will repeat.
+    pub(crate) fn make_room(&self, dir: &Path, model: &Path, console: &Console) -> Result<()> {
         let (paths, why) = match self {
             Self::Anew { why } => (earlier_run(dir)?, format!("{why}; starting anew")),
             Self::From(resumed) if !resumed.is_in(dir) => {
@@ -179,6 +180,19 @@ impl Start {
         };
         if paths.is_empty() {
             return Ok(());
+        }
+        let real = |path: &Path| std::fs::canonicalize(path).ok();
+        let holds_model =
+            |path: &&PathBuf| real(path).zip(real(model)).is_some_and(|(a, b)| b.starts_with(a));
+        if let Some(path) = paths.iter().find(holds_model) {
+            return Err(TrainError::setting(
+                "output_dir",
+                &dir.display().to_string(),
+                format!(
+                    "{} would be moved, and the model comes from there; name another directory",
+                    path.display()
+                ),
+            ));
         }
         let aside = (1..)
             .map(|n| dir.join(format!("superseded-{n}")))

@@ -67,10 +67,11 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let total =
         run.max_steps.unwrap_or_else(|| all.div_ceil(per_step).saturating_mul(run.num_iterations as u64));
     let by_epochs = run.max_steps.is_none();
-    // Rows of the rollout or batch with this number.
+    // Rows of the rollout or batch with this number. A run that went on with changed settings can have more of them than the
+    // epochs need; none is empty.
     let num_rows = move |index: u64| {
         let left = all.saturating_sub(index.saturating_mul(per_step));
-        (if by_epochs { per_step.min(left) } else { per_step }) as usize
+        (if by_epochs && left > 0 { per_step.min(left) } else { per_step }) as usize
     };
     let warmup =
         if run.warmup_steps > 0 { run.warmup_steps } else { (run.warmup_ratio * total as f64).ceil() as u64 };
@@ -107,7 +108,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         }
     }
     // Everything that can be wrong with the checkpoint has been seen: now things may move.
-    start.make_room(dir, console)?;
+    start.make_room(dir, model.dir(), console)?;
     let records = RunDir::open(dir, start.existing())?;
     let mut evaluated_at = None;
     if let Start::From(resumed) = &start {

@@ -10,7 +10,7 @@ use crate::error::RowProblem;
 pub(crate) const RECORDED: [&str; 5] = ["completions", "completion_ids", "logprobs", "rewards", "reward"];
 
 /// A row that holds its own columns in `row`, with what was recorded beside them.
-pub(super) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {
+pub(crate) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {
     if !columns.contains_key("completions") || !columns.get("row").is_some_and(Value::is_object) {
         return columns;
     }

@@ -245,7 +245,7 @@ impl WeightSource for OutlineSource<'_> {
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {
         match self.files {
             Some(files) if files.shape(embed).is_some() && files.shape(head).is_some() => {
-                files.equal(embed, head)
+                Ok(config && files.equal(embed, head)?)
             }
             Some(_) => Ok(true),
             None => Ok(config),

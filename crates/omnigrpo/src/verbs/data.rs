@@ -141,6 +141,17 @@ fn folders_help(report: &Report) -> Option<String> {
         })
 }
 
+/// A reward that applies to none of the rows, where these are not checked: rows are read until each applies to one.
+pub fn ask_unchecked(dataset: &Dataset, rows: &[u64], rewards: &RewardSet) -> Option<Problem> {
+    let survey = Survey::new(rewards);
+    for some in rows.chunks(256) {
+        // A row that cannot be read or scored is met when it is drawn.
+        some.iter().filter_map(|&row| dataset.get(row).ok()).for_each(|sample| drop(survey.ask(&sample)));
+        survey.idle(dataset)?;
+    }
+    survey.idle(dataset)
+}
+
 /// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
 /// returned.
 pub fn ask_before_evaluation(

@@ -64,8 +64,12 @@ pub fn free() -> Option<u64> {
     let container = read("/proc/self/cgroup").and_then(|text| {
         let group = text.lines().find_map(|line| line.strip_prefix("0::"))?.trim_end_matches('/').to_owned();
         let number = |name: &str| read(&format!("/sys/fs/cgroup{group}/{name}"))?.trim().parse::<u64>().ok();
+        // Cached files count as taken, those of the weights too, and give way.
+        let cached = read(&format!("/sys/fs/cgroup{group}/memory.stat")).map_or(0, |text| {
+            ["active_file ", "inactive_file "].iter().filter_map(|name| field(&text, name)).sum::<u64>()
+        });
         // `max` is no number: no limit.
-        Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+        Some(number("memory.max")?.saturating_sub(number("memory.current")?.saturating_sub(cached)))
     });
     let address_space = read("/proc/self/limits")
         .and_then(|text| field(&text, "Max address space"))

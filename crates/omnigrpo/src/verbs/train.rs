@@ -175,6 +175,9 @@ fn run_logged(
     };
     let scored = objective == Objective::Reinforce && settings.rollout.replay.is_none();
     let bad_rows = if settings.data.skip_data_check {
+        if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
+            return Err(problem.into());
+        }
         Vec::new()
     } else {
         let cache = lock.root().join(".cache");
@@ -425,6 +428,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "accuracy_threshold",
     "label_set",
     "run_name",
+    "report_to",
     "skip_data_check",
     "max_skipped",
     "strict_media",

@@ -217,7 +217,9 @@ impl Log {
 
     /// One value per row of the batch, null where a request's answer had none; means of metrics by rows.
     fn take(&self) -> Logged {
-        let entries = std::mem::take(&mut *self.entries());
+        let mut entries = std::mem::take(&mut *self.entries());
+        // Answers come in any order; sums must not depend on it.
+        entries.sort_by_key(|(rows, _)| rows.start);
         let num_rows = entries.iter().map(|(rows, _)| rows.end).max().unwrap_or(0);
         let mut out = Logged::default();
         let mut weights: BTreeMap<String, f64> = BTreeMap::new();

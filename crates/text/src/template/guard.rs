@@ -182,7 +182,7 @@ fn largest(args: &[Value]) -> u64 {
 
 /// Checks that what a filter or method makes of its arguments can fit, before it is made.
 fn check_growth(name: &str, args: &[Value]) -> Result<()> {
-    if matches!(name, "length" | "count") && args.first().is_some_and(|of| of.as_str().is_none()) {
+    if matches!(name, "length" | "count") && args.len() == 1 && args[0].as_str().is_none() {
         return Ok(()); // asked once per turn of a long conversation
     }
     let size = size_of_all(args)?;
@@ -202,7 +202,8 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
             let lines = text(0).map_or(0, |text| text.lines().count()) as u64 + 1;
             size + lines.saturating_mul(wide.max(text(1).map_or(0, str::len) as u64))
         }
-        "slice" | "batch" => size + wide.saturating_mul(32),
+        // Lists of their own for pieces that may be one character each.
+        "slice" | "batch" => size.saturating_add(len(0).saturating_add(wide).saturating_mul(112)),
         "format" => {
             // Widths and precisions are in the text, or arguments where it says so.
             let text = text(0).unwrap_or_default();
@@ -228,7 +229,7 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
             }
             let each = if name == "sum" { size } else { size_of_all(args.get(1..).unwrap_or_default())? };
             work(len(0).saturating_mul(each) / 64)?;
-            size.saturating_mul(4)
+            size.saturating_mul(4).max(len(0).saturating_mul(32))
         }
         "sort" | "unique" | "groupby" | "dictsort" | "min" | "max" => {
             work(size)?;
@@ -259,6 +260,8 @@ const TEST: &str = "is?";
 const METHOD: &str = ".";
 const MADE: &str = "made!";
 const SET: &str = ".=";
+const SPLAT: &str = "*args";
+const EACH: &str = "for";
 
 /// The engine without bounds, for single operators.
 static PLAIN: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
@@ -337,6 +340,22 @@ pub(super) fn install(env: &mut Environment) {
         add(env, name, move |_, args| operator(name, expression, args));
     }
     add(env, MADE, |_, args| made(exactly::<1>(args)?[0].clone()));
+    add(env, SPLAT, |_, args| {
+        let mut items = Vec::new();
+        for list in args {
+            for item in list.try_iter()? {
+                memory(32)?;
+                items.push(item);
+            }
+        }
+        Ok(Value::from(items))
+    });
+    add(env, EACH, |_, args| {
+        let [of] = exactly(args)?;
+        // Its characters are counted before the first is taken.
+        work(of.as_str().map_or(0, str::len) as u64 / 64)?;
+        Ok(of.clone())
+    });
     add(env, ITEM, |_, args| {
         let [of, key] = exactly(args)?;
         work(size(key, 0)? / 8 + of.as_str().map_or(0, str::len) as u64 / 64)?;
@@ -473,6 +492,11 @@ pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> 
                 let mut set = named(name, SET, 3);
                 set.push(I::DiscardTop);
                 set
+            }
+            I::PushLoop(_) => vec![call(EACH, 1), instruction.clone()],
+            // One list, counted, in place of any number of them.
+            I::UnpackLists(count) => {
+                vec![call(SPLAT, u16::try_from(*count).map_err(|_| splat())?), I::UnpackLists(1)]
             }
             // Text of the template itself counts too: a loop can collect it.
             I::EmitRaw(text) => vec![I::LoadConst(Value::from_safe_string((*text).to_owned())), I::Emit],

@@ -610,6 +610,8 @@ mod tests {
             ("sums", "{% set ns=namespace(a=range(99999)|list) %}{% for i in range(99999) %}{% if ns.a == ns.a %}{% endif %}{% endfor %}".into()),
             ("characters", "{% set s='ab'*9999999 %}{% for i in range(99999) %}{% if s[19999990] %}{% endif %}{{ s[-2:] }}{% endfor %}".into()),
             ("tests", "{% set a=range(99999)|list %}{{ a|select('in', a)|list|length }}".into()),
+            ("counts", "{% set a=range(99999)|list %}{% for i in range(99999) %}{% if a.count(-1) %}{% endif %}{% endfor %}".into()),
+            ("loops", "{% set s='a'*99999999 %}{% for i in range(99999) %}{% for c in s %}{% break %}{% endfor %}{% endfor %}".into()),
             ("error", "{{ raise_exception('x' * 9999999) }}".into()),
         ];
         for (name, source) in cases {
@@ -619,6 +621,17 @@ mod tests {
             assert!(problem.len() < 4096, "{name}: {} bytes of message", problem.len());
             assert!(started.elapsed().as_secs() < 60, "{name}: {:?}", started.elapsed());
         }
+    }
+
+    #[test]
+    fn lists_are_counted_before_they_are_unpacked_or_cut() {
+        for source in ["{{ dict(*('a'*9999999)) }}", "{{ ('a'*9999999)|batch(100) }}"] {
+            let error = run(source, json!({})).unwrap_err().to_string();
+            assert!(error.contains("too long lists"), "{source}: {error}");
+        }
+        let source =
+            "{% macro m(a, b, c) %}{{ a }}{{ b }}{{ c }}{% endmacro %}{{ m(*[1, 2], c=3) }}{{ m(0, *'ab') }}";
+        assert_eq!(run(source, json!({})).unwrap(), "1230ab");
     }
 
     #[test]
