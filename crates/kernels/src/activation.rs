@@ -16,6 +16,8 @@ pub enum Activation {
     GeluTanh,
     /// `x · sigmoid(1.702 x)`.
     QuickGelu,
+    /// The hyperbolic tangent.
+    Tanh,
 }
 
 /// `2 √(2/π)`: `(1 + tanh u) / 2 = sigmoid(2u)`.
@@ -59,6 +61,11 @@ fn value_and_slope<S: Simd>(simd: S, act: Activation, x: S::f32s) -> (S::f32s, S
         Activation::GeluErf => {
             let (phi, density) = normal(simd, x);
             return (simd.mul_f32s(x, phi), simd.mul_add_e_f32s(x, density, phi));
+        }
+        Activation::Tanh => {
+            let (s, rest) = sigmoid(simd, simd.add_f32s(x, x));
+            let slope = simd.mul_f32s(simd.splat_f32s(4.0), simd.mul_f32s(s, rest));
+            return (simd.sub_f32s(s, rest), slope);
         }
         Activation::Silu => (x, one),
         Activation::QuickGelu => {

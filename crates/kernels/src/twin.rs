@@ -188,6 +188,7 @@ pub fn activation(act: Activation, x: f64) -> (f64, f64) {
         (x * s, s + x * s * (1.0 - s) * du)
     };
     match act {
+        Activation::Tanh => (x.tanh(), 1.0 - x.tanh().powi(2)),
         Activation::Silu => gated(x, 1.0),
         Activation::QuickGelu => gated(1.702 * x, 1.702),
         Activation::GeluTanh => {

@@ -10,7 +10,7 @@ pub fn choose_instructions() -> f64 {
 }
 
 use common::{close, noise, wide, with_threads};
-use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
+use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Shape, View};
 use omnigrpo_kernels::twin;
 
 fn packed(x: &[f32], rows: usize, stride: usize, col: usize, width: usize) -> Vec<f64> {
@@ -90,7 +90,7 @@ fn matches_the_twin_forward_and_backward() {
         // Odd gaps between the windows: a packed stream with strided columns.
         let (stride, cols) = (wq + 2 * wk + 5, [1, wq + 2, wq + wk + 4]);
         let x = noise(rows * stride, 7);
-        let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+        let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
         let scale = 1.0 / (d as f32).sqrt() * 2.0;
         let (mut out, mut lse) = (vec![f32::NAN; rows * wq], vec![f32::NAN; rows * q_heads]);
         attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, scale);
@@ -131,7 +131,7 @@ fn twin_gradient_is_the_central_difference() {
 fn run(x: &[f32], rows: usize, layout: &AttentionLayout, shape: Shape) -> (Vec<f32>, Vec<f32>) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let stride = (q_heads + 2 * kv_heads) * d;
-    let [q, k, v] = [0, q_heads * d, (q_heads + kv_heads) * d].map(|col| Rows { data: x, stride, col });
+    let [q, k, v] = [0, q_heads * d, (q_heads + kv_heads) * d].map(|col| View { data: x, stride, col });
     let (mut out, mut lse) = (vec![0.0; rows * q_heads * d], vec![0.0; rows * q_heads]);
     attention::forward(&mut out, &mut lse, q, k, v, layout, shape, 0.2);
     let dout = noise(rows * q_heads * d, 9);
@@ -189,14 +189,14 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     }
     let layout = AttentionLayout { ranges };
     layout.validate(4, 207).unwrap();
-    let [k, v] = [240, 320].map(|col| Rows { data: &x, stride: width, col });
+    let [k, v] = [240, 320].map(|col| View { data: &x, stride: width, col });
     let mut together = Vec::new();
     for only in [0..4, 2..3, 1..4] {
         let part = AttentionLayout { ranges: layout.ranges[only.clone()].to_vec() };
         let mut out = vec![0.0; 4 * q_width];
         attention::forward_decode(
             &mut out,
-            Rows { data: &q, stride: q_width, col: 0 },
+            View { data: &q, stride: q_width, col: 0 },
             k,
             v,
             &part,

@@ -77,9 +77,9 @@ pub enum ModelError {
     /// Text could not be rendered or tokenised.
     #[error(transparent)]
     Text(#[from] omnigrpo_text::TextError),
-    /// A tensor operation failed.
+    /// An operation failed.
     #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+    Op(#[from] omnigrpo_ops::Error),
 }
 
 impl ModelError {

@@ -170,18 +170,20 @@ impl Model {
             let value = files.read(param.name(), crate::WeightDtype::Float32)?.map_err(|what| {
                 ModelError::Checkpoint { dir: dir.to_path_buf(), what: what.trim().to_owned() }
             })?;
-            if value.dims() != param.shape() {
+            let shape = files.shape(param.name()).unwrap_or_default();
+            if shape != param.shape() {
                 return Err(ModelError::Checkpoint {
                     dir: dir.to_path_buf(),
                     what: format!(
-                        "tensor {} has shape {:?}, this model's has {:?}",
+                        "tensor {} has shape {shape:?}, this model's has {:?}",
                         param.name(),
-                        value.dims(),
                         param.shape()
                     ),
                 });
             }
-            omnigrpo_ops::with_f32(&value.flatten_all()?, |data| param.store(data))??;
+            if let omnigrpo_ops::Values::F32(data) = value {
+                param.store(&data)?;
+            }
         }
         Ok(())
     }

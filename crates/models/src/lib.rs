@@ -7,7 +7,7 @@
 //!
 //! Refused: pickle checkpoints, configurations of unknown models, sliding-window attention.
 
-mod cache;
+mod block;
 mod config_json;
 mod decoder;
 pub mod encoders;
@@ -20,12 +20,11 @@ mod origin;
 mod prompt;
 mod rope;
 mod stream;
-mod tower;
 mod weights;
 
-pub use cache::GroupCache;
+pub use block::{Block, BlockPass, KeptBlock, Mlp, NormOrder, QkNorm};
 pub use config_json::ConfigJson;
-pub use decoder::{DecodeRows, Decoder, DecoderConfig, Position, Scored, Targets, TextDefaults};
+pub use decoder::{Decoder, DecoderConfig, DecoderNames, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};
 pub use export::COMPANIONS;
 pub use families::{
@@ -34,7 +33,7 @@ pub use families::{
 };
 pub use families::{humanomni, internvl, qwen_vl};
 pub use lora::{LoraConfig, adapter_base, whole_tensors};
-pub use model::{FeatureGradients, Features, LoadOptions, Model, StreamPass};
+pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
@@ -42,6 +41,6 @@ pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};
 pub use weights::{
-    Init, Quantization, SourceDigest, WeightDtype, WeightFiles, WeightSource, save_weights, share,
-    source_digest,
+    FileSource, Init, Quantization, RandomSource, Scope, SourceDigest, WeightDtype, WeightFiles,
+    WeightSource, save_weights, share, source_digest,
 };

@@ -15,8 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
-use omnigrpo_ops::{Adapter, Param, Part};
+use omnigrpo_ops::{Adapter, Param, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
@@ -126,13 +125,12 @@ impl Model {
     ) -> Result<()> {
         let (stem, part) = (module_of(base.name()), base.part());
         let (n, k) = (base.shape()[0], base.shape()[1]);
-        let param = |name: &str, data: Vec<f32>, shape: (usize, usize)| -> Result<Arc<Param>> {
-            let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
-            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, value)?))
+        let param = |name: &str, data: Vec<f32>, shape: [usize; 2]| -> Result<Arc<Param>> {
+            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, &shape, Values::F32(data))?))
         };
-        let (a, b) = (param("lora_A", a, (rank, k))?, param("lora_B", b, (n, rank))?);
+        let (a, b) = (param("lora_A", a, [rank, k])?, param("lora_B", b, [n, rank])?);
         let (scale, rate) = (config.scale(rank), config.dropout as f32);
-        let adapter = Adapter::new(Arc::clone(&a), Arc::clone(&b), scale, rate, Arc::clone(&self.dropout))?;
+        let adapter = Adapter::new(Arc::clone(&a), Arc::clone(&b), scale, rate)?;
         base.attach(Arc::new(adapter))?;
         self.push_adapter_param(a);
         self.push_adapter_param(b);
@@ -205,10 +203,10 @@ impl Model {
     /// A quantised weight.
     pub fn merge_adapters(&mut self) -> Result<()> {
         for (base, adapter) in self.adapted() {
-            let mut wide = base.with_f32(<[f32]>::to_vec)?;
+            let mut wide = base.read().f32().into_owned();
             adapter.merge_into(&mut wide)?;
             base.store(&wide)?;
-            adapter.b().update_f32(|b| b.fill(0.0))?;
+            adapter.b().store(&vec![0.0; adapter.b().len()])?;
         }
         self.forget_adapters();
         Ok(())
@@ -586,7 +584,7 @@ struct Owned {
 impl Owned {
     fn of(param: &Param) -> Result<Self> {
         use omnigrpo_kernels::Weight;
-        let (dtype, bytes) = param.with_weight(|weight| match weight {
+        let (dtype, bytes) = match param.read().weight() {
             Weight::F32(x) => (Dtype::F32, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
             Weight::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
             Weight::Quantised(x) => {
@@ -594,7 +592,7 @@ impl Owned {
                 x.widen(&mut wide);
                 (Dtype::F32, wide.iter().flat_map(|x| x.to_le_bytes()).collect())
             }
-        })?;
+        };
         Ok(Self { dtype, shape: param.shape().to_vec(), bytes })
     }
 }

@@ -1,12 +1,12 @@
 //! A network with its weights: scoring and training of packed streams.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::Tensor;
-use omnigrpo_ops::{Dropout, Memory, Param, Part, Segments, rows_from_vec, with_f32};
+use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, Rows, Tape, Var};
 use omnigrpo_text::MediumKind;
 use serde_json::{Map, Value};
 
@@ -38,8 +38,7 @@ pub struct Model {
     pub(crate) whole: BTreeSet<String>,
     /// Alphas of single layers of a loaded adapter, by the published name of the layer.
     pub(crate) alphas: BTreeMap<String, f64>,
-    pub(crate) dropout: Arc<Dropout>,
-    dropout_key: AtomicU64,
+    device: Device,
 }
 
 /// How a checkpoint is loaded.
@@ -58,37 +57,35 @@ const KEPT_BYTES: usize = 8;
 
 /// What a tower made of one medium. Shared by every pass whose tower is the same. A clone shares the numbers, but what the
 /// blocks computed stays with the original: it serves one backward pass, and a copy must not take it away.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Features {
     /// Output of the tower, before the projector.
-    pub tower: Tensor,
+    pub tower: Rows,
     /// Features in the language model's width, `[tokens, h]`.
-    pub rows: Tensor,
-    /// What the tower's blocks computed, for the pass that differentiates it.
-    memory: Mutex<Option<Memory>>,
+    pub rows: Rows,
 }
 
-impl Clone for Features {
-    fn clone(&self) -> Self {
-        Self::new(self.tower.clone(), self.rows.clone(), None)
-    }
-}
+/// What towers computed, by (group, medium), for the pass that differentiates them; see [`Model::encode_for_training`].
+#[derive(Debug, Default)]
+pub struct Memories(BTreeMap<(usize, usize), Memory>);
 
-impl Features {
-    fn new(tower: Tensor, rows: Tensor, memory: Option<Memory>) -> Self {
-        Self { tower, rows, memory: Mutex::new(memory) }
-    }
-
-    fn take_memory(&self) -> Option<Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
+/// What holds for a pass of one update beside weights and rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Training {
+    /// Whether activations inside blocks are computed again in the backward pass instead of being kept: less memory, more
+    /// time.
+    pub recompute: bool,
+    /// Names the update, for the dropout masks of adapters: masks differ between updates with different names.
+    pub dropout_key: u64,
 }
 
 /// A stream that has run forward with a tape.
 pub struct StreamPass<'a> {
     model: &'a Model,
     stream: &'a PackedStream,
-    decoder_tape: Segments<'a>,
+    tape: Tape,
+    input: Var,
+    hidden: Var,
     scored: Scored,
     /// Per scored token, completion by completion, in nats.
     pub logprobs: Vec<f32>,
@@ -99,7 +96,7 @@ pub struct StreamPass<'a> {
 /// Gradients of media features, `[tokens, h]` each, by (group, medium): what a [`StreamPass`] leaves for towers and
 /// projectors. Those of several streams add up, so that a medium goes back through its tower once.
 #[derive(Clone, Debug, Default)]
-pub struct FeatureGradients(BTreeMap<(usize, usize), Vec<f32>>);
+pub struct FeatureGradients(BTreeMap<(usize, usize), Rows>);
 
 impl FeatureGradients {
     /// Adds the gradients of another stream, whose group `g` is `groups[g]` here.
@@ -111,15 +108,10 @@ impl FeatureGradients {
             let Some(&group) = groups.get(g) else {
                 return Err(ModelError::shape(format!("feature gradients: group {g} of {}", groups.len())));
             };
-            let sum = self.0.entry((group, medium)).or_insert_with(|| vec![0.0; d.len()]);
-            if sum.len() != d.len() {
-                return Err(ModelError::shape(format!(
-                    "feature gradients: medium {medium} of group {group} has {} values, then {}",
-                    sum.len(),
-                    d.len()
-                )));
+            match self.0.entry((group, medium)) {
+                Entry::Vacant(empty) => drop(empty.insert(d)),
+                Entry::Occupied(mut sum) => sum.get_mut().add(&d)?,
             }
-            sum.iter_mut().zip(d).for_each(|(sum, d)| *sum += d);
         }
         Ok(())
     }
@@ -132,8 +124,7 @@ impl Model {
         params: Vec<Arc<Param>>,
         dir: PathBuf,
     ) -> Self {
-        let (num_base, dropout, dropout_key) = (params.len(), Arc::default(), AtomicU64::new(0));
-        let whole = BTreeSet::new();
+        let (num_base, whole) = (params.len(), BTreeSet::new());
         Self {
             family,
             network,
@@ -146,8 +137,7 @@ impl Model {
             lora: None,
             whole,
             alphas: BTreeMap::new(),
-            dropout,
-            dropout_key,
+            device: Device::Cpu,
         }
     }
 
@@ -274,19 +264,17 @@ impl Model {
         self.alphas.clear();
     }
 
-    /// Names the update to come, for the dropout masks of adapters: masks differ between updates with different names.
-    pub fn set_dropout_key(&self, key: u64) {
-        self.dropout_key.store(key, Ordering::Relaxed);
+    /// A pass over its weights, without dropout.
+    #[must_use]
+    pub fn pass(&self) -> Pass {
+        Pass::on(self.device)
     }
 
-    /// Lets adapters drop inputs while the guard lives. `rows` names each row of the calls to come; without, rows are named
-    /// by their index and `salt`.
-    fn dropping(&self, rows: Option<&[u64]>, salt: u64) -> Dropping<'_> {
+    /// A pass in which adapters drop inputs, if they do. `rows` names each row of the pass; without, rows are named by
+    /// their index and `salt`.
+    fn training_pass(&self, training: Training, rows: Option<&[u64]>, salt: u64) -> Pass {
         let on = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
-        if on {
-            self.dropout.enter(self.dropout_key.load(Ordering::Relaxed) ^ salt, rows.map(Arc::from));
-        }
-        Dropping(on.then_some(&self.dropout))
+        self.pass().dropping(on.then(|| Dropout::new(training.dropout_key ^ salt, rows.map(Arc::from))))
     }
 
     /// Whether an adapter of one of these parts drops inputs in training.
@@ -335,23 +323,44 @@ impl Model {
         self.base_params().iter().filter(|p| !self.stays_outside(p)).map(Arc::clone).collect()
     }
 
+    /// Where its passes run.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
     /// Runs tower and projector on one medium of a prompt with this instruction ([`Prompt::instruction`]).
     ///
     /// # Errors
     /// Input that does not fit.
     pub fn encode(&self, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
-        let tower = self.tower(medium, None)?;
-        let rows = self.network.project(&tower, medium, instruction, None)?;
-        Ok(Features::new(tower, rows, None))
+        self.encode_in(medium, instruction, &self.pass())
+    }
+
+    fn encode_in(&self, medium: &MediumInput, instruction: &[u32], pass: &Pass) -> Result<Features> {
+        let tower = self.tower(medium, pass, &mut Tape::off())?;
+        let rows = self.network.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
     /// Features of a prompt's media from tower outputs of a model whose tower is the same. Runs the projector only.
     ///
     /// # Errors
     /// Input that does not fit.
-    pub fn project(&self, tower: &Tensor, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
-        let rows = self.network.project(tower, medium, instruction, None)?;
-        Ok(Features::new(tower.clone(), rows, None))
+    pub fn project(&self, tower: &Rows, medium: &MediumInput, instruction: &[u32]) -> Result<Features> {
+        self.project_in(tower, medium, instruction, &self.pass())
+    }
+
+    fn project_in(
+        &self,
+        tower: &Rows,
+        medium: &MediumInput,
+        instruction: &[u32],
+        pass: &Pass,
+    ) -> Result<Features> {
+        let tower = Var::constant(tower.clone());
+        let rows = self.network.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
     /// Features of every medium of a prompt, in order.
@@ -363,33 +372,37 @@ impl Model {
     }
 
     /// As [`Self::encode_prompt`] for several prompts whose media a backward pass with the same weights will go through
-    /// ([`Self::backward_media`]). What the blocks of a trained tower compute is kept for it, up to eight bytes for
-    /// each trained weight, half of what weights, gradients and moments take; a medium beyond that runs once more there.
+    /// ([`Self::backward_media`]), with the memories that it takes. What the blocks of a trained tower compute is kept for it,
+    /// up to eight bytes for each trained weight, half of what weights, gradients and moments take; a medium beyond that
+    /// runs once more there.
     ///
     /// # Errors
     /// As [`Self::encode`].
     pub fn encode_for_training<'p>(
         &self,
         prompts: impl IntoIterator<Item = &'p Prompt>,
-    ) -> Result<Vec<Vec<Features>>> {
+    ) -> Result<(Vec<Vec<Features>>, Memories)> {
         let keep = self.trains_tower() && !self.drops(&[Part::Vision, Part::Audio]);
         let mut room = if keep {
             self.params.iter().filter(|p| p.trainable()).map(|p| KEPT_BYTES * p.len()).sum()
         } else {
             0
         };
-        let mut encode = |prompt: &Prompt, medium: &MediumInput| {
-            let mut tape = Segments::remembering(room);
-            let tower = self.tower(medium, (room > 0).then_some(&mut tape))?;
-            let rows = self.network.project(&tower, medium, &prompt.instruction, None)?;
-            let (memory, left) =
-                tape.into_memory().map_or((None, room), |(memory, left)| (Some(memory), left));
-            room = left;
-            Ok(Features::new(tower, rows, memory))
-        };
-        let of_prompt =
-            |prompt: &'p Prompt| prompt.media.iter().map(|medium| encode(prompt, medium)).collect();
-        prompts.into_iter().map(of_prompt).collect()
+        let (pass, mut memories, mut all) = (self.pass(), Memories::default(), Vec::new());
+        for (g, prompt) in prompts.into_iter().enumerate() {
+            let mut features = Vec::with_capacity(prompt.media.len());
+            for (m, medium) in prompt.media.iter().enumerate() {
+                let mut tape = if room > 0 { Tape::remembering(room) } else { Tape::off() };
+                let tower = self.tower(medium, &pass, &mut tape)?;
+                if let Some((memory, left)) = tape.into_memory() {
+                    memories.0.insert((g, m), memory);
+                    room = left;
+                }
+                features.push(self.project_in(tower.rows(), medium, &prompt.instruction, &pass)?);
+            }
+            all.push(features);
+        }
+        Ok((all, memories))
     }
 
     /// What a policy pass reads in place of `features`, which are those of the present weights: the same, unless adapters
@@ -397,7 +410,12 @@ impl Model {
     ///
     /// # Errors
     /// As [`Self::encode`].
-    pub fn features_in_training(&self, prompt: &Prompt, features: &[Features]) -> Result<Vec<Features>> {
+    pub fn features_in_training(
+        &self,
+        prompt: &Prompt,
+        features: &[Features],
+        training: Training,
+    ) -> Result<Vec<Features>> {
         let towers = self.drops(&[Part::Vision, Part::Audio]);
         if !towers && !self.drops(&[Part::Projector, Part::Instruction]) {
             return Ok(features.to_vec());
@@ -405,10 +423,10 @@ impl Model {
         let media = prompt.media.iter().zip(features).enumerate();
         media
             .map(|(m, (medium, own))| {
-                let _dropping = self.dropping(None, prompt.medium_key(m));
+                let pass = self.training_pass(training, None, prompt.medium_key(m));
                 match towers {
-                    true => self.encode(medium, &prompt.instruction),
-                    false => self.project(&own.tower, medium, &prompt.instruction),
+                    true => self.encode_in(medium, &prompt.instruction, &pass),
+                    false => self.project_in(&own.tower, medium, &prompt.instruction, &pass),
                 }
             })
             .collect()
@@ -418,19 +436,19 @@ impl Model {
     ///
     /// # Errors
     /// Features that do not fill their spans.
-    pub fn embed_prompt(&self, prompt: &Prompt, features: &[Features]) -> Result<Tensor> {
+    pub fn embed_prompt(&self, prompt: &Prompt, features: &[Features]) -> Result<Rows> {
         let stream = PackedStream::new(&[crate::GroupStream { prompt, completions: Vec::new() }])?;
-        let rows: Vec<&Tensor> = features.iter().map(|f| &f.rows).collect();
+        let rows: Vec<&Rows> = features.iter().map(|f| &f.rows).collect();
         self.embed(&stream, |_, medium| rows.get(medium).copied())
     }
 
     fn embed<'t>(
         &self,
         stream: &PackedStream,
-        features: impl Fn(usize, usize) -> Option<&'t Tensor>,
-    ) -> Result<Tensor> {
+        features: impl Fn(usize, usize) -> Option<&'t Rows>,
+    ) -> Result<Rows> {
         let h = self.decoder().config().hidden;
-        let mut x = self.decoder().embed(&stream.ids)?;
+        let mut x = self.decoder().embed(&stream.ids, &self.pass())?;
         for span in &stream.features {
             let Some(rows) = features(span.group, span.medium) else {
                 return Err(ModelError::shape(format!(
@@ -438,7 +456,7 @@ impl Model {
                     span.group, span.medium
                 )));
             };
-            let (n, width) = rows.dims2()?;
+            let (n, width) = rows.dims();
             if width != h || span.feature + span.len > n {
                 return Err(ModelError::shape(format!(
                     "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, the projector made {n} of \
@@ -449,17 +467,14 @@ impl Model {
                     span.feature + span.len
                 )));
             }
-            with_f32(rows, |rows| {
-                x[span.row * h..(span.row + span.len) * h]
-                    .copy_from_slice(&rows[span.feature * h..(span.feature + span.len) * h]);
-            })?;
+            x.set_rows(span.row, rows, span.feature..span.feature + span.len)?;
         }
-        Ok(rows_from_vec(x, stream.rows(), h)?)
+        Ok(x)
     }
 
-    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         self.tower_runs.fetch_add(1, Ordering::Relaxed);
-        self.network.tower(medium, tape)
+        self.network.tower(medium, pass, tape)
     }
 
     /// How often a medium went through the tower so far.
@@ -488,13 +503,14 @@ impl Model {
         let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let hidden = decoder.forward(x, &rope, &stream.layout, &stream.targets.rows, None)?;
-        let scored = decoder.score(&hidden, &stream.targets, temperature)?;
+        let (rows, pass, mut tape) = (&stream.targets.rows, self.pass(), Tape::off());
+        let hidden = decoder.forward(Var::constant(x), &rope, &stream.layout, rows, &pass, &mut tape)?;
+        let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
     }
 
     /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where
-    /// tower or projector are trained, as [`Self::features_in_training`] gives them. `recompute` trades time for memory.
+    /// tower or projector are trained, as [`Self::features_in_training`] gives them.
     ///
     /// # Errors
     /// Features that do not fill their spans.
@@ -503,22 +519,25 @@ impl Model {
         stream: &'a PackedStream,
         features: &[Vec<Features>],
         temperature: f32,
-        recompute: bool,
+        training: Training,
     ) -> Result<StreamPass<'a>> {
         let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let mut decoder_tape = Segments::new(recompute);
-        let _dropping = self.dropping(Some(&stream.keys), 0);
+        let mut tape = Tape::recording(training.recompute);
+        let input = tape.input(x);
+        let pass = self.training_pass(training, Some(&stream.keys), 0);
         let rows = &stream.targets.rows;
-        let hidden = decoder.forward(x, &rope, &stream.layout, rows, Some(&mut decoder_tape))?;
-        let scored = decoder.score(&hidden, &stream.targets, temperature)?;
+        let hidden = decoder.forward(input.clone(), &rope, &stream.layout, rows, &pass, &mut tape)?;
+        let scored = decoder.score(hidden.rows().clone(), &stream.targets, temperature)?;
         Ok(StreamPass {
             logprobs: stream.by_completion(&scored.logprobs),
             entropies: stream.by_completion(&scored.entropies),
             model: self,
             stream,
-            decoder_tape,
+            tape,
+            input,
+            hidden,
             scored,
         })
     }
@@ -530,7 +549,7 @@ impl Model {
         if idle.is_empty() {
             return;
         }
-        self.params.iter().filter(|p| p.part() == Part::Llm).for_each(|p| p.accumulate(|_| ()));
+        self.params.iter().filter(|p| p.part() == Part::Llm).for_each(|p| p.reach(self.device));
         if !self.trains_media() {
             return;
         }
@@ -542,16 +561,16 @@ impl Model {
                 if !kinds.contains(&kind) {
                     kinds.push(kind);
                     let rows: usize = prompts[g].spans.iter().filter(|s| s.medium == m).map(|s| s.len).sum();
-                    gradients.0.insert((g, m), vec![0.0; rows * h]);
+                    gradients.0.insert((g, m), Rows::zeros(self.device, rows, h));
                 }
             }
         }
     }
 
     /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
-    /// on a tape that lives for this medium alone, but for what [`Self::encode_for_training`] kept; the output of a frozen
-    /// tower is taken from `features`, the originals, not what [`Self::features_in_training`] made of them. `prompts` and
-    /// `features` are by group.
+    /// on a tape that lives for this medium alone, but for what `memories` has; the output of a frozen
+    /// tower is taken from `features`, the originals, not what [`Self::features_in_training`] made of them. `prompts`,
+    /// `features` and `memories` are by group.
     ///
     /// # Errors
     /// Gradients of media that are not there.
@@ -559,44 +578,30 @@ impl Model {
         &self,
         prompts: &[&Prompt],
         features: &[Vec<Features>],
+        mut memories: Memories,
         gradients: FeatureGradients,
-        recompute: bool,
+        training: Training,
     ) -> Result<()> {
         let tower_trained = self.trains_tower();
-        let h = self.decoder().config().hidden;
         for ((g, m), d) in gradients.0 {
             let medium = prompts.get(g).and_then(|p| Some((*p, p.media.get(m)?)));
             let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.get(m))) else {
                 return Err(ModelError::shape(format!("feature gradients: group {g} has no medium {m}")));
             };
-            let memory = own.take_memory();
+            let memory = memories.0.remove(&(g, m));
             let known = memory.is_some();
-            let mut tape = memory.map_or_else(|| Segments::new(recompute), Segments::recalling);
-            // The scope of `features_in_training`; recomputed blocks read it again.
-            let _dropping = self.dropping(None, prompt.medium_key(m));
+            let mut tape = memory.map_or_else(|| Tape::recording(training.recompute), Tape::recalling);
+            let pass = self.training_pass(training, None, prompt.medium_key(m));
             let tower = match (tower_trained, known) {
-                (true, true) => self.network.tower(medium, Some(&mut tape))?,
-                (true, false) => self.tower(medium, Some(&mut tape))?,
-                (false, _) => own.tower.clone(),
+                (true, true) => self.network.tower(medium, &pass, &mut tape)?,
+                (true, false) => self.tower(medium, &pass, &mut tape)?,
+                (false, _) => Var::constant(own.tower.clone()),
             };
-            self.network.project(&tower, medium, &prompt.instruction, Some(&mut tape))?;
-            let rows = d.len() / h;
-            tape.backward(rows_from_vec(d, rows, h)?)?;
+            let rows = self.network.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
+            drop(tower);
+            tape.backward(&rows, d)?;
         }
-        // Of media without a gradient.
-        features.iter().flatten().for_each(|features| drop(features.take_memory()));
         Ok(())
-    }
-}
-
-/// Ends the scope of [`Model::dropping`].
-struct Dropping<'a>(Option<&'a Arc<Dropout>>);
-
-impl Drop for Dropping<'_> {
-    fn drop(&mut self) {
-        if let Some(dropout) = self.0 {
-            dropout.leave();
-        }
     }
 }
 
@@ -608,7 +613,7 @@ impl StreamPass<'_> {
     /// # Errors
     /// Lengths that differ from the stream's.
     pub fn backward(self, dlogp: &[f32], dentropy: Option<&[f32]>) -> Result<FeatureGradients> {
-        let Self { model, stream, decoder_tape, scored, .. } = self;
+        let Self { model, stream, tape, input, hidden, scored, .. } = self;
         if dlogp.len() != stream.num_targets() || dentropy.is_some_and(|d| d.len() != dlogp.len()) {
             return Err(ModelError::shape(format!(
                 "backward: {} gradients for {} scored tokens",
@@ -620,34 +625,32 @@ impl StreamPass<'_> {
         let dentropy = dentropy.map(|d| stream.by_target(d));
         let decoder = model.decoder();
         let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;
-        // Recomputed blocks must drop what they dropped before.
-        let dropping = model.dropping(Some(&stream.keys), 0);
-        let dx = decoder_tape.backward(dhidden)?;
-        drop(dropping);
-        let h = decoder.config().hidden;
-        let mut dx = omnigrpo_ops::to_vec(&dx)?;
+        let dx = tape.backward(&hidden, dhidden)?.take(&input);
+        let Some(dx) = dx else { return Ok(FeatureGradients::default()) };
         let mut gradients = FeatureGradients::default();
-        let wanted = model.trains_media();
-        for span in &stream.features {
-            let rows = &mut dx[span.row * h..(span.row + span.len) * h];
-            if wanted {
+        if model.trains_media() {
+            for span in &stream.features {
                 // Spans of one medium come in feature order, so appending keeps the rows aligned.
-                gradients.0.entry((span.group, span.medium)).or_default().extend_from_slice(rows);
+                let rows = dx.row_range(span.row..span.row + span.len)?;
+                match gradients.0.entry((span.group, span.medium)) {
+                    Entry::Vacant(empty) => drop(empty.insert(rows)),
+                    Entry::Occupied(mut all) => {
+                        let joined = Rows::concat(&[all.get(), &rows])?;
+                        all.insert(joined);
+                    }
+                }
             }
-            rows.fill(0.0);
         }
-        decoder.embedding().accumulate(|table| {
-            let mut text_ids = Vec::with_capacity(stream.rows());
-            let mut text_dx = Vec::with_capacity(dx.len());
-            let mut at = 0;
-            let spans = stream.features.iter().map(|s| (s.row, s.len)).chain([(stream.rows(), 0)]);
-            for (row, len) in spans {
-                text_ids.extend_from_slice(&stream.ids[at..row]);
-                text_dx.extend_from_slice(&dx[at * h..row * h]);
-                at = row + len;
-            }
-            omnigrpo_kernels::embedding::scatter_add(table, &text_dx, &text_ids, h);
-        });
+        let mut text = Vec::with_capacity(stream.rows());
+        let mut at = 0;
+        for (row, len) in stream.features.iter().map(|s| (s.row, s.len)).chain([(stream.rows(), 0)]) {
+            text.extend(at..row);
+            at = row + len;
+        }
+        if decoder.embedding().trainable() {
+            let ids: Vec<u32> = text.iter().map(|&row| stream.ids[row]).collect();
+            decoder.embed_backward(&ids, &dx.select(&text.into())?)?;
+        }
         Ok(gradients)
     }
 }

@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
-use omnigrpo_ops::AttentionLayout;
+use omnigrpo_ops::{AttentionLayout, Layout, Targets};
 
-use crate::decoder::{Position, Targets};
+use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::prompt::Prompt;
 
@@ -40,7 +40,7 @@ pub struct PackedStream {
     /// A hash of each row's prompt and of its tokens up to the row: the row's name wherever it is packed, which keys dropout.
     pub(crate) keys: Vec<u64>,
     pub(crate) positions: Vec<Position>,
-    pub(crate) layout: Arc<AttentionLayout>,
+    pub(crate) layout: Arc<Layout>,
     pub(crate) features: Vec<FeatureRows>,
     pub(crate) targets: Targets,
     /// Place in `targets.tokens` of each scored token, completion by completion.
@@ -64,7 +64,7 @@ impl PackedStream {
             ids: Vec::new(),
             keys: Vec::new(),
             positions: Vec::new(),
-            layout: Arc::new(AttentionLayout { ranges: Vec::new() }),
+            layout: Arc::default(),
             features: Vec::new(),
             targets: Targets { offsets: vec![0], ..Targets::default() },
             order: Vec::new(),
@@ -105,7 +105,7 @@ impl PackedStream {
             let suffixes: Vec<usize> = group.completions.iter().map(|c| c.len().saturating_sub(1)).collect();
             shapes.push((prompt.ids.len(), suffixes));
         }
-        stream.layout = Arc::new(AttentionLayout::groups(&shapes));
+        stream.layout = Arc::new(AttentionLayout::groups(&shapes).into());
         Ok(stream)
     }
 
@@ -162,12 +162,6 @@ impl PackedStream {
     #[must_use]
     pub fn num_groups(&self) -> usize {
         self.num_groups
-    }
-
-    /// Which keys each row sees.
-    #[must_use]
-    pub fn layout(&self) -> &Arc<AttentionLayout> {
-        &self.layout
     }
 
     /// Puts values that are in target order into completion order.

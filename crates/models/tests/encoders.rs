@@ -7,13 +7,12 @@ mod support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use omnigrpo_models::encoders::bert::{self, Bert, BertConfig};
 use omnigrpo_models::encoders::clip::{Clip, ClipConfig};
 use omnigrpo_models::encoders::siglip::{self, Siglip, SiglipConfig};
 use omnigrpo_models::encoders::whisper::{self, Whisper, WhisperConfig};
 use omnigrpo_models::{ConfigJson, Init, ModelError, Result, WeightDtype, WeightFiles, WeightSource};
-use omnigrpo_ops::{Activation, Param, Part, Segments, rows_from_vec, to_vec};
+use omnigrpo_ops::{Activation, Param, Part, Pass, Rows, Tape, Var};
 use support::{Golden, golden, max_diff, sketch};
 
 /// A tower inside a larger checkpoint: its tensors stand below a prefix.
@@ -39,7 +38,7 @@ impl WeightSource for Inside {
         let key = name.strip_prefix(self.prefix).unwrap();
         assert_eq!(self.files.shape(key), Some(shape), "{key}");
         let value = self.files.read(key, WeightDtype::Auto)?.unwrap();
-        let param = Arc::new(Param::new(name, part, value)?);
+        let param = Arc::new(Param::new(name, part, shape, value)?);
         assert!(self.params.insert(key.to_owned(), Arc::clone(&param)).is_none(), "{key} twice");
         Ok(param)
     }
@@ -58,15 +57,15 @@ fn expected(name: &str) -> Golden {
 }
 
 #[track_caller]
-fn close(got: &Tensor, want: &[f32]) {
-    let delta = max_diff(&to_vec(got).unwrap(), want);
+fn close(got: &Rows, want: &[f32]) {
+    let delta = max_diff(&got.to_vec(), want);
     assert!(delta <= 1e-4, "differs by {delta}");
 }
 
 /// Σ coefficients · output, backward.
-fn backward(tape: Segments, coefficients: &[f32], like: &Tensor) {
-    let (rows, cols) = like.dims2().unwrap();
-    tape.backward(rows_from_vec(coefficients.to_vec(), rows, cols).unwrap()).unwrap();
+fn backward(tape: Tape, coefficients: &[f32], output: &Var) {
+    let (rows, cols) = output.rows().dims();
+    tape.backward(output, Rows::from_vec(coefficients.to_vec(), rows, cols).unwrap()).unwrap();
 }
 
 /// ‖Δ‖ ≤ 1e-3 · ‖g‖ + 1e-6 · RMS over all tensors, by nine numbers per tensor.
@@ -77,7 +76,7 @@ fn check_gradients(params: &BTreeMap<String, Arc<Param>>, golden: &Golden) {
     let rms = (squares / wanted.len() as f64).sqrt();
     let mut compared = 0;
     for (name, param) in params {
-        let got = param.with_grad(|g| g.map(|g| g.to_vec()));
+        let got = param.grad();
         let Some(want) = wanted.get(name.as_str()) else {
             assert!(got.is_none(), "{name}: a gradient where transformers has none");
             continue;
@@ -98,6 +97,7 @@ fn check_gradients(params: &BTreeMap<String, Arc<Param>>, golden: &Golden) {
 
 #[test]
 fn siglip_equals_transformers() {
+    let pass = Pass::default();
     let want = expected("siglip");
     let mut source = Inside::open("siglip", "tower.", siglip::published_name);
     let config = SiglipConfig::parse(&config("siglip")).unwrap();
@@ -107,13 +107,13 @@ fn siglip_equals_transformers() {
     let blocks = tower.config().blocks_at(-2).unwrap();
     for recompute in [false, true] {
         source.params.values().for_each(|p| p.clear_grad());
-        let mut tape = Segments::new(recompute);
-        let hidden = tower.hidden(&want.f["pixels"], 2, blocks, Some(&mut tape)).unwrap();
-        close(&hidden, &want.f["hidden-2"]);
+        let mut tape = Tape::recording(recompute);
+        let hidden = tower.hidden(&want.f["pixels"], 2, blocks, &pass, &mut tape).unwrap();
+        close(hidden.rows(), &want.f["hidden-2"]);
         backward(tape, &want.f["coefficients-2"], &hidden);
-        let mut tape = Segments::new(recompute);
-        let last = tower.forward(&want.f["pixels"], 2, Some(&mut tape)).unwrap();
-        close(&last, &want.f["last"]);
+        let mut tape = Tape::recording(recompute);
+        let last = tower.forward(&want.f["pixels"], 2, &pass, &mut tape).unwrap();
+        close(last.rows(), &want.f["last"]);
         backward(tape, &want.f["coefficients"], &last);
         check_gradients(&source.params, &want);
     }
@@ -121,36 +121,37 @@ fn siglip_equals_transformers() {
     let dir = golden("encoders/siglip");
     let tower = Siglip::load(&dir, Part::Vision, WeightDtype::Auto).unwrap();
     let half = want.f["pixels"].len() / 2;
-    let second = tower.forward(&want.f["pixels"][half..], 1, None).unwrap();
-    close(&second, &want.f["last"][want.f["last"].len() / 2..]);
+    let second = tower.forward(&want.f["pixels"][half..], 1, &pass, &mut Tape::off()).unwrap();
+    close(second.rows(), &want.f["last"][want.f["last"].len() / 2..]);
     let tower = Siglip::load(&dir, Part::Vision, WeightDtype::BFloat16).unwrap();
-    let last = to_vec(&tower.forward(&want.f["pixels"], 2, None).unwrap()).unwrap();
+    let last = tower.forward(&want.f["pixels"], 2, &pass, &mut Tape::off()).unwrap().into_rows().into_vec();
     let delta = max_diff(&last, &want.f["last"]);
     assert!((1e-4..0.1).contains(&delta), "bf16 weights: {delta}");
-    assert!(tower.forward(&want.f["pixels"][1..], 2, None).is_err());
-    assert!(tower.hidden(&want.f["pixels"], 2, 4, None).is_err());
+    assert!(tower.forward(&want.f["pixels"][1..], 2, &pass, &mut Tape::off()).is_err());
+    assert!(tower.hidden(&want.f["pixels"], 2, 4, &pass, &mut Tape::off()).is_err());
     let index = |i| tower.config().blocks_at(i).ok();
     assert_eq!([-5, -4, -1, 0, 3, 4].map(index), [None, Some(0), Some(3), Some(0), Some(3), None]);
 }
 
 #[test]
 fn whisper_equals_transformers() {
+    let pass = Pass::default();
     let want = expected("whisper");
     let mut source = Inside::open("whisper", "", whisper::published_name);
     let config = WhisperConfig::parse(&config("whisper")).unwrap();
     let encoder = Whisper::build(config, "", Part::Audio, &mut source).unwrap();
     assert_eq!(source.params.len(), source.files.names().count());
     source.train_all();
-    let mut tape = Segments::new(false);
-    let last = encoder.forward(&want.f["mel"], Some(&mut tape)).unwrap();
-    close(&last, &want.f["last"]);
+    let mut tape = Tape::recording(false);
+    let last = encoder.forward(&want.f["mel"], &pass, &mut tape).unwrap();
+    close(last.rows(), &want.f["last"]);
     backward(tape, &want.f["coefficients"], &last);
     check_gradients(&source.params, &want);
     let encoder = Whisper::load(&golden("encoders/whisper"), Part::Audio, WeightDtype::BFloat16).unwrap();
-    let last = to_vec(&encoder.forward(&want.f["mel"], None).unwrap()).unwrap();
+    let last = encoder.forward(&want.f["mel"], &pass, &mut Tape::off()).unwrap().into_rows().into_vec();
     let delta = max_diff(&last, &want.f["last"]);
     assert!((1e-4..0.1).contains(&delta), "bf16 weights: {delta}");
-    assert!(encoder.forward(&want.f["mel"][1..], None).is_err());
+    assert!(encoder.forward(&want.f["mel"][1..], &pass, &mut Tape::off()).is_err());
 }
 
 fn texts(want: &Golden) -> Vec<Vec<u32>> {
@@ -167,6 +168,7 @@ fn texts(want: &Golden) -> Vec<Vec<u32>> {
 
 #[test]
 fn bert_equals_transformers() {
+    let pass = Pass::default();
     let want = expected("bert");
     let texts = texts(&want);
     let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
@@ -175,33 +177,37 @@ fn bert_equals_transformers() {
     let bert = Bert::build(config, true, "model.bert_model.", Part::Projector, &mut source).unwrap();
     assert_eq!(source.params.len(), source.files.names().count());
     source.train_all();
-    let mut tape = Segments::new(false);
-    let pooled = bert.pooled(&texts, Some(&mut tape)).unwrap();
-    close(&pooled, &want.f["pooled"]);
+    let mut tape = Tape::recording(false);
+    let pooled = bert.pooled(&texts, &pass, &mut tape).unwrap();
+    close(pooled.rows(), &want.f["pooled"]);
     backward(tape, &want.f["coefficients"], &pooled);
-    let mut tape = Segments::new(true);
-    let first = bert.first(&texts, Some(&mut tape)).unwrap();
+    let mut tape = Tape::recording(true);
+    let first = bert.first(&texts, &pass, &mut tape).unwrap();
     backward(tape, &want.f["coefficients.first"], &first);
     check_gradients(&source.params, &want);
     for (len, problem) in [(0, "0 tokens"), (17, "17 tokens")] {
-        let error = bert.pooled(&[&vec![2; len]], None).unwrap_err().to_string();
+        let error = bert.pooled(&[&vec![2; len]], &pass, &mut Tape::off()).unwrap_err().to_string();
         assert!(error.contains(problem) && error.contains("1 to 16"), "{error}");
     }
-    let error = bert.first(&[&[2, 40]], None).unwrap_err().to_string();
+    let error = bert.first(&[&[2, 40]], &pass, &mut Tape::off()).unwrap_err().to_string();
     assert!(error.contains("id 40") && error.contains("40 rows"), "{error}");
 }
 
 #[test]
 fn hidden_states_of_every_text_encoder_equal_transformers() {
+    let pass = Pass::default();
     for name in ["bert", "roberta", "xlm-roberta", "distilbert"] {
         let want = expected(name);
         let texts = texts(&want);
         let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
         let model = Bert::load(&golden(&format!("encoders/{name}")), WeightDtype::Auto).unwrap();
         for blocks in 0..=model.config().sizes.layers {
-            close(&model.hidden(&texts, blocks, None).unwrap(), &want.f[&format!("hidden.{blocks}")]);
+            close(
+                model.hidden(&texts, blocks, &pass, &mut Tape::off()).unwrap().rows(),
+                &want.f[&format!("hidden.{blocks}")],
+            );
         }
-        assert!(model.pooled(&texts, None).is_err());
+        assert!(model.pooled(&texts, &pass, &mut Tape::off()).is_err());
     }
     let max = |name| BertConfig::parse(&config(name)).unwrap().max_tokens();
     assert_eq!(["bert", "roberta", "xlm-roberta"].map(max), [16, 10, 10]);
@@ -209,18 +215,19 @@ fn hidden_states_of_every_text_encoder_equal_transformers() {
 
 #[test]
 fn clip_equals_transformers() {
+    let pass = Pass::default();
     for (name, end) in [("clip", None), ("clip_eos", Some(39))] {
         let want = expected(name);
         let texts = texts(&want);
         let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
         let clip = Clip::load(&golden(&format!("encoders/{name}")), WeightDtype::Auto).unwrap();
         assert_eq!(clip.config().end_token, end);
-        close(&clip.text_features(&texts).unwrap(), &want.f["text"]);
-        close(&clip.picture_features(&want.f["pixels"], 2).unwrap(), &want.f["pictures"]);
-        assert!(clip.text_features(&[&[38; 9]]).is_err());
+        close(&clip.text_features(&texts, &pass).unwrap(), &want.f["text"]);
+        close(&clip.picture_features(&want.f["pixels"], 2, &pass).unwrap(), &want.f["pictures"]);
+        assert!(clip.text_features(&[&[38; 9]], &pass).is_err());
     }
     let clip = Clip::load(&golden("encoders/clip_eos"), WeightDtype::Auto).unwrap();
-    let error = clip.text_features(&[&[38, 4]]).unwrap_err().to_string();
+    let error = clip.text_features(&[&[38, 4]], &pass).unwrap_err().to_string();
     assert!(error.contains("without the end token"), "{error}");
 }
 

@@ -6,19 +6,18 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Sample, ThinkMode};
 use omnigrpo_models::{
-    GroupStream, Limits, LoadOptions, MediaSettings, Model, PackedStream, Prompt, PromptBuilder,
-    PromptSettings, WeightDtype, humanomni, open_family_with, probe_medium,
+    GroupStream, Limits, LoadOptions, MediaSettings, Memories, Model, PackedStream, Prompt, PromptBuilder,
+    PromptSettings, Training, WeightDtype, humanomni, open_family_with, probe_medium,
 };
-use omnigrpo_ops::{Part, to_vec};
+use omnigrpo_ops::Part;
 use omnigrpo_text::{MediaCounts, MediumKind, RenderOptions, Role, split_conversation};
 use serde_json::{Map, Value, json};
 use support::{
-    Golden, assert_close, check_gradients, checkpoint, golden, max_diff, omni_prompt, take_gradients,
-    train_all, weight_bits,
+    Golden, assert_close, causal_logits, check_gradients, checkpoint, golden, max_diff, omni_prompt,
+    take_gradients, train_all, training, weight_bits,
 };
 use tempfile::TempDir;
 
@@ -208,7 +207,7 @@ fn features_and_logits_equal_the_construction() {
             let prompt = prompt(name, which);
             let features = model.encode_prompt(&prompt).unwrap();
             for (i, f) in features.iter().enumerate() {
-                let delta = max_diff(&to_vec(&f.rows).unwrap(), &want.f[&format!("features.{i}")]);
+                let delta = max_diff(&f.rows.to_vec(), &want.f[&format!("features.{i}")]);
                 assert!(delta <= 1e-4, "{name} {which}: features {i} differ by {delta}");
             }
             let completion = want.ids("completion_ids");
@@ -222,12 +221,9 @@ fn features_and_logits_equal_the_construction() {
             all.ids.extend(&completion[..completion.len() - 1]);
             all.positions = (0..all.ids.len() as u32).map(|p| [p; 3]).collect();
             let x = model.embed_prompt(&all, &features).unwrap();
-            let layout = Arc::new(omnigrpo_ops::AttentionLayout::causal(all.ids.len()));
-            let rope = model.decoder().rope_table(&all.positions);
             let first = prompt.ids.len() - 1;
             let rows: Vec<usize> = (first..first + completion.len()).collect();
-            let hidden = model.decoder().forward(x, &rope, &layout, &rows, None).unwrap();
-            let logits = model.decoder().logits(&to_vec(&hidden).unwrap()).unwrap();
+            let logits = causal_logits(&model, x, &all.positions, &rows);
             let delta = max_diff(&logits, &want.f["logits"]);
             assert!(delta <= 1e-4, "{name} {which}: logits differ by {delta}");
         }
@@ -248,7 +244,7 @@ fn the_dynamic_compressor_is_a_switch() {
     // Four frames of 2×2: one token each, and the second frame whole.
     assert_eq!(prompt.spans[0].len, 8);
     let features = model.encode_prompt(&prompt).unwrap();
-    let delta = max_diff(&to_vec(&features[0].rows).unwrap(), &expected(SMALL, "v").f["compressed"]);
+    let delta = max_diff(&features[0].rows.to_vec(), &expected(SMALL, "v").f["compressed"]);
     assert!(delta <= 1e-4, "compressed features differ by {delta}");
     // A copy keeps the switch.
     let out = TempDir::new().unwrap();
@@ -269,9 +265,17 @@ fn every_gradient_equals_the_construction() {
                 let stream = PackedStream::new(&groups).unwrap();
                 train_all(&model);
                 let features = [model.encode_prompt(&prompt).unwrap()];
-                let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+                let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
                 let gradients = pass.backward(&want.f["coefficients"], None).unwrap();
-                model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
+                model
+                    .backward_media(
+                        &[&prompt],
+                        &features,
+                        Memories::default(),
+                        gradients,
+                        training(recompute),
+                    )
+                    .unwrap();
                 check_gradients(&model, &want, "", 1e-3);
             }
         }
@@ -301,9 +305,11 @@ fn frozen_parts_do_not_change_other_gradients() {
             param.set_trainable(parts.contains(&param.part()));
             param.clear_grad();
         }
-        let pass = model.train_pass(&stream, &features, 1.0, false).unwrap();
+        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
         let gradients = pass.backward(&want.f["coefficients"], None).unwrap();
-        model.backward_media(&[&prompt], &features, gradients, false).unwrap();
+        model
+            .backward_media(&[&prompt], &features, Memories::default(), gradients, Training::default())
+            .unwrap();
         take_gradients(&model)
     };
     let all = run(&Part::ALL);
@@ -337,11 +343,11 @@ fn a_packed_stream_equals_separate_sequences() {
     let stream = PackedStream::new(&groups).unwrap();
     let refs: Vec<&Prompt> = prompts.iter().collect();
     let features: Vec<_> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-    let pass = model.train_pass(&stream, &features, 1.0, false).unwrap();
+    let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
     let packed = pass.logprobs.clone();
     let weights: Vec<f32> = (0..packed.len()).map(|i| ((i * 37 % 11) as f32 - 5.0) / 5.0).collect();
     let gradients = pass.backward(&weights, None).unwrap();
-    model.backward_media(&refs, &features, gradients, false).unwrap();
+    model.backward_media(&refs, &features, Memories::default(), gradients, Training::default()).unwrap();
     let packed_gradients = take_gradients(&model);
 
     let mut separate = Vec::new();
@@ -350,11 +356,13 @@ fn a_packed_stream_equals_separate_sequences() {
         for completion in list {
             let groups = [GroupStream { prompt, completions: vec![completion.as_slice()] }];
             let stream = PackedStream::new(&groups).unwrap();
-            let pass = model.train_pass(&stream, features, 1.0, false).unwrap();
+            let pass = model.train_pass(&stream, features, 1.0, Training::default()).unwrap();
             let at = separate.len();
             separate.extend_from_slice(&pass.logprobs);
             let gradients = pass.backward(&weights[at..separate.len()], None).unwrap();
-            model.backward_media(&[prompt], features, gradients, false).unwrap();
+            model
+                .backward_media(&[prompt], features, Memories::default(), gradients, Training::default())
+                .unwrap();
         }
     }
     let delta = max_diff(&packed, &separate);

@@ -11,14 +11,14 @@ use std::path::Path;
 
 use omnigrpo_data::MediumInfo;
 use omnigrpo_models::{
-    Features, GroupStream, Limits, MediaSettings, MediumShape, Model, PackedStream, Prompt, WeightDtype,
-    open_family, probe_medium,
+    Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
+    Training, WeightDtype, open_family, probe_medium,
 };
-use omnigrpo_ops::{AttentionLayout, Part, to_vec};
+use omnigrpo_ops::Part;
 use rows::{INTERNVL, builder, dataset, prompt};
 use support::{
-    Golden, assert_close, check_gradients, checkpoint, copy_dir, max_diff, take_gradients, train_all,
-    weight_bits,
+    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, max_diff, take_gradients,
+    train_all, training, weight_bits,
 };
 use tempfile::TempDir;
 
@@ -105,8 +105,7 @@ fn features_logits_and_logprobs_equal_the_reference() {
         let mut prompt = prompt(&checkpoint(name), &case);
         let made = features(&model, &prompt);
         if let Some(want) = want.f.get("features") {
-            let got: Vec<f32> =
-                in_order(&prompt).iter().flat_map(|&m| to_vec(&made[m].rows).unwrap()).collect();
+            let got: Vec<f32> = in_order(&prompt).iter().flat_map(|&m| made[m].rows.to_vec()).collect();
             let d = max_diff(&got, want);
             assert!(d <= 1e-4, "{name} {case}: features differ by {d}");
         }
@@ -115,7 +114,6 @@ fn features_logits_and_logprobs_equal_the_reference() {
         assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
 
         // The rows that score the completion.
-        let decoder = model.decoder();
         let first = prompt.ids.len() - 1;
         for &id in &completion[..completion.len() - 1] {
             prompt.ids.push(id);
@@ -123,11 +121,8 @@ fn features_logits_and_logprobs_equal_the_reference() {
             prompt.next_position += 1;
         }
         let x = model.embed_prompt(&prompt, &made).unwrap();
-        let layout = std::sync::Arc::new(AttentionLayout::causal(prompt.ids.len()));
         let rows: Vec<usize> = (first..first + completion.len()).collect();
-        let rope = decoder.rope_table(&prompt.positions);
-        let hidden = decoder.forward(x, &rope, &layout, &rows, None).unwrap();
-        let logits = decoder.logits(&omnigrpo_ops::to_vec(&hidden).unwrap()).unwrap();
+        let logits = causal_logits(&model, x, &prompt.positions, &rows);
         let d = max_diff(&logits, &want.f["logits"]);
         assert!(d <= 1e-4, "{name} {case}: logits differ by {d}");
     }
@@ -145,9 +140,11 @@ fn every_gradient_equals_the_reference() {
         for recompute in [false, true] {
             train_all(&model);
             let features = [model.encode_prompt(&prompt).unwrap()];
-            let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+            let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
             let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
-            model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
+            model
+                .backward_media(&[&prompt], &features, Memories::default(), gradients, training(recompute))
+                .unwrap();
             let compared = check_gradients(&model, &want, "", 1e-3);
             let least = if case == "B" { 26 } else { 60 };
             assert!(compared >= least, "{name} {case}: only {compared} gradients");
@@ -163,7 +160,7 @@ fn positions_of_other_tile_sizes_are_interpolated() {
         let mut medium = (*prompt(&checkpoint(name), "C").media[0]).clone();
         medium.shape = MediumShape::Pictures { count: 2, height_px: 42, width_px: 42 };
         medium.data = golden.f["pixels"].clone();
-        let rows = to_vec(&model.encode(&medium, &[]).unwrap().rows).unwrap();
+        let rows = model.encode(&medium, &[]).unwrap().rows.to_vec();
         let d = max_diff(&rows, &golden.f["features"]);
         assert!(d <= 1e-4, "{name}: features differ by {d}");
     }
@@ -186,9 +183,7 @@ fn both_layouts_are_one_model() {
             let bits: BTreeMap<String, Vec<u32>> = converted
                 .params
                 .iter()
-                .map(|p| {
-                    (p.name().to_owned(), p.with_f32(|x| x.iter().map(|x| x.to_bits()).collect()).unwrap())
-                })
+                .map(|p| (p.name().to_owned(), p.read().f32().iter().map(|x| x.to_bits()).collect()))
                 .collect();
             let mut want = weight_bits(to);
             if let ("original", true) = (layout, a.decoder().tied()) {
@@ -349,7 +344,7 @@ fn a_group_equals_separate_sequences() {
                 let stream = PackedStream::new(&packed).unwrap();
                 let of: Vec<&Prompt> = by_group.keys().map(|&g| &prompts[g]).collect();
                 let features: Vec<_> = of.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-                let pass = model.train_pass(&stream, &features, 1.0, false).unwrap();
+                let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
                 let (mut dlogp, mut at) = (Vec::new(), 0);
                 for (g, cs) in &by_group {
                     for &c in cs {
@@ -360,7 +355,9 @@ fn a_group_equals_separate_sequences() {
                     }
                 }
                 let gradients = pass.backward(&dlogp, None).unwrap();
-                model.backward_media(&of, &features, gradients, false).unwrap();
+                model
+                    .backward_media(&of, &features, Memories::default(), gradients, Training::default())
+                    .unwrap();
             }
             (logp, take_gradients(&model))
         };

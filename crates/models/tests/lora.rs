@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use omnigrpo_models::{
-    GroupStream, LoadOptions, LoraConfig, Model, PackedStream, Prompt, Quantization, WeightDtype,
-    open_family, whole_tensors,
+    GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization, Training,
+    WeightDtype, open_family, whole_tensors,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
 use support::{
     Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
-    take_gradients, weight_bits,
+    take_gradients, training, weight_bits,
 };
 
 /// Adapter, checkpoint, trained tensors.
@@ -48,7 +48,7 @@ fn fill(model: &Model) {
     for (i, (_, adapter)) in model.adapted().enumerate() {
         adapter
             .b()
-            .update_f32(|b| {
+            .update(|b| {
                 b.iter_mut().enumerate().for_each(|(j, b)| *b = ((i * 31 + j) as f32 * 0.7).sin() * 0.2)
             })
             .unwrap();
@@ -81,20 +81,32 @@ fn score(model: &Model, case: &str) -> Vec<f32> {
 
 /// Log-probabilities and gradients with the completions in one stream or in streams of their own.
 fn pass(model: &Model, prompt: &Prompt, packed: bool, recompute: bool) -> (Vec<f32>, Gradients) {
+    pass_of(model, prompt, packed, recompute, 0)
+}
+
+/// The same for the update that `dropout_key` names.
+fn pass_of(
+    model: &Model,
+    prompt: &Prompt,
+    packed: bool,
+    recompute: bool,
+    dropout_key: u64,
+) -> (Vec<f32>, Gradients) {
     take_gradients(model);
     let streams: Vec<Vec<&[u32]>> =
         if packed { vec![COMPLETIONS.to_vec()] } else { COMPLETIONS.iter().map(|c| vec![*c]).collect() };
     let plain = model.encode_prompt(prompt).unwrap();
-    let features = [model.features_in_training(prompt, &plain).unwrap()];
+    let training = Training { recompute, dropout_key };
+    let features = [model.features_in_training(prompt, &plain, training).unwrap()];
     let mut logprobs = Vec::new();
     for completions in streams {
         let stream = PackedStream::new(&[GroupStream { prompt, completions }]).unwrap();
-        let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+        let pass = model.train_pass(&stream, &features, 1.0, training).unwrap();
         let first = logprobs.len();
         logprobs.extend_from_slice(&pass.logprobs);
         let d: Vec<f32> = (first..logprobs.len()).map(|i| (i as f32 * 1.3).cos()).collect();
         let gradients = pass.backward(&d, None).unwrap();
-        model.backward_media(&[prompt], &features, gradients, recompute).unwrap();
+        model.backward_media(&[prompt], &features, Memories::default(), gradients, training).unwrap();
     }
     (logprobs, take_gradients(model))
 }
@@ -127,11 +139,13 @@ fn values_and_gradients_equal_peft() {
             let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
             let stream = PackedStream::new(&groups).unwrap();
             let features = [model.encode_prompt(&prompt).unwrap()];
-            let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+            let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
             let d = max_diff(&pass.logprobs, &expected.f["logp"]);
             assert!(d <= 1e-4, "{adapter}: log-probabilities differ by {d}");
             let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
-            model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
+            model
+                .backward_media(&[&prompt], &features, Memories::default(), gradients, training(recompute))
+                .unwrap();
             let compared = check_gradients(&model, &expected, "", 1e-3);
             assert_eq!(compared, trained, "{adapter}");
         }
@@ -249,15 +263,12 @@ fn a_new_adapter_changes_no_bit_and_the_reference_has_none() {
         let norm = model.base_params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
         norm.set_trainable(true);
         let reference = model.reference().unwrap();
-        norm.update_f32(|w| w[0] += 1.0).unwrap();
+        norm.update(|w| w[0] += 1.0).unwrap();
         assert_eq!(score(&reference, "E"), expected);
         assert!(reference.params().iter().all(|p| p.adapter().is_none() && !p.trainable()));
-        let address = |m: &Model, name: &str| {
-            let param = m.base_params().iter().find(|p| p.name() == name).unwrap();
-            param.with_f32(|w| w.as_ptr() as usize).unwrap()
-        };
         for param in model.base_params() {
-            let shared = address(&model, param.name()) == address(&reference, param.name());
+            let own = reference.base_params().iter().find(|p| p.name() == param.name()).unwrap();
+            let shared = param.shares_storage(own);
             assert_eq!(shared, param.name() != "model.norm.weight", "{}", param.name());
         }
     }
@@ -300,8 +311,7 @@ fn packed_equals_separate_and_masks_belong_to_rows() {
         // Outside of training nothing is dropped; another update drops something else.
         let scored = score(&model, "C");
         assert_eq!(dropout == 0.0, max_diff(&scored, &separate.0) <= 1e-5);
-        model.set_dropout_key(1);
-        let other = pass(&model, &prompt, true, false);
+        let other = pass_of(&model, &prompt, true, false, 1);
         assert_eq!(dropout == 0.0, max_diff(&other.0, &separate.0) <= 1e-5);
     }
 }
@@ -324,7 +334,7 @@ fn adapters_of_media_drop_inputs() {
             let walk = |step: f32| {
                 for param in model.adapter_params() {
                     let g = &gradients[param.name()];
-                    param.update_f32(|w| w.iter_mut().zip(g).for_each(|(w, g)| *w += step * g)).unwrap();
+                    param.update(|w| w.iter_mut().zip(g).for_each(|(w, g)| *w += step * g)).unwrap();
                 }
             };
             walk(step);
@@ -360,7 +370,7 @@ fn a_quantised_base_is_its_widened_weights() {
             let linear = param.part() == Part::Llm && param.is_linear();
             assert_eq!(param.dtype() == ParamDtype::Quantised(bits), linear, "{}", param.name());
             if linear {
-                param.with_f32(|w| wide.store(w)).unwrap().unwrap();
+                wide.store(&param.read().f32()).unwrap();
                 few += 1;
             }
         }
@@ -422,8 +432,7 @@ fn start_values_are_uniform_and_keyed_by_seed_and_layer() {
     let start = |seed: u64| {
         let mut model = load("qwen2_5_vl_tied");
         model.add_lora(&LoraConfig { seed, ..config(&["q_proj"]) }).unwrap();
-        let of =
-            |(_, a): (_, &std::sync::Arc<omnigrpo_ops::Adapter>)| a.a().with_f32(<[f32]>::to_vec).unwrap();
+        let of = |(_, a): (_, &std::sync::Arc<omnigrpo_ops::Adapter>)| a.a().read().f32().into_owned();
         model.adapted().map(of).collect::<Vec<_>>()
     };
     let (one, two) = (start(1), start(2));

@@ -7,11 +7,11 @@ mod support;
 use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
-use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
+use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training, WeightDtype};
 use omnigrpo_ops::Part;
 use support::{
     CHECKPOINTS, Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
-    lengthened, max_diff, take_gradients, train_all,
+    lengthened, max_diff, take_gradients, train_all, training,
 };
 
 /// Both families, tied and untied head.
@@ -96,7 +96,7 @@ fn run(
         let stream = PackedStream::new(&members).unwrap();
         let prompts: Vec<&Prompt> = pieces.iter().map(|(g, _)| &groups[*g].prompt).collect();
         let features: Vec<Vec<Features>> = prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-        let pass = model.train_pass(&stream, &features, temperature, recompute).unwrap();
+        let pass = model.train_pass(&stream, &features, temperature, training(recompute)).unwrap();
         let (mut dlogp, mut dentropy, mut at) = (Vec::new(), Vec::new(), 0);
         for (g, range) in pieces {
             for c in range.clone() {
@@ -109,7 +109,9 @@ fn run(
             }
         }
         let gradients = pass.backward(&dlogp, Some(&dentropy)).unwrap();
-        model.backward_media(&prompts, &features, gradients, recompute).unwrap();
+        model
+            .backward_media(&prompts, &features, Memories::default(), gradients, training(recompute))
+            .unwrap();
     }
     Outcome { logprobs, entropies, gradients: take_gradients(model) }
 }
@@ -164,7 +166,7 @@ fn groups_equal_transformers_on_separate_sequences() {
             let prompts: Vec<&Prompt> = groups.iter().map(|g| &g.prompt).collect();
             let features: Vec<Vec<Features>> =
                 prompts.iter().map(|p| model.encode_prompt(p).unwrap()).collect();
-            let pass = model.train_pass(&stream, &features, temperature, false).unwrap();
+            let pass = model.train_pass(&stream, &features, temperature, Training::default()).unwrap();
             let d = max_diff(&pass.logprobs, &joined("logp"));
             assert!(d <= 1e-4, "{what}: log-probabilities differ by {d}");
             let d = max_diff(&pass.entropies, &joined("entropy"));
@@ -192,7 +194,9 @@ fn groups_equal_transformers_on_separate_sequences() {
             assert!((out.loss - expected).abs() <= 1e-4, "{what}: loss {} for {expected}", out.loss);
             let dlogp: Vec<f32> = out.dlogp.iter().map(|&x| x as f32).collect();
             let gradients = pass.backward(&dlogp, None).unwrap();
-            model.backward_media(&prompts, &features, gradients, false).unwrap();
+            model
+                .backward_media(&prompts, &features, Memories::default(), gradients, Training::default())
+                .unwrap();
             let compared = check_gradients(&model, &golden, &format!("{tag}."), 1e-3);
             assert!(compared >= 40, "{what}: only {compared} gradients");
         }
@@ -397,28 +401,27 @@ fn ids_outside_the_vocabulary_are_an_error() {
     }
 }
 
-/// What a trained tower's blocks computed serves one backward pass: that of the original.
+/// What a trained tower's blocks computed serves the backward pass that is given it.
 #[test]
-fn a_copy_of_features_takes_nothing_from_the_original() {
+fn a_memory_stands_in_for_the_tower() {
     let model = load("qwen2_5_vl_tied");
     model.params().iter().for_each(|p| p.set_trainable(true));
     let group = Group::new(&model, "C", &[3]);
     let groups = [GroupStream { prompt: &group.prompt, completions: vec![&group.completions[0]] }];
     let stream = PackedStream::new(&groups).unwrap();
-    let features = model.encode_for_training([&group.prompt]).unwrap();
-    let copy = features.clone();
-    let backward = |features: &[Vec<Features>]| {
-        let pass = model.train_pass(&stream, features, 1.0, false).unwrap();
+    let (features, memories) = model.encode_for_training([&group.prompt]).unwrap();
+    let backward = |memories: Memories| {
+        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
         let d = vec![1.0; stream.num_targets()];
         let gradients = pass.backward(&d, None).unwrap();
         let before = model.tower_runs();
-        model.backward_media(&[&group.prompt], features, gradients, false).unwrap();
+        model.backward_media(&[&group.prompt], &features, memories, gradients, Training::default()).unwrap();
         (take_gradients(&model), model.tower_runs() - before)
     };
     let media = group.prompt.media.len() as u64;
-    let (by_copy, runs) = backward(&copy);
-    assert_eq!(runs, media, "the copy has to run the tower again");
-    let (by_original, runs) = backward(&features);
-    assert_eq!(runs, 0, "the original still has what its tower computed");
-    assert_close(&by_copy, &by_original, 1e-6, "gradients");
+    let (again, runs) = backward(Memories::default());
+    assert_eq!(runs, media, "without a memory the tower runs again");
+    let (remembered, runs) = backward(memories);
+    assert_eq!(runs, 0, "the memory has what the tower computed");
+    assert_close(&again, &remembered, 1e-6, "gradients");
 }

@@ -5,13 +5,13 @@
 mod support;
 
 use omnigrpo_models::{
-    ConfigJson, GroupStream, LoadOptions, Model, PackedStream, Prompt, Rope, RopeScaling, WeightDtype,
+    ConfigJson, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Rope, RopeScaling, Training,
+    WeightDtype,
 };
-use omnigrpo_ops::with_f32;
 use serde_json::{Map, Value, json};
 use support::{
-    CHECKPOINTS, Golden, assert_close, case_prompt, check_gradients, check_reach, checkpoint, golden,
-    max_diff, take_gradients, train_all,
+    CHECKPOINTS, Golden, assert_close, case_prompt, causal_logits, check_gradients, check_reach, checkpoint,
+    golden, max_diff, take_gradients, train_all, training,
 };
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
@@ -59,14 +59,10 @@ fn logits_equal_transformers() {
         let prompt = case_prompt("A", &model);
         let features = model.encode_prompt(&prompt).unwrap();
         let x = model.embed_prompt(&prompt, &features).unwrap();
-        let embeds = with_f32(&x, |x| max_diff(x, &expected.f["inputs_embeds"])).unwrap();
+        let embeds = max_diff(&x.to_vec(), &expected.f["inputs_embeds"]);
         assert!(embeds <= 1e-4, "{name}: embeddings differ by {embeds}");
-        let decoder = model.decoder();
-        let layout = std::sync::Arc::new(omnigrpo_ops::AttentionLayout::causal(prompt.ids.len()));
         let rows: Vec<usize> = (0..prompt.ids.len()).collect();
-        let hidden =
-            decoder.forward(x, &decoder.rope_table(&prompt.positions), &layout, &rows, None).unwrap();
-        let logits = decoder.logits(&omnigrpo_ops::to_vec(&hidden).unwrap()).unwrap();
+        let logits = causal_logits(&model, x, &prompt.positions, &rows);
         let delta = max_diff(&logits, &expected.f["logits"][..logits.len()]);
         assert!(delta <= 1e-4, "{name}: logits differ by {delta}");
     }
@@ -86,7 +82,7 @@ fn features_equal_transformers() {
                 let mut rows = Vec::new();
                 for medium in prompt.media.iter().filter(|m| m.kind == kind) {
                     let features = model.encode(medium, &[]).unwrap();
-                    rows.extend(omnigrpo_ops::to_vec(&features.rows).unwrap());
+                    rows.extend(features.rows.to_vec());
                 }
                 match expected.f.get(key) {
                     Some(want) => {
@@ -116,9 +112,17 @@ fn every_gradient_equals_transformers() {
                 let stream = PackedStream::new(&groups).unwrap();
                 train_all(&model);
                 let features = [model.encode_prompt(&prompt).unwrap()];
-                let pass = model.train_pass(&stream, &features, 1.0, recompute).unwrap();
+                let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
                 let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
-                model.backward_media(&[&prompt], &features, gradients, recompute).unwrap();
+                model
+                    .backward_media(
+                        &[&prompt],
+                        &features,
+                        Memories::default(),
+                        gradients,
+                        training(recompute),
+                    )
+                    .unwrap();
                 let compared = check_gradients(&model, &expected, "", 1e-3);
                 assert!(compared >= 20, "{name} {case}: only {compared} gradients");
             }
@@ -226,7 +230,7 @@ fn stretched_rotations_carry_their_gradients() {
     let (stretched, longer) = (model(1.3), model(1.0));
     let is_query = |name: &str| name.contains("self_attn.q_proj") && !name.starts_with("visual");
     for param in longer.params().iter().filter(|p| is_query(p.name())) {
-        param.update_f32(|w| w.iter_mut().for_each(|w| *w *= 1.69)).unwrap();
+        param.update(|w| w.iter_mut().for_each(|w| *w *= 1.69)).unwrap();
     }
     let run = |model: &Model| {
         let (prompt, completion) =
@@ -235,11 +239,13 @@ fn stretched_rotations_carry_their_gradients() {
         let stream = PackedStream::new(&groups).unwrap();
         train_all(model);
         let features = [model.encode_prompt(&prompt).unwrap()];
-        let pass = model.train_pass(&stream, &features, 1.0, false).unwrap();
+        let pass = model.train_pass(&stream, &features, 1.0, Training::default()).unwrap();
         let logp = pass.logprobs.clone();
         let d: Vec<f32> = (0..logp.len()).map(|i| (i as f32 * 1.3).cos()).collect();
         let gradients = pass.backward(&d, None).unwrap();
-        model.backward_media(&[&prompt], &features, gradients, false).unwrap();
+        model
+            .backward_media(&[&prompt], &features, Memories::default(), gradients, Training::default())
+            .unwrap();
         (logp, take_gradients(model))
     };
     let ((logp, got), (want_logp, mut want)) = (run(&stretched), run(&longer));

@@ -1,6 +1,15 @@
 //! Grouped-query attention over an [`AttentionLayout`].
 
-use omnigrpo_kernels::attention::{self as kernel, AttentionLayout, Rows};
+use omnigrpo_kernels::attention::{self as kernel, AttentionLayout, View};
+
+use crate::cache::GroupCache;
+use crate::error::{Error, Result};
+use crate::host::Host;
+use crate::rope::RopeTable;
+use crate::rows::Rows;
+
+/// Which rows see which, made once for a stream.
+pub type Layout = Host<AttentionLayout>;
 
 /// Heads of one attention layer. A packed row is `[q heads | k heads | v heads]`, each head `head_dim` columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,6 +20,14 @@ pub struct AttentionHeads {
     pub kv: usize,
     /// Columns of one head.
     pub dim: usize,
+}
+
+/// Rows of a decode call that belong to one group.
+pub struct DecodeRows<'a> {
+    /// The group's cache.
+    pub cache: &'a mut GroupCache,
+    /// For each row, the completion it continues.
+    pub slots: Vec<usize>,
 }
 
 impl AttentionHeads {
@@ -40,37 +57,85 @@ impl AttentionHeads {
 
     /// The kernel's form.
     #[must_use]
-    pub fn shape(self) -> kernel::Shape {
+    pub(crate) fn shape(self) -> kernel::Shape {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
     }
 
     /// Queries, keys and values of packed rows.
     #[must_use]
-    pub fn views(self, packed: &[f32]) -> [Rows<'_>; 3] {
+    pub(crate) fn views(self, packed: &[f32]) -> [View<'_>; 3] {
         let stride = self.packed_width();
-        [0, self.q * self.dim, (self.q + self.kv) * self.dim].map(|col| Rows { data: packed, stride, col })
+        [0, self.q * self.dim, (self.q + self.kv) * self.dim].map(|col| View { data: packed, stride, col })
     }
 
-    /// Softmax attention of packed rows `[t, (q + 2 kv) · d]` with themselves: `out [t, q · d]`, and `lse [t, q]`, the
-    /// log-sum-exp of each query, which is all that the backward pass needs beside them. The layout is valid for `t`
-    /// rows. Source: FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2.
-    pub fn forward(self, packed: &[f32], out: &mut [f32], lse: &mut [f32], layout: &AttentionLayout) {
-        let [q, k, v] = self.views(packed);
-        kernel::forward(out, lse, q, k, v, layout, self.shape(), self.scale());
+    /// Softmax attention of packed rows `[t, (q + 2 kv) · d]` with themselves: the output `[t, q · d]` and `[t, q]`, the
+    /// log-sum-exp of each query, which is all that the backward pass needs beside them. Source: FlashAttention-2 (arXiv
+    /// 2307.08691), algorithms 1 and 2.
+    ///
+    /// # Errors
+    /// Another width, a layout for other rows.
+    pub fn forward(self, qkv: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
+        self.check(qkv)?;
+        Ok(qkv.backend().attention(qkv, layout, self))
     }
 
     /// The gradient of the packed rows from that of the output, `dout [t, q · d]`; the rest as [`Self::forward`] had it.
-    #[must_use]
-    pub fn backward(
-        self,
-        packed: &[f32],
-        out: &[f32],
-        lse: &[f32],
-        dout: &[f32],
-        layout: &AttentionLayout,
-    ) -> Vec<f32> {
-        let [q, k, v] = self.views(packed);
-        let rows = packed.len() / self.packed_width().max(1);
-        kernel::backward(rows, dout, out, lse, q, k, v, layout, self.shape(), self.scale())
+    ///
+    /// # Errors
+    /// Shapes that differ.
+    pub fn backward(self, qkv: &Rows, out: &Rows, lse: &Rows, dout: &Rows, layout: &Layout) -> Result<Rows> {
+        self.check(qkv)?;
+        for operand in [out, lse, dout] {
+            qkv.device().check("attention backward", operand)?;
+        }
+        let expected = (qkv.rows(), self.q_width());
+        if out.dims() != expected || dout.dims() != expected || lse.dims() != (qkv.rows(), self.q) {
+            let what = format!("output {:?}, gradient {:?}; expected {expected:?}", out.dims(), dout.dims());
+            return Err(Error::shape("attention backward", what));
+        }
+        Ok(qkv.backend().attention_back(qkv, out, lse, dout, layout, self))
+    }
+
+    /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot. The rows
+    /// are those of the groups one after the other.
+    ///
+    /// # Errors
+    /// Another width, another number of rows than slots, a full slot.
+    pub fn attend_cached(self, qkv: &Rows, layer: usize, groups: &mut [DecodeRows]) -> Result<Rows> {
+        self.check(qkv)?;
+        let rows: usize = groups.iter().map(|group| group.slots.len()).sum();
+        if rows != qkv.rows() {
+            return Err(Error::shape(
+                "attention over a cache",
+                format!("{} rows for {rows} slots", qkv.rows()),
+            ));
+        }
+        for group in groups.iter() {
+            group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
+        }
+        Ok(qkv.backend().attend_cached(qkv, layer, groups, self))
+    }
+
+    /// Turns queries and keys of packed rows in place.
+    ///
+    /// # Errors
+    /// A table for other rows or heads.
+    pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
+        self.check(qkv)?;
+        if table.rows() != qkv.rows() || 2 * table.half > self.dim {
+            let what = format!("{} rows of {} angles for {} rows", table.rows(), table.half, qkv.rows());
+            return Err(Error::shape("rotation", what));
+        }
+        qkv.backend().rotate(qkv, table, self.q + self.kv, inverse);
+        Ok(())
+    }
+
+    fn check(self, qkv: &Rows) -> Result<()> {
+        match qkv.cols() == self.packed_width() {
+            true => Ok(()),
+            false => {
+                Err(Error::shape("attention", format!("packed rows of {} columns for {self:?}", qkv.cols())))
+            }
+        }
     }
 }

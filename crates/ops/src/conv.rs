@@ -3,18 +3,16 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
-use omnigrpo_kernels::buffer;
-use omnigrpo_kernels::conv as kernel;
-use omnigrpo_kernels::linear as matmul;
-
-use crate::slices::{f32_of, rows_from_vec, with_f32};
-use crate::{Linear, Param, ParamDtype};
+use crate::error::{Error, Result};
+use crate::host::Host;
+use crate::rows::Rows;
+use crate::tape::{Op, Tape, Var};
+use crate::{Linear, Param};
 
 pub use omnigrpo_kernels::conv::{OUTSIDE, RowMix};
 
-/// Elements of unfolded patches that exist at a time (64 MiB of `f32`).
-const UNFOLDED: usize = 1 << 24;
+/// Rows as weighted sums of rows, made once for a pass.
+pub type Mix = Host<RowMix>;
 
 /// The patches of a convolution: output row `r` reads rows `sources[r · taps..(r + 1) · taps]` of the input, or zero for
 /// [`OUTSIDE`].
@@ -38,315 +36,155 @@ impl Patches {
     }
 }
 
-/// A dense convolution of any dimension: `[t, c] → [patches.rows(), n]`. The layer's weight is the published
-/// `[n, c, taps…]` read as `[n, c · taps]`. Patches are gathered again in the backward pass instead of being kept.
-/// Gradient: input, weight, bias.
-///
-/// # Errors
-/// A weight of another width, a patch that reads a row the input does not have.
-pub fn convolution(x_tc: &Tensor, layer: &Linear, patches: &Arc<Patches>) -> Result<Tensor> {
-    x_tc.apply_op1(Convolution { layer: layer.clone(), patches: Arc::clone(patches) })
-}
-
-/// Depthwise 3×3 convolution, stride 1, zero padding 1, without bias: `[n · h · w, c] → [n · h · w, c]`. `weight` is the
-/// published `[c, 1, 3, 3]`. Gradient: input, weight.
-///
-/// # Errors
-/// Rows that are no whole pictures, another number of channels.
-pub fn depthwise3(x_pc: &Tensor, weight: &Arc<Param>, h: usize, w: usize) -> Result<Tensor> {
-    x_pc.apply_op1(Depthwise { weight: Arc::clone(weight), h, w })
-}
-
-/// Rows as weighted sums of rows, `[t, c] → [mix.len(), c]`: pooling, interpolation, selection. Gradient: input.
-///
-/// # Errors
-/// A row that the input does not have.
-pub fn mix_rows(x_tc: &Tensor, mix: &Arc<RowMix>) -> Result<Tensor> {
-    x_tc.apply_op1(Mix(Arc::clone(mix)))
-}
-
-/// `x · sigmoid(gate)`, each row of `gate [n, c]` for `s` consecutive rows of `x [n · s, c]`. Gradient: both.
-///
-/// # Errors
-/// Shapes that do not fit.
-pub fn gate_rows(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    x.apply_op2(gate, Gate)
-}
-
-/// `Σ softmax(logits)ᵢ · xᵢ`: `x [k · t, c]` holds `k` alternatives of `t` rows, `logits` is `[1, k]`. Gradient: both.
-///
-/// # Errors
-/// Shapes that do not fit.
-pub fn blend(x: &Tensor, logits_1k: &Tensor) -> Result<Tensor> {
-    x.apply_op2(logits_1k, Blend)
-}
-
 struct Convolution {
     layer: Linear,
     patches: Arc<Patches>,
 }
 
-impl Convolution {
-    fn check(&self, rows: usize, c: usize) -> Result<()> {
+impl Op for Convolution {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
         let Patches { sources, taps } = &*self.patches;
-        if *taps == 0 || !sources.len().is_multiple_of(*taps) || self.patches.reads() > rows {
-            bail!(
-                "convolution {}: {} sources under {taps} taps, reading {} of {rows} rows",
-                self.layer.weight().name(),
-                sources.len(),
-                self.patches.reads()
-            );
+        let op = || format!("convolution {}", self.layer.weight().name());
+        if *taps == 0 || !sources.len().is_multiple_of(*taps) || self.patches.reads() > x.rows() {
+            let reads = self.patches.reads();
+            let what =
+                format!("{} sources under {taps} taps, reading {reads} of {} rows", sources.len(), x.rows());
+            return Err(Error::shape(op(), what));
         }
-        if self.layer.k() != c * taps {
-            bail!(
-                "convolution {}: input has {c} channels under {taps} taps, the weight is {}×{}",
-                self.layer.weight().name(),
-                self.layer.n(),
-                self.layer.k()
-            );
+        if self.layer.k() != x.cols() * taps {
+            let (n, k) = (self.layer.n(), self.layer.k());
+            let what = format!("input has {} channels under {taps} taps, the weight is {n}×{k}", x.cols());
+            return Err(Error::shape(op(), what));
         }
-        Ok(())
+        Ok((x.backend().convolution(x, &self.layer, &self.patches), ()))
     }
 
-    /// Runs `f(first row, number of rows, unfolded rows)` over pieces of the output; their bounds depend on sizes alone.
-    fn pieces(
-        &self,
-        x: &[f32],
-        c: usize,
-        mut f: impl FnMut(usize, usize, &[f32], &[u32]) -> Result<()>,
-    ) -> Result<()> {
-        let Patches { sources, taps } = &*self.patches;
-        let step = (UNFOLDED / (c * taps).max(1)).max(1);
-        let mut unfolded = vec![0.0; step.min(self.patches.rows()) * c * taps];
-        for start in (0..self.patches.rows()).step_by(step) {
-            let rows = step.min(self.patches.rows() - start);
-            let sources = &sources[start * taps..(start + rows) * taps];
-            let unfolded = &mut unfolded[..rows * c * taps];
-            kernel::unfold(unfolded, x, sources, *taps, c);
-            f(start, rows, unfolded, sources)?;
-        }
-        Ok(())
-    }
-}
-
-impl CustomOp1 for Convolution {
-    fn name(&self) -> &'static str {
-        "convolution"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (t, c) = layout.shape().dims2()?;
-        self.check(t, c)?;
-        let x = f32_of("convolution", storage, layout)?;
-        let (rows, n, k) = (self.patches.rows(), self.layer.n(), self.layer.k());
-        let mut y = buffer::zeros(rows * n);
-        self.pieces(x, c, |start, rows, unfolded, _| {
-            let y = &mut y[start * n..(start + rows) * n];
-            self.layer.weight().with_weight(|w| {
-                let mut run = |bias: Option<&[f32]>| {
-                    let layer = matmul::Layer { bias, ..matmul::Layer::new(w, n) };
-                    matmul::forward(y, n, unfolded, k, &[layer], rows, k, false);
-                };
-                match self.layer.bias() {
-                    Some(bias) => bias.with_f32(|b| run(Some(b))),
-                    None => {
-                        run(None);
-                        Ok(())
-                    }
-                }
-            })?
-        })?;
-        Ok((CpuStorage::F32(y), Shape::from((rows, n))))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (t, c) = x.dims2()?;
-        let (n, k, taps) = (self.layer.n(), self.layer.k(), self.patches.taps);
-        let mut dx = buffer::zeros(t * c);
-        let dy = dy.contiguous()?;
-        with_f32(x, |x| {
-            with_f32(&dy, |dy| {
-                self.pieces(x, c, |start, rows, unfolded, sources| {
-                    let dy = &dy[start * n..(start + rows) * n];
-                    let weight = self.layer.weight();
-                    let bf16 = weight.dtype() == ParamDtype::Bf16;
-                    weight.accumulate(|dw| {
-                        matmul::backward_weight(
-                            &mut [matmul::Gradient { dw, col: 0, n, bf16 }],
-                            dy,
-                            n,
-                            unfolded,
-                            k,
-                            rows,
-                            k,
-                        );
-                    });
-                    if let Some(bias) = self.layer.bias() {
-                        bias.accumulate(|db| matmul::backward_bias(db, dy, n, rows, n));
-                    }
-                    let mut dunfolded = buffer::zeros(rows * k);
-                    weight.with_weight(|w| {
-                        let layer = matmul::Layer::new(w, n);
-                        matmul::backward_input(&mut dunfolded, k, dy, n, &[layer], rows, k, false);
-                    })?;
-                    kernel::fold(&mut dx, &dunfolded, sources, taps, c);
-                    Ok(())
-                })
-            })
-        })???;
-        Ok(Some(rows_from_vec(dx, t, c)?))
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(x.backend().convolution_back(x, &dy, &self.layer, &self.patches))])
     }
 }
 
 struct Depthwise {
     weight: Arc<Param>,
-    h: usize,
-    w: usize,
+    side: [usize; 2],
 }
 
-impl CustomOp1 for Depthwise {
-    fn name(&self) -> &'static str {
-        "depthwise3"
-    }
+impl Op for Depthwise {
+    type Kept = ();
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (t, c) = layout.shape().dims2()?;
-        let (h, w) = (self.h, self.w);
-        if h * w == 0 || !t.is_multiple_of(h * w) || self.weight.len() != 9 * c {
-            bail!(
-                "depthwise3 {}: input is {t}×{c} for pictures of {h}×{w}, the weight has {} elements",
-                self.weight.name(),
-                self.weight.len()
-            );
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        let [h, w] = self.side;
+        if h * w == 0 || !x.rows().is_multiple_of(h * w) || self.weight.len() != 9 * x.cols() {
+            let (dims, len) = (x.dims(), self.weight.len());
+            let what = format!("input is {dims:?} for pictures of {h}×{w}, the weight has {len} elements");
+            return Err(Error::shape(format!("depthwise {}", self.weight.name()), what));
         }
-        let x = f32_of("depthwise3", storage, layout)?;
-        let mut y = buffer::zeros(t * c);
-        self.weight.with_f32(|k| kernel::depthwise3(&mut y, x, k, t / (h * w), h, w, c, false))?;
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
+        Ok((x.backend().depthwise(x, &self.weight, self.side), ()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (t, c) = x.dims2()?;
-        let (h, w) = (self.h, self.w);
-        let mut dx = buffer::zeros(t * c);
-        let dy = dy.contiguous()?;
-        with_f32(x, |x| {
-            with_f32(&dy, |dy| {
-                self.weight.accumulate(|dw| kernel::depthwise3_weight(dw, dy, x, t / (h * w), h, w, c));
-                self.weight.with_f32(|k| kernel::depthwise3(&mut dx, dy, k, t / (h * w), h, w, c, true))
-            })
-        })???;
-        Ok(Some(rows_from_vec(dx, t, c)?))
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(x.backend().depthwise_back(x, &dy, &self.weight, self.side))])
     }
 }
 
-struct Mix(Arc<RowMix>);
+struct MixRows(Arc<Mix>);
 
-impl CustomOp1 for Mix {
-    fn name(&self) -> &'static str {
-        "mix_rows"
-    }
+impl Op for MixRows {
+    type Kept = ();
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (t, c) = layout.shape().dims2()?;
-        if self.0.reads() > t || self.0.offsets.last() != Some(&self.0.rows.len()) {
-            bail!("mix_rows: reads {} of {t} rows", self.0.reads());
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        if self.0.reads() > x.rows() || self.0.offsets.last() != Some(&self.0.rows.len()) {
+            return Err(Error::shape("mix", format!("reads {} of {} rows", self.0.reads(), x.rows())));
         }
-        let mut y = buffer::zeros(self.0.len() * c);
-        kernel::mix_forward(&mut y, f32_of("mix_rows", storage, layout)?, &self.0, c);
-        Ok((CpuStorage::F32(y), Shape::from((self.0.len(), c))))
+        Ok((x.backend().mix(x, &self.0), ()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (t, c) = x.dims2()?;
-        let mut dx = buffer::zeros(t * c);
-        let dy = dy.contiguous()?;
-        with_f32(&dy, |dy| kernel::mix_backward(&mut dx, dy, &self.0, c))?;
-        Ok(Some(rows_from_vec(dx, t, c)?))
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(dy.backend().mix_back(&dy, &self.0, x.rows()))])
     }
 }
 
 struct Gate;
 
-impl CustomOp2 for Gate {
-    fn name(&self) -> &'static str {
-        "gate_rows"
-    }
+impl Op<2> for Gate {
+    type Kept = ();
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        lx: &Layout,
-        gate: &CpuStorage,
-        lg: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let ((t, c), (n, width)) = (lx.shape().dims2()?, lg.shape().dims2()?);
-        if width != c || n == 0 || t % n != 0 {
-            bail!("gate_rows: input is {t}×{c}, gate is {n}×{width}");
+    fn forward(&self, [x, gate]: [&Rows; 2]) -> Result<(Rows, ())> {
+        x.device().check("gate", gate)?;
+        if gate.cols() != x.cols() || gate.rows() == 0 || !x.rows().is_multiple_of(gate.rows()) {
+            return Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", x.dims(), gate.dims())));
         }
-        let mut y = buffer::zeros(t * c);
-        let (x, gate) = (f32_of("gate_rows", x, lx)?, f32_of("gate_rows", gate, lg)?);
-        kernel::gate_forward(&mut y, x, gate, n, t / n, c);
-        Ok((CpuStorage::F32(y), lx.shape().clone()))
+        Ok((x.backend().gate(x, gate), ()))
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        gate: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let ((t, c), (n, _)) = (x.dims2()?, gate.dims2()?);
-        let (mut dx, mut dgate) = (buffer::zeros(t * c), vec![0.0; n * c]);
-        let dy = dy.contiguous()?;
-        with_f32(x, |x| {
-            with_f32(gate, |gate| {
-                with_f32(&dy, |dy| kernel::gate_backward(&mut dx, &mut dgate, dy, x, gate, n, t / n, c))
-            })
-        })???;
-        Ok((Some(rows_from_vec(dx, t, c)?), Some(rows_from_vec(dgate, n, c)?)))
+    fn backward(&self, [x, gate]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
+        Ok(x.backend().gate_back(x, gate, &dy).map(Some))
     }
 }
 
 struct Blend;
 
-impl CustomOp2 for Blend {
-    fn name(&self) -> &'static str {
-        "blend"
-    }
+impl Op<2> for Blend {
+    type Kept = ();
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        lx: &Layout,
-        logits: &CpuStorage,
-        ll: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let ((t, c), (one, k)) = (lx.shape().dims2()?, ll.shape().dims2()?);
-        if one != 1 || k == 0 || t % k != 0 {
-            bail!("blend: input is {t}×{c}, logits are {one}×{k}; expected one row and k × t rows");
+    fn forward(&self, [x, logits]: [&Rows; 2]) -> Result<(Rows, ())> {
+        x.device().check("blend", logits)?;
+        let (one, k) = logits.dims();
+        if one != 1 || k == 0 || !x.rows().is_multiple_of(k) {
+            let what =
+                format!("input is {:?}, logits are {one}×{k}; expected one row and k × t rows", x.dims());
+            return Err(Error::shape("blend", what));
         }
-        let mut y = buffer::zeros(t / k * c);
-        kernel::blend_forward(&mut y, f32_of("blend", x, lx)?, f32_of("blend", logits, ll)?);
-        Ok((CpuStorage::F32(y), Shape::from((t / k, c))))
+        Ok((x.backend().blend(x, logits), ()))
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        logits: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let ((t, c), (_, k)) = (x.dims2()?, logits.dims2()?);
-        let (mut dx, mut dlogits) = (buffer::zeros(t * c), vec![0.0; k]);
-        let dy = dy.contiguous()?;
-        with_f32(x, |x| {
-            with_f32(logits, |logits| {
-                with_f32(&dy, |dy| kernel::blend_backward(&mut dx, &mut dlogits, dy, x, logits))
-            })
-        })???;
-        Ok((Some(rows_from_vec(dx, t, c)?), Some(rows_from_vec(dlogits, 1, k)?)))
+    fn backward(&self, [x, logits]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
+        Ok(x.backend().blend_back(x, logits, &dy).map(Some))
+    }
+}
+
+impl Tape {
+    /// A dense convolution of any dimension: `[t, c] → [patches.rows(), n]`. The layer's weight is the published
+    /// `[n, c, taps…]` read as `[n, c · taps]`. Patches are gathered again in the backward pass instead of being kept.
+    ///
+    /// # Errors
+    /// A weight of another width, a patch that reads a row the input does not have.
+    pub fn convolution(&mut self, x: &Var, layer: &Linear, patches: &Arc<Patches>) -> Result<Var> {
+        self.apply(Convolution { layer: layer.clone(), patches: Arc::clone(patches) }, [x])
+    }
+
+    /// Depthwise 3×3 convolution, stride 1, zero padding 1, without bias, of pictures of `side = [height, width]`:
+    /// `[n · h · w, c] → [n · h · w, c]`. `weight` is the published `[c, 1, 3, 3]`.
+    ///
+    /// # Errors
+    /// Rows that are no whole pictures, another number of channels.
+    pub fn depthwise3(&mut self, x: &Var, weight: &Arc<Param>, side: [usize; 2]) -> Result<Var> {
+        self.apply(Depthwise { weight: Arc::clone(weight), side }, [x])
+    }
+
+    /// Rows as weighted sums of rows, `[t, c] → [mix.len(), c]`: pooling, interpolation, selection.
+    ///
+    /// # Errors
+    /// A row that the input does not have.
+    pub fn mix(&mut self, x: &Var, mix: &Arc<Mix>) -> Result<Var> {
+        self.apply(MixRows(Arc::clone(mix)), [x])
+    }
+
+    /// `x · sigmoid(gate)`, each row of `gate [n, c]` for `s` consecutive rows of `x [n · s, c]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn gate(&mut self, x: &Var, gate: &Var) -> Result<Var> {
+        self.apply(Gate, [x, gate])
+    }
+
+    /// `Σ softmax(logits)ᵢ · xᵢ`: `x [k · t, c]` holds `k` alternatives of `t` rows, `logits` is `[1, k]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn blend(&mut self, x: &Var, logits: &Var) -> Result<Var> {
+        self.apply(Blend, [x, logits])
     }
 }

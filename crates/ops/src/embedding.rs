@@ -1,104 +1,121 @@
-//! Rows of a table added to rows of a stream: positions, token types, class tokens, words.
+//! Rows of a table: words, and what is added to rows of a stream (positions, token types, class tokens).
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use omnigrpo_kernels::embedding as kernel;
-
 use crate::Param;
-use crate::slices::{f32_of, with_f32};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::host::Host;
+use crate::rows::Rows;
+use crate::tape::{Op, Tape, Var};
 
-/// `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`; a row without id passes unchanged. The table's elements are read as
-/// `[v, h]`, whatever its published shape.
-///
-/// With zeros as `x` this is an embedding whose gradient goes to the table. Gradient: input, table.
+/// For each row of a stream, the row of a table that it receives, or none.
+pub type Ids = Host<Vec<Option<u32>>>;
+
+/// For each row of a stream, rows of a table with their weights.
+pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
+
+/// Rows `ids` of `table [v, h]`: `[ids.len(), h]`.
 ///
 /// # Errors
-/// Another number of ids than rows, a table that is not whole rows of `h`, an id beyond its end.
-pub fn add_rows(x_th: &Tensor, table: &Arc<Param>, ids: &Arc<[Option<u32>]>) -> Result<Tensor> {
-    x_th.apply_op1(AddRows { table: Arc::clone(table), ids: Arc::clone(ids) })
+/// A table that is not whole rows, an id beyond its end.
+pub fn embed(device: Device, table: &Param, ids: &[u32]) -> Result<Rows> {
+    let h = table.shape().last().copied().unwrap_or(0);
+    check(table, h, ids.iter().copied())?;
+    Ok(device.backend().embed(table, ids, h))
+}
+
+/// Adds `dx [ids.len(), h]` to the rows `ids` of the table's gradient.
+///
+/// # Errors
+/// Shapes that do not fit.
+pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
+    check(table, dx.cols(), ids.iter().copied())?;
+    if ids.len() != dx.rows() {
+        let what = format!("{} ids for {} rows", ids.len(), dx.rows());
+        return Err(Error::shape(format!("embedding {}", table.name()), what));
+    }
+    dx.backend().embed_back(table, ids, dx);
+    Ok(())
+}
+
+fn check(table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
+    let op = || format!("embedding {}", table.name());
+    if h == 0 || !table.len().is_multiple_of(h) {
+        return Err(Error::shape(op(), format!("{} elements are no whole rows of {h}", table.len())));
+    }
+    let rows = table.len() / h;
+    match ids.find(|&id| id as usize >= rows) {
+        Some(id) => Err(Error::shape(op(), format!("id {id}, but the table has {rows} rows"))),
+        None => Ok(()),
+    }
 }
 
 struct AddRows {
     table: Arc<Param>,
-    ids: Arc<[Option<u32>]>,
+    ids: Arc<Ids>,
 }
 
-impl CustomOp1 for AddRows {
-    fn name(&self) -> &'static str {
-        "add_rows"
-    }
+impl Op for AddRows {
+    type Kept = ();
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, h) = layout.shape().dims2()?;
-        let len = self.table.len();
-        if self.ids.len() != rows || h == 0 || !len.is_multiple_of(h) {
-            bail!(
-                "add_rows {}: {} ids for an input of {rows}×{h} and a table of {len} elements",
-                self.table.name(),
-                self.ids.len()
-            );
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        check(&self.table, x.cols(), self.ids.iter().flatten().copied())?;
+        if self.ids.len() != x.rows() {
+            let what = format!("{} ids for {} rows", self.ids.len(), x.rows());
+            return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
         }
-        if let Some(id) = self.ids.iter().flatten().find(|&&id| id as usize >= len / h) {
-            bail!("add_rows {}: id {id}, but the table has {} rows", self.table.name(), len / h);
-        }
-        let mut y = f32_of("add_rows", storage, layout)?.to_vec();
-        self.table.with_weight(|table| kernel::add_rows(&mut y, table, &self.ids, h))?;
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
+        let mut y = x.clone();
+        y.backend().add_rows(&mut y, &self.table, &self.ids);
+        Ok((y, ()))
     }
 
-    fn bwd(&self, x_th: &Tensor, _y: &Tensor, dy_th: &Tensor) -> Result<Option<Tensor>> {
-        let h = x_th.dim(1)?;
-        let dy_th = dy_th.contiguous()?;
-        with_f32(&dy_th, |dy| {
-            self.table.accumulate(|dtable| kernel::add_rows_backward(dtable, dy, &self.ids, h));
-        })?;
-        Ok(Some(dy_th))
+    fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        dy.backend().add_rows_back(&self.table, &self.ids, &dy);
+        Ok([Some(dy)])
     }
-}
-
-/// `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`. The table is a weight of `[.., h]` whatever its
-/// published shape. Gradient: input, table.
-///
-/// # Errors
-/// Another number of taps than rows, an id outside the table.
-pub fn add_mixed(x_th: &Tensor, table: &Arc<Param>, taps: &Arc<Vec<Vec<(u32, f32)>>>) -> Result<Tensor> {
-    x_th.apply_op1(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) })
 }
 
 struct AddMixed {
     table: Arc<Param>,
-    taps: Arc<Vec<Vec<(u32, f32)>>>,
+    taps: Arc<Taps>,
 }
 
-impl CustomOp1 for AddMixed {
-    fn name(&self) -> &'static str {
-        "add_mixed"
-    }
+impl Op for AddMixed {
+    type Kept = ();
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, h) = layout.shape().dims2()?;
-        let vocab = self.table.len().checked_div(h).unwrap_or(0);
-        let largest = self.taps.iter().flatten().map(|tap| tap.0 as usize).max();
-        if self.taps.len() != rows || vocab * h != self.table.len() || largest.is_some_and(|id| id >= vocab) {
-            bail!(
-                "add_mixed {}: input is {rows}×{h}, table has {} elements, {} taps up to row {largest:?}",
-                self.table.name(),
-                self.table.len(),
-                self.taps.len()
-            );
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        check(&self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
+        if self.taps.len() != x.rows() {
+            let what = format!("{} taps for {} rows", self.taps.len(), x.rows());
+            return Err(Error::shape(format!("add_mixed {}", self.table.name()), what));
         }
-        let mut y = f32_of("add_mixed", x, layout)?.to_vec();
-        self.table.with_weight(|table| kernel::add_mixed(&mut y, table, &self.taps, h))?;
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
+        let mut y = x.clone();
+        y.backend().add_mixed(&mut y, &self.table, &self.taps);
+        Ok((y, ()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let h = x.dim(1)?;
-        let dy = dy.contiguous()?;
-        with_f32(&dy, |dy| {
-            self.table.accumulate(|dtable| kernel::add_mixed_backward(dtable, dy, &self.taps, h));
-        })?;
-        Ok(Some(dy))
+    fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        dy.backend().add_mixed_back(&self.table, &self.taps, &dy);
+        Ok([Some(dy)])
+    }
+}
+
+impl Tape {
+    /// `y[i] = x[i] + table[ids[i]]`, `[t, h] → [t, h]`; a row without id passes unchanged. The table's elements are read as
+    /// `[v, h]`, whatever its published shape. With zeros as `x` this is an embedding whose gradient goes to the table.
+    ///
+    /// # Errors
+    /// Another number of ids than rows, a table that is not whole rows of `h`, an id beyond its end.
+    pub fn add_rows(&mut self, x: &Var, table: &Arc<Param>, ids: &Arc<Ids>) -> Result<Var> {
+        self.apply(AddRows { table: Arc::clone(table), ids: Arc::clone(ids) }, [x])
+    }
+
+    /// `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`.
+    ///
+    /// # Errors
+    /// As [`Self::add_rows`].
+    pub fn add_mixed(&mut self, x: &Var, table: &Arc<Param>, taps: &Arc<Taps>) -> Result<Var> {
+        self.apply(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) }, [x])
     }
 }

@@ -1,43 +1,55 @@
-//! Differentiable operations on candle tensors, each with a hand-written backward.
+//! Operations on rows of numbers, each with a backward pass written by hand, on any device.
 //!
-//! An op is a thin [`candle_core`] custom op around a kernel of `omnigrpo-kernels`; what blocks with a tape of their own use
-//! ([`PackedLinear`], [`Norm`], [`AttentionHeads`]) are methods over slices. Three rules hold:
-//!
-//! * A weight is a [`Param`]: a tensor plus a gradient buffer of its own. Ops hold their weights and add weight
-//!   gradients straight into that buffer, so candle's gradient store only ever carries activations, and a
-//!   frozen weight costs no gradient work.
-//! * candle records an op only when its input is tracked. The stream's entry is therefore always a `Var`
-//!   in training (see [`Segments`]); with a plain tensor the same code runs without recording anything, which
-//!   is how rollout and the reference model use it.
-//! * A shape that does not fit is an error that names the op and both shapes; kernels below do not check.
+//! * [`Rows`] is the one type of activations: `[rows, cols]` on a [`Device`]. What an operation does there is one contract that
+//!   every device implements; the f64 twin is one of them, and one test of each operation runs on all.
+//! * A weight is a [`Param`]: numbers plus a gradient buffer of its own. Operations hold their weights and add weight
+//!   gradients straight into that buffer, so a [`Tape`] only ever carries activations, and a frozen weight costs no
+//!   gradient work.
+//! * What holds for a whole pass (where it runs, how products sum, what adapters drop) is a [`Pass`] handed down by
+//!   reference; nothing about a pass hides in a model.
+//! * A shape or device that does not fit is an error that names the operation and both sides; kernels below do not check.
 //!
 //! Shape legend: `t` rows of the packed stream, `h` model width, `n`/`k` outputs/inputs of a linear layer,
 //! `d` head width, `v` vocabulary.
 
 mod adapter;
 mod attention;
+mod cache;
 mod conv;
+mod cpu;
+mod device;
 mod embedding;
+mod error;
+mod head;
+mod host;
 mod linear;
 mod mlp;
 mod norm;
+mod optim;
 mod param;
-mod segments;
-mod slices;
+mod pass;
+mod rope;
+mod rows;
+mod tape;
+mod twin;
 
-pub use adapter::{Adapter, Dropout, DropoutScope};
-pub use attention::AttentionHeads;
-pub use conv::{OUTSIDE, Patches, RowMix, blend, convolution, depthwise3, gate_rows, mix_rows};
-pub use embedding::{add_mixed, add_rows};
-pub use linear::{Linear, MatmulMode, PackedLinear, linear};
-pub use mlp::activation;
-pub use norm::{Norm, norm};
+pub use adapter::Adapter;
+pub use attention::{AttentionHeads, DecodeRows, Layout};
+pub use cache::GroupCache;
+pub use conv::{Mix, OUTSIDE, Patches, RowMix};
+pub use device::Device;
+pub use embedding::{Ids, Taps, embed, embed_backward};
+pub use error::{Error, Result};
+pub use head::{Scores, Targets, logits, score, score_backward};
+pub use host::Host;
+pub use linear::{Linear, Order, PackedLinear};
+pub use norm::Norm;
 pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
-pub use param::{GradBuffer, GradGuard, Param, ParamDtype, Part};
+pub use optim::{Moments, Step};
+pub use param::{Param, ParamDtype, Part, Values, WeightGuard};
+pub use pass::{Dropout, Pass};
 pub use rope::RopeTable;
-pub use segments::{Memory, Segments};
-pub use slices::{rows_from_vec, to_vec, with_f32};
-
-mod rope;
+pub use rows::{Index, Rows};
+pub use tape::{Gradients, Kept, Memory, Op, Tape, Var};

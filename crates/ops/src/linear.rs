@@ -1,20 +1,16 @@
-//! Linear layers: one input, one or several weights, optionally a rotation or a residual in the same pass.
+//! Linear layers: one input, one or several weights, optionally a residual in the same pass.
 //!
-//! `y = x Wᵀ (+ b)`, weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank term
-//! before a rotation or residual. Only gradients that somebody needs are computed: a frozen layer gives `dx` alone.
-//! Accumulation is f32 for all weights alike.
+//! `y = x Wᵀ (+ b)`, weights `[n, k]` as published; an [`Adapter`](crate::Adapter) on the weight adds its low-rank term.
+//! Only gradients that somebody needs are computed: a frozen layer gives `dx` alone. Accumulation is f32 for all weights
+//! alike.
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use omnigrpo_kernels::buffer;
-use omnigrpo_kernels::linear::{self as kernel, Gradient, Layer};
-use omnigrpo_kernels::rope;
-
-use crate::adapter::DropoutScope;
-use crate::rope::RopeTable;
-use crate::slices::{f32_of, rows_from_vec, with_f32};
-use crate::{Param, ParamDtype};
+use crate::Param;
+use crate::error::{Error, Result};
+use crate::pass::{Dropout, Pass};
+use crate::rows::Rows;
+use crate::tape::{Op, Tape, Var};
 
 /// A weight `[n, k]` and its bias `[n]`.
 #[derive(Clone, Debug)]
@@ -32,7 +28,8 @@ impl Linear {
     /// A weight of rank other than 2 or a bias of another length than `n`.
     pub fn new(weight: Arc<Param>, bias: Option<Arc<Param>>) -> Result<Self> {
         let &[n, k] = weight.shape() else {
-            bail!("linear {}: weight is {:?}, expected rank 2", weight.name(), weight.shape());
+            let what = format!("a linear layer of shape {:?}; expected rank 2", weight.shape());
+            return Err(Error::Weight { name: weight.name().to_owned(), what });
         };
         let layer = Self::reshaped(weight, bias, n, k)?;
         layer.weight.mark_linear();
@@ -46,14 +43,16 @@ impl Linear {
     /// Element counts that differ.
     pub fn reshaped(weight: Arc<Param>, bias: Option<Arc<Param>>, n: usize, k: usize) -> Result<Self> {
         if weight.len() != n * k || bias.as_ref().is_some_and(|b| b.len() != n) {
-            bail!(
-                "linear {}: weight has {} elements and bias {:?}, expected {n}×{k} and {n}",
-                weight.name(),
-                weight.len(),
-                bias.map(|b| b.len())
-            );
+            let bias = bias.map(|b| b.len());
+            let what = format!("{} elements and a bias of {bias:?}; expected {n}×{k} and {n}", weight.len());
+            return Err(Error::Weight { name: weight.name().to_owned(), what });
         }
         Ok(Self { weight, bias, n, k })
+    }
+
+    /// The same without a bias.
+    pub(crate) fn plain(weight: &Arc<Param>, n: usize, k: usize) -> Self {
+        Self { weight: Arc::clone(weight), bias: None, n, k }
     }
 
     /// Outputs.
@@ -81,246 +80,162 @@ impl Linear {
     }
 }
 
-/// Which kernel multiplies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MatmulMode {
+/// The order in which a product sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
     /// Blocked matrix product: training, scoring, prefill and towers.
-    Gemm,
+    #[default]
+    Blocked,
     /// The bits of a row depend on that row and the weight alone, whatever else is in the batch: decode.
-    Rows,
+    PerRow,
 }
 
-/// `[t, k] → [t, n]`.
-///
-/// # Errors
-/// An input width that differs from `k`.
-pub fn linear(x_tk: &Tensor, layer: &Linear, mode: MatmulMode) -> Result<Tensor> {
-    x_tk.apply_op1(PackedLinear::new(&[layer], mode))
-}
-
-struct Rotate {
-    table: Arc<RopeTable>,
-    heads: usize,
-}
-
-/// Layers that share an input: an op for candle's tape, and over plain slices for code with a tape of its own. One value serves a forward pass and its backward pass: adapters drop the same inputs in both.
+/// Layers that share an input, their outputs side by side in each row. One value serves a forward pass and its backward pass: adapters
+/// drop the same inputs in both.
+#[derive(Clone, Debug)]
 pub struct PackedLinear {
-    parts: Vec<Linear>,
-    rope: Option<Rotate>,
-    mode: MatmulMode,
-    /// What adapters drop, as it was when the value was made.
-    dropped: Option<DropoutScope>,
+    layers: Vec<Linear>,
+    order: Order,
+    dropout: Option<Dropout>,
 }
 
 impl PackedLinear {
     /// The outputs of `layers` side by side in each row.
     #[must_use]
-    pub fn new(layers: &[&Linear], mode: MatmulMode) -> Self {
-        let parts: Vec<Linear> = layers.iter().map(|&l| l.clone()).collect();
-        let dropped = parts.iter().find_map(|l| l.weight.adapter()).and_then(|a| a.scope());
-        Self { parts, rope: None, mode, dropped }
-    }
-
-    /// The same, followed by a rotation of the first `heads` heads of `2 · table.half` columns each.
-    #[must_use]
-    pub fn rotated(mut self, table: &Arc<RopeTable>, heads: usize) -> Self {
-        self.rope = Some(Rotate { table: Arc::clone(table), heads });
-        self
+    pub fn new(layers: &[&Linear], pass: &Pass) -> Self {
+        let layers = layers.iter().map(|&l| l.clone()).collect();
+        Self { layers, order: pass.order, dropout: pass.dropout.clone() }
     }
 
     /// For some rows of the pass only, given by their indices: adapters drop of them what they would drop among all.
     #[must_use]
     pub fn of_rows(mut self, rows: &[usize]) -> Self {
-        self.dropped = self.dropped.map(|scope| scope.of_rows(rows));
+        self.dropout = self.dropout.map(|dropout| dropout.of_rows(rows));
         self
     }
 
     /// Columns of the output.
     #[must_use]
     pub fn width(&self) -> usize {
-        self.parts.iter().map(Linear::n).sum()
+        self.layers.iter().map(Linear::n).sum()
     }
 
-    fn rotate(&self, y: &mut [f32], rows: usize, inverse: bool) -> Result<()> {
-        if let Some(Rotate { table, heads }) = &self.rope {
-            if table.rows() != rows {
-                bail!("linear: {} positions for {rows} rows", table.rows());
-            }
-            rope::apply(y, self.width(), 0, *heads, 2 * table.half, &table.cos, &table.sin, rows, inverse);
-        }
-        Ok(())
-    }
-
-    /// `[rows, k] → [rows, width]`.
+    /// `[t, k] → [t, width]`.
     ///
     /// # Errors
-    /// An input width that differs from `k`; a rotation table whose rows are not the input's.
-    pub fn forward(&self, x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        self.check(rows, k)?;
-        let width = self.width();
-        let mut y = Vec::new();
-        with_layers(&self.parts, &[], &mut |layers| match self.mode {
-            MatmulMode::Gemm => y = kernel::output(x, k, layers, rows, k),
-            MatmulMode::Rows => {
-                y = buffer::zeros(rows * width);
-                kernel::forward_rows(&mut y, width, x, k, layers, rows, k, false);
-            }
-        })?;
-        self.finish(&mut y, x, rows)?;
-        Ok(y)
+    /// An input width that differs from `k`.
+    pub fn forward(&self, x: &Rows) -> Result<Rows> {
+        self.run(None, x)
     }
 
-    /// [`Self::forward`] plus `residual [rows, width]`, in one pass over the output.
+    /// [`Self::forward`] plus `residual [t, width]`, in one pass over the output.
     ///
     /// # Errors
-    /// As [`Self::forward`]; a residual of another length, or a rotation, which would turn the residual too.
-    pub fn forward_onto(&self, residual: &[f32], x: &[f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        if residual.len() != rows * self.width() || self.rope.is_some() {
-            bail!(
-                "linear: a residual of {} values for an output of {rows}×{} (rotated: {})",
-                residual.len(),
-                self.width(),
-                self.rope.is_some()
-            );
+    /// As [`Self::forward`]; a residual of another shape.
+    pub fn forward_onto(&self, residual: &Rows, x: &Rows) -> Result<Rows> {
+        x.device().check("linear", residual)?;
+        if residual.dims() != (x.rows(), self.width()) {
+            let what =
+                format!("a residual of {:?} for an output of {}×{}", residual.dims(), x.rows(), self.width());
+            return Err(Error::shape("linear", what));
         }
-        self.check(rows, k)?;
-        let width = self.width();
-        let mut y = buffer::copy(residual);
-        with_layers(&self.parts, &[], &mut |layers| match self.mode {
-            MatmulMode::Gemm => kernel::forward(&mut y, width, x, k, layers, rows, k, true),
-            MatmulMode::Rows => kernel::forward_rows(&mut y, width, x, k, layers, rows, k, true),
-        })?;
-        self.finish(&mut y, x, rows)?;
-        Ok(y)
+        self.run(Some(residual), x)
     }
 
-    fn check(&self, rows: usize, k: usize) -> Result<()> {
-        if let Some(part) = self.parts.iter().find(|part| part.k != k) {
-            bail!("linear {}: input is {rows}×{k}, weight is {}×{}", part.weight.name(), part.n, part.k);
-        }
-        Ok(())
-    }
-
-    /// Adds what adapters give and rotates.
-    fn finish(&self, y: &mut [f32], x: &[f32], rows: usize) -> Result<()> {
+    fn run(&self, residual: Option<&Rows>, x: &Rows) -> Result<Rows> {
+        self.check(x)?;
+        let mut y = x.backend().linear(x, &self.layers, residual, self.order);
         let mut col = 0;
-        for part in &self.parts {
-            if let Some(adapter) = part.weight.adapter().filter(|_| rows > 0) {
-                adapter.forward(&mut y[col..], self.width(), x, rows, self.mode, self.dropped.as_ref())?;
+        for layer in &self.layers {
+            if let Some(adapter) = layer.weight.adapter().filter(|_| x.rows() > 0) {
+                adapter.forward(&mut y, col, x, self.order, self.dropout.as_ref())?;
             }
-            col += part.n;
+            col += layer.n;
         }
-        self.rotate(y, rows, false)
+        Ok(y)
     }
 
-    /// `dx [rows, k]` for the input `x` of the forward pass, with weight and bias gradients added to their buffers.
-    /// A rotation is undone in `dy [rows, width]` itself.
+    fn check(&self, x: &Rows) -> Result<()> {
+        match self.layers.iter().find(|layer| layer.k != x.cols()) {
+            Some(layer) => Err(Error::shape(
+                format!("linear {}", layer.weight.name()),
+                format!("input is {}×{}, weight is {}×{}", x.rows(), x.cols(), layer.n, layer.k),
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// `dx [t, k]` for the input `x` of the forward pass and `dy [t, width]`, with weight and bias gradients added to their
+    /// buffers.
     ///
     /// # Errors
-    /// Lengths that are not those of the forward pass.
-    pub fn backward(&self, x: &[f32], dy: &mut [f32], rows: usize, k: usize) -> Result<Vec<f32>> {
-        let width = self.width();
-        if x.len() != rows * k || dy.len() != rows * width {
-            bail!(
-                "linear backward: {} inputs and {} gradients for {rows} rows of {k} and {width}",
-                x.len(),
-                dy.len()
-            );
-        }
-        self.rotate(dy, rows, true)?;
-        let mut dx = Vec::new();
-        with_layers(&self.parts, &[], &mut |layers| dx = kernel::input_gradient(dy, width, layers, rows, k))?;
-        if rows == 0 {
+    /// Shapes that are not those of the forward pass.
+    pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
+        self.check_gradient(x, dy)?;
+        let mut dx = dy.backend().linear_dx(dy, &self.layers);
+        if x.rows() == 0 {
             return Ok(dx);
         }
-        self.weight_gradients(x, dy, rows, k);
+        dy.backend().linear_dw(x, dy, 0, &self.layers);
         let mut col = 0;
-        for part in &self.parts {
-            if let Some(adapter) = part.weight.adapter() {
-                adapter.backward(&mut dx, &dy[col..], width, x, rows, self.dropped.as_ref())?;
+        for layer in &self.layers {
+            if let Some(adapter) = layer.weight.adapter() {
+                dx = adapter.backward(dx, dy, col, x, self.dropout.as_ref())?;
             }
-            col += part.n;
+            col += layer.n;
         }
         Ok(dx)
     }
 
-    /// [`Self::backward`] where nobody asks for the gradient of the input: layers without adapters or rotation.
+    /// [`Self::backward`] where nobody asks for the gradient of the input.
     ///
     /// # Errors
-    /// As there; an adapter, which belongs to layers inside a model.
-    pub fn backward_weights(&self, x: &[f32], dy: &[f32], rows: usize, k: usize) -> Result<()> {
-        if x.len() != rows * k || dy.len() != rows * self.width() {
-            bail!("linear backward: {} inputs and {} gradients for {rows} rows of {k}", x.len(), dy.len());
+    /// As there.
+    pub fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
+        if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
+            return self.backward(x, dy).map(drop);
         }
-        if self.rope.is_some() || self.parts.iter().any(|part| part.weight.adapter().is_some()) {
-            bail!("linear backward: the first layer has a rotation or an adapter");
+        self.check_gradient(x, dy)?;
+        if x.rows() > 0 {
+            dy.backend().linear_dw(x, dy, 0, &self.layers);
         }
-        self.weight_gradients(x, dy, rows, k);
         Ok(())
     }
 
-    fn weight_gradients(&self, x: &[f32], dy: &[f32], rows: usize, k: usize) {
-        let width = self.width();
-        let mut buffers: Vec<_> = self.parts.iter().map(|part| part.weight.gradient()).collect();
-        let mut gradients = Vec::with_capacity(buffers.len());
-        let mut col = 0;
-        for (part, buffer) in self.parts.iter().zip(&mut buffers) {
-            if let Some(buffer) = buffer {
-                let bf16 = part.weight.dtype() == ParamDtype::Bf16;
-                gradients.push(Gradient { dw: buffer.as_mut_slice(), col, n: part.n, bf16 });
-            }
-            col += part.n;
+    fn check_gradient(&self, x: &Rows, dy: &Rows) -> Result<()> {
+        self.check(x)?;
+        x.device().check("linear backward", dy)?;
+        if dy.dims() != (x.rows(), self.width()) {
+            let what =
+                format!("a gradient of {:?} for an output of {}×{}", dy.dims(), x.rows(), self.width());
+            return Err(Error::shape("linear backward", what));
         }
-        kernel::backward_weight(&mut gradients, dy, width, x, k, rows, k);
-        drop(buffers);
-        col = 0;
-        for part in &self.parts {
-            if let Some(bias) = &part.bias {
-                bias.accumulate(|db| kernel::backward_bias(db, &dy[col..], width, rows, part.n));
-            }
-            col += part.n;
-        }
-    }
-
-    fn backward_tensors(&self, x_tk: &Tensor, dy_tn: &Tensor) -> Result<Tensor> {
-        let (rows, k) = x_tk.dims2()?;
-        let mut dy = crate::to_vec(&dy_tn.contiguous()?)?;
-        let dx = with_f32(x_tk, |x| self.backward(x, &mut dy, rows, k))??;
-        rows_from_vec(dx, rows, k)
+        Ok(())
     }
 }
 
-impl CustomOp1 for PackedLinear {
-    fn name(&self) -> &'static str {
-        "linear"
+impl Op for PackedLinear {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        Ok((self.forward(x)?, ()))
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, k) = layout.shape().dims2()?;
-        let y = self.forward(f32_of("linear", storage, layout)?, rows, k)?;
-        Ok((CpuStorage::F32(y), Shape::from((rows, self.width()))))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.backward_tensors(x, dy)?))
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, [wanted]: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        if wanted {
+            return Ok([Some(self.backward(x, &dy)?)]);
+        }
+        self.backward_weights(x, &dy)?;
+        Ok([None])
     }
 }
 
-/// Calls `f` with the kernel's form of `parts`, after `done`. Weights lend their data inside a closure each.
-fn with_layers(parts: &[Linear], done: &[Layer], f: &mut dyn FnMut(&[Layer])) -> Result<()> {
-    let Some((part, rest)) = parts.split_first() else {
-        f(done);
-        return Ok(());
-    };
-    part.weight.with_weight(|w| {
-        let mut next = |bias: Option<&[f32]>| {
-            let mut layers = done.to_vec();
-            layers.push(Layer { w, bias, n: part.n });
-            with_layers(rest, &layers, f)
-        };
-        match &part.bias {
-            Some(bias) => bias.with_f32(|bias| next(Some(bias)))?,
-            None => next(None),
-        }
-    })?
+impl Tape {
+    /// `[t, k] → [t, n]`.
+    ///
+    /// # Errors
+    /// An input width that differs from `k`.
+    pub fn linear(&mut self, x: &Var, layer: &Linear, pass: &Pass) -> Result<Var> {
+        self.apply(PackedLinear::new(&[layer], pass), [x])
+    }
 }

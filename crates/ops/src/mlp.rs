@@ -1,36 +1,232 @@
-//! Elementwise activations of the feed-forward layers.
+//! Elementwise operations: activations, sums, scaled residuals, shapes.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-use omnigrpo_kernels::activation::{self as kernel, Activation};
-use omnigrpo_kernels::buffer;
+use std::sync::Arc;
 
-use crate::slices::{f32_of, rows_from_vec, with_f32};
+use omnigrpo_kernels::activation::Activation;
 
-/// Applies `act` to every element of a `[t, n]` tensor.
-///
-/// # Errors
-/// A tensor that is not contiguous f32 of rank 2.
-pub fn activation(x: &Tensor, act: Activation) -> Result<Tensor> {
-    x.apply_op1(Elementwise(act))
+use crate::error::{Error, Result};
+use crate::param::Param;
+use crate::rows::{Index, Rows};
+use crate::tape::{Op, Tape, Var};
+
+impl Rows {
+    /// `act(x)`
+    #[must_use]
+    pub fn activated(&self, act: Activation) -> Self {
+        self.backend().activation(self, act)
+    }
+
+    /// Replaces the input of an activation by its gradient.
+    ///
+    /// # Errors
+    /// Another shape or device of `dy`.
+    pub fn activation_back(&mut self, dy: &Self, act: Activation) -> Result<()> {
+        self.device().check("activation", dy)?;
+        if dy.dims() != self.dims() {
+            return Err(Error::shape("activation", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
+        }
+        self.backend().activation_back(self, dy, act);
+        Ok(())
+    }
+
+    /// `silu(gate) · up` of rows `[gate | up]`.
+    ///
+    /// # Errors
+    /// An odd width.
+    pub fn swiglu(&self) -> Result<Self> {
+        match self.cols().is_multiple_of(2) {
+            true => Ok(self.backend().swiglu(self)),
+            false => Err(Error::shape("swiglu", format!("an odd width of {}", self.cols()))),
+        }
+    }
+
+    /// Replaces rows `[gate | up]` by their gradient.
+    ///
+    /// # Errors
+    /// Another shape or device of `dy`.
+    pub fn swiglu_back(&mut self, dy: &Self) -> Result<()> {
+        self.device().check("swiglu", dy)?;
+        if (dy.rows(), 2 * dy.cols()) != self.dims() {
+            return Err(Error::shape("swiglu", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
+        }
+        self.backend().swiglu_back(self, dy);
+        Ok(())
+    }
+
+    /// `residual + self · scale`, the scale `[cols]` per column.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn scaled_onto(&self, residual: &Self, scale: &Param) -> Result<Self> {
+        self.device().check("scaled residual", residual)?;
+        if residual.dims() != self.dims() || scale.len() != self.cols() {
+            let what = format!("{:?} onto {:?}, scale {}", self.dims(), residual.dims(), scale.len());
+            return Err(Error::shape("scaled residual", what));
+        }
+        Ok(self.backend().scale_onto(self, residual, scale))
+    }
+
+    /// The gradient of the input of [`Self::scaled_onto`], with that of the scale added to its buffer; that of the residual is
+    /// `dy`.
+    ///
+    /// # Errors
+    /// Another shape or device of `dy`.
+    pub fn scaled_onto_back(&self, dy: &Self, scale: &Param) -> Result<Self> {
+        self.device().check("scaled residual", dy)?;
+        if dy.dims() != self.dims() {
+            return Err(Error::shape(
+                "scaled residual",
+                format!("{:?}, gradient {:?}", self.dims(), dy.dims()),
+            ));
+        }
+        Ok(self.backend().scale_onto_back(self, dy, scale))
+    }
 }
 
 struct Elementwise(Activation);
 
-impl CustomOp1 for Elementwise {
-    fn name(&self) -> &'static str {
-        "activation"
+impl Op for Elementwise {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        Ok((x.activated(self.0), ()))
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let x = f32_of("activation", storage, layout)?;
-        Ok((CpuStorage::F32(kernel::forward(self.0, x)), layout.shape().clone()))
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        let mut dx = x.clone();
+        dx.activation_back(&dy, self.0)?;
+        Ok([Some(dx)])
+    }
+}
+
+struct Sum;
+
+impl Op<2> for Sum {
+    type Kept = ();
+
+    fn forward(&self, [a, b]: [&Rows; 2]) -> Result<(Rows, ())> {
+        let mut y = a.clone();
+        y.add(b)?;
+        Ok((y, ()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (rows, width) = x.dims2()?;
-        let mut dx = with_f32(x, buffer::copy)?;
-        let dy = dy.contiguous()?;
-        with_f32(&dy, |dy| kernel::backward(self.0, &mut dx, dy))?;
-        Ok(Some(rows_from_vec(dx, rows, width)?))
+    fn backward(&self, _: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
+        Ok([Some(dy.clone()), Some(dy)])
+    }
+}
+
+struct Reshape(usize, usize);
+
+impl Op for Reshape {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        Ok((x.clone().reshape(self.0, self.1)?, ()))
+    }
+
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(dy.reshape(x.rows(), x.cols())?)])
+    }
+}
+
+/// Distinct rows, in some order.
+struct Select(Arc<Index>);
+
+impl Op for Select {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        Ok((x.select(&self.0)?, ()))
+    }
+
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(dy.spread(&self.0, x.rows())?)])
+    }
+}
+
+/// Rows at distinct places among zeros.
+struct Spread(Arc<Index>, usize);
+
+impl Op for Spread {
+    type Kept = ();
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+        Ok((x.spread(&self.0, self.1)?, ()))
+    }
+
+    fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        Ok([Some(dy.select(&self.0)?)])
+    }
+}
+
+struct Concat;
+
+impl<const N: usize> Op<N> for Concat {
+    type Kept = ();
+
+    fn forward(&self, parts: [&Rows; N]) -> Result<(Rows, ())> {
+        Ok((Rows::concat(&parts)?, ()))
+    }
+
+    fn backward(&self, parts: [&Rows; N], (): (), dy: Rows, wanted: [bool; N]) -> Result<[Option<Rows>; N]> {
+        let mut gradients = std::array::from_fn(|_| None);
+        let mut at = 0;
+        for ((part, wanted), gradient) in parts.iter().zip(wanted).zip(&mut gradients) {
+            if wanted {
+                *gradient = Some(dy.row_range(at..at + part.rows())?);
+            }
+            at += part.rows();
+        }
+        Ok(gradients)
+    }
+}
+
+impl Tape {
+    /// `act(x)`
+    ///
+    /// # Errors
+    /// None at present; every tape method returns a result.
+    pub fn activation(&mut self, x: &Var, act: Activation) -> Result<Var> {
+        self.apply(Elementwise(act), [x])
+    }
+
+    /// `a + b`
+    ///
+    /// # Errors
+    /// Different shapes.
+    pub fn add(&mut self, a: &Var, b: &Var) -> Result<Var> {
+        self.apply(Sum, [a, b])
+    }
+
+    /// The same numbers in rows of another width.
+    ///
+    /// # Errors
+    /// Another number of elements.
+    pub fn reshape(&mut self, x: &Var, rows: usize, cols: usize) -> Result<Var> {
+        self.apply(Reshape(rows, cols), [x])
+    }
+
+    /// The rows `index`, which are distinct, in that order.
+    ///
+    /// # Errors
+    /// A row that is not there.
+    pub fn select(&mut self, x: &Var, index: &Arc<Index>) -> Result<Var> {
+        self.apply(Select(Arc::clone(index)), [x])
+    }
+
+    /// The reverse of [`Self::select`]: `rows` rows, zeros in those that `index` does not name.
+    ///
+    /// # Errors
+    /// Another number of rows than `index` has, a row beyond `rows`.
+    pub fn spread(&mut self, x: &Var, index: &Arc<Index>, rows: usize) -> Result<Var> {
+        self.apply(Spread(Arc::clone(index), rows), [x])
+    }
+
+    /// Arrays of one width, one below the other.
+    ///
+    /// # Errors
+    /// Different widths.
+    pub fn concat<const N: usize>(&mut self, parts: [&Var; N]) -> Result<Var> {
+        self.apply(Concat, parts)
     }
 }

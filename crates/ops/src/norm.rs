@@ -1,13 +1,11 @@
 //! RMS and layer normalisation over the last axis.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use omnigrpo_kernels::buffer;
-use omnigrpo_kernels::norm as kernel;
+use std::sync::Arc;
 
 use crate::Param;
-use crate::slices::{f32_of, rows_from_vec, with_f32};
+use crate::error::{Error, Result};
+use crate::rows::Rows;
+use crate::tape::{Op, Tape, Var};
 
 /// A normalisation layer.
 #[derive(Clone, Debug)]
@@ -30,126 +28,76 @@ pub enum Norm {
     },
 }
 
-/// `[t, h] → [t, h]`. Gradient: input, weight, bias.
-///
-/// # Errors
-/// A width that differs from the weight's.
-pub fn norm(x_th: &Tensor, norm: &Norm) -> Result<Tensor> {
-    x_th.apply_op1(NormOp { norm: norm.clone(), stats: Mutex::new(Vec::new()) })
-}
-
 impl Norm {
-    fn weight(&self) -> &Param {
+    pub(crate) fn weight(&self) -> &Param {
         match self {
             Self::Rms { weight, .. } | Self::Layer { weight, .. } => weight,
         }
     }
 
-    /// `[rows, h] → [rows, h]` over plain slices, and what the backward pass needs of it: `rstd` per row, for layer norm
-    /// with the means in front.
-    ///
-    /// # Errors
-    /// A length that is not whole rows of the weight's.
-    pub fn forward(&self, x: &[f32], rows: usize) -> Result<(Vec<f32>, Vec<f32>)> {
-        let dim = self.weight().len();
-        if x.len() != rows * dim {
-            bail!("norm {}: {} elements for {rows} rows of {dim}", self.weight().name(), x.len());
-        }
-        Ok(match self {
-            Self::Rms { weight, eps } => {
-                let mut rstd = vec![0.0; rows];
-                let y = weight.with_f32(|w| kernel::rms_forward(&mut rstd, x, w, rows, dim, *eps))?;
-                (y, rstd)
-            }
-            Self::Layer { weight, bias, eps } => {
-                let mut stats = vec![0.0; 2 * rows];
-                let (mean, rstd) = stats.split_at_mut(rows);
-                let y = weight.with_f32(|w| {
-                    bias.with_f32(|b| kernel::layer_forward(mean, rstd, x, w, b, rows, dim, *eps))
-                })??;
-                (y, stats)
-            }
-        })
+    /// Width of the rows it takes.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        self.weight().len()
     }
 
-    /// Adds the gradient of the input to `dx [rows, h]`, and those of weight and bias to their buffers. `x` and `stats`
+    /// `[t, h] → [t, h]`, and what the backward pass needs of it: `[1, t]` reciprocal deviations, for layer norm `[2, t]` with the
+    /// means in front.
+    ///
+    /// # Errors
+    /// A width that differs from the weight's.
+    pub fn forward(&self, x: &Rows) -> Result<(Rows, Rows)> {
+        self.check(x)?;
+        Ok(x.backend().norm(x, self))
+    }
+
+    /// Adds the gradient of the input to `dx [t, h]`, and those of weight and bias to their buffers. `x` and `stats`
     /// are those of [`Self::forward`].
     ///
     /// # Errors
-    /// A device without kernels.
-    pub fn backward(&self, dx: &mut [f32], x: &[f32], stats: &[f32], dy: &[f32], rows: usize) -> Result<()> {
-        let dim = self.weight().len();
-        if [x.len(), dy.len(), dx.len()] != [rows * dim; 3] {
-            let weight = self.weight().name();
-            bail!(
-                "norm {weight}: {}, {} and {} elements for {rows} rows of {dim}",
-                x.len(),
-                dy.len(),
-                dx.len()
-            );
+    /// Shapes that differ.
+    pub fn backward(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows) -> Result<()> {
+        self.check(x)?;
+        for operand in [&*dx, stats, dy] {
+            x.device().check("norm backward", operand)?;
         }
-        match self {
-            Self::Rms { weight, .. } => weight.with_f32(|w| {
-                let mut run = |dw: Option<&mut [f32]>| {
-                    kernel::rms_backward(dx, dw, dy, x, w, stats, rows, dim);
-                };
-                if weight.trainable() { weight.accumulate(|dw| run(Some(dw))) } else { run(None) }
-            })?,
-            Self::Layer { weight, bias, .. } => weight.with_f32(|w| {
-                let (mean, rstd) = stats.split_at(rows);
-                let mut dw = weight.trainable().then(|| vec![0.0; dim]);
-                let mut db = bias.trainable().then(|| vec![0.0; dim]);
-                kernel::layer_backward(
-                    dx,
-                    dw.as_deref_mut(),
-                    db.as_deref_mut(),
-                    dy,
-                    x,
-                    w,
-                    mean,
-                    rstd,
-                    rows,
-                    dim,
-                );
-                for (param, grad) in [(weight, dw), (bias, db)] {
-                    if let Some(grad) = grad {
-                        param.accumulate(|sum| sum.iter_mut().zip(grad).for_each(|(s, g)| *s += g));
-                    }
-                }
-            })?,
+        if dx.dims() != x.dims() || dy.dims() != x.dims() {
+            let what = format!("input {:?}, gradients {:?} and {:?}", x.dims(), dx.dims(), dy.dims());
+            return Err(Error::shape(format!("norm {}", self.weight().name()), what));
+        }
+        x.backend().norm_back(dx, x, stats, dy, self);
+        Ok(())
+    }
+
+    fn check(&self, x: &Rows) -> Result<()> {
+        if x.cols() != self.width() {
+            let what = format!("input is {}×{}, weight has {}", x.rows(), x.cols(), self.width());
+            return Err(Error::shape(format!("norm {}", self.weight().name()), what));
         }
         Ok(())
     }
 }
 
-struct NormOp {
-    norm: Norm,
-    /// Of [`Norm::forward`], kept for the backward pass.
-    stats: Mutex<Vec<f32>>,
+impl Op for Norm {
+    type Kept = Rows;
+
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, Rows)> {
+        self.forward(x)
+    }
+
+    fn backward(&self, [x]: [&Rows; 1], stats: Rows, dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
+        let mut dx = Rows::zeros(x.device(), x.rows(), x.cols());
+        self.backward(&mut dx, x, &stats, &dy)?;
+        Ok([Some(dx)])
+    }
 }
 
-impl CustomOp1 for NormOp {
-    fn name(&self) -> &'static str {
-        "norm"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, dim) = layout.shape().dims2()?;
-        if self.norm.weight().len() != dim {
-            let weight = self.norm.weight();
-            bail!("norm {}: input is {rows}×{dim}, weight has {}", weight.name(), weight.len());
-        }
-        let (y, stats) = self.norm.forward(f32_of("norm", storage, layout)?, rows)?;
-        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
-    }
-
-    fn bwd(&self, x_th: &Tensor, _y: &Tensor, dy_th: &Tensor) -> Result<Option<Tensor>> {
-        let (rows, dim) = x_th.dims2()?;
-        let stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
-        let dy_th = dy_th.contiguous()?;
-        let mut dx = buffer::zeros(rows * dim);
-        with_f32(x_th, |x| with_f32(&dy_th, |dy| self.norm.backward(&mut dx, x, &stats, dy, rows)))???;
-        Ok(Some(rows_from_vec(dx, rows, dim)?))
+impl Tape {
+    /// `[t, h] → [t, h]`.
+    ///
+    /// # Errors
+    /// A width that differs from the weight's.
+    pub fn norm(&mut self, x: &Var, norm: &Norm) -> Result<Var> {
+        self.apply(norm.clone(), [x])
     }
 }

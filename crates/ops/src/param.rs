@@ -1,16 +1,17 @@
 //! Weights and their gradients.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
 use omnigrpo_kernels::Weight;
-use omnigrpo_kernels::buffer;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 
 use crate::adapter::Adapter;
-use crate::slices::f32_of;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::rows::Rows;
 
 /// Which part of a model a weight belongs to. Learning rates and freezing go by part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -44,9 +45,6 @@ impl Part {
     }
 }
 
-/// A gradient: f32 whatever the weight's dtype, absent until something reaches the weight.
-pub type GradBuffer = Option<Vec<f32>>;
-
 /// How a weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamDtype {
@@ -58,12 +56,74 @@ pub enum ParamDtype {
     Quantised(QuantBits),
 }
 
+/// The numbers of a weight.
+#[derive(Clone, Debug)]
+pub enum Values {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// bfloat16.
+    Bf16(Vec<bf16>),
+}
+
+impl Values {
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(data) => data.len(),
+            Self::Bf16(data) => data.len(),
+        }
+    }
+
+    /// Whether there are no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Some elements.
+    ///
+    /// # Panics
+    /// A range beyond the end.
+    #[must_use]
+    pub fn slice(&self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Self::F32(data) => Self::F32(data[range].to_vec()),
+            Self::Bf16(data) => Self::Bf16(data[range].to_vec()),
+        }
+    }
+
+    /// One after the other. Of different dtypes everything becomes f32.
+    #[must_use]
+    pub fn concat(parts: Vec<Self>) -> Self {
+        if parts.iter().all(|part| matches!(part, Self::Bf16(_))) {
+            let data = parts.into_iter().filter_map(|part| match part {
+                Self::Bf16(data) => Some(data),
+                Self::F32(_) => None,
+            });
+            return Self::Bf16(data.flatten().collect());
+        }
+        let wide = |part| match part {
+            Self::F32(data) => data,
+            Self::Bf16(data) => data.into_iter().map(bf16::to_f32).collect(),
+        };
+        Self::F32(parts.into_iter().flat_map(wide).collect())
+    }
+
+    /// Rounded to bfloat16, to nearest even.
+    #[must_use]
+    pub fn into_bf16(self) -> Self {
+        match self {
+            Self::F32(data) => Self::Bf16(data.into_iter().map(bf16::from_f32).collect()),
+            bf16 => bf16,
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Data {
-    Dense(Tensor),
+    Dense(Arc<RwLock<Values>>),
     Quantised(Arc<QuantMatrix>),
-    /// Only what it would be.
-    Outline(ParamDtype),
 }
 
 /// One weight of a model: its published name, its data and its gradient. A linear layer's weight may carry an
@@ -73,36 +133,77 @@ pub struct Param {
     name: String,
     part: Part,
     data: Data,
+    dtype: ParamDtype,
     shape: Vec<usize>,
     trainable: AtomicBool,
-    grad: Mutex<GradBuffer>,
+    /// f32 on the CPU whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
+    grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
     adapter: OnceLock<Arc<Adapter>>,
+}
+
+/// Read access to the data of a weight.
+pub struct WeightGuard<'a>(Reading<'a>);
+
+enum Reading<'a> {
+    Dense(RwLockReadGuard<'a, Values>),
+    Quantised(&'a QuantMatrix),
+}
+
+impl WeightGuard<'_> {
+    /// The data as a kernel reads it.
+    #[must_use]
+    pub fn weight(&self) -> Weight<'_> {
+        match &self.0 {
+            Reading::Dense(values) => match &**values {
+                Values::F32(data) => Weight::F32(data),
+                Values::Bf16(data) => Weight::Bf16(data),
+            },
+            Reading::Quantised(matrix) => Weight::Quantised(matrix.rows()),
+        }
+    }
+
+    /// The data as f32. Meant for vectors (norms, biases): other storage is widened into a copy.
+    #[must_use]
+    pub fn f32(&self) -> Cow<'_, [f32]> {
+        match self.weight() {
+            Weight::F32(data) => data.into(),
+            Weight::Bf16(data) => data.iter().map(|x| x.to_f32()).collect(),
+            Weight::Quantised(data) => {
+                let mut wide = vec![0.0; data.len()];
+                data.widen(&mut wide);
+                wide.into()
+            }
+        }
+    }
 }
 
 impl Param {
     /// A weight named as in the published checkpoint. It starts frozen.
     ///
     /// # Errors
-    /// A dtype other than f32 and bf16.
-    pub fn new(name: impl Into<String>, part: Part, value: Tensor) -> Result<Self> {
+    /// Another number of values than the shape has.
+    pub fn new(name: impl Into<String>, part: Part, shape: &[usize], values: Values) -> Result<Self> {
         let name = name.into();
-        if !matches!(value.dtype(), DType::F32 | DType::BF16) {
-            bail!("weight {name}: expected f32 or bf16, got {:?}", value.dtype());
+        if values.len() != shape.iter().product::<usize>() {
+            return Err(Error::Weight {
+                name,
+                what: format!("{} values for the shape {shape:?}", values.len()),
+            });
         }
-        let value = value.contiguous()?;
-        let shape = value.dims().to_vec();
-        Ok(Self::over(name, part, Data::Dense(value), shape))
+        let dtype = match values {
+            Values::F32(_) => ParamDtype::F32,
+            Values::Bf16(_) => ParamDtype::Bf16,
+        };
+        Ok(Self::over(name, part, Data::Dense(Arc::new(RwLock::new(values))), dtype, shape.to_vec()))
     }
 
-    /// Stands in for a weight that could not be read, without memory: it has the shape and no values, so that the rest
-    /// of a model can be checked before the error. Nothing may be computed with it.
-    ///
-    /// # Errors
-    /// A device without memory.
-    pub fn stand_in(name: impl Into<String>, part: Part, shape: &[usize]) -> Result<Self> {
-        let nothing = Tensor::zeros(0, DType::F32, &Device::Cpu)?;
-        Ok(Self::over(name.into(), part, Data::Dense(nothing), shape.to_vec()))
+    /// A weight without its data, of which nothing takes memory: to know how large a model is, or to check the rest of one
+    /// after a weight that could not be read. Nothing may be computed with it.
+    #[must_use]
+    pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
+        let nothing = Data::Dense(Arc::new(RwLock::new(Values::F32(Vec::new()))));
+        Self::over(name.into(), part, nothing, dtype, shape.to_vec())
     }
 
     /// A quantised weight. It can never be trained.
@@ -117,22 +218,19 @@ impl Param {
     ) -> Result<Self> {
         let name = name.into();
         if shape.len() != 2 || shape.iter().product::<usize>() != value.rows().len() {
-            bail!("weight {name}: {} quantised values, expected shape {shape:?}", value.rows().len());
+            let what = format!("{} quantised values for the shape {shape:?}", value.rows().len());
+            return Err(Error::Weight { name, what });
         }
-        Ok(Self::over(name, part, Data::Quantised(Arc::new(value)), shape.to_vec()))
+        let dtype = ParamDtype::Quantised(value.bits());
+        Ok(Self::over(name, part, Data::Quantised(Arc::new(value)), dtype, shape.to_vec()))
     }
 
-    /// A weight without its data, to know how large a model is before it is loaded. Nothing can be computed with it.
-    #[must_use]
-    pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
-        Self::over(name.into(), part, Data::Outline(dtype), shape.to_vec())
-    }
-
-    fn over(name: String, part: Part, data: Data, shape: Vec<usize>) -> Self {
+    fn over(name: String, part: Part, data: Data, dtype: ParamDtype, shape: Vec<usize>) -> Self {
         Self {
             name,
             part,
             data,
+            dtype,
             shape,
             trainable: AtomicBool::new(false),
             grad: Mutex::new(None),
@@ -162,23 +260,17 @@ impl Param {
     /// How it is stored.
     #[must_use]
     pub fn dtype(&self) -> ParamDtype {
-        match &self.data {
-            Data::Dense(value) if value.dtype() == DType::F32 => ParamDtype::F32,
-            Data::Dense(_) => ParamDtype::Bf16,
-            Data::Quantised(value) => ParamDtype::Quantised(value.bits()),
-            Data::Outline(dtype) => *dtype,
-        }
+        self.dtype
     }
 
-    /// Memory of the data, bytes.
+    /// Memory of the data, bytes; of an outline, what it would be.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        match &self.data {
-            Data::Dense(value) => value.elem_count() * value.dtype().size_in_bytes(),
-            Data::Quantised(value) => value.num_bytes(),
-            Data::Outline(ParamDtype::F32) => 4 * self.len(),
-            Data::Outline(ParamDtype::Bf16) => 2 * self.len(),
-            Data::Outline(ParamDtype::Quantised(bits)) => {
+        match (&self.data, self.dtype) {
+            (Data::Quantised(value), _) => value.num_bytes(),
+            (_, ParamDtype::F32) => 4 * self.len(),
+            (_, ParamDtype::Bf16) => 2 * self.len(),
+            (_, ParamDtype::Quantised(bits)) => {
                 let k = self.shape.last().copied().unwrap_or(1).max(1);
                 self.len() / k * bits.row_bytes(k)
             }
@@ -209,20 +301,34 @@ impl Param {
     }
 
     /// A frozen copy with storage of its own and without an adapter: one weight of a reference model.
-    ///
-    /// # Errors
-    /// Out of memory on the device.
-    pub fn frozen_copy(&self) -> Result<Self> {
-        match &self.data {
-            Data::Dense(value) => Self::new(self.name.clone(), self.part, value.copy()?),
-            Data::Quantised(_) | Data::Outline(_) => Ok(self.bare()),
+    #[must_use]
+    pub fn frozen_copy(&self) -> Self {
+        let mut copy = self.bare();
+        if let Data::Dense(values) = &self.data {
+            let values = values.read().unwrap_or_else(PoisonError::into_inner).clone();
+            copy.data = Data::Dense(Arc::new(RwLock::new(values)));
         }
+        copy
     }
 
     /// A frozen handle on the same storage, without an adapter.
     #[must_use]
     pub fn bare(&self) -> Self {
-        Self::over(self.name.clone(), self.part, self.data.clone(), self.shape.clone())
+        Self::over(self.name.clone(), self.part, self.data.clone(), self.dtype, self.shape.clone())
+    }
+
+    /// A frozen handle on the same storage under another name, without an adapter.
+    #[must_use]
+    pub fn named(&self, name: impl Into<String>) -> Self {
+        Self { name: name.into(), ..self.bare() }
+    }
+
+    /// A copy of the numbers.
+    ///
+    /// # Errors
+    /// A quantised weight.
+    pub fn values(&self) -> Result<Values> {
+        self.write(|values| values.clone())
     }
 
     /// Whether this is the weight of a linear layer `[n, k]`, and so can carry an adapter.
@@ -247,93 +353,54 @@ impl Param {
     /// A weight that is no linear layer's, is trained itself, has an adapter, or has another shape than the adapter's.
     pub fn attach(&self, adapter: Arc<Adapter>) -> Result<()> {
         let (n, k) = adapter.shape();
+        let refuse = |what: String| Err(Error::Weight { name: self.name.clone(), what });
         if !self.is_linear() || self.shape != [n, k] {
-            bail!(
-                "adapter {n}×{k} on {} {:?}: expected the weight of a linear layer of that size",
-                self.name,
+            return refuse(format!(
+                "an adapter {n}×{k} on {:?}; expected the weight of a linear layer of that size",
                 self.shape
-            );
+            ));
         }
         if self.trainable() {
-            bail!("adapter on {}: the weight itself is trained; train one of the two", self.name);
+            return refuse("an adapter on a weight that is trained itself; train one of the two".into());
         }
         if self.adapter.set(adapter).is_err() {
-            bail!("adapter on {}: it has one already", self.name);
+            return refuse("a second adapter".into());
         }
         Ok(())
     }
 
-    /// Runs `f` on the data as a kernel weight.
-    ///
-    /// # Errors
-    /// A device without kernels.
-    pub fn with_weight<R>(&self, f: impl FnOnce(Weight) -> R) -> Result<R> {
-        let value = match &self.data {
-            Data::Dense(value) => value,
-            Data::Quantised(value) => return Ok(f(Weight::Quantised(value.rows()))),
-            Data::Outline(_) => bail!("weight {}: only its outline is here, nothing was loaded", self.name),
-        };
-        let (storage, layout) = value.storage_and_layout();
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            bail!("weight {}: not contiguous", self.name)
-        };
-        match &*storage {
-            Storage::Cpu(CpuStorage::F32(data)) => Ok(f(Weight::F32(&data[start..end]))),
-            Storage::Cpu(CpuStorage::BF16(data)) => Ok(f(Weight::Bf16(&data[start..end]))),
-            _ => bail!("weight {}: no kernel for {:?} on this device", self.name, value.dtype()),
-        }
-    }
-
-    /// Runs `f` on the data as f32. Meant for vectors (norms, biases): other storage is widened into a copy.
-    ///
-    /// # Errors
-    /// A device without kernels.
-    pub fn with_f32<R>(&self, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
-        self.with_weight(|weight| match weight {
-            Weight::F32(data) => f(data),
-            Weight::Bf16(data) => f(&data.iter().map(|x| x.to_f32()).collect::<Vec<_>>()),
-            Weight::Quantised(data) => {
-                let mut wide = vec![0.0; data.len()];
-                data.widen(&mut wide);
-                f(&wide)
-            }
+    /// Read access to the data.
+    pub fn read(&self) -> WeightGuard<'_> {
+        WeightGuard(match &self.data {
+            Data::Dense(values) => Reading::Dense(values.read().unwrap_or_else(PoisonError::into_inner)),
+            Data::Quantised(matrix) => Reading::Quantised(matrix),
         })
     }
 
-    /// The weight itself. The handle shares storage: an optimizer step is seen through it.
-    ///
-    /// # Errors
-    /// A quantised weight.
-    pub fn dense(&self) -> Result<&Tensor> {
-        match &self.data {
-            Data::Dense(value) => Ok(value),
-            Data::Quantised(_) => bail!("weight {}: quantised weights cannot be written", self.name),
-            Data::Outline(_) => bail!("weight {}: only its outline is here, nothing was loaded", self.name),
-        }
-    }
-
-    /// Runs `f` on the gradient buffer, which is created as zeros at first use. Does nothing for a frozen weight.
-    pub fn accumulate(&self, f: impl FnOnce(&mut [f32])) {
-        if let Some(mut gradient) = self.gradient() {
-            f(gradient.as_mut_slice());
-        }
-    }
-
-    /// The gradient buffer for adding to, created as zeros at first use; `None` for a frozen weight. While the guard
-    /// lives, nothing else can reach the gradient.
-    #[must_use]
-    pub fn gradient(&self) -> Option<GradGuard<'_>> {
+    /// The gradient buffer on `device`, locked; created as zeros at first use. `None` for a frozen weight.
+    pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-            grad.get_or_insert_with(|| buffer::zeros(self.len()));
+            grad.get_or_insert_with(|| Rows::zeros(device, 1, self.len()));
             GradGuard(grad)
         })
     }
 
-    /// Runs `f` on the gradient, if anything has reached this weight since [`Self::clear_grad`].
-    pub fn with_grad<R>(&self, f: impl FnOnce(Option<&mut [f32]>) -> R) -> R {
+    /// Marks the weight as reached: a gradient of zeros, where it has none. Does nothing for a frozen weight.
+    pub fn reach(&self, device: Device) {
+        drop(self.gradient(device));
+    }
+
+    /// Runs `f` on the gradient `[1, len]`, if anything has reached this weight since [`Self::clear_grad`].
+    pub fn with_grad<R>(&self, f: impl FnOnce(Option<&mut Rows>) -> R) -> R {
         let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-        f(grad.as_deref_mut())
+        f(grad.as_mut())
+    }
+
+    /// A copy of the gradient, if anything has reached this weight since [`Self::clear_grad`].
+    #[must_use]
+    pub fn grad(&self) -> Option<Vec<f32>> {
+        self.with_grad(|grad| grad.map(|grad| grad.to_vec()))
     }
 
     /// Forgets the gradient and gives its memory back.
@@ -344,72 +411,68 @@ impl Param {
     /// Overwrites the data in place from f32 (rounded to nearest even for bf16), for the optimizer and for loading.
     ///
     /// # Errors
-    /// A length that differs, a quantised weight, or a device without in-place kernels.
+    /// A length that differs, a quantised weight.
     pub fn store(&self, data: &[f32]) -> Result<()> {
         if data.len() != self.len() {
-            bail!("weight {}: storing {} values into {}", self.name, data.len(), self.len());
+            let what = format!("storing {} values into {}", data.len(), self.len());
+            return Err(Error::Weight { name: self.name.clone(), what });
         }
-        self.dense()?.inplace_op1(&Overwrite(data))
+        self.write(|values| match values {
+            Values::F32(to) => to.copy_from_slice(data),
+            Values::Bf16(to) => {
+                for (to, &from) in to.iter_mut().zip(data) {
+                    *to = bf16::from_f32(from);
+                }
+            }
+        })
     }
 
-    /// Runs `f` on the f32 data in place.
+    /// Runs `f` on the data as f32 and stores what it leaves.
     ///
     /// # Errors
-    /// A weight that is not f32 on the CPU.
-    pub fn update_f32(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
-        self.dense()?.inplace_op1(&UpdateF32(Mutex::new(Some(f))))
+    /// A quantised weight.
+    pub fn update(&self, f: impl FnOnce(&mut [f32])) -> Result<()> {
+        let mut data = self.read().f32().into_owned();
+        f(&mut data);
+        self.store(&data)
+    }
+
+    /// Runs `f` on the data in place.
+    ///
+    /// # Errors
+    /// A quantised weight.
+    pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
+        match &self.data {
+            Data::Dense(values) => Ok(f(&mut values.write().unwrap_or_else(PoisonError::into_inner))),
+            Data::Quantised(_) => Err(Error::Weight {
+                name: self.name.clone(),
+                what: "a quantised weight cannot be written".into(),
+            }),
+        }
+    }
+
+    /// Whether both are handles on the same storage.
+    #[must_use]
+    pub fn shares_storage(&self, other: &Self) -> bool {
+        match (&self.data, &other.data) {
+            (Data::Dense(a), Data::Dense(b)) => Arc::ptr_eq(a, b),
+            (Data::Quantised(a), Data::Quantised(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
     }
 }
 
 /// Exclusive access to a gradient buffer; see [`Param::gradient`].
-#[derive(Debug)]
-pub struct GradGuard<'a>(MutexGuard<'a, GradBuffer>);
+pub(crate) struct GradGuard<'a>(MutexGuard<'a, Option<Rows>>);
 
 impl GradGuard<'_> {
-    /// The gradient.
-    pub fn as_mut_slice(&mut self) -> &mut [f32] {
-        self.0.as_deref_mut().unwrap_or_default()
-    }
-}
-
-struct Overwrite<'a>(&'a [f32]);
-
-impl InplaceOp1 for Overwrite<'_> {
-    fn name(&self) -> &'static str {
-        "overwrite"
+    /// The gradient, where it lives as f32 on the CPU.
+    pub(crate) fn cpu(&mut self) -> &mut [f32] {
+        self.0.as_mut().map(Rows::cpu_mut).unwrap_or_default()
     }
 
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let start = layout.start_offset();
-        match storage {
-            CpuStorage::F32(data) => data[start..start + self.0.len()].copy_from_slice(self.0),
-            CpuStorage::BF16(data) => {
-                for (to, &from) in data[start..].iter_mut().zip(self.0) {
-                    *to = bf16::from_f32(from);
-                }
-            }
-            _ => bail!("overwrite: expected f32 or bf16"),
-        }
-        Ok(())
-    }
-}
-
-/// candle hands in-place ops `&self`, so the closure sits in a cell that is emptied by its one use.
-struct UpdateF32<F>(Mutex<Option<F>>);
-
-impl<F: FnOnce(&mut [f32])> InplaceOp1 for UpdateF32<F> {
-    fn name(&self) -> &'static str {
-        "update_f32"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let len = f32_of("update_f32", storage, layout)?.len();
-        let (CpuStorage::F32(data), Some(f)) =
-            (storage, self.0.lock().unwrap_or_else(PoisonError::into_inner).take())
-        else {
-            bail!("update_f32: called twice")
-        };
-        f(&mut data[layout.start_offset()..layout.start_offset() + len]);
-        Ok(())
+    /// The gradient of the f64 twin.
+    pub(crate) fn twin(&mut self) -> &mut [f64] {
+        self.0.as_mut().map(Rows::twin_mut).unwrap_or_default()
     }
 }

@@ -3,10 +3,9 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, Var};
 use omnigrpo_ops::{
-    Adapter, Dropout, Linear, MatmulMode, PackedLinear, Param, Part, QuantBits, QuantMatrix, RopeTable,
-    Segments, rows_from_vec, to_vec,
+    Adapter, Dropout, Error, Linear, Order, PackedLinear, Param, Part, Pass, QuantBits, QuantMatrix, Rows,
+    Tape, Values,
 };
 
 const RANK: usize = 3;
@@ -25,8 +24,8 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
 }
 
 fn param(name: &str, shape: &[usize], seed: u32) -> Arc<Param> {
-    let value = Tensor::from_vec(noise(shape.iter().product(), seed), shape, &Device::Cpu).unwrap();
-    Arc::new(Param::new(name, Part::Llm, value).unwrap())
+    let values = Values::F32(noise(shape.iter().product(), seed));
+    Arc::new(Param::new(name, Part::Llm, shape, values).unwrap())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,19 +40,18 @@ const BASES: [Base; 4] =
 
 struct Layers {
     layers: Vec<Linear>,
-    dropout: Arc<Dropout>,
+    dropout: Option<Dropout>,
 }
 
 /// A query, key and value layer of 8, 4 and 4 outputs; the first and last carry adapters.
 fn layers(base: Base, rate: f32, adapted: bool) -> Layers {
-    let dropout = Arc::new(Dropout::default());
     let layers = [("q", 8, true), ("k", 4, false), ("v", 4, true)].map(|(name, n, with)| {
         let seed = n as u32 + u32::from(name.as_bytes()[0]);
         let dense = noise(n * K, seed);
-        let tensor = Tensor::from_vec(dense.clone(), (n, K), &Device::Cpu).unwrap();
+        let values = Values::F32(dense.clone());
         let weight = match base {
-            Base::F32 => Param::new(name, Part::Llm, tensor).unwrap(),
-            Base::Bf16 => Param::new(name, Part::Llm, tensor.to_dtype(DType::BF16).unwrap()).unwrap(),
+            Base::F32 => Param::new(name, Part::Llm, &[n, K], values).unwrap(),
+            Base::Bf16 => Param::new(name, Part::Llm, &[n, K], values.into_bf16()).unwrap(),
             Base::Quantised(bits) => {
                 let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&dense[i * K..(i + 1) * K]);
                 let matrix = QuantMatrix::from_rows(bits, n, K, row).unwrap();
@@ -66,46 +64,47 @@ fn layers(base: Base, rate: f32, adapted: bool) -> Layers {
                 (param(&format!("{name}.a"), &[RANK, K], seed + 2), param("b", &[n, RANK], seed + 3));
             a.set_trainable(true);
             b.set_trainable(true);
-            let adapter = Adapter::new(a, b, 0.7, rate, Arc::clone(&dropout)).unwrap();
+            let adapter = Adapter::new(a, b, 0.7, rate).unwrap();
             layer.weight().attach(Arc::new(adapter)).unwrap();
         }
         layer
     });
-    Layers { layers: layers.into(), dropout }
+    Layers { layers: layers.into(), dropout: None }
 }
 
-fn table() -> Arc<RopeTable> {
-    Arc::new(RopeTable::from_angles(ROWS, 2, |row, angles| angles.copy_from_slice(&[row as f32, 0.3])))
+fn packed(l: &Layers, order: Order) -> PackedLinear {
+    let pass = Pass { order, dropout: l.dropout.clone(), ..Pass::default() };
+    PackedLinear::new(&l.layers.iter().collect::<Vec<_>>(), &pass)
 }
 
-/// With and without a rotation behind the layers.
-#[derive(Clone, Copy, Debug)]
-enum Op {
-    Packed,
-    Rope,
+fn run(x: &Rows, l: &Layers, order: Order) -> Result<Vec<f32>, Error> {
+    Ok(packed(l, order).forward(x)?.into_vec())
 }
 
-fn run(op: Op, x: &Tensor, l: &Layers, mode: MatmulMode) -> candle_core::Result<Tensor> {
-    let layers: Vec<&Linear> = l.layers.iter().collect();
-    let packed = PackedLinear::new(&layers, mode);
-    x.apply_op1(match op {
-        Op::Packed => packed,
-        Op::Rope => packed.rotated(&table(), 3),
-    })
+fn input() -> Rows {
+    Rows::from_vec(noise(ROWS * K, 1), ROWS, K).unwrap()
 }
 
-fn input() -> Tensor {
-    rows_from_vec(noise(ROWS * K, 1), ROWS, K).unwrap()
+/// Output, and the gradient of the input for the coefficients of [`loss`].
+fn tape(l: &Layers, recompute: bool) -> (Vec<f32>, Vec<f32>) {
+    let mut tape = Tape::recording(recompute);
+    let x = tape.input(input());
+    let packed = packed(l, Order::Blocked);
+    let y = tape.segment([&x], move |tape, [x]| tape.apply(packed.clone(), [x])).unwrap();
+    let (rows, cols) = y.rows().dims();
+    let dy = Rows::from_vec(noise(rows * cols, 50), rows, cols).unwrap();
+    let dx = tape.backward(&y, dy).unwrap().take(&x).unwrap();
+    (y.into_rows().into_vec(), dx.into_vec())
 }
 
 /// Σ c·y in f64.
-fn loss(op: Op, x: &Tensor, l: &Layers) -> f64 {
-    let y = to_vec(&run(op, x, l, MatmulMode::Gemm).unwrap()).unwrap();
+fn loss(x: &Rows, l: &Layers) -> f64 {
+    let y = run(x, l, Order::Blocked).unwrap();
     y.iter().zip(noise(y.len(), 50)).map(|(y, c)| f64::from(*y) * f64::from(c)).sum()
 }
 
 fn change(p: &Param, at: usize, by: f32) {
-    p.update_f32(|data| data[at] += by).unwrap();
+    p.update(|data| data[at] += by).unwrap();
 }
 
 /// The loss is linear in x, in A and in B, so central differences with a step of 1 are exact up to rounding: values of
@@ -113,46 +112,39 @@ fn change(p: &Param, at: usize, by: f32) {
 #[test]
 fn gradients_equal_central_differences() {
     for base in BASES {
-        for op in [Op::Packed, Op::Rope] {
-            for rate in [0.0, 0.4] {
-                let l = layers(base, rate, true);
-                if rate > 0.0 {
-                    l.dropout.enter(9, Some([3u64, 1, 4, 1, 5].into()));
-                }
-                let x = Var::from_tensor(&input()).unwrap();
-                let mut tape = Segments::new(false);
-                let y = tape.push(&input(), |x| run(op, x, &l, MatmulMode::Gemm)).unwrap();
-                let width = y.dim(1).unwrap();
-                let dy = rows_from_vec(noise(ROWS * width, 50), ROWS, width).unwrap();
-                let dx = to_vec(&tape.backward(dy).unwrap()).unwrap();
-                // Products of a bf16 weight on tiles round the other factor, here inputs and gradients of about 1.
-                let rounded = matches!(base, Base::Bf16) && omnigrpo_kernels::has_tiles();
-                let near = |got: f32, want: f64, what: &str| {
-                    let error = (f64::from(got) - want).abs();
-                    let bound = if rounded && what == "dx" { 2e-2 } else { 1e-4 };
-                    assert!(error <= bound, "{base:?} {op:?} {rate} {what}: {got} for {want}");
+        for rate in [0.0, 0.4] {
+            let mut l = layers(base, rate, true);
+            if rate > 0.0 {
+                l.dropout = Some(Dropout::new(9, Some([3u64, 1, 4, 1, 5].into())));
+            }
+            let (_, dx) = tape(&l, false);
+            // Products of a bf16 weight on tiles round the other factor, here inputs and gradients of about 1.
+            let rounded = matches!(base, Base::Bf16) && omnigrpo_kernels::has_tiles();
+            let near = |got: f32, want: f64, what: &str| {
+                let error = (f64::from(got) - want).abs();
+                let bound = if rounded && what == "dx" { 2e-2 } else { 1e-4 };
+                assert!(error <= bound, "{base:?} {rate} {what}: {got} for {want}");
+            };
+            for at in (0..ROWS * K).step_by(7) {
+                let moved = |by: f32| {
+                    let mut data = input().into_vec();
+                    data[at] += by;
+                    loss(&Rows::from_vec(data, ROWS, K).unwrap(), &l)
                 };
-                for at in (0..ROWS * K).step_by(7) {
-                    let mut data = to_vec(&x).unwrap();
-                    data[at] += 1.0;
-                    let up = loss(op, &rows_from_vec(data.clone(), ROWS, K).unwrap(), &l);
-                    data[at] -= 2.0;
-                    let down = loss(op, &rows_from_vec(data, ROWS, K).unwrap(), &l);
-                    near(dx[at], (up - down) / 2.0, "dx");
-                }
-                for layer in &l.layers {
-                    assert!(layer.weight().with_grad(|g| g.is_none()), "a frozen weight has no gradient");
-                    let Some(adapter) = layer.weight().adapter() else { continue };
-                    for p in [adapter.a(), adapter.b()] {
-                        let grad = p.with_grad(|g| g.unwrap().to_vec());
-                        for at in (0..p.len()).step_by(5) {
-                            change(p, at, 1.0);
-                            let up = loss(op, &input(), &l);
-                            change(p, at, -2.0);
-                            let down = loss(op, &input(), &l);
-                            change(p, at, 1.0);
-                            near(grad[at], (up - down) / 2.0, p.name());
-                        }
+                near(dx[at], (moved(1.0) - moved(-1.0)) / 2.0, "dx");
+            }
+            for layer in &l.layers {
+                assert!(layer.weight().grad().is_none(), "a frozen weight has no gradient");
+                let Some(adapter) = layer.weight().adapter() else { continue };
+                for p in [adapter.a(), adapter.b()] {
+                    let grad = p.grad().unwrap();
+                    for at in (0..p.len()).step_by(5) {
+                        change(p, at, 1.0);
+                        let up = loss(&input(), &l);
+                        change(p, at, -2.0);
+                        let down = loss(&input(), &l);
+                        change(p, at, 1.0);
+                        near(grad[at], (up - down) / 2.0, p.name());
                     }
                 }
             }
@@ -165,16 +157,15 @@ fn values_are_base_plus_the_scaled_product() {
     for base in BASES {
         let (with, without) = (layers(base, 0.0, true), layers(base, 0.0, false));
         let x = input();
-        let plain = to_vec(&run(Op::Packed, &x, &without, MatmulMode::Gemm).unwrap()).unwrap();
-        for mode in [MatmulMode::Gemm, MatmulMode::Rows] {
-            let y = to_vec(&run(Op::Packed, &x, &with, mode).unwrap()).unwrap();
-            let x = to_vec(&x).unwrap();
+        let plain = run(&x, &without, Order::Blocked).unwrap();
+        for order in [Order::Blocked, Order::PerRow] {
+            let y = run(&x, &with, order).unwrap();
+            let x = x.to_vec();
             let mut want = plain.iter().map(|&y| f64::from(y)).collect::<Vec<f64>>();
             let mut col = 0;
             for layer in &with.layers {
                 if let Some(adapter) = layer.weight().adapter() {
-                    let (a, b) =
-                        [adapter.a(), adapter.b()].map(|p| p.with_f32(<[f32]>::to_vec).unwrap()).into();
+                    let [a, b] = [adapter.a(), adapter.b()].map(|p| p.read().f32().into_owned());
                     for i in 0..ROWS {
                         for r in 0..RANK {
                             let u: f64 =
@@ -188,29 +179,19 @@ fn values_are_base_plus_the_scaled_product() {
                 col += layer.n();
             }
             for (y, want) in y.iter().zip(&want) {
-                assert!((f64::from(*y) - want).abs() <= 2e-5, "{base:?} {mode:?}: {y} for {want}");
+                assert!((f64::from(*y) - want).abs() <= 2e-5, "{base:?} {order:?}: {y} for {want}");
             }
         }
         // B = 0 leaves the bits of the base; so does a handle without the adapter.
-        let bare = Layers {
-            layers: with
-                .layers
-                .iter()
-                .map(|l| {
-                    Linear::new(Arc::new(l.weight().bare()), Some(Arc::clone(l.bias().unwrap()))).unwrap()
-                })
-                .collect(),
-            dropout: Arc::default(),
+        let handle = |l: &Linear| {
+            Linear::new(Arc::new(l.weight().bare()), Some(Arc::clone(l.bias().unwrap()))).unwrap()
         };
+        let bare = Layers { layers: with.layers.iter().map(handle).collect(), dropout: None };
         for adapter in with.layers.iter().filter_map(|l| l.weight().adapter()) {
-            adapter.b().update_f32(|b| b.fill(0.0)).unwrap();
+            adapter.b().update(|b| b.fill(0.0)).unwrap();
         }
         for l in [&with, &bare] {
-            assert_eq!(
-                to_vec(&run(Op::Packed, &x, l, MatmulMode::Gemm).unwrap()).unwrap(),
-                plain,
-                "{base:?}"
-            );
+            assert_eq!(run(&x, l, Order::Blocked).unwrap(), plain, "{base:?}");
         }
     }
 }
@@ -218,60 +199,53 @@ fn values_are_base_plus_the_scaled_product() {
 /// A residual goes in first and is summed with the rest in f32: the last bits may differ.
 #[test]
 fn a_residual_is_added() {
-    let residual = noise(ROWS * 16, 99);
+    let residual = Rows::from_vec(noise(ROWS * 16, 99), ROWS, 16).unwrap();
     for base in BASES {
         let l = layers(base, 0.0, true);
-        let layers: Vec<&Linear> = l.layers.iter().collect();
-        for mode in [MatmulMode::Gemm, MatmulMode::Rows] {
-            let packed = PackedLinear::new(&layers, mode);
-            let x = noise(ROWS * K, 1);
-            let onto = packed.forward_onto(&residual, &x, ROWS, K).unwrap();
-            let alone = packed.forward(&x, ROWS, K).unwrap();
-            for ((onto, alone), residual) in onto.iter().zip(&alone).zip(&residual) {
-                assert!((onto - alone - residual).abs() <= 2e-5, "{base:?} {mode:?}: {onto}");
+        for order in [Order::Blocked, Order::PerRow] {
+            let packed = packed(&l, order);
+            let onto = packed.forward_onto(&residual, &input()).unwrap().into_vec();
+            let alone = packed.forward(&input()).unwrap().into_vec();
+            for ((onto, alone), residual) in onto.iter().zip(&alone).zip(residual.to_vec()) {
+                assert!((onto - alone - residual).abs() <= 2e-5, "{base:?} {order:?}: {onto}");
             }
-            assert!(packed.forward_onto(&residual[1..], &x, ROWS, K).is_err());
+            assert!(packed.forward_onto(&residual.row_range(1..ROWS).unwrap(), &input()).is_err());
         }
     }
 }
 
 #[test]
 fn recomputation_sees_the_same_mask() {
-    let l = layers(Base::F32, 0.5, true);
-    l.dropout.enter(4, None);
-    let grads = |recompute: bool| {
-        let mut tape = Segments::new(recompute);
-        let y = tape.push(&input(), |x| run(Op::Rope, x, &l, MatmulMode::Gemm)).unwrap();
-        let dx = tape.backward(rows_from_vec(noise(ROWS * 16, 50), ROWS, 16).unwrap()).unwrap();
+    let mut l = layers(Base::F32, 0.5, true);
+    let grads = |l: &Layers, recompute: bool| {
         let adapter = l.layers[0].weight().adapter().unwrap();
-        let da = adapter.a().with_grad(|g| g.unwrap().to_vec());
         adapter.a().clear_grad();
-        (to_vec(&y).unwrap(), to_vec(&dx).unwrap(), da)
+        let (y, dx) = tape(l, recompute);
+        (y, dx, adapter.a().grad().unwrap())
     };
-    assert_eq!(grads(false), grads(true));
-    l.dropout.enter(5, None);
-    assert_ne!(grads(false).0, {
-        l.dropout.enter(6, None);
-        grads(false).0
-    });
-    l.dropout.leave();
-    let plain = grads(false);
-    assert_eq!(plain, grads(true));
+    l.dropout = Some(Dropout::new(4, None));
+    let first = grads(&l, false);
+    assert_eq!(first, grads(&l, true));
+    l.dropout = Some(Dropout::new(5, None));
+    assert_ne!(first.0, grads(&l, false).0);
+    l.dropout = None;
+    let plain = grads(&l, false);
+    assert_eq!(plain, grads(&l, true));
     let none = layers(Base::F32, 0.0, true);
-    assert_eq!(plain.0, to_vec(&run(Op::Rope, &input(), &none, MatmulMode::Gemm).unwrap()).unwrap());
+    assert_eq!(plain.0, run(&input(), &none, Order::Blocked).unwrap());
 }
 
 #[test]
 fn merging_gives_the_same_layer() {
     let l = layers(Base::F32, 0.0, true);
-    let y = to_vec(&run(Op::Packed, &input(), &l, MatmulMode::Gemm).unwrap()).unwrap();
+    let y = run(&input(), &l, Order::Blocked).unwrap();
     let merged = layers(Base::F32, 0.0, false);
     for (from, to) in l.layers.iter().zip(&merged.layers) {
         if let Some(adapter) = from.weight().adapter() {
-            to.weight().update_f32(|w| adapter.merge_into(w).unwrap()).unwrap();
+            to.weight().update(|w| adapter.merge_into(w).unwrap()).unwrap();
         }
     }
-    let z = to_vec(&run(Op::Packed, &input(), &merged, MatmulMode::Gemm).unwrap()).unwrap();
+    let z = run(&input(), &merged, Order::Blocked).unwrap();
     for (y, z) in y.iter().zip(&z) {
         assert!((y - z).abs() <= 1e-5, "{y} and {z}");
     }
@@ -281,20 +255,17 @@ fn merging_gives_the_same_layer() {
 fn misfits_are_named() {
     let l = layers(Base::F32, 0.0, true);
     let adapter = l.layers[0].weight().adapter().unwrap();
-    let why = |e: candle_core::Error| e.to_string();
-    assert!(why(l.layers[0].weight().attach(Arc::clone(adapter)).unwrap_err()).contains("one already"));
+    let why = |e: Error| e.to_string();
+    assert!(why(l.layers[0].weight().attach(Arc::clone(adapter)).unwrap_err()).contains("second adapter"));
     assert!(why(l.layers[1].weight().attach(Arc::clone(adapter)).unwrap_err()).contains("8×64"));
     let free = layers(Base::F32, 0.0, false);
     free.layers[0].weight().set_trainable(true);
     assert!(why(free.layers[0].weight().attach(Arc::clone(adapter)).unwrap_err()).contains("trained"));
     let (a, b) = (param("a", &[3, 8], 1), param("b", &[4, 2], 2));
-    assert!(Adapter::new(Arc::clone(&a), b, 1.0, 0.0, Arc::default()).is_err());
+    assert!(Adapter::new(Arc::clone(&a), b, 1.0, 0.0).is_err());
     let b = param("b", &[4, 3], 2);
-    assert!(Adapter::new(a, b, 1.0, 1.0, Arc::default()).is_err());
-    l.dropout.enter(1, Some([1u64, 2].into()));
-    let dropping = layers(Base::F32, 0.5, true);
-    dropping.dropout.enter(1, Some([1u64, 2].into()));
-    assert!(
-        why(run(Op::Packed, &input(), &dropping, MatmulMode::Gemm).unwrap_err()).contains("2 dropout keys")
-    );
+    assert!(Adapter::new(a, b, 1.0, 1.0).is_err());
+    let dropout = Some(Dropout::new(1, Some([1u64, 2].into())));
+    let dropping = Layers { dropout, ..layers(Base::F32, 0.5, true) };
+    assert!(why(run(&input(), &dropping, Order::Blocked).unwrap_err()).contains("2 dropout keys"));
 }

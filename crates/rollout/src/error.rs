@@ -33,9 +33,9 @@ pub enum RolloutError {
     /// Text could not be decoded.
     #[error(transparent)]
     Text(#[from] omnigrpo_text::TextError),
-    /// A tensor operation failed.
+    /// An operation failed.
     #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+    Op(#[from] omnigrpo_ops::Error),
 }
 
 /// The crate's result.

@@ -2,7 +2,8 @@
 
 use omnigrpo_kernels::parallel;
 use omnigrpo_kernels::profile::{self, Op, span};
-use omnigrpo_models::{DecodeRows, Features, GroupCache, Model, Prompt};
+use omnigrpo_models::{Features, Model, Prompt};
+use omnigrpo_ops::{DecodeRows, GroupCache};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
 use crate::error::Result;
@@ -166,18 +167,12 @@ impl<'a> Generator<'a> {
         on_token: &mut impl FnMut(TokenEvent),
     ) -> Result<Live<'a>> {
         let decoder = self.model.decoder();
-        let config = decoder.config();
-        let prompt = request.prompt;
-        let mut cache = GroupCache::new(
-            config.layers,
-            config.heads,
-            prompt.ids.len(),
-            request.num_samples,
-            self.params.max_completion_length - 1,
-        )?;
+        let (prompt, pass) = (request.prompt, self.model.pass());
+        let slot_rows = self.params.max_completion_length - 1;
+        let mut cache = decoder.cache(prompt.ids.len(), request.num_samples, slot_rows, &pass)?;
         let x = self.model.embed_prompt(prompt, request.features)?;
-        let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache)?;
-        let logits = decoder.logits(&hidden)?;
+        let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+        let logits = decoder.logits(&hidden)?.into_vec();
         let mut sequences = Vec::with_capacity(request.num_samples);
         for slot in 0..request.num_samples {
             let Request { rollout, row, first_sample, .. } = *request;
@@ -200,7 +195,7 @@ impl<'a> Generator<'a> {
     /// Draws one token for every live completion.
     fn step(&self, live: &mut [Live], on_token: &mut impl FnMut(TokenEvent)) -> Result<()> {
         let decoder = self.model.decoder();
-        let (h, vocab) = (decoder.config().hidden, decoder.config().vocab);
+        let (vocab, pass) = (decoder.config().vocab, self.model.pass());
         let mut ids = Vec::new();
         let mut positions = Vec::new();
         for group in live.iter() {
@@ -210,12 +205,12 @@ impl<'a> Generator<'a> {
                 positions.push([group.prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
             }
         }
-        let x = decoder.embed(&ids)?;
+        let x = decoder.embed(&ids, &pass)?;
         let mut rows: Vec<DecodeRows> = live
             .iter_mut()
             .map(|g| DecodeRows { slots: g.sequences.iter().map(|s| s.slot).collect(), cache: &mut g.cache })
             .collect();
-        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows)?;
+        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass)?;
         drop(rows);
         let mut sequences: Vec<(usize, &Prompt, &mut Sequence)> = live
             .iter_mut()
@@ -225,8 +220,8 @@ impl<'a> Generator<'a> {
             })
             .collect();
         for (chunk, sequences) in sequences.chunks_mut(LOGIT_ROWS).enumerate() {
-            let rows = &hidden[chunk * LOGIT_ROWS * h..][..sequences.len() * h];
-            let mut logits = decoder.logits(rows)?;
+            let first = chunk * LOGIT_ROWS;
+            let mut logits = decoder.logits(&hidden.row_range(first..first + sequences.len())?)?.into_vec();
             let counted = span(Op::Sampler, || (0, 4 * logits.len()));
             let work = logits.len();
             let rows = logits.chunks_mut(vocab).zip(&*sequences);

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use omnigrpo_models::WeightDtype;
 use omnigrpo_models::encoders::bert::Bert;
-use omnigrpo_ops::to_vec;
+use omnigrpo_ops::{Pass, Tape};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, explanation, references};
 use omnigrpo_text::Tokenizer;
 
@@ -152,7 +152,8 @@ impl BertScorer {
         for some in texts.chunks(TEXTS_AT_ONCE) {
             let ids = self.ids(some)?;
             let slices: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-            let mut rows = to_vec(&self.bert.hidden(&slices, self.layer, None)?)?;
+            let hidden = self.bert.hidden(&slices, self.layer, &Pass::default(), &mut Tape::off())?;
+            let mut rows = hidden.into_rows().into_vec();
             for row in rows.chunks_exact_mut(c) {
                 let norm = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt().max(1e-12);
                 row.iter_mut().for_each(|x| *x = (f64::from(*x) / norm) as f32);

@@ -13,7 +13,7 @@ use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, MediaError, load_image};
 use omnigrpo_models::encoders::clip::Clip;
 use omnigrpo_models::{ConfigJson, ModelError, WeightDtype};
-use omnigrpo_ops::to_vec;
+use omnigrpo_ops::Pass;
 use omnigrpo_text::Tokenizer;
 
 use crate::error::{Result, ScorerError};
@@ -91,7 +91,8 @@ impl ClipScorer {
         }
         let pixels = self.pixels.pixels(&load_image(path, &Limits::default())?)?;
         // One by one, so that features do not depend on which other pictures were not in the cache.
-        let features: Arc<[f32]> = normalised(to_vec(&self.clip.picture_features(&pixels, 1)?)?).into();
+        let features: Arc<[f32]> =
+            normalised(self.clip.picture_features(&pixels, 1, &Pass::default())?.into_vec()).into();
         let mut cache = lock();
         if cache.features.insert(key.clone(), Arc::clone(&features)).is_none() {
             cache.order.push_back(key);
@@ -116,7 +117,7 @@ impl ClipScorer {
                 TextTower::Own(tokenizer) => {
                     let ids = framed(tokenizer, some, self.clip.config().max_tokens)?;
                     let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-                    to_vec(&self.clip.text_features(&ids)?)?
+                    self.clip.text_features(&ids, &Pass::default())?.into_vec()
                 }
             };
             out.extend(rows.chunks_exact(self.clip.config().projection).map(|row| normalised(row.to_vec())));

@@ -32,9 +32,9 @@ pub enum ScorerError {
     /// A picture could not be read.
     #[error(transparent)]
     Media(#[from] omnigrpo_media::MediaError),
-    /// A tensor operation failed.
+    /// An operation failed.
     #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+    Op(#[from] omnigrpo_ops::Error),
 }
 
 /// The crate's result.

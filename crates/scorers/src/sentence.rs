@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_models::encoders::bert::Bert;
 use omnigrpo_models::{ConfigJson, WeightDtype, WeightFiles};
-use omnigrpo_ops::{Linear, MatmulMode, Param, Part, linear, rows_from_vec, to_vec};
+use omnigrpo_ops::{Activation, Linear, PackedLinear, Param, Part, Pass, Rows, Tape};
 use omnigrpo_text::Tokenizer;
 use serde_json::Value;
 
@@ -115,10 +115,12 @@ impl SentenceEncoder {
         let ids = framed(&self.tokenizer, texts, self.max_tokens)?;
         let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
         let c = self.bert.config().sizes.hidden;
+        let pass = Pass::default();
         let pooled = match self.pooling {
-            Pooling::First => to_vec(&self.bert.first(&ids, None)?)?,
+            Pooling::First => self.bert.first(&ids, &pass, &mut Tape::off())?.into_rows().into_vec(),
             Pooling::Mean => {
-                let hidden = to_vec(&self.bert.hidden(&ids, self.bert.config().sizes.layers, None)?)?;
+                let layers = self.bert.config().sizes.layers;
+                let hidden = self.bert.hidden(&ids, layers, &pass, &mut Tape::off())?.into_rows().into_vec();
                 let mut rows = hidden.chunks_exact(c);
                 let mut pooled = vec![0.0f32; ids.len() * c];
                 for (mean, ids) in pooled.chunks_exact_mut(c).zip(&ids) {
@@ -130,14 +132,14 @@ impl SentenceEncoder {
                 pooled
             }
         };
-        let mut x = rows_from_vec(pooled, ids.len(), c)?;
+        let mut x = Rows::from_vec(pooled, ids.len(), c)?;
         for Dense { layer, tanh } in &self.dense {
-            x = linear(&x, layer, MatmulMode::Gemm)?;
+            x = PackedLinear::new(&[layer], &pass).forward(&x)?;
             if *tanh {
-                x = x.tanh()?;
+                x = x.activated(Activation::Tanh);
             }
         }
-        Ok(to_vec(&x)?)
+        Ok(x.into_vec())
     }
 }
 
@@ -156,8 +158,9 @@ impl Dense {
         };
         let files = WeightFiles::open(dir, |key| Some(key.to_owned()))?;
         let read = |name: &str| -> Result<_> {
-            let tensor = files.read(name, dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
-            Ok(std::sync::Arc::new(Param::new(name, Part::Projector, tensor)?))
+            let values = files.read(name, dtype)?.map_err(|what| fail(dir, what.trim().to_owned()))?;
+            let shape = files.shape(name).unwrap_or_default();
+            Ok(std::sync::Arc::new(Param::new(name, Part::Projector, shape, values)?))
         };
         let bias = json.boolean("bias", true)?.then(|| read("linear.bias")).transpose()?;
         Ok(Self { layer: Linear::reshaped(read("linear.weight")?, bias, n, k)?, tanh })

@@ -488,7 +488,7 @@ fn damaged(checkpoint: &Path, what: &dyn std::fmt::Display) -> TrainError {
 /// A model with a number that is not finite cannot go on, and must not replace one that can.
 fn check_weights(model: &Model) -> Result<()> {
     for param in model.params().iter().filter(|p| p.trainable()) {
-        if !param.with_f32(|values| values.iter().all(|x| x.is_finite()))? {
+        if !param.read().f32().iter().all(|x| x.is_finite()) {
             return Err(TrainError::NonFiniteState { name: param.name().to_owned(), what: "the value" });
         }
     }

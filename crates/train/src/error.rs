@@ -101,9 +101,9 @@ pub enum TrainError {
     /// The dataset cannot be used.
     #[error(transparent)]
     Dataset(#[from] omnigrpo_data::DataError),
-    /// A tensor operation failed.
+    /// An operation failed.
     #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+    Op(#[from] omnigrpo_ops::Error),
 }
 
 impl TrainError {

@@ -32,6 +32,6 @@ pub use run::train;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
-pub use step::Algorithm;
+pub use step::{Algorithm, UpdateAt};
 pub use streams::{Part, pack};
 pub use timing::peak_memory_bytes;

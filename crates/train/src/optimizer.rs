@@ -11,8 +11,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use omnigrpo_kernels::optim;
-use omnigrpo_ops::{Param, ParamDtype, Part};
+pub use omnigrpo_ops::Moments;
+use omnigrpo_ops::{Param, ParamDtype, Part, Step};
 
 use crate::error::{Result, TrainError};
 use crate::selection::decayed_names;
@@ -38,19 +38,6 @@ pub struct AdamWConfig {
     pub max_grad_norm: f64,
     /// Update bf16 weights without an f32 master.
     pub pure_bf16: bool,
-}
-
-/// The optimizer's state of one weight.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Moments {
-    /// Updates this weight has had.
-    pub step: u64,
-    /// First moment.
-    pub m: Vec<f32>,
-    /// Second moment.
-    pub v: Vec<f32>,
-    /// f32 value of a bf16 weight; empty for others.
-    pub master: Vec<f32>,
 }
 
 /// What one update did.
@@ -97,7 +84,7 @@ impl AdamW {
         let mut squares = 0.0;
         let mut skipped = 0;
         for (param, ..) in &self.params {
-            let sum = param.with_grad(|grad| grad.map(|g| optim::sum_of_squares(g)));
+            let sum = param.with_grad(|grad| grad.map(|grad| grad.sum_of_squares()));
             match sum {
                 None => skipped += 1,
                 Some(sum) if sum.is_finite() => squares += sum,
@@ -111,49 +98,18 @@ impl AdamW {
         };
         let c = &self.config;
         for (param, lr, decay) in &self.params {
-            let reached = param.with_grad(|grad| grad.is_some());
-            if !reached {
+            if param.with_grad(|grad| grad.is_none()) {
                 continue;
             }
-            let moments = self.state.entry(param.name().to_owned()).or_default();
-            let n = param.len();
-            moments.m.resize(n, 0.0);
-            moments.v.resize(n, 0.0);
-            moments.step += 1;
-            let Moments { step, m, v, master } = moments;
-            let mut update = |weight: &mut [f32]| {
-                param.with_grad(|grad| {
-                    if let Some(grad) = grad {
-                        optim::adamw(
-                            weight,
-                            m,
-                            v,
-                            grad,
-                            (lr * factor) as f32,
-                            c.beta1 as f32,
-                            c.beta2 as f32,
-                            c.epsilon as f32,
-                            *decay as f32,
-                            *step,
-                            scale as f32,
-                        );
-                    }
-                });
+            let step = Step {
+                lr: (lr * factor) as f32,
+                betas: [c.beta1 as f32, c.beta2 as f32],
+                eps: c.epsilon as f32,
+                weight_decay: *decay as f32,
+                grad_scale: scale as f32,
+                master: !c.pure_bf16,
             };
-            if param.dtype() == ParamDtype::F32 {
-                param.update_f32(update)?;
-            } else if c.pure_bf16 {
-                let mut widened = param.with_f32(<[f32]>::to_vec)?;
-                update(&mut widened);
-                param.store(&widened)?;
-            } else {
-                if master.is_empty() {
-                    *master = param.with_f32(<[f32]>::to_vec)?;
-                }
-                update(master);
-                param.store(master)?;
-            }
-            param.clear_grad();
+            param.adamw(self.state.entry(param.name().to_owned()).or_default(), &step)?;
         }
         Ok(Update { grad_norm, skipped })
     }

@@ -20,7 +20,7 @@ use crate::resume::Start;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
-use crate::step::{self, Algorithm, Rollouts, StepOutcome};
+use crate::step::{self, Algorithm, Rollouts, StepOutcome, UpdateAt};
 use crate::timing::timed;
 
 /// Runs GRPO or supervised training.
@@ -158,7 +158,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     while step < total && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
         let factor = schedule.factor(step);
-        this.model.set_dropout_key(this.algorithm.seed.rotate_left(32) ^ step);
+        let at = UpdateAt { step, learning_rate_factor: factor };
         let mut metrics;
         let mut reward = None;
         if imitate {
@@ -171,7 +171,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 source.prepare_ahead(num_rows(step + 1), Making::Example);
             }
             let outcome =
-                step::imitate(&this.model, &mut optimizer, factor, &this.algorithm, &examples, &mut timer)?;
+                step::imitate(&this.model, &mut optimizer, at, &this.algorithm, &examples, &mut timer)?;
             metrics = imitation_metrics(&outcome);
         } else {
             let (mut rollouts, iteration) = match buffer.take() {
@@ -195,7 +195,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 &this.model,
                 this.reference.as_ref(),
                 &mut optimizer,
-                factor,
+                at,
                 &this.algorithm,
                 &mut rollouts,
                 &mut timer,

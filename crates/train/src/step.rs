@@ -7,7 +7,8 @@ use omnigrpo_grpo::{
     AdvantageKind, Advantages, Batch, LossPlan, MetricSums, Normalizer, advantage, evaluate, mask,
 };
 use omnigrpo_models::{
-    FeatureGradients, Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder, SftExample,
+    FeatureGradients, Features, GroupStream, Memories, Model, PackedStream, Prompt, PromptBuilder,
+    SftExample, Training,
 };
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{Logged, RewardMatrix, RewardSet};
@@ -56,6 +57,8 @@ pub struct Rollouts {
     pub completions: Vec<Vec<Completion>>,
     /// Features of each row's media.
     features: Vec<Vec<Features>>,
+    /// What the towers computed for them, until the first update takes it.
+    memories: Memories,
     /// Whether the weights have changed since the features were computed.
     updated: bool,
     /// Every reward of every completion, prompt-major.
@@ -67,6 +70,22 @@ pub struct Rollouts {
     pub old: Option<Vec<Vec<Vec<f32>>>>,
     /// Log-probabilities under the reference, per row and completion.
     reference: Vec<Vec<Vec<f32>>>,
+}
+
+/// Which update of a run one is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UpdateAt {
+    /// Updates before it.
+    pub step: u64,
+    /// Factor of every learning rate: the schedule.
+    pub learning_rate_factor: f64,
+}
+
+impl UpdateAt {
+    fn training(self, algorithm: &Algorithm) -> Training {
+        let dropout_key = algorithm.seed.rotate_left(32) ^ self.step;
+        Training { recompute: algorithm.recompute, dropout_key }
+    }
 }
 
 /// What an update did.
@@ -104,7 +123,8 @@ pub fn collect(
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
     let activity = timer.activity().clone();
-    let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
+    let (features, memories) =
+        timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let completions = timed(timer, "rollout", || {
         let num_samples = algorithm.num_generations;
         let before = scoring::occurrences(rows.iter().map(|row| row.sample.row));
@@ -134,7 +154,7 @@ pub fn collect(
             temporal::add_order_bonus(model, shuffled, rewards, algorithm, &rows, step, &mut matrix)
         })?;
     }
-    assemble(algorithm, rows, completions, features, matrix, None)
+    assemble(algorithm, rows, completions, (features, memories), matrix, None)
 }
 
 /// Features of every prompt's media, for sampling and for the first update after it.
@@ -142,10 +162,11 @@ fn encode<'p>(
     model: &Model,
     algorithm: &Algorithm,
     prompts: impl Iterator<Item = &'p Prompt>,
-) -> Result<Vec<Vec<Features>>> {
+) -> Result<(Vec<Vec<Features>>, Memories)> {
     if algorithm.recompute {
         // Whoever saves memory there does not want it spent here.
-        return prompts.map(|prompt| Ok(model.encode_prompt(prompt)?)).collect();
+        let features = prompts.map(|prompt| Ok(model.encode_prompt(prompt)?)).collect::<Result<_>>()?;
+        return Ok((features, Memories::default()));
     }
     Ok(model.encode_for_training(prompts)?)
 }
@@ -177,7 +198,8 @@ pub fn replay(
     rows: Vec<PreparedRow>,
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
-    let features = timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
+    let (features, memories) =
+        timed(timer, "encode", || encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
     let mut completions = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();
@@ -252,14 +274,14 @@ pub fn replay(
     let total = advantage::weighted_sum(&values, &weights)?;
     let matrix = RewardMatrix { names, values, weights, total, logged: Logged::default() };
     let old = (!old.is_empty()).then_some(old);
-    assemble(algorithm, rows, completions, features, matrix, old)
+    assemble(algorithm, rows, completions, (features, memories), matrix, old)
 }
 
 fn assemble(
     algorithm: &Algorithm,
     rows: Vec<PreparedRow>,
     completions: Vec<Vec<Completion>>,
-    features: Vec<Vec<Features>>,
+    (features, memories): (Vec<Vec<Features>>, Memories),
     rewards: RewardMatrix,
     old: Option<Vec<Vec<Vec<f32>>>>,
 ) -> Result<Rollouts> {
@@ -271,7 +293,17 @@ fn assemble(
         advantage::advantages(&rewards.total, group, kind, alpha)?
     };
     let reference = vec![Vec::new(); rows.len()];
-    Ok(Rollouts { rows, completions, features, updated: false, rewards, advantages, old, reference })
+    Ok(Rollouts {
+        rows,
+        completions,
+        features,
+        memories,
+        updated: false,
+        rewards,
+        advantages,
+        old,
+        reference,
+    })
 }
 
 /// One optimizer update from scored rollouts.
@@ -282,7 +314,7 @@ pub fn update(
     model: &Model,
     reference: Option<&Model>,
     optimizer: &mut AdamW,
-    learning_rate_factor: f64,
+    at: UpdateAt,
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
     timer: &mut PhaseTimer,
@@ -314,6 +346,7 @@ pub fn update(
         reference_features: vec![None; rollouts.rows.len()],
         gradients: FeatureGradients::default(),
         algorithm,
+        training: at.training(algorithm),
         sums,
         gap: Gap::default(),
         idle: Vec::new(),
@@ -342,11 +375,12 @@ pub fn update(
         }
     }
     timer.activity().parts("prompts", rollouts.rows.len(), rollouts.rows.len());
-    let Pass { sums, gap, idle, num_tokens, new_old, on_policy, mut gradients, .. } = pass;
+    let Pass { sums, gap, idle, num_tokens, new_old, on_policy, mut gradients, training, .. } = pass;
+    let memories = std::mem::take(&mut rollouts.memories);
     let prompts: Vec<&Prompt> = rollouts.rows.iter().map(|row| row.prompt.as_ref()).collect();
     timed(timer, "backward", || {
         model.reach(&prompts, &idle, &mut gradients);
-        model.backward_media(&prompts, &rollouts.features, gradients, algorithm.recompute)
+        model.backward_media(&prompts, &rollouts.features, memories, gradients, training)
     })?;
     let mut sampler_gap = Gap::default();
     if on_policy {
@@ -354,7 +388,7 @@ pub fn update(
             sampler_gap.add(&c.sampler_logprobs, &c.logprobs);
         }
     }
-    let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
+    let update = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
     rollouts.updated = true;
     if on_policy {
         rollouts.old = Some(new_old);
@@ -378,6 +412,7 @@ struct Pass<'a> {
     /// Of all streams so far, by row: media go back through the tower once, after the last stream.
     gradients: FeatureGradients,
     algorithm: &'a Algorithm,
+    training: Training,
     sums: MetricSums,
     gap: Gap,
     /// Rows of streams whose gradient is 0, which were not carried back.
@@ -432,10 +467,11 @@ impl Pass<'_> {
             let mut pass = timed(timer, "forward", || {
                 let own = |p: &Part| {
                     let (prompt, features) = (&rollouts.rows[p.group].prompt, &rollouts.features[p.group]);
-                    self.model.features_in_training(prompt, features)
+                    self.model.features_in_training(prompt, features, self.training)
                 };
                 let features = parts.iter().map(own).collect::<omnigrpo_models::Result<Vec<_>>>()?;
-                self.model.train_pass(&stream, &features, temperature, idle || self.algorithm.recompute)
+                let training = Training { recompute: idle || self.training.recompute, ..self.training };
+                self.model.train_pass(&stream, &features, temperature, training)
             })?;
             self.num_tokens += stream.rows() as u64;
             (take(&mut pass.logprobs), take(&mut pass.entropies), Some(pass))
@@ -629,7 +665,7 @@ impl Gap {
 pub fn imitate(
     model: &Model,
     optimizer: &mut AdamW,
-    learning_rate_factor: f64,
+    at: UpdateAt,
     algorithm: &Algorithm,
     examples: &[SftExample],
     timer: &mut PhaseTimer,
@@ -638,6 +674,7 @@ pub fn imitate(
         examples.iter().map(|e| (e.prompt.ids.len(), vec![e.target.len()])).collect();
     let tokens: usize = examples.iter().map(|e| e.target.len()).sum();
     let weight = 1.0 / tokens.max(1) as f64;
+    let training = at.training(algorithm);
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
     for parts in pack(&shapes, algorithm.max_stream_tokens) {
         let done = parts.first().map_or(0, |part| part.group);
@@ -648,21 +685,22 @@ pub fn imitate(
         let stream = PackedStream::new(&groups)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
-        let features = timed(timer, "encode", || encode(model, algorithm, prompts.iter().copied()))?;
+        let (features, memories) =
+            timed(timer, "encode", || encode(model, algorithm, prompts.iter().copied()))?;
         let seen = timed(timer, "encode", || {
-            let seen = prompts.iter().zip(&features).map(|(p, own)| Ok(model.features_in_training(p, own)?));
-            seen.collect::<Result<Vec<_>>>()
+            let seen = prompts.iter().zip(&features);
+            seen.map(|(p, own)| Ok(model.features_in_training(p, own, training)?)).collect::<Result<Vec<_>>>()
         })?;
-        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, algorithm.recompute))?;
+        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, training))?;
         loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
         entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
         let dlogp = vec![-weight as f32; stream.num_targets()];
         timed(timer, "backward", || {
             let gradients = pass.backward(&dlogp, None)?;
-            model.backward_media(&prompts, &features, gradients, algorithm.recompute)
+            model.backward_media(&prompts, &features, memories, gradients, training)
         })?;
     }
-    let update = timed(timer, "optimizer", || optimizer.step(learning_rate_factor))?;
+    let update = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
     Ok(ImitationOutcome {
         loss,
         entropy,
@@ -701,5 +739,5 @@ pub fn restore(
 ) -> Result<Rollouts> {
     let features =
         rows.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()?;
-    assemble(algorithm, rows, completions, features, rewards, old)
+    assemble(algorithm, rows, completions, (features, Memories::default()), rewards, old)
 }

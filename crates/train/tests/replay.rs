@@ -20,6 +20,9 @@ use serde_json::Value;
 use setup::{EVERYTHING, algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
 use support::{Golden, max_diff, norm, sketch};
 
+/// The first update, at the full rate.
+const AT: omnigrpo_train::UpdateAt = omnigrpo_train::UpdateAt { step: 0, learning_rate_factor: 1.0 };
+
 const CHECKPOINTS: [&str; 3] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original"];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.
@@ -100,7 +103,7 @@ impl Expected {
 }
 
 fn weights(model: &Model) -> BTreeMap<String, Vec<f32>> {
-    let copy = |p: &Arc<omnigrpo_ops::Param>| (p.name().to_owned(), p.with_f32(<[f32]>::to_vec).unwrap());
+    let copy = |p: &Arc<omnigrpo_ops::Param>| (p.name().to_owned(), p.read().f32().into_owned());
     model.params().iter().map(copy).collect()
 }
 
@@ -152,7 +155,7 @@ fn steps_equal_pytorch() {
                     &model,
                     Some(&reference),
                     &mut adamw,
-                    1.0,
+                    AT,
                     &algorithm,
                     &mut rollouts,
                     &mut timer(),
@@ -263,7 +266,7 @@ fn the_gradient_of_a_step_equals_pytorch() {
     let algorithm = algorithm(3, 32);
     let (builder, rows) = prepared(name, TEXT);
     let mut rollouts = step::replay(&model, &builder, &algorithm, rows, &mut timer()).unwrap();
-    step::update(&model, Some(&reference), &mut adamw, 1.0, &algorithm, &mut rollouts, &mut timer()).unwrap();
+    step::update(&model, Some(&reference), &mut adamw, AT, &algorithm, &mut rollouts, &mut timer()).unwrap();
     let golden = &expected.tensors.f;
     let wanted: BTreeMap<&str, &Vec<f32>> =
         golden.iter().filter_map(|(k, v)| Some((k.strip_prefix("step0.sketch.")?, v))).collect();
@@ -325,7 +328,7 @@ fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Train
                 &model,
                 Some(&reference),
                 &mut adamw,
-                1.0,
+                AT,
                 &algorithm,
                 &mut rollouts,
                 &mut timer(),
@@ -458,7 +461,7 @@ fn accumulated_equals_one_batch() {
             let reference = model.reference().unwrap();
             // Away from the reference, so that the KL term has a gradient.
             for param in model.params().iter().filter(|p| p.name().ends_with("down_proj.weight")) {
-                param.update_f32(|w| w.iter_mut().for_each(|x| *x *= 1.2)).unwrap();
+                param.update(|w| w.iter_mut().for_each(|x| *x *= 1.2)).unwrap();
             }
             // The first moment after one unclipped update is a tenth of the gradient.
             let config = omnigrpo_train::AdamWConfig { max_grad_norm: 0.0, ..optimizer() };
@@ -472,7 +475,7 @@ fn accumulated_equals_one_batch() {
                 &model,
                 Some(&reference),
                 &mut adamw,
-                1.0,
+                AT,
                 &algorithm,
                 &mut rollouts,
                 &mut timer(),

@@ -31,6 +31,9 @@ use setup::{
 };
 use tempfile::TempDir;
 
+/// The first update, at the full rate.
+const AT: omnigrpo_train::UpdateAt = omnigrpo_train::UpdateAt { step: 0, learning_rate_factor: 1.0 };
+
 const NAME: &str = "qwen2_5_vl_tied";
 
 /// A folder with questions, and runs beside it.
@@ -381,8 +384,7 @@ fn small_updates_of_bf16_weights_add_up_in_their_masters() {
     let first = Model::load(&start, WeightDtype::Float32).unwrap();
     let norm = first.params().iter().find(|p| p.name() == WEIGHT).unwrap();
     // Six updates of at most about 1e-5 each.
-    let moved =
-        support::max_diff(&state[&format!("{WEIGHT}.master")], &norm.with_f32(<[f32]>::to_vec).unwrap());
+    let moved = support::max_diff(&state[&format!("{WEIGHT}.master")], &norm.read().f32());
     assert!((1e-5..=6.5e-5).contains(&moved), "{moved}");
 
     let state = train("pure", true);
@@ -413,7 +415,7 @@ fn a_step_does_not_depend_on_threads() {
                         step::replay(&model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
                     let (algorithm, timer) = (&setup.algorithm, &mut timer);
                     let reference = Some(&reference);
-                    step::update(&model, reference, &mut adamw, 1.0, algorithm, &mut rollouts, timer)
+                    step::update(&model, reference, &mut adamw, AT, algorithm, &mut rollouts, timer)
                         .unwrap()
                         .grad_norm
                         .to_bits()
@@ -700,7 +702,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
         &setup.model,
         Some(&reference),
         &mut adamw,
-        1.0,
+        AT,
         &setup.algorithm,
         &mut rollouts,
         &mut timer,
@@ -730,7 +732,7 @@ fn the_reference_sees_the_medium() {
                 .unwrap();
             let reference = model.reference().unwrap();
             for param in model.params().iter().filter(|p| p.trainable() && p.shape().len() == 2) {
-                param.update_f32(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
+                param.update(|w| w.iter_mut().for_each(|x| *x *= 1.05)).unwrap();
             }
             let rows = prepared(&setup);
             let prompt = Arc::clone(&rows[0].prompt);
@@ -765,7 +767,7 @@ fn the_reference_sees_the_medium() {
                 model,
                 Some(&reference),
                 &mut adamw,
-                1.0,
+                AT,
                 &setup.algorithm,
                 &mut rollouts,
                 &mut timer,
@@ -998,7 +1000,7 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
     let mut rollouts =
         step::collect(model, prompts, None, &setup.rewards, &setup.algorithm, rows, 0, &mut timer).unwrap();
-    step::update(model, Some(reference), &mut adamw, 1.0, &setup.algorithm, &mut rollouts, &mut timer)
+    step::update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer)
         .unwrap();
     media as u64
 }
@@ -1047,7 +1049,7 @@ fn a_kept_tower_changes_nothing() {
 /// The weights by name, as bits.
 fn values(model: &Model) -> Vec<(String, Vec<u32>)> {
     let of = |param: &Arc<omnigrpo_ops::Param>| {
-        let bits = param.with_f32(|x| x.iter().map(|x| x.to_bits()).collect()).unwrap();
+        let bits = param.read().f32().iter().map(|x| x.to_bits()).collect();
         (param.name().to_owned(), bits)
     };
     model.params().iter().map(of).collect()

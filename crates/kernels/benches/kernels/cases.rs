@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
-use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Rows, Shape};
+use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Shape, View};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::{Weight, buffer, embedding, logprob, norm, optim, rope};
 
@@ -268,7 +268,7 @@ fn attention_cases(all: &mut Vec<Case>) {
             let (x, layout) = (noise(t * stride, 6), own.clone());
             let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
             move || {
-                let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+                let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
                 attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
             }
         }));
@@ -276,10 +276,10 @@ fn attention_cases(all: &mut Vec<Case>) {
         all.push(case(format!("attention backward {name}"), flops, move || {
             let (x, dout, layout) = (noise(t * stride, 6), noise(t * wq, 7), layout.clone());
             let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
-            let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+            let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
             attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
             move || {
-                let [q, k, v] = cols.map(|col| Rows { data: &x, stride, col });
+                let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
                 drop(black_box(attention::backward(t, &dout, &out, &lse, q, k, v, &layout, shape, 0.125)));
             }
         }));
@@ -293,7 +293,7 @@ fn attention_cases(all: &mut Vec<Case>) {
         move || {
             let (x, layout, mut out) = (noise(852 * 768, 6), layout.clone(), vec![0.0; 8 * 512]);
             move || {
-                let [q, k, v] = [0, 512, 640].map(|col| Rows { data: &x, stride: 768, col });
+                let [q, k, v] = [0, 512, 640].map(|col| View { data: &x, stride: 768, col });
                 attention::forward_decode(&mut out, q, k, v, &layout, decoder, 0.125);
             }
         },

@@ -40,7 +40,7 @@ thread_local! {
 
 /// Rows inside a larger buffer: row `r` starts at `data[r * stride + col]`, its heads lie one after the other.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct View<'a> {
     /// The buffer.
     pub data: &'a [f32],
     /// Distance between rows.
@@ -49,7 +49,7 @@ pub struct Rows<'a> {
     pub col: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> View<'a> {
     /// `width` columns of row `r`, from column `at` of the window.
     #[inline(always)]
     fn part(self, r: usize, at: usize, width: usize) -> &'a [f32] {
@@ -127,9 +127,9 @@ fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'
 /// Everything a unit needs besides its blocks.
 #[derive(Clone, Copy)]
 struct Call<'a> {
-    q: Rows<'a>,
-    k: Rows<'a>,
-    v: Rows<'a>,
+    q: View<'a>,
+    k: View<'a>,
+    v: View<'a>,
     shape: Shape,
     scale: f32,
 }
@@ -147,9 +147,9 @@ fn first_lane(block: Block, group: usize, at: usize) -> usize {
 pub fn forward(
     out: &mut [f32],
     lse: &mut [f32],
-    q: Rows,
-    k: Rows,
-    v: Rows,
+    q: View,
+    k: View,
+    v: View,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f32,
@@ -170,9 +170,9 @@ pub fn forward(
 /// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
 pub fn forward_decode(
     out: &mut [f32],
-    q: Rows,
-    k: Rows,
-    v: Rows,
+    q: View,
+    k: View,
+    v: View,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f32,
@@ -244,9 +244,9 @@ pub fn backward(
     dout: &[f32],
     out: &[f32],
     lse: &[f32],
-    q: Rows,
-    k: Rows,
-    v: Rows,
+    q: View,
+    k: View,
+    v: View,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f32,

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 use super::chunks::{Chunk, first_query, pieces};
 use super::{
-    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Rows, Saved, Shape, Unit, first_lane, units,
+    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Saved, Shape, Unit, View, first_lane, units,
 };
 use crate::gemm::{Line, reserve};
 use crate::parallel::{self, Shared};
@@ -160,7 +160,7 @@ impl Sight {
 /// Copies one key head's query heads of every query to `[lanes, width]`, zero beyond head and lanes.
 fn gather<'a>(
     to: &'a mut Vec<Line>,
-    rows: Rows,
+    rows: View,
     blocks: &[Placed],
     lanes: usize,
     width: usize,
@@ -214,7 +214,7 @@ unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
 ///
 /// # Safety
 /// `to` has room; AVX-512.
-unsafe fn pack_keys(to: *mut u32, rows: Rows, keys: Range<usize>, at: usize, d: usize) {
+unsafe fn pack_keys(to: *mut u32, rows: View, keys: Range<usize>, at: usize, d: usize) {
     let deep = d.div_ceil(GROUP);
     for (i, key) in keys.clone().step_by(GROUP).enumerate() {
         let count = GROUP.min(keys.end - key);
@@ -228,7 +228,7 @@ unsafe fn pack_keys(to: *mut u32, rows: Rows, keys: Range<usize>, at: usize, d: 
 ///
 /// # Safety
 /// `to` has room; AVX-512.
-unsafe fn pack_turned(to: *mut u32, group: usize, rows: Rows, keys: Range<usize>, at: usize, d: usize) {
+unsafe fn pack_turned(to: *mut u32, group: usize, rows: View, keys: Range<usize>, at: usize, d: usize) {
     let from = rows.tile(keys.start, keys.len(), at, d);
     for (i, column) in (0..d).step_by(GROUP).enumerate() {
         let (to, from) = (to.wrapping_add(i * group), from.wrapping_add(column));
@@ -651,7 +651,7 @@ simd_fn! {
         let col = kv_head * group * d;
         let size = panels * deep * BLOCK;
         let rows = gather(&mut s.rows, call.q, blocks, lanes, width, col, group, d);
-        let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
+        let dout = View { data: saved.dout, stride: q_heads * d, col: 0 };
         let more = gather(&mut s.more_rows, dout, blocks, lanes, width, col, group, d);
         let (q, q_rows) = (words(&mut s.q, size), words(&mut s.q_rows, size));
         let (dout, dout_rows) = (words(&mut s.dout, size), words(&mut s.dout_rows, size));

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::chunks::{Chunk, Seen};
 use super::{
-    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Rows, Saved, Shape, Unit, first_lane, units,
+    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Saved, Shape, Unit, View, first_lane, units,
 };
 use crate::gemm::{Line, reserve};
 use crate::microkernel::Product;
@@ -86,7 +86,7 @@ fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile
 fn gather_lanes<'a>(
     plain: &'a mut Vec<Line>,
     transposed: &'a mut Vec<Line>,
-    rows: Rows,
+    rows: View,
     unit: &[Block],
     width: usize,
     col: usize,
@@ -111,7 +111,7 @@ fn gather_lanes<'a>(
 }
 
 /// Rows of a head side by side. As they lie, a power of two apart, few of them fit into the first-level cache together.
-fn gather_rows<'a>(to: &'a mut Vec<Line>, rows: Rows, keys: Range<usize>, at: usize, d: usize) -> &'a [f32] {
+fn gather_rows<'a>(to: &'a mut Vec<Line>, rows: View, keys: Range<usize>, at: usize, d: usize) -> &'a [f32] {
     let to = reserve(to, keys.len() * d);
     for (to, key) in to.chunks_exact_mut(d.max(1)).zip(keys) {
         to.copy_from_slice(rows.part(key, at, d));
@@ -369,7 +369,7 @@ simd_fn! {
         let col = kv_head * group * d;
         let (q, q_t) = gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
         let (q, q_t) = (q.as_ptr(), q_t.as_ptr());
-        let dout = Rows { data: saved.dout, stride: q_heads * d, col: 0 };
+        let dout = View { data: saved.dout, stride: q_heads * d, col: 0 };
         let (dout, dout_t) = gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
         for i in 0..block.count {
             for g in 0..group {

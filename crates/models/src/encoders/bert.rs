@@ -10,16 +10,15 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
 use omnigrpo_ops::{
-    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, add_rows, linear, norm,
+    Activation, AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Rows, Tape, Var,
 };
 
-use super::{Blocks, EncoderSizes, LayerNames, Scope, SizeKeys, load, step};
+use super::{Blocks, EncoderSizes, LayerNames, SizeKeys, load};
+use crate::block::NormOrder;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::tower::NormOrder;
-use crate::weights::{Init, WeightDtype, WeightSource};
+use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
 const BERT_LAYERS: LayerNames = LayerNames {
     prefix: "encoder.layer.",
@@ -147,7 +146,7 @@ impl Bert {
         part: Part,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let mut weights = Scope { source, prefix, part };
+        let mut weights = Scope::new(source, prefix, part);
         let c = config.sizes.hidden;
         let mut table = |name: &str, rows: usize| {
             weights.get(&format!("embeddings.{name}_embeddings.weight"), &[rows, c], Init::Normal)
@@ -185,44 +184,7 @@ impl Bert {
     ///
     /// # Errors
     /// No sequence, an empty or too long one, ids outside the vocabulary, more blocks than there are.
-    pub fn hidden<'a>(
-        &'a self,
-        sequences: &[&[u32]],
-        blocks: usize,
-        mut tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        self.hidden_with(sequences, blocks, &mut tape)
-    }
-
-    /// The first row of each sequence of the last block's output, `[n, c]`: that of `[CLS]`.
-    ///
-    /// # Errors
-    /// As [`Self::hidden`].
-    pub fn first<'a>(&'a self, sequences: &[&[u32]], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
-        let x = self.hidden_with(sequences, self.config.sizes.layers, &mut tape)?;
-        let rows = first_rows(sequences)?;
-        step(&mut tape, &x, move |x| x.index_select(&rows, 0))
-    }
-
-    /// `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
-    ///
-    /// # Errors
-    /// As [`Self::hidden`]; an encoder that was built without pooler.
-    pub fn pooled<'a>(&'a self, sequences: &[&[u32]], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
-        let Some(pooler) = &self.pooler else {
-            return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));
-        };
-        let x = self.hidden_with(sequences, self.config.sizes.layers, &mut tape)?;
-        let rows = first_rows(sequences)?;
-        step(&mut tape, &x, move |x| linear(&x.index_select(&rows, 0)?, pooler, MatmulMode::Gemm)?.tanh())
-    }
-
-    fn hidden_with<'a>(
-        &'a self,
-        sequences: &[&[u32]],
-        blocks: usize,
-        tape: &mut Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+    pub fn hidden(&self, sequences: &[&[u32]], blocks: usize, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let config = &self.config;
         if sequences.is_empty() || blocks > config.sizes.layers {
             return Err(ModelError::shape(format!(
@@ -238,32 +200,49 @@ impl Bert {
                 config.max_tokens()
             )));
         }
-        let words: Arc<[_]> = sequences.iter().flat_map(|s| s.iter().copied().map(Some)).collect();
+        let ids = |ids: Vec<Option<u32>>| -> Arc<Ids> { Arc::new(ids.into()) };
+        let words = ids(sequences.iter().flat_map(|s| s.iter().copied().map(Some)).collect());
         let first = config.first_position;
-        let positions: Arc<[_]> =
-            sequences.iter().flat_map(|s| (first..first + s.len()).map(|p| Some(p as u32))).collect();
-        let types: Arc<[_]> = vec![Some(0); words.len()].into();
-        let x = Tensor::zeros((words.len(), config.sizes.hidden), DType::F32, &Device::Cpu)?;
-        let x = step(tape, &x, move |x| {
-            let mut x = add_rows(&add_rows(x, &self.words, &words)?, &self.positions, &positions)?;
-            if let Some(table) = &self.token_types {
-                x = add_rows(&x, table, &types)?;
-            }
-            norm(&x, &self.embed_norm)
-        })?;
+        let positions = sequences.iter().flat_map(|s| (first..first + s.len()).map(|p| Some(p as u32)));
+        let positions = ids(positions.collect());
+        let x = tape.input(Rows::zeros(pass.device, words.len(), config.sizes.hidden));
+        let x = tape.add_rows(&x, &self.words, &words)?;
+        let mut x = tape.add_rows(&x, &self.positions, &positions)?;
+        if let Some(table) = &self.token_types {
+            x = tape.add_rows(&x, table, &ids(vec![Some(0); words.len()]))?;
+        }
+        let x = tape.norm(&x, &self.embed_norm)?;
         let lens: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
-        self.blocks.forward(x, blocks, &Arc::new(AttentionLayout::full_blocks(&lens)), tape)
+        self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&lens), pass, tape)
     }
-}
 
-fn first_rows(sequences: &[&[u32]]) -> Result<Tensor> {
-    let mut rows = Vec::with_capacity(sequences.len());
-    let mut at = 0;
-    for sequence in sequences {
-        rows.push(at);
-        at += sequence.len() as u32;
+    /// The first row of each sequence of the last block's output, `[n, c]`: that of `[CLS]`.
+    ///
+    /// # Errors
+    /// As [`Self::hidden`].
+    pub fn first(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let x = self.hidden(sequences, self.config.sizes.layers, pass, tape)?;
+        let mut at = 0;
+        let starts = sequences.iter().map(|sequence| {
+            at += sequence.len();
+            at - sequence.len()
+        });
+        let starts: Index = starts.collect::<Vec<_>>().into();
+        Ok(tape.select(&x, &Arc::new(starts))?)
     }
-    Ok(Tensor::from_vec(rows, sequences.len(), &Device::Cpu)?)
+
+    /// `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
+    ///
+    /// # Errors
+    /// As [`Self::hidden`]; an encoder that was built without pooler.
+    pub fn pooled(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let Some(pooler) = &self.pooler else {
+            return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));
+        };
+        let x = self.first(sequences, pass, tape)?;
+        let x = tape.linear(&x, pooler, pass)?;
+        Ok(tape.activation(&x, Activation::Tanh)?)
+    }
 }
 
 /// The name of a tensor of a directory of BERT's kind below an empty prefix; `None` for heads and what is no weight.

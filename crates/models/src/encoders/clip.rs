@@ -6,16 +6,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
-use omnigrpo_ops::{
-    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, add_rows, linear, norm, rows_from_vec,
-};
+use omnigrpo_ops::{AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Rows, Tape, Var};
 
 use super::siglip::LAYERS;
-use super::{Blocks, EncoderSizes, PictureConfig, Scope, SizeKeys, load};
+use super::{Blocks, EncoderSizes, PictureConfig, SizeKeys, constant, load};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::weights::{Init, WeightDtype, WeightSource};
+use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
 /// A CLIP configuration.
 #[derive(Clone, Debug, PartialEq)]
@@ -99,7 +96,7 @@ impl Clip {
         let picture = &config.picture;
         let (c, eps) = (picture.sizes.hidden, picture.sizes.norm_eps);
         let vision = format!("{prefix}vision_model.");
-        let mut weights = Scope { source: &mut *source, prefix: &vision, part };
+        let mut weights = Scope::new(&mut *source, &vision, part);
         let class = weights.get("embeddings.class_embedding", &[c], Init::Normal)?;
         let patch_embed = weights.convolution("embeddings.patch_embedding", &picture.patch_shape(), false)?;
         let rows = picture.num_patches() + 1;
@@ -112,14 +109,14 @@ impl Clip {
 
         let (t, eps) = (config.text.hidden, config.text.norm_eps);
         let text = format!("{prefix}text_model.");
-        let mut weights = Scope { source: &mut *source, prefix: &text, part };
+        let mut weights = Scope::new(&mut *source, &text, part);
         let words = weights.get("embeddings.token_embedding.weight", &[config.vocab, t], Init::Normal)?;
         let text_positions =
             weights.get("embeddings.position_embedding.weight", &[config.max_tokens, t], Init::Normal)?;
         let text_blocks = Blocks::build(&config.text, &LAYERS, &mut weights)?;
         let text_norm = weights.layer_norm("final_layer_norm", t, eps)?;
 
-        let mut weights = Scope { source, prefix, part };
+        let mut weights = Scope::new(source, prefix, part);
         let picture_projection = weights.linear("visual_projection", config.projection, c, false)?;
         let text_projection = weights.linear("text_projection", config.projection, t, false)?;
         Ok(Self {
@@ -163,28 +160,36 @@ impl Clip {
     ///
     /// # Errors
     /// Pixels of another size.
-    pub fn picture_features(&self, pixels: &[f32], n: usize) -> Result<Tensor> {
+    pub fn picture_features(&self, pixels: &[f32], n: usize, pass: &Pass) -> Result<Rows> {
         let picture = &self.config.picture;
         let rows = picture.num_patches() + 1;
-        let x = rows_from_vec(picture.patch_rows(pixels, n, 1)?, n * rows, picture.patch_len())?;
+        let tape = &mut Tape::off();
+        let x = constant(picture.patch_rows(pixels, n, 1)?, n * rows, picture.patch_len(), pass)?;
         // A row of zeros makes a row of zeros, the patch layer having no bias; the class token is put there.
-        let x = linear(&x, &self.patch_embed, MatmulMode::Gemm)?;
-        let class: Arc<[_]> = (0..n * rows).map(|i| (i % rows == 0).then_some(0)).collect();
-        let ids: Arc<[_]> = (0..n * rows).map(|i| Some((i % rows) as u32)).collect();
-        let x = add_rows(&add_rows(&x, &self.class, &class)?, &self.picture_positions, &ids)?;
-        let x = norm(&x, &self.pre_norm)?;
-        let layout = Arc::new(AttentionLayout::full_blocks(&vec![rows; n]));
-        let x = self.picture_blocks.forward(x, picture.sizes.layers, &layout, &mut None)?;
-        let first: Vec<u32> = (0..n).map(|i| (i * rows) as u32).collect();
-        let x = x.index_select(&Tensor::from_vec(first, n, &Device::Cpu)?, 0)?;
-        Ok(linear(&norm(&x, &self.post_norm)?, &self.picture_projection, MatmulMode::Gemm)?)
+        let x = tape.linear(&x, &self.patch_embed, pass)?;
+        let class = (0..n * rows).map(|i| (i % rows == 0).then_some(0)).collect::<Vec<_>>();
+        let ids = (0..n * rows).map(|i| Some((i % rows) as u32)).collect::<Vec<_>>();
+        let x = tape.add_rows(&x, &self.class, &Arc::new(class.into()))?;
+        let x = tape.add_rows(&x, &self.picture_positions, &Arc::new(ids.into()))?;
+        let x = tape.norm(&x, &self.pre_norm)?;
+        let layout = AttentionLayout::full_blocks(&vec![rows; n]);
+        let x = self.picture_blocks.forward(x, picture.sizes.layers, layout, pass, tape)?;
+        let first: Index = (0..n).map(|i| i * rows).collect::<Vec<_>>().into();
+        self.readout(&x, &first, &self.post_norm, &self.picture_projection, pass)
+    }
+
+    /// Some rows, normalised and projected.
+    fn readout(&self, x: &Var, rows: &Index, norm: &Norm, projection: &Linear, pass: &Pass) -> Result<Rows> {
+        let tape = &mut Tape::off();
+        let x = tape.norm(&Var::constant(x.rows().select(rows)?), norm)?;
+        Ok(tape.linear(&x, projection, pass)?.into_rows())
     }
 
     /// Token ids with start and end tokens → features `[n, p]`, not normalised.
     ///
     /// # Errors
     /// No text, an empty or too long one, one without end token, ids outside the vocabulary.
-    pub fn text_features(&self, texts: &[&[u32]]) -> Result<Tensor> {
+    pub fn text_features(&self, texts: &[&[u32]], pass: &Pass) -> Result<Rows> {
         let config = &self.config;
         let mut ends = Vec::with_capacity(texts.len());
         let mut total = 0;
@@ -201,21 +206,23 @@ impl Clip {
             let end = end.ok_or_else(|| {
                 ModelError::shape(format!("CLIP: a text without the end token {:?}", config.end_token))
             })?;
-            ends.push((total + end) as u32);
+            ends.push(total + end);
             total += ids.len();
         }
         if texts.is_empty() {
             return Err(ModelError::shape("CLIP: no text"));
         }
-        let words: Arc<[_]> = texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect();
-        let positions: Arc<[_]> = texts.iter().flat_map(|ids| (0..ids.len() as u32).map(Some)).collect();
-        let x = Tensor::zeros((total, config.text.hidden), DType::F32, &Device::Cpu)?;
-        let x = add_rows(&add_rows(&x, &self.words, &words)?, &self.text_positions, &positions)?;
+        let words: Ids =
+            texts.iter().flat_map(|ids| ids.iter().copied().map(Some)).collect::<Vec<_>>().into();
+        let positions: Ids =
+            texts.iter().flat_map(|ids| (0..ids.len() as u32).map(Some)).collect::<Vec<_>>().into();
+        let tape = &mut Tape::off();
+        let x = Var::constant(Rows::zeros(pass.device, total, config.text.hidden));
+        let x = tape.add_rows(&x, &self.words, &Arc::new(words))?;
+        let x = tape.add_rows(&x, &self.text_positions, &Arc::new(positions))?;
         let groups: Vec<_> = texts.iter().map(|ids| (ids.len(), Vec::new())).collect();
-        let layout = Arc::new(AttentionLayout::groups(&groups));
-        let x = self.text_blocks.forward(x, config.text.layers, &layout, &mut None)?;
-        let x =
-            norm(&x.index_select(&Tensor::from_vec(ends, texts.len(), &Device::Cpu)?, 0)?, &self.text_norm)?;
-        Ok(linear(&x, &self.text_projection, MatmulMode::Gemm)?)
+        let layout = AttentionLayout::groups(&groups);
+        let x = self.text_blocks.forward(x, config.text.layers, layout, pass, tape)?;
+        self.readout(&x, &ends.into(), &self.text_norm, &self.text_projection, pass)
     }
 }

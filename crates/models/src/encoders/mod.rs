@@ -1,9 +1,9 @@
 //! Encoders of pictures, sound and text: towers of families, and scorers.
 //!
-//! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`] that the caller gives, so the same code reads a
-//! directory of its own and a tower inside a larger checkpoint. With a [`Segments`] tape its weights can be trained.
-//! They differ in what comes before and after the blocks; the blocks are `TowerBlock`s, whose names are a row of a
-//! table each (`LayerNames`).
+//! An encoder is built from a [`WeightSource`] under a prefix and a [`Part`](omnigrpo_ops::Part) that the caller gives, so the same code reads a
+//! directory of its own and a tower inside a larger checkpoint. On a recording [`Tape`] its weights can be trained.
+//! They differ in what comes before and after the blocks; the blocks are [`Block`]s, whose names are a row of a table each
+//! (`LayerNames`).
 //!
 //! Shapes: `n` pictures or sequences, `t` rows of the stream, `c` width, `p` width of a projection.
 
@@ -15,13 +15,12 @@ pub mod whisper;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Tensor;
-use omnigrpo_ops::{Activation, AttentionHeads, AttentionLayout, Linear, Norm, Param, Part, Segments, norm};
+use omnigrpo_ops::{Activation, AttentionHeads, AttentionLayout, Layout, Pass, Rows, Tape, Var};
 
+use crate::block::{Block, BlockPass, Mlp, NormOrder};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::tower::{Mlp, NormOrder, TowerBlock};
-use crate::weights::{FileSource, Init, WeightDtype, WeightFiles, WeightSource};
+use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles, WeightSource};
 
 /// Sizes of a stack of blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -95,10 +94,7 @@ struct LayerNames {
 }
 
 /// The blocks of an encoder.
-struct Blocks {
-    heads: AttentionHeads,
-    blocks: Vec<TowerBlock>,
-}
+struct Blocks(Vec<Arc<Block>>);
 
 impl Blocks {
     fn build(sizes: &EncoderSizes, names: &LayerNames, weights: &mut Scope) -> Result<Self> {
@@ -107,91 +103,63 @@ impl Blocks {
         for b in 0..sizes.layers {
             let at = |name: &str| format!("{}{b}.{name}", names.prefix);
             let [q, k, v] = names.qkv;
-            blocks.push(TowerBlock {
+            let norm1 = weights.layer_norm(&at(names.norm1), c, sizes.norm_eps)?;
+            let qkv = vec![
+                weights.linear(&at(q), c, c, true)?,
+                weights.linear(&at(k), c, c, names.key_bias)?,
+                weights.linear(&at(v), c, c, true)?,
+            ];
+            let proj = weights.linear(&at(names.out), c, c, true)?;
+            let norms = [norm1, weights.layer_norm(&at(names.norm2), c, sizes.norm_eps)?];
+            blocks.push(Arc::new(Block {
                 order: names.order,
+                norms,
                 qk_norm: None,
                 scales: None,
-                norm1: weights.layer_norm(&at(names.norm1), c, sizes.norm_eps)?,
-                qkv: vec![
-                    weights.linear(&at(q), c, c, true)?,
-                    weights.linear(&at(k), c, c, names.key_bias)?,
-                    weights.linear(&at(v), c, c, true)?,
-                ],
-                proj: weights.linear(&at(names.out), c, c, true)?,
-                norm2: weights.layer_norm(&at(names.norm2), c, sizes.norm_eps)?,
+                qkv,
+                proj,
                 mlp: Mlp::Plain {
                     fc1: weights.linear(&at(names.fc[0]), i, c, true)?,
                     act: sizes.activation,
                     fc2: weights.linear(&at(names.fc[1]), c, i, true)?,
                 },
-            });
+                heads: sizes.heads,
+            }));
         }
-        Ok(Self { heads: sizes.heads, blocks })
+        Ok(Self(blocks))
     }
 
-    /// The first `count` blocks, `[t, c] → [t, c]`.
-    fn forward<'a>(
-        &'a self,
-        mut x: Tensor,
+    /// The first `count` blocks over sequences of these lengths, `[t, c] → [t, c]`.
+    fn forward(
+        &self,
+        x: Var,
         count: usize,
-        layout: &Arc<AttentionLayout>,
-        tape: &mut Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        for block in &self.blocks[..count] {
-            x = block.forward(&x, None, self.heads, layout, tape.as_deref_mut())?;
-        }
-        Ok(x)
+        layout: AttentionLayout,
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        run_blocks(&self.0[..count], x, &Arc::new(layout.into()), pass, tape)
     }
 }
 
-/// Runs a segment, on the tape where there is one.
-fn step<'a>(
-    tape: &mut Option<&mut Segments<'a>>,
-    x: &Tensor,
-    run: impl Fn(&Tensor) -> candle_core::Result<Tensor> + 'a,
-) -> Result<Tensor> {
-    Ok(match tape {
-        Some(tape) => tape.push(x, run)?,
-        None => run(x)?,
-    })
+/// Blocks without rotation, one after the other.
+pub(crate) fn run_blocks(
+    blocks: &[Arc<Block>],
+    x: Var,
+    layout: &Arc<Layout>,
+    pass: &Pass,
+    tape: &mut Tape,
+) -> Result<Var> {
+    let mut x = x;
+    for block in blocks {
+        x = tape.apply(BlockPass::new(block, pass, None, layout, None), [&x])?;
+    }
+    Ok(x)
 }
 
-/// The last norm of an encoder as a segment.
-fn step_norm<'a>(tape: &mut Option<&mut Segments<'a>>, x: &Tensor, layer: &'a Norm) -> Result<Tensor> {
-    step(tape, x, move |x| norm(x, layer))
-}
-
-/// A source of weights below a prefix.
-struct Scope<'s> {
-    source: &'s mut dyn WeightSource,
-    prefix: &'s str,
-    part: Part,
-}
-
-impl Scope<'_> {
-    fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
-        self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
-    }
-
-    fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
-        let weight = self.get(&format!("{name}.weight"), &[n, k], Init::Normal)?;
-        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
-        Ok(Linear::new(weight, bias)?)
-    }
-
-    /// A convolution whose windows arrive as rows of `k` numbers in the order of its published `shape`.
-    fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
-        let (n, k) = (shape[0], shape[1..].iter().product());
-        let weight = self.get(&format!("{name}.weight"), shape, Init::Normal)?;
-        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
-        Ok(Linear::reshaped(weight, bias, n, k)?)
-    }
-
-    fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
-        let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
-        let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
-        Ok(Norm::Layer { weight, bias, eps })
-    }
+/// Numbers of the host as a value without a gradient.
+pub(crate) fn constant(data: Vec<f32>, rows: usize, cols: usize, pass: &Pass) -> Result<Var> {
+    Ok(Var::constant(Rows::upload(pass.device, data, rows, cols)?))
 }
 
 /// Builds an encoder from a directory of its own: `build` gets a source of the tensors that `published` renames, and

@@ -7,16 +7,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Tensor;
-use omnigrpo_ops::{
-    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, add_rows, linear, rows_from_vec,
-};
+use omnigrpo_ops::{AttentionLayout, Ids, Linear, Norm, Param, Part, Pass, Tape, Var};
 
-use super::{Blocks, LayerNames, PictureConfig, Scope, SizeKeys, load, step, step_norm};
+use super::{Blocks, LayerNames, PictureConfig, SizeKeys, constant, load};
+use crate::block::NormOrder;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::tower::NormOrder;
-use crate::weights::{Init, WeightDtype, WeightSource};
+use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
 /// Blocks of SigLIP and of both towers of CLIP.
 pub(super) const LAYERS: LayerNames = LayerNames {
@@ -100,7 +97,7 @@ impl Siglip {
         part: Part,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let mut weights = Scope { source, prefix, part };
+        let mut weights = Scope::new(source, prefix, part);
         let (picture, sizes) = (&config.picture, &config.picture.sizes);
         let c = sizes.hidden;
         let patch_embed = weights.convolution("embeddings.patch_embedding", &picture.patch_shape(), true)?;
@@ -141,49 +138,35 @@ impl Siglip {
     ///
     /// # Errors
     /// Pixels of another size, more blocks than there are.
-    pub fn hidden<'a>(
-        &'a self,
+    pub fn hidden(
+        &self,
         pixels: &[f32],
         n: usize,
         blocks: usize,
-        mut tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        self.hidden_with(pixels, n, blocks, &mut tape)
-    }
-
-    /// Normalised pixels `[n, 3, side, side]` → `last_hidden_state` `[n · patches, c]`: all blocks and the last norm.
-    ///
-    /// # Errors
-    /// Pixels of another size.
-    pub fn forward<'a>(
-        &'a self,
-        pixels: &[f32],
-        n: usize,
-        mut tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        let x = self.hidden_with(pixels, n, self.config.picture.sizes.layers, &mut tape)?;
-        step_norm(&mut tape, &x, &self.post_norm)
-    }
-
-    fn hidden_with<'a>(
-        &'a self,
-        pixels: &[f32],
-        n: usize,
-        blocks: usize,
-        tape: &mut Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
         let picture = &self.config.picture;
         if blocks > picture.sizes.layers {
             let what = format!("SigLIP: {blocks} blocks asked for, the tower has {}", picture.sizes.layers);
             return Err(ModelError::shape(what));
         }
         let patches = picture.num_patches();
-        let x = rows_from_vec(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len())?;
-        let ids: Arc<[_]> = (0..n * patches).map(|i| Some((i % patches) as u32)).collect();
-        let x = step(tape, &x, move |x| {
-            add_rows(&linear(x, &self.patch_embed, MatmulMode::Gemm)?, &self.positions, &ids)
-        })?;
-        self.blocks.forward(x, blocks, &Arc::new(AttentionLayout::full_blocks(&vec![patches; n])), tape)
+        let x = constant(picture.patch_rows(pixels, n, 0)?, n * patches, picture.patch_len(), pass)?;
+        let ids: Arc<Ids> =
+            Arc::new((0..n * patches).map(|i| Some((i % patches) as u32)).collect::<Vec<_>>().into());
+        let x = tape.linear(&x, &self.patch_embed, pass)?;
+        let x = tape.add_rows(&x, &self.positions, &ids)?;
+        self.blocks.forward(x, blocks, AttentionLayout::full_blocks(&vec![patches; n]), pass, tape)
+    }
+
+    /// Normalised pixels `[n, 3, side, side]` → `last_hidden_state` `[n · patches, c]`: all blocks and the last norm.
+    ///
+    /// # Errors
+    /// Pixels of another size.
+    pub fn forward(&self, pixels: &[f32], n: usize, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        let x = self.hidden(pixels, n, self.config.picture.sizes.layers, pass, tape)?;
+        Ok(tape.norm(&x, &self.post_norm)?)
     }
 }
 

@@ -7,17 +7,15 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, activation, add_rows,
-    linear, rows_from_vec,
+    Activation, AttentionLayout, Ids, Linear, Norm, OUTSIDE, Param, Part, Pass, Patches, Tape, Var,
 };
 
-use super::{Blocks, EncoderSizes, LayerNames, Scope, SizeKeys, load, step, step_norm};
+use super::{Blocks, EncoderSizes, LayerNames, SizeKeys, constant, load};
+use crate::block::NormOrder;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::tower::NormOrder;
-use crate::weights::{Init, WeightDtype, WeightSource};
+use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
 const LAYERS: LayerNames = LayerNames {
     prefix: "layers.",
@@ -88,7 +86,7 @@ impl Whisper {
         part: Part,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let mut weights = Scope { source, prefix, part };
+        let mut weights = Scope::new(source, prefix, part);
         let c = config.sizes.hidden;
         let conv1 = weights.convolution("conv1", &[c, config.num_mels, TAPS], true)?;
         let conv2 = weights.convolution("conv2", &[c, c, TAPS], true)?;
@@ -118,7 +116,7 @@ impl Whisper {
     ///
     /// # Errors
     /// A spectrogram of another size.
-    pub fn forward<'a>(&'a self, mel: &[f32], mut tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+    pub fn forward(&self, mel: &[f32], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let (mels, rows) = (self.config.num_mels, self.config.num_positions);
         let columns = 2 * rows;
         if mel.len() != mels * columns {
@@ -138,28 +136,23 @@ impl Whisper {
                 }
             }
         }
-        let x = rows_from_vec(windows, columns, mels * TAPS)?;
-        let tape = &mut tape;
-        let ids: Arc<[_]> = (0..rows as u32).map(Some).collect();
-        // Which row of the first convolution each tap of the second sees; one row of zeros stands behind the last.
-        let taps: Vec<u32> = (0..rows)
-            .flat_map(|row| {
-                (0..TAPS).map(move |tap| (2 * row + tap).checked_sub(1).unwrap_or(columns) as u32)
-            })
-            .collect();
-        let taps = Tensor::from_vec(taps, rows * TAPS, &Device::Cpu)?;
-        let c = self.config.sizes.hidden;
-        let x = step(tape, &x, move |x| {
-            let x = activation(&linear(x, &self.conv1, MatmulMode::Gemm)?, Activation::GeluErf)?;
-            let padded = Tensor::cat(&[&x, &Tensor::zeros((1, c), DType::F32, &Device::Cpu)?], 0)?;
-            let windows = padded.index_select(&taps, 0)?.reshape((rows, TAPS, c))?.transpose(1, 2)?;
-            let windows = windows.contiguous()?.reshape((rows, c * TAPS))?;
-            let x = activation(&linear(&windows, &self.conv2, MatmulMode::Gemm)?, Activation::GeluErf)?;
-            add_rows(&x, &self.positions, &ids)
-        })?;
-        let layout = Arc::new(AttentionLayout::full_blocks(&[rows]));
-        let x = self.blocks.forward(x, self.config.sizes.layers, &layout, tape)?;
-        step_norm(tape, &x, &self.last_norm)
+        let x = constant(windows, columns, mels * TAPS, pass)?;
+        let ids: Arc<Ids> = Arc::new((0..rows as u32).map(Some).collect::<Vec<_>>().into());
+        // Which row of the first convolution each tap of the second sees.
+        let source = |row: usize, tap: usize| match (2 * row + tap).checked_sub(1) {
+            Some(source) if source < columns => source as u32,
+            _ => OUTSIDE,
+        };
+        let sources = (0..rows).flat_map(|row| (0..TAPS).map(move |tap| source(row, tap))).collect();
+        let patches = Arc::new(Patches { sources, taps: TAPS });
+        let x = tape.linear(&x, &self.conv1, pass)?;
+        let x = tape.activation(&x, Activation::GeluErf)?;
+        let x = tape.convolution(&x, &self.conv2, &patches)?;
+        let x = tape.activation(&x, Activation::GeluErf)?;
+        let x = tape.add_rows(&x, &self.positions, &ids)?;
+        let layout = AttentionLayout::full_blocks(&[rows]);
+        let x = self.blocks.forward(x, self.config.sizes.layers, layout, pass, tape)?;
+        Ok(tape.norm(&x, &self.last_norm)?)
     }
 }
 

@@ -13,12 +13,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
 use omnigrpo_media::audio::probe_audio;
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_media::{Limits, MediaError, VideoSource, probe_image, probe_video};
-use omnigrpo_ops::{Param, Segments};
+use omnigrpo_ops::{Param, Pass, Tape, Var};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, Turn};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -547,20 +546,21 @@ pub trait Network: Send + Sync {
     ///
     /// # Errors
     /// Input that does not fit the tower.
-    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor>;
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var>;
 
     /// Tower output through the projector: features `[tokens, h]` in the order of the prompt. `instruction` is what
     /// [`Family::instruction_ids`] made of the prompt.
     ///
     /// # Errors
     /// Input that does not fit the projector.
-    fn project<'a>(
-        &'a self,
-        tower: &Tensor,
+    fn project(
+        &self,
+        tower: &Var,
         medium: &MediumInput,
         instruction: &[u32],
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor>;
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var>;
 }
 
 /// Finds the family of a checkpoint directory by the `model_type` and `architectures` of its `config.json`.

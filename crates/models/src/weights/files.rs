@@ -4,10 +4,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
-use omnigrpo_ops::ParamDtype;
+use omnigrpo_ops::{ParamDtype, Values};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorInfo};
 
@@ -144,12 +143,11 @@ impl WeightFiles {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Tensor, String>> {
+    pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Values, String>> {
         let Some((entry, bytes)) = self.bytes(name) else {
             return Ok(Err(format!("  missing tensor {name}")));
         };
         let keep_bf16 = entry.info.dtype == Dtype::BF16 && dtype != WeightDtype::Float32;
-        let shape = entry.info.shape.as_slice();
         if keep_bf16 {
             let data: Vec<bf16> = le(bytes, |b: [u8; 2]| bf16::from_le_bytes(b));
             if let Some(i) = data.iter().position(|x| !x.is_finite()) {
@@ -158,7 +156,7 @@ impl WeightFiles {
                     data[i]
                 )));
             }
-            return Ok(Ok(Tensor::from_vec(data, shape, &Device::Cpu)?));
+            return Ok(Ok(Values::Bf16(data)));
         }
         let data: Vec<f32> = match entry.info.dtype {
             Dtype::F32 => le(bytes, f32::from_le_bytes),
@@ -169,8 +167,8 @@ impl WeightFiles {
         if let Some(i) = data.iter().position(|x| !x.is_finite()) {
             return Ok(Err(format!("  tensor {name}: element {i} is {}, expected finite numbers", data[i])));
         }
-        let tensor = Tensor::from_vec(data, shape, &Device::Cpu)?;
-        Ok(Ok(if dtype == WeightDtype::BFloat16 { tensor.to_dtype(DType::BF16)? } else { tensor }))
+        let values = Values::F32(data);
+        Ok(Ok(if dtype == WeightDtype::BFloat16 { values.into_bf16() } else { values }))
     }
 
     /// Whether two tensors hold the same bytes.

@@ -12,10 +12,9 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
 use omnigrpo_kernels::Weight;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
-use omnigrpo_ops::{Param, ParamDtype, Part};
+use omnigrpo_ops::{Linear, Norm, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -62,23 +61,23 @@ impl Quantization<'_> {
 fn hold(
     name: &str,
     part: Part,
-    value: Tensor,
+    shape: &[usize],
+    values: Values,
     quantization: Option<&Quantization>,
 ) -> Result<std::result::Result<Param, String>> {
-    let Some(q) = quantization.filter(|q| q.takes(name, part, value.dims())) else {
-        return Ok(Ok(Param::new(name, part, value)?));
+    let dense = Param::new(name, part, shape, values)?;
+    let (Some(q), &[n, k]) = (quantization.filter(|q| q.takes(name, part, shape)), shape) else {
+        return Ok(Ok(dense));
     };
-    let (n, k) = value.dims2()?;
-    let dense = Param::new(name, part, value)?;
-    let matrix = dense.with_weight(|weight| {
-        QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i, i + 1, k) {
-            Weight::F32(from) => row.copy_from_slice(from),
-            Weight::Bf16(from) => row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32()),
-            Weight::Quantised(from) => from.widen(row),
-        })
-    })?;
+    let guard = dense.read();
+    let weight = guard.weight();
+    let matrix = QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i, i + 1, k) {
+        Weight::F32(from) => row.copy_from_slice(from),
+        Weight::Bf16(from) => row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32()),
+        Weight::Quantised(from) => from.widen(row),
+    });
     Ok(match matrix {
-        Some(matrix) => Ok(Param::quantised(name, part, &[n, k], matrix)?),
+        Some(matrix) => Ok(Param::quantised(name, part, shape, matrix)?),
         None => Err(format!("  tensor {name}: values too large to quantise")),
     })
 }
@@ -121,6 +120,87 @@ pub trait WeightSource {
     /// model has none of them.
     fn has(&self, _name: &str) -> bool {
         false
+    }
+}
+
+/// The weights below a prefix, all of one part: what a network is built from.
+pub struct Scope<'s> {
+    source: &'s mut dyn WeightSource,
+    prefix: String,
+    part: Part,
+}
+
+impl<'s> Scope<'s> {
+    /// The weights of `source` whose names begin with `prefix`.
+    pub fn new(source: &'s mut dyn WeightSource, prefix: &str, part: Part) -> Self {
+        Self { source, prefix: prefix.to_owned(), part }
+    }
+
+    /// The weights below a further prefix.
+    pub fn sub(&mut self, prefix: &str) -> Scope<'_> {
+        let (prefix, part) = (format!("{}{prefix}", self.prefix), self.part);
+        Scope { source: &mut *self.source, prefix, part }
+    }
+
+    /// The same weights as another part of the model.
+    pub fn of(&mut self, part: Part) -> Scope<'_> {
+        Scope { source: &mut *self.source, prefix: self.prefix.clone(), part }
+    }
+
+    /// The weight with this name and shape.
+    ///
+    /// # Errors
+    /// As [`WeightSource::get`].
+    pub fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
+        self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
+    }
+
+    /// The linear layer `name`, `[n, k]`.
+    ///
+    /// # Errors
+    /// As [`WeightSource::get`].
+    pub fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
+        let (weight, bias) = self.weight_and_bias(name, &[n, k], bias)?;
+        Ok(Linear::new(weight, bias)?)
+    }
+
+    /// A convolution whose windows arrive as rows of numbers in the order of its published `shape`, `[n, k…]`.
+    ///
+    /// # Errors
+    /// As [`WeightSource::get`].
+    pub fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
+        let (n, k) = (shape[0], shape[1..].iter().product());
+        let (weight, bias) = self.weight_and_bias(name, shape, bias)?;
+        Ok(Linear::reshaped(weight, bias, n, k)?)
+    }
+
+    fn weight_and_bias(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        bias: bool,
+    ) -> Result<(Arc<Param>, Option<Arc<Param>>)> {
+        let weight = self.get(&format!("{name}.weight"), shape, Init::Normal)?;
+        let bias = bias.then(|| self.get(&format!("{name}.bias"), &shape[..1], Init::Zeros)).transpose()?;
+        Ok((weight, bias))
+    }
+
+    /// The layer norm `name` over rows of `c`.
+    ///
+    /// # Errors
+    /// As [`WeightSource::get`].
+    pub fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
+        let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
+        let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
+        Ok(Norm::Layer { weight, bias, eps })
+    }
+
+    /// The RMS norm `name` over rows of `c`.
+    ///
+    /// # Errors
+    /// As [`WeightSource::get`].
+    pub fn rms_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
+        Ok(Norm::Rms { weight: self.get(&format!("{name}.weight"), &[c], Init::Ones)?, eps })
     }
 }
 
@@ -184,15 +264,17 @@ impl WeightSource for FileSource<'_> {
         // After the first problem tensors are only looked at: what the files do not have takes no memory, however large
         // the configuration says it is.
         let param = match value {
-            Ok(value) if self.problems.is_empty() => hold(name, part, value, self.quantization.as_ref())?,
-            Ok(_) => Ok(Param::stand_in(name, part, shape)?),
+            Ok(value) if self.problems.is_empty() => {
+                hold(name, part, shape, value, self.quantization.as_ref())?
+            }
+            Ok(_) => Ok(Param::outline(name, part, shape, ParamDtype::F32)),
             Err(problem) => Err(problem),
         };
         let param = match param {
             Ok(param) => param,
             Err(problem) => {
                 self.problems.push(problem);
-                Param::stand_in(name, part, shape)?
+                Param::outline(name, part, shape, ParamDtype::F32)
             }
         };
         let param = Arc::new(param);
@@ -286,10 +368,11 @@ impl WeightSource for RandomSource<'_> {
             Init::Ones => data.resize(len, 1.0),
             Init::Normal => normal(self.seed, name, self.std, len, &mut data),
         }
-        let value = Tensor::from_vec(data, shape, &Device::Cpu)?;
-        let value = if self.dtype == WeightDtype::BFloat16 { value.to_dtype(DType::BF16)? } else { value };
-        let param =
-            Arc::new(hold(name, part, value, self.quantization.as_ref())?.map_err(ModelError::weights)?);
+        let values = Values::F32(data);
+        let values = if self.dtype == WeightDtype::BFloat16 { values.into_bf16() } else { values };
+        let param = Arc::new(
+            hold(name, part, shape, values, self.quantization.as_ref())?.map_err(ModelError::weights)?,
+        );
         self.params.push(Arc::clone(&param));
         Ok(param)
     }
@@ -334,7 +417,7 @@ impl WeightSource for ReferenceSource<'_> {
             return Err(ModelError::weights(format!("reference model: the policy has no tensor {name}")));
         };
         let param = if param.trainable() {
-            Arc::new(param.frozen_copy()?)
+            Arc::new(param.frozen_copy())
         } else if param.adapter().is_some() {
             Arc::new(param.bare())
         } else {

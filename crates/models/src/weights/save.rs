@@ -109,12 +109,12 @@ impl View for ParamView<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let bytes = self.0.with_weight(|weight| match weight {
+        match self.0.read().weight() {
             Weight::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
             Weight::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
             Weight::Quantised(_) => Vec::new(),
-        });
-        bytes.unwrap_or_default().into()
+        }
+        .into()
     }
 
     fn data_len(&self) -> usize {

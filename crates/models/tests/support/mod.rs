@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_models::{
-    FeatureGradients, GroupStream, MediumInput, MediumShape, Model, PackedStream, Prompt, WeightDtype,
+    FeatureGradients, GroupStream, MediumInput, MediumShape, Memories, Model, PackedStream, Position, Prompt,
+    Training, WeightDtype,
 };
+use omnigrpo_ops::{AttentionLayout, Rows, Tape, Var};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -218,7 +220,7 @@ pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -
     for param in model.params() {
         let name = param.name();
         let expected = golden.f.get(&format!("{prefix}sketch.{name}"));
-        let got = param.with_grad(|g| g.map(|g| g.to_vec()));
+        let got = param.grad();
         match (expected, got) {
             (None, None) => {}
             (Some(expected), Some(got)) => {
@@ -247,13 +249,27 @@ pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -
     compared
 }
 
+/// A pass of the first update.
+pub fn training(recompute: bool) -> Training {
+    Training { recompute, ..Training::default() }
+}
+
+/// Logits of some rows of a plain causal sequence.
+pub fn causal_logits(model: &Model, x: Rows, positions: &[Position], rows: &[usize]) -> Vec<f32> {
+    let (decoder, pass) = (model.decoder(), model.pass());
+    let layout = Arc::new(AttentionLayout::causal(positions.len()).into());
+    let rope = decoder.rope_table(positions);
+    let hidden = decoder.forward(Var::constant(x), &rope, &layout, rows, &pass, &mut Tape::off()).unwrap();
+    decoder.logits(hidden.rows()).unwrap().to_vec()
+}
+
 /// Gradients by name; weights that nothing reached are left out.
 pub type Gradients = BTreeMap<String, Vec<f32>>;
 
 /// Takes every gradient out of the model.
 pub fn take_gradients(model: &Model) -> Gradients {
     let taken = model.params().iter().filter_map(|param| {
-        let grad = param.with_grad(|g| g.map(|g| g.to_vec()))?;
+        let grad = param.grad()?;
         param.clear_grad();
         Some((param.name().to_owned(), grad))
     });
@@ -277,7 +293,7 @@ pub fn assert_close(got: &Gradients, expected: &Gradients, rel: f64, what: &str)
 /// The bits of a model's weights, by name.
 pub fn weight_bits(model: &Model) -> BTreeMap<String, Vec<u32>> {
     let bits = |data: &[f32]| data.iter().map(|x| x.to_bits()).collect();
-    model.params().iter().map(|p| (p.name().to_owned(), p.with_f32(bits).unwrap())).collect()
+    model.params().iter().map(|p| (p.name().to_owned(), bits(&p.read().f32()))).collect()
 }
 
 /// Copies the files of a checkpoint (or any flat directory).
@@ -329,13 +345,21 @@ pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec
     let each = |g: usize| {
         let groups = [GroupStream { prompt: refs[g], completions: vec![completion] }];
         let stream = PackedStream::new(&groups).unwrap();
-        let pass = model.train_pass(&stream, &features[g..=g], 1.0, false).unwrap();
+        let pass = model.train_pass(&stream, &features[g..=g], 1.0, Training::default()).unwrap();
         let gradients = pass.backward(&vec![0.0; completion.len()], None).unwrap();
-        model.backward_media(&refs[g..=g], &features[g..=g], gradients, false).unwrap();
+        model
+            .backward_media(
+                &refs[g..=g],
+                &features[g..=g],
+                Memories::default(),
+                gradients,
+                Training::default(),
+            )
+            .unwrap();
         let passed = take_gradients(model);
         let mut gradients = FeatureGradients::default();
         model.reach(&refs, &[g], &mut gradients);
-        model.backward_media(&refs, &features, gradients, false).unwrap();
+        model.backward_media(&refs, &features, Memories::default(), gradients, Training::default()).unwrap();
         let reached = take_gradients(model);
         assert!(reached.keys().eq(passed.keys()), "prompt {g}: other weights");
         assert!(reached.values().chain(passed.values()).flatten().all(|x| *x == 0.0), "prompt {g}");

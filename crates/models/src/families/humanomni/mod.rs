@@ -18,9 +18,8 @@ mod projector;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_ops::{Param, Part, Segments};
+use omnigrpo_ops::{Param, Part, Pass, Tape, Var};
 use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
 use serde_json::{Map, Value};
 
@@ -267,11 +266,11 @@ impl Family for HumanOmni {
             .map(|audio| -> Result<_> {
                 let tower = whisper::Whisper::build(audio.config.clone(), AUDIO, Part::Audio, source)?;
                 let width = audio.config.sizes.hidden;
-                Ok((tower, AudioProjector::build(width, config.decoder.hidden, source)?))
+                Ok((tower, Arc::new(AudioProjector::build(width, config.decoder.hidden, source)?)))
             })
             .transpose()?;
         let text_width = config.text.config.sizes.hidden;
-        let projector = VisualProjector::build(&config.projector, text_width, source)?;
+        let projector = Arc::new(VisualProjector::build(&config.projector, text_width, source)?);
         for name in ["query", "key"] {
             let name = format!("model.feature_compressor.vlm_{name}_projector");
             if source.has(&format!("{name}.weight")) {
@@ -334,15 +333,15 @@ struct HumanOmniNetwork {
     decoder: Decoder,
     vision: siglip::Siglip,
     vision_blocks: usize,
-    audio: Option<(whisper::Whisper, AudioProjector)>,
+    audio: Option<(whisper::Whisper, Arc<AudioProjector>)>,
     text: bert::Bert,
     text_params: Vec<Arc<Param>>,
-    projector: VisualProjector,
+    projector: Arc<VisualProjector>,
     sizes: ProjectorConfig,
 }
 
 impl HumanOmniNetwork {
-    fn audio(&self) -> Result<&(whisper::Whisper, AudioProjector)> {
+    fn audio(&self) -> Result<&(whisper::Whisper, Arc<AudioProjector>)> {
         self.audio.as_ref().ok_or_else(|| ModelError::prompt("the checkpoint has no audio tower"))
     }
 }
@@ -352,40 +351,37 @@ impl Network for HumanOmniNetwork {
         &self.decoder
     }
 
-    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         match medium.shape {
-            MediumShape::Mel { .. } => self.audio()?.0.forward(&medium.data, tape),
+            MediumShape::Mel { .. } => self.audio()?.0.forward(&medium.data, pass, tape),
             _ => {
                 let [count, ..] = medium.shape.pictures()?;
-                self.vision.hidden(&medium.data, count, self.vision_blocks, tape)
+                self.vision.hidden(&medium.data, count, self.vision_blocks, pass, tape)
             }
         }
     }
 
-    fn project<'a>(
-        &'a self,
-        tower: &Tensor,
+    fn project(
+        &self,
+        tower: &Var,
         medium: &MediumInput,
         instruction: &[u32],
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        let own = pass.clone();
         if let MediumShape::Mel { .. } = medium.shape {
-            let (_, projector) = self.audio()?;
-            return Ok(match tape {
-                Some(tape) => tape.push(tower, move |x| projector.forward(x))?,
-                None => projector.forward(tower)?,
-            });
+            let projector = Arc::clone(&self.audio()?.1);
+            return Ok(tape.segment([tower], move |tape, [x]| projector.forward(x, &own, tape))?);
         }
         let plan = Plan::new(&self.sizes, medium.shape.pictures()?[0]);
-        match tape {
-            Some(tape) => {
-                let mut side = Segments::new(tape.recompute());
-                let trained = self.text_params.iter().any(|p| p.trainable());
-                let question = self.text.first(&[instruction], trained.then_some(&mut side))?;
-                let run = move |x: &Tensor, question: &Tensor| self.projector.forward(x, question, &plan);
-                Ok(tape.join(tower, &question, side, run)?)
-            }
-            None => Ok(self.projector.forward(tower, &self.text.first(&[instruction], None)?, &plan)?),
-        }
+        let question = match self.text_params.iter().any(|p| p.trainable() || p.adapter().is_some()) {
+            true => self.text.first(&[instruction], pass, tape)?,
+            false => self.text.first(&[instruction], pass, &mut Tape::off())?,
+        };
+        let projector = Arc::clone(&self.projector);
+        Ok(tape.segment([tower, &question], move |tape, [x, question]| {
+            projector.forward(x, question, &plan, &own, tape)
+        })?)
     }
 }

@@ -14,17 +14,13 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use omnigrpo_ops::{
-    Activation, Linear, MatmulMode, Norm, OUTSIDE, Param, Part, Patches, RowMix, activation, blend,
-    convolution, depthwise3, gate_rows, linear, mix_rows, norm,
+    Activation, Linear, Mix, Norm, OUTSIDE, Param, Part, Pass, Patches, Result as OpResult, RowMix, Tape, Var,
 };
 
 use super::config::ProjectorConfig;
 use crate::error::Result;
-use crate::weights::{Init, WeightSource};
-
-const MODE: MatmulMode = MatmulMode::Gemm;
+use crate::weights::{Init, Scope, WeightSource};
 
 /// Of `LayerNormAct2d`, whatever norm the stage was asked to use.
 const NORM_EPS: f32 = 1e-5;
@@ -35,49 +31,30 @@ const GATE_WIDTH: usize = 3584;
 /// Rows of the audio tower that become one token.
 const AUDIO_POOL: usize = 3;
 
-/// Asks a source for weights below a prefix.
-pub(super) struct Weights<'s> {
-    pub source: &'s mut dyn WeightSource,
-    pub prefix: String,
-}
-
-impl Weights<'_> {
-    fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
-        self.source.get(&format!("{}{name}", self.prefix), Part::Projector, shape, init)
-    }
-
-    /// A layer whose published weight has the shape `[n, k, tail…]`.
-    fn linear(&mut self, name: &str, n: usize, k: usize, tail: &[usize], bias: bool) -> Result<Linear> {
-        let shape = [&[n, k], tail].concat();
-        let weight = self.get(&format!("{name}.weight"), &shape, Init::Normal)?;
-        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
-        Ok(Linear::reshaped(weight, bias, n, k * tail.iter().product::<usize>())?)
-    }
-
-    fn norm(&mut self, name: &str, c: usize) -> Result<Norm> {
-        let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
-        let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
-        Ok(Norm::Layer { weight, bias, eps: NORM_EPS })
-    }
-
-    /// `name.0`, GELU, `name.2`.
-    fn mlp(&mut self, name: &str, input: usize, inner: usize, output: usize) -> Result<Mlp> {
-        Ok(Mlp {
-            first: self.linear(&format!("{name}.0"), inner, input, &[], true)?,
-            second: self.linear(&format!("{name}.2"), output, inner, &[], true)?,
-        })
-    }
-}
-
+/// `name.0`, GELU, `name.2`.
 struct Mlp {
     first: Linear,
     second: Linear,
 }
 
 impl Mlp {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        linear(&activation(&linear(x, &self.first, MODE)?, Activation::GeluErf)?, &self.second, MODE)
+    fn build(weights: &mut Scope, name: &str, [input, inner, output]: [usize; 3]) -> Result<Self> {
+        Ok(Self {
+            first: plain(weights, &format!("{name}.0"), &[inner, input], true)?,
+            second: plain(weights, &format!("{name}.2"), &[output, inner], true)?,
+        })
     }
+
+    fn forward(&self, x: &Var, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
+        let x = tape.linear(x, &self.first, pass)?;
+        let x = tape.activation(&x, Activation::GeluErf)?;
+        tape.linear(&x, &self.second, pass)
+    }
+}
+
+/// A layer that carries no adapter, with a published weight of this shape.
+fn plain(weights: &mut Scope, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
+    weights.convolution(name, shape, bias)
 }
 
 /// A RegNet block: 1×1, depthwise 3×3, squeeze and excitation, 1×1, and a shortcut.
@@ -94,40 +71,51 @@ struct Block {
 }
 
 impl Block {
-    fn build(weights: &mut Weights, name: &str, input: usize, output: usize) -> Result<Self> {
+    fn build(weights: &mut Scope, name: &str, input: usize, output: usize) -> Result<Self> {
         let at = |part: &str| format!("{name}.{part}");
         let inner = (input as f64 * 0.25).round_ties_even() as usize;
         Ok(Self {
-            conv1: weights.linear(&at("conv1.conv"), output, input, &[1, 1], false)?,
-            norm1: weights.norm(&at("conv1.bn"), output)?,
+            conv1: plain(weights, &at("conv1.conv"), &[output, input, 1, 1], false)?,
+            norm1: weights.layer_norm(&at("conv1.bn"), output, NORM_EPS)?,
             conv2: weights.get(&at("conv2.conv.weight"), &[output, 1, 3, 3], Init::Normal)?,
-            norm2: weights.norm(&at("conv2.bn"), output)?,
-            squeeze: weights.linear(&at("se.fc1"), inner, output, &[1, 1], true)?,
-            excite: weights.linear(&at("se.fc2"), output, inner, &[1, 1], true)?,
-            conv3: weights.linear(&at("conv3.conv"), output, output, &[1, 1], false)?,
-            norm3: weights.norm(&at("conv3.bn"), output)?,
+            norm2: weights.layer_norm(&at("conv2.bn"), output, NORM_EPS)?,
+            squeeze: plain(weights, &at("se.fc1"), &[inner, output, 1, 1], true)?,
+            excite: plain(weights, &at("se.fc2"), &[output, inner, 1, 1], true)?,
+            conv3: plain(weights, &at("conv3.conv"), &[output, output, 1, 1], false)?,
+            norm3: weights.layer_norm(&at("conv3.bn"), output, NORM_EPS)?,
             shortcut: if input == output {
                 None
             } else {
-                let conv = weights.linear(&at("downsample.conv"), output, input, &[1, 1], false)?;
-                Some((conv, weights.norm(&at("downsample.bn"), output)?))
+                let conv = plain(weights, &at("downsample.conv"), &[output, input, 1, 1], false)?;
+                Some((conv, weights.layer_norm(&at("downsample.bn"), output, NORM_EPS)?))
             },
         })
     }
 
     /// `[t · side², in] → [t · side², out]`; `means` averages each frame.
-    fn forward(&self, x: &Tensor, side: usize, means: &Arc<RowMix>) -> candle_core::Result<Tensor> {
-        let silu = |x: &Tensor| activation(x, Activation::Silu);
-        let y = silu(&norm(&linear(x, &self.conv1, MODE)?, &self.norm1)?)?;
-        let y = silu(&norm(&depthwise3(&y, &self.conv2, side, side)?, &self.norm2)?)?;
-        let squeezed = silu(&linear(&mix_rows(&y, means)?, &self.squeeze, MODE)?)?;
-        let y = gate_rows(&y, &linear(&squeezed, &self.excite, MODE)?)?;
-        let y = norm(&linear(&y, &self.conv3, MODE)?, &self.norm3)?;
-        let shortcut = match &self.shortcut {
-            Some((conv, layer)) => norm(&linear(x, conv, MODE)?, layer)?,
-            None => x.clone(),
+    fn forward(&self, x: &Var, side: usize, means: &Arc<Mix>, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
+        let y = tape.linear(x, &self.conv1, pass)?;
+        let y = tape.norm(&y, &self.norm1)?;
+        let y = tape.activation(&y, Activation::Silu)?;
+        let y = tape.depthwise3(&y, &self.conv2, [side, side])?;
+        let y = tape.norm(&y, &self.norm2)?;
+        let y = tape.activation(&y, Activation::Silu)?;
+        let mean = tape.mix(&y, means)?;
+        let squeezed = tape.linear(&mean, &self.squeeze, pass)?;
+        let squeezed = tape.activation(&squeezed, Activation::Silu)?;
+        let excited = tape.linear(&squeezed, &self.excite, pass)?;
+        let y = tape.gate(&y, &excited)?;
+        let y = tape.linear(&y, &self.conv3, pass)?;
+        let y = tape.norm(&y, &self.norm3)?;
+        let y = match &self.shortcut {
+            Some((conv, layer)) => {
+                let shortcut = tape.linear(x, conv, pass)?;
+                let shortcut = tape.norm(&shortcut, layer)?;
+                tape.add(&y, &shortcut)?
+            }
+            None => tape.add(&y, x)?,
         };
-        silu(&(y + shortcut)?)
+        tape.activation(&y, Activation::Silu)
     }
 }
 
@@ -140,9 +128,9 @@ struct Branch {
 }
 
 impl Branch {
-    fn build(weights: &mut Weights, name: &str, config: &ProjectorConfig) -> Result<Self> {
+    fn build(weights: &mut Scope, name: &str, config: &ProjectorConfig) -> Result<Self> {
         let (c, h) = (config.tower_width, config.hidden);
-        let stage = |weights: &mut Weights, stage: &str, first: usize| {
+        let stage = |weights: &mut Scope, stage: &str, first: usize| {
             (1..=config.depth)
                 .map(|b| {
                     let input = if b == 1 { first } else { h };
@@ -152,22 +140,23 @@ impl Branch {
         };
         Ok(Self {
             before: stage(weights, "s1", c)?,
-            sampler: weights.linear(&format!("sampler_{name}.0"), h, h, &[2, 2, 2], true)?,
+            sampler: plain(weights, &format!("sampler_{name}.0"), &[h, h, 2, 2, 2], true)?,
             after: stage(weights, "s2", h)?,
-            readout: weights.mlp(&format!("readout_{name}"), h, h, h)?,
+            readout: Mlp::build(weights, &format!("readout_{name}"), [h, h, h])?,
         })
     }
 
-    fn forward(&self, x: &Tensor, plan: &Plan) -> candle_core::Result<Tensor> {
+    fn forward(&self, x: &Var, plan: &Plan, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
         let mut x = x.clone();
         for block in &self.before {
-            x = block.forward(&x, plan.side, &plan.means_before)?;
+            x = block.forward(&x, plan.side, &plan.means_before, pass, tape)?;
         }
-        x = activation(&convolution(&x, &self.sampler, &plan.sampler)?, Activation::Silu)?;
+        x = tape.convolution(&x, &self.sampler, &plan.sampler)?;
+        x = tape.activation(&x, Activation::Silu)?;
         for block in &self.after {
-            x = block.forward(&x, plan.out_side, &plan.means_after)?;
+            x = block.forward(&x, plan.out_side, &plan.means_after, pass, tape)?;
         }
-        self.readout.forward(&x)
+        self.readout.forward(&x, pass, tape)
     }
 }
 
@@ -175,11 +164,11 @@ impl Branch {
 pub(super) struct Plan {
     side: usize,
     out_side: usize,
-    means_before: Arc<RowMix>,
-    means_after: Arc<RowMix>,
+    means_before: Arc<Mix>,
+    means_after: Arc<Mix>,
     sampler: Arc<Patches>,
-    resample: Arc<RowMix>,
-    compress: Option<Arc<RowMix>>,
+    resample: Arc<Mix>,
+    compress: Option<Arc<Mix>>,
 }
 
 impl Plan {
@@ -188,11 +177,11 @@ impl Plan {
         Self {
             side,
             out_side,
-            means_before: Arc::new(frame_means(frames, side)),
-            means_after: Arc::new(frame_means(frames, out_side)),
+            means_before: Arc::new(frame_means(frames, side).into()),
+            means_after: Arc::new(frame_means(frames, out_side).into()),
             sampler: Arc::new(sampler_patches(config, frames)),
-            resample: Arc::new(bilinear(frames, side, out_side)),
-            compress: config.compress.then(|| Arc::new(slow_and_fast(frames, out_side))),
+            resample: Arc::new(bilinear(frames, side, out_side).into()),
+            compress: config.compress.then(|| Arc::new(slow_and_fast(frames, out_side).into())),
         }
     }
 }
@@ -293,23 +282,33 @@ impl VisualProjector {
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
         let (c, h) = (config.tower_width, config.hidden);
-        let mut weights = Weights { source, prefix: "model.mm_projector.".into() };
-        let video = Branch::build(&mut weights, "video", config)?;
-        let body = Branch::build(&mut weights, "body", config)?;
-        let face = weights.mlp("mlp_2xgelu_face", c, h, h)?;
-        weights.prefix = "model.".into();
-        let gate = weights.mlp("bert_gate", text_width, GATE_WIDTH, 3)?;
+        let mut weights = Scope::new(source, "model.", Part::Projector);
+        let mut projector = weights.sub("mm_projector.");
+        let video = Branch::build(&mut projector, "video", config)?;
+        let body = Branch::build(&mut projector, "body", config)?;
+        let face = Mlp::build(&mut projector, "mlp_2xgelu_face", [c, h, h])?;
+        let gate = Mlp::build(&mut weights, "bert_gate", [text_width, GATE_WIDTH, 3])?;
         Ok(Self { video, body, face, gate })
     }
 
     /// Tower features `[t · s², c]` and the question `[1, text width]` → `[tokens, h]`.
-    pub(super) fn forward(&self, x: &Tensor, question: &Tensor, plan: &Plan) -> candle_core::Result<Tensor> {
-        let face = mix_rows(&self.face.forward(x)?, &plan.resample)?;
-        let branches = [self.video.forward(x, plan)?, self.body.forward(x, plan)?, face];
-        let logits = self.gate.forward(question)?;
-        let mixed = blend(&Tensor::cat(&branches, 0)?, &logits)?;
+    pub(super) fn forward(
+        &self,
+        x: &Var,
+        question: &Var,
+        plan: &Plan,
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> OpResult<Var> {
+        let face = self.face.forward(x, pass, tape)?;
+        let face = tape.mix(&face, &plan.resample)?;
+        let video = self.video.forward(x, plan, pass, tape)?;
+        let body = self.body.forward(x, plan, pass, tape)?;
+        let logits = self.gate.forward(question, pass, tape)?;
+        let branches = tape.concat([&video, &body, &face])?;
+        let mixed = tape.blend(&branches, &logits)?;
         match &plan.compress {
-            Some(mix) => mix_rows(&mixed, mix),
+            Some(mix) => tape.mix(&mixed, mix),
             None => Ok(mixed),
         }
     }
@@ -322,15 +321,16 @@ pub(super) struct AudioProjector {
 
 impl AudioProjector {
     pub(super) fn build(tower_width: usize, hidden: usize, source: &mut dyn WeightSource) -> Result<Self> {
-        let mut weights = Weights { source, prefix: "model.".into() };
-        Ok(Self { mlp: weights.mlp("audio_projector", tower_width, hidden, hidden)? })
+        let mut weights = Scope::new(source, "model.", Part::Projector);
+        Ok(Self { mlp: Mlp::build(&mut weights, "audio_projector", [tower_width, hidden, hidden])? })
     }
 
     /// Tower output `[rows, c]` → `[rows / 3, h]`.
-    pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let tokens = audio_tokens(x.dim(0)?) as u32;
+    pub(super) fn forward(&self, x: &Var, pass: &Pass, tape: &mut Tape) -> OpResult<Var> {
+        let tokens = audio_tokens(x.rows().rows()) as u32;
         let groups = (0..tokens).map(|i| (i * AUDIO_POOL as u32..(i + 1) * AUDIO_POOL as u32).collect());
-        self.mlp.forward(&mix_rows(x, &Arc::new(RowMix::means(groups)))?)
+        let x = tape.mix(x, &Arc::new(RowMix::means(groups).into()))?;
+        self.mlp.forward(&x, pass, tape)
     }
 }
 

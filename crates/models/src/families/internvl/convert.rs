@@ -7,8 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Tensor;
-use omnigrpo_ops::{Activation, Param, Part};
+use omnigrpo_ops::{Activation, Param, ParamDtype, Values};
 use omnigrpo_text::ChatTemplate;
 use serde_json::{Map, Value, json};
 
@@ -105,21 +104,29 @@ fn unknown(name: &str) -> ModelError {
 }
 
 fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
-    Ok(Arc::new(Param::new(name, param.part(), param.dense()?.clone())?))
+    dense(param)?;
+    Ok(Arc::new(param.named(name)))
+}
+
+fn dense(param: &Param) -> Result<()> {
+    match param.dtype() {
+        ParamDtype::Quantised(_) => Err(ModelError::prompt(format!("{} is quantised", param.name()))),
+        _ => Ok(()),
+    }
 }
 
 fn split_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     let mut out = Vec::with_capacity(params.len());
     for param in params {
         if let Some((block, end)) = projection(param.name(), &ORIGINAL, ORIGINAL.qkv[0]) {
-            let rows = param.shape()[0] / HF.qkv.len();
+            let parts = HF.qkv.len();
+            let (values, len) = (param.values()?, param.len() / parts);
+            let mut shape = param.shape().to_vec();
+            shape[0] /= parts;
             for (i, part) in HF.qkv.iter().enumerate() {
-                let value = param.dense()?.narrow(0, i * rows, rows)?;
-                out.push(Arc::new(Param::new(
-                    format!("{}{block}.{part}{end}", HF.blocks),
-                    param.part(),
-                    value,
-                )?));
+                let name = format!("{}{block}.{part}{end}", HF.blocks);
+                let values = values.slice(i * len..(i + 1) * len);
+                out.push(Arc::new(Param::new(name, param.part(), &shape, values)?));
             }
         } else {
             let name = renamed(param.name(), &ORIGINAL, &HF).ok_or_else(|| unknown(param.name()))?;
@@ -141,10 +148,12 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
         if let Some((block, end)) = projection(param.name(), &HF, HF.qkv[0]) {
             let mut values = Vec::with_capacity(HF.qkv.len());
             for part in HF.qkv {
-                values.push(find(&format!("{}{block}.{part}{end}", HF.blocks))?.dense()?);
+                values.push(find(&format!("{}{block}.{part}{end}", HF.blocks))?.values()?);
             }
+            let mut shape = param.shape().to_vec();
+            shape[0] *= HF.qkv.len();
             let name = format!("{}{block}.{}{end}", ORIGINAL.blocks, ORIGINAL.qkv[0]);
-            out.push(Arc::new(Param::new(name, param.part(), Tensor::cat(&values, 0)?)?));
+            out.push(Arc::new(Param::new(name, param.part(), &shape, Values::concat(values))?));
         } else if HF.qkv[1..].iter().all(|part| projection(param.name(), &HF, part).is_none()) {
             let name = renamed(param.name(), &HF, &ORIGINAL).ok_or_else(|| unknown(param.name()))?;
             out.push(with_name(param, name)?);
@@ -153,7 +162,7 @@ fn join_tensors(params: &[Arc<Param>]) -> Result<Vec<Arc<Param>>> {
     // The original code reads the head from the file even where it equals the embedding.
     if out.iter().all(|p| p.name() != super::NAMES.head) {
         let embed = find(&format!("{}embed_tokens.weight", super::NAMES.model))?;
-        out.push(Arc::new(Param::new(super::NAMES.head, Part::Llm, embed.dense()?.clone())?));
+        out.push(Arc::new(embed.named(super::NAMES.head)));
     }
     Ok(out)
 }
@@ -179,6 +188,7 @@ fn activation_name(activation: Activation) -> &'static str {
         Activation::GeluTanh => "gelu_pytorch_tanh",
         Activation::QuickGelu => "quick_gelu",
         Activation::Silu => "silu",
+        Activation::Tanh => "tanh",
         _ => "gelu",
     }
 }

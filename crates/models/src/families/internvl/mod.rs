@@ -12,9 +12,8 @@ mod vision;
 
 use std::path::Path;
 
-use candle_core::Tensor;
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_ops::Segments;
+use omnigrpo_ops::{Pass, Tape, Var};
 use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin, Tokenizer};
 
 pub use config::{InternVlConfig, Layout, VisionConfig};
@@ -216,17 +215,18 @@ impl Network for InternVlNetwork {
         &self.decoder
     }
 
-    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
-        self.tower.forward(&medium.data, medium.shape.pictures()?, tape)
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        self.tower.forward(&medium.data, medium.shape.pictures()?, pass, tape)
     }
 
-    fn project<'a>(
-        &'a self,
-        tower: &Tensor,
+    fn project(
+        &self,
+        tower: &Var,
         medium: &MediumInput,
         _instruction: &[u32],
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        self.tower.project(tower, medium.shape.pictures()?, tape)
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        self.tower.project(tower, medium.shape.pictures()?, pass, tape)
     }
 }

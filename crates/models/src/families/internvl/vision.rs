@@ -7,16 +7,13 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
-use omnigrpo_ops::{
-    AttentionLayout, Linear, MatmulMode, Norm, Param, Part, Segments, activation, add_mixed, add_rows,
-    linear, norm, rows_from_vec,
-};
+use omnigrpo_ops::{AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass, Tape, Taps, Var};
 
 use super::config::{InternVlConfig, Layout};
+use crate::block::{Block, Mlp, NormOrder, QkNorm};
+use crate::encoders::{constant, run_blocks};
 use crate::error::{ModelError, Result};
-use crate::tower::{Mlp, NormOrder, TowerBlock};
-use crate::weights::{Init, WeightSource};
+use crate::weights::{Init, Scope, WeightSource};
 
 /// Names of the tensors in a layout.
 pub(super) struct Names {
@@ -78,7 +75,7 @@ pub struct VisionTower {
     patch: Linear,
     class: Arc<Param>,
     positions: Arc<Param>,
-    blocks: Vec<TowerBlock>,
+    blocks: Vec<Arc<Block>>,
     projector_norm: Norm,
     projector_fc1: Linear,
     projector_fc2: Linear,
@@ -92,16 +89,11 @@ impl VisionTower {
     pub fn build(config: &InternVlConfig, source: &mut dyn WeightSource) -> Result<Self> {
         let (names, v) = (Names::of(config.layout), &config.vision);
         let (c, i) = (v.hidden, v.intermediate);
-        let mut weights = Weights { source, part: Part::Vision };
+        let mut weights = Scope::new(source, "", Part::Vision);
         let class = weights.get(names.class, &[1, 1, c], Init::Normal)?;
         let positions = weights.get(names.positions, &[1, 1 + v.grid * v.grid, c], Init::Normal)?;
         let patch_shape = [c, 3, v.patch, v.patch];
-        let patch = Linear::reshaped(
-            weights.get(&format!("{}.weight", names.patch), &patch_shape, Init::Normal)?,
-            Some(weights.get(&format!("{}.bias", names.patch), &[c], Init::Zeros)?),
-            c,
-            3 * v.patch * v.patch,
-        )?;
+        let patch = weights.convolution(names.patch, &patch_shape, true)?;
         let mut blocks = Vec::with_capacity(v.depth);
         for b in 0..v.depth {
             let at = |name: &str| format!("{}{b}.{name}", names.blocks);
@@ -113,34 +105,37 @@ impl VisionTower {
                 .collect::<Result<Vec<_>>>()?;
             let qk_norm = match v.qk_norm_eps {
                 None => None,
-                Some(eps) => Some([
-                    weights.norm(&at(names.qk_norms[0]), c, eps, true)?,
-                    weights.norm(&at(names.qk_norms[1]), c, eps, true)?,
-                ]),
+                Some(eps) => Some(QkNorm::Together([
+                    weights.rms_norm(&at(names.qk_norms[0]), c, eps)?,
+                    weights.rms_norm(&at(names.qk_norms[1]), c, eps)?,
+                ])),
             };
-            blocks.push(TowerBlock {
+            let norm1 = norm(&mut weights, &at(names.norms[0]), c, v.norm_eps, v.rms)?;
+            let scales = Some([
+                weights.get(&at(names.scales[0]), &[c], Init::Ones)?,
+                weights.get(&at(names.scales[1]), &[c], Init::Ones)?,
+            ]);
+            let proj = weights.linear(&at(names.proj), c, c, true)?;
+            blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
-                norm1: weights.norm(&at(names.norms[0]), c, v.norm_eps, v.rms)?,
+                norms: [norm1, norm(&mut weights, &at(names.norms[1]), c, v.norm_eps, v.rms)?],
                 qk_norm,
-                scales: Some([
-                    weights.get(&at(names.scales[0]), &[c], Init::Ones)?,
-                    weights.get(&at(names.scales[1]), &[c], Init::Ones)?,
-                ]),
+                scales,
                 qkv,
-                proj: weights.linear(&at(names.proj), c, c, true)?,
-                norm2: weights.norm(&at(names.norms[1]), c, v.norm_eps, v.rms)?,
+                proj,
                 mlp: Mlp::Plain {
                     fc1: weights.linear(&at("mlp.fc1"), i, c, true)?,
                     act: v.activation,
                     fc2: weights.linear(&at("mlp.fc2"), c, i, true)?,
                 },
-            });
+                heads: v.heads,
+            }));
         }
-        weights.part = Part::Projector;
+        let mut weights = weights.of(Part::Projector);
         let (h, wide) = (config.decoder.hidden, c * config.merge * config.merge);
-        let [norm, fc1, fc2] = names.projector;
+        let [projector_norm, fc1, fc2] = names.projector;
         Ok(Self {
-            projector_norm: weights.norm(norm, wide, 1e-5, false)?,
+            projector_norm: weights.layer_norm(projector_norm, wide, 1e-5)?,
             projector_fc1: weights.linear(fc1, h, wide, true)?,
             projector_fc2: weights.linear(fc2, h, h, true)?,
             config: config.clone(),
@@ -160,12 +155,13 @@ impl VisionTower {
     ///
     /// # Errors
     /// Numbers that do not fit the shape, tiles that do not fit the tower.
-    pub fn forward<'a>(
-        &'a self,
+    pub fn forward(
+        &self,
         pixels: &[f32],
         [count, height_px, width_px]: [usize; 3],
-        mut tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
         let v = &self.config.vision;
         let fits = self.config.check_side(height_px);
         if pixels.len() != count * 3 * height_px * width_px || height_px != width_px || fits.is_err() {
@@ -177,27 +173,20 @@ impl VisionTower {
             )));
         }
         let grid = self.grid(height_px);
-        let (patches, c) = (grid * grid, v.hidden);
+        let patches = grid * grid;
         let rows = patch_rows(pixels, count, height_px, v.patch);
-        let x = rows_from_vec(rows, count * patches, 3 * v.patch * v.patch)?;
-        let classes: Arc<[Option<u32>]> =
-            (0..count * (1 + patches)).map(|row| (row % (1 + patches) == 0).then_some(0)).collect();
-        let taps = Arc::new(position_taps(count, grid, v.grid));
-        let embed = move |x: &Tensor| {
-            let x = linear(x, &self.patch, MatmulMode::Gemm)?.reshape((count, patches, c))?;
-            let class = Tensor::zeros((count, 1, c), DType::F32, &Device::Cpu)?;
-            let x = Tensor::cat(&[&class, &x], 1)?.reshape((count * (1 + patches), c))?;
-            add_mixed(&add_rows(&x, &self.class, &classes)?, &self.positions, &taps)
-        };
-        let mut x = match &mut tape {
-            Some(tape) => tape.push(&x, embed)?,
-            None => embed(&x)?,
-        };
-        let layout = Arc::new(AttentionLayout::full_blocks(&vec![1 + patches; count]));
-        for block in &self.blocks {
-            x = block.forward(&x, None, v.heads, &layout, tape.as_deref_mut())?;
-        }
-        Ok(x)
+        let x = constant(rows, count * patches, 3 * v.patch * v.patch, pass)?;
+        let all = count * (1 + patches);
+        let classes: Ids =
+            (0..all).map(|row| (row % (1 + patches) == 0).then_some(0)).collect::<Vec<_>>().into();
+        let places: Index = (0..all).filter(|row| row % (1 + patches) != 0).collect::<Vec<_>>().into();
+        let taps: Taps = position_taps(count, grid, v.grid).into();
+        let x = tape.linear(&x, &self.patch, pass)?;
+        let x = tape.spread(&x, &Arc::new(places), all)?;
+        let x = tape.add_rows(&x, &self.class, &Arc::new(classes))?;
+        let x = tape.add_mixed(&x, &self.positions, &Arc::new(taps))?;
+        let layout = Arc::new(AttentionLayout::full_blocks(&vec![1 + patches; count]).into());
+        run_blocks(&self.blocks, x, &layout, pass, tape)
     }
 
     /// Drops the class tokens, joins `merge × merge` patches and maps them to the language model:
@@ -205,54 +194,33 @@ impl VisionTower {
     ///
     /// # Errors
     /// A tower output of other tiles.
-    pub fn project<'a>(
-        &'a self,
-        tower: &Tensor,
+    pub fn project(
+        &self,
+        tower: &Var,
         [count, side_px, _]: [usize; 3],
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
         let (grid, merge) = (self.grid(side_px), self.config.merge);
         let order = shuffle_order(count, grid, merge);
         let (tokens, wide) = (order.len() / (merge * merge), merge * merge * self.config.vision.hidden);
-        let rows = order.len();
-        let order = Tensor::from_vec(order, rows, &Device::Cpu)?;
-        let run = move |x: &Tensor| {
-            let x = x.index_select(&order, 0)?.reshape((tokens, wide))?;
-            let x = linear(&norm(&x, &self.projector_norm)?, &self.projector_fc1, MatmulMode::Gemm)?;
-            linear(&activation(&x, self.config.projector_activation)?, &self.projector_fc2, MatmulMode::Gemm)
-        };
-        Ok(match tape {
-            Some(tape) => tape.push(tower, run)?,
-            None => run(tower)?,
-        })
+        let order: Arc<Index> = Arc::new(order.into());
+        let (norm, fc1, fc2) =
+            (self.projector_norm.clone(), self.projector_fc1.clone(), self.projector_fc2.clone());
+        let (act, pass) = (self.config.projector_activation, pass.clone());
+        Ok(tape.segment([tower], move |tape, [x]| {
+            let x = tape.select(x, &order)?;
+            let x = tape.reshape(&x, tokens, wide)?;
+            let x = tape.norm(&x, &norm)?;
+            let x = tape.linear(&x, &fc1, &pass)?;
+            let x = tape.activation(&x, act)?;
+            tape.linear(&x, &fc2, &pass)
+        })?)
     }
 }
 
-struct Weights<'s> {
-    source: &'s mut dyn WeightSource,
-    part: Part,
-}
-
-impl Weights<'_> {
-    fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
-        self.source.get(name, self.part, shape, init)
-    }
-
-    fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
-        let weight = self.get(&format!("{name}.weight"), &[n, k], Init::Normal)?;
-        let bias = bias.then(|| self.get(&format!("{name}.bias"), &[n], Init::Zeros)).transpose()?;
-        Ok(Linear::new(weight, bias)?)
-    }
-
-    fn norm(&mut self, name: &str, dim: usize, eps: f32, rms: bool) -> Result<Norm> {
-        let weight = self.get(&format!("{name}.weight"), &[dim], Init::Ones)?;
-        Ok(match rms {
-            true => Norm::Rms { weight, eps },
-            false => {
-                Norm::Layer { weight, bias: self.get(&format!("{name}.bias"), &[dim], Init::Zeros)?, eps }
-            }
-        })
-    }
+fn norm(weights: &mut Scope, name: &str, dim: usize, eps: f32, rms: bool) -> Result<Norm> {
+    if rms { weights.rms_norm(name, dim, eps) } else { weights.layer_norm(name, dim, eps) }
 }
 
 /// Tiles as rows of patches, each `(channel, y, x)`.
@@ -274,7 +242,7 @@ fn patch_rows(pixels: &[f32], count: usize, side: usize, patch: usize) -> Vec<f3
 }
 
 /// Row of the tower's output at each place of the projector's input: the patches of a token one after the other.
-fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<u32> {
+fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<usize> {
     let cells = grid / merge;
     let mut order = Vec::with_capacity(count * grid * grid);
     for tile in 0..count {
@@ -282,7 +250,7 @@ fn shuffle_order(count: usize, grid: usize, merge: usize) -> Vec<u32> {
         for cell in 0..cells * cells {
             let (y0, x0) = (cell / cells * merge, cell % cells * merge);
             for inner in 0..merge * merge {
-                order.push((first + (y0 + inner / merge) * grid + x0 + inner % merge) as u32);
+                order.push(first + (y0 + inner / merge) * grid + x0 + inner % merge);
             }
         }
     }

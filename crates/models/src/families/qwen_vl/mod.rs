@@ -10,10 +10,9 @@ mod vision;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_ops::Segments;
+use omnigrpo_ops::{Pass, Tape, Var};
 use omnigrpo_text::{MediumKind, MediumTokens, Span};
 
 pub use config::{Generation, QwenVlConfig, VisionConfig};
@@ -162,17 +161,18 @@ impl Network for QwenVlNetwork {
         &self.decoder
     }
 
-    fn tower<'a>(&'a self, medium: &MediumInput, tape: Option<&mut Segments<'a>>) -> Result<Tensor> {
-        self.tower.forward(&medium.data, medium.shape.patches()?, tape)
+    fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
+        self.tower.forward(&medium.data, medium.shape.patches()?, pass, tape)
     }
 
-    fn project<'a>(
-        &'a self,
-        tower: &Tensor,
+    fn project(
+        &self,
+        tower: &Var,
         medium: &MediumInput,
         _instruction: &[u32],
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
-        self.tower.project(tower, medium.shape.patches()?, tape)
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        self.tower.project(tower, medium.shape.patches()?, pass, tape)
     }
 }

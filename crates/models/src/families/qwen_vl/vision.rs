@@ -8,23 +8,22 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Linear, MatmulMode, Norm, PackedLinear, Part, RopeTable, Segments,
-    activation, linear, norm, rows_from_vec, with_f32,
+    Activation, AttentionLayout, Index, Layout, Linear, Norm, Part, Pass, RopeTable, Tape, Var,
 };
 
 use super::config::{Generation, VisionConfig};
+use crate::block::{Block, BlockPass, Mlp, NormOrder};
+use crate::encoders::constant;
 use crate::error::{ModelError, Result};
-use crate::tower::{Mlp, NormOrder, TowerBlock};
 use crate::weights::{Init, WeightSource};
 
 /// Tower and merger.
 pub struct VisionTower {
     config: VisionConfig,
     patch_embed: Linear,
-    blocks: Vec<TowerBlock>,
+    blocks: Vec<Arc<Block>>,
     merger_norm: Norm,
     merger_fc1: Linear,
     merger_fc2: Linear,
@@ -75,12 +74,12 @@ impl VisionTower {
         for (b, [norm1, norm2]) in norms.into_iter().enumerate() {
             let mut block = |name: &str, n, k| linear(&format!("blocks.{b}.{name}"), Part::Vision, n, k);
             let i = config.intermediate;
-            blocks.push(TowerBlock {
+            blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
-                norm1,
+                norms: [norm1, norm2],
                 qk_norm: None,
                 scales: None,
-                norm2,
+                heads: config.heads,
                 qkv: vec![block("attn.qkv", 3 * c, c)?],
                 proj: block("attn.proj", c, c)?,
                 mlp: match generation {
@@ -95,7 +94,7 @@ impl VisionTower {
                         down: block("mlp.down_proj", c, i)?,
                     },
                 },
-            });
+            }));
         }
         let wide = c * config.merge * config.merge;
         let merger_fc1 = linear("merger.mlp.0", Part::Projector, wide, wide)?;
@@ -107,12 +106,7 @@ impl VisionTower {
     ///
     /// # Errors
     /// Rows that do not fit the grid.
-    pub fn forward<'a>(
-        &'a self,
-        patches: &[f32],
-        grid: PatchGrid,
-        mut tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+    pub fn forward(&self, patches: &[f32], grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let (n, len) = (grid.t * grid.h * grid.w, self.config.patch_len());
         if patches.len() != n * len
             || !grid.h.is_multiple_of(self.config.merge)
@@ -135,18 +129,11 @@ impl VisionTower {
             rows.extend_from_slice(&patches[token * unit * len..(token + 1) * unit * len]);
         }
         let rope = self.rope(grid, &plan.order);
-        let embed = PackedLinear::new(&[&self.patch_embed], MatmulMode::Gemm);
-        let mut x = rows_from_vec(embed.forward(&rows, n, len)?, n, self.config.hidden)?;
-        if let Some(tape) = &mut tape {
-            // Pixels have no gradient.
-            tape.own(move |dy| {
-                with_f32(&dy.contiguous()?, |dy| embed.backward_weights(&rows, dy, n, len))??;
-                Tensor::zeros((n, 0), DType::F32, &Device::Cpu)
-            });
-        }
+        let x = constant(rows, n, len, pass)?;
+        let mut x = tape.linear(&x, &self.patch_embed, pass)?;
         for (b, block) in self.blocks.iter().enumerate() {
             let layout = plan.layout(&self.config, b);
-            x = block.forward(&x, Some(&rope), self.config.heads, layout, tape.as_deref_mut())?;
+            x = tape.apply(BlockPass::new(block, pass, Some(&rope), layout, None), [&x])?;
         }
         Ok(x)
     }
@@ -155,31 +142,26 @@ impl VisionTower {
     ///
     /// # Errors
     /// Rows that do not fit the grid.
-    pub fn project<'a>(
-        &'a self,
-        tower_nc: &Tensor,
-        grid: PatchGrid,
-        tape: Option<&mut Segments<'a>>,
-    ) -> Result<Tensor> {
+    pub fn project(&self, tower_nc: &Var, grid: PatchGrid, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let unit = self.config.merge * self.config.merge;
         let tokens = grid.t * grid.h * grid.w / unit;
         let order = WindowPlan::new(&self.config, grid).order;
-        let mut inverse = vec![0u32; tokens];
+        let mut inverse = vec![0; tokens];
         for (at, &token) in order.iter().enumerate() {
-            inverse[token] = at as u32;
+            inverse[token] = at;
         }
-        let inverse = Tensor::from_vec(inverse, tokens, &Device::Cpu)?;
+        let inverse: Arc<Index> = Arc::new(inverse.into());
         let wide = unit * self.config.hidden;
-        let run = move |x: &Tensor| {
-            let x = norm(x, &self.merger_norm)?.reshape((tokens, wide))?;
-            let x = linear(&x, &self.merger_fc1, MatmulMode::Gemm)?;
-            let x = linear(&activation(&x, Activation::GeluErf)?, &self.merger_fc2, MatmulMode::Gemm)?;
-            x.index_select(&inverse, 0)
-        };
-        Ok(match tape {
-            Some(tape) => tape.push(tower_nc, run)?,
-            None => run(tower_nc)?,
-        })
+        let (norm, fc1, fc2) = (self.merger_norm.clone(), self.merger_fc1.clone(), self.merger_fc2.clone());
+        let pass = pass.clone();
+        Ok(tape.segment([tower_nc], move |tape, [x]| {
+            let x = tape.norm(x, &norm)?;
+            let x = tape.reshape(&x, tokens, wide)?;
+            let x = tape.linear(&x, &fc1, &pass)?;
+            let x = tape.activation(&x, Activation::GeluErf)?;
+            let x = tape.linear(&x, &fc2, &pass)?;
+            tape.select(&x, &inverse)
+        })?)
     }
 
     /// Rotary angles: the first half of the pairs turns with the row of a patch, the second with its column.
@@ -205,15 +187,15 @@ impl VisionTower {
 struct WindowPlan {
     /// The token at each place of the tower's order.
     order: Vec<usize>,
-    full: Arc<AttentionLayout>,
-    windowed: Option<Arc<AttentionLayout>>,
+    full: Arc<Layout>,
+    windowed: Option<Arc<Layout>>,
 }
 
 impl WindowPlan {
     fn new(config: &VisionConfig, grid: PatchGrid) -> Self {
         let unit = config.merge * config.merge;
         let (h, w) = (grid.h / config.merge, grid.w / config.merge);
-        let full = Arc::new(AttentionLayout::full_blocks(&vec![grid.h * grid.w; grid.t]));
+        let full = Arc::new(AttentionLayout::full_blocks(&vec![grid.h * grid.w; grid.t]).into());
         let Some((side, _)) = config.windows else {
             return Self { order: (0..grid.t * h * w).collect(), full, windowed: None };
         };
@@ -230,10 +212,10 @@ impl WindowPlan {
                 }
             }
         }
-        Self { order, full, windowed: Some(Arc::new(AttentionLayout::full_blocks(&lengths))) }
+        Self { order, full, windowed: Some(Arc::new(AttentionLayout::full_blocks(&lengths).into())) }
     }
 
-    fn layout(&self, config: &VisionConfig, block: usize) -> &Arc<AttentionLayout> {
+    fn layout(&self, config: &VisionConfig, block: usize) -> &Arc<Layout> {
         match (&self.windowed, &config.windows) {
             (Some(windowed), Some((_, full_blocks))) if !full_blocks.contains(&block) => windowed,
             _ => &self.full,

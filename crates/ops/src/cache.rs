@@ -1,0 +1,81 @@
+//! Keys and values of a group: the prompt's once, then one region for each completion.
+
+use memmap2::MmapMut;
+
+use crate::attention::AttentionHeads;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::rows::Rows;
+
+/// The cache of one group. Row layout of each layer's buffer: `prompt | slot 0 | slot 1 | …`, a row holding the keys
+/// and then the values of one token, `2 · kv_width` numbers.
+pub struct GroupCache {
+    pub(crate) store: Store,
+    pub(crate) prompt_rows: usize,
+    pub(crate) slot_rows: usize,
+    /// Rows written so far in each slot.
+    pub(crate) lengths: Vec<usize>,
+}
+
+/// The numbers of a cache, by layer.
+pub(crate) enum Store {
+    /// Anonymous memory that is mapped lazily: a region for the longest allowed completion costs address space, not memory,
+    /// until rows are written.
+    Cpu(Vec<MmapMut>),
+    Twin(Vec<Vec<f64>>),
+}
+
+impl GroupCache {
+    /// An empty cache for a prompt of `prompt_rows` tokens and `slots` completions of at most `slot_rows` tokens.
+    ///
+    /// # Errors
+    /// No address space.
+    pub fn new(
+        device: Device,
+        layers: usize,
+        heads: AttentionHeads,
+        prompt_rows: usize,
+        slots: usize,
+        slot_rows: usize,
+    ) -> std::io::Result<Self> {
+        let store = device.backend().cache(layers, prompt_rows + slots * slot_rows, heads)?;
+        Ok(Self { store, prompt_rows, slot_rows, lengths: vec![0; slots] })
+    }
+
+    /// Writes the keys and values of a prompt's packed rows.
+    ///
+    /// # Errors
+    /// More rows than the prompt has, another width.
+    pub fn write_prompt(&mut self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
+        if qkv.rows() != self.prompt_rows || qkv.cols() != heads.packed_width() {
+            let what = format!("{:?} for a prompt of {} rows", qkv.dims(), self.prompt_rows);
+            return Err(Error::shape("key-value cache", what));
+        }
+        qkv.backend().cache_prompt(self, layer, qkv, heads);
+        Ok(())
+    }
+
+    /// First row and present length of a slot.
+    pub(crate) fn slot(&self, slot: usize) -> (usize, usize) {
+        (self.prompt_rows + slot * self.slot_rows, self.lengths[slot])
+    }
+
+    /// Counts the token that each slot has been given in every layer.
+    pub fn advance(&mut self, slots: &[usize]) {
+        for &slot in slots {
+            self.lengths[slot] += 1;
+        }
+    }
+
+    /// Checks that `slot` can take another token.
+    ///
+    /// # Errors
+    /// A full slot.
+    pub fn check_room(&self, slot: usize) -> Result<()> {
+        if self.lengths.get(slot).is_none_or(|&len| len >= self.slot_rows) {
+            let what = format!("slot {slot} of {} is full at {} tokens", self.lengths.len(), self.slot_rows);
+            return Err(Error::shape("key-value cache", what));
+        }
+        Ok(())
+    }
+}

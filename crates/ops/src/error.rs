@@ -1,0 +1,47 @@
+//! What can go wrong in an operation.
+
+/// An error of an operation. Nothing has been written to the arguments when one is returned.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Sizes that do not fit each other.
+    #[error("{op}: {what}")]
+    Shape {
+        /// The operation, with the weight's name where there is one.
+        op: String,
+        /// What was got and what was expected.
+        what: String,
+    },
+    /// Operands on different devices.
+    #[error("{op}: one operand is on {got}, the others are on {expected}; move it first")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// Where the operand is.
+        got: crate::Device,
+        /// Where the operation runs.
+        expected: crate::Device,
+    },
+    /// A weight that cannot do what was asked of it.
+    #[error("weight {name}: {what}")]
+    Weight {
+        /// Its published name.
+        name: String,
+        /// What was asked, and what is possible.
+        what: String,
+    },
+    /// A tape that was used against its order.
+    #[error("tape: {what}")]
+    Tape {
+        /// What was got and what was expected.
+        what: String,
+    },
+}
+
+/// The result of an operation.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub(crate) fn shape(op: impl Into<String>, what: impl Into<String>) -> Self {
+        Self::Shape { op: op.into(), what: what.into() }
+    }
+}

@@ -1,0 +1,89 @@
+//! The output head: log-probabilities of targets, without a matrix of logits.
+
+use crate::Param;
+use crate::error::{Error, Result};
+use crate::rows::Rows;
+
+/// Which hidden rows are scored, and with which tokens: row `rows[i]` has the targets
+/// `tokens[offsets[i]..offsets[i + 1]]`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Targets {
+    /// Distinct rows of the stream.
+    pub rows: Vec<usize>,
+    /// `rows.len() + 1` offsets into `tokens`.
+    pub offsets: Vec<usize>,
+    /// Token ids.
+    pub tokens: Vec<u32>,
+}
+
+/// Log-probabilities of targets, and what their gradient needs.
+#[derive(Debug)]
+pub struct Scores {
+    /// Per target, in nats, of softmax(logits / temperature): `[1, targets]`.
+    pub logprobs: Rows,
+    /// Entropy at each row, in nats: `[1, rows]`.
+    pub entropies: Rows,
+    /// Log-sum-exp of each row: `[1, rows]`.
+    pub lse: Rows,
+    /// What logits were divided by.
+    pub temperature: f32,
+}
+
+/// Log-probabilities and entropies of `targets` from `normed [targets.rows.len(), h]`, the rows of the targets alone, in
+/// vocabulary chunks.
+///
+/// # Errors
+/// Another number of rows or another width, a token out of range.
+pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
+    check(normed, head)?;
+    let vocab = head.len() / normed.cols().max(1);
+    if normed.rows() != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
+        let what = format!(
+            "{} rows for {} with targets, or a token outside of {vocab}",
+            normed.rows(),
+            targets.rows.len()
+        );
+        return Err(Error::shape("score", what));
+    }
+    Ok(normed.backend().score(normed, head, targets, temperature))
+}
+
+/// The gradient of `normed` of [`score`], with that of the head added to its buffer, from dL/dlogp per target and dL/dentropy
+/// per row.
+///
+/// # Errors
+/// Lengths that differ from the targets'.
+pub fn score_backward(
+    normed: &Rows,
+    head: &Param,
+    targets: &Targets,
+    scores: &Scores,
+    dlogp: &[f32],
+    dentropy: Option<&[f32]>,
+) -> Result<Rows> {
+    check(normed, head)?;
+    if dlogp.len() != targets.tokens.len() || dentropy.is_some_and(|d| d.len() != targets.rows.len()) {
+        let what = format!("{} gradients for {} targets", dlogp.len(), targets.tokens.len());
+        return Err(Error::shape("score backward", what));
+    }
+    Ok(normed.backend().score_back(normed, head, targets, scores, dlogp, dentropy))
+}
+
+/// Logits `[t, vocabulary]` for sampling. Rows do not influence each other.
+///
+/// # Errors
+/// Another width.
+pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
+    check(normed, head)?;
+    Ok(normed.backend().logits(normed, head))
+}
+
+fn check(normed: &Rows, head: &Param) -> Result<()> {
+    match head.shape() {
+        &[_, h] if h == normed.cols() => Ok(()),
+        shape => Err(Error::shape(
+            format!("head {}", head.name()),
+            format!("rows of {} for a weight of {shape:?}", normed.cols()),
+        )),
+    }
+}

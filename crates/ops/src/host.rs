@@ -1,0 +1,74 @@
+//! Descriptions that are made on the host and read on devices: layouts, indices, targets, tables.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::device::Device;
+
+type Copies = Mutex<Vec<(Device, Arc<dyn Any + Send + Sync>)>>;
+
+/// A value of the host, and the form in which a device reads it, made when it is first asked for. A description is made
+/// once for a stream and read by every layer.
+pub struct Host<T> {
+    value: T,
+    copies: Copies,
+}
+
+impl<T> Host<T> {
+    /// A description without copies.
+    pub fn new(value: T) -> Self {
+        Self { value, copies: Mutex::default() }
+    }
+
+    /// The form of `device`, made by `make` at the first call. One device has one form.
+    pub(crate) fn on<C: Send + Sync + 'static>(&self, device: Device, make: impl FnOnce(&T) -> C) -> Arc<C> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = copies.iter().find(|(on, _)| *on == device).map(|(_, copy)| Arc::clone(copy));
+        if let Some(copy) = known.and_then(|copy| copy.downcast().ok()) {
+            return copy;
+        }
+        let copy = Arc::new(make(&self.value));
+        copies.push((device, Arc::clone(&copy) as Arc<dyn Any + Send + Sync>));
+        copy
+    }
+}
+
+impl<T> Deref for Host<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> From<T> for Host<T> {
+    fn from(value: T) -> Self {
+        Self::new(value)
+    }
+}
+
+impl<T: Clone> Clone for Host<T> {
+    fn clone(&self) -> Self {
+        Self::new(self.value.clone())
+    }
+}
+
+impl<T: Default> Default for Host<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
+impl<T: PartialEq> PartialEq for Host<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.value == other.value
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Host<T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.value.fmt(f)
+    }
+}

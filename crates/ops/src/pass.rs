@@ -1,0 +1,58 @@
+//! What holds for one pass through a model, handed down by reference.
+
+use std::sync::Arc;
+
+use crate::device::Device;
+use crate::linear::Order;
+
+/// One pass through a model.
+#[derive(Clone, Debug, Default)]
+pub struct Pass {
+    /// Where it runs.
+    pub device: Device,
+    /// How products sum.
+    pub order: Order,
+    /// What adapters drop; `None` for nothing.
+    pub dropout: Option<Dropout>,
+}
+
+impl Pass {
+    /// A pass without dropout in blocked products.
+    #[must_use]
+    pub fn on(device: Device) -> Self {
+        Self { device, ..Self::default() }
+    }
+
+    /// The same with products whose rows do not depend on each other.
+    #[must_use]
+    pub fn per_row(self) -> Self {
+        Self { order: Order::PerRow, ..self }
+    }
+
+    /// The same with dropout.
+    #[must_use]
+    pub fn dropping(self, dropout: Option<Dropout>) -> Self {
+        Self { dropout, ..self }
+    }
+}
+
+/// What keys the dropout masks of one pass.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dropout {
+    pub(crate) key: u64,
+    pub(crate) rows: Option<Arc<[u64]>>,
+}
+
+impl Dropout {
+    /// Masks for the update that `key` names. `rows` names each row of the pass; without, a row is named by its index.
+    #[must_use]
+    pub fn new(key: u64, rows: Option<Arc<[u64]>>) -> Self {
+        Self { key: crate::adapter::mix(key), rows }
+    }
+
+    /// The masks of some of the rows, by index.
+    pub(crate) fn of_rows(&self, rows: &[usize]) -> Self {
+        let keys = rows.iter().map(|&row| self.rows.as_ref().map_or(row as u64, |keys| keys[row]));
+        Self { key: self.key, rows: Some(keys.collect()) }
+    }
+}

@@ -1,0 +1,387 @@
+//! The tape: what a pass did, and how its gradient goes back.
+//!
+//! An operation is an [`Op`]: a forward and a backward pass written by hand. [`Tape::apply`] runs it on the values of the
+//! pass; what becomes of it depends on the tape alone:
+//!
+//! * *off*: nothing is recorded (generation, scoring, a frozen tower);
+//! * *recording*: inputs and what the operation keeps are stored until [`Tape::backward`] frees them one operation after the
+//!   other; with `recompute`, blocks keep their inputs only and run a second time (Chen et al., arXiv 1604.06174);
+//! * *remembering*: nothing is recorded, but what blocks computed is left as a [`Memory`] for a later tape, which
+//!   *recalls* it instead of computing it again.
+//!
+//! Operations hold their weights and add weight gradients to the weights' own buffers, so the tape carries activations
+//! only. A value that no gradient is asked for is a constant, and operations skip the gradient of constant inputs.
+
+use std::any::Any;
+use std::collections::VecDeque;
+
+use crate::error::{Error, Result};
+use crate::rows::Rows;
+
+/// What an operation keeps from its forward pass for its backward pass.
+pub trait Kept: Send + 'static {
+    /// Memory of it, bytes.
+    fn num_bytes(&self) -> usize;
+}
+
+impl Kept for () {
+    fn num_bytes(&self) -> usize {
+        0
+    }
+}
+
+impl Kept for Rows {
+    fn num_bytes(&self) -> usize {
+        Self::num_bytes(self)
+    }
+}
+
+/// An operation from `N` values to one, with its derivative.
+pub trait Op<const N: usize = 1> {
+    /// What the backward pass needs beside the inputs.
+    type Kept: Kept;
+
+    /// Whether it is worth running twice to save the memory of what it keeps, and worth remembering.
+    const BLOCK: bool = false;
+
+    /// The output, and what the backward pass needs.
+    ///
+    /// # Errors
+    /// Shapes or devices that do not fit.
+    fn forward(&self, inputs: [&Rows; N]) -> Result<(Rows, Self::Kept)>;
+
+    /// The gradients of the inputs that are `wanted`, from that of the output; those of weights are added to their buffers.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    fn backward(
+        &self,
+        inputs: [&Rows; N],
+        kept: Self::Kept,
+        dy: Rows,
+        wanted: [bool; N],
+    ) -> Result<[Option<Rows>; N]>;
+}
+
+/// A value of a pass.
+#[derive(Clone, Debug)]
+pub struct Var {
+    rows: Rows,
+    /// Its place on the tape; `None` for constants.
+    node: Option<usize>,
+}
+
+impl Var {
+    /// A value without a gradient.
+    #[must_use]
+    pub fn constant(rows: Rows) -> Self {
+        Self { rows, node: None }
+    }
+
+    /// The numbers.
+    #[must_use]
+    pub fn rows(&self) -> &Rows {
+        &self.rows
+    }
+
+    /// The numbers.
+    #[must_use]
+    pub fn into_rows(self) -> Rows {
+        self.rows
+    }
+}
+
+/// What the blocks of a pass computed, in their order, for a second pass over the same input.
+#[derive(Default)]
+pub struct Memory {
+    kept: VecDeque<Box<dyn Any + Send>>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.debug_struct("Memory").field("blocks", &self.kept.len()).finish()
+    }
+}
+
+enum Mode {
+    Off,
+    Record {
+        recompute: bool,
+        recalled: Memory,
+    },
+    /// `None` once there was no room.
+    Remember {
+        memory: Option<Memory>,
+        room: usize,
+    },
+}
+
+type Back = Box<dyn FnOnce(Rows) -> Result<Vec<Option<Rows>>>>;
+
+/// A recorded operation, or an input of the whole pass.
+struct Node {
+    inputs: Vec<Option<usize>>,
+    back: Option<Back>,
+}
+
+/// The record of a pass.
+pub struct Tape {
+    mode: Mode,
+    nodes: Vec<Node>,
+}
+
+impl Tape {
+    /// A tape that records nothing.
+    #[must_use]
+    pub fn off() -> Self {
+        Self { mode: Mode::Off, nodes: Vec::new() }
+    }
+
+    /// A tape that records. With `recompute`, what blocks keep is computed again in the backward pass.
+    #[must_use]
+    pub fn recording(recompute: bool) -> Self {
+        Self { mode: Mode::Record { recompute, recalled: Memory::default() }, nodes: Vec::new() }
+    }
+
+    /// A tape that records nothing, but keeps what blocks compute, up to `room` bytes in all.
+    #[must_use]
+    pub fn remembering(room: usize) -> Self {
+        Self { mode: Mode::Remember { memory: Some(Memory::default()), room }, nodes: Vec::new() }
+    }
+
+    /// A tape that records and takes what an earlier pass remembered.
+    #[must_use]
+    pub fn recalling(memory: Memory) -> Self {
+        Self { mode: Mode::Record { recompute: false, recalled: memory }, nodes: Vec::new() }
+    }
+
+    /// What this pass remembered and the bytes that were left; nothing if there was no room for all of it.
+    #[must_use]
+    pub fn into_memory(self) -> Option<(Memory, usize)> {
+        match self.mode {
+            Mode::Remember { memory: Some(memory), room } if !memory.kept.is_empty() => Some((memory, room)),
+            _ => None,
+        }
+    }
+
+    /// An input whose gradient [`Self::backward`] gives back.
+    pub fn input(&mut self, rows: Rows) -> Var {
+        let node = matches!(self.mode, Mode::Record { .. }).then(|| self.push(Vec::new(), None));
+        Var { rows, node }
+    }
+
+    fn push(&mut self, inputs: Vec<Option<usize>>, back: Option<Back>) -> usize {
+        self.nodes.push(Node { inputs, back });
+        self.nodes.len() - 1
+    }
+
+    /// Runs an operation, and records it where the tape records.
+    ///
+    /// # Errors
+    /// As the operation.
+    pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
+        let x = inputs.map(|input| &input.rows);
+        let (recompute, recalled) = match &mut self.mode {
+            Mode::Off => return Ok(Var::constant(op.forward(x)?.0)),
+            Mode::Remember { memory, room } => {
+                let (y, kept) = op.forward(x)?;
+                if O::BLOCK {
+                    let bytes = kept.num_bytes() + y.num_bytes();
+                    match memory {
+                        Some(memory) if bytes <= *room => {
+                            *room -= bytes;
+                            memory.kept.push_back(Box::new((y.clone(), kept)));
+                        }
+                        _ => *memory = None,
+                    }
+                }
+                return Ok(Var::constant(y));
+            }
+            Mode::Record { recompute, recalled } => {
+                let known = if O::BLOCK { recalled.kept.pop_front() } else { None };
+                (*recompute && O::BLOCK, known)
+            }
+        };
+        let (y, kept) = match recalled.map(|known| known.downcast::<(Rows, O::Kept)>()) {
+            Some(Ok(known)) => *known,
+            Some(Err(_)) => {
+                return Err(Error::Tape {
+                    what: "another operation remembered this; expected the same pass".into(),
+                });
+            }
+            None => op.forward(x)?,
+        };
+        let kept = (!recompute).then_some(kept);
+        let (x, nodes) = (x.map(Rows::clone), inputs.map(|input| input.node));
+        let back = move |dy: Rows| {
+            let x = x.each_ref();
+            let kept = match kept {
+                Some(kept) => kept,
+                None => op.forward(x)?.1,
+            };
+            Ok(op.backward(x, kept, dy, nodes.map(|node| node.is_some()))?.into())
+        };
+        let node = self.push(nodes.into(), Some(Box::new(back)));
+        Ok(Var { rows: y, node: Some(node) })
+    }
+
+    /// Runs several operations as one that is worth running twice to save memory: with `recompute` only its inputs are kept.
+    ///
+    /// # Errors
+    /// As `run`.
+    pub fn segment<const N: usize>(
+        &mut self,
+        inputs: [&Var; N],
+        run: impl Fn(&mut Self, [&Var; N]) -> Result<Var> + 'static,
+    ) -> Result<Var> {
+        match &self.mode {
+            Mode::Record { recompute: true, .. } => {}
+            _ => return run(self, inputs),
+        }
+        let constants = inputs.map(|input| Var::constant(input.rows.clone()));
+        let y = run(&mut Self::off(), constants.each_ref())?.rows;
+        let nodes = inputs.map(|input| input.node);
+        let back = move |dy: Rows| {
+            let mut tape = Self::recording(false);
+            let mut at = 0;
+            let inputs = constants.map(|constant| {
+                at += 1;
+                if nodes[at - 1].is_some() { tape.input(constant.rows) } else { constant }
+            });
+            let y = run(&mut tape, inputs.each_ref())?;
+            let mut gradients = tape.backward(&y, dy)?;
+            Ok(inputs.iter().map(|input| gradients.take(input)).collect())
+        };
+        let node = self.push(nodes.into(), Some(Box::new(back)));
+        Ok(Var { rows: y, node: Some(node) })
+    }
+
+    /// Carries `dy`, the gradient of `output`, back to the inputs, adding weight gradients on the way. Each operation is
+    /// freed as soon as its gradient is known.
+    ///
+    /// # Errors
+    /// A shape of `dy` that differs from the output's; a value that was not recorded.
+    pub fn backward(mut self, output: &Var, dy: Rows) -> Result<Gradients> {
+        if output.rows.dims() != dy.dims() {
+            let what = format!("the output is {:?}, its gradient {:?}", output.rows.dims(), dy.dims());
+            return Err(Error::Tape { what });
+        }
+        let last = match output.node {
+            Some(node) if node < self.nodes.len() => node,
+            _ => return Err(Error::Tape { what: "the output was not recorded on this tape".into() }),
+        };
+        let mut gradients: Vec<Option<Rows>> = vec![None; self.nodes.len()];
+        gradients[last] = Some(dy);
+        self.nodes.truncate(last + 1);
+        while let Some(node) = self.nodes.pop() {
+            let Some(back) = node.back else { continue };
+            let Some(dy) = gradients[self.nodes.len()].take() else { continue };
+            for (input, dx) in node.inputs.into_iter().zip(back(dy)?) {
+                let (Some(input), Some(dx)) = (input, dx) else { continue };
+                match &mut gradients[input] {
+                    Some(sum) => sum.add(&dx)?,
+                    empty => *empty = Some(dx),
+                }
+            }
+        }
+        Ok(Gradients(gradients))
+    }
+}
+
+/// Gradients of the inputs of a pass.
+pub struct Gradients(Vec<Option<Rows>>);
+
+impl Gradients {
+    /// The gradient of an input, if any reached it.
+    pub fn take(&mut self, input: &Var) -> Option<Rows> {
+        self.0.get_mut(input.node?)?.take()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::Device;
+
+    /// `by · x`, as a block that keeps nothing.
+    struct Times(f32);
+
+    impl Op for Times {
+        type Kept = ();
+        const BLOCK: bool = true;
+
+        fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
+            let mut y = x.clone();
+            y.scale(self.0);
+            Ok((y, ()))
+        }
+
+        fn backward(
+            &self,
+            _: [&Rows; 1],
+            (): (),
+            mut dy: Rows,
+            wanted: [bool; 1],
+        ) -> Result<[Option<Rows>; 1]> {
+            dy.scale(self.0);
+            Ok([wanted[0].then_some(dy)])
+        }
+    }
+
+    fn row(x: f32) -> Rows {
+        Rows::from_vec(vec![x], 1, 1).unwrap()
+    }
+
+    #[test]
+    fn a_value_used_twice_gets_the_sum() {
+        for recompute in [false, true] {
+            let mut tape = Tape::recording(recompute);
+            let x = tape.input(row(3.0));
+            let fixed = Var::constant(row(5.0));
+            let y = tape
+                .segment([&x, &fixed], |tape, [x, fixed]| {
+                    let a = tape.apply(Times(2.0), [x])?;
+                    let b = tape.add(&a, x)?;
+                    tape.add(&b, fixed)
+                })
+                .unwrap();
+            assert_eq!(y.rows().to_vec(), [14.0]);
+            let mut gradients = tape.backward(&y, row(1.0)).unwrap();
+            assert_eq!(gradients.take(&x).unwrap().to_vec(), [3.0]);
+            assert!(gradients.take(&fixed).is_none());
+        }
+    }
+
+    #[test]
+    fn a_pass_takes_what_another_remembered_within_its_room() {
+        let run = |tape: &mut Tape| {
+            let x = tape.input(row(1.0));
+            let y = tape.apply(Times(2.0), [&x]).unwrap();
+            (tape.apply(Times(3.0), [&y]).unwrap(), x)
+        };
+        let mut first = Tape::remembering(10);
+        run(&mut first);
+        let (memory, room) = first.into_memory().unwrap();
+        assert_eq!((memory.kept.len(), room), (2, 2));
+        let mut second = Tape::recalling(memory);
+        let (y, x) = run(&mut second);
+        let mut gradients = second.backward(&y, row(1.0)).unwrap();
+        assert_eq!(gradients.take(&x).unwrap().to_vec(), [6.0]);
+        // Half of it would be of no use.
+        let mut first = Tape::remembering(7);
+        run(&mut first);
+        assert!(first.into_memory().is_none());
+    }
+
+    #[test]
+    fn a_tape_that_is_off_records_nothing() {
+        let mut tape = Tape::off();
+        let x = tape.input(row(1.0));
+        let y = tape.apply(Times(2.0), [&x]).unwrap();
+        assert_eq!(y.rows().to_vec(), [2.0]);
+        assert!(tape.backward(&y, row(1.0)).is_err());
+        assert_eq!(Rows::zeros(Device::Cpu, 0, 3).dims(), (0, 3));
+    }
+}
