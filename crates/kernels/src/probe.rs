@@ -83,6 +83,7 @@ mod system {
     use std::io::Error;
 
     use super::{Feature, bf16, feature};
+    use crate::tiles::amx::Config;
 
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
@@ -224,16 +225,7 @@ mod system {
 
     /// Multiplies 16 × 32 by 32 × 16 numbers in tiles. The child has its parent's permission.
     pub(super) fn try_amx() -> bool {
-        #[repr(C, align(64))]
-        struct Config {
-            palette: u8,
-            start_row: u8,
-            reserved: [u8; 14],
-            row_bytes: [u16; 16],
-            rows: [u8; 16],
-        }
-        let mut config =
-            Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let mut config = Config::default();
         config.row_bytes[..3].fill(64);
         config.rows[..3].fill(16);
         // Pairs of bf16, 1 and 1 on the left, `j` and `j` on the right for column `j`: small integers are exact.

@@ -16,8 +16,8 @@ use omnigrpo_ops::Part;
 use omnigrpo_text::{MediaCounts, MediumKind, RenderOptions, Role, split_conversation};
 use serde_json::{Map, Value, json};
 use support::{
-    Golden, assert_close, causal_logits, check_gradients, checkpoint, golden, max_diff, omni_prompt,
-    take_gradients, train_all, training, weight_bits,
+    Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, golden, max_diff,
+    omni_prompt, take_gradients, train_all, training, weight_bits,
 };
 use tempfile::TempDir;
 
@@ -261,21 +261,7 @@ fn every_gradient_equals_the_construction() {
                 let want = expected(name, which);
                 let prompt = prompt(name, which);
                 let completion = want.ids("completion_ids");
-                let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
-                let stream = PackedStream::new(&groups).unwrap();
-                train_all(&model);
-                let features = [model.encode_prompt(&prompt).unwrap()];
-                let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
-                let gradients = pass.backward(&want.f["coefficients"], None).unwrap();
-                model
-                    .backward_media(
-                        &[&prompt],
-                        &features,
-                        Memories::default(),
-                        gradients,
-                        training(recompute),
-                    )
-                    .unwrap();
+                backward(&model, &prompt, &completion, &want.f["coefficients"], training(recompute));
                 check_gradients(&model, &want, "", 1e-3);
             }
         }

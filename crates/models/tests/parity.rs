@@ -10,8 +10,8 @@ use omnigrpo_models::{
 };
 use serde_json::{Map, Value, json};
 use support::{
-    CHECKPOINTS, Golden, assert_close, case_prompt, causal_logits, check_gradients, check_reach, checkpoint,
-    golden, max_diff, take_gradients, train_all, training,
+    CHECKPOINTS, Golden, assert_close, backward, case_prompt, causal_logits, check_gradients, check_reach,
+    checkpoint, golden, max_diff, take_gradients, train_all, training,
 };
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
@@ -108,21 +108,7 @@ fn every_gradient_equals_transformers() {
                 let inputs = Golden::read(&format!("cases/{case}.safetensors"));
                 let prompt = case_prompt(case, &model);
                 let completion = inputs.ids("completion_ids");
-                let groups = [GroupStream { prompt: &prompt, completions: vec![&completion] }];
-                let stream = PackedStream::new(&groups).unwrap();
-                train_all(&model);
-                let features = [model.encode_prompt(&prompt).unwrap()];
-                let pass = model.train_pass(&stream, &features, 1.0, training(recompute)).unwrap();
-                let gradients = pass.backward(&inputs.f["coefficients"], None).unwrap();
-                model
-                    .backward_media(
-                        &[&prompt],
-                        &features,
-                        Memories::default(),
-                        gradients,
-                        training(recompute),
-                    )
-                    .unwrap();
+                backward(&model, &prompt, &completion, &inputs.f["coefficients"], training(recompute));
                 let compared = check_gradients(&model, &expected, "", 1e-3);
                 assert!(compared >= 20, "{name} {case}: only {compared} gradients");
             }

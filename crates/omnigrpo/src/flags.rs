@@ -56,7 +56,7 @@ use Verb::{
 };
 
 impl Verb {
-    /// Every verb, in the order of the help.
+    /// Every verb, in the order of the help; those without settings are the last two.
     pub const ALL: &'static [Self] = &[
         Train,
         Sft,
@@ -382,23 +382,8 @@ const COUNT: i64 = 1 << 30;
 /// The bound of rates and weights that have no natural one.
 const BIG: f64 = 1e9;
 
-/// Verbs with settings worth a file.
-const SET: &[Verb] = &[
-    Train,
-    Sft,
-    Generate,
-    Score,
-    Eval,
-    DataCheck,
-    DataShow,
-    DataConvert,
-    RewardsList,
-    RewardsRun,
-    Export,
-    Doctor,
-    Demo,
-    Bench,
-];
+/// Verbs with settings worth a file: all but the last two, which write files for shells.
+const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 2).0;
 /// Verbs that load a model, or its processor if it is given.
 const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.

@@ -19,6 +19,7 @@ use crate::embedding::{Ids, Taps};
 use crate::error::Result;
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
+use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{GradGuard, Param, ParamDtype, Values, WeightGuard};
@@ -130,40 +131,27 @@ impl Backend for Cpu {
     }
 
     fn select(&self, x: &Rows, index: &Index) -> Rows {
-        let cols = x.cols();
-        let mut y = Vec::with_capacity(index.len() * cols);
-        index.iter().for_each(|&row| y.extend_from_slice(&x.cpu()[row * cols..(row + 1) * cols]));
-        Rows::on_cpu(y, index.len(), cols)
+        Rows::on_cpu(moves::select(x.cpu(), x.cols(), index), index.len(), x.cols())
     }
 
     fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
-        let cols = x.cols();
-        let mut y = buffer::zeros(rows * cols);
-        for (x, &row) in x.cpu().chunks_exact(cols.max(1)).zip(index.iter()) {
-            y[row * cols..(row + 1) * cols].copy_from_slice(x);
-        }
-        Rows::on_cpu(y, rows, cols)
+        let mut y = self.zeros(rows, x.cols());
+        moves::spread(y.cpu_mut(), x.cols(), index, x.cpu());
+        y
     }
 
     fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
         let width = columns.len();
-        let rows = x.cpu().chunks_exact(x.cols().max(1));
-        let y: Vec<f32> = rows.flat_map(|row| &row[columns.clone()]).copied().collect();
-        Rows::on_cpu(y, x.rows(), width)
+        Rows::on_cpu(moves::columns(x.cpu(), x.cols(), columns), x.rows(), width)
     }
 
     fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
-        let (width, cols) = (from.cols(), to.cols());
-        let rows = to.cpu_mut().chunks_exact_mut(cols.max(1));
-        for (to, from) in rows.zip(from.cpu().chunks_exact(width.max(1))) {
-            to[first..first + width].copy_from_slice(from);
-        }
+        let cols = to.cols();
+        moves::set_columns(to.cpu_mut(), cols, first, from.cpu(), from.cols());
     }
 
     fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        let cols = from.cols();
-        to.cpu_mut()[first * cols..(first + range.len()) * cols]
-            .copy_from_slice(&from.cpu()[range.start * cols..range.end * cols]);
+        moves::set_rows(to.cpu_mut(), from.cols(), first, from.cpu(), range);
     }
 
     fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {

@@ -24,6 +24,7 @@ mod head;
 mod host;
 mod linear;
 mod mlp;
+mod moves;
 mod norm;
 mod optim;
 mod param;

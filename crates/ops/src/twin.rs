@@ -17,6 +17,7 @@ use crate::embedding::{Ids, Taps};
 use crate::error::Result;
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
+use crate::moves;
 use crate::norm::Norm;
 use crate::optim::{Moments, Step};
 use crate::param::{Param, ParamDtype};
@@ -54,14 +55,10 @@ fn accumulate(param: &Param, gradient: &[f64]) {
     }
 }
 
-fn window(x: &[f64], cols: usize, columns: Range<usize>) -> Vec<f64> {
-    x.chunks_exact(cols.max(1)).flat_map(|row| &row[columns.clone()]).copied().collect()
-}
-
 /// Queries, keys and values apart.
 fn split(qkv: &Rows, heads: AttentionHeads) -> [Vec<f64>; 3] {
     let (q, kv) = (heads.q_width(), heads.kv_width());
-    [0..q, q..q + kv, q + kv..q + 2 * kv].map(|columns| window(qkv.twin(), qkv.cols(), columns))
+    [0..q, q..q + kv, q + kv..q + 2 * kv].map(|columns| moves::columns(qkv.twin(), qkv.cols(), columns))
 }
 
 fn scale(heads: AttentionHeads) -> f64 {
@@ -99,36 +96,27 @@ impl Backend for Twin {
     }
 
     fn select(&self, x: &Rows, index: &Index) -> Rows {
-        let cols = x.cols();
-        let y = index.iter().flat_map(|&row| &x.twin()[row * cols..(row + 1) * cols]).copied().collect();
-        Rows::on_twin(y, index.len(), cols)
+        Rows::on_twin(moves::select(x.twin(), x.cols(), index), index.len(), x.cols())
     }
 
     fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
         let mut y = self.zeros(rows, x.cols());
-        for (i, &row) in index.iter().enumerate() {
-            self.set_rows(&mut y, row, x, i..i + 1);
-        }
+        moves::spread(y.twin_mut(), x.cols(), index, x.twin());
         y
     }
 
     fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
         let width = columns.len();
-        Rows::on_twin(window(x.twin(), x.cols(), columns), x.rows(), width)
+        Rows::on_twin(moves::columns(x.twin(), x.cols(), columns), x.rows(), width)
     }
 
     fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
-        let (width, cols) = (from.cols(), to.cols());
-        let rows = to.twin_mut().chunks_exact_mut(cols.max(1));
-        for (to, from) in rows.zip(from.twin().chunks_exact(width.max(1))) {
-            to[first..first + width].copy_from_slice(from);
-        }
+        let cols = to.cols();
+        moves::set_columns(to.twin_mut(), cols, first, from.twin(), from.cols());
     }
 
     fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
-        let cols = from.cols();
-        to.twin_mut()[first * cols..(first + range.len()) * cols]
-            .copy_from_slice(&from.twin()[range.start * cols..range.end * cols]);
+        moves::set_rows(to.twin_mut(), from.cols(), first, from.twin(), range);
     }
 
     fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
@@ -175,7 +163,7 @@ impl Backend for Twin {
 
     fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
         let (rows, n, k) = (dy.rows(), weight.n(), weight.k());
-        let dy = window(dy.twin(), dy.cols(), col..col + n);
+        let dy = moves::columns(dy.twin(), dy.cols(), col..col + n);
         let own = twin::linear_backward(&dy, &vec![0.0; rows * k], &values(weight.weight()), rows, k, n).0;
         let own = Rows::on_twin(own, rows, k);
         match dx {
@@ -192,7 +180,7 @@ impl Backend for Twin {
         let mut col = col;
         for layer in layers {
             let n = layer.n();
-            let dy = window(dy.twin(), dy.cols(), col..col + n);
+            let dy = moves::columns(dy.twin(), dy.cols(), col..col + n);
             let (_, dw, db) = twin::linear_backward(&dy, x.twin(), &vec![0.0; n * k], rows, k, n);
             accumulate(layer.weight(), &dw);
             if let Some(bias) = layer.bias() {
@@ -277,7 +265,7 @@ impl Backend for Twin {
 
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads) {
         if let Store::Twin(layers) = &mut cache.store {
-            let kv = window(qkv.twin(), qkv.cols(), heads.q_width()..heads.packed_width());
+            let kv = moves::columns(qkv.twin(), qkv.cols(), heads.q_width()..heads.packed_width());
             layers[layer][..kv.len()].copy_from_slice(&kv);
         }
     }
@@ -300,7 +288,7 @@ impl Backend for Twin {
                 let data = &mut layers[layer];
                 data[(start + len) * kv..][..kv].copy_from_slice(&packed[heads.q_width()..]);
                 let half = heads.kv_width();
-                let (k, v) = (window(data, kv, 0..half), window(data, kv, half..kv));
+                let (k, v) = (moves::columns(data, kv, 0..half), moves::columns(data, kv, half..kv));
                 let keys = vec![0..prompt, start..start + len + 1];
                 let layout =
                     AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
@@ -315,7 +303,7 @@ impl Backend for Twin {
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let angles = |data: &[f32]| data.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let (rows, width) = (x.rows(), heads * 2 * table.half);
-        let turned = window(x.twin(), x.cols(), 0..width);
+        let turned = moves::columns(x.twin(), x.cols(), 0..width);
         let turned = twin::rope(
             &turned,
             heads,

@@ -28,6 +28,25 @@ pub struct Selection {
 }
 
 impl Selection {
+    /// Every weight.
+    pub const ALL: Self = Self {
+        llm: true,
+        projector: true,
+        towers: true,
+        instruction: true,
+        gate: None,
+        patterns: Vec::new(),
+    };
+    /// No weight of the base model, so that adapters alone are trained.
+    pub const NONE: Self = Self {
+        llm: false,
+        projector: false,
+        towers: false,
+        instruction: false,
+        gate: None,
+        patterns: Vec::new(),
+    };
+
     fn part(&self, name: &str, part: Part) -> bool {
         match part {
             Part::Projector if is_gate(name) => self.gate.unwrap_or(self.projector),

@@ -11,9 +11,7 @@ use std::path::Path;
 
 use omnigrpo_models::{LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, WeightDtype};
 use omnigrpo_train::{AdamW, AdamWConfig, Objective, SaveWhen, ScheduleKind, Selection, TrainSetup, summary};
-use setup::{
-    EVERYTHING, checkpoint, lines, number, optimizer, questions, raw_tensors, run, tensors, timeless,
-};
+use setup::{checkpoint, lines, number, optimizer, questions, raw_tensors, run, tensors, timeless};
 use support::weight_bits;
 use tempfile::TempDir;
 
@@ -21,14 +19,6 @@ const NAME: &str = "qwen2_5_vl_tied";
 const PROJECTOR: Selection = Selection {
     llm: false,
     projector: true,
-    towers: false,
-    instruction: false,
-    gate: None,
-    patterns: Vec::new(),
-};
-const NOTHING: Selection = Selection {
-    llm: false,
-    projector: false,
     towers: false,
     instruction: false,
     gate: None,
@@ -125,7 +115,7 @@ fn the_reference_is_the_model_without_adapters() {
 fn frozen_weights_have_no_gradient_no_state_and_keep_their_bits() {
     let place = TempDir::new().unwrap();
     let mut setup = adapted(&place, "run", 0.1);
-    setup.selection = NOTHING;
+    setup.selection = Selection::NONE;
     setup.run.objective = Objective::Imitate;
     setup.run.max_steps = Some(3);
     run(setup).unwrap();
@@ -139,7 +129,7 @@ fn frozen_weights_have_no_gradient_no_state_and_keep_their_bits() {
 
     let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
-    NOTHING.apply(&model).unwrap();
+    Selection::NONE.apply(&model).unwrap();
     let adamw = AdamW::new(optimizer(), model.params());
     let few: usize = model.adapter_params().iter().map(|p| p.len()).sum();
     assert_eq!(adamw.bytes(), 12 * few);
@@ -171,7 +161,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         assert!(place.path().join("run/adapter_model.safetensors").is_file());
 
         let model = Model::load_with(&checkpoint(NAME), &options).unwrap();
-        let why = EVERYTHING.apply(&model).unwrap_err().to_string();
+        let why = Selection::ALL.apply(&model).unwrap_err().to_string();
         assert!(why.contains("is selected to be trained whole; quantised"), "{why}");
     }
 }
@@ -181,7 +171,7 @@ fn patterns_select_within_parts_and_must_match() {
     let model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     let pick = |patterns: &[&str]| Selection {
         patterns: patterns.iter().map(|&p| p.to_owned()).collect(),
-        ..EVERYTHING
+        ..Selection::ALL
     };
     pick(&[r"layers\.1\..*norm", "^visual.merger.mlp.2.bias$"]).apply(&model).unwrap();
     let on: Vec<&str> = model.params().iter().filter(|p| p.trainable()).map(|p| p.name()).collect();
@@ -199,11 +189,11 @@ fn patterns_select_within_parts_and_must_match() {
     };
     fails(&pick(&["norm", "layer\\.7"]), &["layer\\\\.7", "matches no weight", "visual.patch_embed"]);
     fails(
-        &Selection { patterns: vec!["visual".into()], projector: false, towers: false, ..EVERYTHING },
+        &Selection { patterns: vec!["visual".into()], projector: false, towers: false, ..Selection::ALL },
         &["matches no weight"],
     );
     fails(&pick(&["("]), &["trainable_patterns"]);
-    fails(&NOTHING, &["nothing is left to train"]);
+    fails(&Selection::NONE, &["nothing is left to train"]);
 
     let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
@@ -215,7 +205,7 @@ fn patterns_select_within_parts_and_must_match() {
 #[test]
 fn every_part_moves_at_its_own_rate() {
     let model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
-    EVERYTHING.apply(&model).unwrap();
+    Selection::ALL.apply(&model).unwrap();
     let config = AdamWConfig {
         learning_rate: 1e-3,
         projector_lr: Some(1e-2),
@@ -279,7 +269,8 @@ fn the_table_counts_parameters_adapters_and_memory() {
 #[test]
 fn a_gate_is_trained_apart_from_its_projector() {
     let model = Model::load(&checkpoint("humanomni"), WeightDtype::Auto).unwrap();
-    let none = Selection { llm: false, projector: false, towers: false, instruction: false, ..EVERYTHING };
+    let none =
+        Selection { llm: false, projector: false, towers: false, instruction: false, ..Selection::ALL };
     let trained = |selection: Selection| -> Vec<bool> {
         selection.apply(&model).unwrap();
         model.params().iter().filter(|p| p.trainable()).map(|p| p.name().contains("bert_gate")).collect()
@@ -290,6 +281,6 @@ fn a_gate_is_trained_apart_from_its_projector() {
     assert!(!rest.is_empty() && rest.iter().all(|is_gate| !is_gate));
     assert_eq!(trained(Selection { projector: true, ..none.clone() }).len(), gate.len() + rest.len());
     let qwen = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
-    let error = Selection { gate: Some(true), ..EVERYTHING }.apply(&qwen).unwrap_err().to_string();
+    let error = Selection { gate: Some(true), ..Selection::ALL }.apply(&qwen).unwrap_err().to_string();
     assert!(error.contains("tune_gate") && error.contains("no gate"), "{error}");
 }

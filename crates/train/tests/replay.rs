@@ -14,14 +14,26 @@ use std::time::Instant;
 use omnigrpo_grpo::Aggregation;
 use omnigrpo_models::{Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_train::step::{self, Rollouts};
-use omnigrpo_train::{AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, ScheduleKind, decayed_names};
+use omnigrpo_train::step::{self, Rollouts, StepOutcome};
+use omnigrpo_train::{
+    AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, ScheduleKind, Selection, decayed_names,
+};
 use serde_json::Value;
-use setup::{EVERYTHING, algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
+use setup::{algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
 use support::{Golden, max_diff, norm, sketch};
 
 /// The first update, at the full rate.
 const AT: omnigrpo_train::UpdateAt = omnigrpo_train::UpdateAt { step: 0, learning_rate_factor: 1.0 };
+
+fn update(
+    model: &Model,
+    reference: &Model,
+    adamw: &mut AdamW,
+    algorithm: &Algorithm,
+    rollouts: &mut Rollouts,
+) -> StepOutcome {
+    step::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
+}
 
 const CHECKPOINTS: [&str; 3] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original"];
 
@@ -131,7 +143,7 @@ fn steps_equal_pytorch() {
             let what = format!("{name}, {file}");
             let expected = Expected::read(name);
             let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
-            EVERYTHING.apply(&model).unwrap();
+            Selection::ALL.apply(&model).unwrap();
             let reference = model.reference().unwrap();
             let before = weights(&model);
             let mut adamw = AdamW::new(optimizer(), model.params());
@@ -151,16 +163,7 @@ fn steps_equal_pytorch() {
                         assert!((a - b).abs() <= 1e-6, "{what}: advantage {a} for {b}");
                     }
                 }
-                let outcome = step::update(
-                    &model,
-                    Some(&reference),
-                    &mut adamw,
-                    AT,
-                    &algorithm,
-                    &mut rollouts,
-                    &mut timer(),
-                )
-                .unwrap();
+                let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
                 let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
                 let value = |key: &str| metrics[key].unwrap();
                 expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
@@ -258,7 +261,7 @@ fn the_gradient_of_a_step_equals_pytorch() {
     let name = "internvl_original";
     let expected = Expected::read(name);
     let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
-    EVERYTHING.apply(&model).unwrap();
+    Selection::ALL.apply(&model).unwrap();
     let reference = model.reference().unwrap();
     // The first moment after one unclipped update is a tenth of the gradient.
     let config = omnigrpo_train::AdamWConfig { max_grad_norm: 0.0, ..optimizer() };
@@ -266,7 +269,7 @@ fn the_gradient_of_a_step_equals_pytorch() {
     let algorithm = algorithm(3, 32);
     let (builder, rows) = prepared(name, TEXT);
     let mut rollouts = step::replay(&model, &builder, &algorithm, rows, &mut timer()).unwrap();
-    step::update(&model, Some(&reference), &mut adamw, AT, &algorithm, &mut rollouts, &mut timer()).unwrap();
+    update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
     let golden = &expected.tensors.f;
     let wanted: BTreeMap<&str, &Vec<f32>> =
         golden.iter().filter_map(|(k, v)| Some((k.strip_prefix("step0.sketch.")?, v))).collect();
@@ -313,7 +316,7 @@ struct Trained {
 fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Trained {
     let name = "qwen2_5_vl_tied";
     let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
-    EVERYTHING.apply(&model).unwrap();
+    Selection::ALL.apply(&model).unwrap();
     let mut algorithm = algorithm(3, 32);
     algorithm.loss.beta = 0.0;
     change(&mut algorithm);
@@ -324,16 +327,7 @@ fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Train
     for rows in steps {
         let mut rollouts = step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
         for _ in 0..2 {
-            let outcome = step::update(
-                &model,
-                Some(&reference),
-                &mut adamw,
-                AT,
-                &algorithm,
-                &mut rollouts,
-                &mut timer(),
-            )
-            .unwrap();
+            let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             metrics.push(outcome.sums.metrics().into_iter().collect());
             grad_norms.push(outcome.grad_norm);
             without_grad.push(outcome.params_without_grad);
@@ -457,7 +451,7 @@ fn accumulated_equals_one_batch() {
         let (builder, rows) = prepared(name, rows_of(name));
         let gradients = |prompts_per_micro_batch: usize, max_stream_tokens: usize| {
             let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
-            EVERYTHING.apply(&model).unwrap();
+            Selection::ALL.apply(&model).unwrap();
             let reference = model.reference().unwrap();
             // Away from the reference, so that the KL term has a gradient.
             for param in model.params().iter().filter(|p| p.name().ends_with("down_proj.weight")) {
@@ -471,16 +465,7 @@ fn accumulated_equals_one_batch() {
             algorithm.max_stream_tokens = max_stream_tokens;
             let mut rollouts =
                 step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
-            let outcome = step::update(
-                &model,
-                Some(&reference),
-                &mut adamw,
-                AT,
-                &algorithm,
-                &mut rollouts,
-                &mut timer(),
-            )
-            .unwrap();
+            let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
             let moments: support::Gradients =
                 adamw.state().iter().map(|(name, s)| (name.clone(), s.m.clone())).collect();

@@ -26,8 +26,8 @@ use omnigrpo_train::{
 };
 use serde_json::{Value, json};
 use setup::{
-    EVERYTHING, algorithm, checkpoint, golden, lines, number, optimizer, prompts, questions, raw_tensors,
-    run, tensors, timeless,
+    algorithm, checkpoint, golden, lines, number, optimizer, prompts, questions, raw_tensors, run, tensors,
+    timeless,
 };
 use tempfile::TempDir;
 
@@ -175,14 +175,7 @@ fn what_is_frozen_stays_to_the_bit() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.max_steps = Some(2);
-    setup.selection = Selection {
-        llm: false,
-        projector: true,
-        towers: false,
-        instruction: false,
-        gate: None,
-        patterns: Vec::new(),
-    };
+    setup.selection = Selection { projector: true, ..Selection::NONE };
     run(setup).unwrap();
     let (before, after) = (
         tensors(&checkpoint(NAME).join("model.safetensors")),
@@ -404,7 +397,7 @@ fn a_step_does_not_depend_on_threads() {
             let dir = TempDir::new().unwrap();
             let setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
             let model = support::larger_model(NAME);
-            EVERYTHING.apply(&model).unwrap();
+            Selection::ALL.apply(&model).unwrap();
             let reference = model.reference().unwrap();
             let mut adamw = AdamW::new(optimizer(), model.params());
             let mut timer = PhaseTimer::start(Instant::now());
@@ -690,7 +683,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let mut setup = setup::setup(NAME, &golden("replay/rows_ids.jsonl"), &golden(""), dir.path());
     // Finite in f64, infinite in f32.
     setup.algorithm.alpha = 1e300;
-    EVERYTHING.apply(&setup.model).unwrap();
+    Selection::ALL.apply(&setup.model).unwrap();
     let before = support::weight_bits(&setup.model);
     let mut adamw = AdamW::new(optimizer(), setup.model.params());
     let mut timer = PhaseTimer::start(Instant::now());
@@ -927,11 +920,9 @@ fn a_reward_that_can_be_earned_rises() {
     assert!(last > first + 0.2, "{first} → {last}");
 }
 
-#[test]
-fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
-    let place = Place::new();
-    let mut setup = place.setup("run");
-    setup.eval = Some(EvalPlan {
+/// Three rows, one greedy completion each.
+fn greedy_eval(setup: &TrainSetup) -> EvalPlan {
+    EvalPlan {
         prompts: Arc::clone(&setup.prompts),
         dataset: Arc::clone(&setup.dataset),
         rows: vec![0, 1, 4],
@@ -941,7 +932,14 @@ fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
         max_live: 8,
         category: None,
         measures: Measures::default(),
-    });
+    }
+}
+
+#[test]
+fn evaluation_is_recorded_and_decides_the_best_checkpoint() {
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.eval = Some(greedy_eval(&setup));
     // Every evaluation is worse than the one before.
     let calls = AtomicU64::new(0);
     setup.rewards = reward(move |_| -(calls.fetch_add(1, Ordering::Relaxed) as f64));
@@ -1018,7 +1016,7 @@ fn a_medium_goes_through_the_tower_once_per_pass() {
         setup.algorithm.max_stream_tokens = 16;
         setup.algorithm.sampling.min_completion_length = 8;
         setup.algorithm.recompute = recompute;
-        Selection { towers, ..EVERYTHING }.apply(&setup.model).unwrap();
+        Selection { towers, ..Selection::ALL }.apply(&setup.model).unwrap();
         let reference = setup.model.reference().unwrap();
         let media = one_update(&setup, &reference);
         assert!(media > 0);
@@ -1034,7 +1032,7 @@ fn a_kept_tower_changes_nothing() {
     let weights = |recompute: bool| {
         let mut setup = place.setup("kept");
         setup.algorithm.recompute = recompute;
-        EVERYTHING.apply(&setup.model).unwrap();
+        Selection::ALL.apply(&setup.model).unwrap();
         let before = values(&setup.model);
         let reference = setup.model.reference().unwrap();
         let media = one_update(&setup, &reference);

@@ -24,6 +24,25 @@ pub(crate) const PART: usize = 2 * TILE;
 /// Words of all parts of that.
 pub(crate) const BLOCK: usize = PARTS * PART;
 
+/// What `ldtilecfg` reads: the shape of each tile.
+#[repr(C, align(64))]
+pub(crate) struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    /// Bytes of a row of each tile.
+    pub(crate) row_bytes: [u16; 16],
+    /// Rows of each tile.
+    pub(crate) rows: [u8; 16],
+}
+
+impl Default for Config {
+    /// Palette 1, the only one with tiles, and no tile in use.
+    fn default() -> Self {
+        Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
+    }
+}
+
 /// Whether tiles for bf16 work here, and portable code is not asked for.
 pub(crate) fn available() -> bool {
     probe::amx().works && simd::allowed(Instructions::Best)
@@ -51,16 +70,7 @@ impl Tiles {
     /// # Safety
     /// The instructions exist.
     pub(super) unsafe fn narrow(columns: usize) -> Self {
-        #[repr(C, align(64))]
-        struct Config {
-            palette: u8,
-            start_row: u8,
-            reserved: [u8; 14],
-            row_bytes: [u16; 16],
-            rows: [u8; 16],
-        }
-        let mut config =
-            Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        let mut config = Config::default();
         config.row_bytes[..6].fill(4 * columns as u16);
         config.row_bytes[LEFT] = 64;
         config.rows[..6].fill(16);

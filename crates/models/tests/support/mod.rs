@@ -368,6 +368,18 @@ pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec
     (0..prompts.len()).map(each).collect()
 }
 
+/// Trains everything on one completion: adds to all gradients those of the sum of its log-probabilities, each times its
+/// coefficient.
+pub fn backward(model: &Model, prompt: &Prompt, completion: &[u32], coefficients: &[f32], how: Training) {
+    let groups = [GroupStream { prompt, completions: vec![completion] }];
+    let stream = PackedStream::new(&groups).unwrap();
+    train_all(model);
+    let features = [model.encode_prompt(prompt).unwrap()];
+    let pass = model.train_pass(&stream, &features, 1.0, how).unwrap();
+    let gradients = pass.backward(coefficients, None).unwrap();
+    model.backward_media(&[prompt], &features, Memories::default(), gradients, how).unwrap();
+}
+
 /// Selects every weight.
 pub fn train_all(model: &Model) {
     for param in model.params() {

@@ -51,15 +51,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let dir = scratch.path();
     checkpoint(settings, dir)?;
     let model = Model::random(dir, settings.run.seed, setup::weight_dtype(settings))?;
-    let everything = Selection {
-        llm: true,
-        projector: true,
-        towers: true,
-        instruction: true,
-        gate: None,
-        patterns: Vec::new(),
-    };
-    everything.apply(&model)?;
+    Selection::ALL.apply(&model)?;
     let algorithm = algorithm(settings);
     let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
     let mut optimizer = AdamW::new(optimizer(), model.params());

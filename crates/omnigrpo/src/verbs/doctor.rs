@@ -100,22 +100,14 @@ fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> R
 
 /// What each way of training takes, one a line.
 fn needed(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Result<String> {
-    let full = Selection {
-        llm: true,
-        projector: true,
-        towers: false,
-        instruction: false,
-        gate: None,
-        patterns: Vec::new(),
-    };
-    let adapters_alone = Selection { llm: false, projector: false, ..full.clone() };
+    let full = Selection { llm: true, projector: true, ..Selection::NONE };
     let lora = setup::lora(settings);
     let ways = [
         ("without training", None, None, None),
         ("full", Some(&full), None, None),
-        ("LoRA", Some(&adapters_alone), Some(&lora), None),
-        ("LoRA, 8 bit", Some(&adapters_alone), Some(&lora), Some(QuantBits::Eight)),
-        ("LoRA, 4 bit", Some(&adapters_alone), Some(&lora), Some(QuantBits::Four)),
+        ("LoRA", Some(&Selection::NONE), Some(&lora), None),
+        ("LoRA, 8 bit", Some(&Selection::NONE), Some(&lora), Some(QuantBits::Eight)),
+        ("LoRA, 4 bit", Some(&Selection::NONE), Some(&lora), Some(QuantBits::Four)),
     ];
     let mut lines = Vec::new();
     for (name, selection, lora, bits) in ways {

@@ -149,15 +149,7 @@ pub fn selection(settings: &Settings, family: &dyn Family) -> Selection {
 
 /// Loads the model with its adapter, or makes a random one from its configuration.
 pub fn model(settings: &Settings) -> Result<Model> {
-    let nothing = Selection {
-        llm: false,
-        projector: false,
-        towers: false,
-        instruction: false,
-        gate: None,
-        patterns: Vec::new(),
-    };
-    load(settings, &nothing, &|_| Ok(()))
+    load(settings, &Selection::NONE, &|_| Ok(()))
 }
 
 /// The model to train: as [`model`], with a new adapter where one is asked for. What will not fit into memory is a warning,

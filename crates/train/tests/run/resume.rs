@@ -54,17 +54,7 @@ fn steps(dir: &Path) -> Vec<f64> {
 
 fn evaluated(place: &Place, name: &str) -> TrainSetup {
     let mut setup = place.setup(name);
-    setup.eval = Some(EvalPlan {
-        prompts: Arc::clone(&setup.prompts),
-        dataset: Arc::clone(&setup.dataset),
-        rows: vec![0, 1, 4],
-        num_generations: 1,
-        sampling: SamplingParams { temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() },
-        batch_rows: 2,
-        max_live: 8,
-        category: None,
-        measures: Measures::default(),
-    });
+    setup.eval = Some(greedy_eval(&setup));
     setup.run.eval = EvalWhen::Steps(2);
     setup.run.save = SaveWhen::Steps(2);
     setup.run.max_steps = Some(4);
@@ -271,7 +261,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
 fn numbers_that_are_not_finite_are_not_saved() {
     let place = Place::new();
     let setup = place.setup("run");
-    EVERYTHING.apply(&setup.model).unwrap();
+    Selection::ALL.apply(&setup.model).unwrap();
     let adamw = AdamW::new(optimizer(), setup.model.params());
     let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
     norm.store(&vec![f32::NAN; norm.len()]).unwrap();

@@ -74,15 +74,6 @@ pub fn optimizer() -> AdamWConfig {
     }
 }
 
-pub const EVERYTHING: Selection = Selection {
-    llm: true,
-    projector: true,
-    towers: true,
-    instruction: true,
-    gate: None,
-    patterns: Vec::new(),
-};
-
 /// A run of six updates with two prompts and three completions each, on the rows of a file.
 pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSetup {
     let dir = checkpoint(name);
@@ -98,7 +89,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         rewards: build(&["random".to_owned()], &RewardOptions::default()).unwrap(),
         algorithm: algorithm(3, 8),
         optimizer: optimizer(),
-        selection: EVERYTHING,
+        selection: Selection::ALL,
         run: RunPlan {
             objective: Objective::Reinforce,
             max_steps: Some(6),
