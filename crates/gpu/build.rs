@@ -1,0 +1,32 @@
+//! Compiles the kernels for the emulator, with the feature `emulator`.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "emulator")]
+    emulator();
+}
+
+#[cfg(feature = "emulator")]
+fn emulator() {
+    println!("cargo::rerun-if-changed=emu");
+    println!("cargo::rerun-if-changed=cuda");
+    let here = std::path::PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let out = std::path::PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_default());
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").opt_level(2).warnings(false).define("EMULATED", None);
+    build.flag("-fno-strict-aliasing").include(here.join("emu")).include(here.join("cuda"));
+    build.file(here.join("emu/emu.cpp"));
+    let files = std::fs::read_dir(here.join("cuda")).into_iter().flatten().flatten();
+    for path in files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "cu")) {
+        // A file of C++ for each, since compilers go by the ending.
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        let wrapper = out.join(format!("{name}.cpp"));
+        let text = format!("#define KERNEL_FILE \"{name}\"\n#include \"{}\"\n", path.display());
+        if let Err(error) = std::fs::write(&wrapper, text) {
+            println!("cargo::error=writing {}: {error}", wrapper.display());
+        }
+        build.file(wrapper);
+    }
+    // Kernels enter themselves in a table before `main`; nothing else names them.
+    build.link_lib_modifier("+whole-archive").compile("omnigrpo_kernels_emulated");
+}

@@ -1,0 +1,248 @@
+// Attention over ranges on tensor cores, after FlashAttention-2 (arXiv 2307.08691): forward, and a backward pass without
+// atomics, once for the gradient of queries and once for those of keys and values. Rows are bf16, sums are f32.
+//
+// A packed row is `[queries | keys | values]`, `stride` columns. A head has D columns, a multiple of 8; in shared memory it is
+// as wide as the next multiple of 16, with zeros behind it.
+#include "prim.cuh"
+
+/// Key rows `k0..k1` for queries `q0..q1`: query i sees key k if k < i + off.
+struct Item { int q0, q1, k0, k1, off; };
+/// Rows of one block of threads and the items that concern them.
+struct Tile { int row0, row1, item0, item1; };
+struct Shape { int stride, out_stride, heads, group; float scale; };
+
+constexpr int THREADS = 128, ROWS = 64;
+template <int D> constexpr int padded() { return (D + 15) / 16 * 16; }
+/// Columns of a row in shared memory: eight more, so that eight rows lie in different banks.
+template <int D> constexpr int line() { return padded<D>() + 8; }
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+/// Rows `row..row + N` into shared memory, zeros from `end` on and behind a head.
+template <int D, int N> DEVICE void load_rows(u16* to, const u16* from, i64 stride, int row, int end) {
+    constexpr int CHUNKS = padded<D>() / 8;
+    for (int i = threadIdx.x; i < N * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS * 8;
+        bool in = row + r < end && c < D;
+        copy_async(to + r * line<D>() + c, from + (in ? (row + r) * stride + c : 0), in);
+    }
+}
+/// The 16×16 block at (row, col) as a left factor.
+template <int D> DEVICE void left(u32 (&a)[4], const u16* tile, int row, int col) {
+    int lane = threadIdx.x % 32;
+    load_matrices<false>(a, tile + (row + lane % 16) * line<D>() + col + lane / 16 * 8);
+}
+/// Rows `row..row + 16` as columns of a right factor, depth `col..col + 16`.
+template <int D> DEVICE void right_rows(u32 (&b)[4], const u16* tile, int row, int col) {
+    int lane = threadIdx.x % 32;
+    load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * line<D>() + col + lane / 8 % 2 * 8);
+}
+/// Columns `col..col + 16` of a right factor, depth is rows `row..row + 16`.
+template <int D> DEVICE void right_cols(u32 (&b)[4], const u16* tile, int row, int col) {
+    int lane = threadIdx.x % 32;
+    load_matrices<true>(b, tile + (row + lane % 16) * line<D>() + col + lane / 16 * 8);
+}
+/// `s[16, 8·N] = a-tile rows · b-tile rowsᵀ` over D columns.
+template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_tile, int row, const u16* right_tile) {
+    UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) s[j][e] = 0;
+    UNROLL for (int c = 0; c < padded<D>(); c += 16) {
+        u32 a[4], b[4];
+        left<D>(a, left_tile, row, c);
+        UNROLL for (int j = 0; j < N; j += 2) {
+            right_rows<D>(b, right_tile, j * 8, c);
+            mma(s[j], a, b[0], b[1]);
+            mma(s[j + 1], a, b[2], b[3]);
+        }
+    }
+}
+/// `acc[16, padded] += p[16, 8·N] · tile[8·N, D]`, p rounded to bf16.
+template <int D, int N> DEVICE void accumulate(float (&acc)[padded<D>() / 8][4], const float (&p)[N][4], const u16* tile) {
+    UNROLL for (int j = 0; j < N; j += 2) {
+        u32 a[4] = {pack(p[j][0], p[j][1]), pack(p[j][2], p[j][3]), pack(p[j + 1][0], p[j + 1][1]), pack(p[j + 1][2], p[j + 1][3])};
+        UNROLL for (int c = 0; c < padded<D>(); c += 16) {
+            u32 b[4];
+            right_cols<D>(b, tile, j * 8, c);
+            mma(acc[c / 8], a, b[0], b[1]);
+            mma(acc[c / 8 + 1], a, b[2], b[3]);
+        }
+    }
+}
+/// Where a loop over the key rows (or query rows) of several items stands.
+struct Cursor {
+    const Item* items;
+    Tile tile;
+    int item, at, step;
+    bool by_query;
+    DEVICE int begin() const { return by_query ? items[item].q0 : items[item].k0; }
+    DEVICE int end() const {
+        Item it = items[item];
+        if (by_query) return it.q1;
+        int seen = tile.row1 - 1 + it.off;
+        return seen < it.k1 ? seen : it.k1;
+    }
+    DEVICE void settle() { while (item < tile.item1 && at >= end()) if (++item < tile.item1) at = begin(); }
+    DEVICE Cursor(const Item* items, Tile tile, int step, bool by_query) : items(items), tile(tile), item(tile.item0), at(0), step(step), by_query(by_query) {
+        if (item < tile.item1) { at = begin(); settle(); }
+    }
+    DEVICE bool valid() const { return item < tile.item1; }
+    DEVICE void next() { at += step; settle(); }
+};
+template <int D> DEVICE void store_rows(u16* to, const float (&acc)[padded<D>() / 8][4], float f0, float f1, i64 stride, int row, int end) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    UNROLL for (int c = 0; c < D / 8; c++) {
+        if (row + g < end) *(u32*)(to + (i64)(row + g) * stride + c * 8 + 2 * t) = pack(acc[c][0] * f0, acc[c][1] * f0);
+        if (row + g + 8 < end) *(u32*)(to + (i64)(row + g + 8) * stride + c * 8 + 2 * t) = pack(acc[c][2] * f1, acc[c][3] * f1);
+    }
+}
+
+template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
+    constexpr int LD = line<D>(), N = ROWS / 8;
+    DYNAMIC_SHARED(shared);
+    u16 *sq = (u16*)shared, *sk = sq + ROWS * LD, *sv = sk + 2 * ROWS * LD;
+    Tile tile = tiles[blockIdx.x];
+    int head = blockIdx.y, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    int row = tile.row0 + own + g;
+    float factor = sh.scale * LOG2E;
+    auto fetch = [&](Cursor c, int stage) {
+        load_rows<D, ROWS>(sk + stage * ROWS * LD, k + kv * D, sh.stride, c.at, c.end());
+        load_rows<D, ROWS>(sv + stage * ROWS * LD, v + kv * D, sh.stride, c.at, c.end());
+    };
+    Cursor c(items, tile, ROWS, false);
+    load_rows<D, ROWS>(sq, q + head * D, sh.stride, tile.row0, tile.row1);
+    if (c.valid()) fetch(c, 0);
+    commit_copies();
+    float acc[padded<D>() / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    for (int stage = 0; c.valid(); stage ^= 1) {
+        Cursor next = c;
+        next.next();
+        if (next.valid()) fetch(next, stage ^ 1);
+        commit_copies();
+        wait_copies<1>();
+        sync_block();
+        float s[N][4];
+        products<D, N>(s, sq, own, sk + stage * ROWS * LD);
+        Item it = items[c.item];
+        if (c.at + ROWS > it.k1 || c.at + ROWS > tile.row0 + it.off)
+            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+                int key = c.at + j * 8 + 2 * t + e % 2;
+                if (key >= it.k1 || key >= row + e / 2 * 8 + it.off) s[j][e] = -INFINITY;
+            }
+        UNROLL for (int h = 0; h < 2; h++) {
+            float top = m[h];
+            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) top = s[j][e] * factor > top ? s[j][e] * factor : top;
+            top = quad_max(top);
+            float safe = top == -INFINITY ? 0.0f : top, decay = exp2_(m[h] - safe), sum = 0;
+            m[h] = top;
+            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) sum += s[j][e] = exp2_(s[j][e] * factor - safe);
+            l[h] = l[h] * decay + sum;
+            UNROLL for (int d = 0; d < padded<D>() / 8; d++) { acc[d][2 * h] *= decay; acc[d][2 * h + 1] *= decay; }
+        }
+        accumulate<D, N>(acc, s, sv + stage * ROWS * LD);
+        sync_block();
+        c = next;
+    }
+    float f[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+        l[h] = quad_sum(l[h]);
+        f[h] = l[h] > 0 ? 1 / l[h] : 0;
+        if (t == 0 && row + 8 * h < tile.row1) lse[(i64)(row + 8 * h) * sh.heads + head] = (m[h] + log2_(l[h])) * LN2;
+    }
+    store_rows<D>(out + head * D, acc, f[0], f[1], sh.out_stride, tile.row0 + own, tile.row1);
+}
+
+/// The gradient of queries. `delta[row, head] = Σ dout · out`.
+template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
+    constexpr int LD = line<D>(), N = ROWS / 8;
+    DYNAMIC_SHARED(shared);
+    u16 *sq = (u16*)shared, *sd = sq + ROWS * LD, *sk = sd + ROWS * LD, *sv = sk + ROWS * LD;
+    Tile tile = tiles[blockIdx.x];
+    int head = blockIdx.y, kv = head / sh.group, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    int row = tile.row0 + own + g;
+    float factor = sh.scale * LOG2E, minus[2], del[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+        i64 at = (i64)(row + 8 * h < tile.row1 ? row + 8 * h : tile.row0) * sh.heads + head;
+        minus[h] = -lse[at] * LOG2E, del[h] = delta[at];
+    }
+    load_rows<D, ROWS>(sq, q + head * D, sh.stride, tile.row0, tile.row1);
+    load_rows<D, ROWS>(sd, dout + head * D, sh.out_stride, tile.row0, tile.row1);
+    float acc[padded<D>() / 8][4] = {};
+    for (Cursor c(items, tile, ROWS, false); c.valid(); c.next()) {
+        load_rows<D, ROWS>(sk, k + kv * D, sh.stride, c.at, c.end());
+        load_rows<D, ROWS>(sv, v + kv * D, sh.stride, c.at, c.end());
+        commit_copies();
+        wait_copies<0>();
+        sync_block();
+        float s[N][4], dp[N][4];
+        products<D, N>(s, sq, own, sk);
+        products<D, N>(dp, sd, own, sv);
+        Item it = items[c.item];
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+            int key = c.at + j * 8 + 2 * t + e % 2, h = e / 2;
+            bool seen = key < it.k1 && key < row + 8 * h + it.off;
+            s[j][e] = seen ? exp2_(s[j][e] * factor + minus[h]) * (dp[j][e] - del[h]) : 0.0f;
+        }
+        accumulate<D, N>(acc, s, sk);
+        sync_block();
+    }
+    store_rows<D>(dq + head * D, acc, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
+}
+
+/// The gradients of keys and values: a tile is of key rows, its items have the queries that see them.
+template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
+    constexpr int LD = line<D>(), Q = 32, N = Q / 8;
+    DYNAMIC_SHARED(shared);
+    u16 *sk = (u16*)shared, *sv = sk + ROWS * LD, *sq = sv + ROWS * LD, *sd = sq + Q * LD;
+    Tile tile = tiles[blockIdx.x];
+    int kv = blockIdx.y, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    int row = tile.row0 + own + g;
+    float factor = sh.scale * LOG2E;
+    load_rows<D, ROWS>(sk, k + kv * D, sh.stride, tile.row0, tile.row1);
+    load_rows<D, ROWS>(sv, v + kv * D, sh.stride, tile.row0, tile.row1);
+    float acc_k[padded<D>() / 8][4] = {}, acc_v[padded<D>() / 8][4] = {};
+    for (int head = kv * sh.group; head < (kv + 1) * sh.group; head++)
+        for (Cursor c(items, tile, Q, true); c.valid(); c.next()) {
+            load_rows<D, Q>(sq, q + head * D, sh.stride, c.at, c.end());
+            load_rows<D, Q>(sd, dout + head * D, sh.out_stride, c.at, c.end());
+            commit_copies();
+            wait_copies<0>();
+            sync_block();
+            Item it = items[c.item];
+            float s[N][4], dp[N][4];
+            products<D, N>(s, sk, own, sq);
+            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+                int query = c.at + j * 8 + 2 * t + e % 2, key = row + e / 2 * 8;
+                bool seen = query < it.q1 && key >= it.k0 && key < it.k1 && key < query + it.off;
+                s[j][e] = seen ? exp2_(s[j][e] * factor - lse[(i64)query * sh.heads + head] * LOG2E) : 0.0f;
+            }
+            accumulate<D, N>(acc_v, s, sd);
+            products<D, N>(dp, sv, own, sd);
+            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) {
+                int query = c.at + j * 8 + 2 * t + e % 2;
+                s[j][e] *= dp[j][e] - (query < it.q1 ? delta[(i64)query * sh.heads + head] : 0.0f);
+            }
+            accumulate<D, N>(acc_k, s, sq);
+            sync_block();
+        }
+    store_rows<D>(dk + kv * D, acc_k, sh.scale, sh.scale, sh.stride, tile.row0 + own, tile.row1);
+    store_rows<D>(dv + kv * D, acc_v, 1, 1, sh.stride, tile.row0 + own, tile.row1);
+}
+
+/// `delta[row, head] = Σ dout · out`, a warp for each.
+KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)) {
+    i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    float sum = 0;
+    if (at < count) for (int i = threadIdx.x % 32; i < d; i += 32) sum += load(dout, at * d + i) * load(out, at * d + i);
+    sum = warp_sum(sum);
+    if (at < count && threadIdx.x % 32 == 0) delta[at] = sum;
+}
+
+#define OF_WIDTH(D) \
+    KERNEL_OF(THREADS, 2, forward_##D, (u16* out, float* lse, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
+        forward<D>(out, lse, q, k, v, tiles, items, sh); } \
+    KERNEL_OF(THREADS, 2, backward_q_##D, (u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
+        backward_q<D>(dq, dout, lse, delta, q, k, v, tiles, items, sh); } \
+    KERNEL_OF(THREADS, 2, backward_kv_##D, (u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
+        backward_kv<D>(dk, dv, dout, lse, delta, q, k, v, tiles, items, sh); }
+OF_WIDTH(64)
+OF_WIDTH(72)
+OF_WIDTH(80)
+OF_WIDTH(128)

@@ -1,0 +1,54 @@
+// Sums over many rows or elements, in an order that sizes alone determine: parts first, then the parts in order.
+#include "prim.cuh"
+
+/// `partial[part, j]` is the sum of `a[row, j]` over the part's rows; times `b[row, j]` where there is one, or times
+/// `(b − mean) · rstd`. A thread for each column, rows of a part in order.
+KERNEL(column_sums, (float* partial, Array a, i64 a_stride, Array b, const float* mean, const float* rstd, i64 rows, int cols, i64 per_part)) {
+    int j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= cols) return;
+    i64 begin = blockIdx.y * per_part, end = begin + per_part < rows ? begin + per_part : rows;
+    float sum = 0;
+    for (i64 row = begin; row < end; row++) {
+        float term = load(a, row * a_stride + j);
+        if (b.at) term *= (load(b, row * cols + j) - (mean ? mean[row] : 0)) * (rstd ? rstd[row] : 1);
+        sum += term;
+    }
+    partial[(i64)blockIdx.y * cols + j] = sum;
+}
+/// `to[j] += Σ partial[part, j]`
+KERNEL(add_parts, (float* to, const float* partial, int parts, i64 cols)) {
+    i64 j = thread_index();
+    if (j >= cols) return;
+    float sum = 0;
+    for (int part = 0; part < parts; part++) sum += partial[part * cols + j];
+    to[j] += sum;
+}
+/// `partial[block] = Σ a · b` over the elements of a block of `per_block`.
+KERNEL_OF(256, 4, dots, (double* partial, Array a, Array b, i64 n, i64 per_block)) {
+    SHARED(double, red, 32);
+    i64 begin = blockIdx.x * per_block, end = begin + per_block < n ? begin + per_block : n;
+    double sum = 0;
+    for (i64 i = begin + threadIdx.x * 4; i < end; i += blockDim.x * 4) {
+        Four x = load4(a, i, end), y = load4(b, i, end);
+        for (int e = 0; e < 4; e++) sum += (double)x.x[e] * y.x[e];
+    }
+    sum = block_sum(sum, red);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+/// Rows as weighted sums of rows: row `targets[r]` (or `r`) of `y` becomes, or is added, `Σ weights[i] · x[rows[i]]` over
+/// `offsets[r]..offsets[r + 1]`, in that order. A block for each row.
+KERNEL(mix_rows, (Array y, Array x, const u32* targets, const u32* offsets, const u32* rows, const float* weights, int cols, int adds)) {
+    i64 at = (i64)(targets ? targets[blockIdx.x] : blockIdx.x) * cols;
+    u32 begin = offsets[blockIdx.x], end = offsets[blockIdx.x + 1];
+    for (int j = threadIdx.x * 4; j < cols; j += blockDim.x * 4) {
+        Four sum = {};
+        if (adds) sum = load4(y, at + j, at + cols);
+        for (u32 i = begin; i < end; i++) {
+            i64 from = (i64)rows[i] * cols;
+            float w = weights ? weights[i] : 1;
+            Four v = load4(x, from + j, from + cols);
+            for (int e = 0; e < 4; e++) sum.x[e] += w * v.x[e];
+        }
+        store4(y, at + j, at + cols, sum);
+    }
+}

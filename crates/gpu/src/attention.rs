@@ -1,0 +1,304 @@
+//! Attention over an [`AttentionLayout`], on tensor cores where rows are bf16 and a head has 64, 72, 80 or 128 columns.
+
+use omnigrpo_kernels::attention::AttentionLayout;
+
+use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+
+/// Heads of packed rows `[q heads | k heads | v heads]` of `d` columns each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub q: usize,
+    /// Key and value heads.
+    pub kv: usize,
+    /// Columns of a head, at most 256.
+    pub d: usize,
+}
+
+impl Heads {
+    fn packed(self) -> usize {
+        (self.q + 2 * self.kv) * self.d
+    }
+
+    fn shape(self, scale: f32) -> Arg {
+        let [stride, out, heads, group] =
+            [self.packed(), self.q * self.d, self.q, self.q / self.kv.max(1)].map(|n| n as u32);
+        Arg::fields(&[stride, out, heads, group, scale.to_bits()])
+    }
+
+    fn scale(self) -> f32 {
+        1.0 / (self.d as f32).sqrt()
+    }
+
+    /// The kernels for tensor cores, and the padded width of a head in shared memory.
+    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 3], usize)> {
+        let names = match (dtype, self.d) {
+            (Dtype::Bf16, 64) => {
+                ["attention/forward_64", "attention/backward_q_64", "attention/backward_kv_64"]
+            }
+            (Dtype::Bf16, 72) => {
+                ["attention/forward_72", "attention/backward_q_72", "attention/backward_kv_72"]
+            }
+            (Dtype::Bf16, 80) => {
+                ["attention/forward_80", "attention/backward_q_80", "attention/backward_kv_80"]
+            }
+            (Dtype::Bf16, 128) => {
+                ["attention/forward_128", "attention/backward_q_128", "attention/backward_kv_128"]
+            }
+            _ => return None,
+        };
+        Some((names, self.d.next_multiple_of(16)))
+    }
+}
+
+/// Rows of a tile.
+const ROWS: usize = 64;
+
+/// Query rows `q[0]..q[1]` and the key rows they see: query `i` sees key `j` of `k[0]..k[1]` if `j < i + off`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Item {
+    q: [i32; 2],
+    k: [i32; 2],
+    off: i32,
+}
+
+/// Rows of one block of threads, and the items that concern them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Tile {
+    rows: [i32; 2],
+    items: [i32; 2],
+}
+
+#[derive(Debug)]
+struct Tiles {
+    tiles: Array,
+    items: Array,
+    len: usize,
+}
+
+impl Tiles {
+    fn new(gpu: &Gpu, (tiles, items): (Vec<Tile>, Vec<Item>)) -> Self {
+        Self { tiles: gpu.upload_words(&tiles), items: gpu.upload_words(&items), len: tiles.len() }
+    }
+}
+
+/// A layout on a device.
+#[derive(Debug)]
+pub struct Pattern {
+    by_query: Tiles,
+    by_key: Tiles,
+    /// Whether every row is a query; where not, outputs start as zeros.
+    complete: bool,
+}
+
+/// Sees every key.
+const ALL: i32 = 1 << 30;
+
+fn by_query(layout: &AttentionLayout) -> (Vec<Tile>, Vec<Item>) {
+    let (mut tiles, mut items) = (Vec::new(), Vec::new());
+    for range in &layout.ranges {
+        let first = items.len() as i32;
+        let q = [range.queries.start as i32, range.queries.end as i32];
+        for (i, keys) in range.keys.iter().enumerate() {
+            let k = [keys.start as i32, keys.end as i32];
+            let causal = range.causal && i + 1 == range.keys.len();
+            items.push(Item { q, k, off: if causal { k[1] - q[1] + 1 } else { ALL } });
+        }
+        let last = items.len() as i32;
+        for at in (q[0]..q[1]).step_by(ROWS) {
+            tiles.push(Tile { rows: [at, q[1].min(at + ROWS as i32)], items: [first, last] });
+        }
+    }
+    (tiles, items)
+}
+
+fn by_key(layout: &AttentionLayout, rows: usize) -> (Vec<Tile>, Vec<Item>) {
+    let all = by_query(layout).1;
+    let (mut tiles, mut items) = (Vec::new(), Vec::new());
+    for at in (0..rows).step_by(ROWS) {
+        let [begin, end] = [at as i32, rows.min(at + ROWS) as i32];
+        let first = items.len() as i32;
+        for item in all.iter().filter(|item| item.k[0] < end && item.k[1] > begin) {
+            // The first query that sees the first of these keys.
+            let q = item.q[0].max(begin.max(item.k[0]) - item.off + 1);
+            if q < item.q[1] {
+                items.push(Item { q: [q, item.q[1]], ..*item });
+            }
+        }
+        tiles.push(Tile { rows: [begin, end], items: [first, items.len() as i32] });
+    }
+    (tiles, items)
+}
+
+impl Pattern {
+    /// The form of a layout that kernels read, for `rows` rows.
+    #[must_use]
+    pub fn new(gpu: &Gpu, layout: &AttentionLayout, rows: usize) -> Self {
+        let queries: usize = layout.ranges.iter().map(|range| range.queries.len()).sum();
+        Self {
+            by_query: Tiles::new(gpu, by_query(layout)),
+            by_key: Tiles::new(gpu, by_key(layout, rows)),
+            complete: queries == rows,
+        }
+    }
+}
+
+/// A row that decodes: its cache, rows `[keys | values]` of all tokens in the dtype of the packed rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Cached<'a> {
+    /// The cache of one layer.
+    pub cache: &'a Array,
+    /// Rows of the prompt, which come first.
+    pub prompt: usize,
+    /// First row of the completion's own region.
+    pub start: usize,
+    /// Rows of it, that of this token included.
+    pub len: usize,
+}
+
+/// Keys of a part of a decoding row's sum.
+const SPLIT: usize = 256;
+
+impl Gpu {
+    fn output(&self, len: usize, dtype: Dtype, pattern: &Pattern) -> Array {
+        if pattern.complete { self.alloc(len, dtype) } else { self.zeros(len, dtype) }
+    }
+
+    /// Attention of packed rows `[t, (q + 2 kv) · d]` with themselves: `[t, q · d]` in their dtype, and log-sum-exps
+    /// `[t, q]` in f32.
+    #[must_use]
+    pub fn attention(&self, qkv: &Array, pattern: &Pattern, heads: Heads) -> (Array, Array) {
+        let Heads { q, kv, d } = heads;
+        let t = qkv.len() / heads.packed().max(1);
+        let out = self.output(t * q * d, qkv.dtype(), pattern);
+        let lse = self.output(t * q, Dtype::F32, pattern);
+        let Tiles { tiles, items, len } = &pattern.by_query;
+        let shape = heads.shape(heads.scale());
+        let parts = [0, q * d, (q + kv) * d];
+        if let Some(([kernel, ..], width)) = heads.tensor_cores(qkv.dtype()) {
+            let [a, b, c] = parts.map(|col| Arg::Pointer(qkv.place(col)));
+            let shared = 5 * ROWS * (width + 8) * 2;
+            let launch = Launch { kernel, grid: [*len, q, 1], threads: 128, shared };
+            self.launch(
+                launch,
+                &[out.pointer(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape],
+            );
+        } else {
+            let [a, b, c] = parts.map(|col| qkv.arg_at(col));
+            let launch =
+                Launch { kernel: "plain_attention/forward", grid: [*len, q, ROWS], threads: 128, shared: 0 };
+            let d = Arg::Int(d as i32);
+            self.launch(
+                launch,
+                &[out.arg(), lse.pointer(), a, b, c, tiles.pointer(), items.pointer(), shape, d],
+            );
+        }
+        (out, lse)
+    }
+
+    /// The gradient of the packed rows, in their dtype.
+    #[must_use]
+    pub fn attention_back(
+        &self,
+        qkv: &Array,
+        out: &Array,
+        lse: &Array,
+        dout: &Array,
+        pattern: &Pattern,
+        heads: Heads,
+    ) -> Array {
+        let Heads { q, kv, d } = heads;
+        let t = qkv.len() / heads.packed().max(1);
+        let dqkv = self.output(qkv.len(), qkv.dtype(), pattern);
+        let delta = self.alloc(t * q, Dtype::F32);
+        let (queries, keys) = (&pattern.by_query, &pattern.by_key);
+        let shape = heads.shape(heads.scale());
+        let parts = [0, q * d, (q + kv) * d];
+        let width = Arg::Int(d as i32);
+        let delta_launch =
+            Launch { kernel: "attention/delta", grid: [(t * q).div_ceil(4), 1, 1], threads: 128, shared: 0 };
+        let count = Arg::Long((t * q) as i64);
+        self.launch(delta_launch, &[delta.pointer(), dout.arg(), out.arg(), count, width]);
+        let stats = [lse.pointer(), delta.pointer()];
+        let of = |tiles: &Tiles| [tiles.tiles.pointer(), tiles.items.pointer(), shape];
+        if let Some(([_, to_q, to_kv], padded)) = heads.tensor_cores(qkv.dtype()) {
+            let dout = self.held(dout, Dtype::Bf16);
+            let line = (padded + 8) * 2;
+            let inputs = parts.map(|col| Arg::Pointer(qkv.place(col)));
+            let [dq, dk, dv] = parts.map(|col| Arg::Pointer(dqkv.place(col)));
+            let launch = |kernel, grid, rows| Launch { kernel, grid, threads: 128, shared: rows * line };
+            self.launch(
+                launch(to_q, [queries.len, q, 1], 4 * ROWS),
+                &[&[dq, dout.pointer()], &stats[..], &inputs, &of(queries)].concat(),
+            );
+            self.launch(
+                launch(to_kv, [keys.len, kv, 1], 3 * ROWS),
+                &[&[dk, dv, dout.pointer()], &stats[..], &inputs, &of(keys)].concat(),
+            );
+        } else {
+            let inputs = parts.map(|col| qkv.arg_at(col));
+            let [dq, dk, dv] = parts.map(|col| dqkv.arg_at(col));
+            let launch = |kernel, grid| Launch { kernel, grid, threads: 128, shared: 0 };
+            self.launch(
+                launch("plain_attention/backward_q", [queries.len, q, ROWS]),
+                &[&[dq, dout.arg()], &stats[..], &inputs, &of(queries), &[width]].concat(),
+            );
+            self.launch(
+                launch("plain_attention/backward_kv", [keys.len, kv, ROWS]),
+                &[&[dk, dv, dout.arg()], &stats[..], &inputs, &of(keys), &[width]].concat(),
+            );
+        }
+        dqkv
+    }
+
+    /// Appends keys and values of each packed row to its cache, and gives its attention over prompt and own region. A row's bits
+    /// do not depend on the others.
+    #[must_use]
+    pub fn attend_cached(&self, qkv: &Array, rows: &[Cached], heads: Heads) -> Array {
+        let Heads { q, kv, d } = heads;
+        let table: Vec<[u32; 6]> = rows
+            .iter()
+            .map(|row| {
+                let at = row.cache.place(0);
+                let [prompt, start, len] = [row.prompt, row.start, row.len].map(|n| n as u32);
+                [at as u32, (at >> 32) as u32, prompt, start, len, 0]
+            })
+            .collect();
+        let table = self.upload_words(&table);
+        let low = Arg::Int(i32::from(qkv.dtype() == Dtype::Bf16));
+        let stride = Arg::Int(heads.packed() as i32);
+        let width = 2 * kv * d;
+        let args = [table.pointer(), low, qkv.arg(), stride, Arg::Int(width as i32)];
+        self.each_row("plain_attention/append", rows.len(), width, &args);
+        let longest = rows.iter().map(|row| row.prompt + row.len).max().unwrap_or(0);
+        let parts = longest.div_ceil(SPLIT);
+        let partial = self.alloc(rows.len() * q * parts * (2 + d), Dtype::F32);
+        let launch = Launch {
+            kernel: "plain_attention/decode",
+            grid: [rows.len(), q, parts],
+            threads: 128,
+            shared: 0,
+        };
+        self.launch(
+            launch,
+            &[
+                partial.pointer(),
+                qkv.arg(),
+                table.pointer(),
+                low,
+                Arg::Int(q as i32),
+                Arg::Int((q / kv.max(1)) as i32),
+                stride,
+                Arg::Int(d as i32),
+                Arg::Float(heads.scale()),
+            ],
+        );
+        let out = self.alloc(rows.len() * q * d, qkv.dtype());
+        let count = Arg::Long((rows.len() * q) as i64);
+        let args = [out.arg(), partial.pointer(), count, Arg::Int(parts as i32), Arg::Int(d as i32)];
+        self.each("plain_attention/decode_join", rows.len() * q * d, &args);
+        out
+    }
+}

@@ -1,0 +1,177 @@
+//! Products by cuBLASLt.
+//!
+//! The plan for a shape is the first that its heuristic names, never the result of a measurement: the same library gives the same
+//! bits. Matrices here are row-major and cuBLASLt's are column-major, so it computes `cᵀ = bᵀ aᵀ`.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::cublaslt::{result, sys};
+use cudarc::driver::sys::CUstream;
+
+use crate::device::Dtype;
+use crate::error::{Error, Result};
+use crate::product::{Factor, Product};
+
+pub(crate) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    workspace: u64,
+    plans: Mutex<HashMap<Key, Plan>>,
+}
+
+/// What a plan depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 6],
+    flags: [bool; 5],
+    /// Largest powers of two, up to 256, that divide the three addresses.
+    aligned: [u32; 3],
+}
+
+impl Key {
+    fn new(p: &Product) -> Self {
+        let low = |dtype| dtype == Dtype::Bf16;
+        let aligned = [p.a.at, p.b.at, p.c].map(|at| 1 << at.trailing_zeros().min(8));
+        Self {
+            sizes: [p.m, p.n, p.k, p.a.ld, p.b.ld, p.ldc],
+            flags: [p.a.transposed, p.b.transposed, p.adds, low(p.a.dtype), low(p.c_dtype)],
+            aligned,
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Plan {
+    operation: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+fn data_type(dtype: Dtype) -> sys::cudaDataType {
+    match dtype {
+        Dtype::F32 => sys::cudaDataType::CUDA_R_32F,
+        Dtype::Bf16 => sys::cudaDataType::CUDA_R_16BF,
+    }
+}
+
+impl Blas {
+    /// What NVIDIA recommends for Hopper, bytes.
+    pub(crate) const WORKSPACE: usize = 32 << 20;
+
+    pub(crate) fn new(workspace: u64) -> Result<Self> {
+        // SAFETY: loading the library has no conditions.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::Library { library: "libcublasLt", package: "nvidia-cublas" });
+        }
+        let handle = result::create_handle()
+            .map_err(|error| Error::Driver { call: "cublasLtCreate", what: error.to_string() })?;
+        Ok(Self { handle, workspace, plans: Mutex::default() })
+    }
+
+    pub(crate) fn product(&self, p: &Product, stream: CUstream) -> Result<()> {
+        let failed =
+            |error: result::CublasError| Error::Product { m: p.m, n: p.n, k: p.k, what: error.to_string() };
+        let plan = {
+            let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+            let key = Key::new(p);
+            match plans.get(&key) {
+                Some(&plan) => plan,
+                None => {
+                    let plan = self.plan(p, key).map_err(failed)?;
+                    plans.insert(key, plan);
+                    plan
+                }
+            }
+        };
+        let (alpha, beta) = (1.0f32, if p.adds { 1.0f32 } else { 0.0 });
+        let [first, second, out] = plan.layouts;
+        // SAFETY: handles are alive, addresses are those of arrays that are at least as large as the layouts say.
+        unsafe {
+            result::matmul(
+                self.handle,
+                plan.operation,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                p.b.at as *const c_void,
+                first,
+                p.a.at as *const c_void,
+                second,
+                p.c as *const c_void,
+                out,
+                p.c as *mut c_void,
+                out,
+                &raw const plan.algorithm,
+                self.workspace as *mut c_void,
+                Self::WORKSPACE,
+                stream.cast(),
+            )
+        }
+        .map_err(failed)
+    }
+
+    fn plan(&self, p: &Product, key: Key) -> std::result::Result<Plan, result::CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Descriptor;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        // A row-major [rows, cols] is a column-major [cols, rows].
+        let factor = |f: Factor, rows: usize, cols: usize| {
+            let [rows, cols] = if f.transposed { [cols, rows] } else { [rows, cols] };
+            result::create_matrix_layout(data_type(f.dtype), cols as u64, rows as u64, f.ld as i64)
+        };
+        let layouts = [
+            factor(p.b, p.k, p.n)?,
+            factor(p.a, p.m, p.k)?,
+            result::create_matrix_layout(data_type(p.c_dtype), p.n as u64, p.m as u64, p.ldc as i64)?,
+        ];
+        let operation = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )?;
+        // CUBLAS_OP_N and CUBLAS_OP_T of cublas_api.h, which the bindings of cuBLASLt do not repeat.
+        let transposed = |f: Factor| i32::from(f.transposed);
+        let preference = result::create_matmul_pref()?;
+        // SAFETY: each attribute is given a value of its own type and size.
+        unsafe {
+            for (which, value) in [
+                (Descriptor::CUBLASLT_MATMUL_DESC_TRANSA, transposed(p.b)),
+                (Descriptor::CUBLASLT_MATMUL_DESC_TRANSB, transposed(p.a)),
+            ] {
+                result::set_matmul_desc_attribute(
+                    operation,
+                    which,
+                    (&raw const value).cast(),
+                    size_of_val(&value),
+                )?;
+            }
+            let [a, b, c] = key.aligned;
+            let workspace = Self::WORKSPACE as u64;
+            let most = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            result::set_matmul_pref_attribute(preference, most, (&raw const workspace).cast(), 8)?;
+            for (which, value) in [
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+            ] {
+                result::set_matmul_pref_attribute(preference, which, (&raw const value).cast(), 4)?;
+            }
+            let [first, second, out] = layouts;
+            let found = result::get_matmul_algo_heuristic(
+                self.handle,
+                operation,
+                first,
+                second,
+                out,
+                out,
+                preference,
+            );
+            let _ = result::destroy_matmul_pref(preference);
+            Ok(Plan { operation, layouts, algorithm: found?.algo })
+        }
+    }
+}
+
+// SAFETY: cuBLASLt's functions may be called from any thread; plans are behind a lock and never destroyed.
+unsafe impl Send for Blas {}
+// SAFETY: as above. The workspace is used in the order of the one stream.
+unsafe impl Sync for Blas {}

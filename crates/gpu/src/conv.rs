@@ -1,0 +1,159 @@
+//! Convolutions over channels-last rows as unfolding and products, depthwise convolutions, gates.
+
+use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+
+/// The patches of a convolution on a device.
+#[derive(Debug)]
+pub struct Unfolding {
+    sources: Array,
+    offsets: Array,
+    entries: Array,
+    taps: usize,
+}
+
+/// Rows of a part of a depthwise weight's gradient.
+const PER_PART: usize = 256;
+
+impl Unfolding {
+    /// From the input row under each tap of each output row (`u32::MAX` for none), for an input of `rows` rows.
+    #[must_use]
+    pub fn new(gpu: &Gpu, sources: &[u32], taps: usize, rows: usize) -> Self {
+        let mut counts = vec![0u32; rows + 1];
+        for &source in sources.iter().filter(|&&source| source != u32::MAX) {
+            counts[source as usize + 1] += 1;
+        }
+        for row in 0..rows {
+            counts[row + 1] += counts[row];
+        }
+        let mut next = counts.clone();
+        let mut entries = vec![0u32; counts[rows] as usize];
+        for (i, &source) in sources.iter().enumerate().filter(|(_, source)| **source != u32::MAX) {
+            let place = &mut next[source as usize];
+            entries[*place as usize] = i as u32;
+            *place += 1;
+        }
+        Self {
+            sources: gpu.upload_words(sources),
+            offsets: gpu.upload_words(&counts),
+            entries: gpu.upload_words(&entries),
+            taps,
+        }
+    }
+
+    /// Output rows.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.sources.len() / self.taps.max(1)
+    }
+}
+
+impl Gpu {
+    /// Patches as rows `[outputs, c · taps]` of rows of `c` channels.
+    #[must_use]
+    pub fn unfold(&self, x: &Array, patches: &Unfolding, c: usize) -> Array {
+        let count = patches.rows() * patches.taps;
+        let y = self.alloc(count * c, x.dtype());
+        let args = [
+            y.arg(),
+            x.arg(),
+            patches.sources.pointer(),
+            Arg::Long(count as i64),
+            Arg::Int(patches.taps as i32),
+            Arg::Int(c as i32),
+        ];
+        self.each("conv/unfold", count * c, &args);
+        y
+    }
+
+    /// Adds the gradient of [`Self::unfold`] to `dx [rows, c]`.
+    pub fn fold(&self, dx: &mut Array, dy: &Array, patches: &Unfolding, c: usize) {
+        let rows = dx.len() / c.max(1);
+        let args = [
+            dx.arg(),
+            dy.arg(),
+            patches.offsets.pointer(),
+            patches.entries.pointer(),
+            Arg::Long(rows as i64),
+            Arg::Int(patches.taps as i32),
+            Arg::Int(c as i32),
+        ];
+        self.each("conv/fold", dx.len(), &args);
+    }
+
+    /// Depthwise 3×3 of pictures of `[h, w]` positions; `flip` for the gradient of its input.
+    #[must_use]
+    pub fn depthwise(&self, x: &Array, weight: &Array, [h, w]: [usize; 2], flip: bool) -> Array {
+        let c = weight.len() / 9;
+        let y = self.alloc(x.len(), x.dtype());
+        let rows = Arg::Long((x.len() / c.max(1)) as i64);
+        let [h, w, c, flip] = [h as i32, w as i32, c as i32, i32::from(flip)].map(Arg::Int);
+        self.each("conv/depthwise", x.len(), &[y.arg(), x.arg(), weight.arg(), rows, h, w, c, flip]);
+        y
+    }
+
+    /// Adds the gradient of its weight to `dw [c, 9]`.
+    pub fn depthwise_weight(&self, dw: &mut Array, dy: &Array, x: &Array, [h, w]: [usize; 2]) {
+        let c = dw.len() / 9;
+        let rows = x.len() / c.max(1);
+        let parts = rows.div_ceil(PER_PART);
+        let partial = self.alloc(parts * 9 * c, Dtype::F32);
+        let threads = (9 * c).next_multiple_of(32).min(256);
+        let grid = [(9 * c).div_ceil(threads), parts, 1];
+        let [h, w, c] = [h, w, c].map(|n| Arg::Int(n as i32));
+        let (rows, per) = (Arg::Long(rows as i64), Arg::Long(PER_PART as i64));
+        let launch = Launch { kernel: "conv/depthwise_weight", grid, threads: threads as u32, shared: 0 };
+        self.launch(launch, &[partial.pointer(), dy.arg(), x.arg(), rows, h, w, c, per]);
+        self.add_parts(dw, &partial, parts);
+    }
+
+    /// `x · sigmoid(gate)`, a row of `gate [n, c]` for consecutive rows of `x`.
+    #[must_use]
+    pub fn gate(&self, x: &Array, gate: &Array, c: usize) -> Array {
+        let y = self.alloc(x.len(), x.dtype());
+        let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
+        let args = [y.arg(), x.arg(), gate.arg(), Arg::Long(x.len() as i64), s, Arg::Int(c as i32)];
+        self.each("conv/gate", x.len(), &args);
+        y
+    }
+
+    /// The gradients of `x` and of the gate.
+    #[must_use]
+    pub fn gate_back(&self, x: &Array, gate: &Array, dy: &Array, c: usize) -> [Array; 2] {
+        let dgate = self.alloc(gate.len(), gate.dtype());
+        let s = Arg::Long((x.len() / gate.len().max(1)) as i64);
+        let rows = Arg::Long((gate.len() / c.max(1)) as i64);
+        let args = [dgate.arg(), dy.arg(), x.arg(), gate.arg(), rows, s, Arg::Int(c as i32)];
+        self.each("conv/gate_back", gate.len(), &args);
+        [self.gate(dy, gate, c), dgate]
+    }
+
+    /// `Σ softmax(logits)ᵢ · xᵢ` over alternatives one behind the other in `x`.
+    #[must_use]
+    pub fn blend(&self, x: &Array, logits: &Array) -> Array {
+        let n = x.len() / logits.len().max(1);
+        let y = self.alloc(n, x.dtype());
+        let args = [y.arg(), x.arg(), logits.arg(), Arg::Long(n as i64), Arg::Int(logits.len() as i32)];
+        self.each("conv/blend", n, &args);
+        y
+    }
+
+    /// The gradients of `x` and of the logits.
+    #[must_use]
+    pub fn blend_back(&self, x: &Array, logits: &Array, dy: &Array) -> [Array; 2] {
+        let (n, k) = (dy.len(), logits.len());
+        let dx = self.alloc(x.len(), x.dtype());
+        let (n_arg, k_arg) = (Arg::Long(n as i64), Arg::Int(k as i32));
+        self.each("conv/blend_back", x.len(), &[dx.arg(), dy.arg(), logits.arg(), n_arg, k_arg]);
+        let alternatives: Vec<Array> = (0..k).map(|i| self.dots((dy, 0), (x, i * n), n)).collect();
+        let parts = alternatives.first().map_or(0, |dots| dots.len() / 2);
+        let mut dots = self.alloc(k * 2 * parts, Dtype::F32);
+        for (i, own) in alternatives.iter().enumerate() {
+            let place = |first| crate::Place::new(first, 2 * parts);
+            self.copy_rows(&mut dots, place(i * 2 * parts), own, place(0), [1, 2 * parts]);
+        }
+        let dlogits = self.alloc(k, logits.dtype());
+        let args = [dlogits.arg(), dots.pointer(), logits.arg(), Arg::Int(parts as i32), k_arg];
+        self.launch(Launch { kernel: "conv/blend_logits", grid: [1, 1, 1], threads: 1, shared: 0 }, &args);
+        [dx, dlogits]
+    }
+}

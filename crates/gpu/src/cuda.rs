@@ -1,0 +1,260 @@
+//! NVIDIA cards through the driver's own interface. Libraries are loaded when a card is opened.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+use crate::blas::Blas;
+use crate::device::{Args, Launch};
+use crate::error::{Error, Result};
+use crate::libraries::{folders, preload};
+use crate::nvrtc;
+use crate::product::Product;
+use crate::sources::FILES;
+
+/// Cubins of CUDA 13 run on drivers that support CUDA 13.
+const OLDEST_DRIVER: i32 = 13_000;
+
+pub(crate) struct Cuda {
+    pub(crate) name: String,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    arch: String,
+    cache: PathBuf,
+    /// Functions by `file/name`; a file is compiled when one of its kernels is first launched.
+    functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
+    modules: Mutex<HashMap<&'static str, sys::CUmodule>>,
+    blas: Blas,
+}
+
+// SAFETY: the driver's handles may be used by any thread whose current context is theirs, which `enter` sees to; tables
+// are behind locks.
+unsafe impl Send for Cuda {}
+// SAFETY: as above; the stream orders what threads queue.
+unsafe impl Sync for Cuda {}
+
+fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
+    move |error| Error::Driver { call, what: error.to_string() }
+}
+
+/// How many cards the driver sees.
+///
+/// # Errors
+/// No driver.
+pub fn count() -> Result<usize> {
+    // SAFETY: loading the driver's library has no conditions.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Error::NoDriver);
+    }
+    match result::init() {
+        Ok(()) => {}
+        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => return Ok(0),
+        Err(error) => return Err(said("cuInit")(error)),
+    }
+    let mut got = 0;
+    // SAFETY: the driver is loaded and the address valid.
+    unsafe { sys::cuDriverGetVersion(&raw mut got) }.result().map_err(said("cuDriverGetVersion"))?;
+    if got < OLDEST_DRIVER {
+        return Err(Error::OldDriver { got, expected: OLDEST_DRIVER });
+    }
+    let count = result::device::get_count().map_err(said("cuDeviceGetCount"))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// The architecture whose code a card of this compute capability runs best.
+fn arch(major: i32, minor: i32) -> String {
+    // Hopper and data-centre Blackwell have instructions of their own, behind an `a`.
+    let own = matches!((major, minor), (9, 0) | (10, 0) | (10, 3));
+    format!("sm_{major}{minor}{}", if own { "a" } else { "" })
+}
+
+impl Cuda {
+    pub(crate) fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
+        let count = count()?;
+        if ordinal >= count {
+            return Err(Error::NoDevice { ordinal, count });
+        }
+        let folders = folders(libraries);
+        for stem in ["nvrtc-builtins", "nvrtc", "cublasLt"] {
+            preload(stem, &folders);
+        }
+        nvrtc::version()?;
+        let device = result::device::get(ordinal as i32).map_err(said("cuDeviceGet"))?;
+        let name = result::device::get_name(device).map_err(said("cuDeviceGetName"))?;
+        use sys::CUdevice_attribute_enum as Attribute;
+        // SAFETY: the device is one of the driver's, as is every handle below.
+        unsafe {
+            let attribute =
+                |which| result::device::get_attribute(device, which).map_err(said("cuDeviceGetAttribute"));
+            let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+            let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+            if major < 8 {
+                return Err(Error::OldDevice { name, major, minor });
+            }
+            let context = result::primary_ctx::retain(device).map_err(said("cuDevicePrimaryCtxRetain"))?;
+            result::ctx::set_current(context).map_err(said("cuCtxSetCurrent"))?;
+            // Freed memory stays with the program, so that the next step takes it without asking the system.
+            let pool =
+                result::device::get_default_mem_pool(device).map_err(said("cuDeviceGetDefaultMemPool"))?;
+            let mut keep = u64::MAX;
+            result::mem_pool::set_attribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                (&raw mut keep).cast(),
+            )
+            .map_err(said("cuMemPoolSetAttribute"))?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+                .map_err(said("cuStreamCreate"))?;
+            let workspace = result::malloc_async(stream, Blas::WORKSPACE).map_err(said("cuMemAllocAsync"))?;
+            Ok(Self {
+                name,
+                context,
+                stream,
+                arch: arch(major, minor),
+                cache: cache.into(),
+                functions: Mutex::default(),
+                modules: Mutex::default(),
+                blas: Blas::new(workspace)?,
+            })
+        }
+    }
+
+    /// Makes this card's context the thread's.
+    fn enter(&self) -> Result<()> {
+        // SAFETY: the context is retained for as long as `self` lives.
+        unsafe { result::ctx::set_current(self.context) }.map_err(said("cuCtxSetCurrent"))
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::stream::synchronize(self.stream) }.map_err(said("cuStreamSynchronize"))
+    }
+
+    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::malloc_async(self.stream, bytes.max(1)) }.map_err(|error| {
+            let (free, total) = result::mem_get_info().unwrap_or_default();
+            match error.0 {
+                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::Memory { wanted: bytes, free, total },
+                _ => said("cuMemAllocAsync")(error),
+            }
+        })
+    }
+
+    pub(crate) fn free(&self, at: u64) -> Result<()> {
+        self.enter()?;
+        // SAFETY: `at` is from `alloc` and freed once; queued work comes first.
+        unsafe { result::free_async(at, self.stream) }.map_err(said("cuMemFreeAsync"))
+    }
+
+    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the range lies in an array.
+        unsafe { result::memset_d8_async(at, 0, bytes, self.stream) }.map_err(said("cuMemsetD8Async"))
+    }
+
+    pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the array has as many bytes. The host's are pageable, so they are staged before the call returns.
+        unsafe { result::memcpy_htod_async(at, from, self.stream) }.map_err(said("cuMemcpyHtoDAsync"))
+    }
+
+    pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the array has as many bytes; the copy is waited for.
+        unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(said("cuMemcpyDtoHAsync"))?;
+        self.synchronize()
+    }
+
+    pub(crate) fn product(&self, product: &Product) -> Result<()> {
+        self.enter()?;
+        self.blas.product(product, self.stream)
+    }
+
+    pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
+        self.enter()?;
+        let fail = |error: result::DriverError| Error::Launch {
+            kernel: launch.kernel.into(),
+            what: error.to_string(),
+        };
+        let function = self.function(launch)?;
+        let [x, y, z] = launch.grid.map(|n| n as u32);
+        // SAFETY: the function is of a module that is never unloaded. The emulator, which runs the same calls in the tests,
+        // compares arguments with parameters.
+        unsafe {
+            if launch.shared > 48 << 10 {
+                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                result::function::set_function_attribute(function, most, launch.shared as i32)
+                    .map_err(fail)?;
+            }
+            let mut pointers: Vec<*mut c_void> = args.pointers();
+            result::launch_kernel(
+                function,
+                (x, y, z),
+                (launch.threads, 1, 1),
+                launch.shared as u32,
+                self.stream,
+                &mut pointers,
+            )
+            .map_err(fail)
+        }
+    }
+
+    fn function(&self, launch: Launch) -> Result<sys::CUfunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&function) = functions.get(launch.kernel) {
+            return Ok(function);
+        }
+        let (file, name) = launch.file_and_name();
+        let missing = |what: String| Error::Launch { kernel: launch.kernel.into(), what };
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match modules.get(file) {
+            Some(&module) => module,
+            None => {
+                let (_, text) = FILES
+                    .iter()
+                    .find(|(known, _)| *known == file)
+                    .ok_or_else(|| missing("no such file of kernels".into()))?;
+                let cubin = nvrtc::compile_cached(file, text, &self.arch, &self.cache)?;
+                // SAFETY: the image is a cubin, which says its own size.
+                let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }
+                    .map_err(|error| missing(error.to_string()))?;
+                modules.insert(file, module);
+                module
+            }
+        };
+        let symbol = CString::new(name).map_err(|_| missing("a name with a zero byte".into()))?;
+        // SAFETY: modules are never unloaded.
+        let function = unsafe { result::module::get_function(module, symbol) }
+            .map_err(|error| missing(error.to_string()))?;
+        functions.insert(launch.kernel, function);
+        Ok(function)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures() {
+        let of = |major, minor| arch(major, minor);
+        assert_eq!(
+            [of(8, 0), of(8, 9), of(9, 0), of(10, 0), of(12, 0)],
+            ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"]
+        );
+    }
+
+    #[test]
+    fn a_machine_without_a_driver_gets_an_error() {
+        // SAFETY: as in `count`.
+        if !unsafe { sys::is_culib_present() } {
+            assert_eq!(Cuda::open(0, &[], Path::new("/tmp")).err(), Some(Error::NoDriver));
+        }
+    }
+}

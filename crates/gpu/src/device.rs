@@ -1,0 +1,447 @@
+//! A device: memory, launches, products.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::bf16;
+
+use crate::cuda::Cuda;
+#[cfg(feature = "emulator")]
+use crate::emulated::Emulated;
+use crate::error::{Error, Result};
+use crate::product::Product;
+
+/// How numbers are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of a number.
+    #[must_use]
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+enum Driver {
+    Cuda(Box<Cuda>),
+    #[cfg(feature = "emulator")]
+    Emulated(Emulated),
+}
+
+/// A handle on a device.
+///
+/// Work is queued and runs in order. Nothing that queues work returns an error: the first failure stays with the device,
+/// what is queued later computes nothing, and what is read back is NaN. [`Gpu::check`] tells.
+#[derive(Clone)]
+pub struct Gpu(Arc<Inner>);
+
+struct Inner {
+    driver: Driver,
+    failure: Mutex<Option<Error>>,
+}
+
+/// What a kernel receives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arg {
+    /// `Array` of prim.cuh.
+    Array(u64, Dtype),
+    Pointer(u64),
+    Int(i32),
+    Long(i64),
+    Word(u64),
+    Unsigned(u32),
+    Float(f32),
+    /// A structure of 4-byte fields.
+    Fields([u32; 8], usize),
+}
+
+impl Arg {
+    /// An array that is absent.
+    pub(crate) const NO_ARRAY: Self = Self::Array(0, Dtype::F32);
+    /// A pointer that is absent.
+    pub(crate) const NULL: Self = Self::Pointer(0);
+
+    pub(crate) fn fields(fields: &[u32]) -> Self {
+        let mut all = [0; 8];
+        all[..fields.len()].copy_from_slice(fields);
+        Self::Fields(all, fields.len())
+    }
+
+    /// As C has it: bytes at a multiple of 8, and how many count.
+    fn encode(self) -> ([u64; 4], usize) {
+        let mut out = [0; 4];
+        let size = match self {
+            Self::Array(at, dtype) => {
+                out[..2].copy_from_slice(&[at, u64::from(dtype == Dtype::Bf16)]);
+                16
+            }
+            Self::Pointer(x) | Self::Word(x) => {
+                out[0] = x;
+                8
+            }
+            Self::Long(x) => {
+                out[0] = x.cast_unsigned();
+                8
+            }
+            Self::Int(x) => {
+                out[0] = u64::from(x.cast_unsigned());
+                4
+            }
+            Self::Unsigned(x) => {
+                out[0] = u64::from(x);
+                4
+            }
+            Self::Float(x) => {
+                out[0] = u64::from(x.to_bits());
+                4
+            }
+            Self::Fields(fields, n) => {
+                bytemuck::cast_slice_mut::<u64, u32>(&mut out)[..8].copy_from_slice(&fields);
+                4 * n
+            }
+        };
+        (out, size)
+    }
+}
+
+/// The arguments of a launch, as `cuLaunchKernel` takes them.
+pub(crate) struct Args {
+    values: Vec<[u64; 4]>,
+    pub(crate) sizes: Vec<usize>,
+}
+
+impl Args {
+    pub(crate) fn pointers(&mut self) -> Vec<*mut std::ffi::c_void> {
+        self.values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect()
+    }
+}
+
+/// What is launched, and how many threads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    /// `file/name`.
+    pub kernel: &'static str,
+    pub grid: [usize; 3],
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: usize,
+}
+
+impl Launch {
+    pub(crate) fn file_and_name(&self) -> (&'static str, &'static str) {
+        self.kernel.split_once('/').unwrap_or((self.kernel, ""))
+    }
+}
+
+/// Threads of a block where a thread has one piece of work.
+const THREADS: usize = 256;
+
+impl Gpu {
+    /// Opens a card. `libraries` are folders in which CUDA's libraries are looked for before the loader's own; `cache`
+    /// is a folder for compiled kernels.
+    ///
+    /// # Errors
+    /// No driver or one that is too old, no such card, a missing library.
+    pub fn cuda(ordinal: usize, libraries: &[std::path::PathBuf], cache: &std::path::Path) -> Result<Self> {
+        Ok(Self::over(Driver::Cuda(Box::new(Cuda::open(ordinal, libraries, cache)?))))
+    }
+
+    /// The emulator. `schedule` draws the order in which threads run; 0 lets all advance together.
+    #[cfg(feature = "emulator")]
+    #[must_use]
+    pub fn emulated(schedule: u64) -> Self {
+        Self::over(Driver::Emulated(Emulated::linked(schedule)))
+    }
+
+    /// The emulator with kernels from a shared library, for tests that plant faults in kernels.
+    ///
+    /// # Errors
+    /// A library that cannot be loaded.
+    #[cfg(feature = "emulator")]
+    pub fn emulated_from(library: &std::path::Path, schedule: u64) -> Result<Self> {
+        Ok(Self::over(Driver::Emulated(Emulated::load(library, schedule)?)))
+    }
+
+    fn over(driver: Driver) -> Self {
+        Self(Arc::new(Inner { driver, failure: Mutex::new(None) }))
+    }
+
+    /// The name of the card.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.name.clone(),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => "emulator".into(),
+        }
+    }
+
+    /// Waits for queued work and says whether all of it was done.
+    ///
+    /// # Errors
+    /// The first failure of this device.
+    pub fn check(&self) -> Result<()> {
+        if let Driver::Cuda(cuda) = &self.0.driver {
+            self.note(cuda.synchronize());
+        }
+        self.failure().clone().map_or(Ok(()), Err)
+    }
+
+    fn failure(&self) -> std::sync::MutexGuard<'_, Option<Error>> {
+        self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the first error.
+    fn note<T>(&self, result: Result<T>) -> Option<T> {
+        result.map_err(|error| self.failure().get_or_insert(error).clone()).ok()
+    }
+
+    fn failed(&self) -> bool {
+        self.failure().is_some()
+    }
+
+    /// Memory whose content is undefined.
+    #[must_use]
+    pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
+        let bytes = len * dtype.size();
+        let at = match &self.0.driver {
+            _ if self.failed() => None,
+            Driver::Cuda(cuda) => self.note(cuda.alloc(bytes)),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => self.note(emulated.alloc(bytes)),
+        };
+        Array { gpu: self.clone(), at: at.unwrap_or(0), len, dtype }
+    }
+
+    /// Zeros.
+    #[must_use]
+    pub fn zeros(&self, len: usize, dtype: Dtype) -> Array {
+        let mut array = self.alloc(len, dtype);
+        self.clear(&mut array, 0..len);
+        array
+    }
+
+    /// Replaces some elements by zeros.
+    pub fn clear(&self, array: &mut Array, range: std::ops::Range<usize>) {
+        let (at, bytes) = (array.place(range.start), range.len() * array.dtype.size());
+        if bytes == 0 || self.failed() {
+            return;
+        }
+        self.note(match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.clear(at, bytes),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.clear(at, bytes),
+        });
+    }
+
+    /// Numbers of the host.
+    #[must_use]
+    pub fn upload(&self, data: &[f32]) -> Array {
+        self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::F32)
+    }
+
+    /// bf16 numbers of the host.
+    #[must_use]
+    pub fn upload_bf16(&self, data: &[bf16]) -> Array {
+        self.upload_bytes(bytemuck::cast_slice(data), data.len(), Dtype::Bf16)
+    }
+
+    /// Descriptions of the host (indices, offsets, tables): plain data, as words of 4 bytes.
+    #[must_use]
+    pub fn upload_words<T: bytemuck::NoUninit>(&self, data: &[T]) -> Array {
+        let bytes: &[u8] = bytemuck::cast_slice(data);
+        self.upload_bytes(bytes, bytes.len() / 4, Dtype::F32)
+    }
+
+    fn upload_bytes(&self, bytes: &[u8], len: usize, dtype: Dtype) -> Array {
+        let array = self.alloc(len, dtype);
+        if array.at != 0 && !bytes.is_empty() && !self.failed() {
+            self.note(match &self.0.driver {
+                Driver::Cuda(cuda) => cuda.write(array.at, bytes),
+                #[cfg(feature = "emulator")]
+                Driver::Emulated(emulated) => emulated.write(array.at, bytes),
+            });
+        }
+        array
+    }
+
+    /// Fills `to` from device memory, or with bytes of ones (NaN) after a failure.
+    fn read(&self, at: u64, to: &mut [u8]) {
+        let done = if to.is_empty() {
+            true
+        } else if at == 0 || self.failed() {
+            false
+        } else {
+            let result = match &self.0.driver {
+                Driver::Cuda(cuda) => cuda.read(at, to),
+                #[cfg(feature = "emulator")]
+                Driver::Emulated(emulated) => emulated.read(at, to),
+            };
+            self.note(result).is_some()
+        };
+        if !done {
+            to.fill(0xff);
+        }
+    }
+
+    /// Queues a kernel. A grid without blocks does nothing.
+    pub(crate) fn launch(&self, launch: Launch, args: &[Arg]) {
+        if self.failed() || launch.grid.contains(&0) {
+            return;
+        }
+        let [x, y, z] = launch.grid;
+        if x > i32::MAX as usize || y > 65_535 || z > 65_535 || launch.shared > 227 << 10 {
+            let what = format!("a grid of {x}×{y}×{z} blocks, {} bytes of shared memory", launch.shared);
+            self.note::<()>(Err(Error::Launch { kernel: launch.kernel.into(), what }));
+            return;
+        }
+        let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
+        let mut args = Args { values, sizes };
+        self.note(match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.launch(launch, &mut args),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.launch(launch, &mut args),
+        });
+    }
+
+    /// Queues a kernel with a thread for each of `count` pieces of work.
+    pub(crate) fn each(&self, kernel: &'static str, count: usize, args: &[Arg]) {
+        let grid = [count.div_ceil(THREADS), 1, 1];
+        // A short last block costs an emulator as much as a whole one.
+        let threads = if grid[0] == 1 { count.next_multiple_of(32) } else { THREADS };
+        self.launch(Launch { kernel, grid, threads: threads as u32, shared: 0 }, args);
+    }
+
+    /// Queues a kernel with a block of threads for each of `rows` rows of `cols`.
+    pub(crate) fn each_row(&self, kernel: &'static str, rows: usize, cols: usize, args: &[Arg]) {
+        let threads = cols.div_ceil(4).next_multiple_of(32).min(THREADS);
+        self.launch(Launch { kernel, grid: [rows, 1, 1], threads: threads as u32, shared: 0 }, args);
+    }
+
+    /// Queues a product.
+    pub(crate) fn product(&self, product: &Product) {
+        if self.failed() || product.m == 0 || product.n == 0 {
+            return;
+        }
+        self.note(match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.product(product),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => {
+                emulated.product(product);
+                Ok(())
+            }
+        });
+    }
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "Gpu({})", self.name())
+    }
+}
+
+/// Numbers on a device. Their memory is given back when the value is dropped, after the work that is queued by then.
+#[derive(Debug)]
+pub struct Array {
+    gpu: Gpu,
+    at: u64,
+    len: usize,
+    dtype: Dtype,
+}
+
+impl Array {
+    /// Where they are.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// How they are stored.
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// A copy for the host, as f32. Waits for queued work.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<f32> {
+        match self.dtype {
+            Dtype::F32 => self.words(),
+            Dtype::Bf16 => self.words::<bf16>().into_iter().map(bf16::to_f32).collect(),
+        }
+    }
+
+    /// A copy of the bytes as other plain data.
+    pub(crate) fn words<T: bytemuck::Pod>(&self) -> Vec<T> {
+        let mut data = vec![T::zeroed(); self.len * self.dtype.size() / size_of::<T>()];
+        self.gpu.read(self.at, bytemuck::cast_slice_mut(&mut data));
+        data
+    }
+
+    /// A copy for the host of bf16 numbers; f32 ones are rounded.
+    #[must_use]
+    pub fn to_bf16(&self) -> Vec<bf16> {
+        match self.dtype {
+            Dtype::F32 => self.to_vec().into_iter().map(bf16::from_f32).collect(),
+            Dtype::Bf16 => self.words(),
+        }
+    }
+
+    /// The address of an element.
+    pub(crate) fn place(&self, element: usize) -> u64 {
+        match self.at {
+            0 => 0,
+            at => at + (element * self.dtype.size()) as u64,
+        }
+    }
+
+    /// As kernels take it.
+    pub(crate) fn arg(&self) -> Arg {
+        self.arg_at(0)
+    }
+
+    /// As kernels take it, from an element on.
+    pub(crate) fn arg_at(&self, element: usize) -> Arg {
+        Arg::Array(self.place(element), self.dtype)
+    }
+
+    /// Its address, for what has one dtype alone.
+    pub(crate) fn pointer(&self) -> Arg {
+        Arg::Pointer(self.at)
+    }
+}
+
+impl Drop for Array {
+    fn drop(&mut self) {
+        if self.at != 0 {
+            let bytes = self.len * self.dtype.size();
+            let freed = match &self.gpu.0.driver {
+                Driver::Cuda(cuda) => cuda.free(self.at),
+                #[cfg(feature = "emulator")]
+                Driver::Emulated(emulated) => emulated.free(self.at, bytes),
+            };
+            let _ = bytes;
+            self.gpu.note(freed);
+        }
+    }
+}

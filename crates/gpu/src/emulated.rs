@@ -1,0 +1,209 @@
+//! Kernels on the CPU, for tests: see `emu/emu.hpp`.
+//!
+//! An array begins as NaN and ends at a page that cannot be touched; the bytes between its end and that page are checked when it
+//! is freed.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::device::{Args, Dtype, Launch};
+use crate::error::{Error, Result};
+use crate::product::{Factor, Product};
+
+#[repr(C)]
+struct Operand {
+    at: u64,
+    ld: i64,
+    bf16: i32,
+    transposed: i32,
+}
+
+type LaunchFn = unsafe extern "C" fn(
+    *const c_char,
+    *const c_char,
+    *const u32,
+    u32,
+    usize,
+    *mut *mut c_void,
+    *const usize,
+    usize,
+    u64,
+) -> *const c_char;
+type ProductFn = unsafe extern "C" fn(i64, i64, i64, *const Operand, *const Operand, u64, i64, i32, i32);
+
+unsafe extern "C" {
+    fn emulated_launch(
+        file: *const c_char,
+        name: *const c_char,
+        grid: *const u32,
+        threads: u32,
+        shared: usize,
+        args: *mut *mut c_void,
+        sizes: *const usize,
+        count: usize,
+        seed: u64,
+    ) -> *const c_char;
+    fn emulated_product(
+        m: i64,
+        n: i64,
+        k: i64,
+        a: *const Operand,
+        b: *const Operand,
+        c: u64,
+        ldc: i64,
+        bf16: i32,
+        adds: i32,
+    );
+}
+
+pub(crate) struct Emulated {
+    schedule: u64,
+    launches: AtomicU64,
+    launch: LaunchFn,
+    product: ProductFn,
+    _library: Option<libloading::Library>,
+}
+
+const PAGE: usize = 4096;
+/// Arrays begin at multiples of this, as on a card they do of 256.
+const ALIGN: usize = 16;
+const TAIL: u8 = 0xa5;
+
+/// Bytes up to the page that cannot be touched, of which the array has the last ones.
+fn room(bytes: usize) -> usize {
+    bytes.max(1).next_multiple_of(PAGE)
+}
+
+impl Emulated {
+    pub(crate) fn linked(schedule: u64) -> Self {
+        Self {
+            schedule,
+            launches: AtomicU64::new(0),
+            launch: emulated_launch,
+            product: emulated_product,
+            _library: None,
+        }
+    }
+
+    pub(crate) fn load(path: &std::path::Path, schedule: u64) -> Result<Self> {
+        let failed = |error: libloading::Error| Error::Cache { path: path.into(), what: error.to_string() };
+        // SAFETY: the library is the emulator compiled from this crate's text, so its symbols have these types.
+        unsafe {
+            let library = libloading::Library::new(path).map_err(failed)?;
+            let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
+            let product = *library.get::<ProductFn>(b"emulated_product\0").map_err(failed)?;
+            Ok(Self { launch, product, _library: Some(library), ..Self::linked(schedule) })
+        }
+    }
+
+    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
+        let room = room(bytes);
+        // SAFETY: a fresh mapping of room plus a page at either end; only its own bytes are written.
+        unsafe {
+            let base = libc::mmap(
+                std::ptr::null_mut(),
+                room + 2 * PAGE,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            if base == libc::MAP_FAILED {
+                return Err(Error::Memory { wanted: bytes, free: 0, total: 0 });
+            }
+            let inner = base.cast::<u8>().add(PAGE);
+            if libc::mprotect(inner.cast(), room, libc::PROT_READ | libc::PROT_WRITE) != 0 {
+                return Err(Error::Memory { wanted: bytes, free: 0, total: 0 });
+            }
+            let tail = bytes.next_multiple_of(ALIGN) - bytes;
+            let at = inner.add(room - bytes - tail);
+            std::ptr::write_bytes(at, 0xff, bytes);
+            std::ptr::write_bytes(at.add(bytes), TAIL, tail);
+            Ok(at as u64)
+        }
+    }
+
+    pub(crate) fn free(&self, at: u64, bytes: usize) -> Result<()> {
+        let tail = bytes.next_multiple_of(ALIGN) - bytes;
+        let end = at as usize + bytes;
+        // SAFETY: `at` is from `alloc` with as many bytes, so the tail is mapped and the mapping begins where computed.
+        unsafe {
+            let whole = std::slice::from_raw_parts(end as *const u8, tail).iter().all(|&byte| byte == TAIL);
+            let base = (end + tail - room(bytes) - PAGE) as *mut c_void;
+            libc::munmap(base, room(bytes) + 2 * PAGE);
+            match whole {
+                true => Ok(()),
+                false => Err(Error::Driver {
+                    call: "freeing an array",
+                    what: format!("a kernel wrote behind its {bytes} bytes"),
+                }),
+            }
+        }
+    }
+
+    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the callers' ranges lie in arrays from `alloc`.
+        unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes) };
+        Ok(())
+    }
+
+    pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
+        Ok(())
+    }
+
+    pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(at as *const u8, to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
+        let (file, name) = launch.file_and_name();
+        let fail = |what: String| Err(Error::Launch { kernel: launch.kernel.into(), what });
+        let (Ok(file), Ok(name)) = (CString::new(file), CString::new(name)) else {
+            return fail("a name with a zero byte".into());
+        };
+        let grid = launch.grid.map(|n| n as u32);
+        // Another order at each launch; 0 stays 0.
+        let count = self.launches.fetch_add(1, Ordering::Relaxed);
+        let seed = self.schedule.wrapping_mul(count.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15));
+        let pointers = &mut args.pointers();
+        // SAFETY: pointers and sizes are those of `args`; the callee compares the sizes with the kernel's parameters. Kernels
+        // touch what they are given, as on a card.
+        let why = unsafe {
+            (self.launch)(
+                file.as_ptr(),
+                name.as_ptr(),
+                grid.as_ptr(),
+                launch.threads,
+                launch.shared,
+                pointers.as_mut_ptr(),
+                args.sizes.as_ptr(),
+                args.sizes.len(),
+                seed,
+            )
+        };
+        if why.is_null() {
+            return Ok(());
+        }
+        // SAFETY: a text constant of the emulator.
+        fail(unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
+    }
+
+    pub(crate) fn product(&self, p: &Product) {
+        let operand = |f: Factor| Operand {
+            at: f.at,
+            ld: f.ld as i64,
+            bf16: i32::from(f.dtype == Dtype::Bf16),
+            transposed: i32::from(f.transposed),
+        };
+        let bf16 = i32::from(p.c_dtype == Dtype::Bf16);
+        let (m, n, k) = (p.m as i64, p.n as i64, p.k as i64);
+        // SAFETY: sizes and addresses are those of arrays; see `linear`.
+        unsafe {
+            (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds));
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Operations on a GPU: CUDA C++ kernels, compiled at run time, and the host side that launches them.
+//!
+//! * Kernels are text in `cuda/`. On a card NVRTC compiles them and products go to cuBLASLt; all libraries are loaded when a
+//!   card is opened, so nothing of CUDA is needed to build or to start this program.
+//! * With the feature `emulator`, g++ compiles the same text against `emu/`, which runs a fiber for each thread. Tests then run
+//!   every kernel and the whole host side on a machine without a card.
+//! * Sums have a fixed order, and no number is added atomically: the same card and libraries give the same bits.
+//!
+//! Functions take arrays and sizes, queue work and return new arrays. Sizes are the caller's business, as in
+//! `omnigrpo-kernels`. Shape legend: `t` rows, `h` width, `n`/`k` outputs/inputs of a linear layer, `d` head width.
+
+mod attention;
+mod blas;
+mod conv;
+mod cuda;
+mod device;
+mod elementwise;
+#[cfg(feature = "emulator")]
+mod emulated;
+mod error;
+mod head;
+mod libraries;
+mod linear;
+mod norm;
+pub mod nvrtc;
+mod optim;
+mod product;
+pub mod sources;
+mod sums;
+
+pub use attention::{Cached, Heads, Pattern};
+pub use conv::Unfolding;
+pub use cuda::count;
+pub use device::{Array, Dtype, Gpu};
+pub use elementwise::Place;
+pub use error::{Error, Result};
+pub use head::Marks;
+pub use libraries::folders;
+pub use linear::{Codes, Weight};
+pub use optim::Step;
+pub use sums::Mixture;

@@ -1,0 +1,37 @@
+//! What a product is; cuBLASLt computes it on a card, plain loops on the emulator.
+
+use crate::device::{Array, Dtype};
+
+/// A factor: a matrix in memory with `ld` elements from row to row, or its transpose.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Factor {
+    pub at: u64,
+    pub dtype: Dtype,
+    pub ld: usize,
+    pub transposed: bool,
+}
+
+impl Factor {
+    /// Columns from `col` on of rows of `ld`.
+    pub(crate) fn new(array: &Array, col: usize, ld: usize) -> Self {
+        Self { at: array.place(col), dtype: array.dtype(), ld, transposed: false }
+    }
+
+    pub(crate) fn transposed(self) -> Self {
+        Self { transposed: !self.transposed, ..self }
+    }
+}
+
+/// `c [m, n] (+)= a [m, k] · b [k, n]`, all row-major; both factors have the same dtype and sums are f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: Factor,
+    pub b: Factor,
+    pub c: u64,
+    pub c_dtype: Dtype,
+    pub ldc: usize,
+    pub adds: bool,
+}

@@ -1,0 +1,16 @@
+//! The text of the kernels.
+
+/// What every file includes.
+pub const PRIMITIVES: &str = include_str!("../cuda/prim.cuh");
+
+/// Name and text of each file of kernels.
+pub const FILES: &[(&str, &str)] = &[
+    ("attention", include_str!("../cuda/attention.cu")),
+    ("conv", include_str!("../cuda/conv.cu")),
+    ("elementwise", include_str!("../cuda/elementwise.cu")),
+    ("head", include_str!("../cuda/head.cu")),
+    ("linear", include_str!("../cuda/linear.cu")),
+    ("norms", include_str!("../cuda/norms.cu")),
+    ("plain_attention", include_str!("../cuda/plain_attention.cu")),
+    ("sums", include_str!("../cuda/sums.cu")),
+];

@@ -1,0 +1,141 @@
+//! Sums over rows and elements, and rows as sums of rows.
+
+use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+
+/// The other factor of a column sum: an array `[t, cols]`, and the addresses of means and reciprocal deviations of its rows.
+type By<'a> = (&'a Array, Option<u64>, Option<u64>);
+
+/// Rows of a part of a sum over rows.
+const PER_PART: usize = 256;
+/// Elements of a part of a sum over everything.
+const PER_BLOCK: usize = 1 << 16;
+
+/// Weighted sums of rows, on a device: output row `r` is `Σ weights[i] · x[rows[i]]` over `offsets[r]..offsets[r + 1]`.
+#[derive(Debug)]
+pub struct Mixture {
+    offsets: Array,
+    rows: Array,
+    weights: Option<Array>,
+    /// Which rows the outputs are; `None` for all in order.
+    targets: Option<Array>,
+    len: usize,
+}
+
+impl Mixture {
+    /// From offsets (one more than there are outputs), rows and weights (all 1 where there are none).
+    #[must_use]
+    pub fn new(gpu: &Gpu, offsets: &[u32], rows: &[u32], weights: Option<&[f32]>) -> Self {
+        Self {
+            offsets: gpu.upload_words(offsets),
+            rows: gpu.upload_words(rows),
+            weights: weights.map(|weights| gpu.upload(weights)),
+            targets: None,
+            len: offsets.len().saturating_sub(1),
+        }
+    }
+
+    /// The reverse of sums: from `(row of the input, row of the output, weight)` in the order in which sums are taken. Only rows
+    /// that occur are outputs.
+    #[must_use]
+    pub fn reversed(gpu: &Gpu, mut terms: Vec<(u32, u32, f32)>) -> Self {
+        // Stable: what a row receives comes in the order given.
+        terms.sort_by_key(|term| term.0);
+        let (mut targets, mut offsets) = (Vec::new(), Vec::new());
+        for (i, term) in terms.iter().enumerate() {
+            if targets.last() != Some(&term.0) {
+                targets.push(term.0);
+                offsets.push(i as u32);
+            }
+        }
+        offsets.push(terms.len() as u32);
+        let rows: Vec<u32> = terms.iter().map(|term| term.1).collect();
+        let weights: Vec<f32> = terms.iter().map(|term| term.2).collect();
+        Self { targets: Some(gpu.upload_words(&targets)), ..Self::new(gpu, &offsets, &rows, Some(&weights)) }
+    }
+}
+
+impl Gpu {
+    /// Replaces rows of `y`, or adds to them, what `mixture` says of rows of `x`; both have `cols` columns.
+    pub fn mix(&self, y: &mut Array, x: &Array, mixture: &Mixture, cols: usize, adds: bool) {
+        let args = [
+            y.arg(),
+            x.arg(),
+            mixture.targets.as_ref().map_or(Arg::NULL, Array::pointer),
+            mixture.offsets.pointer(),
+            mixture.rows.pointer(),
+            mixture.weights.as_ref().map_or(Arg::NULL, Array::pointer),
+            Arg::Int(cols as i32),
+            Arg::Int(i32::from(adds)),
+        ];
+        self.each_row("sums/mix_rows", mixture.len, cols, &args);
+    }
+
+    /// Adds to `to [cols]` the sums over `t` rows of the columns from `col` on of `a`, whose rows have `stride` elements.
+    pub(crate) fn column_sums(
+        &self,
+        to: &mut Array,
+        a: &Array,
+        [col, stride]: [usize; 2],
+        by: Option<By>,
+        t: usize,
+    ) {
+        let (cols, parts) = (to.len(), t.div_ceil(PER_PART));
+        let partial = self.alloc(parts * cols, Dtype::F32);
+        let address = |place: Option<u64>| Arg::Pointer(place.unwrap_or(0));
+        let (b, mean, rstd) = by.map_or((Arg::NO_ARRAY, None, None), |(b, mean, rstd)| (b.arg(), mean, rstd));
+        let threads = cols.next_multiple_of(32).min(256);
+        self.launch(
+            Launch {
+                kernel: "sums/column_sums",
+                grid: [cols.div_ceil(threads), parts, 1],
+                threads: threads as u32,
+                shared: 0,
+            },
+            &[
+                partial.pointer(),
+                a.arg_at(col),
+                Arg::Long(stride as i64),
+                b,
+                address(mean),
+                address(rstd),
+                Arg::Long(t as i64),
+                Arg::Int(cols as i32),
+                Arg::Long(PER_PART as i64),
+            ],
+        );
+        self.add_parts(to, &partial, parts);
+    }
+
+    /// Adds to `to [cols]` the column sums of `a`, rows of `stride` elements from column `col` on; times `b [t, cols]` where
+    /// there is one.
+    pub fn add_column_sums(&self, to: &mut Array, a: &Array, place: [usize; 2], b: Option<&Array>, t: usize) {
+        self.column_sums(to, a, place, b.map(|b| (b, None, None)), t);
+    }
+
+    pub(crate) fn add_parts(&self, to: &mut Array, partial: &Array, parts: usize) {
+        let cols = to.len();
+        let args = [to.pointer(), partial.pointer(), Arg::Int(parts as i32), Arg::Long(cols as i64)];
+        self.each("sums/add_parts", cols, &args);
+    }
+
+    /// Parts of `Σ a · b` over `len` elements from given ones on, as f64.
+    pub(crate) fn dots(&self, a: (&Array, usize), b: (&Array, usize), len: usize) -> Array {
+        let parts = len.div_ceil(PER_BLOCK);
+        let partial = self.alloc(2 * parts, Dtype::F32);
+        let args = [
+            partial.pointer(),
+            a.0.arg_at(a.1),
+            b.0.arg_at(b.1),
+            Arg::Long(len as i64),
+            Arg::Long(PER_BLOCK as i64),
+        ];
+        self.each_row("sums/dots", parts, len.min(PER_BLOCK), &args);
+        partial
+    }
+
+    /// The sum of squares, in f64. Waits for queued work.
+    #[must_use]
+    pub fn sum_of_squares(&self, x: &Array) -> f64 {
+        self.dots((x, 0), (x, 0), x.len()).words::<f64>().iter().sum()
+    }
+}
