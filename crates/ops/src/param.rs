@@ -136,7 +136,7 @@ pub struct Param {
     dtype: ParamDtype,
     shape: Vec<usize>,
     trainable: AtomicBool,
-    /// f32 on the CPU whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
+    /// As wide as the device computes whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
     grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
     adapter: OnceLock<Arc<Adapter>>,
@@ -377,11 +377,15 @@ impl Param {
         })
     }
 
-    /// The gradient buffer on `device`, locked; created as zeros at first use. `None` for a frozen weight.
+    /// The gradient buffer on `device`, locked; created as zeros at first use, moved where another device had added to it.
+    /// `None` for a frozen weight.
     pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-            grad.get_or_insert_with(|| Rows::zeros(device, 1, self.len()));
+            let rows = grad.get_or_insert_with(|| Rows::zeros(device, 1, self.len()));
+            if rows.device() != device {
+                *rows = rows.to_device(device);
+            }
             GradGuard(grad)
         })
     }

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, AttentionHeads, AttentionLayout, DecodeRows, Device, GroupCache, Linear, Norm, OUTSIDE, Op,
-    Order, PackedLinear, Param, Part, Pass, Patches, QuantBits, QuantMatrix, RopeTable, RowMix, Rows, Tape,
-    Targets, Values, Var,
+    Activation, Adapter, AttentionHeads, AttentionLayout, DecodeRows, Device, Dropout, GroupCache, Linear,
+    Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, Part, Pass, Patches, QuantBits, QuantMatrix,
+    Result, RopeTable, RowMix, Rows, Step, Tape, Targets, Values, Var, embed, embed_backward,
 };
 
 /// Numbers that are multiples of 2⁻¹⁰, so that a step of that size is exact in f32.
@@ -34,7 +34,7 @@ fn param(name: &str, shape: &[usize], seed: u32) -> Arc<Param> {
     Arc::new(param)
 }
 
-type Run<'a> = dyn Fn(&mut Tape, &Pass, &[Var]) -> omnigrpo_ops::Result<Var> + 'a;
+type Run<'a> = dyn Fn(&mut Tape, &Pass, &[Var]) -> Result<Var> + 'a;
 
 /// An operation from some inputs, with its weights.
 struct Case<'a> {
@@ -74,7 +74,11 @@ impl Case<'_> {
         let dy = Rows::upload(device, noise(rows * cols, 99), rows, cols).unwrap();
         let mut gradients = tape.backward(&y, dy).unwrap();
         let of_inputs = inputs.iter().map(|x| gradients.take(x).unwrap().to_f64());
-        let of_params = self.params.iter().map(|p| p.with_grad(|g| g.map(|g| g.to_f64())).unwrap());
+        // No row, no gradient.
+        let of_params = self.params.iter().map(|p| match p.with_grad(|g| g.map(|g| g.to_f64())) {
+            None if rows == 0 => vec![0.0; p.len()],
+            grad => grad.unwrap(),
+        });
         Outcome { output: y.rows().to_f64(), gradients: of_inputs.chain(of_params).collect() }
     }
 
@@ -134,17 +138,45 @@ fn check(
     name: impl Into<String>,
     inputs: &[(usize, usize)],
     params: &[&Arc<Param>],
-    run: impl Fn(&mut Tape, &Pass, &[Var]) -> omnigrpo_ops::Result<Var>,
+    run: impl Fn(&mut Tape, &Pass, &[Var]) -> Result<Var>,
 ) {
     let params = params.iter().map(|&p| Arc::clone(p)).collect();
     Case { name: name.into(), inputs, params, run: &run }.check();
 }
 
-const SIZES: [usize; 4] = [1, 2, 5, 33];
+/// Widths: one, a pair, odd ones, more than a vector and more than a cache line of them.
+const SIZES: [usize; 5] = [1, 2, 5, 33, 200];
+/// Rows: none, one, several, more than a block.
+const ROWS: [usize; 4] = [0, 1, 4, 70];
+
+/// Sizes of both kinds, and the largest together.
+fn sizes() -> impl Iterator<Item = (usize, usize)> {
+    let widths = SIZES.iter().map(|&c| (4, c));
+    widths.chain(ROWS.iter().map(|&t| (t, 33))).chain([(70, 200)])
+}
+
+/// An operation written as its two functions.
+struct Of<F, B>(F, B);
+
+impl<const N: usize, F, B> Op<N> for Of<F, B>
+where
+    F: Fn([&Rows; N]) -> Result<Rows>,
+    B: Fn([&Rows; N], &Rows) -> Result<[Rows; N]>,
+{
+    type Kept = ();
+
+    fn forward(&self, x: [&Rows; N]) -> Result<(Rows, ())> {
+        Ok((self.0(x)?, ()))
+    }
+
+    fn backward(&self, x: [&Rows; N], (): (), dy: Rows, _: [bool; N]) -> Result<[Option<Rows>; N]> {
+        Ok(self.1(x, &dy)?.map(Some))
+    }
+}
 
 #[test]
 fn linear_layers() {
-    for (t, k, n) in [(1, 1, 1), (3, 5, 7), (17, 33, 40)] {
+    for (t, k, n) in [(0, 5, 7), (1, 1, 1), (3, 5, 7), (17, 33, 40), (70, 530, 90)] {
         let (w, b, v) = (param("w", &[n, k], 1), param("b", &[n], 2), param("v", &[3, k], 3));
         let (first, second) = (
             Linear::new(Arc::clone(&w), Some(Arc::clone(&b))).unwrap(),
@@ -153,6 +185,39 @@ fn linear_layers() {
         check(format!("linear {t}×{k}×{n}"), &[(t, k)], &[&w, &b, &v], |tape, pass, x| {
             tape.apply(PackedLinear::new(&[&first, &second], pass), [&x[0]])
         });
+        check(
+            format!("linear {t}×{k}×{n} onto a residual"),
+            &[(t, k), (t, n)],
+            &[&w, &b],
+            |tape, pass, x| {
+                let (layer, again) = (PackedLinear::new(&[&first], pass), PackedLinear::new(&[&first], pass));
+                let forward = move |[x, residual]: [&Rows; 2]| layer.forward_onto(residual, x);
+                let backward = move |[x, _]: [&Rows; 2], dy: &Rows| Ok([again.backward(x, dy)?, dy.clone()]);
+                tape.apply(Of(forward, backward), [&x[0], &x[1]])
+            },
+        );
+    }
+}
+
+/// Layers side by side of which one has an adapter, without and with dropout.
+#[test]
+fn adapters() {
+    for (t, k, n, rank) in [(0, 4, 3, 2), (1, 1, 1, 1), (5, 12, 7, 3), (70, 530, 40, 8)] {
+        for rate in [0.0, 0.5] {
+            let (w, v) = (param("w", &[n, k], 1), param("v", &[3, k], 2));
+            let (a, b) = (param("a", &[rank, k], 3), param("b", &[n, rank], 4));
+            let (plain, adapted) =
+                (Linear::new(Arc::clone(&v), None).unwrap(), Linear::new(w, None).unwrap());
+            adapted.weight().set_trainable(false);
+            let adapter = Adapter::new(Arc::clone(&a), Arc::clone(&b), 0.75, rate).unwrap();
+            adapted.weight().attach(Arc::new(adapter)).unwrap();
+            let keys: Arc<[u64]> = (0..t as u64).map(|row| row * row + 3).collect();
+            let name = format!("adapter of rank {rank} on {t}×{k}×{n}, dropping {rate}");
+            check(name, &[(t, k)], &[&v, &a, &b], |tape, pass, x| {
+                let pass = pass.clone().dropping(Some(Dropout::new(9, Some(Arc::clone(&keys)))));
+                tape.apply(PackedLinear::new(&[&plain, &adapted], &pass), [&x[0]])
+            });
+        }
     }
 }
 
@@ -185,6 +250,15 @@ fn frozen_weights_of_every_dtype() {
         };
         let twin = run(Device::Twin, Order::Blocked);
         for &device in Device::ALL {
+            let pass = Pass::on(device).per_row();
+            let x = Rows::upload(device, noise(t * k, 5), t, k).unwrap();
+            let all = PackedLinear::new(&[&layer], &pass).forward(&x).unwrap();
+            for row in 0..t {
+                let alone =
+                    PackedLinear::new(&[&layer], &pass).forward(&x.row_range(row..row + 1).unwrap()).unwrap();
+                let among = all.row_range(row..row + 1).unwrap();
+                assert_eq!(alone.to_f64(), among.to_f64(), "{what} on {device}: row {row} depends on others");
+            }
             for order in [Order::Blocked, Order::PerRow] {
                 for (got, want) in run(device, order).iter().zip(&twin) {
                     let size = want.iter().fold(1.0f64, |a, x| a.max(x.abs()));
@@ -198,18 +272,19 @@ fn frozen_weights_of_every_dtype() {
 
 #[test]
 fn norms() {
-    for h in SIZES {
+    for (t, h) in sizes() {
         let (weight, bias) = (param("w", &[h], 1), param("b", &[h], 2));
         let rms = Norm::Rms { weight: Arc::clone(&weight), eps: 1e-2 };
-        check(format!("rms norm of {h}"), &[(4, h)], &[&weight], |tape, _, x| tape.norm(&x[0], &rms));
+        check(format!("rms norm of {t}×{h}"), &[(t, h)], &[&weight], |tape, _, x| tape.norm(&x[0], &rms));
         let layer = Norm::Layer { weight: Arc::clone(&weight), bias: Arc::clone(&bias), eps: 1e-1 };
-        check(format!("layer norm of {h}"), &[(4, h)], &[&weight, &bias], |tape, _, x| {
+        check(format!("layer norm of {t}×{h}"), &[(t, h)], &[&weight, &bias], |tape, _, x| {
             tape.norm(&x[0], &layer)
         });
     }
 }
 
 /// Attention with rotation as an operation of the tape.
+#[derive(Clone)]
 struct Attend {
     heads: AttentionHeads,
     layout: Arc<omnigrpo_ops::Layout>,
@@ -219,19 +294,13 @@ struct Attend {
 impl Op for Attend {
     type Kept = ();
 
-    fn forward(&self, [x]: [&Rows; 1]) -> omnigrpo_ops::Result<(Rows, ())> {
+    fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
         let mut qkv = x.clone();
         self.heads.rotate(&mut qkv, &self.table, false)?;
         Ok((self.heads.forward(&qkv, &self.layout)?.0, ()))
     }
 
-    fn backward(
-        &self,
-        [x]: [&Rows; 1],
-        (): (),
-        dy: Rows,
-        _: [bool; 1],
-    ) -> omnigrpo_ops::Result<[Option<Rows>; 1]> {
+    fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
         let mut qkv = x.clone();
         self.heads.rotate(&mut qkv, &self.table, false)?;
         let (out, lse) = self.heads.forward(&qkv, &self.layout)?;
@@ -241,6 +310,14 @@ impl Op for Attend {
     }
 }
 
+/// Attention of `t` rows under a layout.
+fn attend(heads: AttentionHeads, layout: AttentionLayout, t: usize) -> Attend {
+    let table = RopeTable::from_angles(t, heads.dim / 2, |row, angles| {
+        angles.iter_mut().enumerate().for_each(|(i, a)| *a = row as f32 * 0.3 + i as f32);
+    });
+    Attend { heads, layout: Arc::new(layout.into()), table: Arc::new(table) }
+}
+
 #[test]
 fn attention_over_every_kind_of_layout() {
     let layouts = [
@@ -248,53 +325,92 @@ fn attention_over_every_kind_of_layout() {
         ("blocks", AttentionLayout::full_blocks(&[3, 1, 4]), 8),
         ("groups", AttentionLayout::groups(&[(3, vec![2, 1]), (2, Vec::new())]), 8),
         ("one row", AttentionLayout::causal(1), 1),
+        ("no row", AttentionLayout::default(), 0),
     ];
     for (what, layout, t) in layouts {
         for heads in [AttentionHeads { q: 1, kv: 1, dim: 4 }, AttentionHeads { q: 4, kv: 2, dim: 6 }] {
-            let layout = Arc::new(layout.clone().into());
-            let table = Arc::new(RopeTable::from_angles(t, heads.dim / 2, |row, angles| {
-                angles.iter_mut().enumerate().for_each(|(i, a)| *a = row as f32 * 0.3 + i as f32);
-            }));
+            let op = attend(heads, layout.clone(), t);
             check(format!("{what}, {heads:?}"), &[(t, heads.packed_width())], &[], |tape, _, x| {
-                let op = Attend { heads, layout: Arc::clone(&layout), table: Arc::clone(&table) };
-                tape.apply(op, [&x[0]])
+                tape.apply(op.clone(), [&x[0]])
             });
         }
     }
 }
 
-/// Decoding over a cache is attention over the prompt and the completion's own rows.
+/// Queries of some rows only, as in a last layer.
+#[test]
+fn attention_of_chosen_rows() {
+    let heads = AttentionHeads { q: 4, kv: 2, dim: 6 };
+    let rows = vec![1, 2, 4, 7];
+    let op = attend(heads, AttentionLayout::groups(&[(3, vec![2, 1]), (2, Vec::new())]).only(&rows), 8);
+    let index = Arc::new(rows.into());
+    check("chosen rows", &[(8, heads.packed_width())], &[], |tape, _, x| {
+        let all = tape.apply(op.clone(), [&x[0]])?;
+        tape.select(&all, &index)
+    });
+}
+
+/// Every width of head that published models have, over more rows than a tile.
+#[test]
+fn attention_of_every_published_width() {
+    for (dim, t) in [(64, 150), (72, 9), (80, 70), (128, 33)] {
+        for (q, kv) in [(1, 1), (3, 1)] {
+            let heads = AttentionHeads { q, kv, dim };
+            let op = attend(heads, AttentionLayout::groups(&[(t - 5, vec![3, 2])]), t);
+            check(format!("{t} rows, {heads:?}"), &[(t, heads.packed_width())], &[], |tape, _, x| {
+                tape.apply(op.clone(), [&x[0]])
+            });
+        }
+    }
+}
+
+/// Decoding over caches of two groups is attention over prompt and own rows of each completion.
 #[test]
 fn attention_over_a_cache() {
-    let heads = AttentionHeads { q: 4, kv: 2, dim: 8 };
-    let (prompt, steps) = (5, 3);
-    for &device in Device::ALL {
-        let rows = |n: usize, seed: u32| {
-            Rows::upload(device, noise(n * heads.packed_width(), seed), n, heads.packed_width()).unwrap()
-        };
-        let mut cache = GroupCache::new(device, 1, heads, prompt, 2, steps).unwrap();
-        cache.write_prompt(0, &rows(prompt, 1), heads).unwrap();
-        let mut got = Vec::new();
-        for step in 0..steps as u32 {
-            let slots = vec![1, 0];
-            let mut groups = [DecodeRows { cache: &mut cache, slots: slots.clone() }];
-            got.push(heads.attend_cached(&rows(2, 10 + step), 0, &mut groups).unwrap());
-            cache.advance(&slots);
-        }
-        assert!(cache.check_room(0).is_err());
-        for (row, slot) in [(0, 1), (1, 0)] {
-            let own: Vec<Rows> =
-                (0..steps as u32).map(|step| rows(2, 10 + step).row_range(row..row + 1).unwrap()).collect();
-            let prompt_rows = rows(prompt, 1);
-            let all: Vec<&Rows> = std::iter::once(&prompt_rows).chain(&own).collect();
-            let whole = Rows::concat(&all).unwrap();
-            let layout = AttentionLayout::causal(prompt + steps).into();
-            let out = heads.forward(&whole, &layout).unwrap().0;
-            for (step, got) in got.iter().enumerate() {
-                let want = out.row_range(prompt + step..prompt + step + 1).unwrap().to_f64();
-                let got = got.row_range(row..row + 1).unwrap().to_f64();
-                let far = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-                assert!(far <= 1e-5, "{device}, slot {slot}, step {step}: {far}");
+    let steps = 3u32;
+    for (heads, prompts) in [
+        (AttentionHeads { q: 4, kv: 2, dim: 8 }, [5, 1]),
+        (AttentionHeads { q: 1, kv: 1, dim: 2 }, [1, 3]),
+        (AttentionHeads { q: 3, kv: 1, dim: 64 }, [150, 33]),
+    ] {
+        for &device in Device::ALL {
+            let rows = |n: usize, seed: u32| {
+                let data = noise(n * heads.packed_width(), seed);
+                Rows::upload(device, data, n, heads.packed_width()).unwrap()
+            };
+            let mut caches = prompts.map(|prompt| {
+                let mut cache = GroupCache::new(device, 1, heads, prompt, 2, steps as usize).unwrap();
+                cache.write_prompt(0, &rows(prompt, prompt as u32), heads).unwrap();
+                cache
+            });
+            // Of the second group, one completion goes on.
+            let slots = [vec![1, 0], vec![1]];
+            let mut got = Vec::new();
+            for step in 0..steps {
+                let caches_and_slots = caches.iter_mut().zip(&slots);
+                let mut groups: Vec<DecodeRows> = caches_and_slots
+                    .map(|(cache, slots)| DecodeRows { cache, slots: slots.clone() })
+                    .collect();
+                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut groups).unwrap());
+                groups.into_iter().for_each(|group| group.cache.advance(&group.slots));
+            }
+            let mut full = [DecodeRows { cache: &mut caches[0], slots: vec![0] }];
+            assert!(heads.attend_cached(&rows(1, 1), 0, &mut full).is_err());
+            assert!(caches[1].check_room(1).is_err() && caches[1].check_room(0).is_ok());
+            for (row, prompt) in [(0, prompts[0]), (1, prompts[0]), (2, prompts[1])] {
+                let own: Vec<Rows> =
+                    (0..steps).map(|step| rows(3, 10 + step).row_range(row..row + 1).unwrap()).collect();
+                let prompt_rows = rows(prompt, prompt as u32);
+                let all: Vec<&Rows> = std::iter::once(&prompt_rows).chain(&own).collect();
+                let whole = Rows::concat(&all).unwrap();
+                let layout = AttentionLayout::causal(whole.rows()).into();
+                let out = heads.forward(&whole, &layout).unwrap().0;
+                for (step, got) in got.iter().enumerate() {
+                    let want = out.row_range(prompt + step..prompt + step + 1).unwrap().to_f64();
+                    let got = got.row_range(row..row + 1).unwrap().to_f64();
+                    let far = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                    assert!(far <= 1e-5, "{heads:?} on {device}, row {row}, step {step}: {far}");
+                }
             }
         }
     }
@@ -304,11 +420,29 @@ fn attention_over_a_cache() {
 fn elementwise_operations() {
     use Activation::{GeluErf, GeluTanh, QuickGelu, Silu, Tanh};
     for act in [GeluErf, GeluTanh, QuickGelu, Silu, Tanh] {
-        for n in SIZES {
-            check(format!("{act:?}"), &[(3, n)], &[], |tape, _, x| tape.activation(&x[0], act));
+        for (t, n) in sizes() {
+            check(format!("{act:?} of {t}×{n}"), &[(t, n)], &[], |tape, _, x| tape.activation(&x[0], act));
         }
     }
-    check("sum", &[(3, 5), (3, 5)], &[], |tape, _, x| tape.add(&x[0], &x[1]));
+    for (t, n) in sizes() {
+        check(format!("swiglu of {t}×{n}"), &[(t, 2 * n)], &[], |tape, _, x| {
+            let backward = |[x]: [&Rows; 1], dy: &Rows| {
+                let mut dx = x.clone();
+                dx.swiglu_back(dy)?;
+                Ok([dx])
+            };
+            tape.apply(Of(|[x]: [&Rows; 1]| x.swiglu(), backward), [&x[0]])
+        });
+        let scale = param("scale", &[n], 5);
+        check(format!("scaled residual of {t}×{n}"), &[(t, n), (t, n)], &[&scale], |tape, _, x| {
+            let (scale, again) = (Arc::clone(&scale), Arc::clone(&scale));
+            let forward = move |[x, residual]: [&Rows; 2]| x.scaled_onto(residual, &scale);
+            let backward =
+                move |[x, _]: [&Rows; 2], dy: &Rows| Ok([x.scaled_onto_back(dy, &again)?, dy.clone()]);
+            tape.apply(Of(forward, backward), [&x[0], &x[1]])
+        });
+        check(format!("sum of {t}×{n}"), &[(t, n), (t, n)], &[], |tape, _, x| tape.add(&x[0], &x[1]));
+    }
     check("a value used twice", &[(3, 5)], &[], |tape, _, x| {
         let y = tape.activation(&x[0], Silu)?;
         tape.add(&y, &x[0])
@@ -318,6 +452,12 @@ fn elementwise_operations() {
     let index = Arc::new(vec![4, 0, 2].into());
     check("select", &[(5, 4)], &[], |tape, _, x| tape.select(&x[0], &index));
     check("spread", &[(3, 4)], &[], |tape, _, x| tape.spread(&x[0], &index, 6));
+    let (none, many) =
+        (Arc::new(Vec::new().into()), Arc::new((0..70).map(|i| i * 7 % 71).collect::<Vec<_>>().into()));
+    check("select nothing", &[(5, 4)], &[], |tape, _, x| tape.select(&x[0], &none));
+    check("spread nothing", &[(0, 4)], &[], |tape, _, x| tape.spread(&x[0], &none, 3));
+    check("select many", &[(71, 33)], &[], |tape, _, x| tape.select(&x[0], &many));
+    check("spread many", &[(70, 33)], &[], |tape, _, x| tape.spread(&x[0], &many, 71));
 }
 
 #[test]
@@ -334,67 +474,263 @@ fn tables_and_sums_of_rows() {
         });
         let mix = Arc::new(RowMix::means([vec![0, 1, 2], vec![4], vec![1, 4]]).into());
         check(format!("mix of {h}"), &[(5, h)], &[], |tape, _, x| tape.mix(&x[0], &mix));
+        check_embedding(&table, vec![5, 0, 5, 2]);
     }
+    let (table, h) = (param("table", &[90, 33], 2), 33);
+    for t in ROWS {
+        let ids: Vec<u32> = (0..t as u32).map(|i| i * 11 % 40).collect();
+        check_embedding(&table, ids.clone());
+        let some = Arc::new(ids.iter().map(|&id| (id % 3 > 0).then_some(id)).collect::<Vec<_>>().into());
+        check(format!("add_rows to {t}"), &[(t, h)], &[&table], |tape, _, x| {
+            tape.add_rows(&x[0], &table, &some)
+        });
+        let taps = ids.iter().map(|&id| vec![(id, 0.5), (id + 1, -0.25)]).collect::<Vec<_>>();
+        let taps = Arc::new(taps.into());
+        check(format!("add_mixed to {t}"), &[(t, h)], &[&table], |tape, _, x| {
+            tape.add_mixed(&x[0], &table, &taps)
+        });
+        let mix = Arc::new(RowMix::means(ids.iter().map(|&id| vec![id, 41])).into());
+        check(format!("mix to {t}"), &[(42, h)], &[], |tape, _, x| tape.mix(&x[0], &mix));
+    }
+}
+
+/// Rows of a table, added to what the tape carries.
+fn check_embedding(table: &Arc<Param>, ids: Vec<u32>) {
+    let h = table.shape()[1];
+    check(format!("embedding of {} ids in {h}", ids.len()), &[(ids.len(), h)], &[table], |tape, _, x| {
+        let (to, from, own, again) = (Arc::clone(table), Arc::clone(table), ids.clone(), ids.clone());
+        let forward = move |[x]: [&Rows; 1]| {
+            let mut y = embed(x.device(), &to, &own)?;
+            y.add(x)?;
+            Ok(y)
+        };
+        let backward = move |_: [&Rows; 1], dy: &Rows| {
+            embed_backward(&from, &again, dy)?;
+            Ok([dy.clone()])
+        };
+        tape.apply(Of(forward, backward), [&x[0]])
+    });
 }
 
 #[test]
 fn convolutions_and_gates() {
-    for c in [1, 3, 20] {
+    for c in [1, 3, 20, 130] {
         let (w, b) = (param("w", &[4, c, 2], 1), param("b", &[4], 2));
         let layer = Linear::reshaped(Arc::clone(&w), Some(Arc::clone(&b)), 4, 2 * c).unwrap();
         let patches = Arc::new(Patches { sources: vec![0, 1, OUTSIDE, 2, 3, 3], taps: 2 });
         check(format!("convolution of {c}"), &[(4, c)], &[&w, &b], |tape, _, x| {
             tape.convolution(&x[0], &layer, &patches)
         });
-        let weight = param("k", &[c, 1, 3, 3], 3);
-        check(format!("depthwise of {c}"), &[(2 * 6, c)], &[&weight], |tape, _, x| {
-            tape.depthwise3(&x[0], &weight, [2, 3])
+        let nothing = Arc::new(Patches { sources: Vec::new(), taps: 2 });
+        check(format!("convolution of no row of {c}"), &[(0, c)], &[&w, &b], |tape, _, x| {
+            tape.convolution(&x[0], &layer, &nothing)
         });
-        check(format!("gate of {c}"), &[(6, c), (2, c)], &[], |tape, _, x| tape.gate(&x[0], &x[1]));
-        check(format!("blend of {c}"), &[(6, c), (1, 3)], &[], |tape, _, x| tape.blend(&x[0], &x[1]));
+        let weight = param("k", &[c, 1, 3, 3], 3);
+        for (n, [high, wide]) in [(0, [2, 3]), (1, [1, 1]), (2, [2, 3]), (1, [9, 11])] {
+            let name = format!("depthwise of {n} pictures {high}×{wide}×{c}");
+            check(name, &[(n * high * wide, c)], &[&weight], |tape, _, x| {
+                tape.depthwise3(&x[0], &weight, [high, wide])
+            });
+        }
+        for t in [1, 6, 70] {
+            let gated = |x: usize, gate: usize| [(x, c), (gate, c)];
+            check(format!("gate of {t}×{c}"), &gated(t * 3, t), &[], |tape, _, x| tape.gate(&x[0], &x[1]));
+            check(format!("own gate of {t}×{c}"), &gated(t, t), &[], |tape, _, x| tape.gate(&x[0], &x[1]));
+            check(format!("one gate of {t}×{c}"), &gated(t, 1), &[], |tape, _, x| tape.gate(&x[0], &x[1]));
+            for k in [1, 3] {
+                check(format!("blend of {k} of {t}×{c}"), &[(t * k, c), (1, k)], &[], |tape, _, x| {
+                    tape.blend(&x[0], &x[1])
+                });
+            }
+        }
     }
 }
 
-/// The head as an operation of the tape: log-probabilities of targets, weighed.
+/// The head: log-probabilities of targets and entropies of rows, weighed.
 #[test]
 fn the_head() {
-    let (h, vocab, temperature) = (9, 37, 0.7);
+    for (rows, h, vocab) in [(0, 9, 37), (1, 1, 1), (3, 9, 37), (2, 33, 2100), (600, 3, 5)] {
+        check_head(rows, h, vocab);
+    }
+    let head = param("head", &[37, 9], 1);
+    assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, 9), &head, &Targets::default(), 1.0).is_err());
+}
+
+fn check_head(rows: usize, h: usize, vocab: usize) {
+    let (what, temperature) = (format!("head of {rows}×{h}×{vocab}"), 0.75);
     let head = param("head", &[vocab, h], 1);
-    let targets = Targets { rows: vec![0, 2, 3], offsets: vec![0, 2, 3, 3], tokens: vec![5, 36, 0] };
-    let (dlogp, dentropy) = ([0.5f32, -1.0, 2.0], [0.25f32, 0.0, -0.5]);
+    // Two targets, one, none, two, …
+    let counts: Vec<usize> = (0..rows).map(|row| [2, 1, 0][row % 3]).collect();
+    let offsets = counts.iter().scan(0, |end, n| {
+        *end += n;
+        Some(*end)
+    });
+    let offsets: Vec<usize> = std::iter::once(0).chain(offsets).collect();
+    let count = offsets[rows];
+    let tokens = (0..count).map(|i| ((i * 31 + 5) % vocab) as u32).collect();
+    let targets = Targets { rows: (0..rows).map(|row| row + row / 2).collect(), offsets, tokens };
+    let (dlogp, dentropy) = (noise(count, 3), noise(rows, 4));
     let run = |device: Device, x: &[f32]| {
-        let normed = Rows::upload(device, x.to_vec(), 3, h).unwrap();
+        let normed = Rows::upload(device, x.to_vec(), rows, h).unwrap();
         let scores = omnigrpo_ops::score(&normed, &head, &targets, temperature).unwrap();
         head.clear_grad();
-        let dx =
-            omnigrpo_ops::score_backward(&normed, &head, &targets, &scores, &dlogp, Some(&dentropy)).unwrap();
-        let dhead = head.with_grad(|g| g.unwrap().to_f64());
+        let backward = |dentropy| {
+            omnigrpo_ops::score_backward(&normed, &head, &targets, &scores, &dlogp, dentropy)
+                .unwrap()
+                .to_f64()
+        };
+        let dx = backward(Some(&dentropy[..]));
+        let dhead = head.with_grad(|g| g.map_or_else(|| vec![0.0; vocab * h], |g| g.to_f64()));
+        let without = backward(None);
         let logits = omnigrpo_ops::logits(&normed, &head).unwrap().to_f64();
-        [scores.logprobs.to_f64(), scores.entropies.to_f64(), dx.to_f64(), dhead, logits]
+        [scores.logprobs.to_f64(), scores.entropies.to_f64(), dx, dhead, without, logits]
     };
-    let x = noise(3 * h, 2);
+    let x = noise(rows * h, 2);
     let twin = run(Device::Twin, &x);
-    let loss = |x: &[f32]| {
+    // Without weights of entropies, their part of the loss is not there.
+    let loss = |x: &[f32], with_entropy: bool| {
         let [logp, entropy, ..] = run(Device::Twin, x);
         let weighed = |a: &[f64], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
-        weighed(&logp, &dlogp) + weighed(&entropy, &dentropy)
+        weighed(&logp, &dlogp) + if with_entropy { weighed(&entropy, &dentropy) } else { 0.0 }
     };
-    for at in 0..x.len() {
-        let moved = |by: f32| {
-            let mut x = x.clone();
-            x[at] += by;
-            loss(&x)
-        };
-        let want = slope(moved);
-        assert!((twin[2][at] - want).abs() <= 1e-6, "{} for {want}", twin[2][at]);
+    for at in (0..x.len()).step_by(1 + x.len() / 30) {
+        for (result, with_entropy) in [(2, true), (4, false)] {
+            let want = slope(|by: f32| {
+                let mut x = x.clone();
+                x[at] += by;
+                loss(&x, with_entropy)
+            });
+            let got = twin[result][at];
+            assert!((got - want).abs() <= 1e-6, "{what}: {got} for {want}");
+        }
+    }
+    for at in (0..head.len()).step_by(1 + head.len() / 30) {
+        let want = slope(|by: f32| {
+            head.update(|w| w[at] += by).unwrap();
+            let loss = loss(&x, true);
+            head.update(|w| w[at] -= by).unwrap();
+            loss
+        });
+        assert!((twin[3][at] - want).abs() <= 1e-6, "{what}: {} for {want}", twin[3][at]);
     }
     for &device in Device::ALL {
         for (i, (got, want)) in run(device, &x).iter().zip(&twin).enumerate() {
+            assert_eq!(got.len(), want.len(), "{what} on {device}, result {i}");
+            let size = want.iter().fold(1.0f64, |a, x| a.max(x.abs()));
             let far = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(far <= 1e-5, "{device}, result {i}: {far}");
+            assert!(far <= 1e-5 * size, "{what} on {device}, result {i}: {far}");
         }
     }
-    assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, h), &head, &targets, 1.0).is_err());
+}
+
+/// Three steps of `torch.optim.AdamW`, written out.
+#[test]
+fn the_optimizer() {
+    let step = |master: bool| Step {
+        lr: 0.125,
+        betas: [0.875, 0.96875],
+        eps: 1e-3,
+        weight_decay: 0.25,
+        grad_scale: 0.5,
+        master,
+    };
+    for n in [1, 5, 33, 5000] {
+        for (bf16, master) in [(false, true), (true, true), (true, false)] {
+            for &device in Device::ALL {
+                let what = format!("{n} weights, bf16 {bf16}, master {master}, on {device}");
+                let values = Values::F32(noise(n, 1));
+                let values = if bf16 { values.into_bf16() } else { values };
+                let param = Param::new("w", Part::Llm, &[n], values).unwrap();
+                param.set_trainable(true);
+                let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step(master);
+                let [lr, b1, b2, eps, decay, scale] =
+                    [lr, betas[0], betas[1], eps, weight_decay, grad_scale].map(f64::from);
+                let mut want: Vec<[f64; 3]> =
+                    param.read().f32().iter().map(|&w| [f64::from(w), 0.0, 0.0]).collect();
+                let mut moments = Moments::default();
+                assert!(!param.adamw(&mut moments, &step(master)).unwrap(), "{what}: nothing reached it");
+                for t in 1..=3 {
+                    let gradient = noise(n, 10 + t as u32);
+                    param.reach(device);
+                    param.with_grad(|g| *g.unwrap() = Rows::upload(device, gradient.clone(), 1, n).unwrap());
+                    assert!(param.adamw(&mut moments, &step(master)).unwrap());
+                    assert!(param.grad().is_none(), "{what}: the gradient is consumed");
+                    for ([w, m, v], g) in want.iter_mut().zip(gradient) {
+                        let g = f64::from(g) * scale;
+                        *m += (1.0 - b1) * (g - *m);
+                        *v += (1.0 - b2) * (g * g - *v);
+                        let (m, v) = (*m / (1.0 - b1.powi(t)), *v / (1.0 - b2.powi(t)));
+                        *w -= lr * (decay * *w + m / (v.sqrt() + eps));
+                    }
+                }
+                assert_eq!(moments.step, 3);
+                assert_eq!(moments.master.len(), if bf16 && master { n } else { 0 }, "{what}");
+                let exact =
+                    if bf16 && master { moments.master.clone() } else { param.read().f32().into_owned() };
+                // Without a master each step rounds to eight bits.
+                let bound = if bf16 && !master { 3.0 / 256.0 } else { 1e-5 };
+                for (i, [w, m, v]) in want.iter().enumerate() {
+                    let far = (f64::from(exact[i]) - w).abs();
+                    assert!(far <= bound * w.abs().max(1.0), "{what}: weight {i} differs by {far}");
+                    let far = (f64::from(moments.m[i]) - m).abs() + (f64::from(moments.v[i]) - v).abs();
+                    assert!(far <= 1e-6, "{what}: moments {i} differ by {far}");
+                }
+            }
+        }
+    }
+}
+
+/// Passes on two devices reach one weight.
+#[test]
+fn a_gradient_moves_to_the_device_that_adds_to_it() {
+    let table = param("table", &[3, 2], 1);
+    for &device in Device::ALL {
+        let dx = Rows::upload(device, vec![1.0, 2.0], 1, 2).unwrap();
+        embed_backward(&table, &[1], &dx).unwrap();
+    }
+    let n = Device::ALL.len() as f32;
+    assert_eq!(table.grad().unwrap(), [0.0, 0.0, n, 2.0 * n, 0.0, 0.0]);
+}
+
+/// Copies against plain loops.
+#[test]
+fn memory_of_every_size() {
+    for (rows, cols) in [(0, 3), (1, 1), (1, 5), (4, 3), (130, 67)] {
+        for &device in Device::ALL {
+            let host = noise(rows * cols, 1);
+            let at = |r: usize, c: usize| host[r * cols + c];
+            let x = Rows::upload(device, host.clone(), rows, cols).unwrap();
+            assert!(x.to_vec() == host && x.clone().into_vec() == host, "{rows}×{cols} on {device}");
+            assert!(x.to_f64().iter().zip(&host).all(|(a, b)| *a == f64::from(*b)));
+            assert!(Rows::zeros(device, rows, cols).to_vec() == vec![0.0; rows * cols]);
+            let columns = cols / 3..cols;
+            let some = x.columns(columns.clone()).unwrap();
+            let want: Vec<f32> =
+                (0..rows).flat_map(|r| columns.clone().map(move |c| (r, c))).map(|(r, c)| at(r, c)).collect();
+            assert_eq!(some.to_vec(), want);
+            let mut y = Rows::zeros(device, rows, cols);
+            y.set_columns(cols / 3, &some).unwrap();
+            let want = |r: usize, c: usize| if c < cols / 3 { 0.0 } else { at(r, c) };
+            let all = |f: &dyn Fn(usize, usize) -> f32| -> Vec<f32> {
+                (0..rows * cols).map(|i| f(i / cols, i % cols)).collect()
+            };
+            assert_eq!(y.to_vec(), all(&want));
+            let half = rows / 2;
+            y.set_rows(0, &x, half..rows).unwrap();
+            let moved = |r: usize, c: usize| if r < rows - half { at(r + half, c) } else { want(r, c) };
+            assert_eq!(y.to_vec(), all(&moved));
+            y.clear_rows(0..half).unwrap();
+            y.add(&x).unwrap();
+            y.scale(-0.5);
+            let sum = |r: usize, c: usize| -0.5 * (at(r, c) + if r < half { 0.0 } else { moved(r, c) });
+            assert_eq!(y.to_vec(), all(&sum));
+            let squares: f64 = host.iter().map(|x| f64::from(*x).powi(2)).sum();
+            assert!((x.sum_of_squares() - squares).abs() <= 1e-6 * squares, "{rows}×{cols} on {device}");
+            for &other in Device::ALL {
+                assert!(x.to_device(other).to_vec() == host && x.to_device(other).device() == other);
+            }
+        }
+    }
 }
 
 #[test]
