@@ -26,44 +26,42 @@ impl Gpu {
         (y, stats)
     }
 
-    /// Adds the gradient of the input of [`Self::rms`] to `dx`, that of the weight to `dw`.
-    pub fn rms_back(
-        &self,
-        dx: &mut Array,
-        dw: Option<&mut Array>,
-        dy: &Array,
-        x: &Array,
-        rstd: &Array,
-        weight: &Array,
-    ) {
-        let h = weight.len();
-        let t = x.len() / h.max(1);
-        let args = [dx.arg(), dy.arg(), x.arg(), rstd.pointer(), weight.arg(), Arg::Int(h as i32)];
-        self.each_row("norms/rms_back", t, h, &args);
-        if let Some(dw) = dw {
-            self.column_sums(dw, dy, [0, h], Some((x, None, Some(rstd.place(0)))), t);
-        }
+    /// Adds the gradient of the input of [`Self::rms`] to `dx`.
+    pub fn rms_back(&self, dx: &mut Array, dy: &Array, x: &Array, rstd: &Array, weight: &Array) {
+        self.norm_back("norms/rms_back", dx, dy, x, rstd, weight);
     }
 
-    /// As [`Self::rms_back`] for [`Self::layer`].
-    pub fn layer_back(
+    /// Adds the gradient of the input of [`Self::layer`] to `dx`.
+    pub fn layer_back(&self, dx: &mut Array, dy: &Array, x: &Array, stats: &Array, weight: &Array) {
+        self.norm_back("norms/layer_back", dx, dy, x, stats, weight);
+    }
+
+    fn norm_back(
         &self,
+        kernel: &'static str,
         dx: &mut Array,
-        [dw, db]: [Option<&mut Array>; 2],
         dy: &Array,
         x: &Array,
         stats: &Array,
         weight: &Array,
     ) {
         let h = weight.len();
-        let t = x.len() / h.max(1);
         let args = [dx.arg(), dy.arg(), x.arg(), stats.pointer(), weight.arg(), Arg::Int(h as i32)];
-        self.each_row("norms/layer_back", t, h, &args);
-        if let Some(dw) = dw {
-            self.column_sums(dw, dy, [0, h], Some((x, Some(stats.place(0)), Some(stats.place(t)))), t);
-        }
-        if let Some(db) = db {
-            self.column_sums(db, dy, [0, h], None, t);
-        }
+        self.each_row(kernel, x.len() / h.max(1), h, &args);
+    }
+
+    /// Adds the gradient of a norm's weight to `dw`. Means (none for RMS) and reciprocal deviations are given as an array and the
+    /// element at which they begin.
+    pub fn norm_weight(
+        &self,
+        dw: &mut Array,
+        dy: &Array,
+        x: &Array,
+        mean: Option<(&Array, usize)>,
+        rstd: (&Array, usize),
+    ) {
+        let h = dw.len();
+        let place = |(array, first): (&Array, usize)| array.place(first);
+        self.column_sums(dw, dy, [0, h], Some((x, mean.map(place), Some(place(rstd)))), x.len() / h.max(1));
     }
 }

@@ -140,6 +140,18 @@ impl QuantMatrix {
         self.bits
     }
 
+    /// The codes of all rows, as the module's head lays them out.
+    #[must_use]
+    pub fn codes(&self) -> &[u32] {
+        &self.codes
+    }
+
+    /// The scales of all rows, one for each group.
+    #[must_use]
+    pub fn scales(&self) -> &[Scale] {
+        &self.scales
+    }
+
     /// Memory of codes and scales, bytes.
     #[must_use]
     pub fn num_bytes(&self) -> usize {

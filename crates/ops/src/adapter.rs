@@ -169,14 +169,25 @@ pub(crate) struct Mask {
 
 impl Mask {
     /// What is kept is multiplied with this.
-    fn keep(&self) -> f32 {
+    pub(crate) fn keep(&self) -> f32 {
         1.0 / (1.0 - self.rate)
+    }
+
+    /// The bound below which a number of 32 bits drops its element.
+    pub(crate) fn threshold(&self) -> u64 {
+        (f64::from(self.rate) * 2f64.powi(32)) as u64
+    }
+
+    /// The keys of rows, if they are not their indices, and the key of the call.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn keys(&self) -> (Option<&[u64]>, u64) {
+        (self.rows.as_deref(), self.key)
     }
 
     /// Calls `f` for each element of `[rows, k]`, row by row, with its factor: 0 or `1 / (1 − rate)`.
     pub(crate) fn each<T>(&self, x: &mut [T], k: usize, f: impl Fn(&mut T, f32)) {
         let keep = self.keep();
-        let threshold = (f64::from(self.rate) * 2f64.powi(32)) as u64;
+        let threshold = self.threshold();
         for (i, row) in x.chunks_exact_mut(k.max(1)).enumerate() {
             let row_key = mix(self.key ^ self.rows.as_ref().map_or(i as u64, |rows| rows[i]));
             // One number serves two columns.

@@ -23,6 +23,9 @@ pub(crate) enum Store {
     /// until rows are written.
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
+    /// Rows of each layer, and the layers, made when they are first written to, in the dtype of what is written.
+    #[cfg(feature = "gpu")]
+    Gpu(usize, Vec<Option<omnigrpo_gpu::Array>>),
 }
 
 impl GroupCache {

@@ -36,7 +36,7 @@ impl Rows {
     pub(crate) fn cpu(&self) -> &[f32] {
         match &self.data {
             Data::Cpu(data) => data,
-            Data::Twin(_) => &[],
+            _ => &[],
         }
     }
 
@@ -49,7 +49,7 @@ impl Rows {
                 }
                 Arc::make_mut(data).as_mut_slice()
             }
-            Data::Twin(_) => &mut [],
+            _ => &mut [],
         }
     }
 }

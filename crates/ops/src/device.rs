@@ -30,16 +30,46 @@ pub enum Device {
     Cpu,
     /// f64 in main memory, with plain loops: what the other devices are compared with.
     Twin,
+    /// An NVIDIA card: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
+    #[cfg(feature = "gpu")]
+    Cuda(crate::gpu::Card),
+    /// The card's kernels on the CPU, for tests.
+    #[cfg(feature = "emulator")]
+    Emulated,
 }
 
 impl Device {
-    /// Every device of this build.
-    pub const ALL: &'static [Self] = &[Self::Cpu, Self::Twin];
+    /// Every device of this build that every machine has.
+    pub const ALL: &'static [Self] = &[
+        Self::Cpu,
+        Self::Twin,
+        #[cfg(feature = "emulator")]
+        Self::Emulated,
+    ];
 
     pub(crate) fn backend(self) -> &'static dyn Backend {
         match self {
             Self::Cpu => &cpu::Cpu,
             Self::Twin => &twin::Twin,
+            #[cfg(feature = "gpu")]
+            Self::Cuda(card) => card.backend(),
+            #[cfg(feature = "emulator")]
+            Self::Emulated => crate::gpu::emulated(),
+        }
+    }
+
+    /// Waits for the work that is queued on this device, and says whether all of it was done. Operations on a card do not
+    /// fail: they are queued, and after a failure what is read back is NaN.
+    ///
+    /// # Errors
+    /// The first failure of the device, such as memory that did not suffice.
+    pub fn finish(self) -> Result<()> {
+        match self {
+            #[cfg(feature = "gpu")]
+            Self::Cuda(card) => card.finish(),
+            #[cfg(feature = "emulator")]
+            Self::Emulated => crate::gpu::emulated().finish(),
+            _ => Ok(()),
         }
     }
 
@@ -54,10 +84,14 @@ impl Device {
 
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Cpu => "cpu",
-            Self::Twin => "twin",
-        })
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Twin => f.write_str("twin"),
+            #[cfg(feature = "gpu")]
+            Self::Cuda(card) => write!(f, "cuda:{}", card.ordinal()),
+            #[cfg(feature = "emulator")]
+            Self::Emulated => f.write_str("emulated"),
+        }
     }
 }
 

@@ -29,6 +29,10 @@ pub enum Error {
         /// What was asked, and what is possible.
         what: String,
     },
+    /// A failure of a card or its driver.
+    #[cfg(feature = "gpu")]
+    #[error(transparent)]
+    Gpu(#[from] omnigrpo_gpu::Error),
     /// A tape that was used against its order.
     #[error("tape: {what}")]
     Tape {

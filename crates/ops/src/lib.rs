@@ -20,6 +20,8 @@ mod cpu;
 mod device;
 mod embedding;
 mod error;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod head;
 mod host;
 mod linear;
@@ -41,6 +43,8 @@ pub use conv::{Mix, OUTSIDE, Patches, RowMix};
 pub use device::Device;
 pub use embedding::{Ids, Taps, embed, embed_backward};
 pub use error::{Error, Result};
+#[cfg(feature = "gpu")]
+pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;
 pub use linear::{Linear, Order, PackedLinear};

@@ -122,8 +122,39 @@ impl Values {
 
 #[derive(Clone, Debug)]
 enum Data {
-    Dense(Arc<RwLock<Values>>),
-    Quantised(Arc<QuantMatrix>),
+    Dense(Arc<Storage<RwLock<Values>>>),
+    Quantised(Arc<Storage<QuantMatrix>>),
+}
+
+/// The numbers of a weight on the host, and a card's copy of them.
+#[derive(Debug)]
+struct Storage<T> {
+    host: T,
+    #[cfg(feature = "gpu")]
+    copy: crate::gpu::Copy,
+}
+
+impl<T> Storage<T> {
+    fn new(host: T) -> Arc<Self> {
+        Arc::new(Self {
+            host,
+            #[cfg(feature = "gpu")]
+            copy: crate::gpu::Copy::default(),
+        })
+    }
+}
+
+impl Storage<RwLock<Values>> {
+    fn values(values: Values) -> Arc<Self> {
+        Self::new(RwLock::new(values))
+    }
+
+    /// For reading; what a card has changed is fetched first.
+    fn read(&self) -> RwLockReadGuard<'_, Values> {
+        #[cfg(feature = "gpu")]
+        self.copy.fetch(&self.host);
+        self.host.read().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// One weight of a model: its published name, its data and its gradient. A linear layer's weight may carry an
@@ -195,14 +226,14 @@ impl Param {
             Values::F32(_) => ParamDtype::F32,
             Values::Bf16(_) => ParamDtype::Bf16,
         };
-        Ok(Self::over(name, part, Data::Dense(Arc::new(RwLock::new(values))), dtype, shape.to_vec()))
+        Ok(Self::over(name, part, Data::Dense(Storage::values(values)), dtype, shape.to_vec()))
     }
 
     /// A weight without its data, of which nothing takes memory: to know how large a model is, or to check the rest of one
     /// after a weight that could not be read. Nothing may be computed with it.
     #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
-        let nothing = Data::Dense(Arc::new(RwLock::new(Values::F32(Vec::new()))));
+        let nothing = Data::Dense(Storage::values(Values::F32(Vec::new())));
         Self::over(name.into(), part, nothing, dtype, shape.to_vec())
     }
 
@@ -222,7 +253,7 @@ impl Param {
             return Err(Error::Weight { name, what });
         }
         let dtype = ParamDtype::Quantised(value.bits());
-        Ok(Self::over(name, part, Data::Quantised(Arc::new(value)), dtype, shape.to_vec()))
+        Ok(Self::over(name, part, Data::Quantised(Storage::new(value)), dtype, shape.to_vec()))
     }
 
     fn over(name: String, part: Part, data: Data, dtype: ParamDtype, shape: Vec<usize>) -> Self {
@@ -267,7 +298,7 @@ impl Param {
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         match (&self.data, self.dtype) {
-            (Data::Quantised(value), _) => value.num_bytes(),
+            (Data::Quantised(value), _) => value.host.num_bytes(),
             (_, ParamDtype::F32) => 4 * self.len(),
             (_, ParamDtype::Bf16) => 2 * self.len(),
             (_, ParamDtype::Quantised(bits)) => {
@@ -305,8 +336,7 @@ impl Param {
     pub fn frozen_copy(&self) -> Self {
         let mut copy = self.bare();
         if let Data::Dense(values) = &self.data {
-            let values = values.read().unwrap_or_else(PoisonError::into_inner).clone();
-            copy.data = Data::Dense(Arc::new(RwLock::new(values)));
+            copy.data = Data::Dense(Storage::values(values.read().clone()));
         }
         copy
     }
@@ -372,8 +402,8 @@ impl Param {
     /// Read access to the data.
     pub fn read(&self) -> WeightGuard<'_> {
         WeightGuard(match &self.data {
-            Data::Dense(values) => Reading::Dense(values.read().unwrap_or_else(PoisonError::into_inner)),
-            Data::Quantised(matrix) => Reading::Quantised(matrix),
+            Data::Dense(values) => Reading::Dense(values.read()),
+            Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
         })
     }
 
@@ -447,11 +477,35 @@ impl Param {
     /// A quantised weight.
     pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
         match &self.data {
-            Data::Dense(values) => Ok(f(&mut values.write().unwrap_or_else(PoisonError::into_inner))),
+            Data::Dense(values) => {
+                #[cfg(feature = "gpu")]
+                values.copy.fetch_and_forget(&values.host);
+                Ok(f(&mut values.host.write().unwrap_or_else(PoisonError::into_inner)))
+            }
             Data::Quantised(_) => Err(Error::Weight {
                 name: self.name.clone(),
                 what: "a quantised weight cannot be written".into(),
             }),
+        }
+    }
+
+    /// The weight in the memory of a card, copied there at first use.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn on_gpu(&self, gpu: &omnigrpo_gpu::Gpu, device: Device) -> Arc<crate::gpu::Weights> {
+        use crate::gpu::Weights;
+        match &self.data {
+            Data::Dense(values) => values.copy.on(device, || Weights::dense(gpu, &values.read())),
+            Data::Quantised(matrix) => {
+                matrix.copy.on(device, || Weights::quantised(gpu, &matrix.host, &self.shape))
+            }
+        }
+    }
+
+    /// Replaces the numbers by those in the memory of a card.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn replace_on_gpu(&self, device: Device, array: omnigrpo_gpu::Array) {
+        if let Data::Dense(values) = &self.data {
+            values.copy.replace(device, array);
         }
     }
 
@@ -473,6 +527,12 @@ impl GradGuard<'_> {
     /// The gradient, where it lives as f32 on the CPU.
     pub(crate) fn cpu(&mut self) -> &mut [f32] {
         self.0.as_mut().map(Rows::cpu_mut).unwrap_or_default()
+    }
+
+    /// The gradient wherever it lives.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn rows(&mut self) -> Option<&mut Rows> {
+        self.0.as_mut()
     }
 
     /// The gradient of the f64 twin.

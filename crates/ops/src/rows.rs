@@ -21,6 +21,8 @@ pub struct Rows {
 pub(crate) enum Data {
     Cpu(Arc<Vec<f32>>),
     Twin(Arc<Vec<f64>>),
+    #[cfg(feature = "gpu")]
+    Gpu(Device, Arc<omnigrpo_gpu::Array>),
 }
 
 /// Which rows of an array, in which order.
@@ -35,6 +37,12 @@ impl Rows {
     pub(crate) fn on_twin(data: Vec<f64>, rows: usize, cols: usize) -> Self {
         debug_assert_eq!(data.len(), rows * cols);
         Self { data: Data::Twin(Arc::new(data)), rows, cols }
+    }
+
+    #[cfg(feature = "gpu")]
+    pub(crate) fn on_gpu(device: Device, data: omnigrpo_gpu::Array, rows: usize, cols: usize) -> Self {
+        debug_assert_eq!(data.len(), rows * cols);
+        Self { data: Data::Gpu(device, Arc::new(data)), rows, cols }
     }
 
     /// Zeros.
@@ -68,6 +76,8 @@ impl Rows {
         match &self.data {
             Data::Cpu(_) => Device::Cpu,
             Data::Twin(_) => Device::Twin,
+            #[cfg(feature = "gpu")]
+            Data::Gpu(device, _) => *device,
         }
     }
 
@@ -111,6 +121,8 @@ impl Rows {
         match &self.data {
             Data::Cpu(data) => size_of_val(&data[..]),
             Data::Twin(data) => size_of_val(&data[..]),
+            #[cfg(feature = "gpu")]
+            Data::Gpu(_, data) => data.len() * data.dtype().size(),
         }
     }
 
@@ -121,7 +133,7 @@ impl Rows {
             Data::Cpu(data) => {
                 Arc::try_unwrap(data).unwrap_or_else(|shared| omnigrpo_kernels::buffer::copy(&shared))
             }
-            Data::Twin(_) => self.backend().download(&self),
+            _ => self.backend().download(&self),
         }
     }
 
@@ -142,7 +154,7 @@ impl Rows {
     pub fn host(&self) -> Option<&[f32]> {
         match &self.data {
             Data::Cpu(data) => Some(data),
-            Data::Twin(_) => None,
+            _ => None,
         }
     }
 

@@ -31,7 +31,7 @@ impl Rows {
     pub(crate) fn twin(&self) -> &[f64] {
         match &self.data {
             Data::Twin(data) => data,
-            Data::Cpu(_) => &[],
+            _ => &[],
         }
     }
 
@@ -39,7 +39,7 @@ impl Rows {
     pub(crate) fn twin_mut(&mut self) -> &mut [f64] {
         match &mut self.data {
             Data::Twin(data) => Arc::make_mut(data).as_mut_slice(),
-            Data::Cpu(_) => &mut [],
+            _ => &mut [],
         }
     }
 }

@@ -1,0 +1,862 @@
+//! Cards: bf16 or f32 in their memory, kernels of `omnigrpo-gpu`.
+//!
+//! An array is bf16 where everything it comes from is: a product with a bf16 (or quantised) weight rounds its other factor to
+//! bf16, and its output is bf16 if that factor was already. So the residual stream, which begins with f32 numbers, stays f32, and
+//! what a norm with a bf16 weight makes of it, up to the next sum with it, is bf16. With f32 weights everything is f32.
+//! Statistics, log-probabilities and gradients of weights are always f32.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+
+use omnigrpo_gpu::{
+    Array, Cached, Codes, Dtype, Gpu, Heads, Marks, Mixture, Pattern, Place, Unfolding, Weight,
+};
+use omnigrpo_kernels::activation::Activation;
+use omnigrpo_kernels::quant::QuantMatrix;
+
+use crate::adapter::Mask;
+use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::cache::{GroupCache, Store};
+use crate::conv::{Mix, Patches};
+use crate::device::{Backend, Device};
+use crate::embedding::{Ids, Taps};
+use crate::error::Result;
+use crate::head::{Scores, Targets};
+use crate::linear::{Linear, Order};
+use crate::norm::Norm;
+use crate::optim::{Moments, Step};
+use crate::param::{Param, ParamDtype, Values};
+use crate::rope::RopeTable;
+use crate::rows::{Data, Index, Rows};
+
+/// Cards that can be open in one process.
+const CARDS: usize = 16;
+static OPEN: [OnceLock<Backed>; CARDS] = [const { OnceLock::new() }; CARDS];
+
+/// An open card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Card(usize);
+
+impl Card {
+    /// Opens a card, at the first call for it. `libraries` are folders in which CUDA's libraries are looked for before the
+    /// loader's own; `cache` is a folder for compiled kernels.
+    ///
+    /// # Errors
+    /// No driver, an old one, no such card, a missing library.
+    pub fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
+        let Some(place) = OPEN.get(ordinal) else {
+            return Err(omnigrpo_gpu::Error::NoDevice { ordinal, count: CARDS }.into());
+        };
+        let card = Self(ordinal);
+        if place.get().is_none() {
+            let gpu = Gpu::cuda(ordinal, libraries, cache)?;
+            place.get_or_init(|| Backed {
+                nothing: gpu.alloc(0, Dtype::F32),
+                gpu,
+                device: Device::Cuda(card),
+            });
+        }
+        Ok(card)
+    }
+
+    /// Its number among the driver's.
+    #[must_use]
+    pub fn ordinal(self) -> usize {
+        self.0
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> String {
+        self.backed().map(|backed| backed.gpu.name()).unwrap_or_default()
+    }
+
+    fn backed(self) -> Option<&'static Backed> {
+        OPEN.get(self.0).and_then(OnceLock::get)
+    }
+
+    /// A card exists only once it has been opened; the f64 twin stands where that could not be.
+    pub(crate) fn backend(self) -> &'static dyn Backend {
+        match self.backed() {
+            Some(backed) => backed,
+            None => &crate::twin::Twin,
+        }
+    }
+
+    pub(crate) fn finish(self) -> Result<()> {
+        self.backed().map_or(Ok(()), Backed::finish)
+    }
+}
+
+/// The emulator, under a schedule in which warps run ahead of each other.
+#[cfg(feature = "emulator")]
+pub(crate) fn emulated() -> &'static Backed {
+    static EMULATED: OnceLock<Backed> = OnceLock::new();
+    EMULATED.get_or_init(|| {
+        let gpu = Gpu::emulated(1);
+        Backed { nothing: gpu.alloc(0, Dtype::F32), gpu, device: Device::Emulated }
+    })
+}
+
+/// What a device's operations run on.
+pub(crate) struct Backed {
+    gpu: Gpu,
+    device: Device,
+    /// Stands for arrays that are elsewhere, which callers exclude.
+    nothing: Array,
+}
+
+/// A weight in the memory of a card.
+#[derive(Debug)]
+pub(crate) enum Weights {
+    Dense(Array),
+    Codes(Codes),
+}
+
+impl Weights {
+    pub(crate) fn dense(gpu: &Gpu, values: &Values) -> Self {
+        Self::Dense(match values {
+            Values::F32(data) => gpu.upload(data),
+            Values::Bf16(data) => gpu.upload_bf16(data),
+        })
+    }
+
+    pub(crate) fn quantised(gpu: &Gpu, matrix: &QuantMatrix, shape: &[usize]) -> Self {
+        let &[n, k] = shape else { return Self::Dense(gpu.alloc(0, Dtype::Bf16)) };
+        let scales: Vec<_> = matrix.scales().iter().map(|scale| [scale.min, scale.step]).collect();
+        Self::Codes(Codes::new(gpu, matrix.bits(), [n, k], matrix.codes(), &scales))
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        match self {
+            Self::Dense(array) => Weight::Dense(array),
+            Self::Codes(codes) => Weight::Codes(codes),
+        }
+    }
+}
+
+/// What one card has of a weight.
+#[derive(Debug)]
+struct There {
+    device: Device,
+    weights: Arc<Weights>,
+    /// Whether it has changed since the host had it.
+    newer: bool,
+}
+
+/// A card's copy of a weight, if it has one.
+#[derive(Debug, Default)]
+pub(crate) struct Copy(Mutex<Option<There>>);
+
+impl Copy {
+    fn lock(&self) -> MutexGuard<'_, Option<There>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The copy of `device`, made at first use. `make` fetches what another card has changed.
+    pub(crate) fn on(&self, device: Device, make: impl FnOnce() -> Weights) -> Arc<Weights> {
+        if let Some(there) = self.lock().as_ref().filter(|there| there.device == device) {
+            return Arc::clone(&there.weights);
+        }
+        let weights = Arc::new(make());
+        *self.lock() = Some(There { device, weights: Arc::clone(&weights), newer: false });
+        weights
+    }
+
+    pub(crate) fn replace(&self, device: Device, array: Array) {
+        *self.lock() = Some(There { device, weights: Arc::new(Weights::Dense(array)), newer: true });
+    }
+
+    /// Brings the host up to date.
+    pub(crate) fn fetch(&self, host: &RwLock<Values>) {
+        let mut copy = self.lock();
+        if let Some(there) = copy.as_mut().filter(|there| there.newer)
+            && let Weights::Dense(array) = &*there.weights
+        {
+            let values = match array.dtype() {
+                Dtype::F32 => Values::F32(array.to_vec()),
+                Dtype::Bf16 => Values::Bf16(array.to_bf16()),
+            };
+            *host.write().unwrap_or_else(PoisonError::into_inner) = values;
+            there.newer = false;
+        }
+    }
+
+    /// The same before the host changes the numbers, which the card then has to be given again.
+    pub(crate) fn fetch_and_forget(&self, host: &RwLock<Values>) {
+        self.fetch(host);
+        *self.lock() = None;
+    }
+}
+
+/// A layer's weight and bias on the card.
+struct Layer {
+    weight: Arc<Weights>,
+    bias: Option<Arc<Weights>>,
+    n: usize,
+    k: usize,
+}
+
+fn heads_of(heads: AttentionHeads) -> Heads {
+    Heads { q: heads.q, kv: heads.kv, d: heads.dim }
+}
+
+fn words(index: &[usize]) -> Vec<u32> {
+    index.iter().map(|&i| i as u32).collect()
+}
+
+impl Backed {
+    pub(crate) fn finish(&self) -> Result<()> {
+        Ok(self.gpu.check()?)
+    }
+
+    fn rows(&self, data: Array, rows: usize, cols: usize) -> Rows {
+        Rows::on_gpu(self.device, data, rows, cols)
+    }
+
+    fn line(&self, data: Array) -> Rows {
+        let cols = data.len();
+        self.rows(data, 1, cols)
+    }
+
+    /// The numbers of rows on this device.
+    fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
+        match &x.data {
+            Data::Gpu(_, data) => data,
+            _ => &self.nothing,
+        }
+    }
+
+    /// Runs `f` on the numbers for writing; shared ones are copied first.
+    fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
+        if let Data::Gpu(_, data) = &mut x.data {
+            if Arc::get_mut(data).is_none() {
+                *data = Arc::new(self.gpu.cast(data, data.dtype()));
+            }
+            if let Some(data) = Arc::get_mut(data) {
+                f(data);
+            }
+        }
+    }
+
+    /// Runs `f` on the gradient of a weight that is trained.
+    fn accumulate(&self, param: &Param, f: impl FnOnce(&mut Array)) {
+        if let Some(rows) = param.gradient(self.device).as_mut().and_then(|guard| guard.rows()) {
+            self.change(rows, f);
+        }
+    }
+
+    fn weights(&self, param: &Param) -> Arc<Weights> {
+        param.on_gpu(&self.gpu, self.device)
+    }
+
+    /// Runs `f` on a vector (norm, bias, scale) as it is stored.
+    fn vector<R>(&self, param: &Param, f: impl FnOnce(&Array) -> R) -> R {
+        match &*self.weights(param) {
+            Weights::Dense(array) => f(array),
+            codes @ Weights::Codes(_) => {
+                f(&self.gpu.weight_rows(codes.weight(), param.len(), None, 1, Dtype::F32))
+            }
+        }
+    }
+
+    fn layer(&self, linear: &Linear) -> Layer {
+        let bias = linear.bias().map(|bias| self.weights(bias));
+        Layer { weight: self.weights(linear.weight()), bias, n: linear.n(), k: linear.k() }
+    }
+
+    /// bf16 if both factors are.
+    fn output(&self, x: Dtype, layers: &[Layer]) -> Dtype {
+        let narrow = |layer: &Layer| layer.weight.weight().dtype() == Dtype::Bf16;
+        match x == Dtype::Bf16 && layers.iter().all(narrow) {
+            true => Dtype::Bf16,
+            false => Dtype::F32,
+        }
+    }
+
+    /// The operand that the first layer's product reads, converted once for all.
+    fn operand(&self, x: &Array, layers: &[Layer]) -> Option<Array> {
+        let wanted = layers.first()?.weight.weight().dtype();
+        (layers.len() > 1 && wanted != x.dtype()).then(|| self.gpu.cast(x, wanted))
+    }
+
+    /// `x Wᵀ + b (+ residual)`
+    fn forward(
+        &self,
+        x: &Array,
+        rows: usize,
+        layers: &[Layer],
+        residual: Option<&Array>,
+        order: Order,
+    ) -> Array {
+        let width = layers.iter().map(|layer| layer.n).sum();
+        let dtype = residual.map_or_else(|| self.output(x.dtype(), layers), Array::dtype);
+        let mut y = self.gpu.alloc(rows * width, dtype);
+        let converted = self.operand(x, layers);
+        let x = converted.as_ref().unwrap_or(x);
+        let mut col = 0;
+        for layer in layers {
+            let Layer { n, k, .. } = *layer;
+            let (weight, place) = (layer.weight.weight(), [col, width]);
+            let bias = layer.bias.as_deref().and_then(|bias| match bias {
+                Weights::Dense(array) => Some(array),
+                Weights::Codes(_) => None,
+            });
+            match order {
+                Order::PerRow => {
+                    self.gpu.linear_rows(&mut y, place, x, weight, [n, k], bias, residual, false)
+                }
+                Order::Blocked => {
+                    if let Some(bias) = bias {
+                        self.gpu.bias_rows(&mut y, col, width, rows, bias, residual);
+                    } else if let Some(residual) = residual {
+                        let at = Place::new(col, width);
+                        self.gpu.copy_rows(&mut y, at, residual, at, [rows, n]);
+                    }
+                    let adds = bias.is_some() || residual.is_some();
+                    self.gpu.linear(&mut y, place, x, weight, [0, n, k], adds);
+                }
+            }
+            col += n;
+        }
+        y
+    }
+
+    /// `dy W` of layers whose columns of `dy` begin at `col`.
+    fn back(&self, dx: Option<Array>, dy: &Rows, col: usize, layers: &[Layer]) -> Array {
+        let (rows, width) = dy.dims();
+        let dy = self.of(dy);
+        let k = layers.first().map_or(0, |layer| layer.k);
+        let mut adds = dx.is_some();
+        let mut dx = dx.unwrap_or_else(|| {
+            // Several layers' parts are added up, which bf16 would round each time.
+            let dtype = if layers.len() > 1 { Dtype::F32 } else { self.output(dy.dtype(), layers) };
+            self.gpu.alloc(rows * k, dtype)
+        });
+        let converted = self.operand(dy, layers);
+        let dy = converted.as_ref().unwrap_or(dy);
+        let mut col = col;
+        for layer in layers {
+            self.gpu.linear_dx(&mut dx, dy, [col, width], layer.weight.weight(), [0, layer.n, k], adds);
+            adds = true;
+            col += layer.n;
+        }
+        dx
+    }
+
+    /// What the sums of a table's gradient are, from `(row of the table, row of the stream, weight)`.
+    fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
+        self.accumulate(table, |to| {
+            let sums = Mixture::reversed(&self.gpu, terms);
+            self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
+        });
+    }
+
+    /// Adds weighted rows of a table to rows.
+    fn add_taps(&self, x: &mut Rows, table: &Param, mixture: &Mixture, used: &[u32]) {
+        let h = x.cols();
+        let weights = self.weights(table);
+        // The rows that are read, in the table's order of use; a quantised table is widened.
+        let index = self.gpu.upload_words(used);
+        let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
+        self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
+    }
+
+    fn marks(&self, targets: &Targets) -> Marks {
+        Marks::new(&self.gpu, &words(&targets.offsets), &targets.tokens)
+    }
+
+    /// A layer of a cache, made at first use.
+    fn layer_cache<'a>(
+        &self,
+        cache: &'a mut GroupCache,
+        layer: usize,
+        width: usize,
+        dtype: Dtype,
+    ) -> Option<&'a mut Array> {
+        let Store::Gpu(rows, layers) = &mut cache.store else { return None };
+        Some(layers.get_mut(layer)?.get_or_insert_with(|| self.gpu.alloc(*rows * width, dtype)))
+    }
+}
+
+/// Taps by row, as sums over the rows of the table that occur, each in its place among all taps.
+fn mixture_of(gpu: &Gpu, taps: impl Iterator<Item = Vec<(u32, f32)>>) -> (Mixture, Vec<u32>) {
+    let (mut offsets, mut used, mut weights) = (vec![0], Vec::new(), Vec::new());
+    for taps in taps {
+        for (id, weight) in taps {
+            used.push(id);
+            weights.push(weight);
+        }
+        offsets.push(used.len() as u32);
+    }
+    let rows: Vec<u32> = (0..used.len() as u32).collect();
+    (Mixture::new(gpu, &offsets, &rows, Some(&weights)), used)
+}
+
+fn terms_of<'a>(taps: impl Iterator<Item = (usize, &'a [(u32, f32)])>) -> Vec<(u32, u32, f32)> {
+    taps.flat_map(|(row, taps)| taps.iter().map(move |&(id, weight)| (id, row as u32, weight))).collect()
+}
+
+fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
+    ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
+}
+
+impl Backend for Backed {
+    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+        self.rows(self.gpu.zeros(rows * cols, Dtype::F32), rows, cols)
+    }
+
+    fn upload(&self, data: Vec<f32>, rows: usize, cols: usize) -> Rows {
+        self.rows(self.gpu.upload(&data), rows, cols)
+    }
+
+    fn download(&self, x: &Rows) -> Vec<f32> {
+        self.of(x).to_vec()
+    }
+
+    fn download_f64(&self, x: &Rows) -> Vec<f64> {
+        self.of(x).to_vec().into_iter().map(f64::from).collect()
+    }
+
+    fn add(&self, to: &mut Rows, from: &Rows) {
+        self.change(to, |to| self.gpu.add(to, self.of(from)));
+    }
+
+    fn scale(&self, x: &mut Rows, by: f32) {
+        self.change(x, |x| self.gpu.scale(x, by));
+    }
+
+    fn select(&self, x: &Rows, index: &Index) -> Rows {
+        let (cols, from) = (x.cols(), self.of(x));
+        let places = index.on(self.device, |index| self.gpu.upload_words(&words(index)));
+        let mut y = self.gpu.alloc(index.len() * cols, from.dtype());
+        let place = Place::new(0, cols);
+        self.gpu.copy_rows(&mut y, place, from, place.of(&places), [index.len(), cols]);
+        self.rows(y, index.len(), cols)
+    }
+
+    fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
+        let (cols, from) = (x.cols(), self.of(x));
+        let places = index.on(self.device, |index| self.gpu.upload_words(&words(index)));
+        let mut y = self.gpu.zeros(rows * cols, from.dtype());
+        let place = Place::new(0, cols);
+        self.gpu.copy_rows(&mut y, place.of(&places), from, place, [index.len(), cols]);
+        self.rows(y, rows, cols)
+    }
+
+    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
+        let ((rows, cols), from) = (x.dims(), self.of(x));
+        let width = columns.len();
+        let mut y = self.gpu.alloc(rows * width, from.dtype());
+        let source = Place::new(columns.start, cols);
+        self.gpu.copy_rows(&mut y, Place::new(0, width), from, source, [rows, width]);
+        self.rows(y, rows, width)
+    }
+
+    fn set_columns(&self, to: &mut Rows, first: usize, from: &Rows) {
+        let (cols, (rows, width)) = (to.cols(), from.dims());
+        self.change(to, |to| {
+            let target = Place::new(first, cols);
+            self.gpu.copy_rows(to, target, self.of(from), Place::new(0, width), [rows, width]);
+        });
+    }
+
+    fn set_rows(&self, to: &mut Rows, first: usize, from: &Rows, range: Range<usize>) {
+        let cols = to.cols();
+        self.change(to, |to| {
+            let (target, source) = (Place::new(first * cols, cols), Place::new(range.start * cols, cols));
+            self.gpu.copy_rows(to, target, self.of(from), source, [range.len(), cols]);
+        });
+    }
+
+    fn clear_rows(&self, x: &mut Rows, range: Range<usize>) {
+        let cols = x.cols();
+        self.change(x, |x| self.gpu.clear(x, range.start * cols..range.end * cols));
+    }
+
+    fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
+        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+        let width = layers.iter().map(|layer| layer.n).sum();
+        let y = self.forward(self.of(x), x.rows(), &layers, residual.map(|r| self.of(r)), order);
+        self.rows(y, x.rows(), width)
+    }
+
+    fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
+        let (width, Layer { weight, n, k, .. }) = (y.cols(), self.layer(weight));
+        self.change(y, |y| match order {
+            Order::Blocked => {
+                self.gpu.linear(y, [col, width], self.of(x), weight.weight(), [0, n, k], true);
+            }
+            Order::PerRow => {
+                self.gpu.linear_rows(y, [col, width], self.of(x), weight.weight(), [n, k], None, None, true);
+            }
+        });
+    }
+
+    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
+        let layers: Vec<Layer> = layers.iter().map(|layer| self.layer(layer)).collect();
+        let k = layers.first().map_or(0, |layer| layer.k);
+        self.rows(self.back(None, dy, 0, &layers), dy.rows(), k)
+    }
+
+    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
+        let layer = self.layer(weight);
+        let k = layer.k;
+        let Some(mut dx) = dx else {
+            return self.rows(self.back(None, dy, col, &[layer]), dy.rows(), k);
+        };
+        let width = dy.cols();
+        self.change(&mut dx, |dx| {
+            self.gpu.linear_dx(dx, self.of(dy), [col, width], layer.weight.weight(), [0, layer.n, k], true);
+        });
+        dx
+    }
+
+    fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
+        let ((rows, k), width) = (x.dims(), dy.cols());
+        let mut at = col;
+        for layer in layers {
+            let n = layer.n();
+            let dtype = match layer.weight().dtype() {
+                ParamDtype::F32 => Dtype::F32,
+                ParamDtype::Bf16 | ParamDtype::Quantised(_) => Dtype::Bf16,
+            };
+            self.accumulate(layer.weight(), |dw| {
+                self.gpu.linear_dw(dw, self.of(x), self.of(dy), [at, width], [0, n, k], dtype);
+            });
+            if let Some(bias) = layer.bias() {
+                self.accumulate(bias, |db| {
+                    self.gpu.add_column_sums(db, self.of(dy), [at, width], None, rows);
+                });
+            }
+            at += n;
+        }
+    }
+
+    fn dropout(&self, x: &Rows, mask: &Mask) -> Rows {
+        let (keys, key) = mask.keys();
+        let keys = keys.map(|keys| self.gpu.upload_words(keys));
+        let (threshold, keep) = (mask.threshold(), mask.keep());
+        let y = self.gpu.dropout(self.of(x), x.cols(), keys.as_ref(), key, threshold, keep);
+        self.rows(y, x.rows(), x.cols())
+    }
+
+    fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
+        let (rows, dim) = x.dims();
+        match norm {
+            Norm::Rms { weight, eps } => {
+                let (y, rstd) =
+                    self.vector(weight, |weight| self.gpu.rms(self.of(x), weight, *eps, weight.dtype()));
+                (self.rows(y, rows, dim), self.rows(rstd, 1, rows))
+            }
+            Norm::Layer { weight, bias, eps } => {
+                let (y, stats) = self.vector(weight, |weight| {
+                    self.vector(bias, |bias| self.gpu.layer(self.of(x), weight, bias, *eps, weight.dtype()))
+                });
+                (self.rows(y, rows, dim), self.rows(stats, 2, rows))
+            }
+        }
+    }
+
+    fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
+        let (rows, h) = x.dims();
+        let [x, stats, dy] = [x, stats, dy].map(|rows| self.of(rows));
+        self.vector(norm.weight(), |weight| {
+            self.change(dx, |dx| match norm {
+                Norm::Rms { .. } => self.gpu.rms_back(dx, dy, x, stats, weight),
+                Norm::Layer { .. } => self.gpu.layer_back(dx, dy, x, stats, weight),
+            });
+        });
+        match norm {
+            Norm::Rms { weight, .. } => {
+                self.accumulate(weight, |dw| self.gpu.norm_weight(dw, dy, x, None, (stats, 0)));
+            }
+            Norm::Layer { weight, bias, .. } => {
+                self.accumulate(weight, |dw| {
+                    self.gpu.norm_weight(dw, dy, x, Some((stats, 0)), (stats, rows))
+                });
+                self.accumulate(bias, |db| self.gpu.add_column_sums(db, dy, [0, h], None, rows));
+            }
+        }
+    }
+
+    fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
+        let rows = qkv.rows();
+        let pattern = layout.on(self.device, |layout| Pattern::new(&self.gpu, layout, rows));
+        let (out, lse) = self.gpu.attention(self.of(qkv), &pattern, heads_of(heads));
+        (self.rows(out, rows, heads.q_width()), self.rows(lse, rows, heads.q))
+    }
+
+    fn attention_back(
+        &self,
+        qkv: &Rows,
+        out: &Rows,
+        lse: &Rows,
+        dout: &Rows,
+        layout: &Layout,
+        heads: AttentionHeads,
+    ) -> Rows {
+        let rows = qkv.rows();
+        let pattern = layout.on(self.device, |layout| Pattern::new(&self.gpu, layout, rows));
+        let [qkv, out, lse, dout] = [qkv, out, lse, dout].map(|rows| self.of(rows));
+        let dqkv = self.gpu.attention_back(qkv, out, lse, dout, &pattern, heads_of(heads));
+        self.rows(dqkv, rows, heads.packed_width())
+    }
+
+    fn cache(&self, layers: usize, rows: usize, _: AttentionHeads) -> std::io::Result<Store> {
+        Ok(Store::Gpu(rows, (0..layers).map(|_| None).collect()))
+    }
+
+    fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads) {
+        let (from, width) = (self.of(qkv), 2 * heads.kv_width());
+        if let Some(to) = self.layer_cache(cache, layer, width, from.dtype()) {
+            let source = Place::new(heads.q_width(), heads.packed_width());
+            self.gpu.copy_rows(to, Place::new(0, width), from, source, [qkv.rows(), width]);
+        }
+    }
+
+    fn attend_cached(
+        &self,
+        qkv: &Rows,
+        layer: usize,
+        groups: &mut [DecodeRows],
+        heads: AttentionHeads,
+    ) -> Rows {
+        let (packed, width) = (self.of(qkv), 2 * heads.kv_width());
+        let mut rows = Vec::with_capacity(qkv.rows());
+        for group in groups {
+            let prompt = group.cache.prompt_rows;
+            let slots: Vec<_> = group.slots.iter().map(|&slot| group.cache.slot(slot)).collect();
+            let Some(cache) = self.layer_cache(group.cache, layer, width, packed.dtype()) else { continue };
+            let cache = &*cache;
+            rows.extend(slots.into_iter().map(|(start, len)| Cached { cache, prompt, start, len: len + 1 }));
+        }
+        let out = self.gpu.attend_cached(packed, &rows, heads_of(heads));
+        self.rows(out, qkv.rows(), heads.q_width())
+    }
+
+    fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
+        let dims: [usize; 2] = x.dims().into();
+        let [cos, sin] = [&table.cos, &table.sin].map(|angles| self.gpu.upload(angles));
+        self.change(x, |x| self.gpu.rotate(x, dims, &cos, &sin, heads, inverse));
+    }
+
+    fn activation(&self, x: &Rows, act: Activation) -> Rows {
+        self.rows(self.gpu.activation(self.of(x), act), x.rows(), x.cols())
+    }
+
+    fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
+        self.change(x, |x| self.gpu.activation_back(x, self.of(dy), act));
+    }
+
+    fn swiglu(&self, gate_up: &Rows) -> Rows {
+        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
+        self.rows(self.gpu.swiglu(self.of(gate_up), rows, i), rows, i)
+    }
+
+    fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
+        let (rows, i) = dy.dims();
+        self.change(gate_up, |gate_up| self.gpu.swiglu_back(gate_up, self.of(dy), rows, i));
+    }
+
+    fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
+        let y =
+            self.vector(scale, |scale| self.gpu.scale_columns(self.of(x), Some(self.of(residual)), scale));
+        self.rows(y, x.rows(), x.cols())
+    }
+
+    fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows {
+        let (rows, cols) = x.dims();
+        let dx = self.vector(scale, |scale| self.gpu.scale_columns(self.of(dy), None, scale));
+        self.accumulate(scale, |ds| {
+            self.gpu.add_column_sums(ds, self.of(dy), [0, cols], Some(self.of(x)), rows);
+        });
+        self.rows(dx, rows, cols)
+    }
+
+    fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
+        let index = self.gpu.upload_words(ids);
+        let weights = self.weights(table);
+        let y = self.gpu.weight_rows(weights.weight(), h, Some(&index), ids.len(), Dtype::F32);
+        self.rows(y, ids.len(), h)
+    }
+
+    fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
+        self.scatter(table, dx, (0u32..).zip(ids).map(|(row, &id)| (id, row, 1.0)).collect());
+    }
+
+    fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
+        let taps = ids.on(self.device, |ids| mixture_of(&self.gpu, one_tap(ids).into_iter()));
+        self.add_taps(x, table, &taps.0, &taps.1);
+    }
+
+    fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
+        let taps = one_tap(ids);
+        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
+    }
+
+    fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
+        let taps = taps.on(self.device, |taps| mixture_of(&self.gpu, taps.iter().cloned()));
+        self.add_taps(x, table, &taps.0, &taps.1);
+    }
+
+    fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
+        self.scatter(table, dy, terms_of(taps.iter().map(Vec::as_slice).enumerate()));
+    }
+
+    fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
+        let sums = mix.on(self.device, |mix| {
+            Mixture::new(&self.gpu, &words(&mix.offsets), &mix.rows, Some(&mix.weights))
+        });
+        let mut y = self.gpu.alloc(mix.len() * x.cols(), self.of(x).dtype());
+        self.gpu.mix(&mut y, self.of(x), &sums, x.cols(), false);
+        self.rows(y, mix.len(), x.cols())
+    }
+
+    fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
+        let terms = (0..mix.len()).flat_map(|r| {
+            (mix.offsets[r]..mix.offsets[r + 1]).map(move |i| (mix.rows[i], r as u32, mix.weights[i]))
+        });
+        let sums = Mixture::reversed(&self.gpu, terms.collect());
+        let mut dx = self.gpu.zeros(rows * dy.cols(), self.of(dy).dtype());
+        self.gpu.mix(&mut dx, self.of(dy), &sums, dy.cols(), true);
+        self.rows(dx, rows, dy.cols())
+    }
+
+    fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
+        let own = self.layer(layer);
+        let n = own.n;
+        let unfolding = Unfolding::new(&self.gpu, &patches.sources, patches.taps, x.rows());
+        let unfolded = self.gpu.unfold(self.of(x), &unfolding, x.cols());
+        let y = self.forward(&unfolded, patches.rows(), &[own], None, Order::Blocked);
+        self.rows(y, patches.rows(), n)
+    }
+
+    fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
+        let (rows, c) = x.dims();
+        let unfolding = Unfolding::new(&self.gpu, &patches.sources, patches.taps, rows);
+        let unfolded = self.gpu.unfold(self.of(x), &unfolding, c);
+        let unfolded = self.rows(unfolded, patches.rows(), layer.k());
+        self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
+        drop(unfolded);
+        let dunfolded = self.back(None, dy, 0, &[self.layer(layer)]);
+        let mut dx = self.gpu.zeros(rows * c, dunfolded.dtype());
+        self.gpu.fold(&mut dx, &dunfolded, &unfolding, c);
+        self.rows(dx, rows, c)
+    }
+
+    fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        let y = self.vector(weight, |weight| self.gpu.depthwise(self.of(x), weight, side, false));
+        self.rows(y, x.rows(), x.cols())
+    }
+
+    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        self.accumulate(weight, |dw| self.gpu.depthwise_weight(dw, self.of(dy), self.of(x), side));
+        let dx = self.vector(weight, |weight| self.gpu.depthwise(self.of(dy), weight, side, true));
+        self.rows(dx, x.rows(), x.cols())
+    }
+
+    fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
+        let y = self.gpu.gate(self.of(x), self.of(gate), x.cols());
+        self.rows(y, x.rows(), x.cols())
+    }
+
+    fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
+        let [dx, dgate] = self.gpu.gate_back(self.of(x), self.of(gate), self.of(dy), x.cols());
+        [self.rows(dx, x.rows(), x.cols()), self.rows(dgate, gate.rows(), gate.cols())]
+    }
+
+    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
+        let y = self.gpu.blend(self.of(x), self.of(logits));
+        self.rows(y, x.rows() / logits.cols(), x.cols())
+    }
+
+    fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
+        let [dx, dlogits] = self.gpu.blend_back(self.of(x), self.of(logits), self.of(dy));
+        [self.rows(dx, x.rows(), x.cols()), self.line(dlogits)]
+    }
+
+    fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
+        let h = normed.cols();
+        let (marks, weights) = (self.marks(targets), self.weights(head));
+        let sizes = [head.len() / h.max(1), h];
+        let [logprobs, entropies, lse] = self
+            .gpu
+            .score(self.of(normed), weights.weight(), sizes, &marks, temperature)
+            .map(|x| self.line(x));
+        Scores { logprobs, entropies, lse, temperature }
+    }
+
+    fn score_back(
+        &self,
+        normed: &Rows,
+        head: &Param,
+        targets: &Targets,
+        scores: &Scores,
+        dlogp: &[f32],
+        dentropy: Option<&[f32]>,
+    ) -> Rows {
+        let (rows, h) = normed.dims();
+        let (marks, weights) = (self.marks(targets), self.weights(head));
+        let (dlogp, dentropy) = (self.gpu.upload(dlogp), dentropy.map(|d| self.gpu.upload(d)));
+        let run = |dhead: Option<&mut Array>| {
+            self.gpu.score_back(
+                self.of(normed),
+                weights.weight(),
+                [head.len() / h.max(1), h],
+                &marks,
+                [self.of(&scores.entropies), self.of(&scores.lse)],
+                scores.temperature,
+                &dlogp,
+                dentropy.as_ref(),
+                dhead,
+            )
+        };
+        let mut dnormed = None;
+        self.accumulate(head, |dhead| dnormed = Some(run(Some(dhead))));
+        self.rows(dnormed.unwrap_or_else(|| run(None)), rows, h)
+    }
+
+    fn logits(&self, normed: &Rows, head: &Param) -> Rows {
+        let (rows, h) = normed.dims();
+        let (vocab, weights) = (head.len() / h.max(1), self.weights(head));
+        let mut y = self.gpu.alloc(rows * vocab, Dtype::F32);
+        let x = self.of(normed);
+        self.gpu.linear_rows(&mut y, [0, vocab], x, weights.weight(), [vocab, h], None, None, false);
+        self.rows(y, rows, vocab)
+    }
+
+    fn sum_of_squares(&self, x: &Rows) -> f64 {
+        self.gpu.sum_of_squares(self.of(x))
+    }
+
+    /// Moments live on the host and travel for each step; the weight stays on the card.
+    fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
+        if matches!(param.dtype(), ParamDtype::Quantised(_)) {
+            return param.write(|_| ());
+        }
+        let Step { lr, betas, eps, weight_decay, grad_scale, master } = *step;
+        let count = moments.step;
+        let own = omnigrpo_gpu::Step { lr, betas, eps, weight_decay, grad_scale, count };
+        let gpu = &self.gpu;
+        let [mut m, mut v] = [&moments.m, &moments.v].map(|data| gpu.upload(data));
+        let keeps = master && param.dtype() == ParamDtype::Bf16;
+        let weight = if keeps {
+            if moments.master.is_empty() {
+                moments.master = param.read().f32().into_owned();
+            }
+            let (mut weight, mut rest) = gpu.split_master(&moments.master);
+            gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], self.of(grad), &own);
+            moments.master = gpu.join_master(&weight, &rest);
+            weight
+        } else {
+            let mut weight = self.vector(param, |weight| gpu.cast(weight, weight.dtype()));
+            gpu.adamw(&mut weight, None, [&mut m, &mut v], self.of(grad), &own);
+            weight
+        };
+        (moments.m, moments.v) = (m.to_vec(), v.to_vec());
+        param.replace_on_gpu(self.device, weight);
+        Ok(gpu.check()?)
+    }
+}
