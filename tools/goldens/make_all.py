@@ -3,6 +3,7 @@
 import fixtures
 import make_cases
 import make_checkpoints
+import make_decoders
 import make_internvl
 import make_lora
 import make_encoders
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     make_packed.main()
     make_replay.main()
     make_rope.main()
+    make_decoders.main()
     make_internvl.main()
     make_lora.main()
     make_published.main()

@@ -47,40 +47,66 @@ pub struct DecoderConfig {
     pub qk_norm: bool,
 }
 
-/// What a class of `transformers` 5.23 assumes where a file is silent. Sizes without a default here must be in the file.
+/// What a class of `transformers` 5.23 assumes where a file is silent, and what it always does. Sizes without a default here
+/// must be in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TextDefaults {
-    /// `num_key_value_heads` where the key is absent; null stands for the number of query heads.
-    pub kv_heads: usize,
+    /// `num_key_value_heads` where the key is absent; null, and `None` here, stand for the number of query heads.
+    pub kv_heads: Option<usize>,
+    /// `head_dim`; `None` for an equal share of the width.
+    pub head_dim: Option<usize>,
     /// `rms_norm_eps`.
     pub rms_eps: f64,
     /// `rope_theta`.
     pub theta: f64,
+    /// `max_position_embeddings`.
+    pub max_positions: usize,
     /// `tie_word_embeddings` of the whole configuration.
     pub tied: bool,
     /// Whether positions have three axes.
     pub multimodal: bool,
+    /// Whether queries, keys and values always have biases and attention's output layer never; otherwise `attention_bias`
+    /// of the file says it of all four.
+    pub qkv_bias: bool,
+    /// Whether queries and keys are normalised head by head.
+    pub qk_norm: bool,
 }
 
 impl TextDefaults {
     /// `Qwen2Config`.
-    pub const QWEN2: Self = Self { kv_heads: 32, rms_eps: 1e-6, theta: 1e4, tied: false, multimodal: false };
+    pub const QWEN2: Self = Self {
+        kv_heads: Some(32),
+        head_dim: None,
+        rms_eps: 1e-6,
+        theta: 1e4,
+        max_positions: 32768,
+        tied: false,
+        multimodal: false,
+        qkv_bias: true,
+        qk_norm: false,
+    };
     /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
-    pub const QWEN_VL: Self = Self { kv_heads: 8, rms_eps: 1e-5, theta: 1e6, tied: false, multimodal: true };
+    pub const QWEN_VL: Self =
+        Self { kv_heads: Some(8), rms_eps: 1e-5, theta: 1e6, multimodal: true, ..Self::QWEN2 };
+    /// `Qwen3Config`.
+    pub const QWEN3: Self = Self { head_dim: Some(128), qkv_bias: false, qk_norm: true, ..Self::QWEN2 };
+    /// `LlamaConfig`.
+    pub const LLAMA: Self = Self { kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
 }
 
 impl DecoderConfig {
-    /// Reads the fields of a Qwen2 language model; `root` is the whole configuration, which may say instead of `text` that
-    /// embeddings are tied.
+    /// Reads the fields of a language model of this class; `root` is the whole configuration, which may say instead of `text`
+    /// that embeddings are tied.
     ///
     /// # Errors
-    /// A missing or impossible field, sliding windows, another activation than SwiGLU's.
+    /// A missing or impossible field, sliding windows, another activation than SwiGLU's, biases in the feed-forward layer.
     pub fn parse(text: &ConfigJson, root: &ConfigJson, class: TextDefaults) -> Result<Self> {
         let hidden = text.size("hidden_size", None)?;
         let q = text.size("num_attention_heads", None)?;
         let absent = !text.object().contains_key("num_key_value_heads");
-        let kv = text.size("num_key_value_heads", Some(if absent { class.kv_heads } else { q }))?;
-        let dim = text.size("head_dim", Some(hidden / q))?;
+        let default = class.kv_heads.filter(|_| absent).unwrap_or(q);
+        let kv = text.size("num_key_value_heads", Some(default))?;
+        let dim = text.size("head_dim", Some(class.head_dim.unwrap_or(hidden / q)))?;
         if kv == 0 || q % kv != 0 || dim == 0 || dim % 2 != 0 {
             return Err(text.error(format!("{q} heads of {dim} with {kv} key-value heads cannot be grouped")));
         }
@@ -90,6 +116,9 @@ impl DecoderConfig {
         if !matches!(text.text("hidden_act")?, None | Some("silu" | "swish")) {
             return Err(text.error("hidden_act of the language model: only \"silu\" is supported"));
         }
+        if text.boolean("mlp_bias", false)? {
+            return Err(text.error("mlp_bias is true; feed-forward layers with biases are not supported"));
+        }
         let tied = |json: &ConfigJson, default: bool| json.boolean("tie_word_embeddings", default);
         Ok(Self {
             hidden,
@@ -98,11 +127,14 @@ impl DecoderConfig {
             heads: AttentionHeads { q, kv, dim },
             vocab: text.size("vocab_size", None)?,
             rms_eps: text.epsilon("rms_norm_eps", class.rms_eps)?,
-            rope: Rope::parse(text, dim, class.theta, class.multimodal)?,
-            max_positions: text.size("max_position_embeddings", Some(32768))?,
+            rope: Rope::parse(text, dim, &class)?,
+            max_positions: text.size("max_position_embeddings", Some(class.max_positions))?,
             tie_word_embeddings: tied(root, class.tied)? || tied(text, false)?,
-            attention_bias: [true, false],
-            qk_norm: false,
+            attention_bias: match class.qkv_bias {
+                true => [true, false],
+                false => [text.boolean("attention_bias", false)?; 2],
+            },
+            qk_norm: class.qk_norm,
         })
     }
 }
@@ -140,7 +172,8 @@ pub struct Scored {
     normed: Rows,
     /// Of the final norm.
     stats: Rows,
-    scores: Scores,
+    /// Log-probabilities by target and entropies by row, in the device's precision.
+    pub scores: Scores,
 }
 
 impl Decoder {

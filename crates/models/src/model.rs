@@ -50,6 +50,8 @@ pub struct LoadOptions<'a> {
     pub quantization: Option<Quantization<'a>>,
     /// Keys of `config.json` to replace.
     pub overrides: Option<&'a Map<String, Value>>,
+    /// Where its passes run.
+    pub device: Device,
 }
 
 /// Bytes that may be kept of towers for each trained weight.
@@ -123,6 +125,7 @@ impl Model {
         network: Box<dyn Network>,
         params: Vec<Arc<Param>>,
         dir: PathBuf,
+        device: Device,
     ) -> Self {
         let (num_base, whole) = (params.len(), BTreeSet::new());
         Self {
@@ -137,7 +140,7 @@ impl Model {
             lora: None,
             whole,
             alphas: BTreeMap::new(),
-            device: Device::Cpu,
+            device,
         }
     }
 
@@ -161,7 +164,7 @@ impl Model {
         let mut source = FileSource::new(&files, options.dtype).quantised(options.quantization);
         let network = family.network(&mut source)?;
         let params = source.finish(family.name())?;
-        let mut model = Self::new(family, network, params, dir.to_path_buf());
+        let mut model = Self::new(family, network, params, dir.to_path_buf(), options.device);
         (model.overrides, model.outside) = (overrides, outside);
         Ok(model)
     }
@@ -184,7 +187,7 @@ impl Model {
         let (std, dtype, quantization) = (family.initializer_range(), options.dtype, options.quantization);
         let mut source = RandomSource { seed, std, dtype, quantization, params: Vec::new() };
         let network = family.network(&mut source)?;
-        let mut model = Self::new(family, network, source.params, dir.to_path_buf());
+        let mut model = Self::new(family, network, source.params, dir.to_path_buf(), options.device);
         model.overrides = overrides;
         Ok(model)
     }
@@ -207,7 +210,7 @@ impl Model {
         let (dtype, quantization) = (options.dtype, options.quantization);
         let mut source = OutlineSource { files: files.as_ref(), dtype, quantization, params: Vec::new() };
         let network = family.network(&mut source)?;
-        Ok(Self::new(family, network, source.params, dir.to_path_buf()))
+        Ok(Self::new(family, network, source.params, dir.to_path_buf(), options.device))
     }
 
     /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest, no adapters.
@@ -215,10 +218,19 @@ impl Model {
     /// # Errors
     /// Out of memory.
     pub fn reference(&self) -> Result<Self> {
+        self.reference_on(self.device)
+    }
+
+    /// As [`Self::reference`], with its passes on another device.
+    ///
+    /// # Errors
+    /// As [`Self::reference`].
+    pub fn reference_on(&self, device: Device) -> Result<Self> {
         let policy = self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
         let mut source = ReferenceSource { policy: &policy, tied: self.decoder().tied(), params: Vec::new() };
         let network = self.family.network(&mut source)?;
-        let mut model = Self::new(Arc::clone(&self.family), network, source.params, self.dir.clone());
+        let (family, dir) = (Arc::clone(&self.family), self.dir.clone());
+        let mut model = Self::new(family, network, source.params, dir, device);
         (model.overrides, model.outside) = (self.overrides.clone(), self.outside.clone());
         Ok(model)
     }
@@ -343,7 +355,8 @@ impl Model {
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
-    /// Features of a prompt's media from tower outputs of a model whose tower is the same. Runs the projector only.
+    /// Features of a prompt's media from tower outputs of a model whose tower is the same, wherever it runs. Runs the
+    /// projector only.
     ///
     /// # Errors
     /// Input that does not fit.
@@ -358,7 +371,7 @@ impl Model {
         instruction: &[u32],
         pass: &Pass,
     ) -> Result<Features> {
-        let tower = Var::constant(tower.clone());
+        let tower = Var::constant(tower.to_device(pass.device));
         let rows = self.network.project(&tower, medium, instruction, pass, &mut Tape::off())?;
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
@@ -467,7 +480,7 @@ impl Model {
                     span.feature + span.len
                 )));
             }
-            x.set_rows(span.row, rows, span.feature..span.feature + span.len)?;
+            x.set_rows(span.row, &rows.to_device(self.device), span.feature..span.feature + span.len)?;
         }
         Ok(x)
     }
@@ -490,7 +503,7 @@ impl Model {
     }
 
     /// Log-probabilities and entropies of a stream, per scored token, completion by completion. `features[group]`
-    /// holds the features of the group's media.
+    /// holds the features of the group's media, from whatever device.
     ///
     /// # Errors
     /// Features that do not fill their spans.
@@ -595,7 +608,7 @@ impl Model {
             let tower = match (tower_trained, known) {
                 (true, true) => self.network.tower(medium, &pass, &mut tape)?,
                 (true, false) => self.tower(medium, &pass, &mut tape)?,
-                (false, _) => Var::constant(own.tower.clone()),
+                (false, _) => Var::constant(own.tower.to_device(self.device)),
             };
             let rows = self.network.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
             drop(tower);
@@ -606,6 +619,12 @@ impl Model {
 }
 
 impl StreamPass<'_> {
+    /// What the decoder computed of the targets, in the stream's order.
+    #[must_use]
+    pub fn scored(&self) -> &Scored {
+        &self.scored
+    }
+
     /// Adds the gradients of every trained weight of the decoder, given dL/dlogp and dL/dentropy per scored token. What
     /// reaches the features goes on with [`Model::backward_media`]; it is empty where neither towers nor projectors
     /// are trained.

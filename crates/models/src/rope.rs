@@ -7,6 +7,7 @@
 use std::f64::consts::TAU;
 
 use crate::config_json::ConfigJson;
+use crate::decoder::TextDefaults;
 use crate::error::Result;
 
 /// Rotary settings.
@@ -57,12 +58,12 @@ pub enum RopeScaling {
 }
 
 impl Rope {
-    /// Reads the settings of a language model with heads of `dim` columns. `theta` is the class's base; `multimodal` says
-    /// whether positions have three axes.
+    /// Reads the settings of a language model of this class with heads of `dim` columns.
     ///
     /// # Errors
     /// An unknown or incomplete scaling, axes that do not fill a head.
-    pub fn parse(text: &ConfigJson, dim: usize, theta: f64, multimodal: bool) -> Result<Self> {
+    pub fn parse(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<Self> {
+        let TextDefaults { theta, multimodal, max_positions, .. } = *class;
         let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
         let rope = match given {
             Some(rope) => rope,
@@ -107,7 +108,7 @@ impl Rope {
             },
         };
         let original = || -> Result<f64> {
-            let longest = text.size("max_position_embeddings", Some(32768))?;
+            let longest = text.size("max_position_embeddings", Some(max_positions))?;
             let longest = text.size("original_max_position_embeddings", Some(longest))?;
             Ok(rope.size("original_max_position_embeddings", Some(longest))? as f64)
         };

@@ -150,7 +150,7 @@ fn an_outline_is_the_model_without_its_data() {
         for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
                 let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
-                let options = LoadOptions { dtype, quantization, overrides: None };
+                let options = LoadOptions { dtype, quantization, ..LoadOptions::default() };
                 let outline = Model::outline(&checkpoint(name), &options, false).unwrap();
                 let model = Model::load_with(&checkpoint(name), &options).unwrap();
                 let facts = |model: &Model| -> Vec<_> {

@@ -354,7 +354,7 @@ fn quantised(name: &str, bits: QuantBits) -> Model {
     let options = LoadOptions {
         dtype: WeightDtype::Auto,
         quantization: Some(Quantization { bits, keep: &keep }),
-        overrides: None,
+        ..LoadOptions::default()
     };
     Model::load_with(&checkpoint(name), &options).unwrap()
 }

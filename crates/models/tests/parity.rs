@@ -2,11 +2,21 @@
 //! every gradient, greedy text. Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "parity/blocks.rs"]
+mod blocks;
+#[path = "parity/decoders.rs"]
+mod decoders;
+#[path = "support/differences.rs"]
+mod differences;
+#[path = "parity/networks.rs"]
+mod networks;
+#[path = "support/rows.rs"]
+mod rows;
 mod support;
 
 use omnigrpo_models::{
-    ConfigJson, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Rope, RopeScaling, Training,
-    WeightDtype,
+    ConfigJson, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Rope, RopeScaling,
+    TextDefaults, Training, WeightDtype,
 };
 use serde_json::{Map, Value, json};
 use support::{
@@ -169,7 +179,7 @@ fn scaled_rotary_positions_equal_transformers() {
         });
         std::fs::write(&path, config.to_string()).unwrap();
         let dim = row["dim"].as_u64().unwrap() as usize;
-        let rope = Rope::parse(&ConfigJson::read(&path).unwrap(), dim, 1e4, false).unwrap();
+        let rope = Rope::parse(&ConfigJson::read(&path).unwrap(), dim, &TextDefaults::QWEN2).unwrap();
         for (i, (got, want)) in rope.frequencies(dim).iter().zip(numbers(&row["frequencies"])).enumerate() {
             assert!((got - want).abs() <= 2e-6 * want, "{kind} of {dim}, pair {i}: {got} for {want}");
         }

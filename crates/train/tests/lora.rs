@@ -148,7 +148,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         let options = LoadOptions {
             dtype: WeightDtype::Auto,
             quantization: Some(Quantization { bits, keep: &keep }),
-            overrides: None,
+            ..LoadOptions::default()
         };
         setup.model = Model::load_with(&checkpoint(NAME), &options).unwrap();
         setup.model.add_lora(&lora(0.0)).unwrap();

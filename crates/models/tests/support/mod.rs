@@ -10,7 +10,7 @@ use omnigrpo_models::{
     FeatureGradients, GroupStream, MediumInput, MediumShape, Memories, Model, PackedStream, Position, Prompt,
     Training, WeightDtype,
 };
-use omnigrpo_ops::{AttentionLayout, Rows, Tape, Var};
+use omnigrpo_ops::{AttentionLayout, Param, Rows, Tape, Var};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -208,6 +208,11 @@ pub fn sketch(grad: &[f32]) -> [f64; 9] {
 /// Compares every gradient of the model with `{prefix}grad.*` and `{prefix}sketch.*` under the project's rule:
 /// ‖Δ‖ ≤ rel · ‖g‖ + 1e-6 · RMS over all tensors. Returns how many were compared.
 pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -> usize {
+    check_gradients_of(model.params(), golden, prefix, rel)
+}
+
+/// As [`check_gradients`], of these weights.
+pub fn check_gradients_of(params: &[Arc<Param>], golden: &Golden, prefix: &str, rel: f64) -> usize {
     let norms: Vec<f64> = golden
         .f
         .iter()
@@ -217,7 +222,7 @@ pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -
     assert!(!norms.is_empty(), "no gradients under {prefix}");
     let rms = (norms.iter().map(|n| n * n).sum::<f64>() / norms.len() as f64).sqrt();
     let mut compared = 0;
-    for param in model.params() {
+    for param in params {
         let name = param.name();
         let expected = golden.f.get(&format!("{prefix}sketch.{name}"));
         let got = param.grad();

@@ -115,6 +115,7 @@ fn needed(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Re
             dtype: setup::weight_dtype(settings),
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
             overrides: Some(overrides),
+            ..Default::default()
         };
         let outline = Model::outline(dir, &options, false)?;
         let plan = MemoryPlan {

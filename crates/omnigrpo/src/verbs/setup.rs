@@ -219,6 +219,7 @@ fn load(settings: &Settings, trained: &Selection, before: &dyn Fn(&Model) -> Res
         dtype: weight_dtype(settings),
         quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
         overrides: Some(&overrides),
+        ..LoadOptions::default()
     };
     let outline = Model::outline(&dir, &options, settings.model.init_weights.is_some())?;
     memory::weights_fit(&outline)?;
