@@ -7,10 +7,13 @@ use serde_json::Value;
 
 use crate::{Result, TextError};
 
-/// The file's bytes, or `None` if there is no such file.
+/// The file's bytes, or `None` if there is no such file. A pipe, which may never be written to, is not opened.
 pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let read_error = |source| TextError::Read { path: path.to_owned(), source };
-    let file = match std::fs::File::open(path) {
+    let file = match std::fs::metadata(path).and_then(|found| match found.is_file() {
+        true => std::fs::File::open(path),
+        false => Err(std::io::Error::other("not a regular file")),
+    }) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(read_error(e)),

@@ -358,8 +358,10 @@ impl Tokenizer {
         pre.split(|_, whole| {
             let mut splits: Vec<(NormalizedString, Option<Vec<Token>>)> =
                 Vec::with_capacity(2 * fixed.len() + 1);
+            // Nothing is normalised yet, so both ranges are the same; for an original one all alignments before it are
+            // gone through, which takes the square of the number of added tokens.
             let slice = |range: std::ops::Range<usize>| {
-                whole.slice(Range::Original(range)).ok_or("text cut inside a character")
+                whole.slice(Range::Normalized(range)).ok_or("text cut inside a character")
             };
             let mut at = 0;
             for (k, f) in fixed.iter().enumerate() {

@@ -261,6 +261,17 @@ proptest! {
     }
 }
 
+/// A row or a completion may be a megabyte of added tokens; the square of that would be hours.
+#[test]
+fn time_grows_with_the_number_of_added_tokens() {
+    let tokenizer = load(&[("tokenizer.json", &tiny().to_string())]).unwrap();
+    let one = tokenizer.encode_text("<think>a").unwrap();
+    assert_eq!(one.len(), 2);
+    let started = std::time::Instant::now();
+    assert_eq!(tokenizer.encode_text(&"<think>a".repeat(1 << 17)).unwrap(), one.repeat(1 << 17));
+    assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
+}
+
 /// `tokenizer.json` is not trusted: it ends neither the process nor its memory.
 #[test]
 fn hostile_tokenizers_are_errors() {
