@@ -15,7 +15,10 @@ Videos other than GIF and WebP are only decoded where ffmpeg is installed.
 
 import argparse
 import concurrent.futures
+import contextlib
 import copy
+import ctypes
+import hashlib
 import json
 import os
 import random
@@ -23,11 +26,15 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import unicodedata
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +42,6 @@ GOLDEN = ROOT / "crates/models/tests/golden"
 CHECKPOINTS = GOLDEN / "checkpoints"
 MEDIA = ROOT / "crates/media/tests/data"
 MOST_SECS, MOST_BYTES = 60, 2 << 30
-DEFAULT_CASES = 12_000
 ROW = {"problem": "What is 2+3?", "solution": "<answer>5</answer>"}
 GENERATE = ["generate", "--model", "m", "--prompt", "Hi", "--max_completion_length", "1", "--threads", "1"]
 TRAIN = (
@@ -50,7 +56,8 @@ VALUES = [
 ]
 
 
-# --- Making a case: a function (rng, number, directory) -> arguments -----------------------------------------------------
+# --- Making a case: a function (rng, number, directory) -> arguments, or (arguments, a judge of (exit code, stderr, directory)
+# that gives a reason against survival or None) --------------------------------------------------------------------------
 
 
 def checkpoint(into, name):
@@ -120,8 +127,6 @@ def show(into, row):
 
 def png(width, height, color=2, depth=8, body=b"", chunks=()):
     """A PNG with a header of any size."""
-    import zlib
-
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -135,7 +140,7 @@ def pictures(rng, number, into):
     if number % 8 == 0:
         side = lambda: rng.choice([0, 1, 28, 4096, 20_000, 65_535, 2**31 - 1, 2**32 - 1])
         rows = bytes(rng.choice([0, 100, 1 << 20, 64 << 20]))
-        texts = [(b"zTXt", b"a\0\0" + __import__("zlib").compress(bytes(64 << 20)))] if rng.random() < 0.3 else []
+        texts = [(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 << 20)))] if rng.random() < 0.3 else []
         data = png(side(), side(), rng.choice([0, 2, 3, 4, 6, 9]), rng.choice([1, 8, 16, 7]), rows, texts)
         name = "a.png"
     else:
@@ -456,10 +461,459 @@ def yaml(rng, number, into):
     return ["train", "--config", "c.yaml", "--model", "m", "--train_file", "rows.jsonl", "--output_dir", "run", "--print_config", "true"]
 
 
+# --- Flags: each mistake is refused, and all of them are named at once ---------------------------------------------------
+
+
+def settings_of(verb):
+    """(name, what it takes) of each setting of a verb, from the page that is written from the table of flags."""
+    for line in (ROOT / "docs/flags.md").read_text().splitlines():
+        cells = line.replace("\\|", "/").split(" | ")
+        if line.startswith("| `") and verb in cells[3].rstrip(" |").split(", "):
+            # The last bracket says what it takes; words list their choices behind it.
+            yield cells[0].split("`")[1], cells[1].split("<br>")[0].rsplit("(", 1)[-1] if "<br>" not in cells[1] else "a choice"
+
+
+def wrong_values(takes):
+    if takes.startswith(("a whole number", "a number", "a share", "numbers")):
+        return ["x", "nan", "-7e9", "1e999", "0x10", "--", "1,2;3", "\u0663", "1 2"]
+    if takes.startswith(("a choice", "true or false")):
+        return ["bogus", "\x1b[2J", "tru e", "9" * 400, "\u202e"]
+    return []
+
+
+# Contradictions of `train`: what is given, and the name that must be in the error.
+CONTRADICTIONS = [
+    ("--beta 0 --kl k1_seq", "kl"), ("--eval_steps 10", "eval_steps"), ("--category_column k", "category_column"),
+    ("--reward_weights 1 2 3", "reward_weights"), ("--lora_r 4", "lora_r"),
+    ("--loss_type sapo --epsilon_high 0.3", "epsilon_high"), ("--metric_for_best_model eval_accuracy", "metric_for_best_model"),
+    ("--save_strategy no --save_steps 3", "save_steps"), ("--bertscore_idf true", "bertscore_idf"), ("--lora_dropout 0.1", "lora_dropout"),
+]
+
+
+def flags(rng, number, into):
+    """Some right settings and some mistakes, as flags or in a file."""
+    put(into / "rows.jsonl", dump(ROW) + "\n")
+    verb = rng.choice(["train", "train", "sft", "generate", "score", "eval", "data check", "rewards run", "bench", "demo"])
+    chosen, words, config = [], [], []
+    candidates = [(name, value) for name, takes in settings_of(verb) for value in wrong_values(takes)]
+    for name, value in rng.sample(candidates, rng.choice([1, 1, 2, 3, 8])):
+        if name in chosen:
+            continue
+        chosen.append(name)
+        if rng.random() < 0.3:
+            config.append(f"{name}: {dump(value)}")
+        else:
+            words += [f"--{name}={value}"] if value.startswith("-") or rng.random() < 0.5 else [f"--{name}", value]
+    if rng.random() < 0.3:
+        chosen.append(name := rng.choice(["num_generation", "zzz", "a" * 3000, "x\x1b]0;y\x07", "\u00e9", "learning_rat"]))
+        words += [f"--{name}", "1"]
+    if verb == "train" and rng.random() < 0.4:
+        for text, name in rng.sample(CONTRADICTIONS, rng.choice([1, 2, 4])):
+            given = [word[2:] for word in text.split() if word.startswith("--")]
+            # One mistake in a setting may hide what it contradicts.
+            if not any(word in " ".join([*chosen, *words, *config]) for word in given):
+                chosen.append(name)
+                words += text.split()
+    args = [*verb.split(), *words]
+    if config:
+        put(into / "c.yaml", "\n".join(config) + "\n")
+        args += ["--config", "c.yaml"]
+
+    def judge(code, said, _):
+        if code != 2:
+            return f"exit code {code}, expected 2"
+        missing = [name for name in chosen if name.isascii() and name.isprintable() and name[:60] not in said]
+        if missing:
+            return f"not named: {', '.join(missing)}"
+        return control_characters(said)
+
+    return args, judge
+
+
+def control_characters(said):
+    return "control characters on the terminal" if any(unicodedata.category(c) == "Cc" and c != "\n" for c in said) else None
+
+
+# --- Completions: what a model writes reaches every reward ---------------------------------------------------------------
+
+TEXTS = [
+    "<", "<answer>", "</answer>", "<think>", "</think>", "<explain>", "(A)", "(", "A, ", "[", "[1,", "[0,0,1,1]", "{", '{"bbox_2d":[0,0,1,1],"label":"a"},',
+    "```json\n", "```", "\\boxed{", "\\frac", "\\frac{1}{", "\\text{", "\\sqrt", "$", "^", "9^", "1/", "1e999", "-", "1,000,", "yes ", "kh\u00f4ng ", "a", "a ",
+    "aaaaaaaa!", "\u0301", "\u0130", "\ud800", "\0", "\x1b[2J", "\u202e", "\n", "\r\n", "\U0001d7d9", "x" * 99, "(a+)+$", ".*", '{"a":', "&lt;", "%s%n", "../",
+]
+TEXT_REWARDS = (
+    "accuracy format label emotion mcq mcq_iou yes_no short_text math iou od_ap od_ap50 odLength weighted_sum all_match fuzzy cider repetition"
+).split()
+MODES = (
+    "auto label emotion mcq_exact mcq_iou short_text math yes_no iou od_ap od_ap50 odLength weighted_sum all_match fuzzy r1v"
+).split()
+
+
+def hostile_text(rng, most):
+    size = rng.choice([100, 10_000, most])
+    text = "".join(rng.choice(TEXTS) * rng.choice([1, 1, 3, 1000]) for _ in range(rng.choice([1, 3, 9])))
+    text = (text * (size // max(len(text), 1) + 1))[:size]
+    return rng.choice(["{}", "<answer>{}</answer>", "<think>x</think><answer>{}</answer>", "<answer>```json\n[{}\n```</answer>"]).replace("{}", text)
+
+
+def completions(rng, number, into):
+    def row():
+        truth = rng.choice(["<answer>5</answer>", "(B) x", "[1,2,3,4]", '[{"bbox_2d":[0,0,9,9],"label":"a"}]', "yes", "happy", None])
+        if truth is None:
+            truth = hostile_text(rng, 100_000)
+        made = [hostile_text(rng, 1 << 20) for _ in range(rng.choice([1, 1, 2]))]
+        return {"problem": rng.choice(["Which?", hostile_text(rng, 10_000)]), "solution": truth, "explanation": truth, "completions": made}
+
+    lines = [dump(row()) for _ in range(rng.choice([1, 2]))]
+    if number % 10 == 0:
+        value = rng.choice([*VALUES, deep(rng), [[["x"]]], [{"role": "assistant", "content": "x"}], ["x"] * 5_000])
+        lines.append('{"problem": "x", "solution": "x", "completions": ' + (value if isinstance(value, str) and value else dump(value)) + "}")
+    data = ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass")
+    put(into / "rows.jsonl", damaged(rng, data) if number % 10 == 1 else data)
+    if number % 6 == 0:
+        checkpoint(into, "qwen2_5_vl_tied")
+        return ["score", "--model", "m", "--input", "rows.jsonl", "--output", "out.jsonl", "--threads", "1"]
+    mode = rng.choice(MODES)
+    rewards = rng.sample(TEXT_REWARDS, rng.choice([1, 3, len(TEXT_REWARDS)]))
+    args = ["rewards", "run", "--input", "rows.jsonl", "--output", "out.jsonl", "--threads", "1", "--reward_funcs", ",".join(rewards)]
+    if "accuracy" in rewards:
+        args += ["--accuracy_mode", mode]
+
+    def judge(code, said, place):
+        if code == 0:
+            for line in (place / "out.jsonl").read_text().splitlines():
+                scored = json.loads(line)
+                numbers = [x for column in scored["rewards"].values() for x in column if x is not None]
+                if set(scored["rewards"]) != set(rewards) or not all(-1 <= x <= 3 for x in numbers):
+                    return "rewards that are missing or out of range"
+        return control_characters(said)
+
+    return args, judge
+
+
+# --- Playlists: no file but the row's own is opened, no address asked, no command run ------------------------------------
+
+
+def watch(paths):
+    """A function that says whether one of the files was opened since."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    watcher = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    for path in paths:
+        if watcher < 0 or libc.inotify_add_watch(watcher, os.fsencode(path), 0x20) < 0:  # IN_OPEN
+            raise OSError(ctypes.get_errno(), "inotify")
+
+    def opened():
+        try:
+            return bool(os.read(watcher, 4096))
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(watcher)
+
+    return opened
+
+
+def listen():
+    """A port of this machine, and a function that says whether anything was connected to it since."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+
+    def connected():
+        with listener:
+            try:
+                listener.accept()[0].close()
+                return True
+            except BlockingIOError:
+                return False
+
+    return listener.getsockname()[1], connected
+
+
+def playlists(rng, number, into):
+    secret = into / "outside/secret.mp4"
+    put(secret, (MEDIA / "audio/clip.mp4").read_bytes())
+    put(into / "outside/1.png", (GOLDEN / "media/shapes.png").read_bytes())
+    opened, (port, connected) = watch([secret, into / "outside/1.png"]), listen()
+    address = f"127.0.0.1:{port}"
+    target = rng.choice([
+        str(secret), "../outside/secret.mp4", f"file:{secret}", f"file://{secret}", f"http://{address}/a.mp4", f"tcp://{address}", f"udp://{address}",
+        f"rtmp://{address}/a", f"concat:{secret}|{secret}", f"subfile,,start,0,end,0,,:{secret}", f"crypto:{secret}", f"async:{secret}", f"cache:{secret}",
+        f"pipe:0", f"ftp://{address}/a", f"data:text/plain,{secret}", f"\\\\{address}\\a", "../outside/%d.png", f"movie={secret}", f"tee:{secret}",
+    ])
+    text = rng.choice([
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{target}\n#EXT-X-ENDLIST\n", f'#EXTM3U\n#EXT-X-MAP:URI="{target}"\n#EXTINF:1,\n{target}\n',
+        f'#EXTM3U\n#EXT-X-KEY:METHOD=AES-128,URI="{target}"\n#EXTINF:1,\n{target}\n', f"ffconcat version 1.0\nfile '{target}'\nduration 1\n",
+        f"v=0\no=- 0 0 IN IP4 127.0.0.1\nc=IN IP4 127.0.0.1\nt=0 0\nm=video {port} RTP/AVP 96\na=rtpmap:96 H264/90000\n",
+        f"<?xml version='1.0'?><MPD xmlns='urn:mpeg:dash:schema:mpd:2011' type='static'><Period><AdaptationSet mimeType='video/mp4'><Representation id='1' bandwidth='1'>"
+        f"<BaseURL>{target}</BaseURL></Representation></AdaptationSet></Period></MPD>", f"<asx version='3.0'><entry><ref href='{target}'/></entry></asx>",
+        f"[playlist]\nFile1={target}\nNumberOfEntries=1\n", f"<smil><body><video src='{target}'/></body></smil>", f"RTSPtext\n{target}\n",
+        f"<svg xmlns='http://www.w3.org/2000/svg' xmlns:x='http://www.w3.org/1999/xlink'><image x:href='{target}' width='9' height='9'/></svg>",
+        f"import vapoursynth as vs\nopen('{into}/ran', 'w')\n", f"AVISource(\"{target}\")\n", f"[InternetShortcut]\nURL={target}\n", f"movie={secret}",
+        "#!/bin/sh\ntouch ran\n", f"<?xml version='1.0'?><!DOCTYPE a [<!ENTITY b SYSTEM 'file://{secret}'>]><MPD>&b;</MPD>",
+    ])
+    ending = rng.choice([".mp4", ".m3u8", ".m3u", ".ts", ".mkv", ".avi", ".mpd", ".sdp", ".asx", ".txt", ".gif", ".png", ".wav", ".mp3", ".opus", ".svg", ".vpy", ".avs", ""])
+    name, kind = "a" + ending, rng.choice(["video", "video", "audio", "image"])
+    data = text.encode()
+    match number % 5:
+        case 0:
+            # A QuickTime file whose samples lie in another file.
+            reference = f"{target}\0".encode()
+            entry = struct.pack(">I4sI", 12 + len(reference), b"url ", 0) + reference
+            data = (MEDIA / "audio/clip.mp4").read_bytes().replace(struct.pack(">I4sI", 12, b"url ", 1), entry)
+            name = "a.mp4"
+        case 1:
+            name = target if rng.random() < 0.5 else rng.choice([
+                "-f lavfi", "-i", "`touch ran`.mp4", "$(touch ran).mp4", "a;touch ran;.mp4", "|touch ran", "lavfi:color", "x11grab::0", "http:%d.mp4", "a%d.png", "a\n-i.mp4",
+            ])
+        case 2:
+            (into / "in").mkdir()
+            (into / "in" / name).symlink_to(secret)
+        case 3:
+            (into / "in/frames").mkdir(parents=True)
+            (into / "in/frames/1.png").symlink_to("../../outside/1.png")
+            name, kind = "frames", "video"
+    if number % 5 in (0, 1, 4):
+        put(into / "in" / name.replace("/", "_")[:200], data)
+    checkpoint(into, "humanomni" if kind == "audio" else "qwen2_5_vl_tied")
+    put(into / "rows.jsonl", dump({kind: [name] if rng.random() < 0.2 else name, "problem": f"<{kind}>What?", "solution": "x"}) + "\n")
+    args = ["data", "show", "--model", "m", "--train_file", "rows.jsonl", f"--{kind}_folders", "in"]
+    if rng.random() < 0.3:
+        args += ["--allow_urls", "public"]
+
+    def judge(code, said, place):
+        escapes = [("opened a file outside of its root", opened()), ("connected to an address", connected()), ("ran a command", (place / "ran").exists())]
+        return ", ".join(what for what, did in escapes if did) or control_characters(said)
+
+    return args, judge
+
+
+# --- Damaged run directories: what goes on from one is right, or says what is not ----------------------------------------
+
+RESUME = (
+    "train --model m --train_file rows.jsonl --eval_file rows.jsonl --eval_steps 2 --output_dir run --max_steps 6 --save_steps 2 --num_generations 2 "
+    "--gradient_accumulation_steps 1 --max_completion_length 3 --reward_funcs random --learning_rate 1e-3 --threads 1"
+).split()
+WHOLE_RUN = None
+
+
+def whole_run(binary, into):
+    """A finished run of six steps."""
+    shutil.rmtree(into, ignore_errors=True)
+    checkpoint(into, "qwen2_5_vl_tied")
+    put(into / "rows.jsonl", "".join(dump({"id": str(i), **ROW, "problem": f"{i}?"}) + "\n" for i in range(9)))
+    subprocess.run([binary, *RESUME], cwd=into, check=True, capture_output=True)
+    return into
+
+
+def sums(path):
+    """Makes the digests of a checkpoint those of its files."""
+    if not (path / "SHA256SUMS").is_file():
+        return
+    names = [line.split("  ", 1)[1] for line in (path / "SHA256SUMS").read_text().splitlines()]
+    lines = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in names if (path / name).is_file()]
+    put(path / "SHA256SUMS", "".join(lines))
+
+
+def logged(path):
+    """Rows of metrics without clocks and memory."""
+    try:
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    except ValueError:
+        return None
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "step_time", "data/ahead_time"))} for row in rows]
+
+
+def run_directories(rng, number, into):
+    checkpoint(into, "qwen2_5_vl_tied")
+    shutil.copy(WHOLE_RUN / "rows.jsonl", into)
+    whole, run = WHOLE_RUN / "run", into / "run"
+    shutil.copytree(whole, run)
+    # As if it had been killed behind step 4.
+    shutil.rmtree(run / "checkpoint-6")
+    for path in [*(whole / "checkpoint-6").iterdir(), run / "README.md"]:
+        (run / path.name).unlink(missing_ok=True)
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    forged = False
+    for _ in range(rng.choice([1, 1, 1, 3])):
+        path = rng.choice([p for p in files if "checkpoint-" in str(p)] if rng.random() < 0.7 else files)
+        other = Path(str(path).replace("checkpoint-4", "checkpoint-x").replace("checkpoint-2", "checkpoint-4").replace("checkpoint-x", "checkpoint-2"))
+        if not path.is_file():
+            continue
+        match rng.randrange(10):
+            case 0:
+                path.unlink()
+            case 1:
+                put(path, b"")
+            case 2:
+                put(path, path.read_bytes()[: rng.randrange(path.stat().st_size + 1)])
+            case 3 if other != path and other.is_file():
+                a, b = path.read_bytes(), other.read_bytes()
+                put(path, b)
+                put(other, a)
+            case 4:
+                put(path, other.read_bytes() if other.is_file() else b"\0" * 99)
+            case 5:
+                # Checkpoints may come from elsewhere; nobody puts pipes into logs.
+                endless = [lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)] * ("checkpoint-" in str(path))
+                path.unlink()
+                rng.choice([path.mkdir, lambda: path.symlink_to("nowhere"), *endless])()
+            case 6 if (state := run / "checkpoint-4/trainer_state.json").is_file():
+                try:
+                    value = json.loads(state.read_text())
+                except ValueError:
+                    continue
+                put(state, dump(change(value, rng.choice(list(places(value))), rng.choice([DROP, *VALUES]))))
+                if forged := rng.random() < 0.7:
+                    sums(run / "checkpoint-4")
+            case 7 if (run / "checkpoint-4").is_dir():
+                target = run / rng.choice(["checkpoint-7", "checkpoint-99999999999999999999", "checkpoint-", "checkpoint-04", "tmp-checkpoint-6"])
+                if not target.exists():
+                    (run / "checkpoint-4").rename(target)
+            case 8:
+                put(run / rng.choice(["tmp-old-checkpoint-2/x", "checkpoint-6/model.safetensors", "checkpoint-5/trainer_state.json", "tmp-x", "superseded-1/x"]), b"{}")
+            case _:
+                put(path, damaged(rng, path.read_bytes()))
+
+    def judge(code, said, place):
+        if code != 0:
+            return control_characters(said)
+        if not forged and (run / "model.safetensors").read_bytes() != (whole / "model.safetensors").read_bytes():
+            return "went on to other weights without a word"
+        if not forged and logged(run / "metrics.jsonl") != logged(whole / "metrics.jsonl") and "metrics.jsonl" not in said:
+            return "went on with other metrics without a word"
+        return control_characters(said)
+
+    return RESUME, judge
+
+
+# --- Reward servers and programs -----------------------------------------------------------------------------------------
+
+ANSWERS = [
+    b"", b"{}", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"rewards":' * 50_000, b'{"rewards": []}', b'{"rewards": [1, 2, 3]}', b'{"rewards": ["1"]}', b'{"rewards": [NaN]}',
+    b'{"rewards": [1e999]}', b'{"rewards": [true]}', b'{"rewards": 1}', b'{"rewards": [[1]]}', b'{"rewards": [1]', b'{"error": "\\u001b]0;x\\u0007"}', b"\xff\xfe{", b"\0" * 1000,
+    b'{"error": "' + b"x" * 2_000_000 + b'"}', b'{"rewards": [1], "metrics": {"\\u001b[2J": "x"}}', b'{"rewards": [1], "metrics": []}',
+    b'{"rewards": [1], "columns": {"a": [1, 2, 3]}}', b" " * 20_000_000, b'{"id": 77, "rewards": [1]}', b'{"rewards": [null, 1]}', b'{"rewards": [1]}{"rewards": [1]}',
+]
+
+
+def serve(rng, canary, good_first):
+    """A server on this machine that answers badly, after one good answer or at once; its port, and a function that ends it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    body = rng.choice(ANSWERS)
+    head = rng.choice([b"HTTP/1.1 200 OK"] * 8 + [b"HTTP/1.1 500 x", b"HTTP/1.1 404 \x1b[2J", b"HTTP/9.9 999", b"garbage", b"HTTP/1.1 204 x", b"HTTP/1.1 100 Continue"])
+    length = rng.choice([len(body)] * 6 + [len(body) + 5, 0, -1, 2**64, "x"])
+    whole = head + b"\r\nContent-Type: application/json\r\nContent-Length: " + str(length).encode() + b"\r\n\r\n" + body
+    way = rng.choice(["answer"] * 6 + ["gzip", "chunks", "hang", "close", "drip", "endless body", "endless header", "redirect", "reset", "half"])
+    stop = threading.Event()
+
+    def answer(link, number):
+        link.settimeout(20)
+        with link:
+            asked = b""
+            while b"\r\n\r\n" not in asked and (part := link.recv(65536)):
+                asked += part
+            head, _, rest = asked.partition(b"\r\n\r\n")
+            sizes = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            while sizes and len(rest) < sizes[0] and (part := link.recv(65536)):
+                rest += part
+            if good_first and number == 0:
+                good = dump({"rewards": [0.5] * rest.count(b'"completion":')}).encode()
+                link.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: " + str(len(good)).encode() + b"\r\n\r\n" + good)
+                return
+            ok = b"HTTP/1.1 200 OK\r\n"
+            match way:
+                case "answer":
+                    link.sendall(whole)
+                case "half":
+                    link.sendall(whole[: len(whole) // 2])
+                case "gzip":
+                    bomb = zlib.compressobj(9, zlib.DEFLATED, 31)
+                    data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(200)) + bomb.flush()
+                    link.sendall(ok + b"Content-Encoding: gzip\r\nContent-Length: " + str(len(data)).encode() + b"\r\n\r\n" + data)
+                case "chunks":
+                    link.sendall(ok + b"Transfer-Encoding: chunked\r\n\r\n" + rng.choice([b"FFFFFFFFFFFFFFFF\r\nx", b"-1\r\n", b"zz\r\n", b"5\r\n{}\r\n0\r\n\r\n"]))
+                case "hang":
+                    stop.wait(15)
+                case "drip":
+                    for byte in whole:
+                        link.sendall(bytes([byte]))
+                        if stop.wait(0.05):
+                            return
+                case "endless body" | "endless header":
+                    link.sendall(ok + (b"\r\n" if way == "endless body" else b""))
+                    while not stop.is_set():
+                        link.sendall(b"x: " + b"y" * 65533 if way == "endless body" else b"x: " + b"y" * 1000 + b"\r\n")
+                case "redirect":
+                    link.sendall(f"HTTP/1.1 {rng.choice([301, 302, 307, 308])} x\r\nLocation: http://127.0.0.1:{canary}/\r\nContent-Length: 0\r\n\r\n".encode())
+                case "reset":
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def quietly(link, number):
+        with contextlib.suppress(OSError, ValueError):
+            answer(link, number)
+
+    def accept():
+        number = 0
+        with contextlib.suppress(OSError):
+            while not stop.is_set():
+                link, _ = listener.accept()
+                threading.Thread(target=quietly, args=(link, number), daemon=True).start()
+                number += 1
+
+    threading.Thread(target=accept, daemon=True).start()
+
+    def end():
+        stop.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+    return listener.getsockname()[1], end
+
+
+PROGRAMS = [
+    "sleep 99", "exit 0", "exit 1", "kill -9 $$", "cat", "cat >/dev/null", "yes", "yes >&2", "exec >&-; sleep 99", "exec <&-; sleep 99", "head -c 50000000 /dev/zero",
+    "head -c 50000000 /dev/zero >&2; cat", "while read -r line; do cat answer; done", "while read -r line; do cat answer; echo; done",
+    "trap '' TERM HUP INT; while :; do sleep 1; done", "sleep 99 & sleep 99 & read -r line; exit 0", "read -r line; cat answer; echo; exit 3", "printf '{\"id\": 0, '; sleep 99",
+    "while read -r line; do printf '\\033]0;x\\007' >&2; exit 4; done",
+]
+
+
+def scorers(rng, number, into):
+    canary, connected = listen()
+    put(into / "rows.jsonl", dump(ROW | {"completions": ["<answer>5</answer>", "y"]}) + "\n" + dump(ROW | {"completions": ["z"]}) + "\n")
+    end = lambda: None
+    if number % 3:
+        # A run asks once before it samples anything.
+        port, end = serve(rng, canary, number % 8 == 0)
+        reward = rng.choice(["", "", "judge:"]) + f"http://127.0.0.1:{port}/" + rng.choice(["", "v1"])
+    else:
+        put(into / "prog.sh", rng.choice(PROGRAMS) + "\n")
+        put(into / "answer", rng.choice(ANSWERS)[:100_000])
+        reward = "cmd:sh prog.sh"
+    args = ["rewards", "run", "--input", "rows.jsonl", "--output", "out.jsonl", "--threads", "1"]
+    if number % 4 == 0:
+        checkpoint(into, "qwen2_5_vl_tied")
+        args = TRAIN
+    args = [*args, "--reward_funcs", reward, "--reward_timeout_secs", "0.4"]
+
+    def judge(code, said, place):
+        end()
+        if connected():
+            return "followed a redirect"
+        if code == 0:
+            lines = (place / "out.jsonl").read_text().splitlines() if "rewards" in args else []
+            for row in map(json.loads, lines):
+                if not all(isinstance(x, (int, float)) or x is None for column in row["rewards"].values() for x in column):
+                    return "rewards that are no numbers"
+        return control_characters(said)
+
+    return args, judge
+
+
 # Class -> its share of the default number of cases.
 CLASSES = {
     pictures: 900, animations: 300, videos: 400, sounds: 600, rows: 700, configs: 6500, safetensors: 500, templates: 700, tokenizers: 600,
-    adapters: 400, yaml: 400,
+    adapters: 400, yaml: 400, flags: 800, completions: 600, playlists: 500, run_directories: 400, scorers: 200,
 }
 
 
@@ -489,7 +943,8 @@ def run(binary, seed, name, number, out):
     make = next(make for make in CLASSES if make.__name__ == name)
     place = Path(tempfile.mkdtemp(prefix=f"bad-{name}-{number}-"))
     try:
-        args = make(random.Random(f"{seed} {name} {number}"), number, place)
+        made = make(random.Random(f"{seed} {name} {number}"), number, place)
+        args, judge = made if isinstance(made, tuple) else (made, lambda *_: None)
         started, peak, why = time.monotonic(), 0, None
         with open(place / "stdout", "wb") as stdout, open(place / "stderr", "wb") as stderr:
             process = subprocess.Popen(
@@ -508,8 +963,10 @@ def run(binary, seed, name, number, out):
                     break
                 time.sleep(0.01)
         secs = time.monotonic() - started
-        said = (place / "stderr").read_bytes()[-4000:].decode("utf-8", "replace")
+        said = (place / "stderr").read_bytes()[-1_000_000:].decode("utf-8", "replace")
         code = process.returncode
+        verdict = judge(code, said, place)
+        why = why or verdict
         if why is None and (code < 0 or code >= 100):
             why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if why is None and "panicked at" in said and code != 0:
@@ -519,7 +976,8 @@ def run(binary, seed, name, number, out):
         if why:
             kept = out / "failures" / f"{name}-{number}"
             shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(place, kept, symlinks=True)
+            with contextlib.suppress(shutil.Error):  # pipes
+                shutil.copytree(place, kept, symlinks=True)
             (kept / "command.sh").write_text(f"cd {shlex.quote(str(kept))} && {shlex.join([str(binary), *args])}\n")
         return {"class": name, "number": number, "seed": seed, "code": code, "secs": round(secs, 2), "bytes": peak, "why": why, "said": said[-300:]}
     finally:
@@ -543,10 +1001,10 @@ def table(results):
 
 
 def main():
-    global ALL_CONFIGS
+    global ALL_CONFIGS, WHOLE_RUN
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("binary", type=Path)
-    parser.add_argument("--cases", type=int, default=DEFAULT_CASES, help="of all classes together; each has its share")
+    parser.add_argument("--cases", type=int, default=sum(CLASSES.values()), help="of all classes together; each has its share")
     parser.add_argument("--seed", default="1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--classes", default=",".join(make.__name__ for make in CLASSES))
@@ -557,9 +1015,11 @@ def main():
     wanted = args.classes.split(",")
     if unknown := set(wanted) - {make.__name__ for make in CLASSES}:
         parser.error(f"no such class: {', '.join(sorted(unknown))}")
-    scale = args.cases / DEFAULT_CASES
+    scale = args.cases / sum(CLASSES.values())
     todo = [(make.__name__, n) for make, share in CLASSES.items() if make.__name__ in wanted for n in range(max(1, round(share * scale)))]
     args.out.mkdir(parents=True, exist_ok=True)
+    if "run_directories" in wanted:
+        WHOLE_RUN = whole_run(binary, args.out.resolve() / "whole")
     log = args.out / "results.jsonl"
     results = {}
     if log.exists():

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Kills training runs at random moments, starts them again until they are done, and compares what they leave with an
-uninterrupted run: weights, moments, state, rollouts, metrics and evaluations, byte for byte (but for clocks and memory).
+"""Kills runs at random moments, starts them again until they are done, and compares what they leave with an uninterrupted
+run: weights, moments, state, rollouts, metrics and evaluations, byte for byte (but for clocks and memory).
 
-    cargo build --release
-    python3 tools/reliability/kills.py --kills 1000 --seed 1
+    python3 tools/reliability/kills.py target/debug/omnigrpo
+    python3 tools/reliability/kills.py target/debug/omnigrpo --kills 200 --cases "full disk,LoRA with dropout"
 
-Only the standard library is needed. A third of the kills wait for a checkpoint or a log to be half written; one in ten is
-a SIGTERM, SIGINT or SIGHUP, which must save and end with 75. After every end each checkpoint is compared with its
-SHA256SUMS. The disk-full case mounts a tmpfs and is skipped where that is not allowed.
+Only Linux and Python's standard library are needed. A third of the kills wait for a checkpoint or a log to be half written;
+one in ten is a SIGTERM, SIGINT or SIGHUP, which must save and end with 75. After every end each checkpoint is compared with its
+SHA256SUMS. The full-disk case mounts a tmpfs and is skipped where that is not allowed.
+
+Every sequence of kills is a line of OUT/results.jsonl, so a suite that was interrupted goes on where it stopped; lines of
+another program, seed or number of steps are left alone. A sequence depends on the seed, its case and its number, but for the
+moments, which depend on the machine. What differed is kept below OUT/failures.
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -26,24 +31,40 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "crates/models/tests/golden"
 STOPPED = 75
+SMALL = " --max_completion_length 6 --min_completion_length 6 --threads 1"
 TRAIN = (
-    "train --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4"
-    " --gradient_accumulation_steps 2 --max_completion_length 12 --min_completion_length 12"
+    "train --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 2 --gradient_accumulation_steps 2"
+    + SMALL
 )
-SFT = "sft --train_file rows.jsonl --learning_rate 1e-3 --gradient_accumulation_steps 2"
+SFT = "sft --train_file rows.jsonl --learning_rate 1e-3 --gradient_accumulation_steps 2 --threads 1"
+STEPS, SAVES = " --max_steps {steps}", " --save_steps 3"
+LORA = " --use_peft --lora_r 4 --lora_alpha 8"
 EVAL = " --eval_file rows.jsonl --eval_steps 4 --eval_on_start"
-F32, BF16 = "qwen2_5_vl_tied", "qwen2_5_vl_tied_bf16"
-# Name, checkpoint, command.
+F32, BF16, TILES, SOUND = "qwen2_5_vl_tied", "qwen2_5_vl_tied_bf16", "internvl_hf", "humanomni"
+RUN = STEPS + SAVES
+# Name, checkpoint, command, what is done to it.
 CASES = [
-    ("f32", F32, TRAIN),
-    ("bf16", BF16, TRAIN),
-    ("LoRA with dropout", F32, TRAIN + " --use_peft --lora_r 4 --lora_alpha 8 --lora_dropout 0.2"),
-    ("sft", F32, SFT),
-    ("two updates a rollout", F32, TRAIN + " --num_iterations 2"),
-    ("evaluations", F32, TRAIN + EVAL),
-    ("best checkpoint", F32, TRAIN + EVAL + " --save_strategy best"),
-    ("two checkpoints kept", F32, TRAIN + " --save_total_limit 2"),
-    ("models only", F32, TRAIN + " --save_only_model"),
+    ("f32", F32, TRAIN + RUN, "kill"),
+    ("bf16", BF16, TRAIN + RUN, "kill"),
+    ("bf16 without masters", BF16, TRAIN + RUN + " --pure_bf16", "kill"),
+    ("LoRA with dropout", F32, TRAIN + RUN + LORA + " --lora_dropout 0.2", "kill"),
+    ("LoRA on 8 bits", F32, TRAIN + RUN + LORA + " --load_in_8bit", "kill"),
+    ("sft", F32, SFT + RUN, "kill"),
+    ("sft of adapters", BF16, SFT + RUN + LORA, "kill"),
+    ("two updates a rollout", F32, TRAIN + RUN + " --num_iterations 2", "kill"),
+    ("dapo with order of frames", F32, TRAIN.replace("random", "random accuracy") + RUN + " --loss_type dapo --temporal_order_bonus", "kill"),
+    ("pictures in tiles", TILES, TRAIN + RUN, "kill"),
+    ("with sound", SOUND, TRAIN.replace("rows", "heard") + RUN, "kill"),
+    ("rows that break late", F32, TRAIN.replace("rows", "broken") + RUN + " --skip_data_check --max_skipped 0.5", "kill"),
+    ("epochs", F32, TRAIN + " --num_train_epochs 2 --save_strategy epoch", "kill"),
+    ("evaluations", F32, TRAIN + RUN + EVAL, "kill"),
+    ("best checkpoint", F32, TRAIN + STEPS + EVAL + " --save_strategy best", "kill"),
+    ("two checkpoints kept", F32, TRAIN + RUN + " --save_total_limit 2", "kill"),
+    ("models only", F32, TRAIN + RUN + " --save_only_model", "kill"),
+    ("two starts at once", F32, TRAIN + RUN, "twice"),
+    ("full disk", F32, TRAIN + RUN + EVAL, "full"),
+    ("generate", F32, "generate --input many.jsonl --num_generations 2 --temperature 0.7 --batch_size 2" + SMALL, "answers"),
+    ("eval", F32, "eval --eval_file many.jsonl --reward_funcs random,accuracy --batch_size 2" + SMALL, "answers"),
 ]
 
 
@@ -52,63 +73,82 @@ class Difference(Exception):
 
 
 class Bench:
-    def __init__(self, args, place):
-        self.args, self.place = args, place
-        self.random = random.Random(args.seed)
-        rows = [
-            {"id": f"sum-{i}", "problem": f"What is {i}+3?", "solution": f"<answer>{i + 3}</answer>"} for i in range(9)
-        ]
-        for name in ["shapes.png", "noise.png"]:
+    """One case: its uninterrupted run, and sequences of kills that are compared with it."""
+
+    def __init__(self, args, case, place):
+        self.binary, (self.name, model, line, self.kind), self.place = args.binary, case, place
+        self.words = [*line.format(steps=args.steps).split(), "--model", str(GOLDEN / "checkpoints" / model)]
+        place.mkdir()
+        rows = [{"id": f"sum-{i}", "problem": f"What is {i}+3?", "solution": f"<answer>{i + 3}</answer>"} for i in range(60)]
+        seen = {"problem": "<image>What is it?", "solution": "<answer>a</answer>"}
+        pictures = [seen | {"id": name, "image": name} for name in ["shapes.png", "noise.png"]]
+        clip = {"id": "clip", "video": "clip.gif", "max_pixels": 12544, "problem": "<video>Which way?", "solution": "up"}
+        heard = {"id": "rise", "audio": "rise.wav", "problem": "<audio>What is it?", "solution": "a"}
+        for name in ["shapes.png", "noise.png", "clip.gif", "rise.wav"]:
             shutil.copy(GOLDEN / "media" / name, place / name)
-            rows.append({"id": name, "image": name, "problem": "<image>What is it?", "solution": "<answer>a</answer>"})
-        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place / "cut.png").write_bytes((place / "shapes.png").read_bytes()[:60])
+        self.write("rows", [*rows[:7], *pictures, clip])
+        self.write("heard", [*rows[:7], pictures[0], heard])
+        self.write("broken", [*rows[:7], pictures[0], seen | {"id": "cut", "image": "cut.png"}])
+        self.write("many", [*rows, *pictures])
+        self.whole = place / "whole"
+        began = time.monotonic()
+        if (code := self.finish(self.whole)) != 0:
+            sys.exit(f"{self.name}: the uninterrupted run failed ({code}): {self.said()}")
+        self.secs = time.monotonic() - began
+        self.bytes = sum(path.stat().st_size for path in self.whole.rglob("*") if path.is_file())
 
-    def command(self, model, line, out):
-        words = line.split() + ["--save_steps", "5"] * ("--save_strategy" not in line)
-        words += ["--model", str(GOLDEN / "checkpoints" / model), "--max_steps", str(self.args.steps)]
-        return [self.args.binary, *words, "--threads", "1", "--output_dir", str(out)]
+    def write(self, name, rows):
+        (self.place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def start(self, command):
-        log = open(self.place / "stderr.txt", "w")
-        process = subprocess.Popen(
-            command, cwd=self.place, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
-        )
-        log.close()
-        return process
+    def command(self, out):
+        if self.kind != "answers":
+            return [self.binary, *self.words, "--output_dir", str(out)]
+        out.mkdir(exist_ok=True)
+        return [self.binary, *self.words, "--output", str(out / "answers.jsonl")]
+
+    def start(self, out):
+        env = os.environ | {"XDG_CACHE_HOME": str(self.place / ".cache"), "HF_HUB_OFFLINE": "1"}
+        with open(self.place / "stderr.txt", "w") as log:
+            return subprocess.Popen(
+                self.command(out), cwd=self.place, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=env
+            )
 
     def said(self):
-        return (self.place / "stderr.txt").read_text(errors="replace")
+        return (self.place / "stderr.txt").read_text(errors="replace")[-400:]
 
-    def finish(self, command, limit=600):
-        process = self.start(command)
+    def finish(self, out):
+        process = self.start(out)
         try:
-            return process.wait(limit)
+            return process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise Difference(f"no end within {limit} s: {self.said()[-400:]}")
+            raise Difference(f"no end within 120 s: {self.said()}") from None
 
-    def whole(self, model, line, out):
-        began = time.monotonic()
-        code = self.finish(self.command(model, line, out))
-        if code != 0:
-            sys.exit(f"the uninterrupted run failed ({code}): {self.said()}")
-        return time.monotonic() - began
+    def sequence(self, rng, kills, figures):
+        """Kills one run up to `kills` times, then leaves it alone, and compares."""
+        out = self.place / "cut"
+        {"kill": self.kill, "answers": self.kill, "twice": self.start_twice, "full": self.fill}[self.kind](rng, kills, figures, out)
+        if self.kind == "answers":
+            if sorted(os.listdir(out)) != sorted(os.listdir(self.whole)):
+                raise Difference(f"files {sorted(os.listdir(out))}")
+            same_bytes(self.whole, out, os.listdir(self.whole))
+        else:
+            compare(self.whole, out, any(word in ("best", "--save_total_limit") for word in self.words))
 
-    def sequence(self, model, line, out, secs, kills, figures):
-        """One run: killed `kills` times, then left alone."""
-        command = self.command(model, line, out)
+    def kill(self, rng, kills, figures, out):
         for _ in range(kills):
-            process = self.start(command)
-            how, targeted = self.random.random(), self.random.random() < 1 / 3
-            deadline = time.monotonic() + self.random.uniform(0, 1.05 * secs)
+            process = self.start(out)
+            how, targeted = rng.random(), rng.random() < 1 / 3
+            deadline = time.monotonic() + rng.uniform(0, 1.05 * self.secs)
             while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.002)
+                time.sleep(0.001)
             hit = False
             while targeted and process.poll() is None and not hit:
                 hit = half_written(out)
             if process.poll() is None:
-                kind = signal.SIGKILL if how > 0.1 else self.random.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+                kind = signal.SIGKILL if how > 0.1 else rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
                 process.send_signal(kind)
                 code = process.wait()
                 figures["kills"] += 1
@@ -117,23 +157,19 @@ class Bench:
                     figures["signals"] += 1
                     # Before the handler is in place the signal ends it; at the last step the run just finishes.
                     if code not in (STOPPED, 0, -kind):
-                        raise Difference(f"signal {kind} ended it with {code}: {self.said()[-400:]}")
+                        raise Difference(f"signal {kind} ended it with {code}: {self.said()}")
             elif process.returncode != 0:
-                raise Difference(f"it failed by itself ({process.returncode}): {self.said()[-400:]}")
+                raise Difference(f"it failed by itself ({process.returncode}): {self.said()}")
             check_checkpoints(out)
-        code = self.finish(command)
-        if code != 0:
-            raise Difference(f"the last start failed ({code}): {self.said()[-400:]}")
-        check_checkpoints(out)
+        self.last_start(out)
 
-    def two_at_once(self, model, line, out, secs, kills, figures):
+    def start_twice(self, rng, kills, figures, out):
         """A second start is refused while the first lives, and takes over at once when it is killed."""
-        command = self.command(model, line, out)
         for _ in range(kills):
-            first = self.start(command)
-            time.sleep(self.random.uniform(0, secs))
+            first = self.start(out)
+            time.sleep(rng.uniform(0, self.secs))
             if first.poll() is None:
-                second = subprocess.run(command, cwd=self.place, capture_output=True, text=True)
+                second = subprocess.run(self.command(out), cwd=self.place, capture_output=True, text=True)
                 # The first may end between the look and the start.
                 if first.poll() is None and (second.returncode != 1 or "is in use" not in second.stderr):
                     raise Difference(f"a second start ended with {second.returncode}: {second.stderr[-400:]}")
@@ -142,36 +178,64 @@ class Bench:
                 figures["kills"] += 1
             first.wait()
             check_checkpoints(out)
-        code = self.finish(command)
-        if code != 0:
-            raise Difference(f"the last start failed ({code}): {self.said()[-400:]}")
+        self.last_start(out)
 
-    def full_disk(self, model, line, out, figures):
+    def fill(self, rng, _, figures, out):
         """A disk of a random size that fills up, then more space."""
-        out.mkdir()
-        megabytes = self.random.uniform(0.1, 12)
-        mount(["-t", "tmpfs", "-o", f"size={int(megabytes * 1024)}k", "none", str(out)])
+        disk = self.place / "disk"
+        disk.mkdir()
+        mount(["-t", "tmpfs", "-o", f"size={int(rng.uniform(0.02, 1.0) * self.bytes) // 1024 + 4}k", "none", str(disk)])
         try:
-            command = self.command(model, line, out)
-            code = self.finish(command)
+            code = self.finish(disk)
             figures["kills"] += code != 0
             if code not in (0, 1):
-                raise Difference(f"a full disk ended it with {code}: {self.said()[-400:]}")
+                raise Difference(f"a full disk ended it with {code}: {self.said()}")
             if code == 1 and "free some space" not in self.said() and "No space left" not in self.said():
-                raise Difference(f"the reason is not named: {self.said()[-400:]}")
-            check_checkpoints(out)
-            left = [name for name in os.listdir(out) if name.startswith("tmp-checkpoint-")]
+                raise Difference(f"the reason is not named: {self.said()}")
+            check_checkpoints(disk)
+            left = [name for name in os.listdir(disk) if name.startswith("tmp-checkpoint-")]
             if left:
                 raise Difference(f"left behind on a full disk: {left}")
-            mount(["-o", "remount,size=256m", str(out)])
-            code = self.finish(command)
-            if code != 0:
-                raise Difference(f"with more space it failed ({code}): {self.said()[-400:]}")
-            copy = out.with_name(out.name + "-copy")
-            shutil.copytree(out, copy)
-            return copy
+            mount(["-o", "remount,size=256m", str(disk)])
+            self.last_start(disk)
         finally:
-            subprocess.run(["umount", str(out)], check=True)
+            shutil.copytree(disk, out, dirs_exist_ok=True)
+            subprocess.run(["umount", str(disk)], check=True)
+            disk.rmdir()
+
+    def last_start(self, out):
+        if (code := self.finish(out)) != 0:
+            raise Difference(f"the last start failed ({code}): {self.said()}")
+        check_checkpoints(out)
+
+
+def run_case(args, case, place, done, record):
+    """Sequences until the case has its share of kills; what was recorded before counts."""
+    number, share, name = len(done), args.share, case[0]
+    kills = sum(line["kills"] for line in done)
+    if kills >= share:
+        return None
+    bench = Bench(args, case, place / name.replace(" ", "_"))
+    # Some starts are over before their kill; a bound keeps a case from going on for ever.
+    while kills < share and number < 3 * share + 3:
+        number += 1
+        rng = random.Random(f"{args.seed} {name} {number}")
+        figures, why, began = {"kills": 0, "saving": 0, "signals": 0}, None, time.monotonic()
+        try:
+            bench.sequence(rng, min(rng.randint(1, 8), share - kills), figures)
+        except PermissionError as error:
+            return f"skipped: {error}"
+        except Difference as difference:
+            why = str(difference)
+            print(f"{name}, sequence {number}: {why}", file=sys.stderr, flush=True)
+            kept = args.out / "failures" / f"{name.replace(' ', '_')}-{number}"
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(bench.place, kept, symlinks=True)
+        kills += figures["kills"]
+        record({"case": name, "number": number, **figures, "secs": round(time.monotonic() - began, 2), "why": why})
+        shutil.rmtree(bench.place / "cut", ignore_errors=True)
+    print(f"{name}: {kills} kills in {number} sequences", flush=True)
+    return None
 
 
 def mount(arguments):
@@ -257,67 +321,49 @@ def same_rows(whole, cut, drop):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("binary", type=Path)
     parser.add_argument("--kills", type=int, default=1000, help="kills in all, spread over the cases")
+    parser.add_argument("--cases", default=",".join(name for name, *_ in CASES))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30, help="steps of each run")
-    parser.add_argument("--only", help="only cases whose name holds this text")
-    parser.add_argument("--binary", default=str(ROOT / "target/release/omnigrpo"))
-    parser.add_argument("--keep", action="store_true", help="keep the directories of sequences that differed")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/kills")
     args = parser.parse_args()
-    args.binary = str(Path(args.binary).resolve())
-    place = Path(tempfile.mkdtemp(prefix="omnigrpo-kills-"))
-    bench = Bench(args, place)
-    cases = [(name, model, line, "kill") for name, model, line in CASES]
-    cases += [("two starts at once", F32, TRAIN, "twice"), ("full disk", F32, TRAIN + EVAL, "full")]
-    cases = [case for case in cases if args.only is None or args.only in case[0]]
-    table, failures = [], []
-    for number, (name, model, line, kind) in enumerate(cases):
-        share = args.kills * (number + 1) // len(cases) - args.kills * number // len(cases)
-        if share == 0:
-            continue
-        whole = place / f"whole-{number}"
-        secs = bench.whole(model, line, whole)
-        figures = {"sequences": 0, "equal": 0, "kills": 0, "saving": 0, "signals": 0}
-        skipped = ""
-        # Some starts are over before their kill; a bound keeps a case from going on for ever.
-        while figures["kills"] < share and figures["sequences"] < 3 * share + 3:
-            cut = place / f"cut-{number}-{figures['sequences']}"
-            kills = min(bench.random.randint(1, 8), share - figures["kills"])
-            figures["sequences"] += 1
-            try:
-                if kind == "full":
-                    compare(whole, bench.full_disk(model, line, cut, figures), False)
-                elif kind == "twice":
-                    bench.two_at_once(model, line, cut, secs, kills, figures)
-                    compare(whole, cut, False)
-                else:
-                    bench.sequence(model, line, cut, secs, kills, figures)
-                    compare(whole, cut, "limit" in line or "best" in line)
-                figures["equal"] += 1
-            except PermissionError as error:
-                skipped = f"skipped: {error}"
-                break
-            except Difference as difference:
-                failures.append(f"{name}, sequence {figures['sequences']}: {difference}")
-                print(failures[-1], file=sys.stderr, flush=True)
-                if args.keep:
-                    continue
-            for path in [cut, cut.with_name(cut.name + "-copy")]:
-                shutil.rmtree(path, ignore_errors=True)
-        table.append((name, figures, secs, skipped))
-        print(f"{name}: {figures['kills']} kills, {figures['equal']} of {figures['sequences']} equal", flush=True)
-    print(f"\n{'case':<24}{'sequences':>10}{'equal':>7}{'ends':>6}{'of these saving':>17}{'by signal':>11}{'s a run':>9}")
-    for name, f, secs, skipped in table:
-        counts = f"{f['sequences']:>10}{f['equal']:>7}{f['kills']:>6}{f['saving']:>17}{f['signals']:>11}{secs:>9.1f}"
-        print(f"{name:<24}{skipped or counts}")
-    totals = {key: sum(f[key] for _, f, _, skipped in table if not skipped) for key in ("sequences", "equal", "kills")}
-    print(f"{totals['kills']} ends in {totals['sequences']} sequences, {totals['equal']} came out equal")
-    if args.keep and failures:
-        print(f"kept in {place}")
-    else:
-        shutil.rmtree(place, ignore_errors=True)
-    sys.exit(1 if failures else 0)
+    args.binary, args.out = str(args.binary.resolve(strict=True)), args.out.resolve()
+    wanted = args.cases.split(",")
+    cases = [case for case in CASES if case[0] in wanted]
+    if unknown := set(wanted) - {name for name, *_ in cases}:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    args.share = -(-args.kills // len(cases))
+    digest = hashlib.sha256(Path(args.binary).read_bytes()).hexdigest()[:12]
+    this = {"binary": digest, "seed": args.seed, "steps": args.steps}
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "results.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    lines = [line for line in lines if this.items() <= line.items()]
+    print(f"{args.share} kills in each of {len(cases)} cases; {sum(line['kills'] for line in lines)} kills were done before")
+
+    def record(line):
+        lines.append(this | line)
+        with open(log, "a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+
+    # In memory if possible: what a kill leaves does not depend on the disk, and the disk is what takes the time.
+    shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="omnigrpo-kills-", dir=shm) as place:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            of = lambda name: [line for line in lines if line["case"] == name]
+            jobs = {case[0]: pool.submit(run_case, args, case, Path(place), of(case[0]), record) for case in cases}
+            skipped = {name: job.result() for name, job in jobs.items()}
+    print("\n| case | kills | while saving | by signal | sequences | equal | s a kill |")
+    print("|---|---|---|---|---|---|---|")
+    for name in [*jobs, "all"]:
+        part = [line for line in lines if name in (line["case"], "all")]
+        kills, saving, signals, secs = (sum(line[key] for line in part) for key in ("kills", "saving", "signals", "secs"))
+        equal = sum(line["why"] is None for line in part)
+        print(f"| {name} | {kills} | {saving} | {signals} | {len(part)} | {equal} | {skipped.get(name) or f'{secs / max(kills, 1):.2f}'} |")
+    sys.exit(any(line["why"] for line in lines))
 
 
 if __name__ == "__main__":
