@@ -10,7 +10,8 @@
 //! - Rewards that are equal up to rounding count as equal: a deviation of at most `1e-8 * max(1, max|R|)` is zero, and
 //!   such a group gets advantage exactly 0. A weighted sum that cancels leaves a residue around 1e-17 whose
 //!   normalised value would be noise.
-//! - A group with a single scorable row gets advantage 0 there, not NaN turned into 0; the result is the same.
+//! - A group with a single scorable row gets advantage 0 there, not NaN turned into 0; the result is the same. So does a
+//!   group of one completion, whose sample deviation is NaN in torch.
 
 use serde::{Deserialize, Serialize};
 
@@ -63,15 +64,14 @@ pub struct Advantages {
 /// `rewards`: `[prompts * group_size]`, prompt-major; `alpha` multiplies every advantage (`grpo_alpha`; 1 leaves them).
 ///
 /// # Errors
-/// A group size below 2 (below 1 with an `alpha` of 0, where nothing is compared), a number of rows that is no multiple of
-/// it, or a reward that is NaN, infinite or beyond 1e100.
+/// A group size of 0, a number of rows that is no multiple of it, or a reward that is NaN, infinite or beyond 1e100.
 pub fn advantages(
     rewards: &[Option<f64>],
     group_size: usize,
     kind: AdvantageKind,
     alpha: f64,
 ) -> Result<Advantages, Error> {
-    check_groups("advantage", rewards.len(), group_size, if alpha == 0.0 { 1 } else { 2 })?;
+    check_groups("advantage", rewards.len(), group_size)?;
     check_finite("reward", rewards.iter().copied())?;
     if !alpha.is_finite() {
         return Err(Error::Setting { setting: "grpo_alpha", value: alpha, expected: "a finite number" });
@@ -130,7 +130,7 @@ pub fn normalize_then_sum(
     alpha: f64,
 ) -> Result<Advantages, Error> {
     let rows = check_matrix(values, weights)?;
-    check_groups("advantage", rows, group_size, 2)?;
+    check_groups("advantage", rows, group_size)?;
     let mut normalized = Vec::with_capacity(values.len());
     for column in values {
         let z = advantages(column, group_size, AdvantageKind::GroupStd, 1.0)?.values;
@@ -193,9 +193,9 @@ impl Spread {
     }
 }
 
-fn check_groups(what: &'static str, rows: usize, group_size: usize, least: usize) -> Result<(), Error> {
-    if group_size < least {
-        return Err(Error::GroupTooSmall { group_size });
+fn check_groups(what: &'static str, rows: usize, group_size: usize) -> Result<(), Error> {
+    if group_size == 0 {
+        return Err(Error::EmptyGroups);
     }
     if !rows.is_multiple_of(group_size) {
         return Err(Error::PartialGroup { what, rows, group_size });
@@ -349,6 +349,17 @@ mod tests {
     }
 
     #[test]
+    fn a_completion_without_others_has_nothing_to_compare_with() {
+        for kind in [GroupStd, Batch, GroupCenter] {
+            assert_eq!(values(&[1.0, 0.0, 0.5], 1, kind), [0.0; 3], "{kind:?}");
+        }
+        assert_eq!(normalize_then_sum(&[some(&[1.0, 0.0])], &[1.0], 1, 1.0).unwrap().values, [0.0; 2]);
+        // Its fallback compares with the whole batch: mean 0.5, deviation 0.5; a batch of one has neither.
+        assert_eq!(values(&[1.0, 0.0], 1, GroupStdClamped), [1.0, -1.0]);
+        assert_eq!(values(&[1.0], 1, GroupStdClamped), [0.0]);
+    }
+
+    #[test]
     fn a_residue_of_cancelling_rewards_is_no_signal() {
         // 0.1 + 0.2 - 0.3 is 5.6e-17 in one order of summation and 2.8e-17 in another.
         let residue = [0.1 + 0.2 - 0.3, 0.2 - 0.3 + 0.1, 0.0, 0.1 - 0.3 + 0.2];
@@ -387,8 +398,8 @@ mod tests {
 
     #[test]
     fn bad_input_is_named() {
-        assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 1.0), Err(Error::GroupTooSmall { group_size: 1 }));
-        assert_eq!(advantages(&some(&[1.0]), 0, GroupStd, 0.0), Err(Error::GroupTooSmall { group_size: 0 }));
+        assert_eq!(advantages(&some(&[1.0]), 0, GroupStd, 1.0), Err(Error::EmptyGroups));
+        assert_eq!(normalize_then_sum(&[some(&[1.0])], &[1.0], 0, 1.0), Err(Error::EmptyGroups));
         assert_eq!(advantages(&some(&[1.0]), 1, GroupStd, 0.0).unwrap().values, [0.0]);
         assert!(matches!(
             advantages(&some(&[1.0; 5]), 2, GroupStd, 1.0),

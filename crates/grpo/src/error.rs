@@ -3,14 +3,9 @@
 /// Why an advantage or a loss could not be computed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// Fewer than two completions per prompt: their spread, and so the advantage, is undefined.
-    #[error(
-        "advantage: got {group_size} completion(s) per prompt, expected at least 2; set num_generations >= 2"
-    )]
-    GroupTooSmall {
-        /// The group size that was given.
-        group_size: usize,
-    },
+    /// Groups without a completion.
+    #[error("advantage: got 0 completions per prompt, expected at least 1; set num_generations")]
+    EmptyGroups,
     /// The rows do not divide into whole groups.
     #[error("{what}: got {rows} rows, expected a multiple of the group size {group_size}")]
     PartialGroup {

@@ -107,10 +107,11 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
             _ => None,
         })
     };
-    let file = text(&flags, "config").map(|path| config::read(Path::new(&path))).unwrap_or_default();
+    let mut file = text(&flags, "config").map(|path| config::read(Path::new(&path))).unwrap_or_default();
     let preset = text(&flags, "preset").or_else(|| text(&file, "preset"));
     let preset = preset.map(|name| presets::layer(&name, verb)).unwrap_or_default();
     let (mut problems, mut dropped, mut notes) = (Vec::new(), Vec::new(), Vec::new());
+    notes.extend(presets::of_evaluation(&mut file, verb));
     let mut values = Values::defaults(verb)?;
     let trains_user_model = matches!(verb, Verb::Train | Verb::Sft);
     if let Some(name) = env.exp_name.clone().filter(|_| trains_user_model) {
@@ -191,6 +192,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     if !dropped.is_empty() {
         notes.push(without_counterpart(&dropped));
     }
+    notes.extend(rules::doubts(verb, &settings));
     notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
 }

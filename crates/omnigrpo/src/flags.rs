@@ -553,7 +553,7 @@ pub const FLAGS: &[Flag] = &[
     row("bertscore_idf", Bool, Is("false"), Section::Rewards, REWARDED, "Weigh tokens in `bertscore` by how few of the rows' references have them."),
     row("bertscore_baseline", Path, Unset("not rescaled"), Section::Rewards, REWARDED, "File of `LAYER,P,R,F` lines, as the bert_score package has, to rescale `bertscore` by."),
     // Rollout
-    row("num_generations", int(1, 4096), Is("8"), Section::Rollout, &[Train, Generate, Eval, Demo, Bench], "Completions sampled per prompt (G). Training compares them with each other, so it needs at least 2.")
+    row("num_generations", int(1, 4096), Is("8"), Section::Rollout, &[Train, Generate, Eval, Demo, Bench], "Completions sampled per prompt (G). Training compares them with each other; one alone has no advantage.")
         .alias(&["grpo_sample_size", "num_samples", "g"])
         .per_verb(&[(Generate, "1"), (Eval, "1")]),
     row("temperature", float(0.0, 100.0), Is("1.0"), Section::Rollout, SAMPLES, "Sampling temperature; 0 takes the most likely token.")

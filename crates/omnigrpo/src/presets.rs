@@ -1,6 +1,7 @@
 //! The presets: settings of the source systems as small YAML files.
 
 use crate::config;
+use crate::explain;
 use crate::flags::{self, Flag, Section, Verb};
 use crate::layer::Layer;
 use crate::values::{Given, Origin, Value, Values};
@@ -76,6 +77,34 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
         layer.given.extend(read(preset.sft).given);
     }
     layer
+}
+
+/// What a file with a training run's settings says about sampling belongs to training: evaluation and generation take
+/// their own defaults, as an evaluation within the run does. Returns what to tell about that.
+pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
+    const OTHERS: [Verb; 3] = [Verb::Generate, Verb::Score, Verb::Eval];
+    let trains = |flag: &Flag| flag.verbs.contains(&Verb::Train) || flag.verbs.contains(&Verb::Sft);
+    let training = |given: &Given| trains(given.flag) && !OTHERS.iter().any(|v| given.flag.verbs.contains(v));
+    if !OTHERS.contains(&verb) || !file.given.iter().any(training) {
+        return None;
+    }
+    let defaults = Values::defaults(verb).ok()?;
+    let mut left = Vec::new();
+    file.given.retain(|given| {
+        let mine = given.flag.verbs.contains(&verb);
+        let kept = !mine || !trains(given.flag) || concerns(verb, given.flag);
+        if !kept && defaults.lookup(given.flag.name).is_none_or(|(default, _)| *default != given.value) {
+            left.push(format!("`{}` {}", given.flag.name, explain::yaml(&given.value)));
+        }
+        kept
+    });
+    (!left.is_empty()).then(|| {
+        format!(
+            "the file of settings is a training run's; how it samples is not taken: {}. Flags of `{}` set it",
+            left.join(", "),
+            verb.name()
+        )
+    })
 }
 
 /// A preset says how its system trains with GRPO. Evaluation and generation share its rows, prompts and rewards, but not

@@ -1,6 +1,6 @@
 //! Settings that contradict each other, and settings without effect in a run.
 
-use omnigrpo_grpo::{Kl, Surrogate};
+use omnigrpo_grpo::{AdvantageKind, Kl, Surrogate};
 
 use crate::explain::{Problem, nearest};
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
@@ -291,6 +291,35 @@ fn flat(s: &Settings) -> Option<&'static str> {
         .then_some("`lr_scheduler_type` is constant; use constant_with_warmup")
 }
 
+/// Whether every advantage is 0, since no completion has another of its question beside it.
+fn lone_completions(s: &Settings) -> bool {
+    s.rollout.num_generations == 1 && s.loss.advantage != AdvantageKind::GroupStdClamped
+}
+
+/// What can be run and is hardly meant.
+pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
+    if !matches!(verb, Train | Demo) || s.rollout.num_generations != 1 {
+        return None;
+    }
+    let advice = "`--num_generations 8` is the default";
+    Some(if lone_completions(s) {
+        let rest = match (s.loss.plan.beta != 0.0, s.loss.plan.entropy_coef != 0.0) {
+            (true, false) => "the KL term",
+            (false, _) => "the entropy term",
+            (true, true) => "the KL and entropy terms",
+        };
+        format!(
+            "`num_generations` 1: a completion is compared with the others of its question, and there are none; every \
+             advantage is 0, and only {rest} is trained on. {advice}"
+        )
+    } else {
+        format!(
+            "`num_generations` 1: no question has two completions to compare, so `advantage` group_std_clamped compares \
+             each with those of the other questions of its step. {advice}"
+        )
+    })
+}
+
 /// What cannot be run at all: every contradiction.
 pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
     let trains = matches!(verb, Train | Demo);
@@ -301,11 +330,13 @@ pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
         }
     };
     refuse(
-        trains && s.rollout.num_generations < 2,
-        Problem::usage("a group of one completion has nothing to compare with")
-            .got("`num_generations` 1")
-            .expected("`--num_generations` 2 or more")
-            .help("8 is the default"),
+        trains && lone_completions(s) && s.loss.plan.beta == 0.0 && s.loss.plan.entropy_coef == 0.0,
+        Problem::usage(
+            "a group of one completion has nothing to compare with, and nothing else is trained on",
+        )
+        .got("`num_generations` 1 and `beta` 0")
+        .expected("`--num_generations` 2 or more")
+        .help("8 is the default"),
     );
     refuse(
         trains && s.rollout.temperature == 0.0 && s.rollout.replay.is_none(),

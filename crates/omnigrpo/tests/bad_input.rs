@@ -493,14 +493,22 @@ fn files_that_are_no_dataset() {
 }
 
 #[test]
-fn a_group_of_one_is_a_usage_error() {
+fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     let place = Place::new();
     let line = TRAIN.replace("--num_generations 2", "--num_generations 1");
-    place.run(&format!("{line} --train_file rows.jsonl")).fails(
+    place.run(&format!("{line} --train_file rows.jsonl --beta 0")).fails(
         2,
         &["a group of one completion has nothing to compare with", "expected: `--num_generations` 2 or more"],
     );
     assert!(!place.exists("run"));
+    let ran =
+        place.run(&format!("{line} --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3")).ok();
+    let said = "every advantage is 0, and only the KL term is trained on";
+    assert!(ran.stderr.contains(said) && place.text("run/log.txt").contains(said), "{}", ran.stderr);
+    let metrics = place.lines("run/metrics.jsonl");
+    // The policy is the reference at first, where the KL term is flat.
+    assert_eq!((&metrics[0]["loss"], &metrics[0]["grad_norm"]), (&json!(0.0), &json!(0.0)), "{metrics:?}");
+    assert!(place.lines("run/rollouts/step-000001.jsonl").iter().all(|row| row["advantage"] == 0.0));
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["train", "--loss_type", "sapo", "--epsilon_high", "0.3"],
         &["train", "--eval_steps", "10"],
         &["train", "--beta", "0", "--kl", "k1_seq"],
-        &["train", "--num_generations", "1"],
+        &["train", "--num_generations", "1", "--beta", "0"],
         &["train", "--reward_weights", "1", "2", "3"],
         &["eval", "--num_generations", "4"],
         &["train", "--max_steps", "3", "--num_train_epochs", "2"],
@@ -280,6 +280,52 @@ fn a_file_for_training_serves_other_commands() {
     let config = stdout(&run_in(dir.path(), &[], &["data", "check", "--config", "c.yaml", "--print_config"]));
     assert_eq!(setting(&config, "train_file"), "train_file: [a.json] # config c.yaml:1");
     assert!(!config.contains("beta"));
+}
+
+/// How a run samples for training is no way to evaluate its model.
+#[test]
+fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let show = |args: &[&str]| stdout(&run_in(dir.path(), &[], &[args, &["--print_config"]].concat()));
+    std::fs::write(
+        dir.path().join("run.yaml"),
+        "train_file: a.json\neval_file: b.json\nnum_generations: 4\ntemperature: 0.7\ntop_p: 0.9\ntop_k: 0\n\
+         max_completion_length: 99\nbatch_size: 3\n",
+    )
+    .unwrap();
+    let config = show(&["eval", "--config", "run.yaml"]);
+    let note = "# the file of settings is a training run's; how it samples is not taken: `num_generations` 4, \
+                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set it\n";
+    assert!(config.contains(note), "{config}");
+    for (name, value) in [("num_generations", "1"), ("temperature", "0.0")] {
+        assert_eq!(setting(&config, name), format!("{name}: {value} # default"));
+    }
+    assert_eq!(setting(&config, "max_completion_length"), "max_completion_length: 99 # config run.yaml:7");
+    assert_eq!(setting(&config, "batch_size"), "batch_size: 3 # config run.yaml:8");
+    // What the run resolved, as its directory has it, is the same.
+    std::fs::write(dir.path().join("resolved.yaml"), show(&["train", "--config", "run.yaml"])).unwrap();
+    let config = show(&["eval", "--config", "resolved.yaml"]);
+    assert!(config.contains(note), "{config}");
+    let config = show(&["generate", "--config", "resolved.yaml"]);
+    assert_eq!(setting(&config, "num_generations"), "num_generations: 1 # default");
+    assert!(
+        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set it"),
+        "{config}"
+    );
+    assert!(
+        !show(&["score", "--config", "run.yaml"]).contains("is not taken"),
+        "none of them is a setting of `score`"
+    );
+    // Flags count, and so does a file of evaluations.
+    let flags = ["eval", "--config", "run.yaml", "--num_generations", "2", "--temperature", "0.5"];
+    let config = show(&flags);
+    assert_eq!(setting(&config, "num_generations"), "num_generations: 2 # flag");
+    assert_eq!(setting(&config, "temperature"), "temperature: 0.5 # flag");
+    std::fs::write(dir.path().join("eval.yaml"), "eval_file: b.json\nnum_generations: 4\ntemperature: 0.7\n")
+        .unwrap();
+    let config = show(&["eval", "--config", "eval.yaml"]);
+    assert_eq!(setting(&config, "num_generations"), "num_generations: 4 # config eval.yaml:2");
+    assert!(!config.contains("not taken"));
 }
 
 #[test]
@@ -608,19 +654,11 @@ mod sources {
         insta::assert_snapshot!("source_video_readme", accepted("qwen-mcq", VIDEO_README, &of));
         let of = ["torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_no_think", accepted("qwen-mcq", &NO_THINK.line(), &of));
-        let actions = Qwen { samples: "4", ..ACTIONS };
-        insta::assert_snapshot!("source_actions", accepted("qwen-video", &actions.line(), &of));
-        let per_token = Qwen { samples: "4", ..PER_TOKEN };
-        insta::assert_snapshot!("source_per_token", accepted("qwen-mcq", &per_token.line(), &of));
-        // As published both scripts sample one completion, whose advantage is 0: nothing would be learnt for days.
-        for (preset, script) in [("qwen-video", ACTIONS), ("qwen-mcq", PER_TOKEN)] {
-            let error = refused(&words(preset, &script.line()));
-            assert!(
-                error.starts_with("error: a group of one completion has nothing to compare with\n"),
-                "{error}"
-            );
-            assert_eq!(error.matches("expected").count(), 1, "{error}");
-        }
+        // Both sample one completion of a question: the note says what that means for each advantage.
+        let of =
+            ["num_generations", "advantage", "torch_dtype", "eval_strategy", "reward_weights", "report_to"];
+        insta::assert_snapshot!("source_actions", accepted("qwen-video", &ACTIONS.line(), &of));
+        insta::assert_snapshot!("source_per_token", accepted("qwen-mcq", &PER_TOKEN.line(), &of));
     }
 
     #[test]
