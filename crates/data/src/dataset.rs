@@ -1,10 +1,11 @@
 //! Several annotation files as one list of rows.
 
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{Read, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
@@ -15,7 +16,12 @@ use crate::question::{QUESTION_TEMPLATES, QuestionTemplate};
 use crate::registry::{DatasetSpec, is_yaml};
 use crate::roots::{Resolver, Roots};
 use crate::rows::RowFile;
-use crate::sample::{Sample, ThinkMode};
+use crate::sample::{MediumSource, Sample, ThinkMode};
+
+/// Rows whose media are looked at for [`Dataset::media_digest`].
+const SAMPLED_ROWS: u64 = 4096;
+/// Bytes that are read at either end of a medium for it.
+const SAMPLED_BYTES: u64 = 4096;
 
 /// How rows are read, for all datasets of a run alike.
 #[derive(Debug, Clone)]
@@ -349,8 +355,47 @@ impl Dataset {
             part.file.feed(&mut |bytes| hash.update(bytes))?;
             part.chosen.iter().flatten().for_each(|&row| hash.update(row.to_le_bytes()));
         }
-        // Half of it is enough to tell two datasets apart, and short enough to read.
-        Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+        Ok(short(hash))
+    }
+
+    /// A digest that differs when media differ: of up to 4,096 rows, spread evenly, the length of each medium and 4 KiB at
+    /// either end of it. Neither places nor times count, so that copied data are the same data; media at addresses are
+    /// not looked at. It reads at most 32 MiB for rows with one medium each.
+    #[must_use]
+    pub fn media_digest(&self) -> String {
+        let sampled = self.len().min(SAMPLED_ROWS);
+        let row = |i: u64| (u128::from(i) * u128::from(self.len()) / u128::from(sampled)) as u64;
+        let of_rows: Vec<Vec<u8>> = (0..sampled).into_par_iter().map(|i| self.media_of(row(i))).collect();
+        short(of_rows.into_iter().fold(Sha256::new(), |hash, media| hash.chain_update(media)))
+    }
+
+    /// What of a row's media goes into the digest; of a row that cannot be used, nothing.
+    fn media_of(&self, row: u64) -> Vec<u8> {
+        let remote = |row: u64| {
+            let (part, in_file) = self.locate(row)?;
+            let text = part.file.read(in_file).ok()?;
+            Some(text.windows(3).any(|three| three == b"://"))
+        };
+        let Some(sample) = remote(row).filter(|remote| !remote).and_then(|_| self.get(row).ok()) else {
+            return Vec::new();
+        };
+        let mut hash = Sha256::new();
+        for medium in &sample.media {
+            match &medium.source {
+                MediumSource::Path(path) if path.is_dir() => {
+                    let mut names: Vec<_> =
+                        std::fs::read_dir(path).into_iter().flatten().flatten().map(|f| f.path()).collect();
+                    names.sort();
+                    hash.update((names.len() as u64).to_le_bytes());
+                    names.first().into_iter().chain(names.last()).for_each(|path| ends(path, &mut hash));
+                }
+                MediumSource::Path(path) => ends(path, &mut hash),
+                MediumSource::Frames(paths) => {
+                    paths.first().into_iter().chain(paths.last()).for_each(|path| ends(path, &mut hash));
+                }
+            }
+        }
+        hash.finalize().to_vec()
     }
 
     fn locate(&self, row: u64) -> Option<(&DatasetPart, u64)> {
@@ -363,4 +408,27 @@ impl Dataset {
         };
         (in_part < part.len()).then_some((part, in_file))
     }
+}
+
+/// Half of a hash is enough to tell two datasets apart, and short enough to read.
+fn short(hash: Sha256) -> String {
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Adds a file's length and both ends; nothing of one that cannot be read.
+fn ends(path: &Path, hash: &mut Sha256) {
+    let read = |hash: &mut Sha256| -> std::io::Result<()> {
+        let mut file = File::open(path)?;
+        let len = file.metadata()?.len();
+        hash.update(len.to_le_bytes());
+        for start in [0, len.saturating_sub(SAMPLED_BYTES)] {
+            file.seek(SeekFrom::Start(start))?;
+            let mut bytes = Vec::new();
+            Read::by_ref(&mut file).take(SAMPLED_BYTES).read_to_end(&mut bytes)?;
+            hash.update(bytes);
+        }
+        Ok(())
+    };
+    // Whoever uses the row says what is wrong with the file.
+    let _ = read(hash);
 }

@@ -637,6 +637,52 @@ fn a_bad_row_costs_only_itself() {
 }
 
 #[test]
+fn media_are_told_apart_by_what_they_hold() {
+    let place = Place::new();
+    let write = |name: &str, bytes: &[u8]| std::fs::write(place.path(name), bytes).unwrap();
+    std::fs::create_dir(place.path("frames")).unwrap();
+    let long = vec![7; 20_000];
+    write("a.png", &long);
+    write("b.png", b"b");
+    write("frames/1.png", b"1");
+    write("frames/2.png", b"2");
+    let rows = json!([
+        {"prompt": "A?", "images": ["a.png", "b.png"]},
+        {"prompt": "B?", "video": "frames"},
+        {"prompt": "C?", "image": "gone.png"},
+        {"prompt": "D?", "image": "https://example.org/d.png"},
+    ]);
+    write("rows.json", rows.to_string().as_bytes());
+    let digest = |name: &str| {
+        let spec = DatasetSpec::file(place.path(name), Roots::default());
+        Dataset::open(&[spec], &ReadOptions::default()).unwrap().media_digest()
+    };
+    let first = digest("rows.json");
+    assert_eq!((first.len(), digest("rows.json")), (32, first.clone()));
+    // A copy elsewhere, later, is the same.
+    std::fs::create_dir_all(place.path("copy/frames")).unwrap();
+    for name in ["a.png", "b.png", "frames/1.png", "frames/2.png", "rows.json"] {
+        std::fs::write(place.path("copy").join(name), std::fs::read(place.path(name)).unwrap()).unwrap();
+    }
+    assert_eq!(digest("copy/rows.json"), first);
+    // Either end of a file, its length, a frame more.
+    let changed = |change: &dyn Fn(&mut Vec<u8>), name: &str, bytes: &[u8]| {
+        let mut new = bytes.to_vec();
+        change(&mut new);
+        write(name, &new);
+        assert_ne!(digest("rows.json"), first, "{name}");
+        write(name, bytes);
+        assert_eq!(digest("rows.json"), first, "{name}");
+    };
+    changed(&|bytes| bytes[19_999] = 8, "a.png", &long);
+    changed(&|bytes| bytes[0] = 8, "a.png", &long);
+    changed(&|bytes| bytes.push(7), "a.png", &long);
+    changed(&|bytes| bytes[0] = b'x', "frames/2.png", b"2");
+    write("frames/3.png", b"2");
+    assert_ne!(digest("rows.json"), first);
+}
+
+#[test]
 fn several_datasets_are_one_list_of_rows() {
     let place = Place::new();
     let rows = |name: &str, num: usize| {

@@ -27,28 +27,25 @@ pub enum Found {
     Nothing,
     /// Rows of the same work.
     Rows(usize),
-    /// Rows of other work, which are dropped; these settings differ.
-    Other(Vec<String>),
+    /// Rows of other work.
+    Other {
+        /// The settings that differ.
+        differences: Vec<String>,
+        /// Where the rows are now; `None` where there were none.
+        moved_to: Option<PathBuf>,
+    },
 }
 
 impl Partial {
     /// Opens the file of an output. `made_with` is all that the rows depend on.
     ///
     /// # Errors
-    /// A file that cannot be written, or that another process is writing.
+    /// A file that cannot be written or moved, or that another process is writing.
     pub fn open(output: &Path, made_with: &Map<String, Value>) -> Result<(Self, Found), Error> {
         let mut path = output.as_os_str().to_owned();
         path.push(".partial");
         let path = PathBuf::from(path);
-        let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
-        let mut file = file.map_err(|source| Error::io("open", &path, source))?;
-        match file.try_lock() {
-            // Some network file systems have no locks.
-            Err(TryLockError::Error(source)) if source.kind() == ErrorKind::Unsupported => {}
-            other => {
-                other.map_err(|source| Error::io("lock (is another process at it?)", &path, source.into()))?
-            }
-        }
+        let mut file = locked(&path)?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(|source| Error::io("read", &path, source))?;
 
@@ -64,7 +61,15 @@ impl Partial {
             if number == 0 {
                 let before: Map<String, Value> = serde_json::from_str(line_text).unwrap_or_default();
                 if before != *made_with {
-                    found = Found::Other(differences(&before, made_with));
+                    let differences = differences(&before, made_with);
+                    let moved_to = if bytes.len() > line.len() {
+                        let aside = aside(&path)?;
+                        file = locked(&path)?;
+                        Some(aside)
+                    } else {
+                        None
+                    };
+                    found = Found::Other { differences, moved_to };
                     break;
                 }
             } else {
@@ -131,6 +136,32 @@ impl Partial {
     }
 }
 
+/// Opens a file for this process alone.
+fn locked(path: &Path) -> Result<File, Error> {
+    let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path);
+    let file = file.map_err(|source| Error::io("open", path, source))?;
+    match file.try_lock() {
+        // Some network file systems have no locks.
+        Err(TryLockError::Error(source)) if source.kind() == ErrorKind::Unsupported => {}
+        other => {
+            other.map_err(|source| Error::io("lock (is another process at it?)", path, source.into()))?
+        }
+    }
+    Ok(file)
+}
+
+/// Moves a file to the first free name behind its own: `<path>.1`, `<path>.2` and so on.
+fn aside(path: &Path) -> Result<PathBuf, Error> {
+    let numbered = |n: u64| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{n}"));
+        PathBuf::from(name)
+    };
+    let free = (1..u64::MAX).map(numbered).find(|to| !to.exists()).unwrap_or_else(|| numbered(u64::MAX));
+    std::fs::rename(path, &free).map_err(|source| Error::io("move", path, source))?;
+    Ok(free)
+}
+
 fn differences(before: &Map<String, Value>, now: &Map<String, Value>) -> Vec<String> {
     let shown = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
     let mut names: Vec<&String> = before.keys().chain(now.keys()).collect();
@@ -173,11 +204,28 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{whole}7 {{}}\n"));
         drop(second);
 
-        // Other settings: from the beginning, and it says which.
-        let (third, found) = Partial::open(&output, &with(0.5)).unwrap();
-        assert_eq!(found, Found::Other(vec!["temperature: 1.0 → 0.5".to_owned()]));
+        // Other settings: from the beginning, and it says which; what was finished is kept.
+        let finished = std::fs::read_to_string(&path).unwrap();
+        let differences = vec!["temperature: 1.0 → 0.5".to_owned()];
+        let aside = |n: u32| directory.path().join(format!("out.jsonl.partial.{n}"));
+        let (mut third, found) = Partial::open(&output, &with(0.5)).unwrap();
+        assert_eq!(found, Found::Other { differences, moved_to: Some(aside(1)) });
         assert!(third.done().is_empty());
-        third.remove().unwrap();
-        assert!(!path.exists());
+        assert!(Partial::open(&output, &with(0.5)).unwrap_err().to_string().contains("another process"));
+        third.add([(0, "{}".to_owned())]).unwrap();
+        drop(third);
+        let (fourth, found) = Partial::open(&output, &with(1.0)).unwrap();
+        assert!(
+            matches!(&found, Found::Other { moved_to: Some(path), .. } if *path == aside(2)),
+            "{found:?}"
+        );
+        assert_eq!(std::fs::read_to_string(aside(1)).unwrap(), finished);
+        assert!(std::fs::read_to_string(aside(2)).unwrap().ends_with("\n0 {}\n"));
+        drop(fourth);
+        // Where nothing was finished, nothing is kept.
+        let (fifth, found) = Partial::open(&output, &with(0.5)).unwrap();
+        assert!(matches!(&found, Found::Other { moved_to: None, .. }), "{found:?}");
+        fifth.remove().unwrap();
+        assert!(!path.exists() && !aside(3).exists());
     }
 }

@@ -207,6 +207,15 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
     let labels = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
     assert!(labels.contains("its settings differ (dataset: not what it was"), "{labels}");
     assert!(labels.contains("run/superseded-1") && !labels.contains("resuming"), "{labels}");
+    // Another picture under the same name, of the same length.
+    let mut picture = place.bytes("shapes.png");
+    *picture.last_mut().unwrap() ^= 1;
+    place.write("shapes.png", &picture);
+    place
+        .run(&(line("moved", "mine.jsonl", 5) + " --resume_from_checkpoint run/checkpoint-4"))
+        .fails(1, &["other settings (media: not what it was)"]);
+    *picture.last_mut().unwrap() ^= 1;
+    place.write("shapes.png", &picture);
     // Weights that were trained again, in place.
     let path = "moved/model.safetensors";
     let mut bytes = place.bytes(path);

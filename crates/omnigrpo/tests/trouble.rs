@@ -215,15 +215,47 @@ fn interrupted_generations_and_evaluations_go_on() {
             assert_eq!(place.text("eval-whole.summary.json"), place.text("eval-cut.summary.json"));
         }
 
-        // With other settings nothing of it is used.
+        // With other settings nothing of it is used, and nothing lost.
         std::fs::remove_file(place.path(&cut)).unwrap();
         kill();
         let other =
             place.run(&line(&cut).replace("--max_completion_length 24", "--max_completion_length 25")).ok();
-        let said = "was made with other settings (max_completion_length: 24 → 25); starting anew";
-        assert!(other.stderr.contains(said), "{}", other.stderr);
+        let said = format!(
+            "was made with other settings (max_completion_length: 24 → 25); its rows are kept in {partial}.1; starting anew"
+        );
+        assert!(other.stderr.contains(&said), "{}", other.stderr);
+        assert!(place.text(&format!("{partial}.1")).lines().count() > 5);
         assert!(place.text(&whole) != place.text(&cut));
     }
+}
+
+/// An evaluation that ended in the middle goes on with the same reward, and not with another under its name.
+#[test]
+fn an_evaluation_goes_on_only_with_the_reward_it_began_with() {
+    let place = Place::new();
+    let rows: Vec<String> =
+        (0..4).map(|i| format!(r#"{{"id": {i}, "problem": "{i}?", "solution": "{i}"}}"#)).collect();
+    place.write("four.jsonl", rows.join("\n"));
+    // It ends at row 2 as long as there is a file `stop`.
+    let script = r#"while read -r line; do id=${line#*\"id\":}; case $line in *\"probe\":true*) ;; *\"row\":2*) [ -e stop ] && exit 1;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.5]}"; done"#;
+    place.write("mine.sh", script);
+    place.write("stop", "");
+    let line = "eval --model M --eval_file four.jsonl --batch_size 1 --max_completion_length 4 --threads 1 --output out.jsonl";
+    let run = || place.run_with(line, &["--reward_funcs", "mine=cmd:sh mine.sh"]);
+    run().fails(1, &["mine"]);
+    let done = place.text("out.jsonl.partial").lines().count();
+    assert!(done > 1, "{done} lines");
+    std::fs::remove_file(place.path("stop")).unwrap();
+    place.write("mine.sh", script.replace("0.5", "0.25"));
+    let changed = run().ok();
+    assert!(changed.stderr.contains("other settings (content of mine.sh: "), "{}", changed.stderr);
+    assert!(place.lines("out.jsonl").iter().all(|row| row["reward"] == 0.25), "{}", place.text("out.jsonl"));
+    // The rows that were done are taken by the reward they were done with.
+    std::fs::rename(place.path("out.jsonl.partial.1"), place.path("out.jsonl.partial")).unwrap();
+    place.write("mine.sh", script);
+    let again = run().ok();
+    assert!(again.stderr.contains(&format!("going on after {} of 4 rows", done - 1)), "{}", again.stderr);
+    assert!(place.lines("out.jsonl").iter().all(|row| row["reward"] == 0.5), "{}", place.text("out.jsonl"));
 }
 
 /// Every second request finds the program killed before it answers; no step is lost by it.

@@ -248,17 +248,31 @@ fn discard(checkpoint: &Path) -> Result<()> {
 /// # Errors
 /// An unreadable directory.
 pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found = named(output_dir)?;
+    found.retain(|(_, path)| path.join(STATE).is_file());
+    Ok(found)
+}
+
+/// Directories that are called checkpoints and lack `trainer_state.json`, oldest first. The program
+/// leaves none behind; a copy that was cut off does.
+///
+/// # Errors
+/// An unreadable directory.
+pub fn incomplete(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found = named(output_dir)?;
+    found.retain(|(_, path)| path.is_dir() && !path.join(STATE).is_file());
+    Ok(found)
+}
+
+/// Everything that has the name of a checkpoint, oldest first.
+fn named(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
     if !output_dir.is_dir() {
         return Ok(found);
     }
     for entry in fs::read_dir(output_dir).map_err(TrainError::io(output_dir))? {
         let path = entry.map_err(TrainError::io(output_dir))?.path();
-        if let Some(step) = step_of(&path)
-            && path.join(STATE).is_file()
-        {
-            found.push((step, path));
-        }
+        found.extend(step_of(&path).map(|step| (step, path)));
     }
     found.sort_unstable();
     Ok(found)

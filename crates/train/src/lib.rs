@@ -27,6 +27,7 @@ pub use evaluate::{Batch, EvalPlan, Evaluation, Judged, eval_row, evaluate, eval
 pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup};
+pub use resume::say_incomplete;
 pub use rows::{Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
 pub use run::train;
 pub use schedule::{Schedule, ScheduleKind};

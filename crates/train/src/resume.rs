@@ -1,7 +1,8 @@
 //! Where a run begins, and what becomes of what an earlier one left in its directory.
 //!
 //! A run goes on from a checkpoint whose settings and inputs are its own, or begins anew. Nothing that an earlier run made
-//! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so.
+//! is deleted or overwritten by another: it is moved to `superseded-N` in the same directory, and the console says so. So is
+//! what no run made, if it has a name that this run writes.
 //! A run that goes on from its newest checkpoint drops what was logged behind it, since the same steps log it again.
 //! Nothing is moved before the checkpoint has been loaded.
 
@@ -118,7 +119,7 @@ impl Start {
                 }
                 return load(path.clone(), state);
             }
-            ResumeFrom::Newest => {}
+            ResumeFrom::Newest => say_incomplete(dir, console)?,
         }
         let mut why = "it left no checkpoint to go on from";
         let mut failed = None;
@@ -168,16 +169,27 @@ impl Start {
     /// Moves away what does not belong to the run that begins here; `model` is the directory whose tokenizer and configuration
     /// checkpoints will repeat.
     pub(crate) fn make_room(&self, dir: &Path, model: &Path, console: &Console) -> Result<()> {
-        let (paths, why) = match self {
-            Self::Anew { why } => (earlier_run(dir)?, format!("{why}; starting anew")),
-            Self::From(resumed) if !resumed.is_in(dir) => {
-                (earlier_run(dir)?, format!("the run goes on from {}", resumed.path.display()))
+        let (mut paths, mut what, mut why) = match self {
+            Self::Anew { why } => {
+                (earlier_run(dir, model)?, "the earlier run", format!("{why}; starting anew"))
             }
+            Self::From(resumed) if !resumed.is_in(dir) => (
+                earlier_run(dir, model)?,
+                "what an earlier run made",
+                format!("the run goes on from {}", resumed.path.display()),
+            ),
             Self::From(resumed) => (
                 behind(dir, resumed.state.global_step)?,
+                "what an earlier run made",
                 "the run goes on from an earlier checkpoint".to_owned(),
             ),
         };
+        if paths.is_empty() && !matches!(self, Self::From(resumed) if resumed.is_in(dir)) {
+            paths = strangers(dir, model)?;
+            let names = paths.iter().filter_map(|path| path.file_name()?.to_str());
+            why = format!("{}; this run writes files of these names", names.collect::<Vec<_>>().join(", "));
+            what = "what no run made";
+        }
         if paths.is_empty() {
             return Ok(());
         }
@@ -213,8 +225,6 @@ impl Start {
             }
             std::fs::rename(&path, &to).map_err(TrainError::io(&path))?;
         }
-        let what =
-            if matches!(self, Self::Anew { .. }) { "the earlier run" } else { "what an earlier run made" };
         console.line(&format!("{what} in {} was moved to {}: {why}", dir.display(), aside.display()));
         Ok(())
     }
@@ -266,8 +276,47 @@ fn is_weights(name: &str) -> bool {
     name.ends_with(".safetensors") || name == "model.safetensors.index.json"
 }
 
+/// Says which checkpoints a resume does not look at.
+///
+/// # Errors
+/// An unreadable directory.
+pub fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
+    for (_, path) in checkpoint::incomplete(dir)? {
+        console.line(&format!(
+            "{} is passed over: there is no trainer_state.json in it, so it is not a whole checkpoint (was a copy cut off?)",
+            path.display()
+        ));
+    }
+    Ok(())
+}
+
+/// Whether a run with this model writes code of this name, or one of the run's checkpoints has it.
+fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
+    let mut places = checkpoint::list(dir)?.into_iter().map(|(_, path)| path).chain([model.to_owned()]);
+    Ok(name.ends_with(".py") && places.any(|place| place != dir && place.join(name).is_file()))
+}
+
+/// What lies where no run had begun and would be overwritten.
+fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
+    const AT_THE_END: [&str; 4] =
+        ["README.md", "config.json", "adapter_config.json", "additional_chat_templates"];
+    let mut found = Vec::new();
+    for (name, path) in entries(dir)? {
+        // A run that failed before its first step has written its settings.
+        let mine = || std::fs::read(&path).is_ok_and(|text| text.starts_with(b"# omnigrpo "));
+        let hit = AT_THE_END.contains(&name.as_str())
+            || COMPANIONS.contains(&name.as_str())
+            || name == "config.yaml" && !mine()
+            || is_code(dir, model, &name)?;
+        if hit {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
 /// Everything of an earlier run in a directory; nothing where none had begun.
-fn earlier_run(dir: &Path) -> Result<Vec<PathBuf>> {
+fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     let all = entries(dir)?;
     let is_checkpoint = |name: &str| name.starts_with("checkpoint-");
     let filled = |name: &str, path: &Path| match name {
@@ -292,17 +341,22 @@ fn earlier_run(dir: &Path) -> Result<Vec<PathBuf>> {
             || COMPANIONS.contains(&name)
             || is_checkpoint(name)
             || is_weights(name)
-            || name.ends_with(".py")
             || name.starts_with("nonfinite-step-")
     };
-    Ok(all.into_iter().filter(|(name, _)| ours(name)).map(|(_, path)| path).collect())
+    let mut paths = Vec::new();
+    for (name, path) in all {
+        if ours(&name) || is_code(dir, model, &name)? {
+            paths.push(path);
+        }
+    }
+    Ok(paths)
 }
 
 /// Checkpoints behind `step` with the rollouts, evaluations and the model that came after it; nothing where `step` is the
 /// newest.
 fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
-    let newer: Vec<_> = checkpoint::list(dir)?.into_iter().filter(|(newer, _)| *newer > step).collect();
-    let mut paths: Vec<PathBuf> = newer.into_iter().map(|(_, path)| path).collect();
+    let all = checkpoint::list(dir)?.into_iter().chain(checkpoint::incomplete(dir)?);
+    let mut paths: Vec<PathBuf> = all.filter(|(newer, _)| *newer > step).map(|(_, path)| path).collect();
     if paths.is_empty() {
         return Ok(paths);
     }

@@ -1,15 +1,23 @@
 //! `generate` and `eval` go on where they were stopped: see [`Partial`].
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use omnigrpo_data::Dataset;
 use omnigrpo_observe::{Found, Partial};
+use omnigrpo_rewards::spec_files;
 use serde_json::{Map, Value, json};
+use sha2::{Digest as _, Sha256};
 
 use super::Context;
+use crate::settings::Settings;
 use crate::values::Resolved;
+
+/// Bytes that are read of a file of a reward; programs are text.
+const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
 /// Settings that change no row.
 const FREE_TO_CHANGE: &[&str] = &[
@@ -41,10 +49,14 @@ pub fn open(
         Found::Rows(rows) => context
             .console
             .line(&format!("going on after {rows} of {} rows, which are in {beside}", dataset.len())),
-        Found::Other(differences) => context.console.line(&format!(
-            "{beside} was made with other settings ({}); starting anew",
-            differences.join("; ")
-        )),
+        Found::Other { differences, moved_to } => {
+            let kept =
+                moved_to.map_or(String::new(), |path| format!("; its rows are kept in {}", path.display()));
+            context.console.line(&format!(
+                "{beside} was made with other settings ({}){kept}; starting anew",
+                differences.join("; ")
+            ));
+        }
     }
     Ok(partial)
 }
@@ -59,11 +71,27 @@ fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map
             out.insert(name.to_owned(), value);
         }
     }
-    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    out.extend(inputs(settings, dataset)?);
     let files = settings.io.input.iter().chain(&settings.data.eval_file).map(|path| stamp(path));
     out.insert("files of rows".into(), files.collect());
     let weights = [Some(model), settings.model.adapter_name_or_path.as_deref()];
     out.insert("files of weights".into(), weights.into_iter().flatten().flat_map(weight_files).collect());
+    Ok(out)
+}
+
+/// What rows, media and files of rewards hold. A file that a reward's file imports is not looked at.
+pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Value>> {
+    let mut out = Map::new();
+    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    out.insert("media".into(), dataset.media_digest().into());
+    let files = settings.rewards.reward_funcs.iter().flat_map(|spec| spec_files(spec));
+    for path in files.chain(settings.rewards.judge_prompt.clone()) {
+        let file = File::open(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let mut content = Vec::new();
+        file.take(MAX_REWARD_FILE_BYTES).read_to_end(&mut content)?;
+        let digest: String = Sha256::digest(&content).iter().take(16).map(|b| format!("{b:02x}")).collect();
+        out.insert(format!("content of {}", path.display()), digest.into());
+    }
     Ok(out)
 }
 

@@ -18,7 +18,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Map, Value};
 
-use super::{Context, data, print, profile, setup};
+use super::{Context, data, print, profile, resume, setup};
 use crate::deepspeed;
 use crate::explain::{Problem, print_config};
 use crate::flags::{Kind, find};
@@ -134,7 +134,7 @@ fn run_logged(
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
-    let begin = begin(settings, lock.root())?;
+    let begin = begin(settings, context, lock.root())?;
     let dir = setup::checkpoint_dir(settings)?;
     if let Some(path) = &settings.run.deepspeed {
         context.console.line(&format!("{}:", path.display()));
@@ -244,10 +244,9 @@ fn run_logged(
 }
 
 /// Where the run starts. A checkpoint that is asked for and not there is found out before the model is loaded.
-fn begin(settings: &Settings, output_dir: &Path) -> Result<ResumeFrom, Problem> {
-    let list = || {
-        omnigrpo_train::checkpoint::list(output_dir).map_err(|e| Problem::from_error(&anyhow::Error::from(e)))
-    };
+fn begin(settings: &Settings, context: &Context, output_dir: &Path) -> Result<ResumeFrom, Problem> {
+    let told = |error| Problem::from_error(&anyhow::Error::from(error));
+    let list = || omnigrpo_train::checkpoint::list(output_dir).map_err(told);
     let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
         let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
         Problem::failure("there is no checkpoint to resume from")
@@ -259,10 +258,13 @@ fn begin(settings: &Settings, output_dir: &Path) -> Result<ResumeFrom, Problem> 
     match &settings.run.resume_from_checkpoint {
         Resume::Never => Ok(ResumeFrom::Start),
         Resume::Auto => Ok(ResumeFrom::Newest),
-        Resume::Must => match list()?.pop() {
-            Some((_, path)) => Ok(ResumeFrom::Path(path)),
-            None => Err(absent(output_dir, Vec::new())),
-        },
+        Resume::Must => {
+            omnigrpo_train::say_incomplete(output_dir, &context.console).map_err(told)?;
+            match list()?.pop() {
+                Some((_, path)) => Ok(ResumeFrom::Path(path)),
+                None => Err(absent(output_dir, Vec::new())),
+            }
+        }
         Resume::From(path) if path.is_dir() => Ok(ResumeFrom::Path(path.clone())),
         Resume::From(path) => Err(absent(path, list()?)),
     }
@@ -438,7 +440,7 @@ const FREE_TO_CHANGE: &[&str] = &[
     "reward_python",
 ];
 
-/// Every other setting, and what the models and the dataset hold.
+/// Every other setting, and what the models, the dataset and the files of rewards hold.
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (name, value) in resolved.values.plain() {
@@ -460,7 +462,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
         }
         out.insert(format!("files of {name}"), digest.files.into());
     }
-    out.insert("dataset".into(), dataset.fingerprint()?.into());
+    out.extend(resume::inputs(&resolved.settings, dataset)?);
     Ok(out)
 }
 

@@ -121,6 +121,22 @@ fn python_function(text: &str) -> Option<(&str, &str)> {
     (is_name && file.ends_with(".py") && file.len() > 3).then_some((file, function))
 }
 
+/// The files that a spec names and that decide what it scores: of `FILE.py:FUNCTION` the file, of `cmd:…` every argument
+/// that is a file. What those files import is not among them.
+#[must_use]
+pub fn spec_files(spec: &str) -> Vec<PathBuf> {
+    let target = spec.split_once('=').map_or(spec, |(name, target)| match name.contains(':') {
+        true => spec,
+        false => target,
+    });
+    let words = match target.strip_prefix("cmd:") {
+        Some(command) => shlex::split(command.trim().trim_matches('"')).unwrap_or_default(),
+        None => vec![target.to_owned()],
+    };
+    let file = |word: &String| PathBuf::from(python_function(word).map_or(word.as_str(), |(file, _)| file));
+    words.iter().map(file).filter(|path| path.is_file()).collect()
+}
+
 /// What stands for a secret.
 const HIDDEN: &str = "***";
 
@@ -420,6 +436,19 @@ mod tests {
     #[test]
     fn functions_of_python_files() {
         assert_eq!(python_function("a/my_rewards.py:mine"), Some(("a/my_rewards.py", "mine")));
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("my rewards.py");
+        std::fs::write(&file, "").unwrap();
+        let path = file.display();
+        for spec in
+            [format!("{path}:mine"), format!("x={path}:mine"), format!("cmd:\"python '{path}:mine' -v\"")]
+        {
+            assert_eq!(spec_files(&spec), [file.as_path()], "{spec}");
+        }
+        assert_eq!(spec_files(&format!("x=cmd:python '{path}' --a=b")), [file.as_path()]);
+        for spec in ["accuracy", "http://127.0.0.1:1/?a=b", "cmd:python no-such-file.py", "gone.py:mine"] {
+            assert!(spec_files(spec).is_empty(), "{spec}");
+        }
         for other in ["my_rewards.py", "my_rewards.py:", "x.sh:f", "a.py:f(x)", "a.py:3", ".py:f"] {
             assert_eq!(python_function(other), None, "{other}");
         }

@@ -117,6 +117,63 @@ fn a_model_that_no_run_made_is_left_alone() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
 }
 
+/// What a user keeps in a run's directory stays, but for names that the run writes: those are moved and not overwritten.
+#[test]
+fn files_of_the_user_are_neither_taken_nor_overwritten() {
+    let place = Place::new();
+    let out = place.out("run");
+    std::fs::create_dir(&out).unwrap();
+    for name in ["my_rewards.py", "README.md", "config.yaml", "notes.txt"] {
+        std::fs::write(out.join(name), "somebody's").unwrap();
+    }
+    let with = |steps: u64| {
+        let mut setup = place.setup("run");
+        setup.run.max_steps = Some(steps);
+        setup.run.save = SaveWhen::Never;
+        setup.run.files = vec![("config.yaml", b"# omnigrpo train\n".to_vec())];
+        shown(setup)
+    };
+    let (result, text) = with(1);
+    result.unwrap();
+    assert!(text.contains("what no run made in "), "{text}");
+    assert!(
+        text.contains("superseded-1: README.md, config.yaml; this run writes files of these names"),
+        "{text}"
+    );
+    let aside = out.join("superseded-1");
+    assert_eq!(names(&aside).into_iter().collect::<Vec<_>>(), ["README.md", "config.yaml"]);
+    assert_eq!(std::fs::read_to_string(aside.join("config.yaml")).unwrap(), "somebody's");
+    // A second run sets the first aside, and again nothing else.
+    let (result, _) = with(1);
+    result.unwrap();
+    let again = names(&out.join("superseded-2"));
+    assert!(again.iter().any(|name| name == "model.safetensors"), "{again:?}");
+    for name in ["my_rewards.py", "notes.txt"] {
+        assert_eq!(std::fs::read_to_string(out.join(name)).unwrap(), "somebody's", "{name}");
+    }
+}
+
+#[test]
+fn a_checkpoint_that_was_copied_in_part_is_passed_over_aloud() {
+    let place = Place::new();
+    let out = place.out("run");
+    let with = |steps: u64| {
+        let mut setup = place.setup("run");
+        (setup.run.max_steps, setup.run.save) = (Some(steps), SaveWhen::Steps(2));
+        setup.run.schedule = omnigrpo_train::ScheduleKind::Constant;
+        shown(setup)
+    };
+    with(4).0.unwrap();
+    std::fs::remove_file(out.join("checkpoint-4/trainer_state.json")).unwrap();
+    let (result, text) = with(4);
+    assert_eq!(result.unwrap().steps_here, 2, "{text}");
+    assert!(text.contains("checkpoint-4 is passed over: there is no trainer_state.json in it"), "{text}");
+    // The steps that are made again do not overwrite what is left of it.
+    assert!(out.join("superseded-1/checkpoint-4/model.safetensors").is_file(), "{text}");
+    assert_eq!(checkpoints(&out), ["checkpoint-2", "checkpoint-4"]);
+    assert!(!with(6).1.contains("passed over"));
+}
+
 #[test]
 fn nothing_moves_before_a_checkpoint_has_been_loaded() {
     let place = Place::new();
