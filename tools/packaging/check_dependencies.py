@@ -72,7 +72,8 @@ def main():
         problems.append(f"packages come from {len(sources)} registries: {', '.join(sorted(sources))}")
     for what in problems:
         print(what)
-    print(f"{len(packages)} packages looked at; known faults were not (install cargo-deny for that)")
+    print(f"licences and origins of {len(packages)} packages looked at")
+    print("NOTICE: advisories were not checked: whether a package has a known fault is not known (install cargo-deny for that)")
     sys.exit(bool(problems))
 
 
