@@ -507,7 +507,8 @@ fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     assert!(ran.stderr.contains(said) && place.text("run/log.txt").contains(said), "{}", ran.stderr);
     let metrics = place.lines("run/metrics.jsonl");
     // The policy is the reference at first, where the KL term is flat.
-    assert_eq!((&metrics[0]["loss"], &metrics[0]["grad_norm"]), (&json!(0.0), &json!(0.0)), "{metrics:?}");
+    let of = |name: &str| metrics[0][name].as_f64().unwrap().abs();
+    assert!(of("loss") < 1e-6 && of("grad_norm") < 1e-3, "{metrics:?}");
     assert!(place.lines("run/rollouts/step-000001.jsonl").iter().all(|row| row["advantage"] == 0.0));
 }
 
