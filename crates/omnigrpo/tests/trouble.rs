@@ -7,6 +7,7 @@ mod support;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
+use serde_json::json;
 use support::{Place, appears, ran};
 
 const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24";
@@ -249,13 +250,21 @@ fn an_evaluation_goes_on_only_with_the_reward_it_began_with() {
     place.write("mine.sh", script.replace("0.5", "0.25"));
     let changed = run().ok();
     assert!(changed.stderr.contains("other settings (content of mine.sh: "), "{}", changed.stderr);
-    assert!(place.lines("out.jsonl").iter().all(|row| row["reward"] == 0.25), "{}", place.text("out.jsonl"));
+    assert!(
+        place.lines("out.jsonl").iter().all(|row| row["reward"] == json!([0.25])),
+        "{}",
+        place.text("out.jsonl")
+    );
     // The rows that were done are taken by the reward they were done with.
     std::fs::rename(place.path("out.jsonl.partial.1"), place.path("out.jsonl.partial")).unwrap();
     place.write("mine.sh", script);
     let again = run().ok();
     assert!(again.stderr.contains(&format!("going on after {} of 4 rows", done - 1)), "{}", again.stderr);
-    assert!(place.lines("out.jsonl").iter().all(|row| row["reward"] == 0.5), "{}", place.text("out.jsonl"));
+    assert!(
+        place.lines("out.jsonl").iter().all(|row| row["reward"] == json!([0.5])),
+        "{}",
+        place.text("out.jsonl")
+    );
 }
 
 /// Every second request finds the program killed before it answers; no step is lost by it.
