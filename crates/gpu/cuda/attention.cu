@@ -12,39 +12,39 @@ struct Tile { int row0, row1, item0, item1; };
 struct Shape { int stride, out_stride, heads, group; float scale; };
 
 constexpr int THREADS = 128, ROWS = 64;
-template <int D> constexpr int padded() { return (D + 15) / 16 * 16; }
+template <int D> constexpr int PADDED = (D + 15) / 16 * 16;
 /// Columns of a row in shared memory: eight more, so that eight rows lie in different banks.
-template <int D> constexpr int line() { return padded<D>() + 8; }
+template <int D> constexpr int LINE = PADDED<D> + 8;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 /// Rows `row..row + N` into shared memory, zeros from `end` on and behind a head.
 template <int D, int N> DEVICE void load_rows(u16* to, const u16* from, i64 stride, int row, int end) {
-    constexpr int CHUNKS = padded<D>() / 8;
+    constexpr int CHUNKS = PADDED<D> / 8;
     for (int i = threadIdx.x; i < N * CHUNKS; i += THREADS) {
         int r = i / CHUNKS, c = i % CHUNKS * 8;
         bool in = row + r < end && c < D;
-        copy_async(to + r * line<D>() + c, from + (in ? (row + r) * stride + c : 0), in);
+        copy_async(to + r * LINE<D> + c, from + (in ? (row + r) * stride + c : 0), in);
     }
 }
 /// The 16×16 block at (row, col) as a left factor.
 template <int D> DEVICE void left(u32 (&a)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
-    load_matrices<false>(a, tile + (row + lane % 16) * line<D>() + col + lane / 16 * 8);
+    load_matrices<false>(a, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
 /// Rows `row..row + 16` as columns of a right factor, depth `col..col + 16`.
 template <int D> DEVICE void right_rows(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
-    load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * line<D>() + col + lane / 8 % 2 * 8);
+    load_matrices<false>(b, tile + (row + lane / 16 * 8 + lane % 8) * LINE<D> + col + lane / 8 % 2 * 8);
 }
 /// Columns `col..col + 16` of a right factor, depth is rows `row..row + 16`.
 template <int D> DEVICE void right_cols(u32 (&b)[4], const u16* tile, int row, int col) {
     int lane = threadIdx.x % 32;
-    load_matrices<true>(b, tile + (row + lane % 16) * line<D>() + col + lane / 16 * 8);
+    load_matrices<true>(b, tile + (row + lane % 16) * LINE<D> + col + lane / 16 * 8);
 }
 /// `s[16, 8·N] = a-tile rows · b-tile rowsᵀ` over D columns.
 template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_tile, int row, const u16* right_tile) {
     UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++) s[j][e] = 0;
-    UNROLL for (int c = 0; c < padded<D>(); c += 16) {
+    UNROLL for (int c = 0; c < PADDED<D>; c += 16) {
         u32 a[4], b[4];
         left<D>(a, left_tile, row, c);
         UNROLL for (int j = 0; j < N; j += 2) {
@@ -55,10 +55,10 @@ template <int D, int N> DEVICE void products(float (&s)[N][4], const u16* left_t
     }
 }
 /// `acc[16, padded] += p[16, 8·N] · tile[8·N, D]`, p rounded to bf16.
-template <int D, int N> DEVICE void accumulate(float (&acc)[padded<D>() / 8][4], const float (&p)[N][4], const u16* tile) {
+template <int D, int N> DEVICE void accumulate(float (&acc)[PADDED<D> / 8][4], const float (&p)[N][4], const u16* tile) {
     UNROLL for (int j = 0; j < N; j += 2) {
         u32 a[4] = {pack(p[j][0], p[j][1]), pack(p[j][2], p[j][3]), pack(p[j + 1][0], p[j + 1][1]), pack(p[j + 1][2], p[j + 1][3])};
-        UNROLL for (int c = 0; c < padded<D>(); c += 16) {
+        UNROLL for (int c = 0; c < PADDED<D>; c += 16) {
             u32 b[4];
             right_cols<D>(b, tile, j * 8, c);
             mma(acc[c / 8], a, b[0], b[1]);
@@ -86,7 +86,7 @@ struct Cursor {
     DEVICE bool valid() const { return item < tile.item1; }
     DEVICE void next() { at += step; settle(); }
 };
-template <int D> DEVICE void store_rows(u16* to, const float (&acc)[padded<D>() / 8][4], float f0, float f1, i64 stride, int row, int end) {
+template <int D> DEVICE void store_rows(u16* to, const float (&acc)[PADDED<D> / 8][4], float f0, float f1, i64 stride, int row, int end) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     UNROLL for (int c = 0; c < D / 8; c++) {
         if (row + g < end) *(u32*)(to + (i64)(row + g) * stride + c * 8 + 2 * t) = pack(acc[c][0] * f0, acc[c][1] * f0);
@@ -95,7 +95,7 @@ template <int D> DEVICE void store_rows(u16* to, const float (&acc)[padded<D>() 
 }
 
 template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
-    constexpr int LD = line<D>(), N = ROWS / 8;
+    constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
     u16 *sq = (u16*)shared, *sk = sq + ROWS * LD, *sv = sk + 2 * ROWS * LD;
     Tile tile = tiles[blockIdx.x];
@@ -110,7 +110,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
     load_rows<D, ROWS>(sq, q + head * D, sh.stride, tile.row0, tile.row1);
     if (c.valid()) fetch(c, 0);
     commit_copies();
-    float acc[padded<D>() / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    float acc[PADDED<D> / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
     for (int stage = 0; c.valid(); stage ^= 1) {
         Cursor next = c;
         next.next();
@@ -134,7 +134,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
             m[h] = top;
             UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) sum += s[j][e] = exp2_(s[j][e] * factor - safe);
             l[h] = l[h] * decay + sum;
-            UNROLL for (int d = 0; d < padded<D>() / 8; d++) { acc[d][2 * h] *= decay; acc[d][2 * h + 1] *= decay; }
+            UNROLL for (int d = 0; d < PADDED<D> / 8; d++) { acc[d][2 * h] *= decay; acc[d][2 * h + 1] *= decay; }
         }
         accumulate<D, N>(acc, s, sv + stage * ROWS * LD);
         sync_block();
@@ -151,7 +151,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
 
 /// The gradient of queries. `delta[row, head] = Σ dout · out`.
 template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
-    constexpr int LD = line<D>(), N = ROWS / 8;
+    constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
     u16 *sq = (u16*)shared, *sd = sq + ROWS * LD, *sk = sd + ROWS * LD, *sv = sk + ROWS * LD;
     Tile tile = tiles[blockIdx.x];
@@ -164,7 +164,7 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
     }
     load_rows<D, ROWS>(sq, q + head * D, sh.stride, tile.row0, tile.row1);
     load_rows<D, ROWS>(sd, dout + head * D, sh.out_stride, tile.row0, tile.row1);
-    float acc[padded<D>() / 8][4] = {};
+    float acc[PADDED<D> / 8][4] = {};
     for (Cursor c(items, tile, ROWS, false); c.valid(); c.next()) {
         load_rows<D, ROWS>(sk, k + kv * D, sh.stride, c.at, c.end());
         load_rows<D, ROWS>(sv, v + kv * D, sh.stride, c.at, c.end());
@@ -188,7 +188,7 @@ template <int D> DEVICE void backward_q(u16* dq, const u16* dout, const float* l
 
 /// The gradients of keys and values: a tile is of key rows, its items have the queries that see them.
 template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
-    constexpr int LD = line<D>(), Q = 32, N = Q / 8;
+    constexpr int LD = LINE<D>, Q = 32, N = Q / 8;
     DYNAMIC_SHARED(shared);
     u16 *sk = (u16*)shared, *sv = sk + ROWS * LD, *sq = sv + ROWS * LD, *sd = sq + Q * LD;
     Tile tile = tiles[blockIdx.x];
@@ -197,7 +197,7 @@ template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, cons
     float factor = sh.scale * LOG2E;
     load_rows<D, ROWS>(sk, k + kv * D, sh.stride, tile.row0, tile.row1);
     load_rows<D, ROWS>(sv, v + kv * D, sh.stride, tile.row0, tile.row1);
-    float acc_k[padded<D>() / 8][4] = {}, acc_v[padded<D>() / 8][4] = {};
+    float acc_k[PADDED<D> / 8][4] = {}, acc_v[PADDED<D> / 8][4] = {};
     for (int head = kv * sh.group; head < (kv + 1) * sh.group; head++)
         for (Cursor c(items, tile, Q, true); c.valid(); c.next()) {
             load_rows<D, Q>(sq, q + head * D, sh.stride, c.at, c.end());

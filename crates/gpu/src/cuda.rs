@@ -77,11 +77,9 @@ impl Cuda {
         if ordinal >= count {
             return Err(Error::NoDevice { ordinal, count });
         }
-        let folders = folders(libraries);
-        for stem in ["nvrtc-builtins", "nvrtc", "cublasLt"] {
-            preload(stem, &folders);
-        }
+        nvrtc::find(libraries);
         nvrtc::version()?;
+        preload("cublasLt", &folders(libraries));
         let device = result::device::get(ordinal as i32).map_err(said("cuDeviceGet"))?;
         let name = result::device::get_name(device).map_err(said("cuDeviceGetName"))?;
         use sys::CUdevice_attribute_enum as Attribute;

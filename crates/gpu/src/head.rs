@@ -40,66 +40,103 @@ fn pieces(rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usi
     ((0..rows).step_by(ROWS).map(move |at| at..rows.min(at + ROWS)), width)
 }
 
+/// The output layer and what logits are divided by.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// `[vocab, h]`
+    pub weight: Weight<'a>,
+    /// Tokens.
+    pub vocab: usize,
+    /// Width.
+    pub h: usize,
+    /// Of the softmax.
+    pub temperature: f32,
+}
+
 impl Gpu {
     /// Log-probabilities of targets, entropies `[rows]` and log-sum-exps `[rows]` of softmax(logits / temperature).
     #[must_use]
-    pub fn score(
+    pub fn score(&self, normed: &Array, head: Head, marks: &Marks) -> [Array; 3] {
+        let Head { weight, vocab, h, temperature } = head;
+        let rows = marks.rows();
+        let out = [marks.tokens.len(), rows, rows].map(|n| self.alloc(n, Dtype::F32));
+        let normed = self.held(normed, weight.dtype());
+        let (pieces, width) = pieces(rows, vocab);
+        for piece in pieces {
+            let x = self.rows_of(&normed, &piece, h);
+            let running = self.alloc(3 * piece.len(), Dtype::F32);
+            for first in (0..vocab).step_by(width) {
+                let width = width.min(vocab - first);
+                let mut logits = self.alloc(piece.len() * width, Dtype::F32);
+                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], false);
+                self.statistics([&running, &out[0]], &logits, [first, width], marks, &piece, temperature);
+            }
+            self.finish(&out, &running, marks, &piece);
+        }
+        out
+    }
+
+    /// The same of logits that are there.
+    pub(crate) fn score_logits(
         &self,
-        normed: &Array,
-        head: Weight,
-        [vocab, h]: [usize; 2],
+        logits: &Array,
+        vocab: usize,
         marks: &Marks,
         temperature: f32,
     ) -> [Array; 3] {
         let rows = marks.rows();
-        let [logp, entropy, lse] = [marks.tokens.len(), rows, rows].map(|n| self.alloc(n, Dtype::F32));
-        let normed = self.held(normed, head.dtype());
-        let (pieces, width) = pieces(rows, vocab);
-        for piece in pieces {
-            let count = piece.len();
-            let x = self.rows_of(&normed, &piece, h);
-            let running = self.alloc(3 * count, Dtype::F32);
-            let offsets = Arg::Pointer(marks.offsets.place(piece.start));
-            for first in (0..vocab).step_by(width) {
-                let width = width.min(vocab - first);
-                let mut logits = self.alloc(count * width, Dtype::F32);
-                self.linear(&mut logits, [0, width], &x, head, [first, width, h], false);
-                let args = [
-                    running.pointer(),
-                    logp.pointer(),
-                    logits.pointer(),
-                    Arg::Int(width as i32),
-                    Arg::Unsigned(first as u32),
-                    Arg::Float(1.0 / temperature),
-                    offsets,
-                    marks.tokens.pointer(),
-                ];
-                self.each_row("head/statistics", count, width, &args);
-            }
-            let [entropy, lse] = [&entropy, &lse].map(|array| Arg::Pointer(array.place(piece.start)));
-            let args = [logp.pointer(), entropy, lse, running.pointer(), offsets, Arg::Int(count as i32)];
-            self.each("head/finish", count, &args);
-        }
-        [logp, entropy, lse]
+        let out = [marks.tokens.len(), rows, rows].map(|n| self.alloc(n, Dtype::F32));
+        let running = self.alloc(3 * rows, Dtype::F32);
+        self.statistics([&running, &out[0]], logits, [0, vocab], marks, &(0..rows), temperature);
+        self.finish(&out, &running, marks, &(0..rows));
+        out
     }
 
-    /// The gradient of `normed`, in f32, from those of log-probabilities and entropies; that of the head is added to `dhead`.
+    fn statistics(
+        &self,
+        [running, picked]: [&Array; 2],
+        logits: &Array,
+        [first, width]: [usize; 2],
+        marks: &Marks,
+        rows: &Range<usize>,
+        temperature: f32,
+    ) {
+        let args = [
+            running.pointer(),
+            picked.pointer(),
+            logits.pointer(),
+            Arg::Int(width as i32),
+            Arg::Unsigned(first as u32),
+            Arg::Float(1.0 / temperature),
+            Arg::Pointer(marks.offsets.place(rows.start)),
+            marks.tokens.pointer(),
+        ];
+        self.each_row("head/statistics", rows.len(), width, &args);
+    }
+
+    fn finish(&self, [logp, entropy, lse]: &[Array; 3], running: &Array, marks: &Marks, rows: &Range<usize>) {
+        let [entropy, lse, offsets] =
+            [entropy, lse, &marks.offsets].map(|array| Arg::Pointer(array.place(rows.start)));
+        let args = [logp.pointer(), entropy, lse, running.pointer(), offsets, Arg::Int(rows.len() as i32)];
+        self.each("head/finish", rows.len(), &args);
+    }
+
+    /// The gradient of `normed`, in f32, from those of log-probabilities and (where there are any) entropies; that of the
+    /// weight is added to `dhead`. Entropies and log-sum-exps are those of [`Self::score`].
     #[must_use]
     pub fn score_back(
         &self,
         normed: &Array,
-        head: Weight,
-        [vocab, h]: [usize; 2],
+        head: Head,
         marks: &Marks,
         [entropy, lse]: [&Array; 2],
-        temperature: f32,
-        dlogp: &Array,
-        dentropy: Option<&Array>,
+        (dlogp, dentropy): (&Array, Option<&Array>),
         mut dhead: Option<&mut Array>,
     ) -> Array {
+        let Head { weight, vocab, h, temperature } = head;
         let rows = marks.rows();
         let mut dnormed = self.zeros(rows * h, Dtype::F32);
-        let normed = self.held(normed, head.dtype());
+        let normed = self.held(normed, weight.dtype());
         let (pieces, width) = pieces(rows, vocab);
         for piece in pieces {
             let count = piece.len();
@@ -109,8 +146,8 @@ impl Gpu {
             for first in (0..vocab).step_by(width) {
                 let width = width.min(vocab - first);
                 let mut logits = self.alloc(count * width, Dtype::F32);
-                self.linear(&mut logits, [0, width], &x, head, [first, width, h], false);
-                let dlogits = self.alloc(count * width, head.dtype());
+                self.linear(&mut logits, [0, width], &x, weight, [first, width, h], false);
+                let dlogits = self.alloc(count * width, weight.dtype());
                 let args = [
                     dlogits.arg(),
                     logits.pointer(),
@@ -126,9 +163,9 @@ impl Gpu {
                 ];
                 self.each_row("head/logit_gradients", count, width, &args);
                 drop(logits);
-                self.linear_dx(&mut own, &dlogits, [0, width], head, [first, width, h], true);
+                self.linear_dx(&mut own, &dlogits, [0, width], weight, [first, width, h], true);
                 if let Some(dhead) = dhead.as_deref_mut() {
-                    self.linear_dw(dhead, &x, &dlogits, [0, width], [first, width, h], head.dtype());
+                    self.linear_dw(dhead, &x, &dlogits, [0, width], [first, width, h], weight.dtype());
                 }
             }
             let place = |first| crate::Place::new(first, h);

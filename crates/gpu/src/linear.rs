@@ -38,6 +38,17 @@ pub enum Weight<'a> {
     Codes(&'a Codes),
 }
 
+/// What is added to a product.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Plus<'a> {
+    /// A number for each column.
+    pub bias: Option<&'a Array>,
+    /// Rows as wide as the output's, at the same columns.
+    pub residual: Option<&'a Array>,
+    /// What the output holds, instead of a residual.
+    pub output: bool,
+}
+
 /// A weight, or a piece of it, as products read it.
 enum Factored<'a> {
     Part(&'a Array, usize),
@@ -162,8 +173,7 @@ impl Gpu {
         });
     }
 
-    /// As [`Self::linear`] with a bias and a residual `[t, width]` (at the same columns), where the bits of a row depend on that
-    /// row and the weight alone.
+    /// As [`Self::linear`] for all rows of the weight, where the bits of a row depend on that row and the weight alone.
     pub fn linear_rows(
         &self,
         y: &mut Array,
@@ -171,9 +181,7 @@ impl Gpu {
         x: &Array,
         weight: Weight,
         [n, k]: [usize; 2],
-        bias: Option<&Array>,
-        residual: Option<&Array>,
-        adds: bool,
+        plus: Plus,
     ) {
         let x = self.held(x, weight.dtype());
         let w = self.factored(weight, k, 0, n);
@@ -197,13 +205,13 @@ impl Gpu {
                 }
             };
             let at = begin * width + col;
-            let own = if adds { y.arg_at(at) } else { Arg::NO_ARRAY };
+            let own = if plus.output { y.arg_at(at) } else { Arg::NO_ARRAY };
             let args = [
                 y.arg_at(at),
                 Arg::Long(width as i64),
                 partial.pointer(),
-                bias.map_or(Arg::NO_ARRAY, Array::arg),
-                residual.map_or(own, |residual| residual.arg_at(at)),
+                plus.bias.map_or(Arg::NO_ARRAY, Array::arg),
+                plus.residual.map_or(own, |residual| residual.arg_at(at)),
                 Arg::Long(width as i64),
                 Arg::Int(parts as i32),
                 Arg::Long(rows as i64),

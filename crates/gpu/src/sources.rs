@@ -12,5 +12,6 @@ pub const FILES: &[(&str, &str)] = &[
     ("linear", include_str!("../cuda/linear.cu")),
     ("norms", include_str!("../cuda/norms.cu")),
     ("plain_attention", include_str!("../cuda/plain_attention.cu")),
+    ("sample", include_str!("../cuda/sample.cu")),
     ("sums", include_str!("../cuda/sums.cu")),
 ];

@@ -2,8 +2,13 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use half::bf16;
-use omnigrpo_gpu::{Array, Cached, Dtype, Gpu, Heads, Pattern, Step, Weight};
+use omnigrpo_gpu::{
+    Array, Cached, Codes, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Row,
+    Sampling, Step, Unfolding, Weight,
+};
+use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, QueryRange, Shape};
+use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::twin;
 
 /// Schedules: all threads together, and two in which warps run ahead and copies come early or late.
@@ -50,6 +55,32 @@ fn error(got: &[f64], want: &[f64]) -> f64 {
     let n: f64 = want.iter().map(|b| b * b).sum();
     assert!(!d.is_nan(), "not a number");
     (d / n.max(1e-30)).sqrt()
+}
+
+/// Runs the same work under every schedule; it must give the same bits. Returns them.
+fn under_every_schedule(run: impl Fn(&Gpu) -> Vec<Array>) -> Vec<Vec<f64>> {
+    let bits = |schedule: u64| {
+        let gpu = gpu(schedule);
+        let results: Vec<Vec<f32>> = run(&gpu).iter().map(Array::to_vec).collect();
+        gpu.check().unwrap();
+        results
+    };
+    let first = bits(SCHEDULES[0]);
+    for schedule in &SCHEDULES[1..] {
+        for (i, (a, b)) in bits(*schedule).iter().zip(&first).enumerate() {
+            let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "result {i} has other bits under schedule {schedule}");
+        }
+    }
+    first.iter().map(|x| wide(x)).collect()
+}
+
+fn near(got: &[Vec<f64>], want: &[Vec<f64>], bounds: &[f64], what: &str) {
+    assert_eq!(got.len(), want.len());
+    for (i, ((got, want), bound)) in got.iter().zip(want).zip(bounds).enumerate() {
+        let far = error(got, want);
+        assert!(far < *bound, "{what}, result {i}: {far:.1e}");
+    }
 }
 
 /// Forward and backward pass of one layout; the bits of all results.
@@ -212,8 +243,10 @@ fn few(schedule: u64, x: &[f32], w: &[f32], [n, k]: [usize; 2], dtype: Dtype) ->
     let bias = gpu.upload(&noise(n, 9));
     let t = x.len() / k;
     let mut y = gpu.zeros(t * (n + 2), Dtype::F32);
-    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], Some(&bias), None, false);
-    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], None, None, true);
+    let plus = Plus { bias: Some(&bias), ..Plus::default() };
+    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], plus);
+    let plus = Plus { output: true, ..Plus::default() };
+    gpu.linear_rows(&mut y, [1, n + 2], &x, Weight::Dense(&w), [n, k], plus);
     gpu.check().unwrap();
     let y = y.to_vec();
     let (x, w, bias) = (wide(&x.to_vec()), wide(&w.to_vec()), wide(&bias.to_vec()));
@@ -279,6 +312,328 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     // To nearest, except that a tie goes up.
     let rounded: Vec<f32> = joined.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
     assert_eq!(weight.to_vec(), rounded);
+}
+
+/// Norms of rows shorter and longer than a block of threads handles at a time, f32 and bf16.
+#[test]
+fn norms() {
+    for (h, dtype) in [(33, Dtype::F32), (1100, Dtype::F32), (70, Dtype::Bf16)] {
+        let t = 300;
+        let t = if h > 1000 { 3 } else { t };
+        let bound = if dtype == Dtype::Bf16 { 4e-3 } else { 2e-6 };
+        let gpu = gpu(0);
+        let inputs = [t * h, h, h, t * h, t * h];
+        let host: Vec<Vec<f64>> =
+            inputs.iter().zip(1..).map(|(&n, seed)| numbers(&gpu, n, dtype, seed).1).collect();
+        let got = under_every_schedule(|gpu| {
+            let [x, w, b, dy, dx] = std::array::from_fn(|i| numbers(gpu, inputs[i], dtype, i as u64 + 1).0);
+            let (y, rstd) = gpu.rms(&x, &w, 1e-5, dtype);
+            let mut to = gpu.cast(&dx, Dtype::F32);
+            gpu.rms_back(&mut to, &dy, &x, &rstd, &w);
+            let mut dw = gpu.zeros(h, Dtype::F32);
+            gpu.norm_weight(&mut dw, &dy, &x, None, (&rstd, 0));
+            let (z, stats) = gpu.layer(&x, &w, &b, 1e-5, dtype);
+            let mut to2 = gpu.cast(&dx, Dtype::F32);
+            gpu.layer_back(&mut to2, &dy, &x, &stats, &w);
+            let mut dw2 = gpu.zeros(h, Dtype::F32);
+            gpu.norm_weight(&mut dw2, &dy, &x, Some((&stats, 0)), (&stats, t));
+            let mut db = gpu.zeros(h, Dtype::F32);
+            gpu.add_column_sums(&mut db, &dy, [0, h], None, t);
+            vec![y, to, dw, z, to2, dw2, db]
+        });
+        let [x, w, b, dy, dx0] = &host[..] else { unreachable!() };
+        let (y, rstd) = twin::rms_forward(x, w, t, h, 1e-5);
+        let (dx, dw) = twin::rms_backward(dy, x, w, &rstd, t, h);
+        let (z, mean, rstd) = twin::layer_forward(x, w, b, t, h, 1e-5);
+        let (dx2, dw2, db) = twin::layer_backward(dy, x, w, &mean, &rstd, t, h);
+        let plus = |a: &[f64]| a.iter().zip(dx0).map(|(a, b)| a + b).collect::<Vec<f64>>();
+        near(&got, &[y, plus(&dx), dw, z, plus(&dx2), dw2, db], &[bound; 7], &format!("{h} {dtype:?}"));
+    }
+}
+
+/// Sums over everything, of more than one block; sums of rows and their reverse.
+#[test]
+fn sums() {
+    let n = 66_001;
+    let got = under_every_schedule(|gpu| {
+        let x = gpu.upload(&noise(n, 1));
+        let squares = gpu.sum_of_squares(&x);
+        let (rows, cols) = (5, 7);
+        let x = gpu.upload(&noise(rows * cols, 2));
+        let mut y = gpu.upload(&noise(3 * cols, 3));
+        gpu.mix(
+            &mut y,
+            &x,
+            &Mixture::new(gpu, &[0, 2, 2, 3], &[4, 0, 1], Some(&[0.5, -1.0, 2.0])),
+            cols,
+            true,
+        );
+        let mut back = gpu.zeros(rows * cols, Dtype::F32);
+        let reversed = Mixture::reversed(gpu, vec![(4, 0, 0.5), (0, 0, -1.0), (4, 2, 2.0)]);
+        gpu.mix(&mut back, &y, &reversed, cols, true);
+        vec![gpu.upload(&[squares as f32]), y, back]
+    });
+    let squares: f64 = noise(n, 1).iter().map(|&x| f64::from(x).powi(2)).sum();
+    let (x, y0) = (noise(35, 2), noise(21, 3));
+    let y: Vec<f64> = (0..21)
+        .map(|i| {
+            let at = |row: usize| f64::from(x[row * 7 + i % 7]);
+            f64::from(y0[i]) + [0.5 * at(4) - at(0), 0.0, 2.0 * at(1)][i / 7]
+        })
+        .collect();
+    let back = (0..35)
+        .map(|i| match i / 7 {
+            4 => 0.5 * y[i % 7] + 2.0 * y[14 + i % 7],
+            0 => -y[i % 7],
+            _ => 0.0,
+        })
+        .collect();
+    near(&got, &[vec![squares], y, back], &[1e-6; 3], "sums");
+}
+
+/// The head over two pieces of the vocabulary would need 16 million logits; here a row of logits and its gradients, with a token
+/// named twice and a row without targets.
+#[test]
+fn the_head() {
+    let (rows, h, vocab, temperature) = (3, 20, 613, 0.7f32);
+    let (offsets, tokens) = ([0u32, 3, 3, 4], [7u32, 612, 7, 0]);
+    let (dlogp, dentropy) = (noise(4, 5), noise(3, 6));
+    let got = under_every_schedule(|gpu| {
+        let (x, w) = (gpu.upload(&noise(rows * h, 1)), gpu.upload(&noise(vocab * h, 2)));
+        let marks = Marks::new(gpu, &offsets, &tokens);
+        let head = Head { weight: Weight::Dense(&w), vocab, h, temperature };
+        let [logp, entropy, lse] = gpu.score(&x, head, &marks);
+        let mut dhead = gpu.zeros(vocab * h, Dtype::F32);
+        let upstream = (&gpu.upload(&dlogp), Some(&gpu.upload(&dentropy)));
+        let dx = gpu.score_back(&x, head, &marks, [&entropy, &lse], upstream, Some(&mut dhead));
+        vec![logp, entropy, lse, dx, dhead]
+    });
+    let (x, w) = (wide(&noise(rows * h, 1)), wide(&noise(vocab * h, 2)));
+    let (offsets, t) = (offsets.map(|o| o as usize), f64::from(temperature));
+    let (logp, entropy, lse) = twin::logprob_forward(&x, &w, rows, h, vocab, &tokens, &offsets, t);
+    let (dlogp, dentropy) = (wide(&dlogp), wide(&dentropy));
+    let (dx, dw) =
+        twin::logprob_backward(&x, &w, rows, h, vocab, &tokens, &offsets, &dlogp, Some(&dentropy), t);
+    near(&got, &[logp, entropy, lse, dx, dw], &[2e-6, 2e-5, 2e-6, 1e-5, 1e-5], "head");
+}
+
+/// Single elements at odd widths, where vectors do not fit, and between dtypes.
+#[test]
+fn elements() {
+    let (t, i) = (5, 7);
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let bound = if dtype == Dtype::Bf16 { 5e-3 } else { 1e-6 };
+        let got = under_every_schedule(|gpu| {
+            let (mut gate_up, _) = numbers(gpu, t * 2 * i, dtype, 1);
+            let (dy, _) = numbers(gpu, t * i, dtype, 2);
+            let y = gpu.swiglu(&gate_up, t, i);
+            gpu.swiglu_back(&mut gate_up, &dy, t, i);
+            let act = gpu.activation(&dy, Activation::GeluErf);
+            let (scale, _) = numbers(gpu, i, dtype, 3);
+            let scaled = gpu.scale_columns(&dy, Some(&y), &scale);
+            // Columns 1..6 of rows 4 and 0 into columns 2..7 of rows 1 and 2, as bf16.
+            let mut to = gpu.zeros(3 * i, Dtype::Bf16);
+            let [rows, from] = [[1u32, 2], [4, 0]].map(|rows| gpu.upload_words(&rows));
+            let [target, source] = [Place::new(2, i).of(&rows), Place::new(1, i).of(&from)];
+            gpu.copy_rows(&mut to, target, &dy, source, [2, 5]);
+            let (cos, sin) = (gpu.upload(&noise(t * 3, 4)), gpu.upload(&noise(t * 3, 5)));
+            let mut turned = gpu.cast(&dy, dtype);
+            gpu.rotate(&mut turned, [t, i], &cos, &sin, 1, true);
+            vec![y, gate_up, act, scaled, to, turned]
+        });
+        let gpu = gpu(0);
+        let [gate_up, dy, scale] =
+            [(t * 2 * i, 1), (t * i, 2), (i, 3)].map(|(n, seed)| numbers(&gpu, n, dtype, seed).1);
+        let y = twin::swiglu_forward(&gate_up, t, i);
+        let act = dy.iter().map(|&x| twin::activation(Activation::GeluErf, x).0).collect();
+        let scaled = twin::scale_residual_forward(&dy, &y, &scale);
+        let mut to = vec![0.0; 21];
+        to[9..14].copy_from_slice(&dy[29..34]);
+        to[16..21].copy_from_slice(&dy[1..6]);
+        let mut turned = dy.clone();
+        for r in 0..t {
+            let own = &dy[r * i..r * i + 6];
+            let [c, s] = [4, 5].map(|seed| wide(&noise(t * 3, seed)[r * 3..r * 3 + 3]));
+            turned[r * i..r * i + 6].copy_from_slice(&twin::rope(own, 1, 6, &c, &s, 1, true));
+        }
+        let back = twin::swiglu_backward(&dy, &gate_up, t, i);
+        near(
+            &got,
+            &[y, back, act, scaled, to, turned],
+            &[bound, bound, bound, bound, 4e-3, bound],
+            "elements",
+        );
+    }
+}
+
+/// Pictures of 2×3 and patches that read a row twice and none.
+#[test]
+fn convolutions() {
+    let (c, side) = (5, [2, 3]);
+    let got = under_every_schedule(|gpu| {
+        let [x, dy] = [1, 2].map(|seed| gpu.upload(&noise(12 * c, seed)));
+        let w = gpu.upload(&noise(9 * c, 3));
+        let mut dw = gpu.zeros(9 * c, Dtype::F32);
+        gpu.depthwise_weight(&mut dw, &dy, &x, side);
+        let patches = Unfolding::new(gpu, &[3, u32::MAX, 3, 0], 2, 12);
+        let unfolded = gpu.unfold(&x, &patches, c);
+        let mut dx = gpu.zeros(12 * c, Dtype::F32);
+        gpu.fold(&mut dx, &unfolded, &patches, c);
+        let gate = gpu.upload(&noise(2 * c, 4));
+        let [gx, dgate] = gpu.gate_back(&x, &gate, &dy, c);
+        let logits = gpu.upload(&noise(3, 5));
+        let blended = gpu.blend(&x, &logits);
+        let [bx, dlogits] = gpu.blend_back(&x, &logits, &blended);
+        let out = [gpu.depthwise(&x, &w, side, false), gpu.depthwise(&dy, &w, side, true)];
+        let [y, back] = out;
+        vec![y, back, dw, unfolded, dx, gx, dgate, blended, bx, dlogits]
+    });
+    let [x, dy, w] = [(12 * c, 1), (12 * c, 2), (9 * c, 3)].map(|(n, seed)| wide(&noise(n, seed)));
+    let (gate, logits) = (wide(&noise(2 * c, 4)), wide(&noise(3, 5)));
+    let y = twin::depthwise3_forward(&x, &w, 2, 2, 3, c);
+    let (back, dw) = twin::depthwise3_backward(&dy, &x, &w, 2, 2, 3, c);
+    let sources = [3, u32::MAX, 3, 0];
+    let unfolded = twin::unfold(&x, &sources, 2, c);
+    let dx = twin::fold(&unfolded, &sources, 2, 12, c);
+    let (gx, dgate) = twin::gate_backward(&dy, &x, &gate, 6, c);
+    let blended = twin::blend_forward(&x, &logits);
+    let (bx, dlogits) = twin::blend_backward(&blended, &x, &logits);
+    let want = [y, back, dw, unfolded, dx, gx, dgate, blended, bx, dlogits];
+    near(&got, &want, &[2e-6; 10], "convolutions");
+}
+
+/// Weights of 8 and 4 bits, all rows and some; the numbers are those of the CPU, rounded to bf16.
+#[test]
+fn quantised_weights_are_widened() {
+    let (n, k) = (3, 200);
+    let values = noise(n * k, 1);
+    for bits in [QuantBits::Eight, QuantBits::Four] {
+        let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[i * k..(i + 1) * k]);
+        let matrix = QuantMatrix::from_rows(bits, n, k, row).unwrap();
+        let mut want = vec![0.0; n * k];
+        matrix.rows().widen(&mut want);
+        let gpu = gpu(1);
+        let scales: Vec<_> = matrix.scales().iter().map(|scale| [scale.min, scale.step]).collect();
+        let codes = Codes::new(&gpu, bits, [n, k], matrix.codes(), &scales);
+        let index = gpu.upload_words(&[2u32, 0]);
+        let all = gpu.weight_rows(Weight::Codes(&codes), k, None, n, Dtype::F32).to_vec();
+        let some = gpu.weight_rows(Weight::Codes(&codes), k, Some(&index), 2, Dtype::Bf16).to_bf16();
+        gpu.check().unwrap();
+        assert_eq!(all, want);
+        let rows = [&want[2 * k..], &want[..k]].concat();
+        assert_eq!(some, rows.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
+    }
+}
+
+/// The draw of one row by sorting, in f64.
+fn drawn(logits: &[f32], sampling: &Sampling, row: &Row, forbidden: &[u32]) -> Drawn {
+    let softmax = |z: &[f64]| {
+        let top = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = z.iter().map(|z| (z - top).exp()).sum();
+        top + sum.ln()
+    };
+    let scored: Vec<f64> =
+        logits.iter().map(|&x| f64::from(x) / f64::from(sampling.scoring_temperature)).collect();
+    let lse = softmax(&scored);
+    let entropy: f64 = scored.iter().map(|z| (z - lse).exp() * (lse - z)).sum();
+    let mut z = logits.to_vec();
+    for &id in &row.seen {
+        let x = &mut z[id as usize];
+        *x = if *x > 0.0 { *x / sampling.repetition_penalty } else { *x * sampling.repetition_penalty };
+    }
+    if row.forbids {
+        forbidden.iter().for_each(|&id| z[id as usize] = f32::NEG_INFINITY);
+    }
+    let mut order: Vec<usize> = (0..z.len()).collect();
+    order.sort_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
+    let record = |id: usize, sampler: f64| Drawn {
+        id: id as u32,
+        logprob: (scored[id] - lse) as f32,
+        sampler_logprob: sampler as f32,
+        entropy: entropy as f32,
+    };
+    if sampling.temperature == 0.0 {
+        return record(order[0], 0.0);
+    }
+    if sampling.top_k > 0 {
+        order.truncate(sampling.top_k);
+    }
+    let weight = |id: usize| f64::from((z[id] - z[order[0]]) / sampling.temperature).exp();
+    let mut kept = order.clone();
+    if sampling.top_p < 1.0 {
+        let bound = f64::from(sampling.top_p) * kept.iter().map(|&id| weight(id)).sum::<f64>();
+        let mut sum = 0.0;
+        let n = kept.iter().take_while(|&&id| {
+            let open = sum < bound;
+            sum += weight(id);
+            open
+        });
+        let n = n.count();
+        kept.truncate(n);
+    }
+    kept.retain(|&id| weight(id) >= f64::from(sampling.min_p));
+    if sampling.top_k == 0 && sampling.top_p == 1.0 && sampling.min_p == 0.0 {
+        kept.sort_unstable();
+    }
+    let total: f64 = kept.iter().map(|&id| weight(id)).sum();
+    let mut sum = 0.0;
+    let place = kept.iter().position(|&id| {
+        sum += weight(id);
+        sum > row.uniform * total
+    });
+    let id = kept[place.unwrap()];
+    record(id, (weight(id) / total).ln())
+}
+
+#[test]
+fn draws_are_those_of_a_sorted_row() {
+    // Multiples of 1/8, so that many are equal; more tokens than threads.
+    let vocab = 300;
+    let logits: Vec<f32> = noise(4 * vocab, 1).iter().map(|x| (x * 16.0).round() / 8.0).collect();
+    let plain = Sampling {
+        temperature: 1.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+    };
+    let cases = [
+        plain,
+        Sampling { temperature: 0.0, ..plain },
+        Sampling { temperature: 0.7, scoring_temperature: 0.7, top_k: 9, ..plain },
+        Sampling { top_p: 0.6, repetition_penalty: 1.5, ..plain },
+        Sampling { temperature: 1.25, top_k: 40, top_p: 0.9, min_p: 0.2, repetition_penalty: 0.8, ..plain },
+    ];
+    let forbidden = [5, 17];
+    for (i, sampling) in cases.iter().enumerate() {
+        let uniforms = noise(4, 10 + i as u64);
+        let rows: Vec<Row> = (0..4)
+            .map(|r| Row {
+                uniform: f64::from(uniforms[r] / 4.0 + 0.5),
+                seen: if sampling.repetition_penalty == 1.0 { vec![] } else { vec![5, 80 + r as u32, 200] },
+                forbids: r % 2 == 1,
+            })
+            .collect();
+        for schedule in SCHEDULES {
+            let gpu = gpu(schedule);
+            let mut z = gpu.upload(&logits);
+            let got = gpu.sample(&mut z, vocab, sampling, &rows, &forbidden);
+            gpu.check().unwrap();
+            for (r, got) in got.iter().enumerate() {
+                let want = drawn(&logits[r * vocab..(r + 1) * vocab], sampling, &rows[r], &forbidden);
+                let far = [
+                    (got.logprob - want.logprob).abs(),
+                    (got.sampler_logprob - want.sampler_logprob).abs(),
+                    (got.entropy - want.entropy).abs(),
+                ];
+                assert!(
+                    got.id == want.id && far.iter().all(|&far| far < 2e-5),
+                    "case {i}, row {r}: {got:?} for {want:?}"
+                );
+            }
+        }
+    }
 }
 
 /// What fails stays with the device, and nothing is computed after it.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Array, Cached, Codes, Dtype, Gpu, Heads, Marks, Mixture, Pattern, Place, Unfolding, Weight,
+    Array, Cached, Codes, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::quant::QuantMatrix;
@@ -198,6 +198,10 @@ struct Layer {
     k: usize,
 }
 
+fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -> Head<'a> {
+    Head { weight: weights.weight(), vocab: head.len() / h.max(1), h, temperature }
+}
+
 fn heads_of(heads: AttentionHeads) -> Heads {
     Heads { q: heads.q, kv: heads.kv, d: heads.dim }
 }
@@ -305,7 +309,8 @@ impl Backed {
             });
             match order {
                 Order::PerRow => {
-                    self.gpu.linear_rows(&mut y, place, x, weight, [n, k], bias, residual, false)
+                    let plus = Plus { bias, residual, output: false };
+                    self.gpu.linear_rows(&mut y, place, x, weight, [n, k], plus);
                 }
                 Order::Blocked => {
                     if let Some(bias) = bias {
@@ -489,7 +494,8 @@ impl Backend for Backed {
                 self.gpu.linear(y, [col, width], self.of(x), weight.weight(), [0, n, k], true);
             }
             Order::PerRow => {
-                self.gpu.linear_rows(y, [col, width], self.of(x), weight.weight(), [n, k], None, None, true);
+                let plus = Plus { output: true, ..Plus::default() };
+                self.gpu.linear_rows(y, [col, width], self.of(x), weight.weight(), [n, k], plus);
             }
         });
     }
@@ -778,13 +784,9 @@ impl Backend for Backed {
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
-        let h = normed.cols();
         let (marks, weights) = (self.marks(targets), self.weights(head));
-        let sizes = [head.len() / h.max(1), h];
-        let [logprobs, entropies, lse] = self
-            .gpu
-            .score(self.of(normed), weights.weight(), sizes, &marks, temperature)
-            .map(|x| self.line(x));
+        let head = head_of(&weights, head, normed.cols(), temperature);
+        let [logprobs, entropies, lse] = self.gpu.score(self.of(normed), head, &marks).map(|x| self.line(x));
         Scores { logprobs, entropies, lse, temperature }
     }
 
@@ -799,19 +801,11 @@ impl Backend for Backed {
     ) -> Rows {
         let (rows, h) = normed.dims();
         let (marks, weights) = (self.marks(targets), self.weights(head));
+        let own = head_of(&weights, head, h, scores.temperature);
         let (dlogp, dentropy) = (self.gpu.upload(dlogp), dentropy.map(|d| self.gpu.upload(d)));
+        let stats = [self.of(&scores.entropies), self.of(&scores.lse)];
         let run = |dhead: Option<&mut Array>| {
-            self.gpu.score_back(
-                self.of(normed),
-                weights.weight(),
-                [head.len() / h.max(1), h],
-                &marks,
-                [self.of(&scores.entropies), self.of(&scores.lse)],
-                scores.temperature,
-                &dlogp,
-                dentropy.as_ref(),
-                dhead,
-            )
+            self.gpu.score_back(self.of(normed), own, &marks, stats, (&dlogp, dentropy.as_ref()), dhead)
         };
         let mut dnormed = None;
         self.accumulate(head, |dhead| dnormed = Some(run(Some(dhead))));
@@ -823,7 +817,7 @@ impl Backend for Backed {
         let (vocab, weights) = (head.len() / h.max(1), self.weights(head));
         let mut y = self.gpu.alloc(rows * vocab, Dtype::F32);
         let x = self.of(normed);
-        self.gpu.linear_rows(&mut y, [0, vocab], x, weights.weight(), [vocab, h], None, None, false);
+        self.gpu.linear_rows(&mut y, [0, vocab], x, weights.weight(), [vocab, h], Plus::default());
         self.rows(y, rows, vocab)
     }
 

@@ -1,0 +1,108 @@
+//! Compiles all kernels for all architectures, without a card, and checks what the assembler says of them.
+//!
+//! `cargo run -p omnigrpo-gpu --example nvrtc -- FOLDER` with a folder that has NVRTC, such as `site-packages`; `tools/gpu/nvrtc`
+//! fetches one. Ends with an error if a kernel does not compile, needs more registers than a multiprocessor has for its threads,
+//! more static shared memory than 48 KiB, or spills more than is listed below.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use std::process::ExitCode;
+
+use omnigrpo_gpu::{nvrtc, sources};
+
+/// Ampere, its workstation form, Ada, Hopper, Blackwell, its workstation form.
+const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"];
+
+/// Bytes of registers that a kernel may spill; others may spill nothing. They are read again once per tile, from the first cache.
+const SPILLS: [(&str, u32); 1] = [("backward_kv_128", 64)];
+
+/// Threads with which a kernel is launched at most.
+fn threads(file: &str) -> u32 {
+    match file {
+        "attention" | "plain_attention" | "linear" => 128,
+        _ => 256,
+    }
+}
+
+/// What the assembler says of one kernel.
+#[derive(Default)]
+struct Report {
+    name: String,
+    registers: u32,
+    shared: u32,
+    spills: u32,
+}
+
+/// The number before `unit` in a line of the report.
+fn number(line: &str, unit: &str) -> Option<u32> {
+    let before = line[..line.find(unit)?].trim_end();
+    before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+fn reports(log: &str) -> Vec<Report> {
+    let mut all: Vec<Report> = Vec::new();
+    for line in log.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            let name = rest.split('\'').next().unwrap_or_default().to_owned();
+            all.push(Report { name, ..Report::default() });
+        } else if let Some(report) = all.last_mut() {
+            report.spills = report.spills.max(number(line, " bytes spill stores").unwrap_or(0));
+            report.registers = report.registers.max(number(line, " registers").unwrap_or(0));
+            report.shared = report.shared.max(number(line, " bytes smem").unwrap_or(0));
+        }
+    }
+    all
+}
+
+fn main() -> ExitCode {
+    let folders: Vec<_> = std::env::args_os().skip(1).map(Into::into).collect();
+    nvrtc::find(&folders);
+    match nvrtc::version() {
+        Ok([major, minor]) => println!("NVRTC {major}.{minor}"),
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    let mut problems = Vec::new();
+    for arch in ARCHITECTURES {
+        let (mut count, mut most) = (0, Report::default());
+        for (file, text) in sources::FILES {
+            let compiled = match nvrtc::compile(file, text, arch) {
+                Ok(compiled) => compiled,
+                Err(error) => {
+                    problems.push(error.to_string());
+                    continue;
+                }
+            };
+            let reports = reports(&compiled.log);
+            // Kernels made by macros have a line of several.
+            if reports.is_empty() {
+                problems.push(format!("{file} for {arch}: no report in\n{}", compiled.log));
+            }
+            count += reports.len();
+            for report in reports {
+                let Report { name, registers, shared, spills } = &report;
+                let allowed = SPILLS.iter().find(|(known, _)| known == name).map_or(0, |(_, bytes)| *bytes);
+                let threads = threads(file);
+                if registers * threads > 65_536 || *registers == 0 || *shared > 48 << 10 || *spills > allowed
+                {
+                    problems.push(format!(
+                        "{file}/{name} for {arch}: {registers} registers × {threads} threads (of 65,536), {shared} bytes of \
+                         static shared memory (of 49,152), {spills} bytes spilled (of {allowed})"
+                    ));
+                }
+                if report.registers > most.registers {
+                    most = report;
+                }
+            }
+        }
+        println!(
+            "{arch}: {count} kernels, at most {} registers ({}, {} bytes spilled)",
+            most.registers, most.name, most.spills
+        );
+    }
+    for problem in &problems {
+        eprintln!("{problem}");
+    }
+    if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
