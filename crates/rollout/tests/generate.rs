@@ -10,7 +10,8 @@ mod support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, WeightDtype};
+use omnigrpo_models::{Features, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype};
+use omnigrpo_ops::Device;
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
@@ -191,6 +192,29 @@ fn rollout_equals_training_log_probabilities() {
             };
             assert_eq!(ids(&again), ids(&groups));
         }
+    }
+}
+
+/// Sampling runs on any device: the greedy text is the reference's, and what is recorded is what the device's training
+/// computes.
+#[test]
+fn generation_on_every_device() {
+    let (name, case) = ("qwen2_5_vl_tied", "C");
+    for &device in Device::ALL {
+        let options = LoadOptions { device, ..LoadOptions::default() };
+        let setup = Setup {
+            model: Model::load_with(&checkpoint(name), &options).unwrap(),
+            tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
+        };
+        let row = setup.row(case, 0);
+        let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
+        let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
+        assert!(groups[0].iter().all(|completion| completion.ids == expected), "{device}");
+        let groups = setup.generate(&[&row], 3, &sampled(8), &StopSet::default(), 8);
+        let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+        // The sampler reads logits in f32 everywhere.
+        let bound = if device == Device::Twin { 2e-6 } else { 1e-4 };
+        assert!(d <= bound, "{device}: recorded and trained log-probabilities differ by {d}");
     }
 }
 
