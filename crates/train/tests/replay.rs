@@ -12,8 +12,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use omnigrpo_grpo::Aggregation;
-use omnigrpo_models::{Model, WeightDtype};
+use omnigrpo_models::{LoadOptions, Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ops::Device;
 use omnigrpo_train::step::{self, Rollouts, StepOutcome};
 use omnigrpo_train::{
     AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, ScheduleKind, Selection, decayed_names,
@@ -136,46 +137,61 @@ fn prepared(name: &str, file: &str) -> (omnigrpo_models::PromptBuilder, Vec<Prep
     (builder, rows)
 }
 
+/// Three steps of a checkpoint on these devices.
+fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
+    let what = format!("{name}, {file}, on {device} with a reference on {reference_on}");
+    let expected = Expected::read(name);
+    let options = LoadOptions { device, ..LoadOptions::default() };
+    let model = Model::load_with(&checkpoint(name), &options).unwrap();
+    Selection::ALL.apply(&model).unwrap();
+    let reference = model.reference_on(reference_on).unwrap();
+    let before = weights(&model);
+    let mut adamw = AdamW::new(optimizer(), model.params());
+    let algorithm = algorithm(3, 32);
+    let (builder, rows) = prepared(name, file);
+    for index in 0..3 {
+        let mut rollouts: Rollouts =
+            step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+        for (r, row) in expected.json["rows"].as_array().unwrap().iter().enumerate() {
+            let ids: Vec<f64> = rows[r].prompt.ids.iter().map(|&id| f64::from(id)).collect();
+            assert_eq!(ids, expected.numbers(r, "prompt_ids"), "{what}: {}", row["id"]);
+            let completions: Vec<&[u32]> = rollouts.completions[r].iter().map(|c| c.ids.as_slice()).collect();
+            assert_eq!(serde_json::json!(completions), row["completion_ids"], "{what}");
+            let advantages = &rollouts.advantages.values[3 * r..3 * r + 3];
+            for (a, b) in advantages.iter().zip(expected.numbers(r, "advantages")) {
+                assert!((a - b).abs() <= 1e-6, "{what}: advantage {a} for {b}");
+            }
+        }
+        let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
+        let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
+        let value = |key: &str| metrics[key].unwrap();
+        expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
+        assert_eq!(outcome.params_without_grad, 0, "{what}");
+        // What the update leaves for further ones are the log-probabilities before it.
+        let old: Vec<f32> = rollouts.old.unwrap().concat().concat();
+        let want = &expected.tensors.f[&format!("step{index}.logp")];
+        let d = max_diff(&old, want);
+        let bound = if index == 0 { 1e-4 } else { 5e-3 };
+        assert!(d <= bound, "{what}, step {index}: log-probabilities differ by {d}");
+    }
+    expected.check_weights(&before, &weights(&model), &what);
+}
+
 #[test]
 fn steps_equal_pytorch() {
     for name in CHECKPOINTS {
         for file in [TEXT, IDS].into_iter().take(if rows_of(name) == IDS { 2 } else { 1 }) {
-            let what = format!("{name}, {file}");
-            let expected = Expected::read(name);
-            let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
-            Selection::ALL.apply(&model).unwrap();
-            let reference = model.reference().unwrap();
-            let before = weights(&model);
-            let mut adamw = AdamW::new(optimizer(), model.params());
-            let algorithm = algorithm(3, 32);
-            let (builder, rows) = prepared(name, file);
-            for index in 0..3 {
-                let mut rollouts: Rollouts =
-                    step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
-                for (r, row) in expected.json["rows"].as_array().unwrap().iter().enumerate() {
-                    let ids: Vec<f64> = rows[r].prompt.ids.iter().map(|&id| f64::from(id)).collect();
-                    assert_eq!(ids, expected.numbers(r, "prompt_ids"), "{what}: {}", row["id"]);
-                    let completions: Vec<&[u32]> =
-                        rollouts.completions[r].iter().map(|c| c.ids.as_slice()).collect();
-                    assert_eq!(serde_json::json!(completions), row["completion_ids"], "{what}");
-                    let advantages = &rollouts.advantages.values[3 * r..3 * r + 3];
-                    for (a, b) in advantages.iter().zip(expected.numbers(r, "advantages")) {
-                        assert!((a - b).abs() <= 1e-6, "{what}: advantage {a} for {b}");
-                    }
-                }
-                let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
-                let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
-                let value = |key: &str| metrics[key].unwrap();
-                expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
-                assert_eq!(outcome.params_without_grad, 0, "{what}");
-                // What the update leaves for further ones are the log-probabilities before it.
-                let old: Vec<f32> = rollouts.old.unwrap().concat().concat();
-                let want = &expected.tensors.f[&format!("step{index}.logp")];
-                let d = max_diff(&old, want);
-                let bound = if index == 0 { 1e-4 } else { 5e-3 };
-                assert!(d <= bound, "{what}, step {index}: log-probabilities differ by {d}");
-            }
-            expected.check_weights(&before, &weights(&model), &what);
+            check_steps(name, file, Device::Cpu, Device::Cpu);
+        }
+    }
+}
+
+/// The whole step runs on any device, and its reference on another.
+#[test]
+fn steps_on_every_pair_of_devices_equal_pytorch() {
+    for &device in Device::ALL {
+        for &reference_on in Device::ALL.iter().filter(|&&on| on != device) {
+            check_steps("qwen2_5_vl_tied", IDS, device, reference_on);
         }
     }
 }
