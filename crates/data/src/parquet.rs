@@ -5,7 +5,9 @@
 //! written out once, by `data convert parquet` or into the cache when it is given as a file of rows: every run of bytes
 //! becomes a file named by its content, and the row refers to it. Values without bytes keep their path. Times, dates and decimals become text.
 //!
-//! Refused: types the reader does not know; encrypted files.
+//! Refused: types the reader does not know; encrypted files; pages and rows that would not fit into memory.
+
+mod bounds;
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,8 +17,11 @@ use crate::error::DataError;
 use crate::output::Output;
 use crate::roots::media_folder;
 use crate::store::{short_hash, store};
+use ::parquet::errors::ParquetError;
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
+use ::parquet::record::reader::TreeBuilder;
 use ::parquet::record::{Field, Row};
+use bounds::{Bounded, Lengths, Limits};
 use serde_json::{Map, Value};
 
 /// Bytes of rows that a table may become: this, and so many times its own size. Its encodings can say one long text a
@@ -34,7 +39,7 @@ pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
     let mut stem = output.file_stem().unwrap_or_default().to_owned();
     stem.push("_media");
     let media = Media { folder: output.with_file_name(&stem), prefix: stem.into() };
-    rows(input, output, &media)
+    rows(input, output, &media, Limits::default())
 }
 
 /// The rows of a parquet file as a file of JSON lines in the cache, with its media beside it; made once for each file,
@@ -47,12 +52,12 @@ pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataErro
     let output = cache_dir.join("parquet").join(short_hash(key.as_bytes())).join("rows.jsonl");
     if !output.exists() {
         let folder = media_folder(cache_dir);
-        rows(input, &output, &Media { prefix: folder.clone(), folder })?;
+        rows(input, &output, &Media { prefix: folder.clone(), folder }, Limits::default())?;
     }
     Ok(output)
 }
 
-fn rows(input: &Path, output: &Path, media: &Media) -> Result<u64, DataError> {
+fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u64, DataError> {
     let unreadable = |problem: String| DataError::Syntax {
         path: input.to_owned(),
         line: 0,
@@ -64,16 +69,34 @@ fn rows(input: &Path, output: &Path, media: &Media) -> Result<u64, DataError> {
     let mut out = Output::create(output)?;
     let copy = || -> Result<u64, DataError> {
         let (mut num_rows, mut num_bytes) = (0, 0);
-        let reader = SerializedFileReader::new(file).map_err(|error| unreadable(error.to_string()))?;
-        for row in reader.get_row_iter(None).map_err(|error| unreadable(error.to_string()))? {
-            let row = media.row(&row.map_err(|error| unreadable(error.to_string()))?)?;
-            num_bytes += out.line(&row)?;
-            if num_bytes > limit_bytes {
-                return Err(unreadable(format!(
-                    "its {size} bytes became more than {limit_bytes} bytes of rows"
-                )));
+        let told = |error: ParquetError| match error {
+            // Without the crate's words around it.
+            ParquetError::General(what) => unreadable(what),
+            other => unreadable(other.to_string()),
+        };
+        let bounded = Bounded::new(file, limits);
+        let opened = bounded.opened();
+        let reader = SerializedFileReader::new(bounded).map_err(told)?;
+        let schema = reader.metadata().file_metadata().schema_descr_ptr();
+        for number in 0..reader.num_row_groups() {
+            let group = reader.get_row_group(number).map_err(told)?;
+            opened.row_group(group.metadata()).map_err(told)?;
+            let mut lengths = Lengths::of(&*group, limits).map_err(told)?;
+            // One row at a time: a batch of long rows would be in memory at once.
+            let builder = TreeBuilder::new().with_batch_size(1);
+            let mut rows = builder.as_iter(schema.clone(), &*group).map_err(told)?;
+            loop {
+                opened.row();
+                lengths.check_row().map_err(told)?;
+                let Some(row) = rows.next() else { break };
+                num_bytes += out.line(&media.row(&row.map_err(told)?)?)?;
+                if num_bytes > limit_bytes {
+                    return Err(unreadable(format!(
+                        "its {size} bytes became more than {limit_bytes} bytes of rows"
+                    )));
+                }
+                num_rows += 1;
             }
-            num_rows += 1;
         }
         Ok(num_rows)
     };
@@ -163,6 +186,14 @@ fn embedded(row: &Row) -> Option<(Option<&[u8]>, Option<&str>)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use ::parquet::basic::{Compression, GzipLevel, ZstdLevel};
+    use ::parquet::data_type::{ByteArray, ByteArrayType};
+    use ::parquet::file::properties::{EnabledStatistics, WriterProperties};
+    use ::parquet::file::writer::SerializedFileWriter;
+    use ::parquet::schema::parser::parse_message_type;
+
     use super::*;
     use crate::{Dataset, DatasetSpec, MediumSource, ReadOptions, Roots};
 
@@ -228,6 +259,68 @@ mod tests {
         assert!(Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).is_err());
         let none = Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &ReadOptions::default());
         assert!(none.err().unwrap().to_string().contains("no folder to unpack it in"));
+    }
+
+    /// A table of one column and one row, whose values are all the same.
+    fn one_row(schema: &str, compression: Compression, value: &[u8], times: usize) -> Vec<u8> {
+        let repeated = schema.contains("repeated");
+        let schema = Arc::new(parse_message_type(schema).unwrap());
+        let properties = WriterProperties::builder()
+            .set_compression(compression)
+            .set_statistics_enabled(EnabledStatistics::None)
+            .set_dictionary_page_size_limit(1 << 24);
+        let mut file = SerializedFileWriter::new(Vec::new(), schema, Arc::new(properties.build())).unwrap();
+        let mut group = file.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let values = vec![ByteArray::from(value.to_vec()); times];
+        let (definitions, mut repetitions) = (vec![1; times], vec![1; times]);
+        repetitions[0] = 0;
+        let (definitions, repetitions) =
+            (repeated.then_some(&definitions[..]), repeated.then_some(&repetitions[..]));
+        column.typed::<ByteArrayType>().write_batch(&values, definitions, repetitions).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+        file.into_inner().unwrap()
+    }
+
+    /// The row would be 4 GiB, or a page longer than allowed, out of some kilobytes; neither is made.
+    #[test]
+    fn rows_and_pages_are_refused_before_they_are_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, output) = (folder.path().join("t.parquet"), folder.path().join("train.jsonl"));
+        let convert = |bytes: &[u8], limits: Limits| {
+            std::fs::write(&input, bytes).unwrap();
+            let media = Media { folder: folder.path().join("media"), prefix: "media".into() };
+            rows(&input, &output, &media, limits).map_err(|error| error.to_string())
+        };
+        const LIST: &str = "message m { repeated binary text (UTF8); }";
+        const TEXT: &str = "message m { required binary text (UTF8); }";
+        let bomb = one_row(LIST, Compression::SNAPPY, &[b'a'; 1 << 20], 4096);
+        assert!(bomb.len() < 1 << 18, "{}", bomb.len());
+        let message = convert(&bomb, Limits::default()).unwrap_err();
+        assert!(
+            message.contains("a row becomes 4294967296 bytes in memory, expected at most 1073741824"),
+            "{message}"
+        );
+        let small = Limits { num_bytes: 1 << 20, ..Limits::default() };
+        for compression in [
+            Compression::UNCOMPRESSED,
+            Compression::SNAPPY,
+            Compression::ZSTD(ZstdLevel::default()),
+            Compression::GZIP(GzipLevel::default()),
+        ] {
+            let bytes = one_row(TEXT, compression, &[b'a'; 4 << 20], 1);
+            assert_eq!(convert(&bytes, Limits::default()), Ok(1), "{compression:?}");
+            let message = convert(&bytes, small).unwrap_err();
+            assert!(
+                message.contains("a page becomes") && message.contains("expected at most 1048576"),
+                "{message}"
+            );
+        }
+        let values = Limits { num_values: 4095, ..Limits::default() };
+        let message = convert(&one_row(LIST, Compression::SNAPPY, b"a", 4096), values).unwrap_err();
+        assert!(message.contains("the pages of a row hold"), "{message}");
+        assert!(!output.exists());
     }
 
     #[test]
