@@ -16,12 +16,32 @@ pub struct Feature {
     pub works: bool,
     /// How that is known, as half a sentence.
     pub why: String,
+    /// Whether no trial could be made although one was due, so that what the CPU announces decides.
+    pub untried: bool,
 }
 
-/// Every instruction set that is tried, for display. Trials run once.
+/// Every instruction set that is tried, for display. Trials run once, at the first call; a program asks before it starts
+/// threads and fills its memory, when a child costs little and fails least.
 #[must_use]
 pub fn features() -> [&'static Feature; 3] {
     [bf16(), fp16(), amx()]
+}
+
+/// What to tell where a trial could not be made: kernels, and with them the last bits of results, may be others than in a
+/// run where it could.
+#[must_use]
+pub fn doubts() -> Vec<String> {
+    features().into_iter().filter_map(doubt).collect()
+}
+
+fn doubt(feature: &Feature) -> Option<String> {
+    let used = if feature.works { "used" } else { "not used" };
+    feature.untried.then(|| {
+        format!(
+            "warning: {}: {}; it is {used}, and results can differ in their last digits from a run that could try it",
+            feature.name, feature.why
+        )
+    })
 }
 
 /// Dot products of bf16 pairs in vectors.
@@ -44,7 +64,7 @@ pub(crate) fn amx() -> &'static Feature {
 
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 fn feature(name: &'static str, works: bool, why: impl Into<String>) -> Feature {
-    Feature { name, works, why: why.into() }
+    Feature { name, works, why: why.into(), untried: false }
 }
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -119,7 +139,10 @@ mod system {
                     };
                     feature(name, false, format!("{said}, but a trial ended with {signal}"))
                 }
-                Self::None(why) => feature(name, announced, format!("{said}; it could not be tried: {why}")),
+                Self::None(why) => Feature {
+                    untried: true,
+                    ..feature(name, announced, format!("{said}; it could not be tried: {why}"))
+                },
             }
         }
     }
@@ -313,11 +336,17 @@ mod system {
             );
             assert!(!Trial::Wrong.verdict("AMX", true).works);
             let untried = Trial::None("no child: busy".into());
+            let untried = untried.verdict("AMX", true);
+            let why = "the CPU announces it; it could not be tried: no child: busy";
+            assert_eq!(untried, Feature { untried: true, ..feature("AMX", true, why) });
+            let hidden = Trial::None("no child: busy".into()).verdict("AMX", false);
+            assert!(!hidden.works);
             assert_eq!(
-                untried.verdict("AMX", true),
-                feature("AMX", true, "the CPU announces it; it could not be tried: no child: busy")
+                super::super::doubt(&hidden).unwrap(),
+                "warning: AMX: the CPU does not announce it; it could not be tried: no child: busy; it is not used, and \
+                 results can differ in their last digits from a run that could try it"
             );
-            assert!(!Trial::None(String::new()).verdict("AMX", false).works);
+            assert_eq!(super::super::doubt(&refused), None);
         }
 
         /// Where an instruction works here, its trial is right in this process too.

@@ -41,13 +41,17 @@ pub struct Context {
 /// # Errors
 /// Whatever it fails with.
 pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
+    // Before there are threads: trials of instructions run in a child.
+    let doubts = omnigrpo_kernels::probe::doubts();
     if let Some(threads) = resolved.settings.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build_global()
             .context("the thread pool could not be made")?;
     }
-    let resolved = &family::without_idle(resolved)?;
+    let mut resolved = family::without_idle(resolved)?;
+    resolved.notes.extend(doubts);
+    let resolved = &resolved;
     let context = Context { console: console.clone(), stop: Arc::new(AtomicBool::new(false)) };
     for note in &resolved.notes {
         context.console.line(note);
