@@ -10,7 +10,6 @@
 mod bounds;
 
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use crate::error::DataError;
@@ -101,7 +100,7 @@ fn rows(input: &Path, output: &Path, media: &Media, limits: Limits) -> Result<u6
         Ok(num_rows)
     };
     // The reader panics on types it does not know and on some damaged files.
-    let num_rows = catch_unwind(AssertUnwindSafe(copy))
+    let num_rows = omnigrpo_guard::guarded(copy)
         .unwrap_or_else(|_| Err(unreadable("a type the reader does not know, or damage".to_owned())))?;
     if num_rows == 0 {
         return Err(DataError::Empty { files: input.display().to_string() });

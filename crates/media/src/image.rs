@@ -15,7 +15,6 @@
 //! Source: `transformers` 5.23 `image_transforms.convert_to_rgb`, Pillow 13 `Convert.c`, `Paste.c`.
 
 use std::io::{BufReader, Cursor};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use image::{DynamicImage, ImageFormat, ImageReader};
@@ -154,7 +153,7 @@ pub(crate) fn guarded<T>(
     path: &Path,
     decode: impl FnOnce() -> Result<T, MediaError>,
 ) -> Result<T, MediaError> {
-    catch_unwind(AssertUnwindSafe(decode))
+    omnigrpo_guard::guarded(decode)
         .unwrap_or_else(|_| Err(MediaError::decode(path, "the decoder stopped on an internal error")))
 }
 

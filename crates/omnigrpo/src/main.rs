@@ -25,6 +25,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
 fn main() -> ExitCode {
     heap::keep();
+    quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
     let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));
     show_warnings(&console);
@@ -42,6 +43,16 @@ fn main() -> ExitCode {
     };
     console.error(&problem.to_string());
     ExitCode::from(problem.exit_code())
+}
+
+/// What a guard catches is told by whoever set it, as an error of a file; every other panic is told as usual.
+fn quiet_guarded_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !omnigrpo_guard::is_guarded() {
+            usual(panic);
+        }
+    }));
 }
 
 /// Colour is for terminals that know it, unless `NO_COLOR` says no (no-color.org: any text but none).

@@ -5,7 +5,6 @@
 //! they are never turned into 0, since a silent 0 would be learned from.
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
@@ -251,7 +250,7 @@ impl RewardSet {
     pub fn applies(&self, row: &RewardInput<'_>) -> Result<Vec<Option<bool>>, RewardError> {
         let bare = RewardInput { completion: "", completion_ids: &[], truncated: false, ..*row };
         let ask = |reward: &dyn Reward| {
-            catch_unwind(AssertUnwindSafe(|| reward.applies(&bare))).unwrap_or_else(|payload| {
+            omnigrpo_guard::guarded(|| reward.applies(&bare)).unwrap_or_else(|payload| {
                 Err(RewardError::Panicked {
                     reward: reward.name().to_owned(),
                     row: row_name(0, &bare),
@@ -298,7 +297,7 @@ fn checked(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<
 
 /// Runs a reward so that a panic becomes an error. The row is found by scoring one by one, which only happens then.
 fn guarded(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
-    let run = |rows: &[RewardInput<'_>]| catch_unwind(AssertUnwindSafe(|| reward.score(rows)));
+    let run = |rows: &[RewardInput<'_>]| omnigrpo_guard::guarded(|| reward.score(rows));
     let payload = match run(batch) {
         Ok(result) => return result,
         Err(payload) => payload,

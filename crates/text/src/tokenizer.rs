@@ -16,7 +16,6 @@
 //! make a text many times longer is refused before it does.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use serde_json::Value;
@@ -481,7 +480,7 @@ impl Tokenizer {
 
 /// Runs code of the crate, whose panics are errors of the file it was given.
 fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
-    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+    omnigrpo_guard::guarded(run).unwrap_or_else(|_| {
         Err("the tokenizer stopped on an internal error; its file is damaged, copy it again".into())
     })
 }

@@ -5,7 +5,6 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -211,7 +210,7 @@ fn timeout(path: &Path, limits: &Limits) -> MediaError {
 }
 
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, MediaError>) -> Result<T, MediaError> {
-    catch_unwind(AssertUnwindSafe(work))
+    omnigrpo_guard::guarded(work)
         .unwrap_or_else(|_| Err(MediaError::decode(path, "the sound decoder failed on its content")))
 }
 
