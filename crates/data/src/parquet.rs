@@ -310,6 +310,7 @@ mod tests {
         ] {
             let bytes = one_row(TEXT, compression, &[b'a'; 4 << 20], 1);
             assert_eq!(convert(&bytes, Limits::default()), Ok(1), "{compression:?}");
+            std::fs::remove_file(&output).unwrap();
             let message = convert(&bytes, small).unwrap_err();
             assert!(
                 message.contains("a page becomes") && message.contains("expected at most 1048576"),
@@ -319,7 +320,7 @@ mod tests {
         let values = Limits { num_values: 4095, ..Limits::default() };
         let message = convert(&one_row(LIST, Compression::SNAPPY, b"a", 4096), values).unwrap_err();
         assert!(message.contains("the pages of a row hold"), "{message}");
-        assert!(!output.exists());
+        assert!(!output.exists(), "a refused table left its rows");
     }
 
     #[test]
