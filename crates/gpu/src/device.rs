@@ -184,6 +184,15 @@ impl Gpu {
         }
     }
 
+    /// Rows and elements of a piece of logits: 64 MiB of f32 on a card, little enough to be in pieces on the emulator.
+    pub(crate) fn piece(&self) -> [usize; 2] {
+        match &self.0.driver {
+            Driver::Cuda(_) => [2048, 1 << 24],
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => [4, 1 << 10],
+        }
+    }
+
     /// Waits for queued work and says whether all of it was done.
     ///
     /// # Errors

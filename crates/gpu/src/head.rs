@@ -30,14 +30,11 @@ impl Marks {
     }
 }
 
-/// Rows of a piece of logits, and elements of one (64 MiB).
-const ROWS: usize = 2048;
-const ELEMENTS: usize = 1 << 24;
-
 /// Pieces of rows, and columns of a piece.
-fn pieces(rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usize) {
-    let width = (ELEMENTS / rows.clamp(1, ROWS)).min(vocab).max(1);
-    ((0..rows).step_by(ROWS).map(move |at| at..rows.min(at + ROWS)), width)
+fn pieces(gpu: &Gpu, rows: usize, vocab: usize) -> (impl Iterator<Item = Range<usize>>, usize) {
+    let [most, elements] = gpu.piece();
+    let width = (elements / rows.clamp(1, most)).min(vocab).max(1);
+    ((0..rows).step_by(most).map(move |at| at..rows.min(at + most)), width)
 }
 
 /// The output layer and what logits are divided by.
@@ -61,7 +58,7 @@ impl Gpu {
         let rows = marks.rows();
         let out = [marks.tokens.len(), rows, rows].map(|n| self.alloc(n, Dtype::F32));
         let normed = self.held(normed, weight.dtype());
-        let (pieces, width) = pieces(rows, vocab);
+        let (pieces, width) = pieces(self, rows, vocab);
         for piece in pieces {
             let x = self.rows_of(&normed, &piece, h);
             let running = self.alloc(3 * piece.len(), Dtype::F32);
@@ -137,7 +134,7 @@ impl Gpu {
         let rows = marks.rows();
         let mut dnormed = self.zeros(rows * h, Dtype::F32);
         let normed = self.held(normed, weight.dtype());
-        let (pieces, width) = pieces(rows, vocab);
+        let (pieces, width) = pieces(self, rows, vocab);
         for piece in pieces {
             let count = piece.len();
             let x = self.rows_of(&normed, &piece, h);

@@ -337,7 +337,7 @@ fn norms() {
             gpu.layer_back(&mut to2, &dy, &x, &stats, &w);
             let mut dw2 = gpu.zeros(h, Dtype::F32);
             gpu.norm_weight(&mut dw2, &dy, &x, Some((&stats, 0)), (&stats, t));
-            let mut db = gpu.zeros(h, Dtype::F32);
+            let mut db = gpu.cast(&b, Dtype::F32);
             gpu.add_column_sums(&mut db, &dy, [0, h], None, t);
             vec![y, to, dw, z, to2, dw2, db]
         });
@@ -347,6 +347,7 @@ fn norms() {
         let (z, mean, rstd) = twin::layer_forward(x, w, b, t, h, 1e-5);
         let (dx2, dw2, db) = twin::layer_backward(dy, x, w, &mean, &rstd, t, h);
         let plus = |a: &[f64]| a.iter().zip(dx0).map(|(a, b)| a + b).collect::<Vec<f64>>();
+        let db = db.iter().zip(b).map(|(db, b)| db + b).collect();
         near(&got, &[y, plus(&dx), dw, z, plus(&dx2), dw2, db], &[bound; 7], &format!("{h} {dtype:?}"));
     }
 }
@@ -391,13 +392,12 @@ fn sums() {
     near(&got, &[vec![squares], y, back], &[1e-6; 3], "sums");
 }
 
-/// The head over two pieces of the vocabulary would need 16 million logits; here a row of logits and its gradients, with a token
-/// named twice and a row without targets.
+/// The head in pieces of rows and of the vocabulary; tokens named twice, a row without targets.
 #[test]
 fn the_head() {
-    let (rows, h, vocab, temperature) = (3, 20, 613, 0.7f32);
-    let (offsets, tokens) = ([0u32, 3, 3, 4], [7u32, 612, 7, 0]);
-    let (dlogp, dentropy) = (noise(4, 5), noise(3, 6));
+    let (rows, h, vocab, temperature) = (6, 20, 613, 0.7f32);
+    let (offsets, tokens) = ([0u32, 3, 3, 4, 4, 4, 6], [7u32, 612, 7, 0, 300, 5]);
+    let (dlogp, dentropy) = (noise(6, 5), noise(6, 6));
     let got = under_every_schedule(|gpu| {
         let (x, w) = (gpu.upload(&noise(rows * h, 1)), gpu.upload(&noise(vocab * h, 2)));
         let marks = Marks::new(gpu, &offsets, &tokens);
@@ -647,4 +647,274 @@ fn a_failure_is_told_once_and_read_as_nan() {
     assert!(error.contains("out of GPU memory") && error.contains("lower"), "{error}");
     assert!(x.to_vec().iter().all(|x| x.is_nan()));
     assert!(gpu.zeros(3, Dtype::Bf16).to_vec().iter().all(|x| x.is_nan()));
+}
+
+/// A fault planted in a file of kernels, by text, and the tests one of which has to find it.
+struct Fault {
+    file: &'static str,
+    what: &'static str,
+    from: &'static str,
+    to: &'static str,
+}
+
+const fn fault(file: &'static str, what: &'static str, from: &'static str, to: &'static str) -> Fault {
+    Fault { file, what, from, to }
+}
+
+/// Faults of every kind: barriers, waits, masks, bounds, fragments, strides, formulas. Every occurrence of the text changes.
+const FAULTS: &[Fault] = &[
+    fault(
+        "attention",
+        "no barrier after copies have arrived",
+        "wait_copies<1>();\n        sync_block();",
+        "wait_copies<1>();",
+    ),
+    fault(
+        "attention",
+        "no barrier before a stage is written again",
+        "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);\n        sync_block();",
+        "accumulate<D, N>(acc, s, sv + stage * ROWS * LD);",
+    ),
+    fault("attention", "waits for one group of copies too few", "wait_copies<1>", "wait_copies<2>"),
+    fault("attention", "waits for no copies in the backward pass", "wait_copies<0>", "wait_copies<1>"),
+    fault(
+        "attention",
+        "the causal mask is off by one",
+        "key >= row + e / 2 * 8 + it.off",
+        "key > row + e / 2 * 8 + it.off",
+    ),
+    fault("attention", "no mask on the last keys", "c.at + ROWS > it.k1 ||", "c.at > it.k1 ||"),
+    fault(
+        "attention",
+        "no barrier at the end of a step over queries",
+        "accumulate<D, N>(acc_k, s, sq);\n            sync_block();",
+        "accumulate<D, N>(acc_k, s, sq);",
+    ),
+    fault(
+        "attention",
+        "halves of a fragment swapped",
+        "mma(acc[c / 8], a, b[0], b[1]);\n            mma(acc[c / 8 + 1], a, b[2], b[3]);",
+        "mma(acc[c / 8], a, b[0], b[2]);\n            mma(acc[c / 8 + 1], a, b[1], b[3]);",
+    ),
+    fault(
+        "attention",
+        "a barrier in a branch",
+        "wait_copies<1>();\n        sync_block();",
+        "wait_copies<1>();\n        if (threadIdx.x < 96) sync_block();",
+    ),
+    fault("attention", "rows behind the end are stored", "if (row + g < end)", ""),
+    fault(
+        "attention",
+        "the gradient is read with another stride",
+        "sd, dout + head * D, sh.out_stride, tile",
+        "sd, dout + head * D, sh.stride, tile",
+    ),
+    fault("attention", "another head's keys", "kv = head / sh.group", "kv = head % sh.group"),
+    fault("attention", "columns behind a head are read", "&& c < D", ""),
+    fault("attention", "keys before the range have a gradient", "key >= it.k0 && ", ""),
+    fault(
+        "attention",
+        "the gradient of queries is not scaled",
+        "dq + head * D, acc, sh.scale, sh.scale",
+        "dq + head * D, acc, 1, 1",
+    ),
+    fault("attention", "one transposition too many", "load_matrices<true>", "load_matrices<false>"),
+    fault("linear", "waits for one stage too few", "wait_copies<STAGES - 2>", "wait_copies<STAGES - 1>"),
+    fault(
+        "linear",
+        "no barrier before a stage is read",
+        "wait_copies<STAGES - 2>();\n        sync_block();",
+        "wait_copies<STAGES - 2>();",
+    ),
+    fault(
+        "linear",
+        "the first part is forgotten",
+        "for (int p = 0; p < parts; p++)",
+        "for (int p = 1; p < parts; p++)",
+    ),
+    fault("linear", "a row too many is read", "row < (is_x ? rows : n)", "row <= (is_x ? rows : n)"),
+    fault("linear", "columns behind the end are read", " && at + c < k;", ";"),
+    fault("linear", "codes of another word", "q % 16]", "q / per_word]"),
+    fault("norms", "a factor of the deviation is missing", "red) * r * r / dim", "red) * r / dim"),
+    fault("norms", "columns behind the end count for the variance", "e < 4 && j + e < dim", "e < 4"),
+    fault("norms", "a row is only as long as a block", "j += blockDim.x * 4", "j += dim"),
+    fault(
+        "prim",
+        "no barrier before sums of warps are read",
+        "red[threadIdx.x / 32] = x;\n    sync_block();\n    T sum",
+        "red[threadIdx.x / 32] = x;\n    T sum",
+    ),
+    fault(
+        "prim",
+        "no barrier after sums of warps were read",
+        "sum += red[w];\n    sync_block();",
+        "sum += red[w];",
+    ),
+    fault(
+        "prim",
+        "half of a warp is summed",
+        "for (int mask = 16; mask; mask /= 2) x += ",
+        "for (int mask = 8; mask; mask /= 2) x += ",
+    ),
+    fault(
+        "prim",
+        "four elements are stored where fewer are left",
+        "if (i + 4 > end || at % (a.bf16 ? 8 : 16)) {\n        for (int e = 0; e < 4; e++) if (i + e < end) store",
+        "if (at % (a.bf16 ? 8 : 16)) {\n        for (int e = 0; e < 4; e++) if (i + e < end) store",
+    ),
+    fault(
+        "sums",
+        "rows behind the end are summed",
+        "begin + per_part < rows ? begin + per_part : rows",
+        "begin + per_part",
+    ),
+    fault("sums", "a sum replaces what was there", "to[j] += sum", "to[j] = sum"),
+    fault(
+        "sums",
+        "a block sums what the next one does too",
+        "begin + per_block < n ? begin + per_block : n",
+        "n",
+    ),
+    fault(
+        "plain_attention",
+        "no barrier before probabilities are read",
+        "exp_(score - now);\n        sync_block();",
+        "exp_(score - now);",
+    ),
+    fault("plain_attention", "a query does not see itself", "row + it.off;", "row + it.off - 1;"),
+    fault(
+        "plain_attention",
+        "own rows are read from the prompt",
+        "key - it.prompt + it.start",
+        "key - it.prompt",
+    ),
+    fault(
+        "plain_attention",
+        "parts of the keys overlap",
+        "begin + SPLIT < total ? begin + SPLIT : total",
+        "total",
+    ),
+    fault("head", "sums of pieces are not brought to one scale", "a * old.s + b * s", "old.s + b * s"),
+    fault("head", "targets of the first piece alone", "tokens[t] == first + j", "tokens[t] == j"),
+    fault("sample", "an equal logit is lost at the cut", "id <= cut.id", "id < cut.id"),
+    fault(
+        "sample",
+        "no barrier before counts are read",
+        "counts[threadIdx.x] = own;\n    sync_block();",
+        "counts[threadIdx.x] = own;",
+    ),
+    fault("conv", "rows and columns of a picture are exchanged", "cy = row / w % h", "cy = row / h % w"),
+    fault("conv", "all gradients of a patch go to its first tap", "entries[e] % taps", "0"),
+    fault("elementwise", "rows of a copy are not chosen", "from_rows ? from_rows[row] : row", "row"),
+    fault("elementwise", "a rotation is not turned back", "sign * sines", "sines"),
+];
+
+/// A test of the tests: every fault makes one of them fail. Compiles changed kernels with g++ and runs this program again.
+#[test]
+#[ignore = "slow: compiles kernels anew for each fault"]
+fn slow_planted_faults_are_found() {
+    use std::path::Path;
+    use std::process::{Command, Stdio};
+    let (here, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")), tempfile::tempdir().unwrap());
+    let names: Vec<&str> = omnigrpo_gpu::sources::FILES.iter().map(|(name, _)| *name).collect();
+    // Two widths of heads are enough, and compile in half the time.
+    let text = |file: &str| {
+        let path = here.join("cuda").join(format!("{file}.{}", if file == "prim" { "cuh" } else { "cu" }));
+        std::fs::read_to_string(path).unwrap().replace("OF_WIDTH(80)\nOF_WIDTH(128)\n", "")
+    };
+    let compile = |folder: &Path, name: &str| {
+        let object = folder.join(format!("{name}.o"));
+        let source = match name {
+            "emu" => here.join("emu/emu.cpp"),
+            _ => {
+                let wrapper = folder.join(format!("{name}.cpp"));
+                let text = format!("#define KERNEL_FILE \"{name}\"\n#include \"{name}.cu\"\n");
+                std::fs::write(&wrapper, text).unwrap();
+                wrapper
+            }
+        };
+        let status = Command::new("g++")
+            .args(["-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-DEMULATED", "-c", "-o"])
+            .arg(&object)
+            .arg(source)
+            .arg("-I")
+            .arg(here.join("emu"))
+            .status();
+        assert!(status.unwrap().success(), "{name} does not compile");
+        object
+    };
+    let base = dir.path().join("base");
+    std::fs::create_dir(&base).unwrap();
+    std::fs::write(base.join("prim.cuh"), text("prim")).unwrap();
+    names.iter().for_each(|name| std::fs::write(base.join(format!("{name}.cu")), text(name)).unwrap());
+    let objects: Vec<(&str, std::path::PathBuf)> =
+        names.iter().copied().chain(["emu"]).map(|name| (name, compile(&base, name))).collect();
+    // Whether the tests of a file find something in kernels of which one file is replaced.
+    let found = |file: &str, replaced: Option<&Path>| {
+        let library = dir.path().join("kernels.so");
+        let parts = objects.iter().map(|(name, object)| match replaced {
+            Some(own) if *name == file => own.to_path_buf(),
+            _ => object.clone(),
+        });
+        let status = Command::new("g++").args(["-shared", "-o"]).arg(&library).args(parts).status();
+        assert!(status.unwrap().success());
+        let tests: &[&str] = match file {
+            "attention" => &["attention_with_shared_prefixes", "attention_in_windows"],
+            "linear" => &["a_row_has_the_same_bits_in_every_batch", "quantised_weights_are_widened"],
+            "plain_attention" => &["plain_attention_of_any_width", "decoding_does_not_depend_on_the_batch"],
+            "head" => &["the_head"],
+            "sample" => &["draws_are_those_of_a_sorted_row"],
+            "conv" => &["convolutions"],
+            "elementwise" => &["elements"],
+            _ => &["norms", "sums"],
+        };
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(tests)
+            .args(["--exact", "--test-threads=1"])
+            .env("OMNIGRPO_PLANTED_KERNELS", &library)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let start = std::time::Instant::now();
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                return !status.success();
+            }
+            if start.elapsed().as_secs() > 300 {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                return true;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    };
+    names.iter().for_each(|file| assert!(!found(file, None), "{file}: fails without a fault"));
+    let mut missed = Vec::new();
+    for (i, Fault { file, what, from, to }) in FAULTS.iter().enumerate() {
+        let folder = dir.path().join(i.to_string());
+        std::fs::create_dir(&folder).unwrap();
+        // A fault of what all files share is looked for with the norms or, of single elements, with those.
+        let compiled = match *file {
+            "prim" if what.contains("stored") => "elementwise",
+            "prim" => "norms",
+            file => file,
+        };
+        for name in ["prim", compiled] {
+            let own = text(name);
+            let changed = if name == *file { own.replace(from, to) } else { own.clone() };
+            assert!(name != *file || changed != own, "{file}: {what}: the text is not there");
+            let ending = if name == "prim" { "cuh" } else { "cu" };
+            std::fs::write(folder.join(format!("{name}.{ending}")), changed).unwrap();
+        }
+        let object = compile(&folder, compiled);
+        if !found(compiled, Some(&object)) {
+            missed.push(format!("{file}: {what}"));
+        }
+        println!(
+            "{file}: {what}: {}",
+            if missed.last().is_some_and(|m| m.ends_with(what)) { "MISSED" } else { "found" }
+        );
+    }
+    assert!(missed.is_empty(), "of {} faults these were missed: {missed:#?}", FAULTS.len());
 }
