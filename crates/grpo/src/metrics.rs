@@ -11,7 +11,6 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::advantage::Advantages;
 use crate::loss::{Clipped, RatioLevel};
 
 /// A metric's name and value; `None` if nothing was there to measure (written as `null`).
@@ -190,13 +189,12 @@ impl MetricSums {
         &mut self,
         functions: &[(&str, &[Option<f64>])],
         totals: &[Option<f64>],
-        advantages: &Advantages,
+        zero_std: &[bool],
     ) -> Result<(), Error> {
-        same_length("advantages", advantages.values.len(), totals.len())?;
         for (_, values) in functions {
             same_length("rewards of one function", values.len(), totals.len())?;
         }
-        let groups = advantages.zero_std.len();
+        let groups = zero_std.len();
         if groups == 0 {
             return Ok(());
         }
@@ -217,7 +215,7 @@ impl MetricSums {
             }
         }
         self.groups += groups as u64;
-        self.zero_std_groups += advantages.zero_std.iter().filter(|zero| **zero).count() as u64;
+        self.zero_std_groups += zero_std.iter().filter(|zero| **zero).count() as u64;
         Ok(())
     }
 
@@ -355,7 +353,8 @@ mod tests {
     fn record(sums: &mut MetricSums, accuracy: &[Option<f64>], format: &[Option<f64>]) {
         let totals = weighted_sum(&[accuracy.to_vec(), format.to_vec()], &[1.0, 0.5]).unwrap();
         let advantages = advantages(&totals, 2, AdvantageKind::GroupStd, 1.0).unwrap();
-        sums.add_rewards(&[("accuracy", accuracy), ("format_graded", format)], &totals, &advantages).unwrap();
+        sums.add_rewards(&[("accuracy", accuracy), ("format_graded", format)], &totals, &advantages.zero_std)
+            .unwrap();
     }
 
     #[test]

@@ -58,8 +58,8 @@ impl ConfigJson {
     }
 
     /// Replaces some keys.
-    pub fn replace(&mut self, keys: &Map<String, Value>) {
-        self.object.extend(keys.clone());
+    pub fn replace(&mut self, keys: Map<String, Value>) {
+        self.object.extend(keys);
     }
 
     /// Another object in this one's place: for constants that stand in for a file, under this file's name.

@@ -66,11 +66,18 @@ impl Model {
     /// # Errors
     /// As [`Self::save_pretrained`]; a layout the family does not have or that cannot express this checkpoint.
     pub fn save_as(&self, dir: &Path, layout: &str) -> Result<()> {
-        if layout == self.family().layout() {
+        let format = self.family().format();
+        if layout == format.layout() {
             return self.write(dir, None);
         }
-        let converted = self.family().convert(self.dir(), self.base_params(), layout)?;
-        self.write(dir, Some(converted))
+        match format.convert(self.dir(), self.checkpoint().config(), self.base_params(), layout)? {
+            Some(converted) => self.write(dir, Some(converted)),
+            None => Err(ModelError::layout(format!(
+                "layout {layout:?}: checkpoints of {} have one layout, {:?}",
+                self.family().name(),
+                format.layout()
+            ))),
+        }
     }
 
     fn write(&self, dir: &Path, converted: Option<Converted>) -> Result<()> {
@@ -93,15 +100,7 @@ impl Model {
                 }
                 (converted.config, converted.params)
             }
-            None => {
-                let path = self.dir().join("config.json");
-                let text = std::fs::read_to_string(&path).map_err(ModelError::io(&path))?;
-                let config = serde_json::from_str(&text).map_err(|e| ModelError::Config {
-                    path: path.clone(),
-                    what: format!("not valid JSON: {e}"),
-                })?;
-                (config, self.saved_params())
-            }
+            None => (Value::Object(self.checkpoint().config().object().clone()), self.saved_params()),
         };
         self.write_template(dir, left_out)?;
         let tied = Value::Bool(self.decoder().tied());
@@ -114,8 +113,7 @@ impl Model {
                 }
             }
             root.insert("tie_word_embeddings".into(), tied);
-            root.extend(self.overrides().clone());
-            self.family().saved_config(root);
+            self.family().format().saved_config(root);
         }
         let to = dir.join("config.json");
         std::fs::write(&to, format!("{config:#}\n")).map_err(ModelError::io(to))?;
@@ -162,7 +160,7 @@ impl Model {
     /// # Errors
     /// Missing tensors or other shapes.
     pub fn load_weights(&self, dir: &Path) -> Result<()> {
-        let files = crate::WeightFiles::open(dir, |key| self.family().published_name(key))?;
+        let files = crate::WeightFiles::open(dir, |key| self.family().format().published_name(key))?;
         for param in self.base_params() {
             if files.shape(param.name()).is_none() && self.stays_outside(param) {
                 continue;

@@ -1,13 +1,14 @@
 //! Models: families, towers, decoders, weights, and packed group streams.
 //!
-//! A [`Family`] knows a model's configuration, how a medium becomes tower input and how many tokens it takes, and
-//! which positions a rendered prompt has. Given weights it becomes a [`Network`]: tower, projector and decoder. A
-//! [`Model`] is a network with its weights; it scores and trains [`PackedStream`]s, in which the completions of a
-//! group share their prompt.
+//! A [`Checkpoint`] is a directory whose configuration has been read. Its [`Family`] does three things: a [`Processor`]
+//! reads media and writes prompts, an [`Architecture`] builds a [`Network`] of decoder, towers and projectors, and a
+//! [`Format`] knows the files. A [`Model`] is a network with its weights; it scores and trains [`PackedStream`]s, in which
+//! the completions of a group share their prompt.
 //!
 //! Refused: pickle checkpoints, configurations of unknown models, sliding-window attention.
 
 mod block;
+mod checkpoint;
 mod config_json;
 mod decoder;
 pub mod encoders;
@@ -23,15 +24,17 @@ mod stream;
 mod weights;
 
 pub use block::{Block, BlockPass, KeptBlock, Mlp, NormOrder, QkNorm};
+pub use checkpoint::Checkpoint;
 pub use config_json::ConfigJson;
 pub use decoder::{Decoder, DecoderConfig, DecoderNames, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};
 pub use export::COMPANIONS;
+pub use families::humanomni;
 pub use families::{
-    Companion, Converted, FAMILIES, Family, FamilyRow, FrameRule, MediaSettings, MediumInput, MediumPlan,
-    MediumShape, MissingAudio, Network, open_family, open_family_with, probe_medium, sound,
+    Architecture, Companion, Converted, Encoder, FAMILIES, Family, FamilyRow, Format, FrameRule,
+    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, MissingAudio, Network, Processor,
+    Roles, probe_medium, sound,
 };
-pub use families::{humanomni, internvl, qwen_vl};
 pub use lora::{LoraConfig, adapter_base, whole_tensors};
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
 pub use omnigrpo_media::Limits;

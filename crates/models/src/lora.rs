@@ -25,7 +25,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::families::Family;
+use crate::families::Format;
 use crate::model::Model;
 use crate::origin::Origin;
 
@@ -143,7 +143,7 @@ impl Model {
             .base_params()
             .iter()
             .filter(|p| p.is_linear() && p.name().ends_with(".weight"))
-            .map(|p| (p, self.family().module_name(module_of(p.name()))))
+            .map(|p| (p, self.family().format().module_name(module_of(p.name()))))
             .collect();
         let mut chosen = BTreeSet::new();
         for target in targets {
@@ -224,11 +224,11 @@ impl Model {
             });
         };
         std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
-        let family = self.family();
+        let format = self.family().format();
         let mut tensors: Vec<(String, Owned)> = Vec::new();
         let mut modules = Vec::new();
         for (base, adapter) in self.adapted() {
-            let module = family.module_name(module_of(base.name()));
+            let module = format.module_name(module_of(base.name()));
             for (name, param) in [("lora_A", adapter.a()), ("lora_B", adapter.b())] {
                 tensors.push((format!("{PREFIX}{module}.{name}.weight"), Owned::of(param)?));
             }
@@ -241,14 +241,14 @@ impl Model {
         for param in self.base_params() {
             let name = param.name();
             if whole.iter().any(|m| name.strip_prefix(m).is_some_and(|rest| rest.starts_with('.'))) {
-                tensors.push((format!("{PREFIX}{}", family.module_name(name)), Owned::of(param)?));
+                tensors.push((format!("{PREFIX}{}", format.module_name(name)), Owned::of(param)?));
             }
         }
         let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
         let (mut ranks, mut alphas) = (Map::new(), Map::new());
         for (base, adapter) in self.adapted() {
             let (stem, rank) = (module_of(base.name()), adapter.a().shape()[0]);
-            let module = family.module_name(stem);
+            let module = format.module_name(stem);
             if let Some(&own) = self.alphas.get(stem) {
                 alphas.insert(module.clone(), alpha(own));
             }
@@ -263,7 +263,7 @@ impl Model {
             other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
         })?;
         crate::weights::share(&path)?;
-        let whole: Vec<String> = whole.into_iter().map(|m| family.module_name(m)).collect();
+        let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
         let base = Origin::of(self.dir());
         let config = json!({
             "peft_type": "LORA",
@@ -296,7 +296,7 @@ impl Model {
         let config = read_config(dir)?;
         let lora = lora_config(&config)?;
         let alpha_of = alpha_pattern(&config)?;
-        let file = AdapterFile::open(dir, self.family().as_ref())?;
+        let file = AdapterFile::open(dir, self.family().format())?;
         let mut by_name: BTreeMap<String, Arc<Param>> =
             self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
         for (stem, pair) in &file.pairs {
@@ -335,7 +335,7 @@ impl Model {
     /// # Errors
     /// A file that does not hold exactly this model's adapters.
     pub fn reload_adapter(&self, dir: &Path) -> Result<()> {
-        let file = AdapterFile::open(dir, self.family().as_ref())?;
+        let file = AdapterFile::open(dir, self.family().format())?;
         let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         if file.pairs.len() != self.adapted().count() {
             return Err(fail(format!(
@@ -410,8 +410,8 @@ impl Model {
 ///
 /// # Errors
 /// An unreadable file.
-pub fn whole_tensors(dir: &Path, family: &dyn Family) -> Result<BTreeSet<String>> {
-    Ok(AdapterFile::open(dir, family)?.whole.into_keys().collect())
+pub fn whole_tensors(dir: &Path, format: &dyn Format) -> Result<BTreeSet<String>> {
+    Ok(AdapterFile::open(dir, format)?.whole.into_keys().collect())
 }
 
 /// Uniform in `±1/√k`, as `peft` starts `A` (Kaiming's rule with a = √5), from a stream keyed by seed and layer.
@@ -516,7 +516,7 @@ struct AdapterFile {
 }
 
 impl AdapterFile {
-    fn open(dir: &Path, family: &dyn Family) -> Result<Self> {
+    fn open(dir: &Path, format: &dyn Format) -> Result<Self> {
         let path = dir.join(WEIGHTS);
         let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         if !path.is_file() && dir.join("adapter_model.bin").is_file() {
@@ -532,7 +532,7 @@ impl AdapterFile {
             let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
             let inner = inner.replace(".modules_to_save", "").replace(".base_layer", "");
             let published = |name: &str| {
-                family
+                format
                     .published_name(name)
                     .ok_or_else(|| fail(format!("{key} names no weight of this family")))
             };

@@ -2,17 +2,17 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, Rows, Tape, Var};
 use omnigrpo_text::MediumKind;
-use serde_json::{Map, Value};
 
+use crate::checkpoint::Checkpoint;
 use crate::decoder::{Decoder, Scored};
 use crate::error::{ModelError, Result};
-use crate::families::{Family, MediumInput, Network, open_family_with};
+use crate::families::{Family, MediumInput, Network};
 use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
 use crate::stream::PackedStream;
@@ -20,16 +20,13 @@ use crate::weights::{
     FileSource, OutlineSource, Quantization, RandomSource, ReferenceSource, WeightDtype, WeightFiles,
 };
 
-/// A model: family, network, weights.
+/// A model: checkpoint, network, weights.
 pub struct Model {
-    family: Arc<dyn Family>,
-    network: Box<dyn Network>,
+    checkpoint: Checkpoint,
+    network: Network,
     /// Those of the architecture, then those of adapters.
     params: Vec<Arc<Param>>,
     num_base: usize,
-    dir: PathBuf,
-    /// Keys of `config.json` that were replaced at loading.
-    overrides: Map<String, Value>,
     /// Weights that came from directories of their own.
     outside: HashSet<String>,
     tower_runs: AtomicU64,
@@ -48,8 +45,6 @@ pub struct LoadOptions<'a> {
     pub dtype: WeightDtype,
     /// Which weights are held in few bits.
     pub quantization: Option<Quantization<'a>>,
-    /// Keys of `config.json` to replace.
-    pub overrides: Option<&'a Map<String, Value>>,
     /// Where its passes run.
     pub device: Device,
 }
@@ -121,21 +116,19 @@ impl FeatureGradients {
 
 impl Model {
     fn new(
-        family: Arc<dyn Family>,
-        network: Box<dyn Network>,
+        checkpoint: Checkpoint,
+        network: Network,
         params: Vec<Arc<Param>>,
-        dir: PathBuf,
+        outside: HashSet<String>,
         device: Device,
     ) -> Self {
         let (num_base, whole) = (params.len(), BTreeSet::new());
         Self {
-            family,
+            checkpoint,
             network,
             params,
             num_base,
-            dir,
-            overrides: Map::new(),
-            outside: HashSet::new(),
+            outside,
             tower_runs: AtomicU64::new(0),
             lora: None,
             whole,
@@ -144,73 +137,59 @@ impl Model {
         }
     }
 
-    /// Loads a checkpoint directory. All weights start frozen.
+    /// Opens a checkpoint directory and loads it. All weights start frozen.
     ///
     /// # Errors
     /// An unknown model, unreadable files, tensors that do not fit.
     pub fn load(dir: &Path, dtype: WeightDtype) -> Result<Self> {
-        Self::load_with(dir, &LoadOptions { dtype, ..LoadOptions::default() })
+        Self::load_with(&Checkpoint::open(dir)?, &LoadOptions { dtype, ..LoadOptions::default() })
     }
 
-    /// As [`Self::load`], with options.
+    /// Loads an opened checkpoint. All weights start frozen.
     ///
     /// # Errors
-    /// As [`Self::load`].
-    pub fn load_with(dir: &Path, options: &LoadOptions) -> Result<Self> {
-        let overrides = options.overrides.cloned().unwrap_or_default();
-        let family = open_family_with(dir, &overrides)?;
-        let mut files = WeightFiles::open(dir, |key| family.published_name(key))?;
-        let outside = files.add_companions(&family.companions())?;
+    /// Unreadable files, tensors that do not fit.
+    pub fn load_with(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Self> {
+        let family = checkpoint.family();
+        let mut files = WeightFiles::open(checkpoint.dir(), |key| family.format().published_name(key))?;
+        let outside = files.add_companions(&family.format().companions())?;
         let mut source = FileSource::new(&files, options.dtype).quantised(options.quantization);
-        let network = family.network(&mut source)?;
+        let network = family.architecture().network(&mut source)?;
         let params = source.finish(family.name())?;
-        let mut model = Self::new(family, network, params, dir.to_path_buf(), options.device);
-        (model.overrides, model.outside) = (overrides, outside);
-        Ok(model)
+        Ok(Self::new(checkpoint.clone(), network, params, outside, options.device))
     }
 
-    /// A model with the configuration of `dir` and random weights: for training from nothing and for benchmarks.
+    /// A model with the configuration of a checkpoint and random weights: for training from nothing and for benchmarks.
     ///
     /// # Errors
-    /// An unknown or impossible configuration.
-    pub fn random(dir: &Path, seed: u64, dtype: WeightDtype) -> Result<Self> {
-        Self::random_with(dir, seed, &LoadOptions { dtype, ..LoadOptions::default() })
-    }
-
-    /// As [`Self::random`], with options.
-    ///
-    /// # Errors
-    /// As [`Self::random`].
-    pub fn random_with(dir: &Path, seed: u64, options: &LoadOptions) -> Result<Self> {
-        let overrides = options.overrides.cloned().unwrap_or_default();
-        let family = open_family_with(dir, &overrides)?;
-        let (std, dtype, quantization) = (family.initializer_range(), options.dtype, options.quantization);
+    /// An impossible configuration.
+    pub fn random(checkpoint: &Checkpoint, seed: u64, options: &LoadOptions) -> Result<Self> {
+        let family = checkpoint.family();
+        let (std, dtype, quantization) =
+            (family.architecture().initializer_range(), options.dtype, options.quantization);
         let mut source = RandomSource { seed, std, dtype, quantization, params: Vec::new() };
-        let network = family.network(&mut source)?;
-        let mut model = Self::new(family, network, source.params, dir.to_path_buf(), options.device);
-        model.overrides = overrides;
-        Ok(model)
+        let network = family.architecture().network(&mut source)?;
+        Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
-    /// What [`Self::load_with`], or with `random` [`Self::random_with`], would give, without the data of its weights: their
+    /// What [`Self::load_with`], or with `random` [`Self::random`], would give, without the data of its weights: their
     /// names, shapes and dtypes. Nothing can be computed with it.
     ///
     /// # Errors
-    /// An unknown model, unreadable files. Tensors that do not fit are an error of loading.
-    pub fn outline(dir: &Path, options: &LoadOptions, random: bool) -> Result<Self> {
-        let overrides = options.overrides.cloned().unwrap_or_default();
-        let family = open_family_with(dir, &overrides)?;
+    /// Unreadable files. Tensors that do not fit are an error of loading.
+    pub fn outline(checkpoint: &Checkpoint, options: &LoadOptions, random: bool) -> Result<Self> {
+        let family = checkpoint.family();
         let files = if random {
             None
         } else {
-            let mut files = WeightFiles::open(dir, |key| family.published_name(key))?;
-            files.add_companions(&family.companions())?;
+            let mut files = WeightFiles::open(checkpoint.dir(), |key| family.format().published_name(key))?;
+            files.add_companions(&family.format().companions())?;
             Some(files)
         };
         let (dtype, quantization) = (options.dtype, options.quantization);
         let mut source = OutlineSource { files: files.as_ref(), dtype, quantization, params: Vec::new() };
-        let network = family.network(&mut source)?;
-        Ok(Self::new(family, network, source.params, dir.to_path_buf(), options.device))
+        let network = family.architecture().network(&mut source)?;
+        Ok(Self::new(checkpoint.clone(), network, source.params, HashSet::new(), options.device))
     }
 
     /// A frozen model for the KL term: copies of the weights that are trained, shared handles to the rest, no adapters.
@@ -228,23 +207,26 @@ impl Model {
     pub fn reference_on(&self, device: Device) -> Result<Self> {
         let policy = self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
         let mut source = ReferenceSource { policy: &policy, tied: self.decoder().tied(), params: Vec::new() };
-        let network = self.family.network(&mut source)?;
-        let (family, dir) = (Arc::clone(&self.family), self.dir.clone());
-        let mut model = Self::new(family, network, source.params, dir, device);
-        (model.overrides, model.outside) = (self.overrides.clone(), self.outside.clone());
-        Ok(model)
+        let network = self.family().architecture().network(&mut source)?;
+        Ok(Self::new(self.checkpoint.clone(), network, source.params, self.outside.clone(), device))
+    }
+
+    /// The checkpoint it was made from.
+    #[must_use]
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
     }
 
     /// Its family.
     #[must_use]
-    pub fn family(&self) -> &Arc<dyn Family> {
-        &self.family
+    pub fn family(&self) -> &Family {
+        self.checkpoint.family()
     }
 
     /// Its language model.
     #[must_use]
     pub fn decoder(&self) -> &Decoder {
-        self.network.decoder()
+        &self.network.decoder
     }
 
     /// Its weights in building order, those of adapters last.
@@ -298,7 +280,7 @@ impl Model {
     /// The directory it came from.
     #[must_use]
     pub fn dir(&self) -> &Path {
-        &self.dir
+        self.checkpoint.dir()
     }
 
     /// Whether any weight of `part` is trained.
@@ -317,12 +299,6 @@ impl Model {
     #[must_use]
     pub fn trains_projection(&self) -> bool {
         self.trains(Part::Projector) || self.trains(Part::Instruction)
-    }
-
-    /// Keys of `config.json` that were replaced at loading.
-    #[must_use]
-    pub fn overrides(&self) -> &Map<String, Value> {
-        &self.overrides
     }
 
     /// Whether a weight stays in the directory of its own that it came from: no weight of its part is trained.
@@ -351,7 +327,7 @@ impl Model {
 
     fn encode_in(&self, medium: &MediumInput, instruction: &[u32], pass: &Pass) -> Result<Features> {
         let tower = self.tower(medium, pass, &mut Tape::off())?;
-        let rows = self.network.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        let rows = self.network.encoder.project(&tower, medium, instruction, pass, &mut Tape::off())?;
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
@@ -372,7 +348,7 @@ impl Model {
         pass: &Pass,
     ) -> Result<Features> {
         let tower = Var::constant(tower.to_device(pass.device));
-        let rows = self.network.project(&tower, medium, instruction, pass, &mut Tape::off())?;
+        let rows = self.network.encoder.project(&tower, medium, instruction, pass, &mut Tape::off())?;
         Ok(Features { tower: tower.into_rows(), rows: rows.into_rows() })
     }
 
@@ -487,7 +463,7 @@ impl Model {
 
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         self.tower_runs.fetch_add(1, Ordering::Relaxed);
-        self.network.tower(medium, pass, tape)
+        self.network.encoder.tower(medium, pass, tape)
     }
 
     /// How often a medium went through the tower so far.
@@ -590,7 +566,7 @@ impl Model {
     pub fn backward_media(
         &self,
         prompts: &[&Prompt],
-        features: &[Vec<Features>],
+        features: &[impl AsRef<[Features]>],
         mut memories: Memories,
         gradients: FeatureGradients,
         training: Training,
@@ -598,7 +574,8 @@ impl Model {
         let tower_trained = self.trains_tower();
         for ((g, m), d) in gradients.0 {
             let medium = prompts.get(g).and_then(|p| Some((*p, p.media.get(m)?)));
-            let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.get(m))) else {
+            let Some(((prompt, medium), own)) = medium.zip(features.get(g).and_then(|f| f.as_ref().get(m)))
+            else {
                 return Err(ModelError::shape(format!("feature gradients: group {g} has no medium {m}")));
             };
             let memory = memories.0.remove(&(g, m));
@@ -606,11 +583,11 @@ impl Model {
             let mut tape = memory.map_or_else(|| Tape::recording(training.recompute), Tape::recalling);
             let pass = self.training_pass(training, None, prompt.medium_key(m));
             let tower = match (tower_trained, known) {
-                (true, true) => self.network.tower(medium, &pass, &mut tape)?,
+                (true, true) => self.network.encoder.tower(medium, &pass, &mut tape)?,
                 (true, false) => self.tower(medium, &pass, &mut tape)?,
                 (false, _) => Var::constant(own.tower.to_device(self.device)),
             };
-            let rows = self.network.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
+            let rows = self.network.encoder.project(&tower, medium, &prompt.instruction, &pass, &mut tape)?;
             drop(tower);
             tape.backward(&rows, d)?;
         }

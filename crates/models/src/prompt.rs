@@ -1,6 +1,5 @@
 //! From a dataset row to a prompt ready for the model.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, RecordedCompletion, Sample};
@@ -9,6 +8,7 @@ use omnigrpo_text::{
     Role, Span, StopSet, Tokenizer, Turn,
 };
 
+use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, probe_medium};
@@ -76,7 +76,7 @@ pub struct SftExample {
 
 /// Makes prompts for one checkpoint.
 pub struct PromptBuilder {
-    family: Arc<dyn Family>,
+    family: Arc<Family>,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     stops: StopSet,
@@ -84,15 +84,18 @@ pub struct PromptBuilder {
 }
 
 impl PromptBuilder {
-    /// Reads tokenizer, chat template and stop tokens of a checkpoint directory.
+    /// Reads tokenizer, chat template and stop tokens of a checkpoint.
     ///
     /// # Errors
     /// Missing or malformed files, settings without effect.
-    pub fn open(dir: &Path, family: Arc<dyn Family>, settings: PromptSettings) -> Result<Self> {
+    pub fn open(checkpoint: &Checkpoint, settings: PromptSettings) -> Result<Self> {
+        let (dir, family) = (checkpoint.dir(), Arc::clone(checkpoint.family()));
         let tokenizer = Tokenizer::from_dir(dir)?;
-        let template = family.chat_template(dir)?;
+        let template = family.processor().chat_template(dir)?;
         let mut stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
-        stops.ids.extend(family.stop_tokens().iter().filter_map(|token| tokenizer.token_id(token)));
+        stops
+            .ids
+            .extend(family.processor().stop_tokens().iter().filter_map(|token| tokenizer.token_id(token)));
         stops.ids.sort_unstable();
         stops.ids.dedup();
         family.check_settings(&settings.media)?;
@@ -119,7 +122,7 @@ impl PromptBuilder {
 
     /// The family.
     #[must_use]
-    pub fn family(&self) -> &Arc<dyn Family> {
+    pub fn family(&self) -> &Family {
         &self.family
     }
 
@@ -159,7 +162,7 @@ impl PromptBuilder {
             .media
             .iter()
             .zip(headers)
-            .map(|(m, header)| self.family.plan(m, header, &settings))
+            .map(|(m, header)| self.family.processor().plan(m, header, &settings))
             .collect::<Result<Vec<_>>>()?;
         let shapes: Vec<_> = plans.iter().map(|m| (m.kind, m.shape)).collect();
         let rendered = self.render(&sample.turns, &shapes)?;
@@ -168,8 +171,12 @@ impl PromptBuilder {
 
     /// The longest prompt that is accepted, tokens.
     fn max_prompt_tokens(&self) -> usize {
-        let model =
-            self.family.decoder_config().max_positions.saturating_sub(self.settings.max_completion_length);
+        let model = self
+            .family
+            .architecture()
+            .decoder_config()
+            .max_positions
+            .saturating_sub(self.settings.max_completion_length);
         self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
     }
 
@@ -184,7 +191,7 @@ impl PromptBuilder {
             ));
         };
         let prompt = self.build_in(sample, epoch)?;
-        let mut target = self.tokenizer.encode_control(answer, &self.family.placeholder_ids())?;
+        let mut target = self.tokenizer.encode_control(answer, &self.family.processor().placeholder_ids())?;
         match self.template_stop() {
             Some(stop) => target.push(stop),
             None => return Err(ModelError::prompt("the checkpoint names no stop token (eos_token_id)")),
@@ -197,7 +204,7 @@ impl PromptBuilder {
     /// # Errors
     /// Text the tokenizer cannot encode.
     pub fn completion_ids(&self, text: &str) -> Result<Vec<u32>> {
-        Ok(self.tokenizer.encode_control(text, &self.family.placeholder_ids())?)
+        Ok(self.tokenizer.encode_control(text, &self.family.processor().placeholder_ids())?)
     }
 
     /// The ids of a completion that came with a row: its own, else those of its text.
@@ -222,17 +229,17 @@ impl PromptBuilder {
 
     fn decode(&self, sample: &Sample, epoch: u64) -> Result<Vec<Arc<MediumInput>>> {
         let settings = MediaSettings { epoch, ..self.settings.media.clone() };
-        sample.media.iter().map(|m| Ok(Arc::new(self.family.prepare(m, &settings)?))).collect()
+        sample.media.iter().map(|m| Ok(Arc::new(self.family.processor().prepare(m, &settings)?))).collect()
     }
 
     fn render(&self, turns: &[Turn], media: &[(MediumKind, MediumShape)]) -> Result<RenderedPrompt> {
-        let turns = &self.family.arrange(turns);
+        let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::prompt("the conversation has no user turn to answer"));
         }
         let media = media
             .iter()
-            .map(|(kind, shape)| self.family.tokens(*kind, shape))
+            .map(|(kind, shape)| self.family.processor().tokens(*kind, shape))
             .collect::<Result<Vec<MediumTokens>>>()?;
         let features: usize = media.iter().map(num_features).sum();
         if features > self.max_prompt_tokens().max(MOST_RENDERED) {
@@ -253,8 +260,8 @@ impl PromptBuilder {
         media: Vec<Arc<MediumInput>>,
     ) -> Result<Prompt> {
         let (positions, next_position) =
-            self.family.positions(rendered.ids.len(), &rendered.spans, &media)?;
-        let (config, last) = (self.family.decoder_config(), next_position as usize);
+            self.family.processor().positions(rendered.ids.len(), &rendered.spans, &media)?;
+        let (config, last) = (self.family.architecture().decoder_config(), next_position as usize);
         if config.rope.scaling == RopeScaling::Dynamic
             && last + self.settings.max_completion_length > config.max_positions
         {
@@ -271,7 +278,7 @@ impl PromptBuilder {
             positions,
             next_position,
             media,
-            instruction: self.family.instruction_ids(turns)?,
+            instruction: self.family.processor().instruction_ids(turns)?,
             text: rendered.text,
         })
     }
@@ -282,7 +289,7 @@ impl PromptBuilder {
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
         let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 5 * of(*kind) > tokens);
         let shorten = match longest {
-            Some(kind) => self.family.shorten(kind).unwrap_or("give fewer media"),
+            Some(kind) => self.family.processor().shorten(kind).unwrap_or("give fewer media"),
             None => "shorten the text",
         };
         let limit = self.max_prompt_tokens();

@@ -164,6 +164,16 @@ impl PackedStream {
         self.num_groups
     }
 
+    /// Numbers per scored token, cut into those of each completion.
+    pub fn each<'n>(&'n self, numbers: &'n [f32]) -> impl Iterator<Item = &'n [f32]> {
+        let mut rest = numbers;
+        self.lengths.iter().map(move |&len| {
+            let (own, others) = rest.split_at(len.min(rest.len()));
+            rest = others;
+            own
+        })
+    }
+
     /// Puts values that are in target order into completion order.
     pub(crate) fn by_completion(&self, by_target: &[f32]) -> Vec<f32> {
         self.order.iter().map(|&i| by_target[i]).collect()

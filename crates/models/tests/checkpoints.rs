@@ -1,6 +1,8 @@
 //! Checkpoint directories: every published layout and size, what is saved, and what is refused.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "support/rows.rs"]
+mod rows;
 mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,8 +11,8 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{
-    GroupStream, Init, LoadOptions, LoraConfig, Model, ModelError, PackedStream, Quantization, WeightDtype,
-    WeightSource, open_family,
+    Checkpoint, GroupStream, Init, LoadOptions, LoraConfig, MediaSettings, Model, ModelError, PackedStream,
+    PromptBuilder, Quantization, WeightDtype, WeightSource,
 };
 use omnigrpo_ops::{Param, Part, Values};
 use safetensors::SafeTensors;
@@ -147,12 +149,13 @@ impl WeightSource for Recorder {
 fn an_outline_is_the_model_without_its_data() {
     let keep = |_: &str, part: Part| part == Part::Projector;
     for name in ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "internvl_original"] {
+        let opened = Checkpoint::open(&checkpoint(name)).unwrap();
         for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
                 let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
                 let options = LoadOptions { dtype, quantization, ..LoadOptions::default() };
-                let outline = Model::outline(&checkpoint(name), &options, false).unwrap();
-                let model = Model::load_with(&checkpoint(name), &options).unwrap();
+                let outline = Model::outline(&opened, &options, false).unwrap();
+                let model = Model::load_with(&opened, &options).unwrap();
                 let facts = |model: &Model| -> Vec<_> {
                     let each = model.params().iter();
                     each.map(|p| {
@@ -196,10 +199,10 @@ fn published_sizes_have_the_tensors_transformers_makes() {
         };
         let text = std::fs::read_to_string(checkpoint(from).join(file)).unwrap();
         std::fs::write(dir.path().join(file), text.replace(": 28", ": 448")).unwrap();
-        let family = open_family(dir.path()).unwrap();
+        let opened = Checkpoint::open(dir.path()).unwrap();
         let mut recorder = Recorder { asked: BTreeMap::new() };
-        let network = family.network(&mut recorder).unwrap();
-        assert_eq!(network.decoder().tied(), entry["tied"].as_bool().unwrap(), "{size}");
+        let network = opened.family().architecture().network(&mut recorder).unwrap();
+        assert_eq!(network.decoder.tied(), entry["tied"].as_bool().unwrap(), "{size}");
         let parameters: usize = recorder.asked.values().map(|s| s.iter().product::<usize>()).sum();
         assert_eq!(parameters as u64, entry["parameters"].as_u64().unwrap(), "{size}");
         for (name, shape) in &expected {
@@ -637,11 +640,11 @@ fn configurations_that_cannot_be_used_are_refused() {
     let without = |key: &'static str| with_config(&|c| _ = c.as_object_mut().unwrap().remove(key));
     assert_refused(without("num_key_value_heads").path(), &["4 heads", "8 key-value heads"]);
     let null = with_config(&|c| c["num_key_value_heads"] = serde_json::Value::Null);
-    assert_eq!(open_family(null.path()).unwrap().decoder_config().heads.kv, 4);
-    let family = open_family(without("rms_norm_eps").path()).unwrap();
-    assert_eq!(family.decoder_config().rms_eps, 1e-5);
-    let family = open_family(without("rope_theta").path()).unwrap();
-    assert_eq!(family.decoder_config().rope.theta, 1e6);
+    assert_eq!(Checkpoint::open(null.path()).unwrap().family().architecture().decoder_config().heads.kv, 4);
+    let opened = Checkpoint::open(without("rms_norm_eps").path()).unwrap();
+    assert_eq!(opened.family().architecture().decoder_config().rms_eps, 1e-5);
+    let opened = Checkpoint::open(without("rope_theta").path()).unwrap();
+    assert_eq!(opened.family().architecture().decoder_config().rope.theta, 1e6);
 
     let dir = TempDir::new().unwrap();
     assert_refused(dir.path(), &["no config.json"]);
@@ -652,23 +655,61 @@ fn configurations_that_cannot_be_used_are_refused() {
     assert_refused(&dir.path().join("absent"), &["no config.json"]);
 }
 
+/// After a checkpoint is opened nothing asks for its `config.json` again: it can be gone.
+#[test]
+fn the_configuration_is_read_once() {
+    for name in ["qwen2_5_vl_tied", "internvl_hf", "internvl_original", "humanomni"] {
+        let place = TempDir::new().unwrap();
+        let dir = place.path().join(name);
+        copy_dir(&checkpoint(name), &dir);
+        let opened = Checkpoint::open(&dir).unwrap();
+        std::fs::remove_file(dir.join("config.json")).unwrap();
+        assert!(Checkpoint::open(&dir).is_err());
+
+        let settings = rows::settings(MediaSettings::default());
+        assert!(!PromptBuilder::open(&opened, settings).unwrap().stops().ids.is_empty());
+        let options = LoadOptions::default();
+        let outline = Model::outline(&opened, &options, false).unwrap();
+        let model = Model::load_with(&opened, &options).unwrap();
+        assert_eq!(outline.params().len(), model.params().len());
+        assert_eq!(model.reference().unwrap().params().len(), model.params().len());
+        let random = Model::random(&opened, 1, &options).unwrap();
+        assert_eq!(random.decoder().config(), model.decoder().config());
+
+        // What is saved is what was read.
+        let saved = place.path().join("saved");
+        model.save_pretrained(&saved).unwrap();
+        assert_eq!(
+            weight_bits(&Model::load(&saved, WeightDtype::Auto).unwrap()),
+            weight_bits(&model),
+            "{name}"
+        );
+        if name.starts_with("internvl") {
+            let layout = if name.ends_with("hf") { "original" } else { "hf" };
+            model.save_as(&place.path().join("other"), layout).unwrap();
+            Model::load(&place.path().join("other"), WeightDtype::Auto).unwrap();
+        }
+    }
+}
+
 #[test]
 fn the_family_is_told_by_config_json_alone() {
     // A directory named after the other family, and an architecture without a model type.
     let root = TempDir::new().unwrap();
     let dir = root.path().join("Qwen2.5-VL-but-not-really");
     copy_dir(&checkpoint("qwen2_vl_tied"), &dir);
-    assert_eq!(open_family(&dir).unwrap().name(), "qwen2_vl");
+    assert_eq!(Checkpoint::open(&dir).unwrap().family().name(), "qwen2_vl");
     let path = dir.join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     config.as_object_mut().unwrap().remove("model_type");
     std::fs::write(&path, config.to_string()).unwrap();
-    assert_eq!(open_family(&dir).unwrap().name(), "qwen2_vl");
+    assert_eq!(Checkpoint::open(&dir).unwrap().family().name(), "qwen2_vl");
 }
 
 #[test]
 fn a_random_model_depends_on_its_seed_alone() {
-    let random = |seed| Model::random(&checkpoint("qwen2_5_vl_untied"), seed, WeightDtype::Auto).unwrap();
+    let opened = Checkpoint::open(&checkpoint("qwen2_5_vl_untied")).unwrap();
+    let random = |seed| Model::random(&opened, seed, &LoadOptions::default()).unwrap();
     let (a, again, b) = (random(1), random(1), random(2));
     assert_eq!(weight_bits(&a), weight_bits(&again));
     let up = |model: &Model| weight_bits(model)[UP].clone();

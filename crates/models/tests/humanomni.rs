@@ -9,14 +9,14 @@ use std::path::Path;
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Sample, ThinkMode};
 use omnigrpo_models::{
-    GroupStream, Limits, LoadOptions, MediaSettings, Memories, Model, PackedStream, Prompt, PromptBuilder,
-    PromptSettings, Training, WeightDtype, humanomni, open_family_with, probe_medium,
+    Checkpoint, GroupStream, Limits, LoadOptions, MediaSettings, Memories, Model, ModelError, PackedStream,
+    Prompt, PromptBuilder, PromptSettings, Training, WeightDtype, humanomni, probe_medium,
 };
 use omnigrpo_ops::Part;
 use omnigrpo_text::{MediaCounts, MediumKind, RenderOptions, Role, split_conversation};
 use serde_json::{Map, Value, json};
 use support::{
-    Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, golden, max_diff,
+    Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
     omni_prompt, take_gradients, train_all, training, weight_bits,
 };
 use tempfile::TempDir;
@@ -72,6 +72,10 @@ fn sample(text: &str, kinds: &[MediumKind]) -> Sample {
     }
 }
 
+fn opened(dir: &Path, overrides: &Map<String, Value>) -> Checkpoint {
+    Checkpoint::open_with(dir, |_| Ok::<_, ModelError>(overrides.clone())).unwrap()
+}
+
 fn builder(dir: &Path, overrides: &Map<String, Value>) -> PromptBuilder {
     let settings = PromptSettings {
         media: MediaSettings::default(),
@@ -80,7 +84,7 @@ fn builder(dir: &Path, overrides: &Map<String, Value>) -> PromptBuilder {
         max_completion_length: 32,
         stop_strings: Vec::new(),
     };
-    PromptBuilder::open(dir, open_family_with(dir, overrides).unwrap(), settings).unwrap()
+    PromptBuilder::open(&opened(dir, overrides), settings).unwrap()
 }
 
 fn prompt(name: &str, which: &str) -> Prompt {
@@ -108,7 +112,6 @@ fn overrides(key: &str, value: Value) -> Map<String, Value> {
 fn the_constants_are_the_originals() {
     use MediumKind::{Audio, Image, Video};
     assert_eq!(humanomni::PLACEHOLDERS, [(Image, "<image>"), (Video, "<video>"), (Audio, "<audio>")]);
-    assert_eq!(humanomni::PLACEHOLDER_IDS, [-200, -201, -202]);
     assert_eq!(
         humanomni::MARKERS,
         [
@@ -235,8 +238,8 @@ fn the_dynamic_compressor_is_a_switch() {
     let on = overrides("mm_dynamic_compressor", json!(true));
     let dir = checkpoint(SMALL);
     let model = Model::load_with(
-        &dir,
-        &LoadOptions { dtype: WeightDtype::Float32, overrides: Some(&on), ..LoadOptions::default() },
+        &opened(&dir, &on),
+        &LoadOptions { dtype: WeightDtype::Float32, ..LoadOptions::default() },
     )
     .unwrap();
     let (text, kinds) = case("v");
@@ -401,24 +404,11 @@ fn a_trained_tower_is_saved_inside() {
     model.load_weights(out.path()).unwrap();
 }
 
-fn copy_tree(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        let to = to.join(path.file_name().unwrap());
-        if path.is_dir() {
-            copy_tree(&path, &to);
-        } else {
-            std::fs::copy(&path, &to).unwrap();
-        }
-    }
-}
-
 /// The message of loading a checkpoint whose files were changed.
 fn refused(change: &dyn Fn(&Path)) -> String {
     let out = TempDir::new().unwrap();
     let dir = out.path().join("model");
-    copy_tree(&checkpoint(LARGE), &dir);
+    copy_dir(&checkpoint(LARGE), &dir);
     change(&dir);
     match Model::load(&dir, WeightDtype::Auto) {
         Ok(_) => panic!("the checkpoint loaded"),

@@ -11,8 +11,8 @@ use std::path::Path;
 
 use omnigrpo_data::MediumInfo;
 use omnigrpo_models::{
-    Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
-    Training, WeightDtype, open_family, probe_medium,
+    Checkpoint, Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream,
+    Prompt, Training, WeightDtype, probe_medium,
 };
 use omnigrpo_ops::Part;
 use rows::{INTERNVL, builder, dataset, prompt};
@@ -179,7 +179,12 @@ fn both_layouts_are_one_model() {
         }
         // Converted in memory, the weights carry the same names and bits.
         for (from, to, layout) in [(&a, &b, "original"), (&b, &a, "hf")] {
-            let converted = from.family().convert(from.dir(), from.params(), layout).unwrap();
+            let converted = from
+                .family()
+                .format()
+                .convert(from.dir(), from.checkpoint().config(), from.params(), layout)
+                .unwrap()
+                .unwrap();
             let bits: BTreeMap<String, Vec<u32>> = converted
                 .params
                 .iter()
@@ -202,7 +207,7 @@ fn both_layouts_are_one_model() {
 fn a_checkpoint_is_saved_in_its_layout_and_converted_on_request() {
     for (name, _) in INTERNVL {
         let model = load(name);
-        let here = model.family().layout();
+        let here = model.family().format().layout();
         let there = if here == "hf" { "original" } else { "hf" };
         let dir = TempDir::new().unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -211,13 +216,13 @@ fn a_checkpoint_is_saved_in_its_layout_and_converted_on_request() {
         model.save_as(&path("same too"), here).unwrap();
         for saved in ["same", "same too"] {
             let again = Model::load(&path(saved), WeightDtype::Auto).unwrap();
-            assert_eq!(again.family().layout(), here);
+            assert_eq!(again.family().format().layout(), here);
             assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
         }
 
         model.save_as(&path("other"), there).unwrap();
         let other = Model::load(&path("other"), WeightDtype::Auto).unwrap();
-        assert_eq!(other.family().layout(), there);
+        assert_eq!(other.family().format().layout(), there);
         assert_eq!(other.decoder().tied(), model.decoder().tied(), "{name}");
         let own = prompt(&checkpoint(name), "E");
         let completion = inputs("E").ids("completion_ids");
@@ -289,7 +294,7 @@ fn what_a_layout_cannot_say_is_an_error() {
     ];
     for (name, change, part) in refused {
         let dir = with(name, "config.json", &change);
-        let error = open_family(dir.path()).err().unwrap().to_string();
+        let error = Checkpoint::open(dir.path()).err().unwrap().to_string();
         assert!(error.contains(part), "{error}");
     }
 }
@@ -308,13 +313,13 @@ fn max_anyres_num_bounds_the_tiles_of_images() {
         assert_eq!(tiles(Some(1)), [1, 1]);
     }
     // Bounds that would do nothing are refused before anything is read.
-    let family = open_family(&checkpoint("internvl_hf")).unwrap();
+    let opened = Checkpoint::open(&checkpoint("internvl_hf")).unwrap();
     let mut media = MediaSettings::default();
     media.image.max_pixels = Some(1000);
-    assert!(family.check_settings(&media).unwrap_err().to_string().contains("max_anyres_num"));
-    let qwen = open_family(&checkpoint("qwen2_vl_tied")).unwrap();
+    assert!(opened.family().check_settings(&media).unwrap_err().to_string().contains("max_anyres_num"));
+    let qwen = Checkpoint::open(&checkpoint("qwen2_vl_tied")).unwrap();
     let media = MediaSettings { max_tiles: Some(3), ..MediaSettings::default() };
-    assert!(qwen.check_settings(&media).unwrap_err().to_string().contains("max_pixels"));
+    assert!(qwen.family().check_settings(&media).unwrap_err().to_string().contains("max_pixels"));
 }
 
 #[test]

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use omnigrpo_models::{
-    GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization, Training,
-    WeightDtype, open_family, whole_tensors,
+    Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization,
+    Training, WeightDtype, whole_tensors,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
@@ -128,7 +128,7 @@ fn values_and_gradients_equal_peft() {
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
         let prompt = prompt_of(&model, case);
         let completion = inputs.ids("completion_ids");
-        let whole = whole_tensors(&golden("lora").join(adapter), model.family().as_ref()).unwrap();
+        let whole = whole_tensors(&golden("lora").join(adapter), model.family().format()).unwrap();
         for recompute in [false, true] {
             train_adapters(&model);
             model
@@ -222,7 +222,7 @@ fn ranks_and_alphas_of_single_layers_survive_saving() {
         weights.1.iter_mut().for_each(|w| *w *= ratio);
         let largest = weights.1.iter().fold(0.0f32, |m, w| m.max(w.abs()));
         assert!(max_diff(&weights.0, &weights.1) <= 1e-6 * largest, "{}", base.name());
-        let module = model.family().module_name(base.name().strip_suffix(".weight").unwrap());
+        let module = model.family().format().module_name(base.name().strip_suffix(".weight").unwrap());
         ranks.insert(module, rank.into());
     }
 
@@ -351,12 +351,9 @@ fn adapters_of_media_drop_inputs() {
 
 fn quantised(name: &str, bits: QuantBits) -> Model {
     let keep = |_: &str, part: Part| part == Part::Projector;
-    let options = LoadOptions {
-        dtype: WeightDtype::Auto,
-        quantization: Some(Quantization { bits, keep: &keep }),
-        ..LoadOptions::default()
-    };
-    Model::load_with(&checkpoint(name), &options).unwrap()
+    let options =
+        LoadOptions { quantization: Some(Quantization { bits, keep: &keep }), ..LoadOptions::default() };
+    Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
 }
 
 #[test]
@@ -515,5 +512,5 @@ fn adapters_that_do_not_fit_are_refused() {
     // Another family.
     let why = load("qwen2_5_vl_tied").load_adapter(&from).unwrap_err().to_string();
     assert!(why.contains("merger") || why.contains("shape"), "{why}");
-    assert!(open_family(&checkpoint("qwen2_vl_untied")).is_ok());
+    assert!(Checkpoint::open(&checkpoint("qwen2_vl_untied")).is_ok());
 }

@@ -15,8 +15,8 @@ mod rows;
 mod support;
 
 use omnigrpo_models::{
-    ConfigJson, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Rope, RopeScaling,
-    TextDefaults, Training, WeightDtype,
+    Checkpoint, ConfigJson, GroupStream, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
+    Rope, RopeScaling, TextDefaults, Training, WeightDtype,
 };
 use serde_json::{Map, Value, json};
 use support::{
@@ -148,8 +148,8 @@ fn rescaled(name: &str, scaling: &Value) -> Model {
         }
         None => _ = overrides.insert("rope_scaling".into(), scaling),
     }
-    let options = LoadOptions { overrides: Some(&overrides), ..LoadOptions::default() };
-    Model::load_with(&checkpoint(name), &options).unwrap()
+    let opened = Checkpoint::open_with(&checkpoint(name), |_| Ok::<_, ModelError>(overrides)).unwrap();
+    Model::load_with(&opened, &LoadOptions::default()).unwrap()
 }
 
 /// A prompt of the ids 20 to 39.

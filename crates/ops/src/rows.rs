@@ -158,14 +158,6 @@ impl Rows {
         }
     }
 
-    /// Runs `f` on the numbers as f32: in place on the CPU, from a copy elsewhere.
-    pub fn with_host<R>(&self, f: impl FnOnce(&[f32]) -> R) -> R {
-        match self.host() {
-            Some(data) => f(data),
-            None => f(&self.to_vec()),
-        }
-    }
-
     /// The same numbers in rows of another width.
     ///
     /// # Errors

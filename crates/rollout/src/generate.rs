@@ -2,7 +2,7 @@
 
 use omnigrpo_kernels::parallel;
 use omnigrpo_kernels::profile::{self, Op, span};
-use omnigrpo_models::{Features, Model, Prompt};
+use omnigrpo_models::{Features, Model, Prompt, PromptBuilder};
 use omnigrpo_ops::{DecodeRows, GroupCache};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
@@ -108,6 +108,17 @@ struct Sequence {
 }
 
 impl<'a> Generator<'a> {
+    /// A generator with the tokenizer and the stops that prompts are made with.
+    #[must_use]
+    pub fn new(
+        model: &'a Model,
+        prompts: &'a PromptBuilder,
+        params: &'a SamplingParams,
+        max_live: usize,
+    ) -> Self {
+        Self { model, tokenizer: prompts.tokenizer(), stops: prompts.stops(), params, max_live }
+    }
+
     /// Completes every request; the result is in request order, then sample order. `on_token` sees tokens as they
     /// are drawn.
     ///

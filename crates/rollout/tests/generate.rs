@@ -10,7 +10,9 @@ mod support;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use omnigrpo_models::{Features, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype};
+use omnigrpo_models::{
+    Checkpoint, Features, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype,
+};
 use omnigrpo_ops::Device;
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
@@ -203,7 +205,7 @@ fn generation_on_every_device() {
     for &device in Device::ALL {
         let options = LoadOptions { device, ..LoadOptions::default() };
         let setup = Setup {
-            model: Model::load_with(&checkpoint(name), &options).unwrap(),
+            model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
             tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
         };
         let row = setup.row(case, 0);

@@ -16,16 +16,15 @@ use std::path::{Component, Path, PathBuf};
 use omnigrpo_data::OrderState;
 use omnigrpo_models::Model;
 use omnigrpo_observe::sync_directory;
-use omnigrpo_rollout::Completion;
 use rayon::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, View};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::buffer::BufferState;
 use crate::error::{Result, TrainError};
 use crate::optimizer::{AdamW, Moments};
-use crate::step::Rollouts;
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -54,91 +53,6 @@ pub struct TrainerState {
     pub epochs_seen: u64,
     /// A rollout that still has updates to come.
     pub buffer: Option<BufferState>,
-}
-
-/// A rollout in the middle of its `num_iterations` updates.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct BufferState {
-    /// Updates done with it.
-    pub iteration: usize,
-    /// Dataset rows.
-    pub rows: Vec<u64>,
-    /// The pass over the data that drew each.
-    pub epochs: Vec<u64>,
-    /// Token ids per row and completion.
-    pub ids: Vec<Vec<Vec<u32>>>,
-    /// Text per row and completion.
-    pub texts: Vec<Vec<String>>,
-    /// Whether each ran into the length limit.
-    pub truncated: Vec<Vec<bool>>,
-    /// Old log-probabilities per row, completion and token; f32 survives JSON exactly.
-    pub old: Vec<Vec<Vec<f32>>>,
-    /// Reward names.
-    pub reward_names: Vec<String>,
-    /// Reward weights.
-    pub reward_weights: Vec<f64>,
-    /// Reward values, one list per name.
-    pub reward_values: Vec<Vec<Option<f64>>>,
-    /// Weighted totals.
-    pub reward_totals: Vec<Option<f64>>,
-}
-
-impl BufferState {
-    /// The state of a rollout after `iteration` of its updates.
-    pub(crate) fn of(rollouts: &Rollouts, iteration: usize) -> Self {
-        let each = |f: &dyn Fn(&Completion) -> bool| -> Vec<Vec<bool>> {
-            rollouts.completions.iter().map(|g| g.iter().map(f).collect()).collect()
-        };
-        Self {
-            iteration,
-            rows: rollouts.rows.iter().map(|r| r.sample.row).collect(),
-            epochs: rollouts.rows.iter().map(|r| r.epoch).collect(),
-            ids: rollouts.completions.iter().map(|g| g.iter().map(|c| c.ids.clone()).collect()).collect(),
-            texts: rollouts.completions.iter().map(|g| g.iter().map(|c| c.text.clone()).collect()).collect(),
-            truncated: each(&|c| c.finish_reason == omnigrpo_rollout::FinishReason::Length),
-            old: rollouts.old.clone().unwrap_or_default(),
-            reward_names: rollouts.rewards.names.clone(),
-            reward_weights: rollouts.rewards.weights.clone(),
-            reward_values: rollouts.rewards.values.clone(),
-            reward_totals: rollouts.rewards.total.clone(),
-        }
-    }
-
-    /// Whether every list has an entry per row, completion and token; a damaged file may not.
-    fn is_whole(&self) -> bool {
-        let rows = self.rows.len();
-        let completions: usize = self.ids.iter().map(Vec::len).sum();
-        let groups = |g: usize| {
-            let (ids, old) = (&self.ids[g], &self.old[g]);
-            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| ids.len() == old.len();
-            self.texts[g].len() == ids.len()
-                && self.truncated[g].len() == ids.len()
-                && old.len() == ids.len()
-                && ids.iter().zip(old).all(fits)
-        };
-        let lists =
-            [self.epochs.len(), self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
-        lists.iter().all(|&n| n == rows)
-            && (0..rows).all(groups)
-            && self.reward_totals.len() == completions
-            && self.reward_values.len() == self.reward_names.len()
-            && self.reward_weights.len() == self.reward_names.len()
-            && self.reward_values.iter().all(|values| values.len() == completions)
-    }
-
-    /// The completions, as the rollout had them.
-    #[must_use]
-    pub fn completions(&self) -> Vec<Vec<Completion>> {
-        use omnigrpo_rollout::FinishReason::{Length, Stop};
-        let group = |r: usize| {
-            let each = self.ids[r].iter().zip(&self.texts[r]).zip(&self.truncated[r]);
-            each.map(|((ids, text), &cut)| {
-                Completion::recorded(ids.clone(), if cut { Length } else { Stop }, text.clone())
-            })
-            .collect()
-        };
-        (0..self.ids.len()).map(group).collect()
-    }
 }
 
 /// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`.

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::{Features, Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
-use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams};
+use omnigrpo_rollout::{Completion, FinishReason, Generator, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Result;
-use crate::rows::{PreparedRow, SkippedRow, media_paths, reason};
+use crate::rows::{SkippedRow, Unusable, media_paths, prepare, requests};
 use crate::scoring;
 
 /// What is evaluated and how.
@@ -131,44 +131,19 @@ pub fn evaluate_rest(
     for batch in rest.chunks(plan.batch_rows.max(1)) {
         let mut rows = Vec::with_capacity(batch.len());
         for &row in batch {
-            let made = match plan.dataset.get(row) {
-                Ok(sample) => match scoring::applies(rewards, &sample)
-                    .and_then(|_| prompts.build(&sample).map_err(|e| e.to_string()))
-                {
-                    Ok(prompt) => Ok(PreparedRow { sample, prompt: Arc::new(prompt), epoch: 0 }),
-                    Err(what) => Err((sample.id, what)),
-                },
-                Err(e) => Err((plan.dataset.id(row), reason(&e))),
-            };
-            match made {
+            match prepare(&plan.dataset, prompts, Some(rewards), row, 0) {
                 Ok(prepared) => rows.push(prepared),
-                Err((id, reason)) => out.skipped.push(SkippedRow { row, id, reason, replaced_by: None }),
+                Err(Unusable { id, reason }) => {
+                    out.skipped.push(SkippedRow { row, id, reason, replaced_by: None })
+                }
             }
         }
         let features: Vec<Vec<Features>> =
             rows.iter().map(|r| model.encode_prompt(&r.prompt)).collect::<omnigrpo_models::Result<_>>()?;
-        let requests: Vec<Request> = rows
-            .iter()
-            .zip(&features)
-            .map(|(row, features)| Request {
-                prompt: &row.prompt,
-                features,
-                num_samples: plan.num_generations,
-                rollout: EVAL_ROLLOUT,
-                row: row.sample.row,
-                first_sample: 0,
-            })
-            .collect();
-        let generator = Generator {
-            model,
-            tokenizer: prompts.tokenizer(),
-            stops: prompts.stops(),
-            params: &plan.sampling,
-            max_live: plan.max_live,
-        };
+        let requests = requests(&rows, &features, plan.num_generations, EVAL_ROLLOUT);
+        let generator = Generator::new(model, prompts, &plan.sampling, plan.max_live);
         let completions = generator.generate(&requests, |_| {})?;
-        let scored: Vec<_> = rows.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
-        let matrix = scoring::score(rewards, &scored, plan.sampling.seed, 0)?;
+        let matrix = scoring::score(rewards, &scoring::pairs(&rows, &completions), plan.sampling.seed, 0)?;
         let mut judged = Vec::with_capacity(rows.len());
         for (r, (row, completions)) in rows.iter().zip(&completions).enumerate() {
             let span = r * plan.num_generations..(r + 1) * plan.num_generations;

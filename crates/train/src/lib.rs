@@ -1,38 +1,50 @@
 //! Training: the step, the loop, the optimizer, checkpoints, evaluation; scoring and generation of dataset rows.
 //!
-//! [`step`] reads as the algorithm. Everything random is keyed by seed and place, so a step is a function of (weights,
+//! The step ([`Collector::collect`], [`update`]) reads as the algorithm. Everything random is keyed by seed and place, so a step is a function of (weights,
 //! rows, seed) alone.
 
+mod buffer;
 pub mod checkpoint;
 mod error;
 mod evaluate;
+mod features;
+mod gap;
+mod imitate;
 mod memory;
 mod model_card;
 mod optimizer;
 mod plan;
 mod records;
+mod replay;
 mod resume;
+mod rollouts;
 mod rows;
 mod run;
 mod schedule;
 mod scoring;
 mod selection;
-pub mod step;
+mod step;
 mod streams;
 mod temporal;
 mod timing;
 
+pub use buffer::BufferState;
 pub use error::{Result, TrainError};
 pub use evaluate::{Batch, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
+pub use imitate::{ImitationOutcome, imitate};
 pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup};
+pub use replay::replay;
 pub use resume::say_incomplete;
-pub use rows::{Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, media_paths};
+pub use rollouts::{Group, Rollouts, Scored};
+pub use rows::{
+    Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,
+};
 pub use run::train;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
-pub use step::{Algorithm, UpdateAt};
+pub use step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
 pub use streams::{Part, pack};
 pub use timing::peak_memory_bytes;

@@ -15,8 +15,8 @@ use serde_json::Value;
 use crate::error::{Result, TrainError};
 use crate::evaluate::Evaluation;
 use crate::plan::{RunPlan, RunSummary};
+use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::{SkippedRow, media_paths};
-use crate::step::Rollouts;
 use crate::timing::peak_memory_bytes;
 
 /// Groups of a step whose best and worst completions are shown, with `log_completions`.
@@ -111,9 +111,9 @@ impl Records {
         let lines = rollout_lines(&self.dataset, rollouts, epoch);
         self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
         if self.log_completions && step.is_multiple_of(self.logging_steps) {
-            let groups = lines.chunk_by(|a, b| a.group == b.group).zip(&rollouts.rows);
-            for (group, row) in groups.take(SHOWN_GROUPS) {
-                let shown = best_and_worst(&row.sample.question(), group, self.console.width());
+            let groups = lines.chunk_by(|a, b| a.group == b.group).zip(&rollouts.groups);
+            for (group, of) in groups.take(SHOWN_GROUPS) {
+                let shown = best_and_worst(&of.row.sample.question(), group, self.console.width());
                 self.console.line(&shown.join("\n"));
             }
         }
@@ -299,10 +299,10 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
     let mut lines = Vec::new();
     let mut index = 0;
     let columns = &rollouts.rewards.logged.columns;
-    for (group, (row, completions)) in rollouts.rows.iter().zip(&rollouts.completions).enumerate() {
+    for (group, Group { row, completions, .. }) in rollouts.groups.iter().enumerate() {
         let media: Vec<String> =
             media_paths(&row.sample).iter().map(|path| path.display().to_string()).collect();
-        for (sample, completion) in completions.iter().enumerate() {
+        for (sample, Scored { completion, advantage, .. }) in completions.iter().enumerate() {
             let names = rollouts.rewards.names.iter().zip(&rollouts.rewards.values);
             lines.push(Rollout {
                 epoch,
@@ -314,7 +314,7 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
                 solution: row.sample.solution.clone().map(Value::String),
                 rewards: names.map(|(name, values)| (name.clone(), values[index])).collect(),
                 reward: rollouts.rewards.total[index],
-                advantage: rollouts.advantages.values[index],
+                advantage: *advantage,
                 length: completion.ids.len(),
                 finish_reason: match completion.finish_reason {
                     omnigrpo_rollout::FinishReason::Stop => FinishReason::Stop,

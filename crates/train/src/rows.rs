@@ -7,8 +7,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
-use omnigrpo_models::{Prompt, PromptBuilder, SftExample};
+use omnigrpo_models::{Features, Prompt, PromptBuilder, SftExample};
 use omnigrpo_rewards::RewardSet;
+use omnigrpo_rollout::Request;
 
 use crate::error::{Result, TrainError};
 use crate::scoring;
@@ -53,6 +54,75 @@ pub struct PreparedRow {
     pub epoch: u64,
 }
 
+impl PreparedRow {
+    /// Decodes the media of a row and renders its prompt, as in that pass over the data.
+    ///
+    /// # Errors
+    /// As [`PromptBuilder::build`].
+    pub fn new(prompts: &PromptBuilder, sample: Sample, epoch: u64) -> omnigrpo_models::Result<Self> {
+        let prompt = Arc::new(prompts.build_in(&sample, epoch)?);
+        Ok(Self { sample, prompt, epoch })
+    }
+}
+
+/// A row of a dataset that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unusable {
+    /// Its id.
+    pub id: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// Reads a row of a dataset. With `rewards` a row that they cannot score is as unusable as one that cannot be read.
+fn read(dataset: &Dataset, rewards: Option<&RewardSet>, row: u64) -> Result<Sample, Unusable> {
+    let sample = dataset.get(row).map_err(|e| Unusable { id: dataset.id(row), reason: reason(&e) })?;
+    match rewards.map_or(Ok(Vec::new()), |rewards| scoring::applies(rewards, &sample)) {
+        Ok(_) => Ok(sample),
+        Err(reason) => Err(Unusable { id: sample.id, reason }),
+    }
+}
+
+/// The way from a row of a dataset to its prompt, the same for training, evaluation and generation. With `rewards` a row
+/// that they cannot score is as unusable as one that cannot be read. Features of the media come from the model
+/// (`Model::encode_prompt`), and [`requests`] makes of both what a generator completes.
+///
+/// # Errors
+/// Why the row cannot be used.
+pub fn prepare(
+    dataset: &Dataset,
+    prompts: &PromptBuilder,
+    rewards: Option<&RewardSet>,
+    row: u64,
+    epoch: u64,
+) -> Result<PreparedRow, Unusable> {
+    let sample = read(dataset, rewards, row)?;
+    let id = sample.id.clone();
+    PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: e.to_string() })
+}
+
+/// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that
+/// their random numbers are others.
+#[must_use]
+pub fn requests<'a>(
+    rows: &'a [PreparedRow],
+    features: &'a [Vec<Features>],
+    num_samples: usize,
+    rollout: u64,
+) -> Vec<Request<'a>> {
+    let before = scoring::occurrences(rows.iter().map(|row| row.sample.row));
+    let each = rows.iter().zip(features).zip(before);
+    each.map(|((row, features), before)| Request {
+        prompt: &row.prompt,
+        features,
+        num_samples,
+        rollout,
+        row: row.sample.row,
+        first_sample: before * num_samples as u32,
+    })
+    .collect()
+}
+
 /// What a row becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Making {
@@ -66,9 +136,6 @@ enum Made {
     Prompt(PreparedRow),
     Example(SftExample),
 }
-
-/// The id of a row that cannot be used, and why.
-type Unusable = (String, String);
 
 /// Draws prepared rows in order; where one cannot be used the next takes its place.
 ///
@@ -88,35 +155,33 @@ pub struct RowSource {
 }
 
 /// By row and epoch: the row's id and what was made of it, or why it cannot be used.
-type MadeRows = HashMap<(u64, u64), std::result::Result<(String, Made), Unusable>>;
+type MadeRows = HashMap<(u64, u64), Result<(String, Made), Unusable>>;
 
 struct Ahead {
     making: Making,
     thread: JoinHandle<(MadeRows, Duration)>,
 }
 
-/// What a row becomes, with its id. With `rewards` a row that they cannot score is as unusable as one that cannot be read.
+/// What a row becomes, with its id.
 fn make(
     dataset: &Dataset,
     prompts: &PromptBuilder,
     rewards: Option<&RewardSet>,
     (row, epoch): (u64, u64),
     making: Making,
-) -> std::result::Result<(String, Made), Unusable> {
-    let sample = dataset.get(row).map_err(|e| (dataset.id(row), reason(&e)))?;
-    let id = sample.id.clone();
-    if let Some(rewards) = rewards {
-        scoring::applies(rewards, &sample).map_err(|what| (id.clone(), what))?;
-    }
-    let made = match making {
-        Making::Prompt => prompts
-            .build_in(&sample, epoch)
-            .map(|prompt| Made::Prompt(PreparedRow { sample, prompt: Arc::new(prompt), epoch })),
-        Making::Example => prompts.build_sft(&sample, epoch).map(Made::Example),
-    };
-    match made {
-        Ok(made) => Ok((id, made)),
-        Err(e) => Err((id, e.to_string())),
+) -> Result<(String, Made), Unusable> {
+    match making {
+        Making::Prompt => {
+            let row = prepare(dataset, prompts, rewards, row, epoch)?;
+            Ok((row.sample.id.clone(), Made::Prompt(row)))
+        }
+        Making::Example => {
+            let sample = read(dataset, rewards, row)?;
+            match prompts.build_sft(&sample, epoch) {
+                Ok(example) => Ok((sample.id, Made::Example(example))),
+                Err(e) => Err(Unusable { id: sample.id, reason: e.to_string() }),
+            }
+        }
     }
 }
 
@@ -215,7 +280,7 @@ impl RowSource {
                     self.fresh[waiting..].iter_mut().for_each(|row| row.replaced_by = Some(id.clone()));
                     waiting = self.fresh.len();
                 }
-                Err((id, reason)) => self.skip(row, &id, &reason)?,
+                Err(Unusable { id, reason }) => self.skip(row, &id, &reason)?,
             }
         }
         Ok(out)
@@ -241,7 +306,7 @@ impl RowSource {
 }
 
 /// Where and why a row cannot be read; its index is told beside it.
-pub(crate) fn reason(error: &RowError) -> String {
+fn reason(error: &RowError) -> String {
     format!("{}:{}: {}", error.file.display(), error.line, error.problem)
 }
 

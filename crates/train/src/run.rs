@@ -7,20 +7,24 @@ use std::time::Instant;
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
-use omnigrpo_rewards::{Logged, RewardMatrix, RewardSet};
+use omnigrpo_rewards::RewardSet;
 
-use crate::checkpoint::{self, BufferState, TrainerState};
+use crate::buffer::BufferState;
+use crate::checkpoint::{self, TrainerState};
 use crate::error::{Result, TrainError};
 use crate::evaluate::{EvalPlan, Evaluation, evaluate};
+use crate::imitate::{self, ImitationOutcome};
 use crate::model_card;
 use crate::optimizer::AdamW;
 use crate::plan::{EvalWhen, Objective, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
+use crate::replay::replay;
 use crate::resume::Start;
+use crate::rollouts::Rollouts;
 use crate::rows::{Making, PreparedRow, RowSource, SkippedRow};
 use crate::schedule::Schedule;
 use crate::selection::summary;
-use crate::step::{self, Algorithm, Rollouts, StepOutcome, UpdateAt};
+use crate::step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
 use crate::timing::timed;
 
 /// Runs GRPO or supervised training.
@@ -104,7 +108,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 .map_err(|e| TrainError::Data { what: e.to_string() })?;
         }
         if let Some(saved) = state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
-            buffer = Some((restore_buffer(&algorithm, &model, &prompts, &dataset, saved)?, saved.iteration));
+            let rollouts = saved.restore(&algorithm, &model, &prompts, &dataset)?;
+            buffer = Some((rollouts, saved.iteration));
         }
     }
     // Everything that can be wrong with the checkpoint has been seen: now things may move.
@@ -171,7 +176,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                 source.prepare_ahead(num_rows(step + 1), Making::Example);
             }
             let outcome =
-                step::imitate(&this.model, &mut optimizer, at, &this.algorithm, &examples, &mut timer)?;
+                imitate::imitate(&this.model, &mut optimizer, at, &this.algorithm, &examples, &mut timer)?;
             metrics = imitation_metrics(&outcome);
         } else {
             let (mut rollouts, iteration) = match buffer.take() {
@@ -191,7 +196,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
                     (collected, 0)
                 }
             };
-            let outcome = step::update(
+            let outcome = update(
                 &this.model,
                 this.reference.as_ref(),
                 &mut optimizer,
@@ -312,19 +317,18 @@ impl Loop<'_> {
         timer: &mut PhaseTimer,
     ) -> Result<Rollouts> {
         let rollouts = if self.run.replay {
-            step::replay(&self.model, &self.prompts, &self.algorithm, rows, timer)?
+            replay(&self.model, &self.prompts, &self.algorithm, rows, timer)?
         } else {
-            step::collect(
-                &self.model,
-                &self.prompts,
-                self.shuffled.as_deref(),
-                &self.rewards,
-                &self.algorithm,
-                rows,
-                rollout_index,
-                timer,
-            )
-            .map_err(|error| self.records.keep_unscored(step + 1, error))?
+            let collector = Collector {
+                model: &self.model,
+                prompts: &self.prompts,
+                shuffled: self.shuffled.as_deref(),
+                rewards: &self.rewards,
+                algorithm: &self.algorithm,
+            };
+            collector
+                .collect(rows, rollout_index, timer)
+                .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
         self.records.rollouts(step + 1, epoch, &rollouts)?;
         Ok(rollouts)
@@ -421,7 +425,7 @@ fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
     metrics
 }
 
-fn imitation_metrics(outcome: &step::ImitationOutcome) -> Vec<Metric> {
+fn imitation_metrics(outcome: &ImitationOutcome) -> Vec<Metric> {
     let each = [
         ("loss", outcome.loss),
         ("entropy", outcome.entropy),
@@ -430,32 +434,4 @@ fn imitation_metrics(outcome: &step::ImitationOutcome) -> Vec<Metric> {
         ("params_without_grad", outcome.params_without_grad as f64),
     ];
     each.into_iter().map(|(name, value)| (name.to_owned(), Some(value))).collect()
-}
-
-/// The rollout in progress that a checkpoint keeps.
-fn restore_buffer(
-    algorithm: &Algorithm,
-    model: &Model,
-    prompts: &PromptBuilder,
-    dataset: &Dataset,
-    saved: &BufferState,
-) -> Result<Rollouts> {
-    let mut rows = Vec::with_capacity(saved.rows.len());
-    for (&row, &epoch) in saved.rows.iter().zip(&saved.epochs) {
-        let fail = |e: String| TrainError::Checkpoint {
-            what: format!("row {row} of a rollout in progress cannot be read any more: {e}"),
-        };
-        let sample = dataset.get(row).map_err(|e| fail(e.to_string()))?;
-        let prompt = prompts.build_in(&sample, epoch).map_err(|e| fail(e.to_string()))?;
-        rows.push(PreparedRow { sample, prompt: Arc::new(prompt), epoch });
-    }
-    let rewards = RewardMatrix {
-        names: saved.reward_names.clone(),
-        values: saved.reward_values.clone(),
-        weights: saved.reward_weights.clone(),
-        total: saved.reward_totals.clone(),
-        logged: Logged::default(),
-    };
-    let completions = saved.completions();
-    step::restore(algorithm, model, rows, completions, rewards, Some(saved.old.clone()))
 }

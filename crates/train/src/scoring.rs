@@ -8,7 +8,15 @@ use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
-use crate::rows::media_paths;
+use crate::rows::{PreparedRow, media_paths};
+
+/// Rows with their completions, as they are scored.
+pub(crate) fn pairs<'a>(
+    rows: &'a [PreparedRow],
+    completions: &'a [Vec<Completion>],
+) -> Vec<(&'a Sample, &'a [Completion])> {
+    rows.iter().zip(completions).map(|(row, own)| (&row.sample, own.as_slice())).collect()
+}
 
 /// Scores the completions of several rows, prompt-major.
 ///

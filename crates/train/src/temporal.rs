@@ -3,14 +3,14 @@
 //! largest value.
 
 use omnigrpo_data::MediumKind;
-use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_rewards::{RewardMatrix, RewardSet, answer_reward, temporal_order_bonus};
-use omnigrpo_rollout::Request;
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
+use omnigrpo_rollout::Generator;
 
 use crate::error::{Result, TrainError};
-use crate::rows::PreparedRow;
+use crate::rows::{PreparedRow, requests};
 use crate::scoring;
-use crate::step::{Algorithm, generator};
+use crate::step::Collector;
 
 /// Name of the bonus in metrics.
 const NAME: &str = "temporal_order";
@@ -24,14 +24,13 @@ const SHUFFLED: u64 = 1 << 63;
 /// # Errors
 /// As the rollout and the rewards; no reward that looks at answers.
 pub fn add_order_bonus(
-    model: &Model,
+    collector: &Collector,
     shuffled: &PromptBuilder,
-    rewards: &RewardSet,
-    algorithm: &Algorithm,
     rows: &[PreparedRow],
     rollout: u64,
     matrix: &mut RewardMatrix,
 ) -> Result<()> {
+    let Collector { model, rewards, algorithm, .. } = *collector;
     let Some((name, best)) = answer_reward(rewards) else {
         return Err(TrainError::setting(
             "temporal_order_bonus",
@@ -43,36 +42,23 @@ pub fn add_order_bonus(
     let mut bonus: Vec<Option<f64>> = vec![None; rows.len() * group];
     let Some(accuracy) = matrix.names.iter().position(|n| n == name) else { return Ok(()) };
     let accuracy = matrix.values[accuracy].clone();
-    let has_video = |row: &&PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
-    let videos: Vec<&PreparedRow> = rows.iter().filter(has_video).collect();
-    let prompts = videos
-        .iter()
-        .map(|row| Ok(shuffled.build_in(&row.sample, row.epoch)?))
+    let has_video = |row: &PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
+    let videos = rows.iter().filter(|row| has_video(row));
+    let videos = videos
+        .map(|row| Ok(PreparedRow::new(shuffled, row.sample.clone(), row.epoch)?))
         .collect::<Result<Vec<_>>>()?;
-    let features = prompts.iter().map(|p| Ok(model.encode_prompt(p)?)).collect::<Result<Vec<_>>>()?;
-    let num_samples = (group / 2).max(1);
-    let before = scoring::occurrences(videos.iter().map(|row| row.sample.row));
-    let requests: Vec<Request> = videos
-        .iter()
-        .zip(prompts.iter().zip(&features))
-        .zip(before)
-        .map(|((row, (prompt, features)), before)| Request {
-            prompt,
-            features,
-            num_samples,
-            rollout: SHUFFLED | rollout,
-            row: row.sample.row,
-            first_sample: before * num_samples as u32,
-        })
-        .collect();
-    let completions = generator(model, shuffled, algorithm).generate(&requests, |_| {})?;
-    let scored: Vec<_> = videos.iter().zip(&completions).map(|(r, c)| (&r.sample, c.as_slice())).collect();
+    let features =
+        videos.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()?;
+    let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);
+    let generator = Generator::new(model, shuffled, &algorithm.sampling, algorithm.max_live);
+    let completions = generator.generate(&requests, |_| {})?;
+    let scored = scoring::pairs(&videos, &completions);
     let mut shuffled_accuracy =
         scoring::score_by(rewards, name, &scored, algorithm.seed, SHUFFLED | rollout)?.into_iter();
     let share = |value: Option<f64>| value.map(|value| value / best);
     let mut done = completions.iter();
     for (row, (bonus, ordered)) in rows.iter().zip(bonus.chunks_mut(group).zip(accuracy.chunks(group))) {
-        if !has_video(&row) {
+        if !has_video(row) {
             continue;
         }
         let num = done.next().map_or(0, Vec::len);

@@ -9,7 +9,9 @@ mod setup;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use omnigrpo_models::{LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, WeightDtype};
+use omnigrpo_models::{
+    Checkpoint, LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, WeightDtype,
+};
 use omnigrpo_train::{AdamW, AdamWConfig, Objective, SaveWhen, ScheduleKind, Selection, TrainSetup, summary};
 use setup::{checkpoint, lines, number, optimizer, questions, raw_tensors, run, tensors, timeless};
 use support::weight_bits;
@@ -145,12 +147,9 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         let place = TempDir::new().unwrap();
         let mut setup = adapted(&place, "run", 0.0);
         let keep = projector.matcher().unwrap();
-        let options = LoadOptions {
-            dtype: WeightDtype::Auto,
-            quantization: Some(Quantization { bits, keep: &keep }),
-            ..LoadOptions::default()
-        };
-        setup.model = Model::load_with(&checkpoint(NAME), &options).unwrap();
+        let options =
+            LoadOptions { quantization: Some(Quantization { bits, keep: &keep }), ..LoadOptions::default() };
+        setup.model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
         setup.model.add_lora(&lora(0.0)).unwrap();
         setup.run.max_steps = Some(4);
         setup.optimizer.learning_rate = 3e-3;
@@ -160,7 +159,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         assert!(number(&rows[3], "loss") < number(&rows[0], "loss"), "{rows:?}");
         assert!(place.path().join("run/adapter_model.safetensors").is_file());
 
-        let model = Model::load_with(&checkpoint(NAME), &options).unwrap();
+        let model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
         let why = Selection::ALL.apply(&model).unwrap_err().to_string();
         assert!(why.contains("is selected to be trained whole; quantised"), "{why}");
     }

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use omnigrpo_grpo::Aggregation;
-use omnigrpo_models::{LoadOptions, Model, WeightDtype};
+use omnigrpo_models::{Checkpoint, LoadOptions, Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Device;
-use omnigrpo_train::step::{self, Rollouts, StepOutcome};
 use omnigrpo_train::{
-    AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, ScheduleKind, Selection, decayed_names,
+    AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, Rollouts, ScheduleKind, Selection, StepOutcome,
+    decayed_names, replay,
 };
 use serde_json::Value;
 use setup::{algorithm, checkpoint, dataset, golden, number, optimizer, prompts, tensors};
@@ -33,7 +33,7 @@ fn update(
     algorithm: &Algorithm,
     rollouts: &mut Rollouts,
 ) -> StepOutcome {
-    step::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
+    omnigrpo_train::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
 const CHECKPOINTS: [&str; 3] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original"];
@@ -142,7 +142,7 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
     let what = format!("{name}, {file}, on {device} with a reference on {reference_on}");
     let expected = Expected::read(name);
     let options = LoadOptions { device, ..LoadOptions::default() };
-    let model = Model::load_with(&checkpoint(name), &options).unwrap();
+    let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
     Selection::ALL.apply(&model).unwrap();
     let reference = model.reference_on(reference_on).unwrap();
     let before = weights(&model);
@@ -151,14 +151,15 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
     let (builder, rows) = prepared(name, file);
     for index in 0..3 {
         let mut rollouts: Rollouts =
-            step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+            replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
         for (r, row) in expected.json["rows"].as_array().unwrap().iter().enumerate() {
             let ids: Vec<f64> = rows[r].prompt.ids.iter().map(|&id| f64::from(id)).collect();
             assert_eq!(ids, expected.numbers(r, "prompt_ids"), "{what}: {}", row["id"]);
-            let completions: Vec<&[u32]> = rollouts.completions[r].iter().map(|c| c.ids.as_slice()).collect();
+            let completions: Vec<&[u32]> =
+                rollouts.groups[r].completions.iter().map(|c| c.completion.ids.as_slice()).collect();
             assert_eq!(serde_json::json!(completions), row["completion_ids"], "{what}");
-            let advantages = &rollouts.advantages.values[3 * r..3 * r + 3];
-            for (a, b) in advantages.iter().zip(expected.numbers(r, "advantages")) {
+            let advantages = rollouts.groups[r].completions.iter().map(|c| c.advantage);
+            for (a, b) in advantages.zip(expected.numbers(r, "advantages")) {
                 assert!((a - b).abs() <= 1e-6, "{what}: advantage {a} for {b}");
             }
         }
@@ -168,7 +169,7 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
         expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
         assert_eq!(outcome.params_without_grad, 0, "{what}");
         // What the update leaves for further ones are the log-probabilities before it.
-        let old: Vec<f32> = rollouts.old.unwrap().concat().concat();
+        let old: Vec<f32> = rollouts.completions().flat_map(|c| c.old.clone().unwrap()).collect();
         let want = &expected.tensors.f[&format!("step{index}.logp")];
         let d = max_diff(&old, want);
         let bound = if index == 0 { 1e-4 } else { 5e-3 };
@@ -212,17 +213,18 @@ fn what_follows_a_stop_token_does_not_count() {
             completion.completion_ids = Some(ids);
         }
     }
-    let rollouts = step::replay(&model, &builder, &algorithm(3, 32), given, &mut timer()).unwrap();
-    let ids: Vec<Vec<Vec<u32>>> =
-        rollouts.completions.iter().map(|row| row.iter().map(|c| c.ids.clone()).collect()).collect();
+    let rollouts = replay(&model, &builder, &algorithm(3, 32), given, &mut timer()).unwrap();
+    let ids: Vec<Vec<Vec<u32>>> = rollouts
+        .groups
+        .iter()
+        .map(|group| group.completions.iter().map(|c| c.completion.ids.clone()).collect())
+        .collect();
     let expected = |stopped: &[u32]| [stopped.to_vec(), vec![5, 6, 7], stopped.to_vec()];
     assert_eq!(ids[0], expected(&[5, 6, stop]));
     assert_eq!(ids[1], expected(&[stop]));
     assert_eq!(ids[2], expected(&[5, 7, stop]));
-    for (row, old) in ids.iter().zip(rollouts.old.unwrap()) {
-        for (ids, old) in row.iter().zip(old) {
-            assert_eq!(old, ids.iter().map(|&id| -(id as f32)).collect::<Vec<f32>>());
-        }
+    for (ids, scored) in ids.iter().flatten().zip(rollouts.completions()) {
+        assert_eq!(scored.old.as_ref().unwrap(), &ids.iter().map(|&id| -(id as f32)).collect::<Vec<f32>>());
     }
 }
 
@@ -284,7 +286,7 @@ fn the_gradient_of_a_step_equals_pytorch() {
     let mut adamw = AdamW::new(config, model.params());
     let algorithm = algorithm(3, 32);
     let (builder, rows) = prepared(name, TEXT);
-    let mut rollouts = step::replay(&model, &builder, &algorithm, rows, &mut timer()).unwrap();
+    let mut rollouts = replay(&model, &builder, &algorithm, rows, &mut timer()).unwrap();
     update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
     let golden = &expected.tensors.f;
     let wanted: BTreeMap<&str, &Vec<f32>> =
@@ -341,7 +343,7 @@ fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Train
     let builder = prompts(&checkpoint(name), 32);
     let (mut metrics, mut grad_norms, mut without_grad) = (Vec::new(), Vec::new(), Vec::new());
     for rows in steps {
-        let mut rollouts = step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+        let mut rollouts = replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
         for _ in 0..2 {
             let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             metrics.push(outcome.sums.metrics().into_iter().collect());
@@ -442,7 +444,7 @@ fn given_log_probabilities_are_never_dropped() {
     let name = "qwen2_5_vl_tied";
     let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     let (builder, rows) = prepared(name, IDS);
-    let replay = |with: &[usize]| {
+    let given = |with: &[usize]| {
         let mut rows = rows.clone();
         for &row in with {
             for completion in rows[row].sample.completions.as_mut().unwrap() {
@@ -450,12 +452,13 @@ fn given_log_probabilities_are_never_dropped() {
                 completion.logprobs = Some(vec![-1.0; length]);
             }
         }
-        step::replay(&model, &builder, &algorithm(3, 32), rows, &mut timer()).map(|rollouts| rollouts.old)
+        replay(&model, &builder, &algorithm(3, 32), rows, &mut timer())
+            .map(|rollouts| rollouts.completions().map(|c| c.old.is_some()).collect::<Vec<bool>>())
     };
-    assert!(replay(&[]).unwrap().is_none());
-    assert_eq!(replay(&[0, 1, 2]).unwrap().unwrap().len(), 3);
+    assert_eq!(given(&[]).unwrap(), [false; 9]);
+    assert_eq!(given(&[0, 1, 2]).unwrap(), [true; 9]);
     for (with, named) in [(vec![0], "text"), (vec![0, 1], "video"), (vec![1], "text"), (vec![2], "video")] {
-        let message = replay(&with).unwrap_err().to_string();
+        let message = given(&with).unwrap_err().to_string();
         assert!(message.contains(&format!("row {named}: expected `logprobs`")), "{with:?}: {message}");
     }
 }
@@ -479,8 +482,7 @@ fn accumulated_equals_one_batch() {
             let mut algorithm = algorithm(3, 32);
             algorithm.prompts_per_micro_batch = prompts_per_micro_batch;
             algorithm.max_stream_tokens = max_stream_tokens;
-            let mut rollouts =
-                step::replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
+            let mut rollouts = replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
             let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
             let moments: support::Gradients =

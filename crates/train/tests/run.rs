@@ -21,8 +21,8 @@ use omnigrpo_observe::{Console, PhaseTimer};
 use omnigrpo_rewards::{Measures, Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamW, AdamWConfig, EvalPlan, EvalWhen, Making, Objective, PreparedRow, ResumeFrom, RowSource, SaveWhen,
-    Selection, TrainError, TrainSetup, step, train,
+    AdamW, AdamWConfig, Collector, EvalPlan, EvalWhen, Making, Objective, PreparedRow, ResumeFrom, RowSource,
+    SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
 };
 use serde_json::{Value, json};
 use setup::{
@@ -405,10 +405,10 @@ fn a_step_does_not_depend_on_threads() {
                 .map(|_| {
                     let rows = prepared(&setup);
                     let mut rollouts =
-                        step::replay(&model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
+                        replay(&model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
                     let (algorithm, timer) = (&setup.algorithm, &mut timer);
                     let reference = Some(&reference);
-                    step::update(&model, reference, &mut adamw, AT, algorithm, &mut rollouts, timer)
+                    update(&model, reference, &mut adamw, AT, algorithm, &mut rollouts, timer)
                         .unwrap()
                         .grad_norm
                         .to_bits()
@@ -688,18 +688,10 @@ fn a_gradient_that_is_not_finite_leaves_the_weights() {
     let mut adamw = AdamW::new(optimizer(), setup.model.params());
     let mut timer = PhaseTimer::start(Instant::now());
     let rows = prepared(&setup);
-    let mut rollouts =
-        step::replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
+    let mut rollouts = replay(&setup.model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
     let reference = setup.model.reference().unwrap();
-    let result = step::update(
-        &setup.model,
-        Some(&reference),
-        &mut adamw,
-        AT,
-        &setup.algorithm,
-        &mut rollouts,
-        &mut timer,
-    );
+    let result =
+        update(&setup.model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer);
     assert!(result.is_err());
     assert!(support::weight_bits(&setup.model) == before);
     assert!(adamw.state().is_empty());
@@ -730,9 +722,9 @@ fn the_reference_sees_the_medium() {
             let rows = prepared(&setup);
             let prompt = Arc::clone(&rows[0].prompt);
             let mut timer = PhaseTimer::start(Instant::now());
-            let mut rollouts =
-                step::replay(model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
-            let completions: Vec<Vec<u32>> = rollouts.completions[0].iter().map(|c| c.ids.clone()).collect();
+            let mut rollouts = replay(model, &setup.prompts, &setup.algorithm, rows, &mut timer).unwrap();
+            let completions: Vec<Vec<u32>> =
+                rollouts.completions().map(|c| c.completion.ids.clone()).collect();
             let groups = [GroupStream {
                 prompt: &prompt,
                 completions: completions.iter().map(Vec::as_slice).collect(),
@@ -756,16 +748,9 @@ fn the_reference_sees_the_medium() {
             let expected = token_means.sum::<f64>() / 3.0;
 
             let mut adamw = AdamW::new(optimizer(), model.params());
-            let outcome = step::update(
-                model,
-                Some(&reference),
-                &mut adamw,
-                AT,
-                &setup.algorithm,
-                &mut rollouts,
-                &mut timer,
-            )
-            .unwrap();
+            let outcome =
+                update(model, Some(&reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer)
+                    .unwrap();
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
             let kl = metrics["kl"].unwrap();
             let what = format!("llm {llm}, projector {projector}, towers {towers}, {image}");
@@ -996,10 +981,10 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let mut timer = PhaseTimer::start(Instant::now());
     let (model, prompts, rows) = (&setup.model, &setup.prompts, prepared(setup));
     let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
-    let mut rollouts =
-        step::collect(model, prompts, None, &setup.rewards, &setup.algorithm, rows, 0, &mut timer).unwrap();
-    step::update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer)
-        .unwrap();
+    let (rewards, algorithm) = (&setup.rewards, &setup.algorithm);
+    let collector = Collector { model, prompts, shuffled: None, rewards, algorithm };
+    let mut rollouts = collector.collect(rows, 0, &mut timer).unwrap();
+    update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer).unwrap();
     media as u64
 }
 
@@ -1119,11 +1104,11 @@ fn frames_are_drawn_anew_in_every_epoch() {
     };
     std::fs::write(&place.file, (0..4).map(|i| format!("{}\n", row(i))).collect::<String>()).unwrap();
     let builder = || {
-        let family = omnigrpo_models::open_family(&checkpoint(NAME)).unwrap();
+        let from = omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap();
         let mut settings = prompts(&checkpoint(NAME), 8).settings().clone();
         settings.media.rule = omnigrpo_models::FrameRule::Segments { interval_secs: 1.0 };
         settings.media.dynamic_sample = true;
-        Arc::new(omnigrpo_models::PromptBuilder::open(&checkpoint(NAME), family, settings).unwrap())
+        Arc::new(omnigrpo_models::PromptBuilder::open(&from, settings).unwrap())
     };
     let setup = place.setup("rows");
     let order = Order::new(setup.rows, 1, true, BTreeSet::new());

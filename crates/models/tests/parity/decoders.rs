@@ -150,7 +150,7 @@ fn configurations_are_those_of_their_classes() {
         let path = dir.path().join("config.json");
         std::fs::write(&path, json.to_string()).unwrap();
         let mut json = ConfigJson::read(&path).unwrap();
-        json.replace(more.as_object().unwrap());
+        json.replace(more.as_object().unwrap().clone());
         DecoderConfig::parse(&json, &json, class)
     };
     let none = || serde_json::json!({});

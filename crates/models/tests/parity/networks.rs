@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use omnigrpo_models::{
-    GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Training, WeightDtype,
+    Checkpoint, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, Training, WeightDtype,
 };
 use omnigrpo_ops::{Device, Param, Tape};
 
@@ -16,7 +16,7 @@ use crate::support::{
 
 fn load(name: &str, device: Device) -> Model {
     let options = LoadOptions { dtype: WeightDtype::Float32, device, ..LoadOptions::default() };
-    let model = Model::load_with(&checkpoint(name), &options).unwrap();
+    let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
     assert_eq!(model.device(), device);
     model
 }

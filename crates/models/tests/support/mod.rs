@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_models::{
-    FeatureGradients, GroupStream, MediumInput, MediumShape, Memories, Model, PackedStream, Position, Prompt,
-    Training, WeightDtype,
+    Checkpoint, FeatureGradients, GroupStream, LoadOptions, MediumInput, MediumShape, Memories, Model,
+    PackedStream, Position, Prompt, Training,
 };
 use omnigrpo_ops::{AttentionLayout, Param, Rows, Tape, Var};
 use omnigrpo_text::{MediumKind, Span};
@@ -130,7 +130,7 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
         *offset += len;
         at += tokens;
     }
-    let (positions, next_position) = model.family().positions(ids.len(), &spans, &media).unwrap();
+    let (positions, next_position) = model.family().processor().positions(ids.len(), &spans, &media).unwrap();
     Prompt { ids, spans, positions, next_position, media, instruction: Vec::new(), text: String::new() }
 }
 
@@ -301,13 +301,16 @@ pub fn weight_bits(model: &Model) -> BTreeMap<String, Vec<u32>> {
     model.params().iter().map(|p| (p.name().to_owned(), bits(&p.read().f32()))).collect()
 }
 
-/// Copies the files of a checkpoint (or any flat directory).
+/// Copies a directory with those inside it.
 pub fn copy_dir(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_file() {
-            std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        let to = to.join(path.file_name().unwrap());
+        if path.is_dir() {
+            copy_dir(&path, &to);
+        } else {
+            std::fs::copy(&path, &to).unwrap();
         }
     }
 }
@@ -328,7 +331,7 @@ pub fn larger_model(name: &str) -> Model {
     let out = if name.starts_with("qwen2_5") { "out_hidden_size" } else { "hidden_size" };
     config["vision_config"][out] = 320.into();
     std::fs::write(&path, config.to_string()).unwrap();
-    Model::random(dir.path(), 7, WeightDtype::Auto).unwrap()
+    Model::random(&Checkpoint::open(dir.path()).unwrap(), 7, &LoadOptions::default()).unwrap()
 }
 
 /// A prompt continued by `tokens` text tokens.

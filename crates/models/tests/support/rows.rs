@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
-use omnigrpo_models::{MediaSettings, Prompt, PromptBuilder, PromptSettings, open_family};
+use omnigrpo_models::{Checkpoint, MediaSettings, Prompt, PromptBuilder, PromptSettings};
 
 use super::support::golden;
 
@@ -21,15 +21,18 @@ pub fn dataset() -> Dataset {
     Dataset::open(&[spec], &ReadOptions::default()).unwrap()
 }
 
-pub fn builder(dir: &Path, media: MediaSettings) -> PromptBuilder {
-    let settings = PromptSettings {
+pub fn settings(media: MediaSettings) -> PromptSettings {
+    PromptSettings {
         media,
         render: omnigrpo_text::RenderOptions::default(),
         max_prompt_length: None,
         max_completion_length: 16,
         stop_strings: Vec::new(),
-    };
-    PromptBuilder::open(dir, open_family(dir).unwrap(), settings).unwrap()
+    }
+}
+
+pub fn builder(dir: &Path, media: MediaSettings) -> PromptBuilder {
+    PromptBuilder::open(&Checkpoint::open(dir).unwrap(), settings(media)).unwrap()
 }
 
 pub fn prompt(dir: &Path, case: &str) -> Prompt {

@@ -21,13 +21,15 @@ use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
 use omnigrpo_kernels::linear;
 use omnigrpo_kernels::profile::{Op, Profile};
-use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, open_family};
+use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::ParamDtype;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_text::RenderOptions;
-use omnigrpo_train::{AdamW, AdamWConfig, Algorithm, PreparedRow, Selection, peak_memory_bytes, step};
+use omnigrpo_train::{
+    AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, update,
+};
 use rayon::prelude::*;
 use serde_json::json;
 
@@ -50,12 +52,14 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let scratch = tempfile::tempdir().context("a temporary directory could not be made")?;
     let dir = scratch.path();
     checkpoint(settings, dir)?;
-    let model = Model::random(dir, settings.run.seed, setup::weight_dtype(settings))?;
+    let start = Checkpoint::open(dir)?;
+    let options = LoadOptions { dtype: setup::weight_dtype(settings), ..LoadOptions::default() };
+    let model = Model::random(&start, settings.run.seed, &options)?;
     Selection::ALL.apply(&model)?;
     let algorithm = algorithm(settings);
     let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
     let mut optimizer = AdamW::new(optimizer(), model.params());
-    let prompts = prompts(settings, dir)?;
+    let prompts = prompts(settings, &start)?;
     let rows = rows(settings, &prompts, dir)?;
     let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
 
@@ -74,18 +78,16 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         profile::enable(index > 0);
         let started = Instant::now();
         let mut timer = PhaseTimer::start(started);
-        let mut rollouts = step::collect(
-            &model,
-            &prompts,
-            None,
-            &rewards,
-            &algorithm,
-            rows.clone(),
-            index as u64,
-            &mut timer,
-        )?;
-        let at = step::UpdateAt { step: 0, learning_rate_factor: 1.0 };
-        step::update(&model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
+        let collector = Collector {
+            model: &model,
+            prompts: &prompts,
+            shuffled: None,
+            rewards: &rewards,
+            algorithm: &algorithm,
+        };
+        let mut rollouts = collector.collect(rows.clone(), index as u64, &mut timer)?;
+        let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+        update(&model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
         if index > 0 {
             steps.push((started.elapsed().as_secs_f64(), profile::take()));
             context.console.line(&format!("step {index}: {:.3} s", steps[index - 1].0));
@@ -238,10 +240,9 @@ fn optimizer() -> AdamWConfig {
     }
 }
 
-fn prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
+fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
-    let family = open_family(dir)?;
-    let sized = !family.idle_settings().flags.contains(&"max_pixels");
+    let sized = !start.family().processor().idle_settings().flags.contains(&"max_pixels");
     let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },
@@ -250,7 +251,7 @@ fn prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
         max_completion_length: settings.bench.completion_tokens,
         stop_strings: Vec::new(),
     };
-    Ok(PromptBuilder::open(dir, family, prompt)?)
+    Ok(PromptBuilder::open(start, prompt)?)
 }
 
 /// Prompts of the wanted length with pictures of noise.
@@ -267,12 +268,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         std::fs::write(&file, row.repeat(count))?;
         let dataset =
             Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
-        let each = (0..dataset.len()).map(|row| {
-            let sample = dataset.get(row)?;
-            let prompt = prompts.build(&sample)?.into();
-            Ok(PreparedRow { sample, prompt, epoch: 0 })
-        });
-        each.collect()
+        (0..dataset.len()).map(|row| Ok(PreparedRow::new(prompts, dataset.get(row)?, 0)?)).collect()
     };
     // A letter more is at most a token more, so this ends.
     let text_tokens =

@@ -74,8 +74,9 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     let settings = &run.settings;
     let mut trained = settings.clone();
     trained.model.model_name_or_path = settings.run.output_dir.as_ref().map(|d| d.display().to_string());
-    let model = setup::model(&trained)?;
-    let prompts = setup::prompts(&trained, model.dir(), false)?;
+    let checkpoint = setup::checkpoint(&trained)?;
+    let model = setup::model(&trained, &checkpoint)?;
+    let prompts = setup::prompts(&trained, &checkpoint, false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);
     let rewards = setup::rewards(&trained, &setup::Corpus::of(&trained, &dataset, 0..dataset.len()))?;

@@ -5,12 +5,10 @@ use std::process::Command;
 
 use anyhow::Result;
 use omnigrpo_kernels::quant::QuantBits;
-use omnigrpo_models::{FAMILIES, Model, Quantization, WeightFiles, open_family_with};
+use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, WeightFiles};
 use omnigrpo_text::{StopSet, Tokenizer};
 use omnigrpo_train::{MemoryPlan, Selection};
-use serde_json::{Map, Value};
 
-use super::humanomni::overrides;
 use super::{memory, print, setup};
 use crate::explain::Problem;
 use crate::settings::Settings;
@@ -34,24 +32,25 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     if settings.model.model_name_or_path.is_some() {
         let dir = setup::checkpoint_dir(settings)?;
         line("checkpoint", dir.display().to_string());
-        let overrides = overrides(settings, &dir)?;
         let mut check = |name: &str, result: Result<String>| match result {
-            Ok(text) => {
-                line(name, text);
-                true
-            }
+            Ok(text) => line(name, text),
             Err(error) => {
                 problems.push(format!("{name}: {error:#}"));
                 line(name, "PROBLEM, see below".into());
-                false
             }
         };
         check("tokenizer", tokenizer(&dir));
-        // What cannot be told without the family would only repeat why there is none.
-        if check("family", family(&dir, &overrides)) {
-            check("weights", weights(&dir, settings, &overrides));
-            check("memory it takes", needed(&dir, settings, &overrides));
-            check("chat template", template(&dir, &overrides));
+        match setup::checkpoint(settings) {
+            Ok(opened) => {
+                check("family", Ok(family(&opened)));
+                check("weights", weights(&opened, settings));
+                check("memory it takes", needed(&opened, settings));
+                check("chat template", template(&opened));
+            }
+            // A flag that this checkpoint has no use for.
+            Err(error) if error.is::<Problem>() => return Err(error),
+            // What cannot be told without the family would only repeat why there is none.
+            Err(error) => check("family", Err(error)),
         }
     }
     print(&out)?;
@@ -61,10 +60,10 @@ pub fn doctor(settings: &Settings) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
 }
 
-fn family(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {
-    let family = open_family_with(dir, overrides)?;
-    let c = family.decoder_config();
-    Ok(format!(
+fn family(checkpoint: &Checkpoint) -> String {
+    let family = checkpoint.family();
+    let c = family.architecture().decoder_config();
+    format!(
         "{}: {} layers, width {}, {}/{} heads of {}, vocabulary {}",
         family.name(),
         c.layers,
@@ -73,21 +72,16 @@ fn family(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {
         c.heads.kv,
         c.heads.dim,
         c.vocab
-    ))
+    )
 }
 
-fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Result<String> {
-    let family = open_family_with(dir, overrides)?;
-    let files = WeightFiles::open(dir, |key| family.published_name(key))?;
+fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
+    let files = WeightFiles::open(checkpoint.dir(), |key| checkpoint.family().format().published_name(key))?;
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
-    let options = omnigrpo_models::LoadOptions {
-        dtype: setup::weight_dtype(settings),
-        overrides: Some(overrides),
-        ..Default::default()
-    };
-    memory::weights_fit(&Model::outline(dir, &options, false)?)?;
-    let model = Model::load_with(dir, &options)?;
+    let options = LoadOptions { dtype: setup::weight_dtype(settings), ..LoadOptions::default() };
+    memory::weights_fit(&Model::outline(checkpoint, &options, false)?)?;
+    let model = Model::load_with(checkpoint, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
         "{} tensors, {:.1} million parameters, {:.1} MB, embeddings {}",
@@ -99,7 +93,7 @@ fn weights(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> R
 }
 
 /// What each way of training takes, one a line.
-fn needed(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Result<String> {
+fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let full = Selection { llm: true, projector: true, ..Selection::NONE };
     let lora = setup::lora(settings);
     let ways = [
@@ -111,13 +105,12 @@ fn needed(dir: &Path, settings: &Settings, overrides: &Map<String, Value>) -> Re
     ];
     let mut lines = Vec::new();
     for (name, selection, lora, bits) in ways {
-        let options = omnigrpo_models::LoadOptions {
+        let options = LoadOptions {
             dtype: setup::weight_dtype(settings),
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
-            overrides: Some(overrides),
-            ..Default::default()
+            ..LoadOptions::default()
         };
-        let outline = Model::outline(dir, &options, false)?;
+        let outline = Model::outline(checkpoint, &options, false)?;
         let plan = MemoryPlan {
             selection,
             lora,
@@ -140,8 +133,8 @@ fn tokenizer(dir: &Path) -> Result<String> {
     Ok(format!("{} ids, stops at {}", tokenizer.vocab_size(), names.join(" ")))
 }
 
-fn template(dir: &Path, overrides: &Map<String, Value>) -> Result<String> {
-    Ok(open_family_with(dir, overrides)?.chat_template(dir)?.origin().to_string())
+fn template(checkpoint: &Checkpoint) -> Result<String> {
+    Ok(checkpoint.family().processor().chat_template(checkpoint.dir())?.origin().to_string())
 }
 
 fn program(name: &str, why: &str) -> String {

@@ -20,7 +20,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
             .expected("a new or empty directory")
             .into());
     }
-    let mut model = setup::model(settings)?;
+    let mut model = setup::model(settings, context.checkpoint(settings)?)?;
     let layers = model.adapted().count();
     model.merge_adapters()?;
     let mut name = target.file_name().unwrap_or_default().to_os_string();
@@ -45,7 +45,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
         let _ = std::fs::remove_dir_all(&temporary);
     }
     written?;
-    let form = layout.unwrap_or(model.family().layout());
+    let form = layout.unwrap_or(model.family().format().layout());
     context
         .console
         .line(&format!("wrote {} in layout {form}, adapters of {layers} layers merged", target.display()));

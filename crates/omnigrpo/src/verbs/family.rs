@@ -2,9 +2,8 @@
 //! when a command starts.
 
 use anyhow::Result;
-use omnigrpo_models::open_family_with;
 
-use super::{humanomni::overrides, setup};
+use super::Context;
 use crate::explain::{Problem, yaml};
 use crate::flags::{FLAGS, Flag, Section};
 use crate::presets;
@@ -15,7 +14,7 @@ use crate::values::{Origin, Resolved, Value, Values};
 ///
 /// # Errors
 /// A setting without effect that was given by flag or file, with a value other than its default and the preset's.
-pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
+pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
     let given = |flag: &Flag| {
@@ -25,9 +24,8 @@ pub fn without_idle(resolved: &Resolved) -> Result<Resolved> {
     if settings.model.model_name_or_path.is_none() || !FLAGS.iter().any(given) {
         return Ok(out);
     }
-    let dir = setup::checkpoint_dir(settings)?;
-    let family = open_family_with(&dir, &overrides(settings, &dir)?)?;
-    let idle = family.idle_settings();
+    let family = context.checkpoint(settings)?.family();
+    let idle = family.processor().idle_settings();
     let defaults = Values::defaults(resolved.verb)?;
     let (mut preset, mut dropped) = ("", Vec::new());
     for flag in idle.flags {

@@ -11,14 +11,10 @@ use super::setup::{cached, named_dir};
 use crate::explain::Problem;
 use crate::settings::{PromptForm, Settings};
 
-/// Keys of the `config.json` in `dir` that flags replace, and the places of towers that are named there and lie in the local
-/// Hugging Face cache. Empty for other families, for which these flags are an error.
-pub fn overrides(settings: &Settings, dir: &Path) -> Result<Map<String, Value>> {
+/// Keys of `json`, the `config.json` in `dir`, that flags replace, and the places of towers that are named there and lie in
+/// the local Hugging Face cache. Empty for other families, for which these flags are an error.
+pub fn overrides(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<Map<String, Value>> {
     let model = &settings.model;
-    let path = dir.join("config.json");
-    let Some(json) = path.is_file().then(|| ConfigJson::read(&path)).transpose()? else {
-        return Ok(Map::new());
-    };
     let of_humanomni = json.get("model_type").is_some_and(|v| v == "HumanOmni_qwen2");
     let flags = [
         ("vision_tower", model.vision_tower.is_some()),

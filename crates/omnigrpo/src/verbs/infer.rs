@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
-use omnigrpo_models::{Features, GroupStream, Model, PackedStream, Prompt, PromptBuilder};
+use omnigrpo_models::{GroupStream, Model, PackedStream, PromptBuilder};
 use omnigrpo_observe::Partial;
-use omnigrpo_rollout::{Completion, Generator, Request};
+use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
-use omnigrpo_train::{EvalPlan, evaluate_rest};
+use omnigrpo_train::{EvalPlan, PreparedRow, Unusable, evaluate_rest, prepare, requests};
 use serde_json::{Value, json};
 
 use super::train::MAX_LIVE;
@@ -85,11 +85,12 @@ pub fn can_write(path: &Path) -> Result<()> {
 pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let output = output(settings)?;
     let dataset = input(settings)?;
-    let model = setup::model(settings)?;
+    let checkpoint = context.checkpoint(settings)?;
+    let model = setup::model(settings, checkpoint)?;
     // No room is kept for new tokens: what counts is how long the given completions are.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.rollout.max_completion_length = 0;
-    let prompts = setup::prompts(&no_new_tokens, model.dir(), false)?;
+    let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
     let mut lines = Vec::new();
     let mut failed = 0;
     let mut progress = context.console.progress("scoring", dataset.len());
@@ -137,12 +138,7 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
                 flat.iter().all(|x| x.is_finite()),
                 "the model gives log-probabilities that are no numbers"
             );
-            let mut rest = flat.as_slice();
-            for &len in stream.lengths() {
-                let (own, others) = rest.split_at(len);
-                logprobs.push(own.to_vec());
-                rest = others;
-            }
+            logprobs.extend(stream.each(&flat).map(<[f32]>::to_vec));
         }
     }
     let mut completions = Vec::with_capacity(ids.len());
@@ -173,20 +169,15 @@ pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made:
 pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     if let Some(prompt) = &settings.io.prompt {
-        return generate_one(settings, prompt);
+        return generate_one(settings, context, prompt);
     }
     let output = output(settings)?;
     let dataset = input(settings)?;
-    let model = setup::model(settings)?;
-    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let checkpoint = context.checkpoint(settings)?;
+    let model = setup::model(settings, checkpoint)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
     let params = setup::sampling(settings);
-    let generator = Generator {
-        model: &model,
-        tokenizer: prompts.tokenizer(),
-        stops: prompts.stops(),
-        params: &params,
-        max_live: MAX_LIVE,
-    };
+    let generator = Generator::new(&model, &prompts, &params, MAX_LIVE);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
@@ -194,41 +185,33 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
     for batch in rows.chunks(settings.rollout.batch_size.max(1)) {
-        let mut ready: Vec<(Sample, Prompt, Vec<Features>)> = Vec::new();
-        for &row in batch {
-            let made = match dataset.get(row) {
-                Err(e) => Err((dataset.id(row), e.to_string())),
-                Ok(sample) => match prepare(&model, &prompts, &sample) {
-                    Ok((prompt, features)) => Ok((sample, prompt, features)),
-                    Err(e) => Err((sample.id, format!("{e:#}"))),
-                },
-            };
+        let (mut ready, mut features) = (Vec::new(), Vec::new());
+        for &index in batch {
+            let made = prepare(&dataset, &prompts, None, index, 0).and_then(|row| {
+                match model.encode_prompt(&row.prompt) {
+                    Ok(features) => Ok((row, features)),
+                    Err(e) => Err(Unusable { id: row.sample.id, reason: e.to_string() }),
+                }
+            });
             match made {
-                Ok(row) => ready.push(row),
-                Err((id, error)) => {
-                    failed.insert(row, json!({ "id": id, "error": error }).to_string());
+                Ok((row, own)) => {
+                    ready.push(row);
+                    features.push(own);
+                }
+                Err(Unusable { id, reason }) => {
+                    failed.insert(index, json!({ "id": id, "error": reason }).to_string());
                 }
             }
         }
-        let requests: Vec<Request> = ready
-            .iter()
-            .map(|(sample, prompt, features)| Request {
-                prompt,
-                features,
-                num_samples: settings.rollout.num_generations,
-                rollout: 0,
-                row: sample.row,
-                first_sample: 0,
-            })
-            .collect();
+        let requests = requests(&ready, &features, settings.rollout.num_generations, 0);
         let generated = generator.generate(&requests, |event| progress.activity().token(event.last))?;
-        partial.add(generated.iter().zip(&ready).map(|(completions, (sample, prompt, _))| {
+        partial.add(generated.iter().zip(&ready).map(|(completions, row)| {
             let made = json!({
-                "id": sample.id,
-                "prompt_tokens": prompt.ids.len(),
+                "id": row.sample.id,
+                "prompt_tokens": row.prompt.ids.len(),
                 "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
             });
-            (sample.row, with_columns(&dataset, sample, &[], made).to_string())
+            (row.sample.row, with_columns(&dataset, &row.sample, &[], made).to_string())
         }))?;
         progress.advance(batch.len() as u64);
     }
@@ -237,12 +220,6 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     write_lines(output, lines.into_values())?;
     partial.remove()?;
     all_rows(failed.len() as u64, dataset.len())
-}
-
-fn prepare(model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<(Prompt, Vec<Features>)> {
-    let prompt = prompts.build(sample)?;
-    let features = model.encode_prompt(&prompt)?;
-    Ok((prompt, features))
 }
 
 fn completion_line(c: &Completion) -> Value {
@@ -255,7 +232,7 @@ fn completion_line(c: &Completion) -> Value {
 }
 
 /// One question on the terminal, streamed.
-fn generate_one(settings: &Settings, question: &str) -> Result<()> {
+fn generate_one(settings: &Settings, context: &Context, question: &str) -> Result<()> {
     let absolute = |path: &String| -> Result<String> {
         if ["http://", "https://", "data:"].iter().any(|scheme| path.starts_with(scheme)) {
             return Ok(path.clone());
@@ -283,30 +260,20 @@ fn generate_one(settings: &Settings, question: &str) -> Result<()> {
     let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
-    let model = setup::model(settings)?;
-    let prompts = setup::prompts(settings, model.dir(), false)?;
-    let (prompt, features) = prepare(&model, &prompts, &sample)?;
+    let checkpoint = context.checkpoint(settings)?;
+    let model = setup::model(settings, checkpoint)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
+    let row = PreparedRow::new(&prompts, sample, 0)?;
+    let features = model.encode_prompt(&row.prompt)?;
     let params = setup::sampling(settings);
-    let generator = Generator {
-        model: &model,
-        tokenizer: prompts.tokenizer(),
-        stops: prompts.stops(),
-        params: &params,
-        max_live: MAX_LIVE,
-    };
-    let request = Request {
-        prompt: &prompt,
-        features: &features,
-        num_samples: settings.rollout.num_generations,
-        rollout: 0,
-        row: 0,
-        first_sample: 0,
-    };
+    let generator = Generator::new(&model, &prompts, &params, MAX_LIVE);
+    let (row, features) = ([row], [features]);
+    let requests = requests(&row, &features, settings.rollout.num_generations, 0);
     // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
     // strings, whose end is only known afterwards.
     let live = settings.rollout.num_generations == 1 && settings.rollout.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
-    let completions = generator.generate(&[request], |event| {
+    let completions = generator.generate(&requests, |event| {
         if live {
             // A failed write shows again at the final newline.
             let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
@@ -331,8 +298,9 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     if let Some(output) = &settings.io.output {
         can_write(output)?;
     }
-    let model = setup::model(settings)?;
-    let prompts = setup::prompts(settings, model.dir(), false)?;
+    let checkpoint = context.checkpoint(settings)?;
+    let model = setup::model(settings, checkpoint)?;
+    let prompts = setup::prompts(settings, checkpoint, false)?;
     let corpus = setup::Corpus::of(settings, &dataset, 0..dataset.len()).or_of_run(model.dir())?;
     let rewards = setup::rewards(settings, &corpus)?;
     let rows: Vec<u64> = (0..dataset.len()).collect();

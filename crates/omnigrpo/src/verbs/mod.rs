@@ -18,14 +18,17 @@ mod summary;
 mod survey;
 mod train;
 
+use std::cell::OnceCell;
 use std::io::IsTerminal as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result};
+use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 
 use crate::flags::Verb;
+use crate::settings::Settings;
 use crate::values::Resolved;
 
 /// What every command gets beside its settings.
@@ -34,6 +37,18 @@ pub struct Context {
     pub console: Console,
     /// Set when the user or the system asks the program to stop.
     pub stop: Arc<AtomicBool>,
+    checkpoint: OnceCell<Checkpoint>,
+}
+
+impl Context {
+    /// The checkpoint that the settings of the command name. It is opened at the first call.
+    pub fn checkpoint(&self, settings: &Settings) -> Result<&Checkpoint> {
+        if let Some(opened) = self.checkpoint.get() {
+            return Ok(opened);
+        }
+        let opened = setup::checkpoint(settings)?;
+        Ok(self.checkpoint.get_or_init(|| opened))
+    }
 }
 
 /// Runs a command.
@@ -49,10 +64,14 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
             .build_global()
             .context("the thread pool could not be made")?;
     }
-    let mut resolved = family::without_idle(resolved)?;
+    let context = Context {
+        console: console.clone(),
+        stop: Arc::new(AtomicBool::new(false)),
+        checkpoint: OnceCell::new(),
+    };
+    let mut resolved = family::without_idle(resolved, &context)?;
     resolved.notes.extend(doubts);
     let resolved = &resolved;
-    let context = Context { console: console.clone(), stop: Arc::new(AtomicBool::new(false)) };
     for note in &resolved.notes {
         context.console.line(note);
     }
@@ -63,7 +82,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::Score => infer::score(&resolved.settings, &context),
         Verb::Eval => infer::eval(resolved, &context),
         Verb::DataCheck => data::check(&resolved.settings, &context),
-        Verb::DataShow => data::show(&resolved.settings),
+        Verb::DataShow => data::show(&resolved.settings, &context),
         Verb::DataConvert => data::convert(&resolved.settings, &context),
         Verb::RewardsList => rewards::list(),
         Verb::RewardsRun => rewards::run(&resolved.settings, &context),

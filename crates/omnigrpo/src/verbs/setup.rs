@@ -11,8 +11,8 @@ use omnigrpo_data::{
 };
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, UrlMedia, UrlOptions, is_model_name};
 use omnigrpo_models::{
-    Family, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part, PromptBuilder,
-    PromptSettings, QuantBits, Quantization, WeightDtype, adapter_base, open_family_with, whole_tensors,
+    Checkpoint, Family, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, Part,
+    PromptBuilder, PromptSettings, QuantBits, Quantization, WeightDtype, adapter_base, whole_tensors,
 };
 use omnigrpo_observe::Console;
 use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, Named as _, RewardSet, references};
@@ -34,6 +34,12 @@ pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
         return Err(Problem::usage("no model is given").expected("`--model_name_or_path DIR`").into());
     };
     Ok(named_dir("the model", name, settings)?)
+}
+
+/// Opens that checkpoint, with what flags change about it.
+pub fn checkpoint(settings: &Settings) -> Result<Checkpoint> {
+    let dir = checkpoint_dir(settings)?;
+    Checkpoint::open_with(&dir, |config| overrides(settings, &dir, config))
 }
 
 /// A directory, or a model of the Hugging Face hub, which is fetched unless it is in the local cache.
@@ -135,12 +141,13 @@ pub fn weight_dtype(settings: &Settings) -> WeightDtype {
 }
 
 /// What is trained whole.
-pub fn selection(settings: &Settings, family: &dyn Family) -> Selection {
+pub fn selection(settings: &Settings, family: &Family) -> Selection {
     let optim = &settings.optim;
+    let frozen = |part| optim.freeze_vision_modules && family.row().vision_modules.contains(&part);
     Selection {
         llm: optim.tune_mm_llm,
-        projector: optim.tune_mm_mlp && !(optim.freeze_vision_modules && family.projector_is_vision()),
-        towers: optim.tune_mm_vision && !optim.freeze_vision_modules,
+        projector: optim.tune_mm_mlp && !frozen(Part::Projector),
+        towers: optim.tune_mm_vision && !frozen(Part::Vision),
         instruction: optim.tune_bert,
         gate: optim.tune_gate,
         patterns: optim.trainable_patterns.clone(),
@@ -148,23 +155,21 @@ pub fn selection(settings: &Settings, family: &dyn Family) -> Selection {
 }
 
 /// Loads the model with its adapter, or makes a random one from its configuration.
-pub fn model(settings: &Settings) -> Result<Model> {
-    load(settings, &Selection::NONE, &|_| Ok(()))
+pub fn model(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
+    load(settings, checkpoint, &Selection::NONE, &|_| Ok(()))
 }
 
 /// The model to train: as [`model`], with a new adapter where one is asked for. What will not fit into memory is a warning,
 /// before anything is loaded.
-pub fn trained_model(settings: &Settings, with_reference: bool) -> Result<Model> {
-    let dir = checkpoint_dir(settings)?;
-    let family = open_family_with(&dir, &overrides(settings, &dir)?)?;
-    let selection = selection(settings, family.as_ref());
+pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, with_reference: bool) -> Result<Model> {
+    let selection = selection(settings, checkpoint.family());
     let lora = settings.optim.use_peft.then(|| lora(settings));
     let plan = MemoryPlan {
         selection: Some(&selection),
         lora: lora.as_ref(),
         ..memory_plan(settings, with_reference)
     };
-    let mut model = load(settings, &selection, &|outline| {
+    let mut model = load(settings, checkpoint, &selection, &|outline| {
         memory::warn(&omnigrpo_train::memory(outline, &plan)?);
         Ok(())
     })?;
@@ -200,17 +205,20 @@ pub fn memory_plan(settings: &Settings, reference: bool) -> MemoryPlan<'static> 
 }
 
 /// Loads a model that fits into memory; `before` sees its outline first.
-fn load(settings: &Settings, trained: &Selection, before: &dyn Fn(&Model) -> Result<()>) -> Result<Model> {
-    let dir = checkpoint_dir(settings)?;
+fn load(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    trained: &Selection,
+    before: &dyn Fn(&Model) -> Result<()>,
+) -> Result<Model> {
     let adapter = settings.model.adapter_name_or_path.as_deref();
     let bits = match (settings.model.load_in_8bit, settings.model.load_in_4bit) {
         (true, _) => Some(QuantBits::Eight),
         (_, true) => Some(QuantBits::Four),
         _ => None,
     };
-    let overrides = overrides(settings, &dir)?;
     let whole = match (adapter, bits) {
-        (Some(adapter), Some(_)) => whole_tensors(adapter, open_family_with(&dir, &overrides)?.as_ref())?,
+        (Some(adapter), Some(_)) => whole_tensors(adapter, checkpoint.family().format())?,
         _ => BTreeSet::new(),
     };
     let trained = trained.matcher()?;
@@ -218,16 +226,15 @@ fn load(settings: &Settings, trained: &Selection, before: &dyn Fn(&Model) -> Res
     let options = LoadOptions {
         dtype: weight_dtype(settings),
         quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
-        overrides: Some(&overrides),
         ..LoadOptions::default()
     };
-    let outline = Model::outline(&dir, &options, settings.model.init_weights.is_some())?;
+    let outline = Model::outline(checkpoint, &options, settings.model.init_weights.is_some())?;
     memory::weights_fit(&outline)?;
     before(&outline)?;
     drop(outline);
     let mut model = match settings.model.init_weights {
-        Some(seed) => Model::random_with(&dir, seed, &options)?,
-        None => Model::load_with(&dir, &options)?,
+        Some(seed) => Model::random(checkpoint, seed, &options)?,
+        None => Model::load_with(checkpoint, &options)?,
     };
     if let Some(adapter) = adapter {
         model.load_adapter(adapter)?;
@@ -235,26 +242,25 @@ fn load(settings: &Settings, trained: &Selection, before: &dyn Fn(&Model) -> Res
     Ok(model)
 }
 
-/// Makes prompts for the checkpoint in `dir`. `training` lets rows draw their number of frames.
-pub fn prompts(settings: &Settings, dir: &Path, training: bool) -> Result<PromptBuilder> {
-    prompts_with(settings, dir, training, false)
+/// Makes prompts for a checkpoint. `training` lets rows draw their number of frames.
+pub fn prompts(settings: &Settings, checkpoint: &Checkpoint, training: bool) -> Result<PromptBuilder> {
+    prompts_with(settings, checkpoint, training, false)
 }
 
 /// As [`prompts`] of training, with the frames of videos in another order.
-pub fn shuffled_prompts(settings: &Settings, dir: &Path) -> Result<PromptBuilder> {
-    prompts_with(settings, dir, true, true)
+pub fn shuffled_prompts(settings: &Settings, checkpoint: &Checkpoint) -> Result<PromptBuilder> {
+    prompts_with(settings, checkpoint, true, true)
 }
 
 fn prompts_with(
     settings: &Settings,
-    dir: &Path,
+    checkpoint: &Checkpoint,
     training: bool,
     shuffle_frames: bool,
 ) -> Result<PromptBuilder> {
     let media = &settings.media;
-    let family = open_family_with(dir, &overrides(settings, dir)?)?;
     // Some have a default, which is nothing to those that do not read them.
-    let reads = |flag: &str| !family.idle_settings().flags.contains(&flag);
+    let reads = |flag: &str| !checkpoint.family().processor().idle_settings().flags.contains(&flag);
     let video = MediumOptions {
         fps: (media.nframes.is_none() && reads("fps")).then_some(media.fps),
         nframes: media.nframes,
@@ -301,7 +307,7 @@ fn prompts_with(
         max_completion_length: settings.rollout.max_completion_length,
         stop_strings: settings.rollout.stop_strings.clone(),
     };
-    Ok(PromptBuilder::open(dir, family, prompt)?)
+    Ok(PromptBuilder::open(checkpoint, prompt)?)
 }
 
 /// What reading one medium may cost.

@@ -135,14 +135,14 @@ fn run_logged(
     let settings = &resolved.settings;
     environment(context);
     let begin = begin(settings, context, lock.root())?;
-    let dir = setup::checkpoint_dir(settings)?;
+    let checkpoint = context.checkpoint(settings)?;
     if let Some(path) = &settings.run.deepspeed {
         context.console.line(&format!("{}:", path.display()));
         for line in deepspeed::read(path, settings)? {
             context.console.line(&format!("  {line}"));
         }
     }
-    let prompts = Arc::new(setup::prompts(settings, &dir, true)?);
+    let prompts = Arc::new(setup::prompts(settings, checkpoint, true)?);
     let dataset = setup::train_data(settings)?;
     let held_out = setup::eval_data(settings)?;
     let ratio = settings.data.val_split_ratio;
@@ -164,14 +164,14 @@ fn run_logged(
                 .expected("`accuracy` or one of its rules among them")
                 .into());
         }
-        Some(Arc::new(setup::shuffled_prompts(settings, &dir)?))
+        Some(Arc::new(setup::shuffled_prompts(settings, checkpoint)?))
     } else {
         None
     };
 
     let eval_prompts = match eval_rows.is_empty() {
         true => None,
-        false => Some(Arc::new(setup::prompts(settings, &dir, false)?)),
+        false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
     };
     let scored = objective == Objective::Reinforce && settings.rollout.replay.is_none();
     let bad_rows = if settings.data.skip_data_check {
@@ -204,9 +204,10 @@ fn run_logged(
 
     let model = setup::trained_model(
         settings,
+        checkpoint,
         objective == Objective::Reinforce && settings.loss.plan.needs_reference(),
     )?;
-    let selection = setup::selection(settings, model.family().as_ref());
+    let selection = setup::selection(settings, checkpoint.family());
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     if let Some(name) = &settings.log.run_name {
         context.console.line(&format!("run {name}"));
@@ -451,7 +452,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     }
     let mut sources = vec![("the model", model.dir().to_owned())];
     sources.extend(resolved.settings.model.adapter_name_or_path.clone().map(|dir| ("the adapter", dir)));
-    for companion in model.family().companions() {
+    for companion in model.family().format().companions() {
         sources.extend(companion.dir.map(|dir| (companion.flag, dir)));
     }
     for (name, dir) in sources {

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
 use omnigrpo_grpo::recipe;
-use omnigrpo_models::{MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype, open_family};
+use omnigrpo_models::{Checkpoint, MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype};
 use omnigrpo_observe::{Console, RunLock};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
@@ -35,7 +35,7 @@ pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
         max_completion_length,
         stop_strings: Vec::new(),
     };
-    PromptBuilder::open(dir, open_family(dir).unwrap(), settings).unwrap()
+    PromptBuilder::open(&Checkpoint::open(dir).unwrap(), settings).unwrap()
 }
 
 pub fn dataset(file: &Path, root: &Path) -> Dataset {

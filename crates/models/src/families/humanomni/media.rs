@@ -69,7 +69,7 @@ impl MediaReader {
                 let got = (mel.num_mels(), mel.num_frames());
                 let expected = (audio.config.num_mels, 2 * audio.config.num_positions);
                 if got != expected {
-                    return Err(ModelError::prompt(format!(
+                    return Err(ModelError::shape(format!(
                         "the audio processor makes {}×{} spectrograms, the audio tower reads {}×{} (bands × frames)",
                         got.0, got.1, expected.0, expected.1
                     )));

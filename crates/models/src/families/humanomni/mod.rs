@@ -13,17 +13,17 @@
 
 mod config;
 mod media;
+mod processor;
 mod projector;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_ops::{Param, Part, Pass, Tape, Var};
-use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
+use omnigrpo_text::{MediumKind, Tokenizer};
 use serde_json::{Map, Value};
 
-use super::{Companion, Family, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Network};
+use super::{Architecture, Companion, Encoder, Format, MediumInput, MediumShape, Network, Roles};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::encoders::{bert, siglip, whisper};
@@ -31,7 +31,7 @@ use crate::error::{ModelError, Result};
 use crate::weights::{Init, WeightSource};
 
 pub use config::{Component, HumanOmniConfig, ProjectorConfig, PromptForm, TOWER_KEYS, find_tower};
-use projector::{AudioProjector, Plan, VisualProjector, audio_tokens, num_tokens};
+use projector::{AudioProjector, Plan, VisualProjector};
 
 const DECODER: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
 const VISION: &str = "model.vision_tower.vision_tower.vision_model.";
@@ -45,78 +45,41 @@ pub const MARKERS: [(MediumKind, [&str; 2]); 3] = [
     (MediumKind::Audio, ["<au_start>", "<au_end>"]),
 ];
 
-/// Where media stand in text. The original gives each an id outside the vocabulary, [`PLACEHOLDER_IDS`]; here positions
-/// of features hold `FEATURE_ID`, whose embedding is never used.
+/// Where media stand in text. The original gives each an id outside the vocabulary (−200 to −202); here positions of
+/// features hold id 0, whose embedding is never used.
 pub const PLACEHOLDERS: [(MediumKind, &str); 3] =
     [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
-
-/// The original's ids of [`PLACEHOLDERS`].
-pub const PLACEHOLDER_IDS: [i32; 3] = [-200, -201, -202];
 
 /// Frames of a video where the configuration does not say.
 pub const NUM_FRAMES: usize = 8;
 
-/// Written at the positions of features.
-const FEATURE_ID: u32 = 0;
-
-/// What the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
-const EMPTY_QWEN_VIDEO: &str = "<|vision_start|><|video_pad|><|vision_end|>";
-
-/// A HumanOmni checkpoint's configuration.
-pub struct HumanOmni {
-    config: HumanOmniConfig,
-    media: media::MediaReader,
-    /// BERT's, if its directory has one.
-    tokenizer: Option<Tokenizer>,
-}
-
-impl HumanOmni {
-    /// Reads the configuration of a checkpoint and of its towers.
-    ///
-    /// # Errors
-    /// Missing or impossible files and fields.
-    pub fn open(dir: &Path, json: &ConfigJson) -> Result<Box<dyn Family>> {
-        let config = HumanOmniConfig::parse(dir, json)?;
-        if config.form == PromptForm::R1OmniGrpo {
-            let tokenizer = Tokenizer::from_dir(dir)?;
-            if tokenizer.token_id("<|video_pad|>").is_none() {
-                return Err(json.error(
-                    "prompt_form \"r1omni_grpo\" needs a tokenizer with Qwen2-VL's <|vision_start|>, <|video_pad|> and \
-                     <|vision_end|>: the original used that of Qwen2-VL-2B-Instruct",
-                ));
-            }
-        }
-        let media = media::MediaReader::open(&config)?;
-        let tokenizer = match &config.text.dir {
-            Some(dir) if dir.join("tokenizer.json").is_file() || dir.join("vocab.txt").is_file() => {
-                Some(Tokenizer::from_dir(dir)?)
-            }
-            _ => None,
-        };
-        Ok(Box::new(Self { config, media, tokenizer }))
-    }
-
-    fn count(&self, shape: &MediumShape) -> Result<usize> {
-        match shape {
-            MediumShape::Mel { frames, .. } => Ok(audio_tokens(frames / 2)),
-            other => Ok(num_tokens(&self.config.projector, other.pictures()?[0])),
+/// Reads the configuration of a checkpoint and of its towers.
+///
+/// # Errors
+/// Missing or impossible files and fields.
+pub fn open(dir: &Path, json: &ConfigJson) -> Result<Roles> {
+    let config = Arc::new(HumanOmniConfig::parse(dir, json)?);
+    if config.form == PromptForm::R1OmniGrpo {
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        if tokenizer.token_id("<|video_pad|>").is_none() {
+            return Err(json.error(
+                "prompt_form \"r1omni_grpo\" needs a tokenizer with Qwen2-VL's <|vision_start|>, <|video_pad|> and \
+                 <|vision_end|>: the original used that of Qwen2-VL-2B-Instruct",
+            ));
         }
     }
+    let media = media::MediaReader::open(&config)?;
+    let tokenizer = match &config.text.dir {
+        Some(dir) if dir.join("tokenizer.json").is_file() || dir.join("vocab.txt").is_file() => {
+            Some(Tokenizer::from_dir(dir)?)
+        }
+        _ => None,
+    };
+    let processor = Box::new(processor::HumanOmniProcessor { config: Arc::clone(&config), media, tokenizer });
+    Ok(Roles { processor, architecture: Arc::clone(&config) as _, format: config })
 }
 
-impl Family for HumanOmni {
-    fn name(&self) -> &'static str {
-        "humanomni"
-    }
-
-    fn decoder_config(&self) -> &DecoderConfig {
-        &self.config.decoder
-    }
-
-    fn initializer_range(&self) -> f32 {
-        self.config.initializer_range
-    }
-
+impl Format for HumanOmniConfig {
     /// Towers as `transformers` names them in the checkpoint's own wrappers; what belongs to parts that are never run
     /// (Whisper's classifier) is no weight here.
     fn published_name(&self, key: &str) -> Option<String> {
@@ -137,7 +100,7 @@ impl Family for HumanOmni {
     }
 
     fn companions(&self) -> Vec<Companion> {
-        let config = &self.config;
+        let config = self;
         let mut list = Vec::new();
         let mut add = |dir: &Option<PathBuf>, key, prefix, published| {
             list.push(Companion { dir: dir.clone(), flag: config::flag(key), prefix, published });
@@ -153,9 +116,9 @@ impl Family for HumanOmni {
     /// The directories of the towers as absolute paths, so that the copy finds them.
     fn saved_config(&self, config: &mut Map<String, Value>) {
         let dirs = [
-            self.config.vision.dir.as_ref(),
-            self.config.audio.as_ref().and_then(|audio| audio.dir.as_ref()),
-            self.config.text.dir.as_ref(),
+            self.vision.dir.as_ref(),
+            self.audio.as_ref().and_then(|audio| audio.dir.as_ref()),
+            self.text.dir.as_ref(),
         ];
         for (key, dir) in TOWER_KEYS.into_iter().zip(dirs) {
             if let Some(dir) = dir.and_then(|dir| std::fs::canonicalize(dir).ok()) {
@@ -163,101 +126,19 @@ impl Family for HumanOmni {
             }
         }
     }
+}
 
-    fn idle_settings(&self) -> IdleSettings {
-        media::IDLE
+impl Architecture for HumanOmniConfig {
+    fn decoder_config(&self) -> &DecoderConfig {
+        &self.decoder
     }
 
-    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
-        (kind == MediumKind::Video).then_some("lower nframes")
+    fn initializer_range(&self) -> f32 {
+        self.initializer_range
     }
 
-    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
-        let (shape, frame_times_secs) = self.media.plan(medium, header, settings)?;
-        Ok(MediumPlan { kind: medium.kind, shape, tokens: self.count(&shape)?, frame_times_secs })
-    }
-
-    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        self.media.prepare(medium, settings)
-    }
-
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
-        let mut segments = vec![MediumSegment::Features { token: FEATURE_ID, count: self.count(shape)? }];
-        if self.config.markers {
-            let [open, close] = of_kind(&MARKERS, kind).map(str::to_owned);
-            segments.insert(0, MediumSegment::Text(open));
-            segments.push(MediumSegment::Text(close));
-        }
-        if self.config.form == PromptForm::R1OmniGrpo && kind == MediumKind::Video {
-            segments.insert(0, MediumSegment::Text(EMPTY_QWEN_VIDEO.into()));
-        }
-        Ok(MediumTokens { kind, marker: of_kind(&PLACEHOLDERS, kind).into(), segments })
-    }
-
-    fn placeholder_ids(&self) -> Vec<u32> {
-        Vec::new()
-    }
-
-    /// A line break behind every medium, where the row has not put white space there itself.
-    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
-        let mut turns = turns.to_vec();
-        for turn in &mut turns {
-            let mut parts: Vec<TurnPart> = Vec::with_capacity(turn.parts.len());
-            for part in turn.parts.drain(..) {
-                let after_medium = matches!(parts.last(), Some(TurnPart::Medium { .. }));
-                match part {
-                    TurnPart::Text(text) if after_medium && !text.starts_with(char::is_whitespace) => {
-                        parts.push(TurnPart::Text(format!("\n{text}")));
-                    }
-                    part @ TurnPart::Medium { .. } if after_medium => {
-                        parts.push(TurnPart::Text("\n".into()));
-                        parts.push(part);
-                    }
-                    part => parts.push(part),
-                }
-            }
-            turn.parts = parts;
-        }
-        turns
-    }
-
-    /// The text of the last user turn, framed and cut to what BERT can read.
-    fn instruction_ids(&self, turns: &[Turn]) -> Result<Vec<u32>> {
-        let Some(turn) = turns.iter().rev().find(|turn| turn.role == Role::User) else {
-            return Ok(Vec::new());
-        };
-        let shows = |part: &TurnPart| match part {
-            TurnPart::Medium { kind, .. } => *kind != MediumKind::Audio,
-            TurnPart::Text(_) => false,
-        };
-        if !turns.iter().flat_map(|turn| &turn.parts).any(shows) {
-            return Ok(Vec::new());
-        }
-        let Some(tokenizer) = &self.tokenizer else {
-            return Err(ModelError::prompt(
-                "the question cannot be read for the projector: no tokenizer.json or vocab.txt of BERT was found; give \
-                 its directory with --bert",
-            ));
-        };
-        let text: String = turn
-            .parts
-            .iter()
-            .filter_map(|part| match part {
-                TurnPart::Text(text) => Some(text.as_str()),
-                TurnPart::Medium { .. } => None,
-            })
-            .collect();
-        let mut ids = tokenizer.encode_framed(text.trim())?;
-        let longest = self.config.text.config.max_tokens();
-        if let (true, Some(&end)) = (ids.len() > longest, ids.last()) {
-            ids.truncate(longest - 1);
-            ids.push(end);
-        }
-        Ok(ids)
-    }
-
-    fn network(&self, source: &mut dyn WeightSource) -> Result<Box<dyn Network>> {
-        let config = &self.config;
+    fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
+        let config = self;
         let decoder = Decoder::build(config.decoder.clone(), DECODER, source)?;
         let vision = siglip::Siglip::build(config.vision.config.clone(), VISION, Part::Vision, source)?;
         let audio = config
@@ -285,8 +166,7 @@ impl Family for HumanOmni {
         let text =
             bert::Bert::build(config.text.config.clone(), pooler, TEXT, Part::Instruction, &mut recorded)?;
         let text_params = recorded.params;
-        Ok(Box::new(HumanOmniNetwork {
-            decoder,
+        let encoder = Box::new(HumanOmniEncoder {
             vision,
             vision_blocks: config.vision_blocks,
             audio,
@@ -294,15 +174,8 @@ impl Family for HumanOmni {
             text_params,
             projector,
             sizes: config.projector.clone(),
-        }))
-    }
-}
-
-fn of_kind<T: Copy>(table: &[(MediumKind, T); 3], kind: MediumKind) -> T {
-    match kind {
-        MediumKind::Image => table[0].1,
-        MediumKind::Video => table[1].1,
-        MediumKind::Audio => table[2].1,
+        });
+        Ok(Network { decoder, encoder })
     }
 }
 
@@ -328,9 +201,8 @@ impl WeightSource for Recorded<'_> {
     }
 }
 
-/// A HumanOmni network.
-struct HumanOmniNetwork {
-    decoder: Decoder,
+/// The towers and projectors of HumanOmni.
+struct HumanOmniEncoder {
     vision: siglip::Siglip,
     vision_blocks: usize,
     audio: Option<(whisper::Whisper, Arc<AudioProjector>)>,
@@ -340,17 +212,13 @@ struct HumanOmniNetwork {
     sizes: ProjectorConfig,
 }
 
-impl HumanOmniNetwork {
+impl HumanOmniEncoder {
     fn audio(&self) -> Result<&(whisper::Whisper, Arc<AudioProjector>)> {
         self.audio.as_ref().ok_or_else(|| ModelError::prompt("the checkpoint has no audio tower"))
     }
 }
 
-impl Network for HumanOmniNetwork {
-    fn decoder(&self) -> &Decoder {
-        &self.decoder
-    }
-
+impl Encoder for HumanOmniEncoder {
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
         match medium.shape {
             MediumShape::Mel { .. } => self.audio()?.0.forward(&medium.data, pass, tape),

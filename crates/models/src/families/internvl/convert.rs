@@ -48,20 +48,21 @@ const TEXT_KEYS: [&str; 24] = [
     "vocab_size",
 ];
 
-/// A checkpoint in the other layout.
+/// A checkpoint in the other layout; `json` is its `config.json`.
 ///
 /// # Errors
 /// An unknown layout; settings the other layout cannot express; unreadable files.
 pub fn convert(
     dir: &Path,
+    json: &ConfigJson,
     config: &InternVlConfig,
     context_token: u32,
     params: &[Arc<Param>],
     layout: &str,
 ) -> Result<Converted> {
     match (config.layout, Layout::from_name(layout)) {
-        (Layout::Original, Some(Layout::Hf)) => to_hf(dir, config, context_token, params),
-        (Layout::Hf, Some(Layout::Original)) => to_original(dir, config, params),
+        (Layout::Original, Some(Layout::Hf)) => to_hf(dir, json, config, context_token, params),
+        (Layout::Hf, Some(Layout::Original)) => to_original(dir, json, config, params),
         _ => Err(ModelError::layout(format!(
             "layout {layout:?}: this checkpoint is in the layout {:?}, the other one is known as \"hf\" or \"original\"",
             config.layout.name()
@@ -110,7 +111,7 @@ fn with_name(param: &Param, name: String) -> Result<Arc<Param>> {
 
 fn dense(param: &Param) -> Result<()> {
     match param.dtype() {
-        ParamDtype::Quantised(_) => Err(ModelError::prompt(format!("{} is quantised", param.name()))),
+        ParamDtype::Quantised(_) => Err(ModelError::layout(format!("{} is quantised", param.name()))),
         _ => Ok(()),
     }
 }
@@ -229,12 +230,11 @@ fn text(value: &Value) -> String {
 
 fn to_hf(
     dir: &Path,
+    json: &ConfigJson,
     config: &InternVlConfig,
     context_token: u32,
     params: &[Arc<Param>],
 ) -> Result<Converted> {
-    let path = dir.join("config.json");
-    let json = ConfigJson::read(&path)?;
     let (v, tiles) = (&config.vision, &config.tiles);
     if tiles.max_tiles > 1 && !tiles.thumbnail {
         return Err(json.error(
@@ -266,12 +266,12 @@ fn to_hf(
         "image_token_id": context_token,
         "model_type": "internvl",
         "projector_hidden_act": activation_name(config.projector_activation),
-        "text_config": text_section(&json, "llm_config", config)?,
+        "text_config": text_section(json, "llm_config", config)?,
         "vision_config": vision,
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
     }));
-    keep_dtype(&json, &mut root);
+    keep_dtype(json, &mut root);
     let side = json!({ "height": tiles.side_px, "width": tiles.side_px });
     let pixels = object(json!({
         "do_convert_rgb": true,
@@ -328,8 +328,12 @@ fn to_hf(
     })
 }
 
-fn to_original(dir: &Path, config: &InternVlConfig, params: &[Arc<Param>]) -> Result<Converted> {
-    let json = ConfigJson::read(&dir.join("config.json"))?;
+fn to_original(
+    dir: &Path,
+    json: &ConfigJson,
+    config: &InternVlConfig,
+    params: &[Arc<Param>],
+) -> Result<Converted> {
     let v = &config.vision;
     let tiles = MediaReader::open(dir, config)?.tiling().clone();
     let published = omnigrpo_media::tiles::TileProcessor::default();
@@ -370,7 +374,7 @@ fn to_original(dir: &Path, config: &InternVlConfig, params: &[Arc<Param>]) -> Re
         "downsample_ratio": 1.0 / config.merge as f64,
         "dynamic_image_size": tiles.max_tiles > 1,
         "force_image_size": tiles.side_px,
-        "llm_config": text_section(&json, "text_config", config)?,
+        "llm_config": text_section(json, "text_config", config)?,
         "max_dynamic_patch": tiles.max_tiles,
         "min_dynamic_patch": tiles.min_tiles,
         "model_type": "internvl_chat",
@@ -383,7 +387,7 @@ fn to_original(dir: &Path, config: &InternVlConfig, params: &[Arc<Param>]) -> Re
         "use_thumbnail": true,
         "vision_config": vision,
     }));
-    keep_dtype(&json, &mut root);
+    keep_dtype(json, &mut root);
     let image = json!({
         "crop_size": tiles.side_px,
         "do_center_crop": true,

@@ -10,7 +10,7 @@ use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
 use omnigrpo_media::{FrameSize, PixelBudget, VideoRequest, decode_video, load_image, resize_bicubic};
 use omnigrpo_text::MediumKind;
 
-use super::VisionConfig;
+use super::config::VisionConfig;
 use crate::error::{ModelError, Result};
 use crate::families::frames::FramePlan;
 use crate::families::{MediaSettings, MediumInput, MediumPlan, MediumShape};

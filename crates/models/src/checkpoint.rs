@@ -1,0 +1,69 @@
+//! A checkpoint directory, opened once: what models, prompts and adapters are made from.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::families::{Family, family_of};
+
+/// A checkpoint directory with its configuration. `config.json` is read when it is opened and never again, so everything
+/// made from one value speaks of the same model, whatever becomes of the file.
+#[derive(Clone)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    config: ConfigJson,
+    family: Arc<Family>,
+}
+
+impl Checkpoint {
+    /// Reads `config.json` and finds the family by its `model_type` and `architectures`.
+    ///
+    /// # Errors
+    /// No readable `config.json`, a model this program does not know, a configuration or processor that is impossible.
+    pub fn open(dir: &Path) -> Result<Self> {
+        Self::open_with(dir, |_| Ok(Map::new()))
+    }
+
+    /// As [`Self::open`], with the keys that `replace` gives in the place of the file's.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and whatever `replace` fails with.
+    pub fn open_with<E: From<ModelError>>(
+        dir: &Path,
+        replace: impl FnOnce(&ConfigJson) -> Result<Map<String, Value>, E>,
+    ) -> Result<Self, E> {
+        let path = dir.join("config.json");
+        if !path.is_file() {
+            return Err(E::from(ModelError::Checkpoint {
+                dir: dir.to_path_buf(),
+                what: "no config.json; expected a checkpoint directory in the published Hugging Face layout"
+                    .into(),
+            }));
+        }
+        let mut config = ConfigJson::read(&path)?;
+        config.replace(replace(&config)?);
+        let family = Arc::new(family_of(dir, &config)?);
+        Ok(Self { dir: dir.to_path_buf(), config, family })
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Its `config.json`, with what was replaced.
+    #[must_use]
+    pub fn config(&self) -> &ConfigJson {
+        &self.config
+    }
+
+    /// Its family.
+    #[must_use]
+    pub fn family(&self) -> &Arc<Family> {
+        &self.family
+    }
+}

@@ -1,0 +1,136 @@
+//! Media to frames and spectrograms, conversations to prompts, questions to what BERT reads.
+
+use std::sync::Arc;
+
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
+
+use super::config::{HumanOmniConfig, PromptForm};
+use super::projector::{audio_tokens, num_tokens};
+use super::{MARKERS, PLACEHOLDERS, media};
+use crate::error::{ModelError, Result};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+
+/// Written at the positions of features.
+const FEATURE_ID: u32 = 0;
+
+/// What the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
+const EMPTY_QWEN_VIDEO: &str = "<|vision_start|><|video_pad|><|vision_end|>";
+
+pub(super) struct HumanOmniProcessor {
+    pub(super) config: Arc<HumanOmniConfig>,
+    pub(super) media: media::MediaReader,
+    /// BERT's, if its directory has one.
+    pub(super) tokenizer: Option<Tokenizer>,
+}
+
+impl HumanOmniProcessor {
+    fn count(&self, shape: &MediumShape) -> Result<usize> {
+        match shape {
+            MediumShape::Mel { frames, .. } => Ok(audio_tokens(frames / 2)),
+            other => Ok(num_tokens(&self.config.projector, other.pictures()?[0])),
+        }
+    }
+}
+
+impl Processor for HumanOmniProcessor {
+    fn idle_settings(&self) -> IdleSettings {
+        media::IDLE
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        (kind == MediumKind::Video).then_some("lower nframes")
+    }
+
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        let (shape, frame_times_secs) = self.media.plan(medium, header, settings)?;
+        Ok(MediumPlan { kind: medium.kind, shape, tokens: self.count(&shape)?, frame_times_secs })
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.media.prepare(medium, settings)
+    }
+
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+        let mut segments = vec![MediumSegment::Features { token: FEATURE_ID, count: self.count(shape)? }];
+        if self.config.markers {
+            let [open, close] = of_kind(&MARKERS, kind).map(str::to_owned);
+            segments.insert(0, MediumSegment::Text(open));
+            segments.push(MediumSegment::Text(close));
+        }
+        if self.config.form == PromptForm::R1OmniGrpo && kind == MediumKind::Video {
+            segments.insert(0, MediumSegment::Text(EMPTY_QWEN_VIDEO.into()));
+        }
+        Ok(MediumTokens { kind, marker: of_kind(&PLACEHOLDERS, kind).into(), segments })
+    }
+
+    fn placeholder_ids(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// A line break behind every medium, where the row has not put white space there itself.
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
+        let mut turns = turns.to_vec();
+        for turn in &mut turns {
+            let mut parts: Vec<TurnPart> = Vec::with_capacity(turn.parts.len());
+            for part in turn.parts.drain(..) {
+                let after_medium = matches!(parts.last(), Some(TurnPart::Medium { .. }));
+                match part {
+                    TurnPart::Text(text) if after_medium && !text.starts_with(char::is_whitespace) => {
+                        parts.push(TurnPart::Text(format!("\n{text}")));
+                    }
+                    part @ TurnPart::Medium { .. } if after_medium => {
+                        parts.push(TurnPart::Text("\n".into()));
+                        parts.push(part);
+                    }
+                    part => parts.push(part),
+                }
+            }
+            turn.parts = parts;
+        }
+        turns
+    }
+
+    /// The text of the last user turn, framed and cut to what BERT can read.
+    fn instruction_ids(&self, turns: &[Turn]) -> Result<Vec<u32>> {
+        let Some(turn) = turns.iter().rev().find(|turn| turn.role == Role::User) else {
+            return Ok(Vec::new());
+        };
+        let shows = |part: &TurnPart| match part {
+            TurnPart::Medium { kind, .. } => *kind != MediumKind::Audio,
+            TurnPart::Text(_) => false,
+        };
+        if !turns.iter().flat_map(|turn| &turn.parts).any(shows) {
+            return Ok(Vec::new());
+        }
+        let Some(tokenizer) = &self.tokenizer else {
+            return Err(ModelError::prompt(
+                "the question cannot be read for the projector: no tokenizer.json or vocab.txt of BERT was found; give \
+                 its directory with --bert",
+            ));
+        };
+        let text: String = turn
+            .parts
+            .iter()
+            .filter_map(|part| match part {
+                TurnPart::Text(text) => Some(text.as_str()),
+                TurnPart::Medium { .. } => None,
+            })
+            .collect();
+        let mut ids = tokenizer.encode_framed(text.trim())?;
+        let longest = self.config.text.config.max_tokens();
+        if let (true, Some(&end)) = (ids.len() > longest, ids.last()) {
+            ids.truncate(longest - 1);
+            ids.push(end);
+        }
+        Ok(ids)
+    }
+}
+
+fn of_kind<T: Copy>(table: &[(MediumKind, T); 3], kind: MediumKind) -> T {
+    match kind {
+        MediumKind::Image => table[0].1,
+        MediumKind::Video => table[1].1,
+        MediumKind::Audio => table[2].1,
+    }
+}

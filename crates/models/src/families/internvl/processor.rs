@@ -1,0 +1,83 @@
+//! Media to tiles and frames, conversations to prompts.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+
+use super::config::Layout;
+use super::{CLOSE, CONTEXT, InternVl, OPEN, media, template};
+use crate::error::Result;
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+
+pub(super) struct InternVlProcessor {
+    pub(super) model: Arc<InternVl>,
+    pub(super) media: media::MediaReader,
+}
+
+impl Processor for InternVlProcessor {
+    fn idle_settings(&self) -> IdleSettings {
+        media::IDLE
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        match kind {
+            MediumKind::Video => Some("lower video_max_frames or nframes"),
+            _ => Some("lower max_anyres_num"),
+        }
+    }
+
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        self.media.plan(medium, header, settings)
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.media.prepare(medium, settings)
+    }
+
+    /// An image is all its tiles between one pair of tags. A video is a numbered line per frame.
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+        let [count, ..] = shape.pictures()?;
+        let features = |tiles: usize| MediumSegment::Features {
+            token: self.model.context_token,
+            count: tiles * self.model.config.tokens_per_tile(),
+        };
+        let text = |text: String| MediumSegment::Text(text);
+        let segments = match kind {
+            MediumKind::Video => (1..=count)
+                .flat_map(|i| {
+                    let line = if i == 1 { "" } else { "\n" };
+                    [text(format!("{line}Frame{i}: {OPEN}")), features(1), text(CLOSE.into())]
+                })
+                .collect(),
+            _ => vec![text(OPEN.into()), features(count), text(CLOSE.into())],
+        };
+        let marker = match (kind, self.model.config.layout) {
+            (MediumKind::Video, _) => "<video>",
+            (_, Layout::Hf) => CONTEXT,
+            (_, Layout::Original) => "<image>",
+        };
+        Ok(MediumTokens { kind, marker: marker.into(), segments })
+    }
+
+    fn placeholder_ids(&self) -> Vec<u32> {
+        vec![self.model.context_token]
+    }
+
+    /// The original layout names its template in `config.json`, the hf one brings a file.
+    fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
+        if let Some(source) = &self.model.config.template {
+            return Ok(ChatTemplate::from_source(source)?);
+        }
+        let template = ChatTemplate::from_dir(dir)?;
+        if template.origin() == TemplateOrigin::BuiltIn {
+            return Ok(ChatTemplate::from_source(template::HF)?);
+        }
+        Ok(template)
+    }
+
+    fn stop_tokens(&self) -> &'static [&'static str] {
+        &["<|im_end|>"]
+    }
+}

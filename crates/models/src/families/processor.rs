@@ -1,0 +1,82 @@
+//! What reads media and writes prompts. It needs neither weights nor a device.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumTokens, Span, Turn};
+
+use super::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::decoder::Position;
+use crate::error::Result;
+
+/// The half of a family that prepares its input: media become numbers, conversations become ids with positions.
+pub trait Processor: Send + Sync {
+    /// Media settings that this family does not read.
+    fn idle_settings(&self) -> IdleSettings;
+
+    /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
+
+    /// What a medium will become, given its header (see [`super::probe_medium`]).
+    ///
+    /// # Errors
+    /// Options that exclude every choice, a kind this family does not take.
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
+
+    /// Decodes a medium.
+    ///
+    /// # Errors
+    /// As [`Self::plan`], and whatever only decoding shows.
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
+
+    /// How a medium of this shape appears in the prompt.
+    ///
+    /// # Errors
+    /// A shape that is not this family's.
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens>;
+
+    /// Ids that only media may produce: a completion containing one is plain text.
+    fn placeholder_ids(&self) -> Vec<u32>;
+
+    /// Positions of a rendered prompt of `len` tokens, and the position of the token after it. Plain counting unless a
+    /// family has axes of its own.
+    ///
+    /// # Errors
+    /// Media whose shape is not this family's.
+    fn positions(
+        &self,
+        len: usize,
+        _spans: &[Span],
+        _media: &[Arc<MediumInput>],
+    ) -> Result<(Vec<Position>, u32)> {
+        Ok(((0..len as u32).map(|p| [p; 3]).collect(), len as u32))
+    }
+
+    /// The conversation as it is rendered: a family may put white space around media that the row does not place.
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
+        turns.to_vec()
+    }
+
+    /// What the projector reads of the question (see [`super::Encoder::project`]), as ids of a vocabulary of its own. Most
+    /// projectors read nothing of it.
+    ///
+    /// # Errors
+    /// Text that cannot be encoded.
+    fn instruction_ids(&self, _turns: &[Turn]) -> Result<Vec<u32>> {
+        Ok(Vec::new())
+    }
+
+    /// The chat template of the checkpoint in `dir`.
+    ///
+    /// # Errors
+    /// Unreadable files, a template that does not compile.
+    fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
+        Ok(ChatTemplate::from_dir(dir)?)
+    }
+
+    /// Tokens that end a completion, whatever the checkpoint's files say.
+    fn stop_tokens(&self) -> &'static [&'static str] {
+        &[]
+    }
+}

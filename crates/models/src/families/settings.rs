@@ -1,0 +1,180 @@
+//! How media are read where a row does not say otherwise, and what is drawn at random about them.
+
+use omnigrpo_data::{MediumOptions, MediumSource};
+use omnigrpo_media::Limits;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// How frames of a video are chosen where the row does not say.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FrameRule {
+    /// By rate, as `qwen-vl-utils`.
+    Qwen,
+    /// One frame per interval, as `qwen-vl-finetune`.
+    BaseInterval {
+        /// Seconds between frames.
+        interval_secs: f64,
+    },
+    /// From each segment that the row's `meta` lists; by interval for rows without.
+    Segments {
+        /// Seconds between frames of rows without segments.
+        interval_secs: f64,
+    },
+}
+
+/// What a video without an audio track gives where its sound is asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MissingAudio {
+    /// An error: the row is bad.
+    #[default]
+    Error,
+    /// Silence.
+    Silence,
+}
+
+/// How media are read where a row does not say otherwise.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MediaSettings {
+    /// Sizes of images. What is open follows the checkpoint's processor.
+    pub image: MediumOptions,
+    /// Frames and sizes of videos. What is open follows `qwen-vl-utils`.
+    pub video: MediumOptions,
+    /// How frames are chosen.
+    pub rule: FrameRule,
+    /// Whether rows with `meta.dynamic_sample` draw their number of frames (training) or take the largest.
+    pub dynamic_sample: bool,
+    /// Whether the frames of videos come in another order than they were filmed in, their times unchanged.
+    pub shuffle_frames: bool,
+    /// Keys the draw and the order.
+    pub seed: u64,
+    /// Which pass over the data, from 0: keys the draw.
+    pub epoch: u64,
+    /// What a file without sound gives.
+    pub missing_audio: MissingAudio,
+    /// What one medium may cost.
+    pub limits: Limits,
+    /// Most tiles of an image, for families that tile. What is open follows the checkpoint.
+    pub max_tiles: Option<u32>,
+}
+
+impl Default for MediaSettings {
+    fn default() -> Self {
+        Self {
+            image: MediumOptions::default(),
+            video: MediumOptions::default(),
+            rule: FrameRule::Qwen,
+            dynamic_sample: false,
+            shuffle_frames: false,
+            seed: 0,
+            epoch: 0,
+            missing_audio: MissingAudio::default(),
+            limits: Limits::default(),
+            max_tiles: None,
+        }
+    }
+}
+
+impl MediaSettings {
+    /// The flags of those settings that say something.
+    pub(super) fn given(&self) -> impl Iterator<Item = &'static str> {
+        let (image, video) = (&self.image, &self.video);
+        [
+            ("max_anyres_num", self.max_tiles.is_some()),
+            ("min_pixels", image.min_pixels.is_some()),
+            ("max_pixels", image.max_pixels.is_some()),
+            ("video_min_frame_pixels", video.min_pixels.is_some()),
+            ("video_max_frame_pixels", video.max_pixels.is_some()),
+            ("total_pixels", video.total_pixels.is_some()),
+            ("fps", video.fps.is_some()),
+            ("video_min_frames", video.min_frames.is_some()),
+            ("video_max_frames", video.max_frames.is_some()),
+            ("frame_sampling", self.rule != FrameRule::Qwen),
+        ]
+        .into_iter()
+        .filter_map(|(flag, given)| given.then_some(flag))
+    }
+
+    /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
+    pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
+        let span = u64::from(max.saturating_sub(min)) + 1;
+        min + (self.stream(source, self.epoch << 1).next_u64() % span) as u32
+    }
+
+    /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
+    /// alone and is never theirs.
+    pub(crate) fn order<T>(&self, source: &MediumSource, frames: &mut [T]) {
+        if !self.shuffle_frames || frames.len() < 2 {
+            return;
+        }
+        let mut random = self.stream(source, 1);
+        let mut moved = false;
+        for last in (1..frames.len()).rev() {
+            let pick = (random.next_u64() % (last as u64 + 1)) as usize;
+            frames.swap(last, pick);
+            moved |= pick != last;
+        }
+        if !moved {
+            frames.rotate_left(1);
+        }
+    }
+
+    /// Random numbers keyed by the seed and the medium, a stream per use: even ones for draws, 1 for the order.
+    fn stream(&self, source: &MediumSource, purpose: u64) -> ChaCha8Rng {
+        let mut key = [0u8; 32];
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        for (i, byte) in format!("{source:?}").bytes().enumerate() {
+            let slot = &mut key[8 + i % 24];
+            *slot = slot.wrapping_mul(31).wrapping_add(byte);
+        }
+        let mut random = ChaCha8Rng::from_seed(key);
+        random.set_stream(purpose);
+        random
+    }
+}
+
+/// Settings that a family does not read.
+#[derive(Clone, Copy, Debug)]
+pub struct IdleSettings {
+    /// Their names, which are those of the flags.
+    pub flags: &'static [&'static str],
+    /// Why, and what to set instead.
+    pub why: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_drawn_anew_in_every_epoch() {
+        let source = MediumSource::Path("clip.mp4".into());
+        let draw = |seed: u64, epoch: u64| {
+            MediaSettings { seed, epoch, ..MediaSettings::default() }.draw(&source, 3, 6)
+        };
+        let mut seen = [0; 4];
+        for epoch in 0..400 {
+            assert_eq!(draw(7, epoch), draw(7, epoch));
+            seen[draw(7, epoch) as usize - 3] += 1;
+        }
+        // Each of the four about a hundred times; the standard deviation is 9.
+        assert!(seen.iter().all(|n| (60..140).contains(n)), "{seen:?}");
+        assert!((0..50).any(|epoch| draw(7, epoch) != draw(8, epoch)));
+    }
+
+    #[test]
+    fn an_order_is_never_the_old_one() {
+        let source = MediumSource::Path("clip.mp4".into());
+        for seed in 0..50 {
+            let settings = MediaSettings { shuffle_frames: true, seed, ..MediaSettings::default() };
+            for num in 2..5 {
+                let plain: Vec<usize> = (0..num).collect();
+                let mut order = plain.clone();
+                settings.order(&source, &mut order);
+                assert_ne!(order, plain);
+                order.sort_unstable();
+                assert_eq!(order, plain);
+            }
+            settings.order(&source, &mut [0]);
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The table of model families.
+
+use std::path::Path;
+
+use omnigrpo_ops::Part;
+
+use super::{Family, Roles, humanomni, internvl, qwen_vl};
+use crate::config_json::ConfigJson;
+use crate::error::Result;
+
+/// One family in the table.
+pub struct FamilyRow {
+    /// Its name in messages.
+    pub name: &'static str,
+    /// What it is, in a line.
+    pub doc: &'static str,
+    /// Where the architecture is defined.
+    pub source: &'static str,
+    /// A small published checkpoint.
+    pub published: &'static str,
+    /// Values of `model_type` in `config.json`.
+    pub model_types: &'static [&'static str],
+    /// Values of `architectures` in `config.json`.
+    pub architectures: &'static [&'static str],
+    /// Reads configuration and processor files of a checkpoint directory.
+    pub open: fn(&Path, &ConfigJson) -> Result<Roles>,
+    /// What `freeze_vision_modules` freezes: VLM-R1 tells these modules by a part of their names.
+    pub vision_modules: &'static [Part],
+}
+
+/// Every family this program knows.
+pub const FAMILIES: &[FamilyRow] = &[
+    FamilyRow {
+        name: "qwen2_vl",
+        doc: "Qwen2-VL: images and videos, three-axis positions",
+        source: "arXiv 2409.12191; transformers models/qwen2_vl",
+        published: "Qwen/Qwen2-VL-2B-Instruct",
+        model_types: &["qwen2_vl"],
+        architectures: &["Qwen2VLForConditionalGeneration"],
+        open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen2),
+        vision_modules: &[Part::Vision, Part::Projector],
+    },
+    FamilyRow {
+        name: "qwen2_5_vl",
+        doc: "Qwen2.5-VL: window attention in the tower, absolute time in positions",
+        source: "arXiv 2502.13923; transformers models/qwen2_5_vl",
+        published: "Qwen/Qwen2.5-VL-3B-Instruct",
+        model_types: &["qwen2_5_vl"],
+        architectures: &["Qwen2_5_VLForConditionalGeneration"],
+        open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen25),
+        vision_modules: &[Part::Vision, Part::Projector],
+    },
+    FamilyRow {
+        name: "internvl",
+        doc: "InternVL2, 2.5, 3 and Vintern on Qwen2, as published for their own code: tiles, videos as frames",
+        source: "arXiv 2412.05271, 2504.10479; OpenGVLab/InternVL internvl_chat",
+        published: "OpenGVLab/InternVL3-1B",
+        model_types: &["internvl_chat"],
+        architectures: &["InternVLChatModel"],
+        open: |dir, json| internvl::open(dir, json, internvl::Layout::Original),
+        // `vision_model` names the tower alone.
+        vision_modules: &[Part::Vision],
+    },
+    FamilyRow {
+        name: "internvl_hf",
+        doc: "the same models as published for transformers",
+        source: "transformers models/internvl",
+        published: "OpenGVLab/InternVL3-1B-hf",
+        model_types: &["internvl"],
+        architectures: &["InternVLForConditionalGeneration"],
+        open: |dir, json| internvl::open(dir, json, internvl::Layout::Hf),
+        vision_modules: &[Part::Vision],
+    },
+    FamilyRow {
+        name: "humanomni",
+        doc: "HumanOmni and R1-Omni: video, sound and text, features steered by the question",
+        source: "arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni, HumanMLLM/R1-Omni",
+        published: "StarJiaxing/R1-Omni-0.5B",
+        model_types: &["HumanOmni_qwen2"],
+        architectures: &["HumanOmniQwen2ForCausalLM"],
+        open: humanomni::open,
+        vision_modules: &[Part::Vision, Part::Audio, Part::Projector],
+    },
+];
+
+/// The family of a checkpoint, by the `model_type` and `architectures` of its `config.json`.
+///
+/// # Errors
+/// A model this program does not know, a configuration or processor that is impossible.
+pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
+    let model_type = json.text("model_type")?.unwrap_or_default();
+    let architectures: Vec<&str> = json
+        .get("architectures")
+        .and_then(|v| v.as_array())
+        .map(|list| list.iter().filter_map(|v| v.as_str()).collect())
+        .unwrap_or_default();
+    let row = FAMILIES
+        .iter()
+        .find(|row| row.model_types.contains(&model_type))
+        .or_else(|| FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a))));
+    match row {
+        Some(row) => Ok(Family { row, roles: (row.open)(dir, json)? }),
+        None => {
+            let known: Vec<_> =
+                FAMILIES.iter().map(|row| format!("{} (such as {})", row.name, row.published)).collect();
+            Err(json.error(format!(
+                "model_type {model_type:?} with architectures {architectures:?} is not a family of this program; use a \
+                 checkpoint of one of these: {}",
+                known.join(", ")
+            )))
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! A rollout in the middle of its updates, as a checkpoint keeps it.
+
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{Memories, Model, PromptBuilder};
+use omnigrpo_rewards::{Logged, RewardMatrix};
+use omnigrpo_rollout::{Completion, FinishReason};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, TrainError};
+use crate::rollouts::{Group, Rollouts, Scored};
+use crate::rows::prepare;
+use crate::step::Algorithm;
+
+/// A rollout in the middle of its `num_iterations` updates.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BufferState {
+    /// Updates done with it.
+    pub iteration: usize,
+    /// Dataset rows.
+    pub rows: Vec<u64>,
+    /// The pass over the data that drew each.
+    pub epochs: Vec<u64>,
+    /// Token ids per row and completion.
+    pub ids: Vec<Vec<Vec<u32>>>,
+    /// Text per row and completion.
+    pub texts: Vec<Vec<String>>,
+    /// Whether each ran into the length limit.
+    pub truncated: Vec<Vec<bool>>,
+    /// Old log-probabilities per row, completion and token; f32 survives JSON exactly.
+    pub old: Vec<Vec<Vec<f32>>>,
+    /// Reward names.
+    pub reward_names: Vec<String>,
+    /// Reward weights.
+    pub reward_weights: Vec<f64>,
+    /// Reward values, one list per name.
+    pub reward_values: Vec<Vec<Option<f64>>>,
+    /// Weighted totals.
+    pub reward_totals: Vec<Option<f64>>,
+}
+
+impl BufferState {
+    /// The state of a rollout after `iteration` of its updates.
+    pub(crate) fn of(rollouts: &Rollouts, iteration: usize) -> Self {
+        fn each<T>(rollouts: &Rollouts, what: impl Fn(&Scored) -> T) -> Vec<Vec<T>> {
+            rollouts.groups.iter().map(|group| group.completions.iter().map(&what).collect()).collect()
+        }
+        Self {
+            iteration,
+            rows: rollouts.groups.iter().map(|group| group.row.sample.row).collect(),
+            epochs: rollouts.groups.iter().map(|group| group.row.epoch).collect(),
+            ids: each(rollouts, |c| c.completion.ids.clone()),
+            texts: each(rollouts, |c| c.completion.text.clone()),
+            truncated: each(rollouts, Scored::is_truncated),
+            old: each(rollouts, |c| c.old.clone().unwrap_or_default()),
+            reward_names: rollouts.rewards.names.clone(),
+            reward_weights: rollouts.rewards.weights.clone(),
+            reward_values: rollouts.rewards.values.clone(),
+            reward_totals: rollouts.rewards.total.clone(),
+        }
+    }
+
+    /// Whether every list has an entry per row, completion and token; a damaged file may not.
+    pub(crate) fn is_whole(&self) -> bool {
+        let rows = self.rows.len();
+        let completions: usize = self.ids.iter().map(Vec::len).sum();
+        let groups = |g: usize| {
+            let (ids, old) = (&self.ids[g], &self.old[g]);
+            let fits = |(ids, old): (&Vec<u32>, &Vec<f32>)| ids.len() == old.len();
+            self.texts[g].len() == ids.len()
+                && self.truncated[g].len() == ids.len()
+                && old.len() == ids.len()
+                && ids.iter().zip(old).all(fits)
+        };
+        let lists =
+            [self.epochs.len(), self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
+        lists.iter().all(|&n| n == rows)
+            && (0..rows).all(groups)
+            && self.reward_totals.len() == completions
+            && self.reward_values.len() == self.reward_names.len()
+            && self.reward_weights.len() == self.reward_names.len()
+            && self.reward_values.iter().all(|values| values.len() == completions)
+    }
+
+    /// The rollout again. Prompts and features are made anew: they are functions of the rows and the weights.
+    ///
+    /// # Errors
+    /// Rows that cannot be read any more.
+    pub(crate) fn restore(
+        &self,
+        algorithm: &Algorithm,
+        model: &Model,
+        prompts: &PromptBuilder,
+        dataset: &Dataset,
+    ) -> Result<Rollouts> {
+        let mut groups = Vec::with_capacity(self.rows.len());
+        for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
+            let row = prepare(dataset, prompts, None, row, epoch).map_err(|e| TrainError::Checkpoint {
+                what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
+            })?;
+            let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
+            let completions = each.map(|((ids, text), (&cut, old))| {
+                let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
+                Scored::new(Completion::recorded(ids.clone(), reason, text.clone()), Some(old.clone()))
+            });
+            let features = model.encode_prompt(&row.prompt)?;
+            groups.push(Group { features, completions: completions.collect(), row });
+        }
+        let rewards = RewardMatrix {
+            names: self.reward_names.clone(),
+            values: self.reward_values.clone(),
+            weights: self.reward_weights.clone(),
+            total: self.reward_totals.clone(),
+            logged: Logged::default(),
+        };
+        Rollouts::new(algorithm, groups, Memories::default(), rewards)
+    }
+}

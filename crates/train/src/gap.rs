@@ -1,0 +1,25 @@
+//! How far log-probabilities of the same tokens lie apart.
+
+/// The differences between two computations of log-probabilities.
+#[derive(Default)]
+pub(crate) struct Gap {
+    max: f64,
+    sum: f64,
+    tokens: u64,
+}
+
+impl Gap {
+    pub(crate) fn add(&mut self, rollout: &[f32], training: &[f32]) {
+        for (a, b) in rollout.iter().zip(training) {
+            let d = f64::from((a - b).abs());
+            self.max = self.max.max(d);
+            self.sum += d;
+            self.tokens += 1;
+        }
+    }
+
+    /// Largest and mean difference; `None` without tokens.
+    pub(crate) fn finish(&self) -> Option<(f64, f64)> {
+        (self.tokens > 0).then(|| (self.max, self.sum / self.tokens as f64))
+    }
+}

@@ -1,0 +1,78 @@
+//! Supervised fine-tuning: the update with one completion per prompt and dL/dlogp = −1/tokens.
+
+use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, SftExample};
+use omnigrpo_observe::PhaseTimer;
+
+use crate::error::Result;
+use crate::features;
+use crate::optimizer::AdamW;
+use crate::step::{Algorithm, UpdateAt};
+use crate::streams::pack;
+use crate::timing::timed;
+
+/// One supervised update: the mean negative log-probability of the targets' tokens.
+///
+/// # Errors
+/// A gradient that is not finite; weights are unchanged then.
+pub fn imitate(
+    model: &Model,
+    optimizer: &mut AdamW,
+    at: UpdateAt,
+    algorithm: &Algorithm,
+    examples: &[SftExample],
+    timer: &mut PhaseTimer,
+) -> Result<ImitationOutcome> {
+    let shapes: Vec<(usize, Vec<usize>)> =
+        examples.iter().map(|e| (e.prompt.ids.len(), vec![e.target.len()])).collect();
+    let tokens: usize = examples.iter().map(|e| e.target.len()).sum();
+    let weight = 1.0 / tokens.max(1) as f64;
+    let training = at.training(algorithm);
+    let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
+    for parts in pack(&shapes, algorithm.max_stream_tokens) {
+        let done = parts.first().map_or(0, |part| part.group);
+        timer.activity().parts("answers", done, examples.len());
+        let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();
+        let groups: Vec<GroupStream> =
+            members.iter().map(|e| GroupStream { prompt: &e.prompt, completions: vec![&e.target] }).collect();
+        let stream = PackedStream::new(&groups)?;
+        num_tokens += stream.rows() as u64;
+        let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
+        let (features, memories) =
+            timed(timer, "encode", || features::encode(model, algorithm, prompts.iter().copied()))?;
+        let seen = timed(timer, "encode", || {
+            let seen = prompts.iter().zip(&features);
+            seen.map(|(p, own)| Ok(model.features_in_training(p, own, training)?)).collect::<Result<Vec<_>>>()
+        })?;
+        let pass = timed(timer, "forward", || model.train_pass(&stream, &seen, 1.0, training))?;
+        loss -= weight * pass.logprobs.iter().map(|&x| f64::from(x)).sum::<f64>();
+        entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
+        let dlogp = vec![-weight as f32; stream.num_targets()];
+        timed(timer, "backward", || {
+            let gradients = pass.backward(&dlogp, None)?;
+            model.backward_media(&prompts, &features, memories, gradients, training)
+        })?;
+    }
+    let update = timed(timer, "optimizer", || optimizer.step(at.learning_rate_factor))?;
+    Ok(ImitationOutcome {
+        loss,
+        entropy,
+        grad_norm: update.grad_norm,
+        params_without_grad: update.skipped,
+        num_tokens,
+    })
+}
+
+/// What a supervised update did.
+#[derive(Clone, Copy, Debug)]
+pub struct ImitationOutcome {
+    /// Mean negative log-probability per target token, nats.
+    pub loss: f64,
+    /// Mean entropy at target tokens, nats.
+    pub entropy: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Trained weights without a gradient.
+    pub params_without_grad: usize,
+    /// Rows that went through the decoder.
+    pub num_tokens: u64,
+}

@@ -1,0 +1,108 @@
+//! What an update learns from: groups of completions with their advantages.
+
+use omnigrpo_grpo::advantage;
+use omnigrpo_models::{Features, GroupStream, Memories};
+use omnigrpo_rewards::RewardMatrix;
+use omnigrpo_rollout::{Completion, FinishReason};
+
+use crate::error::Result;
+use crate::rows::PreparedRow;
+use crate::step::Algorithm;
+use crate::streams::Part;
+
+/// A completion and what its updates need to know of it.
+#[derive(Clone, Debug)]
+pub struct Scored {
+    /// The completion.
+    pub completion: Completion,
+    /// How much better it is than the others of its group; 0 before the rewards are in.
+    pub advantage: f64,
+    /// Log-probability of each token, in nats, that the ratio compares with: recorded ones, or those of the first
+    /// update. `None` before that one, which is on-policy.
+    pub old: Option<Vec<f32>>,
+    /// Log-probability of each token under the reference, in nats, once an update has asked for it.
+    pub(crate) reference: Option<Vec<f32>>,
+}
+
+impl Scored {
+    pub(crate) fn new(completion: Completion, old: Option<Vec<f32>>) -> Self {
+        Self { completion, advantage: 0.0, old, reference: None }
+    }
+
+    pub(crate) fn is_truncated(&self) -> bool {
+        self.completion.finish_reason == FinishReason::Length
+    }
+}
+
+/// A row with its completions.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// The row and its prompt.
+    pub row: PreparedRow,
+    /// Features of its media, under the weights of the latest rollout or update.
+    pub(crate) features: Vec<Features>,
+    /// Its completions.
+    pub completions: Vec<Scored>,
+}
+
+impl Group {
+    /// Lengths of prompt and completions, tokens.
+    pub(crate) fn shape(&self) -> (usize, Vec<usize>) {
+        (self.row.prompt.ids.len(), self.completions.iter().map(|c| c.completion.ids.len()).collect())
+    }
+}
+
+/// The groups of one rollout, in drawing order: the input of `num_iterations` updates.
+pub struct Rollouts {
+    /// The groups.
+    pub groups: Vec<Group>,
+    /// Every reward of every completion, group by group.
+    pub rewards: RewardMatrix,
+    /// Whether the rewards of a group do not tell its completions apart, per group.
+    pub(crate) zero_std: Vec<bool>,
+    /// What the towers computed for the features, until the first update takes it.
+    pub(crate) memories: Memories,
+    /// Whether the weights have changed since the features were computed.
+    pub(crate) updated: bool,
+}
+
+impl Rollouts {
+    /// Turns rewards into advantages.
+    pub(crate) fn new(
+        algorithm: &Algorithm,
+        mut groups: Vec<Group>,
+        memories: Memories,
+        rewards: RewardMatrix,
+    ) -> Result<Self> {
+        let (kind, alpha) = (algorithm.advantage, algorithm.alpha);
+        let size = algorithm.num_generations;
+        let advantages = if algorithm.normalize_then_sum {
+            advantage::normalize_then_sum(&rewards.values, &rewards.weights, size, alpha)?
+        } else {
+            advantage::advantages(&rewards.total, size, kind, alpha)?
+        };
+        let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
+        completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
+        Ok(Self { groups, rewards, zero_std: advantages.zero_std, memories, updated: false })
+    }
+
+    /// All completions, group by group.
+    pub fn completions(&self) -> impl Iterator<Item = &Scored> {
+        self.groups.iter().flat_map(|group| &group.completions)
+    }
+
+    /// Those of a stream.
+    pub(crate) fn members<'a>(&'a self, stream: &'a [Part]) -> impl Iterator<Item = &'a Scored> {
+        stream.iter().flat_map(|part| &self.groups[part.group].completions[part.completions.clone()])
+    }
+
+    /// A stream as the model reads it.
+    pub(crate) fn stream(&self, stream: &[Part]) -> Vec<GroupStream<'_>> {
+        let group = |part: &Part| {
+            let Group { row, completions, .. } = &self.groups[part.group];
+            let ids = completions[part.completions.clone()].iter().map(|c| c.completion.ids.as_slice());
+            GroupStream { prompt: &row.prompt, completions: ids.collect() }
+        };
+        stream.iter().map(group).collect()
+    }
+}
