@@ -7,9 +7,10 @@ use omnigrpo_gpu::{
     Sampling, Step, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
-use omnigrpo_kernels::attention::{AttentionLayout, QueryRange, Shape};
+use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
-use omnigrpo_kernels::twin;
+use omnigrpo_kernels::{Mat, logprob, twin};
 
 /// Schedules: all threads together, and two in which warps run ahead and copies come early or late.
 const SCHEDULES: [u64; 3] = [0, 1, 2];
@@ -94,12 +95,12 @@ fn attention(schedule: u64, layout: &AttentionLayout, t: usize, heads: Heads, dt
     let (out, lse) = gpu.attention(&qkv, &pattern, heads);
     let dqkv = gpu.attention_back(&qkv, &out, &lse, &dout, &pattern, heads);
     gpu.check().unwrap();
-    let [qh, kh, vh] = [(0, q * d), (q * d, kv * d), ((q + kv) * d, kv * d)]
-        .map(|(from, width)| columns(&host, stride, from, width));
     let shape = Shape { q_heads: q, kv_heads: kv, head_dim: d };
     let scale = 1.0 / (d as f64).sqrt();
-    let (want, want_lse) = twin::attention_forward(&qh, &kh, &vh, layout, shape, scale);
-    let (dq, dk, dv) = twin::attention_backward(&dhost, &qh, &kh, &vh, layout, shape, scale);
+    let parts = Qkv::packed(Mat::new(&host, t, stride), shape);
+    let (want, want_lse) = twin::attention_forward(parts, layout, shape, scale);
+    let dhost = Mat::new(&dhost, t, q * d);
+    let (dq, dk, dv) = twin::attention_backward(dhost, parts, layout, shape, scale);
     let dqkv_host = wide(&dqkv.to_vec());
     let lse_host = lse.to_vec();
     let far = lse_host
@@ -223,9 +224,10 @@ fn decoding_does_not_depend_on_the_batch() {
                 let layout =
                     AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
                 let shape = Shape { q_heads: 4, kv_heads: 2, head_dim: 40 };
-                let q = &qkv[i * stride..][..160];
-                let [k, v] = [0, 80].map(|from| columns(&all, width, from, 80));
-                let want = twin::attention_forward(q, &k, &v, &layout, shape, 1.0 / 40f64.sqrt()).0;
+                let q = Mat::new(&qkv[i * stride..][..160], 1, 160);
+                let cached = Mat::new(&all, all.len() / width, width);
+                let parts = Qkv { q, k: cached.columns(0..80), v: cached.columns(80..160) };
+                let want = twin::attention_forward(parts, &layout, shape, 1.0 / 40f64.sqrt()).0;
                 let bound = if dtype == Dtype::Bf16 { 4e-3 } else { 1e-5 };
                 assert!(error(&wide(&out[i * 160..][..160]), &want) < bound);
             }
@@ -250,7 +252,7 @@ fn few(schedule: u64, x: &[f32], w: &[f32], [n, k]: [usize; 2], dtype: Dtype) ->
     gpu.check().unwrap();
     let y = y.to_vec();
     let (x, w, bias) = (wide(&x.to_vec()), wide(&w.to_vec()), wide(&bias.to_vec()));
-    let want: Vec<f64> = twin::linear_forward(&x, &w, None, t, k, n)
+    let want: Vec<f64> = twin::linear_forward(Mat::new(&x, t, k), Mat::new(&w, n, k), None)
         .chunks(n)
         .flat_map(|row| {
             let own = row.iter().zip(&bias).map(|(y, b)| 2.0 * y + b);
@@ -290,20 +292,9 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
         let on_device = gpu.upload(&grad);
         gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &on_device, &step);
         gpu.adamw(&mut single, None, [&mut m2, &mut v2], &on_device, &step);
-        let f = f64::from;
-        twin::adamw(
-            &mut wide_weight,
-            &mut wide_m,
-            &mut wide_v,
-            &wide(&grad),
-            f(step.lr),
-            f(0.9f32),
-            f(0.95f32),
-            f(step.eps),
-            f(step.weight_decay),
-            count,
-            0.5,
-        );
+        let Step { lr, betas, eps, weight_decay, grad_scale, .. } = step;
+        let by = AdamW { lr, betas, eps, weight_decay, grad_scale, step: count }.wide();
+        twin::adamw(&wide(&grad), &by, &mut wide_weight, &mut wide_m, &mut wide_v);
     }
     gpu.check().unwrap();
     let joined = gpu.join_master(&weight, &rest);
@@ -342,10 +333,11 @@ fn norms() {
             vec![y, to, dw, z, to2, dw2, db]
         });
         let [x, w, b, dy, dx0] = &host[..] else { unreachable!() };
-        let (y, rstd) = twin::rms_forward(x, w, t, h, 1e-5);
-        let (dx, dw) = twin::rms_backward(dy, x, w, &rstd, t, h);
-        let (z, mean, rstd) = twin::layer_forward(x, w, b, t, h, 1e-5);
-        let (dx2, dw2, db) = twin::layer_backward(dy, x, w, &mean, &rstd, t, h);
+        let [x, dy] = [x, dy].map(|x| Mat::new(x, t, h));
+        let (y, stats) = twin::rms_forward(x, w, 1e-5);
+        let (dx, dw) = twin::rms_backward(dy, x, w, &stats);
+        let (z, stats) = twin::layer_forward(x, w, b, 1e-5);
+        let (dx2, dw2, db) = twin::layer_backward(dy, x, w, &stats);
         let plus = |a: &[f64]| a.iter().zip(dx0).map(|(a, b)| a + b).collect::<Vec<f64>>();
         let db = db.iter().zip(b).map(|(db, b)| db + b).collect();
         near(&got, &[y, plus(&dx), dw, z, plus(&dx2), dw2, db], &[bound; 7], &format!("{h} {dtype:?}"));
@@ -410,10 +402,12 @@ fn the_head() {
     });
     let (x, w) = (wide(&noise(rows * h, 1)), wide(&noise(vocab * h, 2)));
     let (offsets, t) = (offsets.map(|o| o as usize), f64::from(temperature));
-    let (logp, entropy, lse) = twin::logprob_forward(&x, &w, rows, h, vocab, &tokens, &offsets, t);
+    let (x, w) = (Mat::new(&x, rows, h), Mat::new(&w, vocab, h));
+    let targets = logprob::Targets { tokens: &tokens, offsets: &offsets };
+    let logprob::Scores { logp, entropy, lse } = twin::logprob_forward(x, w, targets, t);
     let (dlogp, dentropy) = (wide(&dlogp), wide(&dentropy));
-    let (dx, dw) =
-        twin::logprob_backward(&x, &w, rows, h, vocab, &tokens, &offsets, &dlogp, Some(&dentropy), t);
+    let gradient = logprob::Gradient { logp: &dlogp, entropy: Some(&dentropy) };
+    let (dx, dw) = twin::logprob_backward(gradient, x, w, targets, t);
     near(&got, &[logp, entropy, lse, dx, dw], &[2e-6, 2e-5, 2e-6, 1e-5, 1e-5], "head");
 }
 
@@ -444,19 +438,21 @@ fn elements() {
         let gpu = gpu(0);
         let [gate_up, dy, scale] =
             [(t * 2 * i, 1), (t * i, 2), (i, 3)].map(|(n, seed)| numbers(&gpu, n, dtype, seed).1);
-        let y = twin::swiglu_forward(&gate_up, t, i);
+        let (gate_up, rows) = (Mat::new(&gate_up, t, 2 * i), Mat::new(&dy, t, i));
+        let y = twin::swiglu_forward(gate_up);
         let act = dy.iter().map(|&x| twin::activation(Activation::GeluErf, x).0).collect();
-        let scaled = twin::scale_residual_forward(&dy, &y, &scale);
+        let scaled = twin::residual_forward(rows, Mat::new(&y, t, i), &scale);
         let mut to = vec![0.0; 21];
         to[9..14].copy_from_slice(&dy[29..34]);
         to[16..21].copy_from_slice(&dy[1..6]);
         let mut turned = dy.clone();
         for r in 0..t {
-            let own = &dy[r * i..r * i + 6];
+            let own = rows.columns(0..6).row_range(r..r + 1);
             let [c, s] = [4, 5].map(|seed| wide(&noise(t * 3, seed)[r * 3..r * 3 + 3]));
-            turned[r * i..r * i + 6].copy_from_slice(&twin::rope(own, 1, 6, &c, &s, 1, true));
+            let [c, s] = [&c, &s].map(|x| Mat::new(x, 1, 3));
+            turned[r * i..r * i + 6].copy_from_slice(&twin::rope(c, s, true, own));
         }
-        let back = twin::swiglu_backward(&dy, &gate_up, t, i);
+        let back = twin::swiglu_backward(rows, gate_up);
         near(
             &got,
             &[y, back, act, scaled, to, turned],
@@ -490,14 +486,17 @@ fn convolutions() {
     });
     let [x, dy, w] = [(12 * c, 1), (12 * c, 2), (9 * c, 3)].map(|(n, seed)| wide(&noise(n, seed)));
     let (gate, logits) = (wide(&noise(2 * c, 4)), wide(&noise(3, 5)));
-    let y = twin::depthwise3_forward(&x, &w, 2, 2, 3, c);
-    let (back, dw) = twin::depthwise3_backward(&dy, &x, &w, 2, 2, 3, c);
+    let (host, dhost) = (x, dy);
+    let [x, dy] = [&host, &dhost].map(|x| Mat::new(x, 12, c));
+    let y = twin::depthwise3_forward(x, &w, side);
+    let (back, dw) = twin::depthwise3_backward(dy, x, &w, side);
     let sources = [3, u32::MAX, 3, 0];
-    let unfolded = twin::unfold(&x, &sources, 2, c);
-    let dx = twin::fold(&unfolded, &sources, 2, 12, c);
-    let (gx, dgate) = twin::gate_backward(&dy, &x, &gate, 6, c);
-    let blended = twin::blend_forward(&x, &logits);
-    let (bx, dlogits) = twin::blend_backward(&blended, &x, &logits);
+    let unfolded = twin::unfold(x, &sources, 2);
+    let dx = twin::fold(Mat::new(&unfolded, 2, 2 * c), &sources, 2, 12);
+    let (gx, dgate) = twin::gate_backward(dy, x, Mat::new(&gate, 2, c));
+    let alternatives = Mat::new(&host, 3, 4 * c);
+    let blended = twin::blend_forward(alternatives, &logits);
+    let (bx, dlogits) = twin::blend_backward(&blended, alternatives, &logits);
     let want = [y, back, dw, unfolded, dx, gx, dgate, blended, bx, dlogits];
     near(&got, &want, &[2e-6; 10], "convolutions");
 }

@@ -1,6 +1,7 @@
 //! Pointwise activations and the gated product of SwiGLU.
 
 use crate::buffer;
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, exp, load, select, sigmoid, store};
@@ -132,7 +133,7 @@ const PIECE: usize = 4096;
 
 /// `act(x)`, elementwise.
 #[must_use]
-pub fn forward(act: Activation, x: &[f32]) -> Vec<f32> {
+pub fn forward(x: &[f32], act: Activation) -> Vec<f32> {
     let n = x.len();
     let _span = span(Op::Activation, || (n * COST, 8 * n));
     let fill = |y: Shared| {
@@ -150,10 +151,10 @@ pub fn forward(act: Activation, x: &[f32]) -> Vec<f32> {
 }
 
 /// Replaces `x`, the input of [`forward`], by its gradient `dy · act′(x)`, elementwise.
-pub fn backward(act: Activation, x: &mut [f32], dy: &[f32]) {
-    let _span = span(Op::Activation, || (x.len() * COST, 12 * x.len()));
-    debug_assert_eq!(dy.len(), x.len());
+pub fn backward(dy: &[f32], act: Activation, x: &mut [f32]) {
     let n = x.len();
+    let _span = span(Op::Activation, || (n * COST, 12 * n));
+    check("activation, backward", dy.len() == n);
     let x = Shared::new(x);
     ranges(n, 64, n * COST, |range| {
         // SAFETY: the ranges are disjoint.
@@ -164,25 +165,26 @@ pub fn backward(act: Activation, x: &mut [f32], dy: &[f32]) {
 
 /// `silu(gate) · up [rows, i]` of `gate_up [rows, 2i]` with the gate first.
 #[must_use]
-pub fn swiglu_forward(gate_up: &[f32], rows: usize, i: usize) -> Vec<f32> {
+pub fn swiglu_forward(gate_up: Mat) -> Vec<f32> {
+    let (rows, i) = (gate_up.rows, gate_up.cols / 2);
     let _span = span(Op::Activation, || (rows * i * COST, 12 * rows * i));
-    debug_assert_eq!(gate_up.len(), rows * 2 * i);
+    check("swiglu", gate_up.cols == 2 * i);
     buffer::of_rows(rows, i, rows * i * COST, |r, y| {
-        let (gate, up) = gate_up[r * 2 * i..(r + 1) * 2 * i].split_at(i);
+        let (gate, up) = gate_up.row(r).split_at(i);
         swiglu_row(y, gate, up);
     })
 }
 
 /// Replaces `gate_up [rows, 2i]`, the input of [`swiglu_forward`], by its gradient.
-pub fn swiglu_backward(gate_up: &mut [f32], dy: &[f32], rows: usize, i: usize) {
+pub fn swiglu_backward(dy: Mat, gate_up: MatMut) {
+    let (rows, i) = dy.dims();
     let _span = span(Op::Activation, || (2 * rows * i * COST, 20 * rows * i));
-    debug_assert!(dy.len() == rows * i && gate_up.len() == rows * 2 * i);
-    let gate_up = Shared::new(gate_up);
+    check("swiglu, backward", gate_up.dims() == (rows, 2 * i));
     ranges(rows, 1, rows * i * COST, |range| {
         for r in range {
             // SAFETY: every row is visited once.
-            let (gate, up) = unsafe { gate_up.part(r * 2 * i, 2 * i) }.split_at_mut(i);
-            swiglu_gradient_row(gate, up, &dy[r * i..(r + 1) * i]);
+            let (gate, up) = unsafe { gate_up.row(r) }.split_at_mut(i);
+            swiglu_gradient_row(gate, up, dy.row(r));
         }
     });
 }

@@ -2,6 +2,7 @@
 
 use std::mem::MaybeUninit;
 
+use crate::MatMut;
 use crate::parallel::{Shared, ranges};
 
 /// Elements of a cache line, so that threads do not share one.
@@ -39,6 +40,15 @@ pub(crate) unsafe fn written(len: usize, write: impl FnOnce(Shared)) -> Vec<f32>
     // SAFETY: by the contract.
     unsafe { buffer.set_len(len) };
     buffer
+}
+
+/// `[rows, cols]` that `write` writes.
+///
+/// # Safety
+/// As for [`written`].
+pub(crate) unsafe fn matrix(rows: usize, cols: usize, write: impl FnOnce(MatMut)) -> Vec<f32> {
+    // SAFETY: by the contract.
+    unsafe { written(rows * cols, |data| write(MatMut::over(data, rows, cols))) }
 }
 
 /// `[rows, width]`, where `write(row, where)` writes each row. A row is cleared just before, while it is in the cache, so that

@@ -5,6 +5,8 @@
 //! pictures follow each other. A dense convolution is [`unfold`] and a linear layer, and this layout is why every loop
 //! here runs along contiguous channels.
 
+use crate::buffer;
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::simd::{load, sigmoid, store};
 
@@ -85,34 +87,26 @@ simd_fn! {
     }
 }
 
-/// `y [mix.len(), c]` from `x [_, c]`.
-pub fn mix_forward(y: &mut [f32], x: &[f32], mix: &RowMix, c: usize) {
-    debug_assert!(y.len() == mix.len() * c && x.len() >= mix.reads() * c);
-    let y = Shared::new(y);
-    ranges(mix.len(), 1, mix.rows.len() * c, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let y = unsafe { y.part(r * c, c) };
-            y.fill(0.0);
-            for i in mix.offsets[r]..mix.offsets[r + 1] {
-                let row = mix.rows[i] as usize;
-                add_scaled(y, &x[row * c..(row + 1) * c], mix.weights[i]);
-            }
+/// `[mix.len(), c]` from `x [_, c]`.
+#[must_use]
+pub fn mix_forward(x: Mat, mix: &RowMix) -> Vec<f32> {
+    buffer::of_rows(mix.len(), x.cols, mix.rows.len() * x.cols, |r, y| {
+        for i in mix.offsets[r]..mix.offsets[r + 1] {
+            add_scaled(y, x.row(mix.rows[i] as usize), mix.weights[i]);
         }
-    });
+    })
 }
 
-/// Gradient of [`mix_forward`]: `dx [_, c] +=`.
-pub fn mix_backward(dx: &mut [f32], dy: &[f32], mix: &RowMix, c: usize) {
-    debug_assert!(dy.len() == mix.len() * c && dx.len() >= mix.reads() * c);
-    let dx = Shared::new(dx);
+/// Gradient of [`mix_forward`], added to `dx [_, c]`.
+pub fn mix_backward(dy: Mat, mix: &RowMix, dx: MatMut) {
+    check("mix, backward", dy.rows == mix.len() && dx.cols == dy.cols);
     // Threads own columns, so that a row that is read twice is always summed in order.
-    ranges(c, 64, mix.rows.len() * c, |cols| {
+    ranges(dy.cols, 64, mix.rows.len() * dy.cols, |cols| {
         for r in 0..mix.len() {
             for i in mix.offsets[r]..mix.offsets[r + 1] {
                 // SAFETY: the column ranges are disjoint.
-                let dx = unsafe { dx.part(mix.rows[i] as usize * c + cols.start, cols.len()) };
-                add_scaled(dx, &dy[r * c + cols.start..r * c + cols.end], mix.weights[i]);
+                let dx = unsafe { dx.part(mix.rows[i] as usize, cols.clone()) };
+                add_scaled(dx, &dy.row(r)[cols.clone()], mix.weights[i]);
             }
         }
     });
@@ -121,7 +115,7 @@ pub fn mix_backward(dx: &mut [f32], dy: &[f32], mix: &RowMix, c: usize) {
 /// Calls `f(tap, position of the output, position of the input)` for what a 3×3 window with one row of padding touches
 /// in output rows `lines` (of all pictures) of pictures `h × w`.
 #[inline]
-fn windows(lines: std::ops::Range<usize>, h: usize, w: usize, mut f: impl FnMut(usize, usize, usize)) {
+fn windows(lines: std::ops::Range<usize>, [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
     for line in lines {
         let y = line % h;
         for x in 0..w {
@@ -135,19 +129,13 @@ fn windows(lines: std::ops::Range<usize>, h: usize, w: usize, mut f: impl FnMut(
     }
 }
 
-/// Depthwise 3×3 convolution with stride 1 and zero padding of 1: `x`, `y` `[n · h · w, c]`, `weight [c, 9]` as
-/// published (`[c, 1, 3, 3]`). With `transposed`, the gradient towards the input: `y` is then `dx`, and `x` is `dy`.
-pub fn depthwise3(
-    y: &mut [f32],
-    x: &[f32],
-    weight: &[f32],
-    n: usize,
-    h: usize,
-    w: usize,
-    c: usize,
-    transposed: bool,
-) {
-    debug_assert!(y.len() == n * h * w * c && x.len() == y.len() && weight.len() == 9 * c);
+/// Depthwise 3×3 convolution with stride 1 and zero padding of 1 of pictures of `[h, w]` positions: `x` and the result
+/// `[n · h · w, c]`, `weight [c, 9]` as published (`[c, 1, 3, 3]`). With `transposed`, the gradient towards the input from that
+/// of the output.
+#[must_use]
+pub fn depthwise3(x: Mat, weight: &[f32], [h, w]: [usize; 2], transposed: bool) -> Vec<f32> {
+    let (rows, c) = x.dims();
+    check("depthwise convolution", rows.is_multiple_of(h * w) && weight.len() == 9 * c);
     let mut taps = vec![0.0; 9 * c];
     for tap in 0..9 {
         let from = if transposed { 8 - tap } else { tap };
@@ -155,29 +143,32 @@ pub fn depthwise3(
             *to = weight[ch * 9 + from];
         }
     }
-    let y = Shared::new(y);
-    ranges(n * h, 1, n * h * w * c * 9, |lines| {
-        // SAFETY: the ranges of lines are disjoint.
-        unsafe { y.part(lines.start * w * c, lines.len() * w * c) }.fill(0.0);
-        windows(lines, h, w, |tap, to, from| {
-            // SAFETY: a position of one of this range's lines.
-            let y = unsafe { y.part(to * c, c) };
-            add_product(y, &x[from * c..(from + 1) * c], &taps[tap * c..(tap + 1) * c]);
+    let fill = |y: Shared| {
+        ranges(rows / w.max(1), 1, rows * c * 9, |lines| {
+            y.clear(lines.start * w * c, lines.len() * w * c);
+            windows(lines, [h, w], |tap, to, from| {
+                // SAFETY: a position of one of this range's lines, which are disjoint and have been cleared.
+                let y = unsafe { y.part(to * c, c) };
+                add_product(y, x.row(from), &taps[tap * c..(tap + 1) * c]);
+            });
         });
-    });
+    };
+    // SAFETY: the lines cover all of it.
+    unsafe { buffer::written(rows * c, fill) }
 }
 
-/// Gradient of [`depthwise3`] towards the weight: `dweight [c, 9] +=`.
-pub fn depthwise3_weight(dweight: &mut [f32], dy: &[f32], x: &[f32], n: usize, h: usize, w: usize, c: usize) {
-    debug_assert!(dy.len() == n * h * w * c && x.len() == dy.len() && dweight.len() == 9 * c);
+/// Gradient of [`depthwise3`] towards the weight, added to `dweight [c, 9]`.
+pub fn depthwise3_weight(dy: Mat, x: Mat, [h, w]: [usize; 2], dweight: &mut [f32]) {
+    let (rows, c) = x.dims();
+    let fits = rows.is_multiple_of(h * w) && dy.dims() == x.dims() && dweight.len() == 9 * c;
+    check("depthwise convolution, gradient of the weight", fits);
     let mut taps = vec![0.0; 9 * c];
     let shared = Shared::new(&mut taps);
-    ranges(c, 64, n * h * w * c * 9, |cols| {
-        windows(0..n * h, h, w, |tap, at, from| {
+    ranges(c, 64, rows * c * 9, |cols| {
+        windows(0..rows / w.max(1), [h, w], |tap, at, from| {
             // SAFETY: the column ranges are disjoint.
             let sum = unsafe { shared.part(tap * c + cols.start, cols.len()) };
-            let (dy, x) = (&dy[at * c..(at + 1) * c], &x[from * c..(from + 1) * c]);
-            add_product(sum, &dy[cols.clone()], &x[cols.clone()]);
+            add_product(sum, &dy.row(at)[cols.clone()], &x.row(from)[cols.clone()]);
         });
     });
     for (ch, dweight) in dweight.chunks_exact_mut(9).enumerate() {
@@ -188,38 +179,30 @@ pub fn depthwise3_weight(dweight: &mut [f32], dy: &[f32], x: &[f32], n: usize, h
 }
 
 /// Patches as rows: `y[r, ch · taps + k] = x[sources[r · taps + k], ch]`, or 0 where the source is [`OUTSIDE`]. With a
-/// weight `[out, c, taps…]` read as `[out, c · taps]`, a linear layer on them is a convolution. `y` is
+/// weight `[out, c, taps…]` read as `[out, c · taps]`, a linear layer on them is a convolution. The result is
 /// `[sources.len() / taps, c · taps]`.
-pub fn unfold(y: &mut [f32], x: &[f32], sources: &[u32], taps: usize, c: usize) {
-    debug_assert_eq!(y.len(), sources.len() * c);
-    let width = taps * c;
-    let y = Shared::new(y);
-    ranges(sources.len() / taps, 1, sources.len() * c, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let y = unsafe { y.part(r * width, width) };
-            for (k, &source) in sources[r * taps..(r + 1) * taps].iter().enumerate() {
+#[must_use]
+pub fn unfold(x: Mat, sources: &[u32], taps: usize) -> Vec<f32> {
+    check("unfold", sources.len().is_multiple_of(taps));
+    let rows = sources.len() / taps.max(1);
+    buffer::of_rows(rows, taps * x.cols, sources.len() * x.cols, |r, y| {
+        for (k, &source) in sources[r * taps..(r + 1) * taps].iter().enumerate() {
+            if source != OUTSIDE {
                 let to = y[k..].iter_mut().step_by(taps);
-                if source == OUTSIDE {
-                    to.for_each(|to| *to = 0.0);
-                } else {
-                    let from = &x[source as usize * c..(source as usize + 1) * c];
-                    to.zip(from).for_each(|(to, from)| *to = *from);
-                }
+                to.zip(x.row(source as usize)).for_each(|(to, from)| *to = *from);
             }
         }
-    });
+    })
 }
 
-/// Gradient of [`unfold`]: `dx [_, c] +=`.
-pub fn fold(dx: &mut [f32], dy: &[f32], sources: &[u32], taps: usize, c: usize) {
-    debug_assert_eq!(dy.len(), sources.len() * c);
-    let dx = Shared::new(dx);
-    ranges(c, 16, sources.len() * c, |cols| {
+/// Gradient of [`unfold`], added to `dx [_, c]`.
+pub fn fold(dy: Mat, sources: &[u32], taps: usize, dx: MatMut) {
+    check("fold", dy.rows * taps == sources.len() && dy.cols == taps * dx.cols);
+    ranges(dx.cols, 16, sources.len() * dx.cols, |cols| {
         for (at, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
             // SAFETY: the column ranges are disjoint.
-            let dx = unsafe { dx.part(source as usize * c + cols.start, cols.len()) };
-            let row = &dy[at / taps * taps * c + at % taps..];
+            let dx = unsafe { dx.part(source as usize, cols.clone()) };
+            let row = &dy.row(at / taps)[at % taps..];
             for (d, ch) in dx.iter_mut().zip(cols.clone()) {
                 *d += row[ch * taps];
             }
@@ -247,43 +230,34 @@ simd_fn! {
     }
 }
 
-/// `y [n · s, c] = x · sigmoid(gate)`, each row of `gate [n, c]` for `s` consecutive rows of `x`.
-pub fn gate_forward(y: &mut [f32], x: &[f32], gate: &[f32], n: usize, s: usize, c: usize) {
-    debug_assert!(y.len() == n * s * c && x.len() == y.len() && gate.len() == n * c);
-    let y = Shared::new(y);
-    ranges(n * s, 1, n * s * c * GATE_COST, |range| {
-        for r in range {
-            // SAFETY: every row is visited once.
-            let y = unsafe { y.part(r * c, c) };
-            gate_row(y, &x[r * c..(r + 1) * c], &gate[r / s * c..(r / s + 1) * c]);
-        }
-    });
+/// Rows of `x` for each row of `gate`.
+fn rows_per_gate(x: Mat, gate: Mat) -> usize {
+    let s = x.rows / gate.rows.max(1);
+    check("gate", x.dims() == (gate.rows * s, gate.cols));
+    s
 }
 
-/// Gradients of [`gate_forward`]: `dx`, `dgate` are overwritten.
-pub fn gate_backward(
-    dx: &mut [f32],
-    dgate: &mut [f32],
-    dy: &[f32],
-    x: &[f32],
-    gate: &[f32],
-    n: usize,
-    s: usize,
-    c: usize,
-) {
-    gate_forward(dx, dy, gate, n, s, c);
-    let dgate = Shared::new(dgate);
-    ranges(n, 1, n * s * c * 2, |range| {
-        for p in range {
-            // SAFETY: every row is visited once.
-            let sum = unsafe { dgate.part(p * c, c) };
-            sum.fill(0.0);
-            for r in p * s..(p + 1) * s {
-                add_product(sum, &dy[r * c..(r + 1) * c], &x[r * c..(r + 1) * c]);
-            }
-            gate_slope_row(sum, &gate[p * c..(p + 1) * c]);
+/// `x · sigmoid(gate)`: each row of `gate [n, c]` for `s` consecutive rows of `x [n · s, c]`.
+#[must_use]
+pub fn gate_forward(x: Mat, gate: Mat) -> Vec<f32> {
+    let s = rows_per_gate(x, gate);
+    buffer::of_rows(x.rows, x.cols, x.rows * x.cols * GATE_COST, |r, y| {
+        gate_row(y, x.row(r), gate.row(r / s));
+    })
+}
+
+/// Gradients of [`gate_forward`]: those of `x` and of `gate`.
+#[must_use]
+pub fn gate_backward(dy: Mat, x: Mat, gate: Mat) -> (Vec<f32>, Vec<f32>) {
+    check("gate, backward", dy.dims() == x.dims());
+    let s = rows_per_gate(x, gate);
+    let dgate = buffer::of_rows(gate.rows, x.cols, x.rows * x.cols * 2, |p, sum| {
+        for r in p * s..(p + 1) * s {
+            add_product(sum, dy.row(r), x.row(r));
         }
+        gate_slope_row(sum, gate.row(p));
     });
+    (gate_forward(dy, gate), dgate)
 }
 
 /// Probabilities of a few logits.
@@ -294,36 +268,37 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     exp.iter().map(|e| e / sum).collect()
 }
 
-/// `y [len] = Σ softmax(logits)ᵢ · x[i]`, `x [logits.len(), len]`.
-pub fn blend_forward(y: &mut [f32], x: &[f32], logits: &[f32]) {
-    let len = y.len();
-    debug_assert_eq!(x.len(), logits.len() * len);
+/// `Σ softmax(logits)ᵢ · x[i]`, `[len]` of `x [logits.len(), len]`.
+#[must_use]
+pub fn blend_forward(x: Mat, logits: &[f32]) -> Vec<f32> {
+    check("blend", x.rows == logits.len());
     let shares = softmax(logits);
-    let y = Shared::new(y);
-    ranges(len, 64, x.len(), |range| {
-        // SAFETY: the ranges are disjoint.
-        let y = unsafe { y.part(range.start, range.len()) };
-        y.fill(0.0);
-        for (i, &share) in shares.iter().enumerate() {
-            add_scaled(y, &x[i * len + range.start..i * len + range.end], share);
-        }
-    });
+    let fill = |y: Shared| {
+        ranges(x.cols, 64, x.rows * x.cols, |range| {
+            y.clear(range.start, range.len());
+            // SAFETY: the ranges are disjoint, and this one has just been cleared.
+            let y = unsafe { y.part(range.start, range.len()) };
+            for (i, &share) in shares.iter().enumerate() {
+                add_scaled(y, &x.row(i)[range.clone()], share);
+            }
+        });
+    };
+    // SAFETY: the ranges cover all of it.
+    unsafe { buffer::written(x.cols, fill) }
 }
 
-/// Gradients of [`blend_forward`]: `dx`, `dlogits` are overwritten.
-pub fn blend_backward(dx: &mut [f32], dlogits: &mut [f32], dy: &[f32], x: &[f32], logits: &[f32]) {
-    let len = dy.len();
-    debug_assert!(x.len() == logits.len() * len && dx.len() == x.len() && dlogits.len() == logits.len());
+/// Gradients of [`blend_forward`]: those of `x` and of the logits.
+#[must_use]
+pub fn blend_backward(dy: &[f32], x: Mat, logits: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    check("blend, backward", x.dims() == (logits.len(), dy.len()));
     let shares = softmax(logits);
+    let mut dx = buffer::zeros(x.rows * x.cols);
     let mut along = vec![0.0f64; logits.len()];
     for (i, &share) in shares.iter().enumerate() {
-        let (dx, x) = (&mut dx[i * len..(i + 1) * len], &x[i * len..(i + 1) * len]);
-        dx.fill(0.0);
-        add_scaled(dx, dy, share);
-        along[i] = dy.iter().zip(x).map(|(d, x)| f64::from(*d) * f64::from(*x)).sum();
+        add_scaled(&mut dx[i * dy.len()..(i + 1) * dy.len()], dy, share);
+        along[i] = dy.iter().zip(x.row(i)).map(|(d, x)| f64::from(*d) * f64::from(*x)).sum();
     }
     let mean: f64 = shares.iter().zip(&along).map(|(s, a)| f64::from(*s) * a).sum();
-    for ((d, share), along) in dlogits.iter_mut().zip(&shares).zip(&along) {
-        *d = (f64::from(*share) * (along - mean)) as f32;
-    }
+    let dlogits = shares.iter().zip(&along).map(|(share, along)| (f64::from(*share) * (along - mean)) as f32);
+    (dx, dlogits.collect())
 }

@@ -14,8 +14,9 @@ use std::ops::Range;
 use half::bf16;
 use pulp::WithSimd;
 
-use crate::Weight;
+use crate::Stored;
 use crate::simd::{self, Simd, Wide, load, load_ptr, prefetch, store_ptr, transpose};
+use crate::workspace::{LINE, Line, reserve};
 
 /// Longest block of the inner dimension: a panel (32 KiB with AVX2) streams from the second-level cache, and outputs are
 /// seldom read back.
@@ -31,24 +32,6 @@ pub(crate) fn blocks(k: usize, step: usize, depth: usize) -> impl Iterator<Item 
     (0..k).step_by(step.max(1)).map(move |start| start..k.min(start + step))
 }
 
-/// Floats of a cache line.
-const LINE: usize = 16;
-
-/// A cache line, so that panels are aligned.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct Line([f32; LINE]);
-
-/// The first `len` floats of `scratch`, which grows if it must.
-pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
-    let lines = len.div_ceil(16);
-    if scratch.len() < lines {
-        scratch.resize(lines, Line([0.0; 16]));
-    }
-    // SAFETY: a line is 16 floats without padding, and there are enough of them.
-    unsafe { std::slice::from_raw_parts_mut(scratch.as_mut_ptr().cast(), len) }
-}
-
 /// Rows of the largest register tile.
 const MAX_ROWS: usize = 12;
 
@@ -58,7 +41,7 @@ const fn tile_rows<S: Simd>() -> usize {
 }
 
 /// Columns of a panel with the widest vectors.
-pub(crate) const MAX_PANEL: usize = 32;
+const MAX_PANEL: usize = 32;
 
 /// Columns of a panel.
 const fn panel<S: Simd>() -> usize {
@@ -78,13 +61,12 @@ pub(crate) fn tile_shape() -> (usize, usize) {
     simd::arch().dispatch(Shape)
 }
 
-/// Packs a `depth × width` block of a right operand into panels: panel `j` holds columns `j · panel..`, row by row,
+/// A `depth × width` block of a right operand, to be packed into panels: panel `j` holds columns `j · panel..`, row by row,
 /// zero beyond `width`.
+#[derive(Clone, Copy)]
 pub(crate) struct Pack<'a> {
-    /// `width` rounded up to whole panels, times `depth` elements.
-    pub to: *mut f32,
-    /// The matrix, from the first element of the block.
-    pub from: Weight<'a>,
+    /// The matrix, from the first element of the block. Not quantised.
+    pub from: Stored<'a>,
     /// Distance between two elements of the inner dimension.
     pub inner: usize,
     /// Distance between two columns. This one or `inner` is 1.
@@ -94,31 +76,42 @@ pub(crate) struct Pack<'a> {
 }
 
 impl Pack<'_> {
-    /// # Safety
-    /// `to` is writable for whole panels and not referenced elsewhere.
-    pub(crate) unsafe fn run(self) {
-        simd::arch().dispatch(self);
+    /// Packs the block into `scratch`.
+    pub(crate) fn run(self, scratch: &mut Vec<Line>) -> *const f32 {
+        // Whole panels of any width.
+        let to = reserve(scratch, self.depth * self.width.next_multiple_of(MAX_PANEL)).as_mut_ptr();
+        simd::arch().dispatch(Packing { pack: self, to });
+        to
     }
+}
 
+/// A [`Pack`] and where it goes: `width` rounded up to whole panels, times `depth` elements.
+struct Packing<'a> {
+    pack: Pack<'a>,
+    to: *mut f32,
+}
+
+impl Packing<'_> {
     #[inline(always)]
     fn pack<S: Simd, T: Wide>(&self, from: &[T]) {
+        let Pack { column, depth, width: columns, .. } = self.pack;
         let width = panel::<S>();
-        if self.depth == 0 {
+        if depth == 0 {
             return;
         }
-        if self.column == 1 {
+        if column == 1 {
             return self.copy::<S, T>(from);
         }
-        for j in (0..self.width).step_by(width) {
-            let columns = width.min(self.width - j);
-            let from = &from[j * self.column..][..(columns - 1) * self.column + self.depth];
-            // SAFETY: panel j / width lies inside `to` by the contract of `run`, columns of `depth` elements in `from`.
+        for j in (0..columns).step_by(width) {
+            let columns = width.min(columns - j);
+            let from = &from[j * column..][..(columns - 1) * column + depth];
+            // SAFETY: panel j / width lies inside `to`, columns of `depth` elements in `from`.
             unsafe {
-                let to = self.to.add(j * self.depth);
+                let to = self.to.add(j * depth);
                 if columns < width {
-                    to.write_bytes(0, self.depth * width);
+                    to.write_bytes(0, depth * width);
                 }
-                transpose(to, width, from.as_ptr(), self.column, columns, self.depth);
+                transpose(to, width, from.as_ptr(), column, columns, depth);
             }
         }
     }
@@ -128,29 +121,28 @@ impl Pack<'_> {
     fn copy<S: Simd, T: Wide>(&self, from: &[T]) {
         /// Rows that are asked for ahead.
         const AHEAD: usize = 8;
+        let Pack { inner, depth, width: columns, .. } = self.pack;
         let width = panel::<S>();
-        let whole = self.width / width * width;
-        for p in 0..self.depth {
-            let row = &from[p * self.inner..][..self.width];
-            let ahead = row.as_ptr().wrapping_add(AHEAD * self.inner);
+        let whole = columns / width * width;
+        for p in 0..depth {
+            let row = &from[p * inner..][..columns];
+            let ahead = row.as_ptr().wrapping_add(AHEAD * inner);
             for j in (0..whole).step_by(width) {
                 for line in (0..width).step_by(LINE) {
                     prefetch(ahead.wrapping_add(j + line));
                 }
                 // Of a fixed length, so that it is two vectors.
                 let from = &row[j..j + width];
-                // SAFETY: row p of panel j / width lies inside `to` by the contract of `run`.
-                let to =
-                    unsafe { std::slice::from_raw_parts_mut(self.to.add(j * self.depth + p * width), width) };
+                // SAFETY: row p of panel j / width lies inside `to`.
+                let to = unsafe { std::slice::from_raw_parts_mut(self.to.add(j * depth + p * width), width) };
                 for c in 0..width {
                     to[c] = from[c].wide();
                 }
             }
-            if whole < self.width {
+            if whole < columns {
                 // SAFETY: as above.
-                let to = unsafe {
-                    std::slice::from_raw_parts_mut(self.to.add(whole * self.depth + p * width), width)
-                };
+                let to =
+                    unsafe { std::slice::from_raw_parts_mut(self.to.add(whole * depth + p * width), width) };
                 to.fill(0.0);
                 to.iter_mut().zip(&row[whole..]).for_each(|(to, x)| *to = x.wide());
             }
@@ -158,16 +150,16 @@ impl Pack<'_> {
     }
 }
 
-impl WithSimd for Pack<'_> {
+impl WithSimd for Packing<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        match self.from {
-            Weight::F32(from) => self.pack::<S, f32>(from),
-            Weight::Bf16(from) => self.pack::<S, bf16>(from),
+        match self.pack.from {
+            Stored::F32(from) => self.pack::<S, f32>(from),
+            Stored::Bf16(from) => self.pack::<S, bf16>(from),
             // Widened by the caller.
-            Weight::Quantised(_) => {}
+            Stored::Quantised(_) => {}
         }
     }
 }

@@ -3,47 +3,98 @@
 //! Logits exist for a block of rows and a chunk of the vocabulary at a time (at most 2 MiB); the softmax is accumulated
 //! over the chunks, in `f64` between chunks. The backward pass computes the logits again.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::Weight;
-use crate::linear::{self, Gradient, Layer};
+use crate::linear::{self, Layer};
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{self, Op, span};
 use crate::simd::{exp, load, select, store};
+use crate::workspace::{LOGITS, reserve};
 
 /// Rows of one block of logits.
 const ROWS: usize = 512;
 /// Vocabulary entries of one chunk.
 const CHUNK: usize = 1024;
 
-thread_local! {
-    static LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+/// Which tokens are scored at which rows: row `r` has the targets `tokens[offsets[r]..offsets[r + 1]]` (none, one or several).
+#[derive(Clone, Copy, Debug)]
+pub struct Targets<'a> {
+    /// Token ids, below the size of the vocabulary.
+    pub tokens: &'a [u32],
+    /// One more than there are rows.
+    pub offsets: &'a [usize],
 }
 
-/// Calls `f(rows, vocabulary chunk, logits [rows, chunk] at stride CHUNK)` for all blocks, chunks innermost.
-fn for_logits(
-    hidden: &[f32],
-    head: Weight,
-    rows: usize,
-    h: usize,
-    v: usize,
-    mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32]),
-) {
-    // Taken out of its cell, which kernels called meanwhile may use.
-    let mut logits = LOGITS.take();
-    logits.resize(ROWS.min(rows) * CHUNK, 0.0);
+impl Targets<'_> {
+    /// The targets of a row.
+    pub(crate) fn of(self, row: usize) -> Range<usize> {
+        self.offsets[row]..self.offsets[row + 1]
+    }
+
+    /// Whether there are offsets for that many rows and for all tokens.
+    fn fit(self, rows: usize) -> bool {
+        self.offsets.len() == rows + 1 && self.offsets.last() == Some(&self.tokens.len())
+    }
+}
+
+/// The distribution over tokens that a row gives.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    /// `[v, h]`.
+    pub weight: Weight<'a>,
+    /// What logits are divided by.
+    pub temperature: f32,
+}
+
+/// What [`forward`] computes.
+#[derive(Clone, Debug)]
+pub struct Scores<T = f32> {
+    /// Log-probability of each target, in nats.
+    pub logp: Vec<T>,
+    /// Entropy of each row, in nats.
+    pub entropy: Vec<T>,
+    /// Log-sum-exp of each row's logits, divided by the temperature.
+    pub lse: Vec<T>,
+}
+
+/// The statistics of rows that [`backward`] needs of [`Scores`].
+#[derive(Clone, Copy, Debug)]
+pub struct Statistics<'a> {
+    /// Entropies.
+    pub entropy: &'a [f32],
+    /// Log-sum-exps.
+    pub lse: &'a [f32],
+}
+
+/// The gradient of [`Scores`].
+#[derive(Clone, Copy, Debug)]
+pub struct Gradient<'a, T = f32> {
+    /// dL/dlogp of each target.
+    pub logp: &'a [T],
+    /// dL/dentropy of each row, if not 0.
+    pub entropy: Option<&'a [T]>,
+}
+
+/// Calls `f(rows, vocabulary chunk, logits [rows, CHUNK])` for all blocks of rows and chunks, chunks innermost. Columns beyond
+/// the chunk hold nothing of use.
+fn for_logits(hidden: Mat, head: Weight, mut f: impl FnMut(Range<usize>, Range<usize>, &mut [f32])) {
+    let (rows, v) = (hidden.rows, head.dims().0);
+    let mut scratch = LOGITS.take();
     for first in (0..rows).step_by(ROWS) {
         let block = first..rows.min(first + ROWS);
-        let x = &hidden[block.start * h..block.end * h];
+        let (x, m) = (hidden.row_range(block.clone()), block.len());
+        let logits = reserve(&mut scratch, m * CHUNK);
         for start in (0..v).step_by(CHUNK) {
             let chunk = start..v.min(start + CHUNK);
-            let w = head.rows(chunk.start, chunk.end, h);
-            linear::forward(&mut logits, CHUNK, x, h, &[Layer::new(w, chunk.len())], block.len(), h, false);
-            f(block.clone(), chunk, &mut logits);
+            let layers = [Layer::new(head.rows(chunk.clone()))];
+            let y = MatMut::new(logits, m, CHUNK).columns(0..chunk.len());
+            linear::forward_into(x, &layers, false, y);
+            f(block.clone(), chunk, logits);
         }
     }
-    LOGITS.set(logits);
+    LOGITS.set(scratch);
 }
 
 simd_fn! {
@@ -148,31 +199,19 @@ impl Weights {
     }
 }
 
-/// Log-probability of every target, entropy and log-sum-exp of every row.
-///
-/// `hidden [rows, h]`, `head [v, h]`. Row `r` has the targets `targets[offsets[r]..offsets[r + 1]]` (none, one or
-/// several), so `offsets` has `rows + 1` elements. Written: `logp` per target, `entropy [rows]` (nats), `lse [rows]`, the
-/// log-sum-exp of the logits divided by `temperature`.
-pub fn forward(
-    hidden: &[f32],
-    head: Weight,
-    rows: usize,
-    h: usize,
-    v: usize,
-    targets: &[u32],
-    offsets: &[usize],
-    temperature: f32,
-    logp: &mut [f32],
-    entropy: &mut [f32],
-    lse: &mut [f32],
-) {
-    let _span = span(Op::Head, || profile::product(rows, h, v, head));
-    debug_assert!(offsets.len() == rows + 1 && targets.len() == logp.len() && head.len() == v * h);
-    let scale = 1.0 / temperature;
+/// Log-probability of every target, entropy and log-sum-exp of every row of `hidden [rows, h]`.
+#[must_use]
+pub fn forward(hidden: Mat, head: Head, targets: Targets) -> Scores {
+    let rows = hidden.rows;
+    let _span = span(Op::Head, || profile::product(rows, head.weight));
+    check("log-probabilities", targets.fit(rows));
+    let scale = 1.0 / head.temperature;
+    let [mut entropy, mut lse] = [0; 2].map(|_| vec![0.0; rows]);
+    let mut logp = vec![0.0; targets.tokens.len()];
     // Per row: maximum, Σ e^(z − max), Σ e^(z − max) (z − max).
     let mut state = vec![(f64::NEG_INFINITY, 0.0f64, 0.0f64); rows];
     let mut sums = vec![0.0; ROWS * 3];
-    for_logits(hidden, head, rows, h, v, |block, chunk, logits| {
+    for_logits(hidden, head.weight, |block, chunk, logits| {
         let shared = Shared::new(&mut sums);
         ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
             for i in range {
@@ -182,8 +221,8 @@ pub fn forward(
             }
         });
         for (i, r) in block.enumerate() {
-            for t in offsets[r]..offsets[r + 1] {
-                let id = targets[t] as usize;
+            for t in targets.of(r) {
+                let id = targets.tokens[t] as usize;
                 if chunk.contains(&id) {
                     logp[t] = logits[i * CHUNK + id - chunk.start] * scale;
                 }
@@ -195,10 +234,11 @@ pub fn forward(
     for (r, (max, sum, weighted)) in state.into_iter().enumerate() {
         lse[r] = (max + sum.ln()) as f32;
         entropy[r] = (sum.ln() - weighted / sum) as f32;
-        for t in offsets[r]..offsets[r + 1] {
+        for t in targets.of(r) {
             logp[t] = (f64::from(logp[t]) - max - sum.ln()) as f32;
         }
     }
+    Scores { logp, entropy, lse }
 }
 
 /// Joins the softmax sums of two disjoint sets of logits, rebasing both to the larger maximum.
@@ -232,80 +272,69 @@ simd_fn! {
     }
 }
 
-/// Gradients of [`forward`]: `dhidden [rows, h]` is overwritten, `dhead [v, h]` is added to.
+/// Gradients of [`forward`]: that of `hidden`, `[rows, h]`, is returned, that of the head is added to `dhead [v, h]`.
 ///
-/// `dlogp` is the gradient per target, `dentropy` per row; `lse` and `entropy` are what [`forward`] wrote. With
-/// `p = softmax`, a logit gets `Σ dlogp (1[target] − p) − dentropy · p (log p + entropy)`, divided by the temperature.
+/// `stats` are those that [`forward`] gave. With `p = softmax`, a logit gets
+/// `Σ dlogp (1[target] − p) − dentropy · p (log p + entropy)`, divided by the temperature.
+#[must_use]
 pub fn backward(
-    dhidden: &mut [f32],
-    mut dhead: Option<&mut [f32]>,
-    hidden: &[f32],
-    head: Weight,
-    rows: usize,
-    h: usize,
-    v: usize,
-    targets: &[u32],
-    offsets: &[usize],
-    lse: &[f32],
-    entropy: &[f32],
-    dlogp: &[f32],
-    dentropy: Option<&[f32]>,
-    temperature: f32,
-) {
+    gradient: Gradient,
+    hidden: Mat,
+    head: Head,
+    targets: Targets,
+    stats: Statistics,
+    mut dhead: Option<MatMut>,
+) -> Vec<f32> {
+    let ((rows, h), v) = (hidden.dims(), head.weight.dims().0);
     // The logits are computed a second time, which is not useful work; a frozen head has no gradient of its own.
     let products = 1 + usize::from(dhead.is_some());
     let _span = span(Op::HeadBackward, || (2 * products * rows * h * v, 4 * (1 + 2 * products) * h * v));
-    debug_assert!(offsets.len() == rows + 1 && targets.len() == dlogp.len() && head.len() == v * h);
-    let scale = 1.0 / temperature;
-    dhidden[..rows * h].fill(0.0);
-    for_logits(hidden, head, rows, h, v, |block, chunk, logits| {
+    let (dlogp, dentropy) = (gradient.logp, gradient.entropy);
+    let mut of_rows = [Some(stats.entropy), Some(stats.lse), dentropy].into_iter().flatten();
+    let fits = targets.fit(rows) && targets.tokens.len() == dlogp.len();
+    check("log-probabilities, backward", fits && of_rows.all(|x| x.len() == rows));
+    let scale = 1.0 / head.temperature;
+    let mut dhidden = vec![0.0; rows * h];
+    let mut sum = MatMut::new(&mut dhidden, rows, h);
+    for_logits(hidden, head.weight, |block, chunk, logits| {
         let shared = Shared::new(logits);
         ranges(block.len(), 1, block.len() * chunk.len() * 2, |range| {
             for i in range {
                 let r = block.start + i;
                 // SAFETY: every row is visited once.
                 let row = unsafe { shared.part(i * CHUNK, chunk.len()) };
-                let own = offsets[r]..offsets[r + 1];
-                let total: f32 = dlogp[own.clone()].iter().sum();
-                row_gradient(row, scale, lse[r], entropy[r], total, dentropy.map_or(0.0, |d| d[r]));
-                for t in own {
-                    let id = targets[t] as usize;
+                let total: f32 = dlogp[targets.of(r)].iter().sum();
+                let slope = dentropy.map_or(0.0, |d| d[r]);
+                row_gradient(row, scale, stats.lse[r], stats.entropy[r], total, slope);
+                for t in targets.of(r) {
+                    let id = targets.tokens[t] as usize;
                     if chunk.contains(&id) {
                         row[id - chunk.start] += dlogp[t] * scale;
                     }
                 }
             }
         });
-        let (m, n) = (block.len(), chunk.len());
-        let w = head.rows(chunk.start, chunk.end, h);
-        let hidden_block = block.start * h..block.end * h;
-        linear::backward_input(
-            &mut dhidden[hidden_block.clone()],
-            h,
-            logits,
-            CHUNK,
-            &[Layer::new(w, n)],
-            m,
-            h,
-            true,
-        );
-        if let Some(dhead) = dhead.as_deref_mut() {
-            let dw = &mut dhead[chunk.start * h..chunk.end * h];
+        let dlogits = Mat::new(logits, block.len(), CHUNK).columns(0..chunk.len());
+        let layers = [Layer::new(head.weight.rows(chunk.clone()))];
+        linear::backward_input_into(dlogits, &layers, true, sum.again().row_range(block.clone()));
+        if let Some(dhead) = &mut dhead {
+            let (dw, bf16) = (dhead.again().row_range(chunk), head.weight.is_bf16());
             linear::backward_weight(
-                &mut [Gradient { dw, col: 0, n, bf16: head.is_bf16() }],
-                logits,
-                CHUNK,
-                &hidden[hidden_block],
-                h,
-                m,
-                h,
+                dlogits,
+                hidden.row_range(block),
+                &mut [linear::Gradient { dw, col: 0, bf16 }],
             );
         }
     });
+    dhidden
 }
 
-/// `logits [rows, v] = hidden [rows, h] · headᵀ` with batch-invariant bits, for sampling.
-pub fn logits_rows(logits: &mut [f32], hidden: &[f32], head: Weight, rows: usize, h: usize, v: usize) {
-    let _span = span(Op::Head, || profile::product(rows, h, v, head));
-    linear::forward_rows(logits, v, hidden, h, &[Layer::new(head, v)], rows, h, false);
+/// Logits `[rows, v]` of `hidden [rows, h]` with batch-invariant bits, for sampling.
+#[must_use]
+pub fn logits_rows(hidden: Mat, head: Weight) -> Vec<f32> {
+    let (rows, v) = (hidden.rows, head.dims().0);
+    let _span = span(Op::Head, || profile::product(rows, head));
+    let mut logits = vec![0.0; rows * v];
+    linear::forward_rows_into(hidden, &[Layer::new(head)], false, MatMut::new(&mut logits, rows, v));
+    logits
 }

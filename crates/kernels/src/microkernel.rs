@@ -9,6 +9,7 @@ use std::ops::Range;
 use half::bf16;
 use pulp::WithSimd;
 
+use crate::mat::Mat;
 use crate::simd::{self, Simd, load_ptr, prefetch, store_ptr};
 
 /// `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
@@ -180,16 +181,13 @@ fn side<S: Simd>(rest: usize) -> usize {
 ///
 /// For bf16 weights every block of two vectors has its even elements first, since two neighbouring bf16 are widened as
 /// the low and the high half of one 32-bit lane.
-pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize, bf16: bool) {
-    simd::arch().dispatch(PackRows { to, x, stride, m, k, bf16 });
+pub(crate) fn pack_rows(x: Mat, bf16: bool, to: &mut [f32]) {
+    simd::arch().dispatch(PackRows { to, x, bf16 });
 }
 
 struct PackRows<'a> {
     to: &'a mut [f32],
-    x: &'a [f32],
-    stride: usize,
-    m: usize,
-    k: usize,
+    x: Mat<'a>,
     bf16: bool,
 }
 
@@ -214,25 +212,25 @@ impl WithSimd for PackRows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let (lanes, k) = (S::F32_LANES, self.k);
+        let (lanes, (m, k)) = (S::F32_LANES, self.x.dims());
         let padded = k.next_multiple_of(PAD);
         let mut i = 0;
-        while i < self.m {
-            let rows = side::<S>(self.m - i);
+        while i < m {
+            let rows = side::<S>(m - i);
             let to = &mut self.to[i * padded..(i + rows) * padded];
             for r in 0..rows {
                 let blocks = to.chunks_exact_mut(2 * rows * lanes).map(|to| {
                     let (first, second) = to.split_at_mut(rows * lanes);
                     (&mut first[r * lanes..(r + 1) * lanes], &mut second[r * lanes..(r + 1) * lanes])
                 });
-                if i + r >= self.m {
+                if i + r >= m {
                     blocks.for_each(|(first, second)| {
                         first.fill(0.0);
                         second.fill(0.0);
                     });
                     continue;
                 }
-                let x = &self.x[(i + r) * self.stride..][..k];
+                let x = self.x.row(i + r);
                 for (at, (first, second)) in blocks.enumerate() {
                     let x = &x[k.min(at * 2 * lanes)..];
                     if x.len() >= 2 * lanes {

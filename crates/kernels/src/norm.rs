@@ -3,6 +3,7 @@
 //! Rows are independent outputs; weight gradients are summed row by row, each thread owning a range of columns.
 
 use crate::buffer;
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{Shared, ranges};
 use crate::profile::{Op, span};
 use crate::simd::{Simd, load, store};
@@ -103,14 +104,13 @@ simd_fn! {
     }
 }
 
-/// Rows of `dy` and `x`, and what normalised them.
+/// Gradient and input of a norm, and what normalised each row.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
-    dy: &'a [f32],
-    x: &'a [f32],
+    dy: Mat<'a>,
+    x: Mat<'a>,
     mean: Option<&'a [f32]>,
     rstd: &'a [f32],
-    dim: usize,
 }
 
 simd_fn! {
@@ -130,8 +130,7 @@ simd_fn! {
                 }
             }
             for (r, &rstd) in rows.rstd.iter().enumerate() {
-                let at = r * rows.dim + first;
-                let (dy, x) = (&rows.dy[at..at + end], &rows.x[at..at + end]);
+                let (dy, x) = (rows.dy.part(r, first, end), rows.x.part(r, first, end));
                 let minus = simd.splat_f32s(-rows.mean.map_or(0.0, |mean| mean[r]));
                 let scale = simd.splat_f32s(rstd);
                 for v in 0..count {
@@ -152,10 +151,10 @@ simd_fn! {
 }
 
 /// `dw [dim] += Σ_rows dy · (x − mean) · rstd` and `db [dim] += Σ_rows dy`, threads owning columns.
-fn weight_gradient(dw: &mut [f32], db: Option<&mut [f32]>, rows: Rows) {
-    let (dim, work) = (rows.dim, rows.rstd.len() * rows.dim * COST);
+fn weight_gradient(rows: Rows, dw: &mut [f32], db: Option<&mut [f32]>) {
+    let (count, dim) = rows.x.dims();
     let (dw, db) = (Shared::new(dw), db.map(Shared::new));
-    ranges(dim, 64, work, |cols| {
+    ranges(dim, 64, count * dim * COST, |cols| {
         // SAFETY: the column ranges are disjoint.
         let (dw, db) =
             unsafe { (dw.part(cols.start, cols.len()), db.map(|db| db.part(cols.start, cols.len()))) };
@@ -163,102 +162,85 @@ fn weight_gradient(dw: &mut [f32], db: Option<&mut [f32]>, rows: Rows) {
     });
 }
 
-/// `x · rstd · weight` with `rstd = 1 / sqrt(mean(x²) + eps)`; `x` and the result `[rows, dim]`, `rstd` `[rows]`.
+/// `x · rstd · weight` with `rstd = 1 / sqrt(mean(x²) + eps)`; `x` and the result `[rows, dim]`. The statistics `[1, rows]`
+/// are `rstd`.
 #[must_use]
-pub fn rms_forward(
-    rstd: &mut [f32],
-    x: &[f32],
-    weight: &[f32],
-    rows: usize,
-    dim: usize,
-    eps: f32,
-) -> Vec<f32> {
+pub fn rms_forward(x: Mat, weight: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
+    let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (4 * rows * dim, 8 * rows * dim));
-    debug_assert!(x.len() >= rows * dim && weight.len() == dim);
-    let rstd = Shared::new(rstd);
-    buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
+    check("rms norm", weight.len() == dim);
+    let mut stats = vec![0.0; rows];
+    let rstd = Shared::new(&mut stats);
+    let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
         // SAFETY: every row is visited once.
         let rstd = unsafe { rstd.part(r, 1) };
-        rstd[0] = rms_row(y, &x[r * dim..(r + 1) * dim], weight, eps);
-    })
+        rstd[0] = rms_row(y, x.row(r), weight, eps);
+    });
+    (y, stats)
 }
 
 /// Gradients of [`rms_forward`], added to `dx [rows, dim]` and `dw [dim]`.
-pub fn rms_backward(
-    dx: &mut [f32],
-    dw: Option<&mut [f32]>,
-    dy: &[f32],
-    x: &[f32],
-    weight: &[f32],
-    rstd: &[f32],
-    rows: usize,
-    dim: usize,
-) {
+pub fn rms_backward(dy: Mat, x: Mat, weight: &[f32], stats: &[f32], dx: MatMut, dw: Option<&mut [f32]>) {
+    let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (8 * rows * dim, 16 * rows * dim));
-    debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
-    let dx = Shared::new(dx);
+    let of_weight = weight.len() == dim && dw.as_ref().is_none_or(|dw| dw.len() == dim);
+    let of_rows = dy.dims() == (rows, dim) && dx.dims() == (rows, dim) && stats.len() == rows;
+    check("rms norm, backward", of_weight && of_rows);
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {
-            let at = r * dim..(r + 1) * dim;
             // SAFETY: every row is visited once.
-            let dx = unsafe { dx.part(r * dim, dim) };
-            rms_gradient_row(dx, &dy[at.clone()], &x[at], weight, rstd[r]);
+            let dx = unsafe { dx.row(r) };
+            rms_gradient_row(dx, dy.row(r), x.row(r), weight, stats[r]);
         }
     });
     if let Some(dw) = dw {
-        weight_gradient(dw, None, Rows { dy, x, mean: None, rstd: &rstd[..rows], dim });
+        weight_gradient(Rows { dy, x, mean: None, rstd: stats }, dw, None);
     }
 }
 
-/// `(x − mean) · rstd · weight + bias` with biased variance; `mean`, `rstd` `[rows]`.
+/// `(x − mean) · rstd · weight + bias` with biased variance; `x` and the result `[rows, dim]`. The statistics `[2, rows]` are
+/// `mean` and `rstd`.
 #[must_use]
-pub fn layer_forward(
-    mean: &mut [f32],
-    rstd: &mut [f32],
-    x: &[f32],
-    weight: &[f32],
-    bias: &[f32],
-    rows: usize,
-    dim: usize,
-    eps: f32,
-) -> Vec<f32> {
+pub fn layer_forward(x: Mat, weight: &[f32], bias: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
+    let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (6 * rows * dim, 8 * rows * dim));
-    debug_assert!(x.len() >= rows * dim && weight.len() == dim && bias.len() == dim);
-    let [mean, rstd] = [mean, rstd].map(Shared::new);
-    buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
+    check("layer norm", weight.len() == dim && bias.len() == dim);
+    let mut stats = vec![0.0; 2 * rows];
+    let of_row = Shared::new(&mut stats);
+    let y = buffer::of_rows(rows, dim, rows * dim * COST, |r, y| {
         // SAFETY: every row is visited once.
-        let (mean, rstd) = unsafe { (mean.part(r, 1), rstd.part(r, 1)) };
-        (mean[0], rstd[0]) = layer_row(y, &x[r * dim..(r + 1) * dim], weight, bias, eps);
-    })
+        let (mean, rstd) = unsafe { (of_row.part(r, 1), of_row.part(rows + r, 1)) };
+        (mean[0], rstd[0]) = layer_row(y, x.row(r), weight, bias, eps);
+    });
+    (y, stats)
 }
 
 /// Gradients of [`layer_forward`], added to `dx [rows, dim]` and to `dw` and `db` `[dim]`.
 pub fn layer_backward(
-    dx: &mut [f32],
+    dy: Mat,
+    x: Mat,
+    weight: &[f32],
+    stats: &[f32],
+    dx: MatMut,
     dw: Option<&mut [f32]>,
     db: Option<&mut [f32]>,
-    dy: &[f32],
-    x: &[f32],
-    weight: &[f32],
-    mean: &[f32],
-    rstd: &[f32],
-    rows: usize,
-    dim: usize,
 ) {
+    let (rows, dim) = x.dims();
     let _span = span(Op::Norm, || (10 * rows * dim, 16 * rows * dim));
-    debug_assert!(x.len() >= rows * dim && dy.len() >= rows * dim && weight.len() == dim);
-    let dx = Shared::new(dx);
+    let of_weight = weight.len() == dim && [&dw, &db].into_iter().flatten().all(|d| d.len() == dim);
+    let of_rows = dy.dims() == (rows, dim) && dx.dims() == (rows, dim) && stats.len() == 2 * rows;
+    check("layer norm, backward", of_weight && of_rows);
+    let (mean, rstd) = stats.split_at(rows);
     ranges(rows, 1, rows * dim * COST, |range| {
         for r in range {
-            let at = r * dim..(r + 1) * dim;
             // SAFETY: every row is visited once.
-            let dx = unsafe { dx.part(r * dim, dim) };
-            layer_gradient_row(dx, &dy[at.clone()], &x[at], weight, mean[r], rstd[r]);
+            let dx = unsafe { dx.row(r) };
+            layer_gradient_row(dx, dy.row(r), x.row(r), weight, mean[r], rstd[r]);
         }
     });
     match (dw, db) {
-        (Some(dw), db) => weight_gradient(dw, db, Rows { dy, x, mean: Some(mean), rstd: &rstd[..rows], dim }),
-        (None, Some(db)) => crate::linear::backward_bias(db, dy, dim, rows, dim),
+        (Some(dw), db) => weight_gradient(Rows { dy, x, mean: Some(mean), rstd }, dw, db),
+        (None, Some(db)) => crate::linear::backward_bias(dy, db),
         (None, None) => {}
     }
 }

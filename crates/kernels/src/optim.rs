@@ -1,5 +1,6 @@
 //! The optimizer's elementwise update and the gradient norm.
 
+use crate::mat::check;
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
@@ -42,34 +43,51 @@ simd_fn! {
     }
 }
 
-/// One AdamW step in place, as `torch.optim.AdamW` does it (decoupled weight decay, bias-corrected moments).
-///
-/// `step` counts from 1. The gradient is multiplied by `grad_scale` first (clipping, averaging). All slices have the
-/// length of `weight`. Bias corrections are computed in `f64`.
-pub fn adamw(
-    weight: &mut [f32],
-    m: &mut [f32],
-    v: &mut [f32],
-    grad: &[f32],
-    lr: f32,
-    beta1: f32,
-    beta2: f32,
-    eps: f32,
-    weight_decay: f32,
-    step: u64,
-    grad_scale: f32,
-) {
-    let _span = span(Op::Optimizer, || (12 * weight.len(), 28 * weight.len()));
-    debug_assert!(
-        m.len() == weight.len() && v.len() == weight.len() && grad.len() == weight.len() && step > 0
-    );
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW<T = f32> {
+    /// Learning rate.
+    pub lr: T,
+    /// Decay of both moments.
+    pub betas: [T; 2],
+    /// Added to the root of the second moment.
+    pub eps: T,
+    /// Decoupled decay.
+    pub weight_decay: T,
+    /// Factor of the gradient (clipping, averaging).
+    pub grad_scale: T,
+    /// Which step it is, from 1 on.
+    pub step: u64,
+}
+
+impl AdamW {
+    /// The same numbers for the twin.
+    #[must_use]
+    pub fn wide(&self) -> AdamW<f64> {
+        AdamW {
+            lr: self.lr.into(),
+            betas: self.betas.map(f64::from),
+            eps: self.eps.into(),
+            weight_decay: self.weight_decay.into(),
+            grad_scale: self.grad_scale.into(),
+            step: self.step,
+        }
+    }
+}
+
+/// One step in place, as `torch.optim.AdamW` does it (decoupled weight decay, bias-corrected moments): `weight`, its first
+/// moment `m` and its second moment `v` from `grad`, all of one length. Bias corrections are computed in `f64`.
+pub fn adamw(grad: &[f32], by: &AdamW, weight: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+    let n = weight.len();
+    let _span = span(Op::Optimizer, || (12 * n, 28 * n));
+    check("adamw", m.len() == n && v.len() == n && grad.len() == n && by.step > 0);
+    let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *by;
     let power = i32::try_from(step).unwrap_or(i32::MAX);
     let correction = |beta: f32| 1.0 - f64::from(beta).powi(power);
     let decay = (1.0 - f64::from(lr) * f64::from(weight_decay)) as f32;
     let step_size = (f64::from(lr) / correction(beta1)) as f32;
     let root = correction(beta2).sqrt().recip() as f32;
     let u = Update { beta1, beta2, eps, decay, grad_scale, step_size, root };
-    let n = weight.len();
     let [weight, m, v] = [weight, m, v].map(Shared::new);
     ranges(n, 64, n * 4, |range| {
         // SAFETY: the ranges are disjoint.

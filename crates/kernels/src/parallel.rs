@@ -144,7 +144,7 @@ impl<'a> Strips<'a> {
 }
 
 /// A mutable slice whose disjoint parts are written by several threads.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Shared<'a> {
     data: *mut f32,
     len: usize,

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::Weight;
 use crate::linear::Layer;
+use crate::{Stored, Weight};
 
 /// Kinds of work, in the order of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -199,20 +199,22 @@ impl Drop for Span {
 }
 
 /// Operations and bytes of a product of `[m, k]` and a weight `[n, k]`.
-pub(crate) fn product(m: usize, k: usize, n: usize, w: Weight) -> (usize, usize) {
-    let weight = match w {
-        Weight::F32(_) => 4 * n * k,
-        Weight::Bf16(_) => 2 * n * k,
-        Weight::Quantised(w) => w.num_bytes(),
+pub(crate) fn product(m: usize, w: Weight) -> (usize, usize) {
+    let (n, k) = w.dims();
+    let weight = match w.stored() {
+        Stored::F32(_) => 4 * n * k,
+        Stored::Bf16(_) => 2 * n * k,
+        Stored::Quantised(w) => w.num_bytes(),
     };
     (2 * m * k * n, weight + 4 * m * (n + k))
 }
 
-/// [`product`] of several weights with the same input.
-pub(crate) fn products(m: usize, k: usize, layers: &[Layer]) -> (usize, usize) {
-    let each = layers.iter().map(|layer| product(m, k, layer.n, layer.w));
+/// [`product`] of several weights with the same input, which is read once.
+pub(crate) fn products(m: usize, layers: &[Layer]) -> (usize, usize) {
+    let each = layers.iter().map(|layer| product(m, layer.w));
     let (flops, bytes) = each.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-    (flops, bytes - 4 * m * k * layers.len().saturating_sub(1))
+    let input = layers.first().map_or(0, |layer| 4 * m * layer.w.dims().1);
+    (flops, bytes - input * layers.len().saturating_sub(1))
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@
 
 use half::bf16;
 
+use crate::mat::{Mat, MatMut};
 use crate::parallel::{Shared, ranges};
 use crate::simd::{Simd, load_ptr};
 
@@ -207,6 +208,12 @@ impl<'a> QuantRows<'a> {
         self.len() == 0
     }
 
+    /// Rows and columns.
+    #[must_use]
+    pub fn dims(self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+
     /// Memory of codes and scales, bytes.
     #[must_use]
     pub fn num_bytes(self) -> usize {
@@ -278,75 +285,62 @@ fn widen_blocks<const BITS: usize>(out: &mut [f32], w: QuantRows) {
     }
 }
 
-/// `y = x Wᵀ + b` with batch-invariant bits; arguments and promise as of [`crate::linear::forward_rows`].
-pub(crate) fn forward_rows(
-    y: &mut [f32],
-    y_stride: usize,
-    x: &[f32],
-    x_stride: usize,
-    w: QuantRows,
-    bias: Option<&[f32]>,
-    m: usize,
-) {
-    let (k, n) = (w.k, w.n);
+/// `y = x Wᵀ + b` with batch-invariant bits; promise as of [`crate::linear::forward_rows_into`].
+pub(crate) fn forward_rows(x: Mat, w: QuantRows, bias: Option<&[f32]>, y: MatMut) {
+    let ((m, k), n) = (x.dims(), w.n);
     let whole = w.bits.blocks(k) * w.bits.block();
     let padded;
     // Codes go in whole blocks; beyond k they meet zeros.
-    let (x, x_stride) = if whole == k {
-        (x, x_stride)
+    let x = if whole == k {
+        x
     } else {
         let mut to = vec![0.0; m * whole];
         for i in 0..m {
-            to[i * whole..i * whole + k].copy_from_slice(&x[i * x_stride..i * x_stride + k]);
+            to[i * whole..i * whole + k].copy_from_slice(x.row(i));
         }
         padded = to;
-        (&padded[..], whole)
+        Mat::new(&padded, m, whole)
     };
-    let y = Shared::new(y);
     ranges(n, 2, m * n * k / 4, |cols| {
-        let w = w.rows(cols.start, cols.end);
-        let bias = bias.map(|bias| &bias[cols.clone()]);
-        dots(y.ptr(cols.start), y_stride, x, x_stride, w, bias, m);
+        let (w, bias) = (w.rows(cols.start, cols.end), bias.map(|bias| &bias[cols.clone()]));
+        dots(Dots { y: y.data.ptr(cols.start), y_stride: y.stride, x, w, bias });
     });
 }
 
 simd_fn! {
-    /// `y [m, n] = x · wᵀ + bias` for rows of `x` padded to whole blocks.
-    fn dots<'a>(simd: S, y: *mut f32, y_stride: usize, x: &'a [f32], x_stride: usize, w: QuantRows<'a>,
-                bias: Option<&'a [f32]>, m: usize) -> () {
-        let dots = Dots { y, y_stride, x, x_stride, w, bias };
-        match w.bits {
-            QuantBits::Eight => dots.columns::<S, 8>(simd, m),
-            QuantBits::Four => dots.columns::<S, 4>(simd, m),
+    fn dots<'a>(simd: S, dots: Dots<'a>) -> () {
+        match dots.w.bits {
+            QuantBits::Eight => dots.columns::<S, 8>(simd),
+            QuantBits::Four => dots.columns::<S, 4>(simd),
         }
     }
 }
 
+/// `y [m, n] = x · wᵀ + bias` for rows of `x` padded to whole blocks.
 struct Dots<'a> {
     y: *mut f32,
     y_stride: usize,
-    x: &'a [f32],
-    x_stride: usize,
+    x: Mat<'a>,
     w: QuantRows<'a>,
     bias: Option<&'a [f32]>,
 }
 
 impl Dots<'_> {
     #[inline(always)]
-    fn columns<S: Simd, const BITS: usize>(&self, simd: S, m: usize) {
+    fn columns<S: Simd, const BITS: usize>(&self, simd: S) {
         let mut j = 0;
         while j + 2 <= self.w.n {
-            self.rows::<S, BITS, 2>(simd, m, j);
+            self.rows::<S, BITS, 2>(simd, j);
             j += 2;
         }
         if j < self.w.n {
-            self.rows::<S, BITS, 1>(simd, m, j);
+            self.rows::<S, BITS, 1>(simd, j);
         }
     }
 
     #[inline(always)]
-    fn rows<S: Simd, const BITS: usize, const N: usize>(&self, simd: S, m: usize, j: usize) {
-        let mut i = 0;
+    fn rows<S: Simd, const BITS: usize, const N: usize>(&self, simd: S, j: usize) {
+        let (m, mut i) = (self.x.rows, 0);
         while i + 4 <= m {
             self.tile::<S, BITS, 4, N>(simd, i, j);
             i += 4;
@@ -392,8 +386,7 @@ impl Dots<'_> {
                         wide[c] = simd.mul_add_e_f32s(code, simd.splat_f32s(step), simd.splat_f32s(min));
                     }
                     for r in 0..M {
-                        let first = (i + r) * self.x_stride + at * block + b * WORDS + v;
-                        let x = &self.x[first..first + lanes];
+                        let x = self.x.part(i + r, at * block + b * WORDS + v, lanes);
                         // SAFETY: `x` has as many elements as a vector has lanes.
                         let x = unsafe { load_ptr(simd, x.as_ptr(), lanes) };
                         for c in 0..N {

@@ -1,6 +1,7 @@
 //! Rotary position embedding in the `rotate_half` convention of the Hugging Face models.
 
-use crate::parallel::{Shared, ranges};
+use crate::mat::{Mat, MatMut, check};
+use crate::parallel::ranges;
 use crate::profile::{Op, span};
 
 simd_fn! {
@@ -24,32 +25,21 @@ simd_fn! {
     }
 }
 
-/// Rotates `heads` consecutive heads of every row in place, starting at column `col`.
+/// Rotates the heads that stand side by side in rows of `x [rows, heads · head_dim]`, in place.
 ///
-/// With `a = x[i]`, `b = x[i + D/2]`: `(a, b) → (a cos − b sin, b cos + a sin)`. `inverse` applies the transpose, which
-/// is the gradient. `x` holds `rows` rows at `stride`; `cos` and `sin` are `[rows, head_dim / 2]`; `head_dim` is even.
-pub fn apply(
-    x: &mut [f32],
-    stride: usize,
-    col: usize,
-    heads: usize,
-    head_dim: usize,
-    cos: &[f32],
-    sin: &[f32],
-    rows: usize,
-    inverse: bool,
-) {
-    let _span = span(Op::Rope, || (3 * rows * heads * head_dim, 8 * rows * heads * head_dim));
-    debug_assert!(head_dim.is_multiple_of(2) && col + heads * head_dim <= stride);
-    let half = head_dim / 2;
+/// With `a = x[i]`, `b = x[i + D/2]` of a head: `(a, b) → (a cos − b sin, b cos + a sin)`. `inverse` applies the transpose,
+/// which is the gradient. `cos` and `sin` are `[rows, head_dim / 2]`.
+pub fn apply(cos: Mat, sin: Mat, inverse: bool, x: MatMut) {
+    let (rows, half) = cos.dims();
+    let _span = span(Op::Rope, || (3 * rows * x.cols, 8 * rows * x.cols));
+    check("rope", sin.dims() == (rows, half) && x.rows == rows && x.cols.is_multiple_of(2 * half));
     let sign = if inverse { -1.0 } else { 1.0 };
-    let x = Shared::new(x);
-    ranges(rows, 1, rows * heads * head_dim, |range| {
+    ranges(rows, 1, rows * x.cols, |range| {
         for r in range {
-            for head in 0..heads {
+            let (cos, sin) = (cos.row(r), sin.row(r));
+            for head in (0..x.cols).step_by((2 * half).max(1)) {
                 // SAFETY: heads of different rows are disjoint and each is visited once.
-                let head = unsafe { x.part(r * stride + col + head * head_dim, head_dim) };
-                rotate(head, &cos[r * half..(r + 1) * half], &sin[r * half..(r + 1) * half], sign);
+                rotate(unsafe { x.part(r, head..head + 2 * half) }, cos, sin, sign);
             }
         }
     });

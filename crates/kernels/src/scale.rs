@@ -1,50 +1,45 @@
 //! A learnt scale per column, on the way into a residual stream.
 
+use crate::buffer;
+use crate::mat::{Mat, check};
 use crate::parallel::{Shared, ranges};
 
-/// `y [rows, dim] = residual + x · scale`, `scale [dim]`.
-pub fn residual_forward(y: &mut [f32], x: &[f32], residual: &[f32], scale: &[f32]) {
-    assert!(x.len() == y.len() && residual.len() == y.len(), "a branch that does not fit its stream");
-    let dim = scale.len().max(1);
-    let (len, to) = (y.len(), Shared::new(y));
-    ranges(len / dim, 1, len, |rows| {
-        for at in rows.map(|row| row * dim) {
-            // SAFETY: every row is visited once.
-            let y = unsafe { to.part(at, dim) };
-            for (((y, x), r), s) in y.iter_mut().zip(&x[at..]).zip(&residual[at..]).zip(scale) {
-                *y = r + x * s;
-            }
+/// `residual + x · scale`; `x`, `residual` and the result `[rows, dim]`, `scale [dim]`.
+#[must_use]
+pub fn residual_forward(x: Mat, residual: Mat, scale: &[f32]) -> Vec<f32> {
+    let (rows, dim) = x.dims();
+    check("scaled residual", residual.dims() == (rows, dim) && scale.len() == dim);
+    buffer::of_rows(rows, dim, rows * dim, |row, y| {
+        for (((y, x), r), s) in y.iter_mut().zip(x.row(row)).zip(residual.row(row)).zip(scale) {
+            *y = r + x * s;
         }
-    });
+    })
 }
 
-/// Gradient of [`residual_forward`] for `x`: `dx [rows, dim] = dy · scale`. That of the residual is `dy` itself.
-pub fn residual_backward_input(dx: &mut [f32], dy: &[f32], scale: &[f32]) {
-    let dim = scale.len().max(1);
-    let (len, to) = (dx.len(), Shared::new(dx));
-    ranges(len / dim, 1, len, |rows| {
-        for at in rows.map(|row| row * dim) {
-            // SAFETY: every row is visited once.
-            let dx = unsafe { to.part(at, dim) };
-            for ((dx, dy), s) in dx.iter_mut().zip(&dy[at..]).zip(scale) {
-                *dx = dy * s;
-            }
+/// Gradient of [`residual_forward`] for `x`: `dy · scale`. That of the residual is `dy` itself.
+#[must_use]
+pub fn residual_backward_input(dy: Mat, scale: &[f32]) -> Vec<f32> {
+    let (rows, dim) = dy.dims();
+    check("scaled residual, backward", scale.len() == dim);
+    buffer::of_rows(rows, dim, rows * dim, |row, dx| {
+        for ((dx, dy), s) in dx.iter_mut().zip(dy.row(row)).zip(scale) {
+            *dx = dy * s;
         }
-    });
+    })
 }
 
 /// Gradient of [`residual_forward`] for the scale: `dscale [dim] += Σ_rows dy · x`, row by row.
-pub fn residual_backward_scale(dscale: &mut [f32], dy: &[f32], x: &[f32]) {
-    let dim = dscale.len().max(1);
+pub fn residual_backward_scale(dy: Mat, x: Mat, dscale: &mut [f32]) {
+    let (rows, dim) = dy.dims();
+    check("scaled residual, gradient of the scale", x.dims() == (rows, dim) && dscale.len() == dim);
     let dscale = Shared::new(dscale);
     // Threads own columns, so that every sum runs over the rows in order.
-    ranges(dim, 16, dy.len(), |cols| {
+    ranges(dim, 16, rows * dim, |cols| {
         // SAFETY: the column ranges are disjoint.
         let sums = unsafe { dscale.part(cols.start, cols.len()) };
-        for (dy, x) in dy.chunks_exact(dim).zip(x.chunks_exact(dim)) {
-            for ((sum, dy), x) in sums.iter_mut().zip(&dy[cols.clone()]).zip(&x[cols.clone()]) {
-                *sum += dy * x;
-            }
+        for row in 0..rows {
+            let (dy, x) = (&dy.row(row)[cols.clone()], &x.row(row)[cols.clone()]);
+            sums.iter_mut().zip(dy).zip(x).for_each(|((sum, dy), x)| *sum += dy * x);
         }
     });
 }

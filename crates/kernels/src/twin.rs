@@ -1,21 +1,28 @@
-//! Every op again in plain `f64` loops: no SIMD, no threads, no tiling, contiguous arrays.
+//! Every op again in plain `f64` loops: no SIMD, no threads, no tiling.
 //!
 //! This is the meaning of the kernels. Gradients here are checked by central differences, the fast kernels are checked
-//! against this module.
+//! against this module. Arguments are those of the kernels; everything is returned, gradients are those of this call alone.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
+use crate::Mat;
 use crate::activation::Activation;
-use crate::attention::{AttentionLayout, Shape};
+use crate::attention::{AttentionLayout, Qkv, Shape};
 use crate::conv::{OUTSIDE, RowMix};
+use crate::logprob::{Gradient, Scores, Targets};
+use crate::optim::AdamW;
+
+type Mat64<'a> = Mat<'a, f64>;
+type Qkv64<'a> = Qkv<'a, f64>;
 
 /// `y [m, n] = x [m, k] · Wᵀ + b`, weight `[n, k]`.
 #[must_use]
-pub fn linear_forward(x: &[f64], w: &[f64], bias: Option<&[f64]>, m: usize, k: usize, n: usize) -> Vec<f64> {
+pub fn linear_forward(x: Mat64, w: Mat64, bias: Option<&[f64]>) -> Vec<f64> {
+    let (m, n) = (x.rows, w.rows);
     let mut y = vec![0.0; m * n];
     for i in 0..m {
         for j in 0..n {
-            let dot: f64 = (0..k).map(|p| x[i * k + p] * w[j * k + p]).sum();
+            let dot: f64 = x.row(i).iter().zip(w.row(j)).map(|(x, w)| x * w).sum();
             y[i * n + j] = dot + bias.map_or(0.0, |b| b[j]);
         }
     }
@@ -24,34 +31,30 @@ pub fn linear_forward(x: &[f64], w: &[f64], bias: Option<&[f64]>, m: usize, k: u
 
 /// Gradients of [`linear_forward`]: `(dx [m, k], dw [n, k], db [n])`.
 #[must_use]
-pub fn linear_backward(
-    dy: &[f64],
-    x: &[f64],
-    w: &[f64],
-    m: usize,
-    k: usize,
-    n: usize,
-) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+pub fn linear_backward(dy: Mat64, x: Mat64, w: Mat64) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let ((m, n), k) = (dy.dims(), x.cols);
     let (mut dx, mut dw, mut db) = (vec![0.0; m * k], vec![0.0; n * k], vec![0.0; n]);
     for i in 0..m {
-        for j in 0..n {
-            let g = dy[i * n + j];
+        let (x, dx) = (x.row(i), &mut dx[i * k..(i + 1) * k]);
+        for (j, &g) in dy.row(i).iter().enumerate() {
             db[j] += g;
+            let (w, dw) = (w.row(j), &mut dw[j * k..(j + 1) * k]);
             for p in 0..k {
-                dx[i * k + p] += g * w[j * k + p];
-                dw[j * k + p] += g * x[i * k + p];
+                dx[p] += g * w[p];
+                dw[p] += g * x[p];
             }
         }
     }
     (dx, dw, db)
 }
 
-/// RMS norm: `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`. Returns `(y, rstd [rows])`.
+/// RMS norm: `y = x · rstd · weight`, `rstd = 1 / sqrt(mean(x²) + eps)`. Returns `(y, rstd [1, rows])`.
 #[must_use]
-pub fn rms_forward(x: &[f64], weight: &[f64], rows: usize, dim: usize, eps: f64) -> (Vec<f64>, Vec<f64>) {
+pub fn rms_forward(x: Mat64, weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+    let (rows, dim) = x.dims();
     let (mut y, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows]);
     for r in 0..rows {
-        let x = &x[r * dim..(r + 1) * dim];
+        let x = x.row(r);
         rstd[r] = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / dim as f64 + eps).sqrt();
         for j in 0..dim {
             y[r * dim + j] = x[j] * rstd[r] * weight[j];
@@ -62,97 +65,71 @@ pub fn rms_forward(x: &[f64], weight: &[f64], rows: usize, dim: usize, eps: f64)
 
 /// Gradients of [`rms_forward`]: `(dx, dw)`.
 #[must_use]
-pub fn rms_backward(
-    dy: &[f64],
-    x: &[f64],
-    weight: &[f64],
-    rstd: &[f64],
-    rows: usize,
-    dim: usize,
-) -> (Vec<f64>, Vec<f64>) {
+pub fn rms_backward(dy: Mat64, x: Mat64, weight: &[f64], rstd: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let (rows, dim) = x.dims();
     let (mut dx, mut dw) = (vec![0.0; rows * dim], vec![0.0; dim]);
     for r in 0..rows {
-        let at = |j: usize| r * dim + j;
-        let dot: f64 = (0..dim).map(|j| dy[at(j)] * weight[j] * x[at(j)]).sum();
+        let (dy, x, rstd) = (dy.row(r), x.row(r), rstd[r]);
+        let dot: f64 = (0..dim).map(|j| dy[j] * weight[j] * x[j]).sum();
         for j in 0..dim {
-            dw[j] += dy[at(j)] * x[at(j)] * rstd[r];
-            dx[at(j)] = rstd[r] * (dy[at(j)] * weight[j] - x[at(j)] * dot * rstd[r] * rstd[r] / dim as f64);
+            dw[j] += dy[j] * x[j] * rstd;
+            dx[r * dim + j] = rstd * (dy[j] * weight[j] - x[j] * dot * rstd * rstd / dim as f64);
         }
     }
     (dx, dw)
 }
 
-/// Layer norm with biased variance. Returns `(y, mean [rows], rstd [rows])`.
+/// Layer norm with biased variance. Returns `(y, stats [2, rows])`: `mean` and `rstd`.
 #[must_use]
-pub fn layer_forward(
-    x: &[f64],
-    weight: &[f64],
-    bias: &[f64],
-    rows: usize,
-    dim: usize,
-    eps: f64,
-) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let (mut y, mut mean, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows], vec![0.0; rows]);
+pub fn layer_forward(x: Mat64, weight: &[f64], bias: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+    let (rows, dim) = x.dims();
+    let (mut y, mut stats) = (vec![0.0; rows * dim], vec![0.0; 2 * rows]);
     for r in 0..rows {
-        let x = &x[r * dim..(r + 1) * dim];
-        mean[r] = x.iter().sum::<f64>() / dim as f64;
-        let var = x.iter().map(|v| (v - mean[r]).powi(2)).sum::<f64>() / dim as f64;
-        rstd[r] = 1.0 / (var + eps).sqrt();
+        let x = x.row(r);
+        let mean = x.iter().sum::<f64>() / dim as f64;
+        let var = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / dim as f64;
+        let rstd = 1.0 / (var + eps).sqrt();
         for j in 0..dim {
-            y[r * dim + j] = (x[j] - mean[r]) * rstd[r] * weight[j] + bias[j];
+            y[r * dim + j] = (x[j] - mean) * rstd * weight[j] + bias[j];
         }
+        (stats[r], stats[rows + r]) = (mean, rstd);
     }
-    (y, mean, rstd)
+    (y, stats)
 }
 
 /// Gradients of [`layer_forward`]: `(dx, dw, db)`.
 #[must_use]
-pub fn layer_backward(
-    dy: &[f64],
-    x: &[f64],
-    weight: &[f64],
-    mean: &[f64],
-    rstd: &[f64],
-    rows: usize,
-    dim: usize,
-) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+pub fn layer_backward(dy: Mat64, x: Mat64, weight: &[f64], stats: &[f64]) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let (rows, dim) = x.dims();
     let (mut dx, mut dw, mut db) = (vec![0.0; rows * dim], vec![0.0; dim], vec![0.0; dim]);
     for r in 0..rows {
-        let at = |j: usize| r * dim + j;
-        let hat = |j: usize| (x[at(j)] - mean[r]) * rstd[r];
-        let g = |j: usize| dy[at(j)] * weight[j];
+        let (dy, x, mean, rstd) = (dy.row(r), x.row(r), stats[r], stats[rows + r]);
+        let hat = |j: usize| (x[j] - mean) * rstd;
+        let g = |j: usize| dy[j] * weight[j];
         let mean_g = (0..dim).map(g).sum::<f64>() / dim as f64;
         let mean_gx = (0..dim).map(|j| g(j) * hat(j)).sum::<f64>() / dim as f64;
         for j in 0..dim {
-            dw[j] += dy[at(j)] * hat(j);
-            db[j] += dy[at(j)];
-            dx[at(j)] = rstd[r] * (g(j) - mean_g - hat(j) * mean_gx);
+            dw[j] += dy[j] * hat(j);
+            db[j] += dy[j];
+            dx[r * dim + j] = rstd * (g(j) - mean_g - hat(j) * mean_gx);
         }
     }
     (dx, dw, db)
 }
 
-/// Rotary embedding of contiguous `[rows, heads · head_dim]`; see [`crate::rope::apply`].
+/// Rotary embedding of `x [rows, heads · head_dim]`; see [`crate::rope::apply`].
 #[must_use]
-pub fn rope(
-    x: &[f64],
-    heads: usize,
-    head_dim: usize,
-    cos: &[f64],
-    sin: &[f64],
-    rows: usize,
-    inverse: bool,
-) -> Vec<f64> {
-    let half = head_dim / 2;
-    let mut y = vec![0.0; x.len()];
-    for r in 0..rows {
-        for head in 0..heads {
+pub fn rope(cos: Mat64, sin: Mat64, inverse: bool, x: Mat64) -> Vec<f64> {
+    let half = cos.cols;
+    let mut y = vec![0.0; x.rows * x.cols];
+    for r in 0..x.rows {
+        let (cos, sin, x, y) = (cos.row(r), sin.row(r), x.row(r), &mut y[r * x.cols..(r + 1) * x.cols]);
+        for head in (0..x.len()).step_by(2 * half) {
             for i in 0..half {
-                let at = (r * heads + head) * head_dim + i;
-                let c = cos[r * half + i];
-                let s = if inverse { -sin[r * half + i] } else { sin[r * half + i] };
-                y[at] = x[at] * c - x[at + half] * s;
-                y[at + half] = x[at + half] * c + x[at] * s;
+                let (a, b) = (head + i, head + half + i);
+                let s = if inverse { -sin[i] } else { sin[i] };
+                y[a] = x[a] * cos[i] - x[b] * s;
+                y[b] = x[b] * cos[i] + x[a] * s;
             }
         }
     }
@@ -204,20 +181,26 @@ pub fn activation(act: Activation, x: f64) -> (f64, f64) {
 
 /// `silu(gate) · up` of `[rows, 2i]` (gate first).
 #[must_use]
-pub fn swiglu_forward(gate_up: &[f64], rows: usize, i: usize) -> Vec<f64> {
-    let at = |r: usize, j: usize| gate_up[r * 2 * i + j];
-    (0..rows * i).map(|p| activation(Activation::Silu, at(p / i, p % i)).0 * at(p / i, i + p % i)).collect()
+pub fn swiglu_forward(gate_up: Mat64) -> Vec<f64> {
+    let i = gate_up.cols / 2;
+    let at = |r: usize, j: usize| {
+        let (gate, up) = gate_up.row(r).split_at(i);
+        activation(Activation::Silu, gate[j]).0 * up[j]
+    };
+    (0..gate_up.rows * i).map(|p| at(p / i, p % i)).collect()
 }
 
 /// Gradient of [`swiglu_forward`], `[rows, 2i]`.
 #[must_use]
-pub fn swiglu_backward(dy: &[f64], gate_up: &[f64], rows: usize, i: usize) -> Vec<f64> {
+pub fn swiglu_backward(dy: Mat64, gate_up: Mat64) -> Vec<f64> {
+    let (rows, i) = dy.dims();
     let mut d = vec![0.0; rows * 2 * i];
     for r in 0..rows {
+        let (dy, (gate, up)) = (dy.row(r), gate_up.row(r).split_at(i));
         for j in 0..i {
-            let (silu, slope) = activation(Activation::Silu, gate_up[r * 2 * i + j]);
-            d[r * 2 * i + j] = dy[r * i + j] * gate_up[r * 2 * i + i + j] * slope;
-            d[r * 2 * i + i + j] = dy[r * i + j] * silu;
+            let (silu, slope) = activation(Activation::Silu, gate[j]);
+            d[r * 2 * i + j] = dy[j] * up[j] * slope;
+            d[r * 2 * i + i + j] = dy[j] * silu;
         }
     }
     d
@@ -237,36 +220,32 @@ fn visible(layout: &AttentionLayout) -> impl Iterator<Item = (usize, Vec<usize>)
     })
 }
 
-/// Softmax attention; `q [tq, q_heads·d]`, `k`, `v [tk, kv_heads·d]`. Returns `(out [tq, q_heads·d], lse [tq, q_heads])`.
+/// Softmax attention. Returns `(out [tq, q_heads · d], lse [tq, q_heads])`.
 #[must_use]
 pub fn attention_forward(
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
+    qkv: Qkv64,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f64,
 ) -> (Vec<f64>, Vec<f64>) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
-    let (mut out, mut lse) = (vec![0.0; q.len()], vec![f64::NEG_INFINITY; q.len() / d]);
+    let rows = qkv.q.rows;
+    let (mut out, mut lse) = (vec![0.0; rows * q_heads * d], vec![f64::NEG_INFINITY; rows * q_heads]);
     for (query, keys) in visible(layout) {
         for head in 0..q_heads {
-            let at = (query * q_heads + head) * d;
-            let kv = |key: usize| (key * kv_heads + head / (q_heads / kv_heads)) * d;
-            let s: Vec<f64> = keys
-                .iter()
-                .map(|&key| scale * (0..d).map(|j| q[at + j] * k[kv(key) + j]).sum::<f64>())
-                .collect();
+            let kv = head / (q_heads / kv_heads) * d;
+            let q = qkv.q.part(query, head * d, d);
+            let s: Vec<f64> = keys.iter().map(|&key| scale * dot(q, qkv.k.part(key, kv, d))).collect();
             let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             if keys.is_empty() {
                 continue;
             }
             let total: f64 = s.iter().map(|s| (s - max).exp()).sum();
             lse[query * q_heads + head] = max + total.ln();
+            let out = &mut out[(query * q_heads + head) * d..][..d];
             for (&key, s) in keys.iter().zip(&s) {
-                for j in 0..d {
-                    out[at + j] += (s - max).exp() / total * v[kv(key) + j];
-                }
+                let p = (s - max).exp() / total;
+                out.iter_mut().zip(qkv.v.part(key, kv, d)).for_each(|(out, v)| *out += p * v);
             }
         }
     }
@@ -276,31 +255,29 @@ pub fn attention_forward(
 /// Gradients of [`attention_forward`]: `(dq, dk, dv)`.
 #[must_use]
 pub fn attention_backward(
-    dout: &[f64],
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
+    dout: Mat64,
+    qkv: Qkv64,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f64,
 ) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
-    let (out, lse) = attention_forward(q, k, v, layout, shape, scale);
-    let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
+    let (out, lse) = attention_forward(qkv, layout, shape, scale);
+    let [mut dq, mut dk, mut dv] = [qkv.q, qkv.k, qkv.v].map(|x| vec![0.0; x.rows * x.cols]);
     for (query, keys) in visible(layout) {
         for head in 0..q_heads {
-            let at = (query * q_heads + head) * d;
-            let delta: f64 = (0..d).map(|j| dout[at + j] * out[at + j]).sum();
+            let (kv, at) = (head / (q_heads / kv_heads) * d, (query * q_heads + head) * d);
+            let (q, dout) = (qkv.q.part(query, head * d, d), dout.part(query, head * d, d));
+            let delta = dot(dout, &out[at..at + d]);
             for &key in &keys {
-                let kv = (key * kv_heads + head / (q_heads / kv_heads)) * d;
-                let s = scale * (0..d).map(|j| q[at + j] * k[kv + j]).sum::<f64>();
-                let p = (s - lse[query * q_heads + head]).exp();
-                let dp: f64 = (0..d).map(|j| dout[at + j] * v[kv + j]).sum();
-                let ds = p * (dp - delta) * scale;
+                let (k, v) = (qkv.k.part(key, kv, d), qkv.v.part(key, kv, d));
+                let p = (scale * dot(q, k) - lse[query * q_heads + head]).exp();
+                let ds = p * (dot(dout, v) - delta) * scale;
+                let to = key * kv_heads * d + kv;
                 for j in 0..d {
-                    dv[kv + j] += p * dout[at + j];
-                    dq[at + j] += ds * k[kv + j];
-                    dk[kv + j] += ds * q[at + j];
+                    dv[to + j] += p * dout[j];
+                    dq[at + j] += ds * k[j];
+                    dk[to + j] += ds * q[j];
                 }
             }
         }
@@ -308,58 +285,51 @@ pub fn attention_backward(
     (dq, dk, dv)
 }
 
-/// Log-probabilities of targets; see [`crate::logprob`]. Returns `(logp per target, entropy [rows], lse [rows])`.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Log-probabilities of targets; see [`crate::logprob::forward`].
 #[must_use]
-pub fn logprob_forward(
-    hidden: &[f64],
-    head: &[f64],
-    rows: usize,
-    h: usize,
-    v: usize,
-    targets: &[u32],
-    offsets: &[usize],
-    temperature: f64,
-) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let logits = linear_forward(hidden, head, None, rows, h, v);
-    let (mut logp, mut entropy, mut lse) = (vec![0.0; targets.len()], vec![0.0; rows], vec![0.0; rows]);
+pub fn logprob_forward(hidden: Mat64, head: Mat64, targets: Targets, temperature: f64) -> Scores<f64> {
+    let (rows, v) = (hidden.rows, head.rows);
+    let logits = linear_forward(hidden, head, None);
+    let mut logp = vec![0.0; targets.tokens.len()];
+    let (mut entropy, mut lse) = (vec![0.0; rows], vec![0.0; rows]);
     for r in 0..rows {
         let z: Vec<f64> = logits[r * v..(r + 1) * v].iter().map(|l| l / temperature).collect();
         let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         lse[r] = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
         entropy[r] = z.iter().map(|z| (z - lse[r]).exp() * (lse[r] - z)).sum();
-        for t in offsets[r]..offsets[r + 1] {
-            logp[t] = z[targets[t] as usize] - lse[r];
+        for t in targets.of(r) {
+            logp[t] = z[targets.tokens[t] as usize] - lse[r];
         }
     }
-    (logp, entropy, lse)
+    Scores { logp, entropy, lse }
 }
 
 /// Gradients of the logits of [`logprob_forward`], `[rows, v]`.
 #[must_use]
 pub fn logit_gradients(
-    hidden: &[f64],
-    head: &[f64],
-    rows: usize,
-    h: usize,
-    v: usize,
-    targets: &[u32],
-    offsets: &[usize],
-    dlogp: &[f64],
-    dentropy: Option<&[f64]>,
+    gradient: Gradient<f64>,
+    hidden: Mat64,
+    head: Mat64,
+    targets: Targets,
     temperature: f64,
 ) -> Vec<f64> {
-    let logits = linear_forward(hidden, head, None, rows, h, v);
-    let (_, entropy, lse) = logprob_forward(hidden, head, rows, h, v, targets, offsets, temperature);
+    let (rows, v) = (hidden.rows, head.rows);
+    let logits = linear_forward(hidden, head, None);
+    let Scores { entropy, lse, .. } = logprob_forward(hidden, head, targets, temperature);
     let mut dlogits = vec![0.0; rows * v];
     for r in 0..rows {
-        let total: f64 = dlogp[offsets[r]..offsets[r + 1]].iter().sum();
+        let total: f64 = gradient.logp[targets.of(r)].iter().sum();
+        let d_entropy = gradient.entropy.map_or(0.0, |d| d[r]);
         for j in 0..v {
             let log_p = logits[r * v + j] / temperature - lse[r];
-            let d_entropy = dentropy.map_or(0.0, |d| d[r]);
             dlogits[r * v + j] -= log_p.exp() * (total + d_entropy * (log_p + entropy[r])) / temperature;
         }
-        for t in offsets[r]..offsets[r + 1] {
-            dlogits[r * v + targets[t] as usize] += dlogp[t] / temperature;
+        for t in targets.of(r) {
+            dlogits[r * v + targets.tokens[t] as usize] += gradient.logp[t] / temperature;
         }
     }
     dlogits
@@ -368,54 +338,37 @@ pub fn logit_gradients(
 /// Gradients of [`logprob_forward`]: `(dhidden, dhead)`.
 #[must_use]
 pub fn logprob_backward(
-    hidden: &[f64],
-    head: &[f64],
-    rows: usize,
-    h: usize,
-    v: usize,
-    targets: &[u32],
-    offsets: &[usize],
-    dlogp: &[f64],
-    dentropy: Option<&[f64]>,
+    gradient: Gradient<f64>,
+    hidden: Mat64,
+    head: Mat64,
+    targets: Targets,
     temperature: f64,
 ) -> (Vec<f64>, Vec<f64>) {
-    let dlogits = logit_gradients(hidden, head, rows, h, v, targets, offsets, dlogp, dentropy, temperature);
-    let (dhidden, dhead, _) = linear_backward(&dlogits, hidden, head, rows, h, v);
+    let dlogits = logit_gradients(gradient, hidden, head, targets, temperature);
+    let (dhidden, dhead, _) = linear_backward(Mat::new(&dlogits, hidden.rows, head.rows), hidden, head);
     (dhidden, dhead)
 }
 
-/// Rows `ids` of `table [_, h]`.
+/// Rows `ids` of `table`.
 #[must_use]
-pub fn gather(table: &[f64], ids: &[u32], h: usize) -> Vec<f64> {
-    ids.iter().flat_map(|&id| table[id as usize * h..(id as usize + 1) * h].iter().copied()).collect()
+pub fn gather(table: Mat64, ids: &[u32]) -> Vec<f64> {
+    ids.iter().flat_map(|&id| table.row(id as usize)).copied().collect()
 }
 
-/// Gradient of [`gather`], `[vocab, h]`.
+/// Gradient of [`gather`] for a table of `vocab` rows.
 #[must_use]
-pub fn scatter_add(dy: &[f64], ids: &[u32], vocab: usize, h: usize) -> Vec<f64> {
+pub fn scatter_add(dy: Mat64, ids: &[u32], vocab: usize) -> Vec<f64> {
+    let h = dy.cols;
     let mut d = vec![0.0; vocab * h];
     for (i, &id) in ids.iter().enumerate() {
-        for j in 0..h {
-            d[id as usize * h + j] += dy[i * h + j];
-        }
+        d[id as usize * h..][..h].iter_mut().zip(dy.row(i)).for_each(|(d, dy)| *d += dy);
     }
     d
 }
 
 /// One AdamW step in place; see [`crate::optim::adamw`].
-pub fn adamw(
-    weight: &mut [f64],
-    m: &mut [f64],
-    v: &mut [f64],
-    grad: &[f64],
-    lr: f64,
-    beta1: f64,
-    beta2: f64,
-    eps: f64,
-    weight_decay: f64,
-    step: u64,
-    grad_scale: f64,
-) {
+pub fn adamw(grad: &[f64], by: &AdamW<f64>, weight: &mut [f64], m: &mut [f64], v: &mut [f64]) {
+    let AdamW { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, step } = *by;
     for i in 0..weight.len() {
         let g = grad[i] * grad_scale;
         weight[i] -= lr * weight_decay * weight[i];
@@ -427,33 +380,35 @@ pub fn adamw(
     }
 }
 
-/// `y [rows, dim] = residual + x · scale`, `scale [dim]`.
+/// `residual + x · scale`, `scale [dim]`.
 #[must_use]
-pub fn scale_residual_forward(x: &[f64], residual: &[f64], scale: &[f64]) -> Vec<f64> {
-    let dim = scale.len();
-    x.iter().zip(residual).enumerate().map(|(i, (x, r))| r + x * scale[i % dim]).collect()
+pub fn residual_forward(x: Mat64, residual: Mat64, scale: &[f64]) -> Vec<f64> {
+    let row = |r: usize| x.row(r).iter().zip(residual.row(r)).zip(scale).map(|((x, r), s)| r + x * s);
+    (0..x.rows).flat_map(row).collect()
 }
 
-/// Gradients of [`scale_residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
+/// Gradients of [`residual_forward`]: `(dx, dscale)`; that of the residual is `dy`.
 #[must_use]
-pub fn scale_residual_backward(dy: &[f64], x: &[f64], scale: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let dim = scale.len();
-    let mut dscale = vec![0.0; dim];
-    for (i, (dy, x)) in dy.iter().zip(x).enumerate() {
-        dscale[i % dim] += dy * x;
+pub fn residual_backward(dy: Mat64, x: Mat64, scale: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let (mut dx, mut dscale) = (Vec::new(), vec![0.0; scale.len()]);
+    for r in 0..x.rows {
+        for (j, (dy, x)) in dy.row(r).iter().zip(x.row(r)).enumerate() {
+            dx.push(dy * scale[j]);
+            dscale[j] += dy * x;
+        }
     }
-    (dy.iter().enumerate().map(|(i, dy)| dy * scale[i % dim]).collect(), dscale)
+    (dx, dscale)
 }
 
 /// Rows as weighted sums; see [`crate::conv::mix_forward`].
 #[must_use]
-pub fn mix_forward(x: &[f64], mix: &RowMix, c: usize) -> Vec<f64> {
+pub fn mix_forward(x: Mat64, mix: &RowMix) -> Vec<f64> {
+    let c = x.cols;
     let mut y = vec![0.0; mix.len() * c];
     for r in 0..mix.len() {
         for i in mix.offsets[r]..mix.offsets[r + 1] {
-            for j in 0..c {
-                y[r * c + j] += f64::from(mix.weights[i]) * x[mix.rows[i] as usize * c + j];
-            }
+            let (weight, x) = (f64::from(mix.weights[i]), x.row(mix.rows[i] as usize));
+            y[r * c..(r + 1) * c].iter_mut().zip(x).for_each(|(y, x)| *y += weight * x);
         }
     }
     y
@@ -461,21 +416,22 @@ pub fn mix_forward(x: &[f64], mix: &RowMix, c: usize) -> Vec<f64> {
 
 /// Gradient of [`mix_forward`] for an input of `rows` rows.
 #[must_use]
-pub fn mix_backward(dy: &[f64], mix: &RowMix, rows: usize, c: usize) -> Vec<f64> {
+pub fn mix_backward(dy: Mat64, mix: &RowMix, rows: usize) -> Vec<f64> {
+    let c = dy.cols;
     let mut dx = vec![0.0; rows * c];
     for r in 0..mix.len() {
         for i in mix.offsets[r]..mix.offsets[r + 1] {
-            for j in 0..c {
-                dx[mix.rows[i] as usize * c + j] += f64::from(mix.weights[i]) * dy[r * c + j];
-            }
+            let (weight, dx) = (f64::from(mix.weights[i]), &mut dx[mix.rows[i] as usize * c..][..c]);
+            dx.iter_mut().zip(dy.row(r)).for_each(|(dx, dy)| *dx += weight * dy);
         }
     }
     dx
 }
 
-/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution with padding 1.
-fn depthwise3_terms(n: usize, h: usize, w: usize, c: usize, mut f: impl FnMut(usize, usize, usize)) {
-    for (p, y, x, ch) in (0..n * h * w * c).map(|i| (i / (h * w * c), i / (w * c) % h, i / c % w, i % c)) {
+/// Calls `f(output, input, weight)` with the indices of every product of a depthwise 3×3 convolution with padding 1 of
+/// `[rows, c]`.
+fn depthwise3_terms((rows, c): (usize, usize), [h, w]: [usize; 2], mut f: impl FnMut(usize, usize, usize)) {
+    for (p, y, x, ch) in (0..rows * c).map(|i| (i / (h * w * c), i / (w * c) % h, i / c % w, i % c)) {
         for (a, b) in (0..9).map(|tap| (tap / 3, tap % 3)) {
             if (1..=h).contains(&(y + a)) && (1..=w).contains(&(x + b)) {
                 let at = |y: usize, x: usize| ((p * h + y) * w + x) * c + ch;
@@ -487,38 +443,31 @@ fn depthwise3_terms(n: usize, h: usize, w: usize, c: usize, mut f: impl FnMut(us
 
 /// Depthwise 3×3 convolution; see [`crate::conv::depthwise3`].
 #[must_use]
-pub fn depthwise3_forward(x: &[f64], weight: &[f64], n: usize, h: usize, w: usize, c: usize) -> Vec<f64> {
-    let mut y = vec![0.0; n * h * w * c];
-    depthwise3_terms(n, h, w, c, |to, from, k| y[to] += weight[k] * x[from]);
+pub fn depthwise3_forward(x: Mat64, weight: &[f64], side: [usize; 2]) -> Vec<f64> {
+    let mut y = vec![0.0; x.rows * x.cols];
+    depthwise3_terms(x.dims(), side, |to, from, k| y[to] += weight[k] * x.at(from));
     y
 }
 
 /// Gradients of [`depthwise3_forward`]: `(dx, dweight)`.
 #[must_use]
-pub fn depthwise3_backward(
-    dy: &[f64],
-    x: &[f64],
-    weight: &[f64],
-    n: usize,
-    h: usize,
-    w: usize,
-    c: usize,
-) -> (Vec<f64>, Vec<f64>) {
-    let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; 9 * c]);
-    depthwise3_terms(n, h, w, c, |to, from, k| {
-        dx[from] += weight[k] * dy[to];
-        dw[k] += x[from] * dy[to];
+pub fn depthwise3_backward(dy: Mat64, x: Mat64, weight: &[f64], side: [usize; 2]) -> (Vec<f64>, Vec<f64>) {
+    let (mut dx, mut dw) = (vec![0.0; x.rows * x.cols], vec![0.0; weight.len()]);
+    depthwise3_terms(x.dims(), side, |to, from, k| {
+        dx[from] += weight[k] * dy.at(to);
+        dw[k] += x.at(from) * dy.at(to);
     });
     (dx, dw)
 }
 
 /// Patches as rows; see [`crate::conv::unfold`].
 #[must_use]
-pub fn unfold(x: &[f64], sources: &[u32], taps: usize, c: usize) -> Vec<f64> {
+pub fn unfold(x: Mat64, sources: &[u32], taps: usize) -> Vec<f64> {
+    let c = x.cols;
     let mut y = vec![0.0; sources.len() * c];
     for (i, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
-        for j in 0..c {
-            y[(i / taps * c + j) * taps + i % taps] = x[source as usize * c + j];
+        for (j, x) in x.row(source as usize).iter().enumerate() {
+            y[(i / taps * c + j) * taps + i % taps] = *x;
         }
     }
     y
@@ -526,11 +475,12 @@ pub fn unfold(x: &[f64], sources: &[u32], taps: usize, c: usize) -> Vec<f64> {
 
 /// Gradient of [`unfold`] for an input of `rows` rows.
 #[must_use]
-pub fn fold(dy: &[f64], sources: &[u32], taps: usize, rows: usize, c: usize) -> Vec<f64> {
+pub fn fold(dy: Mat64, sources: &[u32], taps: usize, rows: usize) -> Vec<f64> {
+    let c = dy.cols / taps;
     let mut dx = vec![0.0; rows * c];
     for (i, &source) in sources.iter().enumerate().filter(|(_, source)| **source != OUTSIDE) {
         for j in 0..c {
-            dx[source as usize * c + j] += dy[(i / taps * c + j) * taps + i % taps];
+            dx[source as usize * c + j] += dy.row(i / taps)[j * taps + i % taps];
         }
     }
     dx
@@ -538,20 +488,23 @@ pub fn fold(dy: &[f64], sources: &[u32], taps: usize, rows: usize, c: usize) -> 
 
 /// `x · sigmoid(gate)`; see [`crate::conv::gate_forward`].
 #[must_use]
-pub fn gate_forward(x: &[f64], gate: &[f64], s: usize, c: usize) -> Vec<f64> {
-    x.iter().enumerate().map(|(i, x)| x / (1.0 + (-gate[i / (s * c) * c + i % c]).exp())).collect()
+pub fn gate_forward(x: Mat64, gate: Mat64) -> Vec<f64> {
+    let (n, c) = gate.dims();
+    let gate = |i: usize| gate.at(i / c / (x.rows / n) * c + i % c);
+    (0..x.rows * c).map(|i| x.at(i) / (1.0 + (-gate(i)).exp())).collect()
 }
 
 /// Gradients of [`gate_forward`]: `(dx, dgate)`.
 #[must_use]
-pub fn gate_backward(dy: &[f64], x: &[f64], gate: &[f64], s: usize, c: usize) -> (Vec<f64>, Vec<f64>) {
-    let mut dgate = vec![0.0; gate.len()];
-    for i in 0..x.len() {
-        let at = i / (s * c) * c + i % c;
-        let open = 1.0 / (1.0 + (-gate[at]).exp());
-        dgate[at] += dy[i] * x[i] * open * (1.0 - open);
+pub fn gate_backward(dy: Mat64, x: Mat64, gate: Mat64) -> (Vec<f64>, Vec<f64>) {
+    let (n, c) = gate.dims();
+    let mut dgate = vec![0.0; n * c];
+    for i in 0..x.rows * c {
+        let at = i / c / (x.rows / n) * c + i % c;
+        let open = 1.0 / (1.0 + (-gate.at(at)).exp());
+        dgate[at] += dy.at(i) * x.at(i) * open * (1.0 - open);
     }
-    (gate_forward(dy, gate, s, c), dgate)
+    (gate_forward(dy, gate), dgate)
 }
 
 fn softmax(logits: &[f64]) -> Vec<f64> {
@@ -561,17 +514,17 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
 
 /// `Σ softmax(logits)ᵢ · x[i]`; see [`crate::conv::blend_forward`].
 #[must_use]
-pub fn blend_forward(x: &[f64], logits: &[f64]) -> Vec<f64> {
-    let (p, len) = (softmax(logits), x.len() / logits.len());
-    (0..len).map(|j| (0..p.len()).map(|i| p[i] * x[i * len + j]).sum()).collect()
+pub fn blend_forward(x: Mat64, logits: &[f64]) -> Vec<f64> {
+    let p = softmax(logits);
+    (0..x.cols).map(|j| (0..p.len()).map(|i| p[i] * x.row(i)[j]).sum()).collect()
 }
 
 /// Gradients of [`blend_forward`]: `(dx, dlogits)`.
 #[must_use]
-pub fn blend_backward(dy: &[f64], x: &[f64], logits: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let (p, len) = (softmax(logits), dy.len());
-    let dx = (0..x.len()).map(|i| p[i / len] * dy[i % len]).collect();
-    let dp: Vec<f64> = (0..p.len()).map(|i| (0..len).map(|j| dy[j] * x[i * len + j]).sum()).collect();
+pub fn blend_backward(dy: &[f64], x: Mat64, logits: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let p = softmax(logits);
+    let dx = p.iter().flat_map(|p| dy.iter().map(move |dy| p * dy)).collect();
+    let dp: Vec<f64> = (0..p.len()).map(|i| dot(dy, x.row(i))).collect();
     let mean: f64 = p.iter().zip(&dp).map(|(p, d)| p * d).sum();
     (dx, p.iter().zip(&dp).map(|(p, d)| p * (d - mean)).collect())
 }

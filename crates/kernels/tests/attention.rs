@@ -10,11 +10,14 @@ pub fn choose_instructions() -> f64 {
 }
 
 use common::{close, noise, wide, with_threads};
-use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Shape, View};
-use omnigrpo_kernels::twin;
+use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::{Mat, MatMut, twin};
 
-fn packed(x: &[f32], rows: usize, stride: usize, col: usize, width: usize) -> Vec<f64> {
-    (0..rows).flat_map(|r| wide(&x[r * stride + col..r * stride + col + width])).collect()
+/// Queries, keys and values whose columns begin at `cols`.
+fn parts<T: Copy>(x: Mat<T>, cols: [usize; 3], shape: Shape) -> Qkv<T> {
+    let (q, kv) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let [q, k, v] = [(cols[0], q), (cols[1], kv), (cols[2], kv)].map(|(at, n)| x.columns(at..at + n));
+    Qkv { q, k, v }
 }
 
 struct Case {
@@ -90,21 +93,21 @@ fn matches_the_twin_forward_and_backward() {
         // Odd gaps between the windows: a packed stream with strided columns.
         let (stride, cols) = (wq + 2 * wk + 5, [1, wq + 2, wq + wk + 4]);
         let x = noise(rows * stride, 7);
-        let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
+        let qkv = parts(Mat::new(&x, rows, stride), cols, shape);
         let scale = 1.0 / (d as f32).sqrt() * 2.0;
-        let (mut out, mut lse) = (vec![f32::NAN; rows * wq], vec![f32::NAN; rows * q_heads]);
-        attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, scale);
-        let [q64, k64, v64] =
-            [(cols[0], wq), (cols[1], wk), (cols[2], wk)].map(|(c, w)| packed(&x, rows, stride, c, w));
-        let (out64, lse64) = twin::attention_forward(&q64, &k64, &v64, &layout, shape, f64::from(scale));
+        let (out, lse) = attention::forward(qkv, &layout, shape, scale);
+        let x64 = wide(&x);
+        let qkv64 = parts(Mat::new(&x64, rows, stride), cols, shape);
+        let (out64, lse64) = twin::attention_forward(qkv64, &layout, shape, f64::from(scale));
         // Of vectors; one chain per score adds up 256 products.
         close(&out, &out64, 4e-6);
         close(&lse, &lse64, 1e-6);
 
         let dout = noise(rows * wq, 8);
-        let dqkv = attention::backward(rows, &dout, &out, &lse, q, k, v, &layout, shape, scale);
-        let (dq, dk, dv) =
-            twin::attention_backward(&wide(&dout), &q64, &k64, &v64, &layout, shape, f64::from(scale));
+        let (dout, dout64) = (Mat::new(&dout, rows, wq), wide(&dout));
+        let dqkv = attention::backward(dout, qkv, Mat::new(&out, rows, wq), &lse, &layout, shape, scale);
+        let dout64 = Mat::new(&dout64, rows, wq);
+        let (dq, dk, dv) = twin::attention_backward(dout64, qkv64, &layout, shape, f64::from(scale));
         for (d64, (col, width)) in [(dq, (0, wq)), (dk, (wq, wk)), (dv, (wq + wk, wk))] {
             let got: Vec<f32> =
                 dqkv.chunks_exact(wq + 2 * wk).flat_map(|row| row[col..col + width].to_vec()).collect();
@@ -119,9 +122,12 @@ fn twin_gradient_is_the_central_difference() {
     let shape = Shape { q_heads: 2, kv_heads: 1, head_dim: 4 };
     let [q, k, v] = [(48, 1), (24, 2), (24, 3)].map(|(n, seed)| wide(&noise(n, seed)));
     let dout = wide(&noise(48, 4));
-    let (dq, dk, dv) = twin::attention_backward(&dout, &q, &k, &v, &layout, shape, 0.5);
+    fn qkv<'a>(q: &'a [f64], k: &'a [f64], v: &'a [f64]) -> Qkv<'a, f64> {
+        Qkv { q: Mat::new(q, 6, 8), k: Mat::new(k, 6, 4), v: Mat::new(v, 6, 4) }
+    }
+    let (dq, dk, dv) = twin::attention_backward(Mat::new(&dout, 6, 8), qkv(&q, &k, &v), &layout, shape, 0.5);
     let f = |q: &[f64], k: &[f64], v: &[f64]| {
-        common::dot(&twin::attention_forward(q, k, v, &layout, shape, 0.5).0, &dout)
+        common::dot(&twin::attention_forward(qkv(q, k, v), &layout, shape, 0.5).0, &dout)
     };
     common::check_gradient(&q, &dq, |q| f(q, &k, &v));
     common::check_gradient(&k, &dk, |k| f(&q, k, &v));
@@ -130,12 +136,12 @@ fn twin_gradient_is_the_central_difference() {
 
 fn run(x: &[f32], rows: usize, layout: &AttentionLayout, shape: Shape) -> (Vec<f32>, Vec<f32>) {
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
-    let stride = (q_heads + 2 * kv_heads) * d;
-    let [q, k, v] = [0, q_heads * d, (q_heads + kv_heads) * d].map(|col| View { data: x, stride, col });
-    let (mut out, mut lse) = (vec![0.0; rows * q_heads * d], vec![0.0; rows * q_heads]);
-    attention::forward(&mut out, &mut lse, q, k, v, layout, shape, 0.2);
-    let dout = noise(rows * q_heads * d, 9);
-    let dx = attention::backward(rows, &dout, &out, &lse, q, k, v, layout, shape, 0.2);
+    let (width, packed) = (q_heads * d, (q_heads + 2 * kv_heads) * d);
+    let qkv = Qkv::packed(Mat::new(&x[..rows * packed], rows, packed), shape);
+    let (out, lse) = attention::forward(qkv, layout, shape, 0.2);
+    let dout = noise(rows * width, 9);
+    let [dout, y] = [&dout, &out].map(|x| Mat::new(x, rows, width));
+    let dx = attention::backward(dout, qkv, y, &lse, layout, shape, 0.2);
     (out, dx)
 }
 
@@ -189,20 +195,13 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     }
     let layout = AttentionLayout { ranges };
     layout.validate(4, 207).unwrap();
-    let [k, v] = [240, 320].map(|col| View { data: &x, stride: width, col });
+    let all = Qkv::packed(Mat::new(&x, 207, width), shape);
+    let qkv = Qkv { q: Mat::new(&q, 4, q_width), ..all };
     let mut together = Vec::new();
     for only in [0..4, 2..3, 1..4] {
         let part = AttentionLayout { ranges: layout.ranges[only.clone()].to_vec() };
         let mut out = vec![0.0; 4 * q_width];
-        attention::forward_decode(
-            &mut out,
-            View { data: &q, stride: q_width, col: 0 },
-            k,
-            v,
-            &part,
-            shape,
-            0.2,
-        );
+        attention::forward_decode_into(qkv, &part, shape, 0.2, MatMut::new(&mut out, 4, q_width));
         let rows = only.start * q_width..only.end * q_width;
         if only == (0..4) {
             close(&out, &wide(&expected), 2e-6);

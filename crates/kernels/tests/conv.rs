@@ -11,40 +11,44 @@ pub fn choose_instructions() -> f64 {
 
 use common::{check_gradient, close, dot, noise, wide, with_threads};
 use omnigrpo_kernels::conv::{self, OUTSIDE, RowMix};
-use omnigrpo_kernels::twin;
+use omnigrpo_kernels::{Mat, MatMut, twin};
+
+/// `R` rows of `C` numbers.
+fn grid<const R: usize, const C: usize>(x: &[f64]) -> Mat<'_, f64> {
+    Mat::new(x, R, C)
+}
 
 #[test]
 fn depthwise_convolution_matches_its_twin() {
     for (n, h, w, c) in [(1, 1, 1, 1), (2, 3, 4, 5), (1, 2, 1, 9), (3, 5, 5, 33), (0, 2, 2, 3)] {
-        let len = n * h * w * c;
-        let (x, weight, dy) = (noise(len, 1), noise(9 * c, 2), noise(len, 3));
-        let mut y = vec![7.0; len];
-        conv::depthwise3(&mut y, &x, &weight, n, h, w, c, false);
-        close(&y, &twin::depthwise3_forward(&wide(&x), &wide(&weight), n, h, w, c), 1e-6);
-        let (dx64, dw64) = twin::depthwise3_backward(&wide(&dy), &wide(&x), &wide(&weight), n, h, w, c);
-        let mut dx = vec![7.0; len];
-        conv::depthwise3(&mut dx, &dy, &weight, n, h, w, c, true);
-        close(&dx, &dx64, 1e-6);
+        let (rows, side) = (n * h * w, [h, w]);
+        let (x, weight, dy) = (noise(rows * c, 1), noise(9 * c, 2), noise(rows * c, 3));
+        let [x64, weight64, dy64] = [&x, &weight, &dy].map(|x| wide(x));
+        let [x, dy] = [&x, &dy].map(|x| Mat::new(x, rows, c));
+        let [x64, dy64] = [&x64, &dy64].map(|x| Mat::new(x, rows, c));
+        let y = conv::depthwise3(x, &weight, side, false);
+        close(&y, &twin::depthwise3_forward(x64, &weight64, side), 1e-6);
+        let (dx64, dw64) = twin::depthwise3_backward(dy64, x64, &weight64, side);
+        close(&conv::depthwise3(dy, &weight, side, true), &dx64, 1e-6);
         let mut dw = vec![0.5; 9 * c];
-        conv::depthwise3_weight(&mut dw, &dy, &x, n, h, w, c);
+        conv::depthwise3_weight(dy, x, side, &mut dw);
         close(&dw, &dw64.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
     }
-    let (n, h, w, c) = (2, 3, 2, 2);
+    let side = [3, 2];
     let (x, weight, dy) = (wide(&noise(24, 4)), wide(&noise(18, 5)), wide(&noise(24, 6)));
-    let (dx, dw) = twin::depthwise3_backward(&dy, &x, &weight, n, h, w, c);
-    check_gradient(&x, &dx, |x| dot(&twin::depthwise3_forward(x, &weight, n, h, w, c), &dy));
-    check_gradient(&weight, &dw, |k| dot(&twin::depthwise3_forward(&x, k, n, h, w, c), &dy));
+    let pictures = grid::<12, 2>;
+    let (dx, dw) = twin::depthwise3_backward(pictures(&dy), pictures(&x), &weight, side);
+    check_gradient(&x, &dx, |x| dot(&twin::depthwise3_forward(pictures(x), &weight, side), &dy));
+    check_gradient(&weight, &dw, |k| dot(&twin::depthwise3_forward(pictures(&x), k, side), &dy));
 }
 
 /// A 2×2 picture of one channel under a window that is 1 everywhere: every output is the sum of the picture.
 #[test]
 fn depthwise_convolution_pads_with_zeros() {
-    let mut y = [0.0; 4];
-    conv::depthwise3(&mut y, &[1.0, 2.0, 3.0, 4.0], &[1.0; 9], 1, 2, 2, 1, false);
-    assert_eq!(y, [10.0; 4]);
+    let picture = Mat::new(&[1.0, 2.0, 3.0, 4.0], 4, 1);
+    assert_eq!(conv::depthwise3(picture, &[1.0; 9], [2, 2], false), [10.0; 4]);
     let left = [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-    conv::depthwise3(&mut y, &[1.0, 2.0, 3.0, 4.0], &left, 1, 2, 2, 1, false);
-    assert_eq!(y, [0.0, 1.0, 0.0, 3.0]);
+    assert_eq!(conv::depthwise3(picture, &left, [2, 2], false), [0.0, 1.0, 0.0, 3.0]);
 }
 
 #[test]
@@ -57,58 +61,59 @@ fn row_mixing_matches_its_twin() {
     assert_eq!((mix.len(), mix.reads()), (3, 4));
     for c in [1, 7, 70] {
         let (x, dy) = (noise(4 * c, 1), noise(3 * c, 2));
-        let mut y = vec![7.0; 3 * c];
-        conv::mix_forward(&mut y, &x, &mix, c);
-        close(&y, &twin::mix_forward(&wide(&x), &mix, c), 1e-6);
-        let mut dx = vec![0.0; 4 * c];
-        conv::mix_backward(&mut dx, &dy, &mix, c);
-        close(&dx, &twin::mix_backward(&wide(&dy), &mix, 4, c), 1e-6);
+        let y = conv::mix_forward(Mat::new(&x, 4, c), &mix);
+        close(&y, &twin::mix_forward(Mat::new(&wide(&x), 4, c), &mix), 1e-6);
+        let mut dx = vec![0.25; 4 * c];
+        conv::mix_backward(Mat::new(&dy, 3, c), &mix, MatMut::new(&mut dx, 4, c));
+        let dx64 = twin::mix_backward(Mat::new(&wide(&dy), 3, c), &mix, 4);
+        close(&dx, &dx64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 1e-6);
     }
     let (x, dy) = (wide(&noise(8, 3)), wide(&noise(6, 4)));
-    check_gradient(&x, &twin::mix_backward(&dy, &mix, 4, 2), |x| dot(&twin::mix_forward(x, &mix, 2), &dy));
-    let mut y = [0.0; 2];
-    conv::mix_forward(&mut y, &[1.0, 2.0, 6.0], &RowMix::means([vec![0, 1, 2], vec![2]]), 1);
-    assert_eq!(y, [3.0, 6.0]);
-    conv::mix_forward(&mut y, &[1.0, 2.0, 6.0], &RowMix::select(vec![2, 0]), 1);
-    assert_eq!(y, [6.0, 1.0]);
+    let dx = twin::mix_backward(Mat::new(&dy, 3, 2), &mix, 4);
+    check_gradient(&x, &dx, |x| dot(&twin::mix_forward(Mat::new(x, 4, 2), &mix), &dy));
+    let x = Mat::new(&[1.0, 2.0, 6.0], 3, 1);
+    assert_eq!(conv::mix_forward(x, &RowMix::means([vec![0, 1, 2], vec![2]])), [3.0, 6.0]);
+    assert_eq!(conv::mix_forward(x, &RowMix::select(vec![2, 0])), [6.0, 1.0]);
 }
 
 #[test]
 fn unfolding_matches_its_twin() {
     let sources = [0, 2, OUTSIDE, 1, 1, 2];
-    let mut y = [9.0; 12];
-    conv::unfold(&mut y, &[1.0, 10.0, 2.0, 20.0, 3.0, 30.0], &sources, 3, 2);
+    let y = conv::unfold(Mat::new(&[1.0, 10.0, 2.0, 20.0, 3.0, 30.0], 3, 2), &sources, 3);
     assert_eq!(y, [1.0, 3.0, 0.0, 10.0, 30.0, 0.0, 2.0, 2.0, 3.0, 20.0, 20.0, 30.0]);
     for c in [1, 5, 40] {
         let (x, dy) = (noise(3 * c, 1), noise(6 * c, 2));
-        let mut y = vec![7.0; 6 * c];
-        conv::unfold(&mut y, &x, &sources, 3, c);
-        close(&y, &twin::unfold(&wide(&x), &sources, 3, c), 0.0);
-        let mut dx = vec![0.0; 3 * c];
-        conv::fold(&mut dx, &dy, &sources, 3, c);
-        close(&dx, &twin::fold(&wide(&dy), &sources, 3, 3, c), 1e-6);
+        let y = conv::unfold(Mat::new(&x, 3, c), &sources, 3);
+        close(&y, &twin::unfold(Mat::new(&wide(&x), 3, c), &sources, 3), 0.0);
+        let mut dx = vec![0.25; 3 * c];
+        conv::fold(Mat::new(&dy, 2, 3 * c), &sources, 3, MatMut::new(&mut dx, 3, c));
+        let dx64 = twin::fold(Mat::new(&wide(&dy), 2, 3 * c), &sources, 3, 3);
+        close(&dx, &dx64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 1e-6);
     }
     let (x, dy) = (wide(&noise(6, 3)), wide(&noise(12, 4)));
-    check_gradient(&x, &twin::fold(&dy, &sources, 3, 3, 2), |x| dot(&twin::unfold(x, &sources, 3, 2), &dy));
+    let dx = twin::fold(Mat::new(&dy, 2, 6), &sources, 3, 3);
+    check_gradient(&x, &dx, |x| dot(&twin::unfold(Mat::new(x, 3, 2), &sources, 3), &dy));
 }
 
 #[test]
 fn gates_match_their_twins() {
     for (n, s, c) in [(1, 1, 1), (2, 3, 5), (3, 4, 33), (0, 2, 2)] {
         let (x, gate, dy) = (noise(n * s * c, 1), noise(n * c, 2), noise(n * s * c, 3));
-        let mut y = vec![7.0; n * s * c];
-        conv::gate_forward(&mut y, &x, &gate, n, s, c);
-        close(&y, &twin::gate_forward(&wide(&x), &wide(&gate), s, c), 1e-6);
-        let (mut dx, mut dgate) = (vec![7.0; n * s * c], vec![7.0; n * c]);
-        conv::gate_backward(&mut dx, &mut dgate, &dy, &x, &gate, n, s, c);
-        let (dx64, dgate64) = twin::gate_backward(&wide(&dy), &wide(&x), &wide(&gate), s, c);
+        let [x64, gate64, dy64] = [&x, &gate, &dy].map(|x| wide(x));
+        let [x, dy] = [&x, &dy].map(|x| Mat::new(x, n * s, c));
+        let [x64, dy64] = [&x64, &dy64].map(|x| Mat::new(x, n * s, c));
+        let (gate, gate64) = (Mat::new(&gate, n, c), Mat::new(&gate64, n, c));
+        close(&conv::gate_forward(x, gate), &twin::gate_forward(x64, gate64), 1e-6);
+        let (dx, dgate) = conv::gate_backward(dy, x, gate);
+        let (dx64, dgate64) = twin::gate_backward(dy64, x64, gate64);
         close(&dx, &dx64, 1e-6);
         close(&dgate, &dgate64, 1e-6);
     }
     let (x, gate, dy) = (wide(&noise(12, 4)), wide(&noise(6, 5)), wide(&noise(12, 6)));
-    let (dx, dgate) = twin::gate_backward(&dy, &x, &gate, 2, 3);
-    check_gradient(&x, &dx, |x| dot(&twin::gate_forward(x, &gate, 2, 3), &dy));
-    check_gradient(&gate, &dgate, |g| dot(&twin::gate_forward(&x, g, 2, 3), &dy));
+    let (rows, gates) = (grid::<4, 3>, grid::<2, 3>);
+    let (dx, dgate) = twin::gate_backward(rows(&dy), rows(&x), gates(&gate));
+    check_gradient(&x, &dx, |x| dot(&twin::gate_forward(rows(x), gates(&gate)), &dy));
+    check_gradient(&gate, &dgate, |g| dot(&twin::gate_forward(rows(&x), gates(g)), &dy));
 }
 
 #[test]
@@ -116,39 +121,39 @@ fn blending_matches_its_twin() {
     let logits = [0.3, -1.2, 2.0];
     for len in [1, 9, 200] {
         let (x, dy) = (noise(3 * len, 1), noise(len, 2));
-        let mut y = vec![7.0; len];
-        conv::blend_forward(&mut y, &x, &logits);
-        close(&y, &twin::blend_forward(&wide(&x), &wide(&logits)), 1e-6);
-        let (mut dx, mut dlogits) = (vec![7.0; 3 * len], [7.0; 3]);
-        conv::blend_backward(&mut dx, &mut dlogits, &dy, &x, &logits);
-        let (dx64, dlogits64) = twin::blend_backward(&wide(&dy), &wide(&x), &wide(&logits));
+        let (x64, logits64) = (wide(&x), wide(&logits));
+        let (x, x64) = (Mat::new(&x, 3, len), Mat::new(&x64, 3, len));
+        close(&conv::blend_forward(x, &logits), &twin::blend_forward(x64, &logits64), 1e-6);
+        let (dx, dlogits) = conv::blend_backward(&dy, x, &logits);
+        let (dx64, dlogits64) = twin::blend_backward(&wide(&dy), x64, &logits64);
         close(&dx, &dx64, 1e-6);
         close(&dlogits, &dlogits64, 1e-6);
     }
     let (x, logits, dy) = (wide(&noise(12, 3)), wide(&noise(3, 4)), wide(&noise(4, 5)));
-    let (dx, dlogits) = twin::blend_backward(&dy, &x, &logits);
-    check_gradient(&x, &dx, |x| dot(&twin::blend_forward(x, &logits), &dy));
-    check_gradient(&logits, &dlogits, |l| dot(&twin::blend_forward(&x, l), &dy));
+    let alternatives = grid::<3, 4>;
+    let (dx, dlogits) = twin::blend_backward(&dy, alternatives(&x), &logits);
+    check_gradient(&x, &dx, |x| dot(&twin::blend_forward(alternatives(x), &logits), &dy));
+    check_gradient(&logits, &dlogits, |l| dot(&twin::blend_forward(alternatives(&x), l), &dy));
 }
 
 #[test]
 fn threads_do_not_change_bits() {
-    let (n, h, w, c) = (4, 9, 9, 130);
-    let len = n * h * w * c;
-    let (x, dy, weight) = (noise(len, 1), noise(len, 2), noise(9 * c, 3));
+    let (n, side, c) = (4, [9, 9], 130);
+    let rows = n * 81;
+    let (x, dy, weight) = (noise(rows * c, 1), noise(rows * c, 2), noise(9 * c, 3));
+    let (x, dy) = (Mat::new(&x, rows, c), Mat::new(&dy, rows, c));
     let means = RowMix::means((0..n as u32).map(|p| (0..81).map(|i| p * 81 + i).collect()));
     let run = |threads| {
         with_threads(threads, || {
-            let (mut y, mut dw) = (vec![0.0; len], vec![0.0; 9 * c]);
-            conv::depthwise3(&mut y, &x, &weight, n, h, w, c, false);
-            conv::depthwise3_weight(&mut dw, &dy, &x, n, h, w, c);
-            let mut pooled = vec![0.0; n * c];
-            conv::mix_forward(&mut pooled, &x, &means, c);
-            let mut dx = vec![0.0; len];
-            conv::mix_backward(&mut dx, &pooled, &means, c);
-            let (mut dg, mut back) = (vec![0.0; len], vec![0.0; n * c]);
-            conv::gate_backward(&mut dg, &mut back, &dy, &x, &pooled, n, h * w, c);
-            (y, dw, pooled, dx, dg, back)
+            let y = conv::depthwise3(x, &weight, side, false);
+            let mut dw = vec![0.0; 9 * c];
+            conv::depthwise3_weight(dy, x, side, &mut dw);
+            let pooled = conv::mix_forward(x, &means);
+            let gate = Mat::new(&pooled, n, c);
+            let mut dx = vec![0.0; rows * c];
+            conv::mix_backward(gate, &means, MatMut::new(&mut dx, rows, c));
+            let gates = conv::gate_backward(dy, x, gate);
+            (y, dw, pooled.clone(), dx, gates)
         })
     };
     assert!(run(1) == run(2), "bits differ");

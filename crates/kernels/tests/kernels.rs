@@ -14,10 +14,14 @@ use std::collections::HashMap;
 use common::{check_gradient, close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
-use omnigrpo_kernels::attention::{AttentionLayout, Shape};
+use omnigrpo_kernels::attention::{AttentionLayout, Qkv, Shape};
 use omnigrpo_kernels::linear::{Gradient, Layer};
+use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
+use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
-use omnigrpo_kernels::{Weight, embedding, has_tiles, linear, logprob, norm, optim, rope, scale, twin};
+use omnigrpo_kernels::{
+    Mat, MatMut, Stored, Weight, embedding, has_tiles, linear, logprob, norm, optim, rope, scale, twin,
+};
 
 const ACTIVATIONS: [Activation; 4] =
     [Activation::Silu, Activation::GeluErf, Activation::GeluTanh, Activation::QuickGelu];
@@ -81,35 +85,39 @@ fn linear_matches_its_twin() {
         let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
         let (xs, ys) = (k + 3, n + 2);
         let (x_wide, dy_wide) = (spread(&x, m, k, xs), spread(&dy, m, n, ys));
-        for (w, values) in [(Weight::F32(&w), &w), (Weight::Bf16(&narrow_w), &rounded)] {
+        let (x_wide, dy_wide) =
+            (Mat::new(&x_wide, m, xs).columns(0..k), Mat::new(&dy_wide, m, ys).columns(0..n));
+        for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
             let bf16 = w.is_bf16();
             let (x64, w64, dy64) = (factor(&x, bf16), wide(values), factor(&dy, bf16));
+            let (x64, w64) = (Mat::new(&x64, m, k), Mat::new(&w64, n, k));
             for bias in [None, Some(&bias[..])] {
-                let expected = twin::linear_forward(&x64, &w64, bias.map(wide).as_deref(), m, k, n);
-                for kernel in [linear::forward, linear::forward_rows] {
+                let expected = twin::linear_forward(x64, w64, bias.map(wide).as_deref());
+                for kernel in [linear::forward_into, linear::forward_rows_into] {
                     let mut y = vec![7.0; m * ys];
-                    kernel(&mut y, ys, &x_wide, xs, &[Layer { w, bias, n }], m, k, false);
+                    kernel(x_wide, &[Layer { w, bias }], false, MatMut::new(&mut y, m, ys).columns(0..n));
                     // A chain of up to 512 multiply-adds in f32.
                     close(&unspread(&y, m, n, ys), &expected, 2e-6);
                     assert!((0..m).all(|i| y[i * ys + n..(i + 1) * ys] == [7.0, 7.0]), "gap columns stay");
                     let mut y = vec![0.5; m * ys];
-                    kernel(&mut y, ys, &x_wide, xs, &[Layer { w, bias, n }], m, k, true);
+                    kernel(x_wide, &[Layer { w, bias }], true, MatMut::new(&mut y, m, ys).columns(0..n));
                     let added: Vec<f64> = expected.iter().map(|y| y + 0.5).collect();
                     close(&unspread(&y, m, n, ys), &added, 2e-6);
                 }
             }
-            let (dx64, dw64, _) = twin::linear_backward(&dy64, &x64, &w64, m, k, n);
-            let db64 = twin::linear_backward(&wide(&dy), &x64, &w64, m, k, n).2;
+            let (dx64, dw64, _) = twin::linear_backward(Mat::new(&dy64, m, n), x64, w64);
+            let db64 = twin::linear_backward(Mat::new(&wide(&dy), m, n), x64, w64).2;
             for accumulate in [false, true] {
                 let mut dx = vec![0.5; m * xs];
-                linear::backward_input(&mut dx, xs, &dy_wide, ys, &[Layer::new(w, n)], m, k, accumulate);
+                let to = MatMut::new(&mut dx, m, xs).columns(0..k);
+                linear::backward_input_into(dy_wide, &[Layer::new(w)], accumulate, to);
                 let start = if accumulate { 0.5 } else { 0.0 };
                 close(&unspread(&dx, m, k, xs), &dx64.iter().map(|d| d + start).collect::<Vec<_>>(), 2e-6);
             }
             let (mut dw, mut db) = (vec![0.25; n * k], vec![0.25; n]);
-            let mut gradient = [Gradient { dw: &mut dw, col: 0, n, bf16 }];
-            linear::backward_weight(&mut gradient, &dy_wide, ys, &x_wide, xs, m, k);
-            linear::backward_bias(&mut db, &dy_wide, ys, m, n);
+            let mut gradient = [Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 }];
+            linear::backward_weight(dy_wide, x_wide, &mut gradient);
+            linear::backward_bias(dy_wide, &mut db);
             close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
             close(&db, &db64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
         }
@@ -124,45 +132,48 @@ fn layers_with_one_input_are_one_call() {
     let (x, dy) = (noise(m * k, 1), noise(m * n, 2));
     let weights: Vec<Vec<f32>> = (3..).zip(widths).map(|(seed, n)| noise(n * k, seed)).collect();
     let narrow_w: Vec<bf16> = weights[1].iter().map(|&w| bf16::from_f32(w)).collect();
-    let w = |i: usize| if i == 1 { Weight::Bf16(&narrow_w) } else { Weight::F32(&weights[i]) };
+    let w = |i: usize| match i {
+        1 => Weight::bf16(&narrow_w, widths[1], k),
+        i => Weight::f32(&weights[i], widths[i], k),
+    };
     let bias = noise(37, 9);
-    let layers: Vec<Layer> =
-        (0..3).map(|i| Layer { w: w(i), bias: (i == 0).then_some(&bias[..]), n: widths[i] }).collect();
-    for kernel in [linear::forward, linear::forward_rows] {
+    let layers: Vec<Layer> = (0..3).map(|i| Layer { w: w(i), bias: (i == 0).then_some(&bias[..]) }).collect();
+    let (x64, x, dy) = (&x, Mat::new(&x, m, k), Mat::new(&dy, m, n));
+    for kernel in [linear::forward_into, linear::forward_rows_into] {
         let mut y = vec![0.0; m * n];
-        kernel(&mut y, n, &x, k, &layers, m, k, false);
+        kernel(x, &layers, false, MatMut::new(&mut y, m, n));
         let mut col = 0;
-        for layer in &layers {
-            let mut alone = vec![0.0; m * layer.n];
-            kernel(&mut alone, layer.n, &x, k, std::slice::from_ref(layer), m, k, false);
-            assert!(
-                (0..m)
-                    .all(|i| alone[i * layer.n..(i + 1) * layer.n] == y[i * n + col..i * n + col + layer.n])
-            );
-            col += layer.n;
+        for (layer, n_own) in layers.iter().zip(widths) {
+            let mut alone = vec![0.0; m * n_own];
+            kernel(x, std::slice::from_ref(layer), false, MatMut::new(&mut alone, m, n_own));
+            let own = Mat::new(&y, m, n).columns(col..col + n_own);
+            assert!((0..m).all(|i| alone[i * n_own..(i + 1) * n_own] == *own.row(i)));
+            col += n_own;
         }
     }
     let mut dx = vec![0.0; m * k];
-    linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, false);
+    linear::backward_input_into(dy, &layers, false, MatMut::new(&mut dx, m, k));
     let mut dws = widths.map(|n| vec![0.5; n * k]);
     let cols = [0, 37, 45];
     let mut gradients: Vec<Gradient> = dws
         .iter_mut()
         .enumerate()
-        .map(|(i, dw)| Gradient { dw, col: cols[i], n: widths[i], bf16: w(i).is_bf16() })
+        .map(|(i, dw)| Gradient { dw: MatMut::new(dw, widths[i], k), col: cols[i], bf16: w(i).is_bf16() })
         .collect();
-    linear::backward_weight(&mut gradients, &dy, n, &x, k, m, k);
+    linear::backward_weight(dy, x, &mut gradients);
     let mut dx64 = vec![0.0; m * k];
     for i in 0..3 {
         let bf16 = w(i).is_bf16();
-        let part: Vec<f64> =
-            (0..m).flat_map(|r| factor(&dy[r * n + cols[i]..r * n + cols[i] + widths[i]], bf16)).collect();
-        let w64: Vec<f64> = match w(i) {
-            Weight::F32(w) => wide(w),
-            Weight::Bf16(w) => w.iter().map(|w| w.to_f64()).collect(),
-            Weight::Quantised(_) => unreachable!("not among these"),
+        let own = dy.columns(cols[i]..cols[i] + widths[i]);
+        let part: Vec<f64> = (0..m).flat_map(|r| factor(own.row(r), bf16)).collect();
+        let w64: Vec<f64> = match w(i).stored() {
+            Stored::F32(w) => wide(w),
+            Stored::Bf16(w) => w.iter().map(|w| w.to_f64()).collect(),
+            Stored::Quantised(_) => unreachable!("not among these"),
         };
-        let (dx, dw, _) = twin::linear_backward(&part, &factor(&x, bf16), &w64, m, k, widths[i]);
+        let x64 = factor(x64, bf16);
+        let (part, w64) = (Mat::new(&part, m, widths[i]), Mat::new(&w64, widths[i], k));
+        let (dx, dw, _) = twin::linear_backward(part, Mat::new(&x64, m, k), w64);
         dx64.iter_mut().zip(dx).for_each(|(sum, d)| *sum += d);
         close(&dws[i], &dw.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 1e-5);
     }
@@ -176,24 +187,24 @@ fn many_rows_and_long_sums_match_their_twin() {
     let (x, w, dy, bias) = (noise(m * k, 1), noise(n * k, 2), noise(k * m, 3), noise(n, 4));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
-    for (w, values) in [(Weight::F32(&w), &w), (Weight::Bf16(&narrow_w), &rounded)] {
-        let run = |x: &[f32], m: usize| {
-            let mut y = vec![0.0; m * n];
-            linear::forward(&mut y, n, x, k, &[Layer { w, bias: Some(&bias), n }], m, k, false);
-            y
-        };
-        let y = run(&x, m);
-        let x64 = factor(&x, w.is_bf16());
-        close(&y, &twin::linear_forward(&x64, &wide(values), Some(&wide(&bias)), m, k, n), 6e-6);
-        assert_eq!(run(&x[2040 * k..], 60), y[2040 * n..], "the last rows alone");
+    for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
+        let run = |x: Mat| linear::forward(x, &[Layer { w, bias: Some(&bias) }]);
+        let all = Mat::new(&x, m, k);
+        let y = run(all);
+        let (x64, w64) = (factor(&x, w.is_bf16()), wide(values));
+        let expected = twin::linear_forward(Mat::new(&x64, m, k), Mat::new(&w64, n, k), Some(&wide(&bias)));
+        close(&y, &expected, 6e-6);
+        assert_eq!(run(all.row_range(2040..m)), y[2040 * n..], "the last rows alone");
     }
     // dw [m, n] from m columns of dy and a sum over k rows.
     let x = noise(k * n, 4);
     for bf16 in [false, true] {
         let mut dw = vec![0.0; m * n];
-        linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n: m, bf16 }], &dy, m, &x, n, k, n);
-        let (dy, x) = (factor(&dy, bf16), factor(&x, bf16));
-        close(&dw, &twin::linear_backward(&dy, &x, &wide(&noise(m * n, 5)), k, n, m).1, 6e-6);
+        let mut gradients = [Gradient { dw: MatMut::new(&mut dw, m, n), col: 0, bf16 }];
+        linear::backward_weight(Mat::new(&dy, k, m), Mat::new(&x, k, n), &mut gradients);
+        let (dy, x, w) = (factor(&dy, bf16), factor(&x, bf16), wide(&noise(m * n, 5)));
+        let (dy, x, w) = (Mat::new(&dy, k, m), Mat::new(&x, k, n), Mat::new(&w, m, n));
+        close(&dw, &twin::linear_backward(dy, x, w).1, 6e-6);
     }
 }
 
@@ -219,21 +230,22 @@ fn memory_of_their_own_is_written_whole() {
             quantised(QuantBits::Four, &weights[3], widths[3], k),
         );
         let of = [
-            Weight::Quantised(eight.rows()),
-            Weight::Bf16(&narrow_w),
-            Weight::F32(&weights[2]),
-            Weight::Quantised(four.rows()),
+            eight.rows().into(),
+            Weight::bf16(&narrow_w, widths[1], k),
+            Weight::f32(&weights[2], widths[2], k),
+            four.rows().into(),
         ];
         let bias = noise(widths[2], 9);
         let layers: Vec<Layer> =
-            (0..4).map(|i| Layer { w: of[i], bias: (i == 2).then_some(&bias[..]), n: widths[i] }).collect();
+            (0..4).map(|i| Layer { w: of[i], bias: (i == 2).then_some(&bias[..]) }).collect();
         let (x, dy) = (noise(m * k, 1), noise(m * n, 2));
+        let (x, dy) = (Mat::new(&x, m, k), Mat::new(&dy, m, n));
         let (mut y, mut dx) = (vec![f32::NAN; m * n], vec![f32::NAN; m * k]);
-        linear::forward(&mut y, n, &x, k, &layers, m, k, false);
-        linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, false);
+        linear::forward_into(x, &layers, false, MatMut::new(&mut y, m, n));
+        linear::backward_input_into(dy, &layers, false, MatMut::new(&mut dx, m, k));
         assert!(y.iter().chain(&dx).all(|x| x.is_finite()), "{m}x{k}, {widths:?}");
-        assert_eq!(linear::output(&x, k, &layers, m, k), y);
-        assert_eq!(linear::input_gradient(&dy, n, &layers, m, k), dx);
+        assert_eq!(linear::forward(x, &layers), y);
+        assert_eq!(linear::backward_input(dy, &layers), dx);
     }
 }
 
@@ -250,11 +262,12 @@ fn linear_holds_its_precision_at_all_sizes() {
     scale(&mut x, k);
     scale(&mut w, k);
     let abs = |x: &[f32]| x.iter().map(|x| f64::from(x.abs())).collect::<Vec<f64>>();
-    let want = twin::linear_forward(&wide(&x), &wide(&w), None, m, k, n);
-    let size = twin::linear_forward(&abs(&x), &abs(&w), None, m, k, n);
-    for kernel in [linear::forward, linear::forward_rows] {
+    let want = twin::linear_forward(Mat::new(&wide(&x), m, k), Mat::new(&wide(&w), n, k), None);
+    let size = twin::linear_forward(Mat::new(&abs(&x), m, k), Mat::new(&abs(&w), n, k), None);
+    for kernel in [linear::forward_into, linear::forward_rows_into] {
         let mut y = vec![0.0; m * n];
-        kernel(&mut y, n, &x, k, &[Layer::new(Weight::F32(&w), n)], m, k, false);
+        let layers = [Layer::new(Weight::f32(&w, n, k))];
+        kernel(Mat::new(&x, m, k), &layers, false, MatMut::new(&mut y, m, n));
         for ((y, want), size) in y.iter().zip(&want).zip(&size) {
             let error = (f64::from(*y) - want).abs() / size;
             assert!(error < 1e-6, "{y} for {want}: {error} of {size}");
@@ -265,10 +278,10 @@ fn linear_holds_its_precision_at_all_sizes() {
     for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0x7f80_0000] {
         let mut x = noise(m * k, 1);
         x[5 * k + 7] = f32::from_bits(bits);
-        for w in [Weight::F32(&w), Weight::Bf16(&narrow_w)] {
-            for kernel in [linear::forward, linear::forward_rows] {
+        for w in [Weight::f32(&w, n, k), Weight::bf16(&narrow_w, n, k)] {
+            for kernel in [linear::forward_into, linear::forward_rows_into] {
                 let mut y = vec![0.0; m * n];
-                kernel(&mut y, n, &x, k, &[Layer::new(w, n)], m, k, false);
+                kernel(Mat::new(&x, m, k), &[Layer::new(w)], false, MatMut::new(&mut y, m, n));
                 for (i, y) in y.iter().enumerate() {
                     assert_eq!(y.is_finite(), i / n != 5, "{bits:x} at {i}: {y}");
                 }
@@ -283,11 +296,12 @@ fn rows_do_not_depend_on_the_batch() {
     let rows = 70;
     let (x, w, bias) = (noise(rows * k, 1), noise(n * k, 2), noise(n, 3));
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
-    for w in [Weight::F32(&w), Weight::Bf16(&narrow_w)] {
-        for kernel in [linear::forward, linear::forward_rows] {
+    for w in [Weight::f32(&w, n, k), Weight::bf16(&narrow_w, n, k)] {
+        for kernel in [linear::forward_into, linear::forward_rows_into] {
             let run = |first: usize, m: usize| {
                 let mut y = vec![0.0; m * n];
-                kernel(&mut y, n, &x[first * k..], k, &[Layer { w, bias: Some(&bias), n }], m, k, false);
+                let x = Mat::new(&x, rows, k).row_range(first..first + m);
+                kernel(x, &[Layer { w, bias: Some(&bias) }], false, MatMut::new(&mut y, m, n));
                 y
             };
             let all = run(0, rows);
@@ -305,57 +319,42 @@ fn everything() -> Vec<Vec<f32>> {
     let (m, k, n) = (300, 160, 192);
     let (x, w, dy) = (noise(m * k, 1), noise(n * k, 2), noise(m * n, 3));
     let half: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+    let (x, dy) = (Mat::new(&x, m, k), Mat::new(&dy, m, n));
     let mut out = Vec::new();
-    for w in [Weight::F32(&w), Weight::Bf16(&half)] {
-        let (mut y, mut rows, mut dx) = (vec![0.0; m * n], vec![0.0; m * n], vec![0.0; m * k]);
-        let layers = [Layer::new(w, n)];
-        linear::forward(&mut y, n, &x, k, &layers, m, k, false);
-        linear::forward_rows(&mut rows, n, &x, k, &layers, m, k, false);
-        linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, false);
-        out.extend([y, rows, dx]);
+    for w in [Weight::f32(&w, n, k), Weight::bf16(&half, n, k)] {
+        let (mut rows, layers) = (vec![0.0; m * n], [Layer::new(w)]);
+        linear::forward_rows_into(x, &layers, false, MatMut::new(&mut rows, m, n));
+        out.extend([linear::forward(x, &layers), rows, linear::backward_input(dy, &layers)]);
     }
     for bf16 in [false, true] {
         let mut dw = vec![0.0; n * k];
-        linear::backward_weight(&mut [Gradient { dw: &mut dw, col: 0, n, bf16 }], &dy, n, &x, k, m, k);
+        let gradient = Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+        linear::backward_weight(dy, x, &mut [gradient]);
         out.push(dw);
     }
     let mut db = vec![0.0; n];
-    linear::backward_bias(&mut db, &dy, n, m, n);
+    linear::backward_bias(dy, &mut db);
     out.push(db);
     let weight = noise(k, 4);
     let mut dx = vec![0.0; m * k];
-    let [mut mean, mut rstd] = [0; 2].map(|_| vec![0.0; m]);
     let [mut dw, mut db] = [0; 2].map(|_| vec![0.0; k]);
-    let y = norm::layer_forward(&mut mean, &mut rstd, &x, &weight, &weight, m, k, 1e-5);
-    norm::layer_backward(&mut dx, Some(&mut dw), Some(&mut db), &y, &x, &weight, &mean, &rstd, m, k);
-    let a = activation::forward(Activation::GeluErf, &x);
+    let (y, stats) = norm::layer_forward(x, &weight, &weight, 1e-5);
+    let to = MatMut::new(&mut dx, m, k);
+    norm::layer_backward(Mat::new(&y, m, k), x, &weight, &stats, to, Some(&mut dw), Some(&mut db));
+    let a = activation::forward(&noise(m * k, 1), Activation::GeluErf);
     out.extend([y, dx, dw, db, a]);
     let v = 3000;
     let head = noise(v * k, 5);
-    let targets: Vec<u32> = (0..m as u32).map(|i| i * 9).collect();
+    let tokens: Vec<u32> = (0..m as u32).map(|i| i * 9).collect();
     let offsets: Vec<usize> = (0..=m).collect();
-    let [mut logp, mut entropy, mut lse] = [0; 3].map(|_| vec![0.0; m]);
-    let (mut dh, mut dhead) = (vec![0.0; m * k], vec![0.0; v * k]);
-    let w = Weight::F32(&head);
-    logprob::forward(&x, w, m, k, v, &targets, &offsets, 0.9, &mut logp, &mut entropy, &mut lse);
-    logprob::backward(
-        &mut dh,
-        Some(&mut dhead),
-        &x,
-        w,
-        m,
-        k,
-        v,
-        &targets,
-        &offsets,
-        &lse,
-        &entropy,
-        &dy[..m],
-        None,
-        0.9,
-    );
+    let targets = Targets { tokens: &tokens, offsets: &offsets };
+    let own = Head { weight: Weight::f32(&head, v, k), temperature: 0.9 };
+    let Scores { logp, entropy, lse } = logprob::forward(x, own, targets);
+    let gradient = logprob::Gradient { logp: &noise(m, 3), entropy: None };
+    let (stats, mut dhead) = (Statistics { entropy: &entropy, lse: &lse }, vec![0.0; v * k]);
+    let dh = logprob::backward(gradient, x, own, targets, stats, Some(MatMut::new(&mut dhead, v, k)));
     let mut table = vec![0.0; 500 * k];
-    embedding::scatter_add(&mut table, &x, &targets.iter().map(|t| t % 7).collect::<Vec<_>>(), k);
+    embedding::scatter_add(x, &tokens.iter().map(|t| t % 7).collect::<Vec<_>>(), &mut table);
     let squares = optim::sum_of_squares(&head);
     out.extend([logp, entropy, lse, dh, dhead, table, vec![squares as f32]]);
     out
@@ -374,41 +373,32 @@ fn norms_match_their_twins() {
         let (x, dy) = (noise(rows * dim, 1), noise(rows * dim, 2));
         let (weight, bias) = (noise(dim, 3), noise(dim, 4));
         let [x64, dy64, w64, b64] = [&x, &dy, &weight, &bias].map(|x| wide(x));
+        let [x, dy] = [&x, &dy].map(|x| Mat::new(x, rows, dim));
+        let [x64, dy64] = [&x64, &dy64].map(|x| Mat::new(x, rows, dim));
         let mut dx = vec![0.25; rows * dim];
         let more = |dx: &[f64]| dx.iter().map(|d| d + 0.25).collect::<Vec<_>>();
-        let [mut mean, mut rstd] = [0; 2].map(|_| vec![9.0; rows]);
         let [mut dw, mut db] = [0; 2].map(|_| vec![0.5; dim]);
         let eps = 1e-3;
 
-        let (y64, rstd64) = twin::rms_forward(&x64, &w64, rows, dim, f64::from(eps));
-        let y = norm::rms_forward(&mut rstd, &x, &weight, rows, dim, eps);
+        let (y64, stats64) = twin::rms_forward(x64, &w64, f64::from(eps));
+        let (y, stats) = norm::rms_forward(x, &weight, eps);
         close(&y, &y64, 1e-6);
-        close(&rstd, &rstd64, 1e-6);
-        let (dx64, dw64) = twin::rms_backward(&dy64, &x64, &w64, &rstd64, rows, dim);
-        norm::rms_backward(&mut dx, Some(&mut dw), &dy, &x, &weight, &rstd, rows, dim);
+        close(&stats, &stats64, 1e-6);
+        let (dx64, dw64) = twin::rms_backward(dy64, x64, &w64, &stats64);
+        norm::rms_backward(dy, x, &weight, &stats, MatMut::new(&mut dx, rows, dim), Some(&mut dw));
         close(&dx, &more(&dx64), 2e-6);
         close(&dw, &dw64.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
         dx.fill(0.25);
 
-        let (y64, mean64, rstd64) = twin::layer_forward(&x64, &w64, &b64, rows, dim, f64::from(eps));
-        let y = norm::layer_forward(&mut mean, &mut rstd, &x, &weight, &bias, rows, dim, eps);
+        let (y64, stats64) = twin::layer_forward(x64, &w64, &b64, f64::from(eps));
+        let (y, stats) = norm::layer_forward(x, &weight, &bias, eps);
         close(&y, &y64, 2e-6);
-        close(&mean, &mean64, 1e-6);
-        close(&rstd, &rstd64, 1e-6);
-        let (dx64, dw64, db64) = twin::layer_backward(&dy64, &x64, &w64, &mean64, &rstd64, rows, dim);
+        close(&stats[..rows], &stats64[..rows], 1e-6);
+        close(&stats[rows..], &stats64[rows..], 1e-6);
+        let (dx64, dw64, db64) = twin::layer_backward(dy64, x64, &w64, &stats64);
         let mut dw = vec![0.5; dim];
-        norm::layer_backward(
-            &mut dx,
-            Some(&mut dw),
-            Some(&mut db),
-            &dy,
-            &x,
-            &weight,
-            &mean,
-            &rstd,
-            rows,
-            dim,
-        );
+        let to = MatMut::new(&mut dx, rows, dim);
+        norm::layer_backward(dy, x, &weight, &stats, to, Some(&mut dw), Some(&mut db));
         close(&dx, &more(&dx64), 3e-6);
         close(&dw, &dw64.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
         close(&db, &db64.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
@@ -417,17 +407,20 @@ fn norms_match_their_twins() {
 
 #[test]
 fn norm_twins_match_central_differences() {
-    let (rows, dim, eps) = (2, 5, 1e-3);
-    let [x, dy] = [1, 2].map(|seed| wide(&noise(rows * dim, seed)));
-    let [w, b] = [3, 4].map(|seed| wide(&noise(dim, seed)));
-    let rms = |x: &[f64], w: &[f64]| dot(&twin::rms_forward(x, w, rows, dim, eps).0, &dy);
-    let (_, rstd) = twin::rms_forward(&x, &w, rows, dim, eps);
-    let (dx, dw) = twin::rms_backward(&dy, &x, &w, &rstd, rows, dim);
+    let eps = 1e-3;
+    let [x, dy] = [1, 2].map(|seed| wide(&noise(10, seed)));
+    let [w, b] = [3, 4].map(|seed| wide(&noise(5, seed)));
+    fn rows(x: &[f64]) -> Mat<'_, f64> {
+        Mat::new(x, 2, 5)
+    }
+    let rms = |x: &[f64], w: &[f64]| dot(&twin::rms_forward(rows(x), w, eps).0, &dy);
+    let (_, stats) = twin::rms_forward(rows(&x), &w, eps);
+    let (dx, dw) = twin::rms_backward(rows(&dy), rows(&x), &w, &stats);
     check_gradient(&x, &dx, |x| rms(x, &w));
     check_gradient(&w, &dw, |w| rms(&x, w));
-    let layer = |x: &[f64], w: &[f64], b: &[f64]| dot(&twin::layer_forward(x, w, b, rows, dim, eps).0, &dy);
-    let (_, mean, rstd) = twin::layer_forward(&x, &w, &b, rows, dim, eps);
-    let (dx, dw, db) = twin::layer_backward(&dy, &x, &w, &mean, &rstd, rows, dim);
+    let layer = |x: &[f64], w: &[f64], b: &[f64]| dot(&twin::layer_forward(rows(x), w, b, eps).0, &dy);
+    let (_, stats) = twin::layer_forward(rows(&x), &w, &b, eps);
+    let (dx, dw, db) = twin::layer_backward(rows(&dy), rows(&x), &w, &stats);
     check_gradient(&x, &dx, |x| layer(x, &w, &b));
     check_gradient(&w, &dw, |w| layer(&x, w, &b));
     check_gradient(&b, &db, |b| layer(&x, &w, b));
@@ -440,30 +433,29 @@ fn rope_rotates_and_its_inverse_is_the_transpose() {
     let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
     let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
     let x = noise(rows * stride, 2);
-    let window = |x: &[f32]| -> Vec<f32> {
-        (0..rows).flat_map(|r| x[r * stride + col..r * stride + col + heads * d].to_vec()).collect()
-    };
+    let columns = col..col + heads * d;
+    let (cos64, sin64, x64) = (wide(&cos), wide(&sin), wide(&x));
+    let [c64, s64] = [&cos64, &sin64].map(|x| Mat::new(x, rows, d / 2));
+    let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, d / 2));
     for inverse in [false, true] {
         let mut y = x.clone();
-        rope::apply(&mut y, stride, col, heads, d, &cos, &sin, rows, inverse);
-        close(
-            &window(&y),
-            &twin::rope(&wide(&window(&x)), heads, d, &wide(&cos), &wide(&sin), rows, inverse),
-            1e-6,
-        );
+        rope::apply(cos, sin, inverse, MatMut::new(&mut y, rows, stride).columns(columns.clone()));
+        let got = Mat::new(&y, rows, stride).columns(columns.clone());
+        let window: Vec<f32> = (0..rows).flat_map(|r| got.row(r)).copied().collect();
+        let x64 = Mat::new(&x64, rows, stride).columns(columns.clone());
+        close(&window, &twin::rope(c64, s64, inverse, x64), 1e-6);
         assert_eq!(y[..col], x[..col], "columns outside of the heads stay");
-        assert_eq!(y[col + heads * d..stride], x[col + heads * d..stride]);
+        assert_eq!(y[columns.end..stride], x[columns.end..stride]);
     }
     // One rotation by a right angle, by hand: (a, b) → (−b, a).
     let mut y = [1.0, 2.0, 3.0, 4.0];
-    rope::apply(&mut y, 4, 0, 1, 4, &[0.0, 1.0], &[1.0, 0.0], 1, false);
+    let (cos, sin) = (Mat::new(&[0.0, 1.0], 1, 2), Mat::new(&[1.0, 0.0], 1, 2));
+    rope::apply(cos, sin, false, MatMut::new(&mut y, 1, 4));
     assert_eq!(y, [-3.0, 2.0, 1.0, 4.0]);
     // ⟨g, R x⟩ = ⟨Rᵀ g, x⟩.
-    let [c64, s64] = [&cos, &sin].map(|x| wide(x));
     let [x, g] = [3, 4].map(|seed| wide(&noise(rows * heads * d, seed)));
-    let forward = dot(&g, &twin::rope(&x, heads, d, &c64, &s64, rows, false));
-    let backward = dot(&x, &twin::rope(&g, heads, d, &c64, &s64, rows, true));
-    assert!((forward - backward).abs() < 1e-12);
+    let turned = |x: &[f64], inverse| twin::rope(c64, s64, inverse, Mat::new(x, rows, heads * d));
+    assert!((dot(&g, &turned(&x, false)) - dot(&x, &turned(&g, true))).abs() < 1e-12);
 }
 
 #[test]
@@ -473,8 +465,8 @@ fn activations_match_their_twins() {
     let dy = noise(x.len(), 1);
     for act in ACTIVATIONS {
         let mut dx = x.clone();
-        let y = activation::forward(act, &x);
-        activation::backward(act, &mut dx, &dy);
+        let y = activation::forward(&x, act);
+        activation::backward(&dy, act, &mut dx);
         for i in 0..x.len() {
             let (value, slope) = twin::activation(act, f64::from(x[i]));
             let size = f64::from(x[i]).abs().max(1.0);
@@ -492,7 +484,7 @@ fn activations_match_their_twins() {
                 dx[i]
             );
         }
-        assert!(activation::forward(act, &[f32::NAN])[0].is_nan());
+        assert!(activation::forward(&[f32::NAN], act)[0].is_nan());
         for x in [-3.1, -0.7, 0.0, 0.4, 2.3] {
             let h = 1e-5;
             let numeric = (twin::activation(act, x + h).0 - twin::activation(act, x - h).0) / (2.0 * h);
@@ -506,14 +498,16 @@ fn swiglu_matches_its_twin() {
     for (rows, i) in [(1, 1), (3, 19), (30, 700), (0, 4)] {
         let (x, dy) = (noise(rows * 2 * i, 1), noise(rows * i, 2));
         let mut d = x.clone();
-        let y = activation::swiglu_forward(&x, rows, i);
-        activation::swiglu_backward(&mut d, &dy, rows, i);
-        close(&y, &twin::swiglu_forward(&wide(&x), rows, i), 1e-6);
-        close(&d, &twin::swiglu_backward(&wide(&dy), &wide(&x), rows, i), 1e-6);
+        let y = activation::swiglu_forward(Mat::new(&x, rows, 2 * i));
+        activation::swiglu_backward(Mat::new(&dy, rows, i), MatMut::new(&mut d, rows, 2 * i));
+        let (x64, dy64) = (wide(&x), wide(&dy));
+        let (x64, dy64) = (Mat::new(&x64, rows, 2 * i), Mat::new(&dy64, rows, i));
+        close(&y, &twin::swiglu_forward(x64), 1e-6);
+        close(&d, &twin::swiglu_backward(dy64, x64), 1e-6);
     }
     let (x, dy) = (wide(&noise(12, 1)), wide(&noise(6, 2)));
-    let d = twin::swiglu_backward(&dy, &x, 2, 3);
-    check_gradient(&x, &d, |x| dot(&twin::swiglu_forward(x, 2, 3), &dy));
+    let d = twin::swiglu_backward(Mat::new(&dy, 2, 3), Mat::new(&x, 2, 6));
+    check_gradient(&x, &d, |x| dot(&twin::swiglu_forward(Mat::new(x, 2, 6)), &dy));
 }
 
 #[test]
@@ -524,70 +518,43 @@ fn log_probabilities_match_their_twin() {
         let mut offsets = vec![0];
         (0..rows).for_each(|r| offsets.push(offsets[r] + counts(r)));
         let n = offsets[rows];
-        let targets: Vec<u32> = (0..n).map(|t| (t * 911 % v) as u32).collect();
+        let tokens: Vec<u32> = (0..n).map(|t| (t * 911 % v) as u32).collect();
+        let targets = Targets { tokens: &tokens, offsets: &offsets };
         let (hidden, head) = (noise(rows * h, 1), noise(v * h, 2));
         let narrow_head: Vec<bf16> = head.iter().map(|&w| bf16::from_f32(w)).collect();
         let rounded: Vec<f32> = narrow_head.iter().map(|w| w.to_f32()).collect();
         let (dlogp, dentropy) = (noise(n, 3), noise(rows, 4));
-        let t = 0.6;
-        for (head, values) in [(Weight::F32(&head), &head), (Weight::Bf16(&narrow_head), &rounded)] {
-            let (hidden64, head64) = (factor(&hidden, head.is_bf16()), wide(values));
-            let (mut logp, mut entropy, mut lse) = (vec![9.0; n], vec![9.0; rows], vec![9.0; rows]);
-            logprob::forward(
-                &hidden,
-                head,
-                rows,
-                h,
-                v,
-                &targets,
-                &offsets,
-                t,
-                &mut logp,
-                &mut entropy,
-                &mut lse,
-            );
-            let t64 = f64::from(t);
-            let (a, b, c) = twin::logprob_forward(&hidden64, &head64, rows, h, v, &targets, &offsets, t64);
-            close(&logp, &a, 2e-6);
-            close(&entropy, &b, 2e-6);
-            close(&lse, &c, 2e-6);
-            for dentropy in [None, Some(&dentropy[..])] {
-                let (mut dhidden, mut dhead) = (vec![9.0; rows * h], vec![0.5; v * h]);
-                logprob::backward(
-                    &mut dhidden,
-                    Some(&mut dhead),
-                    &hidden,
-                    head,
-                    rows,
-                    h,
-                    v,
-                    &targets,
-                    &offsets,
-                    &lse,
-                    &entropy,
-                    &dlogp,
-                    dentropy,
-                    t,
-                );
-                let mut dlogits = twin::logit_gradients(
-                    &hidden64,
-                    &head64,
-                    rows,
-                    h,
-                    v,
-                    &targets,
-                    &offsets,
-                    &wide(&dlogp),
-                    dentropy.map(wide).as_deref(),
-                    t64,
-                );
+        let (dlogp64, dentropy64) = (wide(&dlogp), wide(&dentropy));
+        let temperature = 0.6;
+        let t64 = f64::from(temperature);
+        for (weight, values) in
+            [(Weight::f32(&head, v, h), &head), (Weight::bf16(&narrow_head, v, h), &rounded)]
+        {
+            let (head, bf16) = (Head { weight, temperature }, weight.is_bf16());
+            let (hidden64, head64) = (factor(&hidden, bf16), wide(values));
+            let (hidden, hidden64) = (Mat::new(&hidden, rows, h), Mat::new(&hidden64, rows, h));
+            let head64 = Mat::new(&head64, v, h);
+            let Scores { logp, entropy, lse } = logprob::forward(hidden, head, targets);
+            let want = twin::logprob_forward(hidden64, head64, targets, t64);
+            close(&logp, &want.logp, 2e-6);
+            close(&entropy, &want.entropy, 2e-6);
+            close(&lse, &want.lse, 2e-6);
+            for with_entropy in [false, true] {
+                let own = with_entropy.then_some(&dentropy[..]);
+                let gradient = logprob::Gradient { logp: &dlogp, entropy: own };
+                let (stats, mut dhead) = (Statistics { entropy: &entropy, lse: &lse }, vec![0.5; v * h]);
+                let to = Some(MatMut::new(&mut dhead, v, h));
+                let dhidden = logprob::backward(gradient, hidden, head, targets, stats, to);
+                let own = with_entropy.then_some(&dentropy64[..]);
+                let gradient = logprob::Gradient { logp: &dlogp64, entropy: own };
+                let mut dlogits = twin::logit_gradients(gradient, hidden64, head64, targets, t64);
                 let mut bound = 5e-6;
-                if head.is_bf16() && has_tiles() {
+                if bf16 && has_tiles() {
                     // A factor as well. Some of them lie so near the middle of two bf16 that the kernel takes the other.
                     dlogits = factor(&narrow(&dlogits), true);
                     bound = 2e-4;
                 }
-                let (d, e, _) = twin::linear_backward(&dlogits, &hidden64, &head64, rows, h, v);
+                let (d, e, _) = twin::linear_backward(Mat::new(&dlogits, rows, v), hidden64, head64);
                 close(&dhidden, &d, bound);
                 close(&dhead, &e.iter().map(|d| d + 0.5).collect::<Vec<_>>(), bound);
             }
@@ -597,26 +564,33 @@ fn log_probabilities_match_their_twin() {
 
 #[test]
 fn log_probability_twin_matches_central_differences() {
-    let (rows, h, v, t) = (3, 4, 6, 0.7);
-    let (targets, offsets) = ([1, 5, 0, 5], [0, 1, 1, 4]);
-    let (hidden, head) = (wide(&noise(rows * h, 1)), wide(&noise(v * h, 2)));
-    let (dlogp, dentropy) = (wide(&noise(4, 3)), wide(&noise(rows, 4)));
+    let targets = Targets { tokens: &[1, 5, 0, 5], offsets: &[0, 1, 1, 4] };
+    let (hidden, head) = (wide(&noise(12, 1)), wide(&noise(24, 2)));
+    let (dlogp, dentropy) = (wide(&noise(4, 3)), wide(&noise(3, 4)));
     let f = |hidden: &[f64], head: &[f64]| {
-        let (logp, entropy, _) = twin::logprob_forward(hidden, head, rows, h, v, &targets, &offsets, t);
-        dot(&logp, &dlogp) + dot(&entropy, &dentropy)
+        let (hidden, head) = (Mat::new(hidden, 3, 4), Mat::new(head, 6, 4));
+        let scores = twin::logprob_forward(hidden, head, targets, 0.7);
+        dot(&scores.logp, &dlogp) + dot(&scores.entropy, &dentropy)
     };
-    let (dhidden, dhead) =
-        twin::logprob_backward(&hidden, &head, rows, h, v, &targets, &offsets, &dlogp, Some(&dentropy), t);
+    let gradient = logprob::Gradient { logp: &dlogp, entropy: Some(&dentropy) };
+    let (rows, weight) = (Mat::new(&hidden, 3, 4), Mat::new(&head, 6, 4));
+    let (dhidden, dhead) = twin::logprob_backward(gradient, rows, weight, targets, 0.7);
     check_gradient(&hidden, &dhidden, |x| f(x, &head));
     check_gradient(&head, &dhead, |w| f(&hidden, w));
 }
 
 #[test]
 fn linear_twin_matches_central_differences() {
-    let (m, k, n) = (2, 3, 4);
     let [x, w, b, dy] = [(6, 1), (12, 2), (4, 3), (8, 4)].map(|(n, seed)| wide(&noise(n, seed)));
-    let f = |x: &[f64], w: &[f64], b: &[f64]| dot(&twin::linear_forward(x, w, Some(b), m, k, n), &dy);
-    let (dx, dw, db) = twin::linear_backward(&dy, &x, &w, m, k, n);
+    fn operands<'a>(x: &'a [f64], w: &'a [f64]) -> (Mat<'a, f64>, Mat<'a, f64>) {
+        (Mat::new(x, 2, 3), Mat::new(w, 4, 3))
+    }
+    let f = |x: &[f64], w: &[f64], b: &[f64]| {
+        let (x, w) = operands(x, w);
+        dot(&twin::linear_forward(x, w, Some(b)), &dy)
+    };
+    let (rows, weight) = operands(&x, &w);
+    let (dx, dw, db) = twin::linear_backward(Mat::new(&dy, 2, 4), rows, weight);
     check_gradient(&x, &dx, |x| f(x, &w, &b));
     check_gradient(&w, &dw, |w| f(&x, w, &b));
     check_gradient(&b, &db, |b| f(&x, &w, b));
@@ -628,36 +602,35 @@ fn embeddings_gather_and_scatter() {
     let ids = [3, 0, 3, 8, 3];
     let table = noise(vocab * h, 1);
     let narrow_table: Vec<bf16> = table.iter().map(|&w| bf16::from_f32(w)).collect();
-    let mut y = vec![0.0; ids.len() * h];
-    embedding::gather(&mut y, Weight::F32(&table), &ids, h);
-    assert_eq!(wide(&y), twin::gather(&wide(&table), &ids, h));
-    embedding::gather(&mut y, Weight::Bf16(&narrow_table), &ids, h);
+    let y = embedding::gather(Weight::f32(&table, vocab, h), &ids);
+    assert_eq!(wide(&y), twin::gather(Mat::new(&wide(&table), vocab, h), &ids));
+    let y = embedding::gather(Weight::bf16(&narrow_table, vocab, h), &ids);
     assert_eq!(y[h], narrow_table[0].to_f32());
     let dy = noise(ids.len() * h, 2);
     let mut d = vec![0.5; vocab * h];
-    embedding::scatter_add(&mut d, &dy, &ids, h);
-    let expected: Vec<f64> = twin::scatter_add(&wide(&dy), &ids, vocab, h).iter().map(|d| d + 0.5).collect();
-    close(&d, &expected, 1e-6);
-    embedding::gather(&mut [], Weight::F32(&table), &[], h);
+    embedding::scatter_add(Mat::new(&dy, ids.len(), h), &ids, &mut d);
+    let expected = twin::scatter_add(Mat::new(&wide(&dy), ids.len(), h), &ids, vocab);
+    close(&d, &expected.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 1e-6);
+    assert!(embedding::gather(Weight::f32(&table, vocab, h), &[]).is_empty());
 }
 
 #[test]
 fn scaled_residuals_match_their_twin() {
     for (rows, dim) in [(1, 1), (3, 7), (0, 4), (70, 65)] {
-        let (x, r, s, dy) = (noise(rows * dim, 1), noise(rows * dim, 2), noise(dim, 3), noise(rows * dim, 4));
+        let [x, r, dy] = [1, 2, 4].map(|seed| noise(rows * dim, seed));
+        let s = noise(dim, 3);
         let (x64, r64, s64, dy64) = (wide(&x), wide(&r), wide(&s), wide(&dy));
-        let mut y = vec![0.0; rows * dim];
-        scale::residual_forward(&mut y, &x, &r, &s);
-        close(&y, &twin::scale_residual_forward(&x64, &r64, &s64), 1e-6);
-        let (dx64, ds64) = twin::scale_residual_backward(&dy64, &x64, &s64);
-        let (mut dx, mut ds) = (vec![0.0; rows * dim], vec![0.25; dim]);
-        scale::residual_backward_input(&mut dx, &dy, &s);
-        scale::residual_backward_scale(&mut ds, &dy, &x);
-        close(&dx, &dx64, 1e-6);
+        let [x, r, dy] = [&x, &r, &dy].map(|x| Mat::new(x, rows, dim));
+        let [residual, upstream] = [&r64, &dy64].map(|x| Mat::new(x, rows, dim));
+        let forward = |x: &[f64], s: &[f64]| twin::residual_forward(Mat::new(x, rows, dim), residual, s);
+        close(&scale::residual_forward(x, r, &s), &forward(&x64, &s64), 1e-6);
+        let (dx64, ds64) = twin::residual_backward(upstream, Mat::new(&x64, rows, dim), &s64);
+        close(&scale::residual_backward_input(dy, &s), &dx64, 1e-6);
+        let mut ds = vec![0.25; dim];
+        scale::residual_backward_scale(dy, x, &mut ds);
         close(&ds, &ds64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
-        let loss = |x: &[f64], s: &[f64]| dot(&dy64, &twin::scale_residual_forward(x, &r64, s));
-        check_gradient(&x64, &dx64, |x| loss(x, &s64));
-        check_gradient(&s64, &ds64, |s| loss(&x64, s));
+        check_gradient(&x64, &dx64, |x| dot(&dy64, &forward(x, &s64)));
+        check_gradient(&s64, &ds64, |s| dot(&dy64, &forward(&x64, s)));
     }
 }
 
@@ -667,7 +640,7 @@ fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
     let table = noise(vocab * h, 1);
     let taps = vec![vec![(4, 1.0)], vec![], vec![(0, 0.25), (2, -0.5), (0, 1.5)]];
     let mut y = vec![1.0; 3 * h];
-    embedding::add_mixed(&mut y, Weight::F32(&table), &taps, h);
+    embedding::add_mixed(Weight::f32(&table, vocab, h), &taps, MatMut::new(&mut y, 3, h));
     for j in 0..h {
         assert_eq!(y[j], 1.0 + table[4 * h + j]);
         assert_eq!(y[h + j], 1.0);
@@ -675,12 +648,12 @@ fn mixed_rows_are_added_and_their_gradient_is_the_transpose() {
     }
     let half: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
     let mut y16 = vec![0.0; 3 * h];
-    embedding::add_mixed(&mut y16, Weight::Bf16(&half), &taps, h);
+    embedding::add_mixed(Weight::bf16(&half, vocab, h), &taps, MatMut::new(&mut y16, 3, h));
     assert_eq!(y16[..h], half[4 * h..].iter().map(|x| x.to_f32()).collect::<Vec<_>>()[..]);
 
     let dy = noise(3 * h, 2);
     let mut dtable = vec![0.5; vocab * h];
-    embedding::add_mixed_backward(&mut dtable, &dy, &taps, h);
+    embedding::add_mixed_backward(Mat::new(&dy, 3, h), &taps, &mut dtable);
     for j in 0..h {
         let expected = [1.75 * dy[2 * h + j], 0.0, -0.5 * dy[2 * h + j], 0.0, dy[j]];
         for (row, expected) in expected.iter().enumerate() {
@@ -694,23 +667,11 @@ fn adamw_matches_its_twin() {
     let n = 1003;
     let [mut w, mut m, mut v] = [noise(n, 1), vec![0.0; n], vec![0.0; n]];
     let [mut w64, mut m64, mut v64] = [&w, &m, &v].map(|x| wide(x));
-    let f = |x: f32| f64::from(x);
     for step in 1..=5 {
         let g = noise(n, 10 + step as u32);
-        optim::adamw(&mut w, &mut m, &mut v, &g, 0.01, 0.9, 0.99, 1e-8, 0.1, step, 0.3);
-        twin::adamw(
-            &mut w64,
-            &mut m64,
-            &mut v64,
-            &wide(&g),
-            f(0.01),
-            f(0.9),
-            f(0.99),
-            f(1e-8),
-            f(0.1),
-            step,
-            f(0.3),
-        );
+        let by = AdamW { lr: 0.01, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, grad_scale: 0.3, step };
+        optim::adamw(&g, &by, &mut w, &mut m, &mut v);
+        twin::adamw(&wide(&g), &by.wide(), &mut w64, &mut m64, &mut v64);
     }
     close(&w, &w64, 1e-6);
     close(&m, &m64, 1e-6);
@@ -729,18 +690,23 @@ fn sums_of_squares_are_exact_in_double_precision() {
 #[test]
 fn twins_match_pytorch() {
     let torch = torch();
+    fn of<'a>(case: &'a Case, name: &str, cols: usize) -> Mat<'a, f64> {
+        Mat::new(&case[name], case[name].len() / cols, cols)
+    }
     let case = &torch["layer_norm"];
-    let (y, mean, rstd) = twin::layer_forward(&case["x"], &case["w"], &case["b"], 3, 10, 1e-5);
+    let (x, dy) = (of(case, "x", 10), of(case, "dout", 10));
+    let (y, stats) = twin::layer_forward(x, &case["w"], &case["b"], 1e-5);
     close64(&y, &case["out"]);
-    let (dx, dw, db) = twin::layer_backward(&case["dout"], &case["x"], &case["w"], &mean, &rstd, 3, 10);
+    let (dx, dw, db) = twin::layer_backward(dy, x, &case["w"], &stats);
     close64(&dx, &case["dx"]);
     close64(&dw, &case["dw"]);
     close64(&db, &case["db"]);
 
     let case = &torch["rms_norm"];
-    let (y, rstd) = twin::rms_forward(&case["x"], &case["w"], 3, 10, 1e-6);
+    let (x, dy) = (of(case, "x", 10), of(case, "dout", 10));
+    let (y, stats) = twin::rms_forward(x, &case["w"], 1e-6);
     close64(&y, &case["out"]);
-    let (dx, dw) = twin::rms_backward(&case["dout"], &case["x"], &case["w"], &rstd, 3, 10);
+    let (dx, dw) = twin::rms_backward(dy, x, &case["w"], &stats);
     close64(&dx, &case["dx"]);
     close64(&dw, &case["dw"]);
 
@@ -758,22 +724,22 @@ fn twins_match_pytorch() {
     let case = &torch["attention"];
     let shape = Shape { q_heads: 4, kv_heads: 2, head_dim: 6 };
     let layout = AttentionLayout::causal(5);
-    let (out, _) = twin::attention_forward(&case["q"], &case["k"], &case["v"], &layout, shape, 0.4);
+    let qkv = Qkv { q: of(case, "q", 24), k: of(case, "k", 12), v: of(case, "v", 12) };
+    let (out, _) = twin::attention_forward(qkv, &layout, shape, 0.4);
     close64(&out, &case["out"]);
-    let (dq, dk, dv) =
-        twin::attention_backward(&case["dout"], &case["q"], &case["k"], &case["v"], &layout, shape, 0.4);
+    let (dq, dk, dv) = twin::attention_backward(of(case, "dout", 24), qkv, &layout, shape, 0.4);
     close64(&dq, &case["dq"]);
     close64(&dk, &case["dk"]);
     close64(&dv, &case["dv"]);
 
     let case = &torch["logprob"];
-    let (hidden, head) = (&case["hidden"], &case["head"]);
-    let (targets, offsets) = ([4, 0, 10], [0, 1, 2, 3]);
-    let (logp, entropy, _) = twin::logprob_forward(hidden, head, 3, 8, 11, &targets, &offsets, 0.7);
+    let (hidden, head) = (of(case, "hidden", 8), of(case, "head", 8));
+    let targets = Targets { tokens: &[4, 0, 10], offsets: &[0, 1, 2, 3] };
+    let Scores { logp, entropy, .. } = twin::logprob_forward(hidden, head, targets, 0.7);
     close64(&[logp, entropy].concat(), &case["out"]);
     let (dlogp, dentropy) = case["dout"].split_at(3);
-    let (dhidden, dhead) =
-        twin::logprob_backward(hidden, head, 3, 8, 11, &targets, &offsets, dlogp, Some(dentropy), 0.7);
+    let gradient = logprob::Gradient { logp: dlogp, entropy: Some(dentropy) };
+    let (dhidden, dhead) = twin::logprob_backward(gradient, hidden, head, targets, 0.7);
     close64(&dhidden, &case["dhidden"]);
     close64(&dhead, &case["dhead"]);
 
@@ -781,8 +747,10 @@ fn twins_match_pytorch() {
     let (mut w, mut m, mut v) = (case["w"].clone(), vec![0.0; 7], vec![0.0; 7]);
     let [mut w32, mut m32, mut v32] = [&w, &m, &v].map(|x| narrow(x));
     for (step, g) in (1..).zip(case["grads"].chunks_exact(7)) {
-        twin::adamw(&mut w, &mut m, &mut v, g, 0.01, 0.9, 0.95, 1e-8, 0.1, step, 1.0);
-        optim::adamw(&mut w32, &mut m32, &mut v32, &narrow(g), 0.01, 0.9, 0.95, 1e-8, 0.1, step, 1.0);
+        let by = AdamW { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 1.0, step };
+        twin::adamw(g, &by, &mut w, &mut m, &mut v);
+        let by = AdamW { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, grad_scale: 1.0, step };
+        optim::adamw(&narrow(g), &by, &mut w32, &mut m32, &mut v32);
     }
     close64(&w, &case["out"]);
     close(&w32, &case["out"], 1e-6);

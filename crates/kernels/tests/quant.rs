@@ -11,7 +11,7 @@ pub fn choose_instructions() -> f64 {
 use common::{noise, wide, with_threads};
 use omnigrpo_kernels::linear::Layer;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix, QuantRows};
-use omnigrpo_kernels::{Weight, embedding, linear, twin};
+use omnigrpo_kernels::{Mat, MatMut, embedding, linear, twin};
 
 const BITS: [QuantBits; 2] = [QuantBits::Eight, QuantBits::Four];
 
@@ -77,15 +77,18 @@ fn products_are_within_the_bound_of_their_weights() {
         let (xs, ys) = (k + 3, n + 2);
         let mut x_wide = vec![f32::NAN; m * xs];
         (0..m).for_each(|i| x_wide[i * xs..i * xs + k].copy_from_slice(&x[i * k..(i + 1) * k]));
-        let exact = twin::linear_forward(&wide(&x), &wide(&w), Some(&wide(&bias)), m, k, n);
+        let rows = Mat::new(&x_wide, m, xs).columns(0..k);
+        let (x64, w64) = (wide(&x), wide(&w));
+        let x64 = Mat::new(&x64, m, k);
+        let exact = twin::linear_forward(x64, Mat::new(&w64, n, k), Some(&wide(&bias)));
         for bits in BITS {
             let matrix = quantised(bits, &w, n, k);
             let values = widened(matrix.rows());
             let bounds = bounds(matrix.rows(), &values, n, k);
-            for kernel in [linear::forward, linear::forward_rows] {
+            for kernel in [linear::forward_into, linear::forward_rows_into] {
                 let mut y = vec![7.0; m * ys];
-                let layer = Layer { w: Weight::Quantised(matrix.rows()), bias: Some(&bias), n };
-                kernel(&mut y, ys, &x_wide, xs, &[layer], m, k, false);
+                let layer = Layer { w: matrix.rows().into(), bias: Some(&bias) };
+                kernel(rows, &[layer], false, MatMut::new(&mut y, m, ys).columns(0..n));
                 for i in 0..m {
                     assert_eq!(y[i * ys + n..(i + 1) * ys], [7.0, 7.0], "gap columns stay");
                     for j in 0..n {
@@ -101,9 +104,10 @@ fn products_are_within_the_bound_of_their_weights() {
             // Backward is that of the widened weights.
             let dy = noise(m * n, 4);
             let mut dx = vec![0.5; m * k];
-            let layers = [Layer::new(Weight::Quantised(matrix.rows()), n)];
-            linear::backward_input(&mut dx, k, &dy, n, &layers, m, k, true);
-            let (want, ..) = twin::linear_backward(&wide(&dy), &wide(&x), &wide(&values), m, k, n);
+            let layers = [Layer::new(matrix.rows().into())];
+            linear::backward_input_into(Mat::new(&dy, m, n), &layers, true, MatMut::new(&mut dx, m, k));
+            let (dy64, values64) = (wide(&dy), wide(&values));
+            let (want, ..) = twin::linear_backward(Mat::new(&dy64, m, n), x64, Mat::new(&values64, n, k));
             common::close(&dx, &want.iter().map(|d| d + 0.5).collect::<Vec<_>>(), 2e-6);
         }
     }
@@ -117,8 +121,9 @@ fn rows_have_the_same_bits_in_any_batch_and_with_any_number_of_threads() {
         let matrix = quantised(bits, &w, n, k);
         let run = |first: usize, m: usize| {
             let mut y = vec![0.0; m * n];
-            let layers = [Layer::new(Weight::Quantised(matrix.rows()), n)];
-            linear::forward_rows(&mut y, n, &x[first * k..], k, &layers, m, k, false);
+            let (rows, layers) = (first..first + m, [Layer::new(matrix.rows().into())]);
+            let x = Mat::new(&x, 17, k).row_range(rows);
+            linear::forward_rows_into(x, &layers, false, MatMut::new(&mut y, m, n));
             y
         };
         let all = with_threads(1, || run(0, 17));
@@ -137,15 +142,16 @@ fn pieces_are_those_of_the_whole() {
     let matrix = quantised(QuantBits::Four, &w, n, k);
     let values = widened(matrix.rows());
     assert_eq!(widened(matrix.rows().rows(7, 9)), values[7 * k..9 * k]);
-    let mut y = vec![0.0; 2 * k];
-    embedding::gather(&mut y, Weight::Quantised(matrix.rows()), &[999, 0], k);
+    let y = embedding::gather(matrix.rows().into(), &[999, 0]);
     assert_eq!((&y[..k], &y[k..]), (&values[999 * k..], &values[..k]));
     let (x, mut y) = (noise(2 * k, 4), vec![1.0; 2 * n]);
     let ones = vec![1.0; n];
-    let expected = twin::linear_forward(&wide(&x), &wide(&values), Some(&ones), 2, k, n);
-    for kernel in [linear::forward, linear::forward_rows] {
+    let (x64, values64) = (wide(&x), wide(&values));
+    let expected = twin::linear_forward(Mat::new(&x64, 2, k), Mat::new(&values64, n, k), Some(&ones));
+    for kernel in [linear::forward_into, linear::forward_rows_into] {
         y.fill(1.0);
-        kernel(&mut y, n, &x, k, &[Layer::new(Weight::Quantised(matrix.rows()), n)], 2, k, true);
+        let layers = [Layer::new(matrix.rows().into())];
+        kernel(Mat::new(&x, 2, k), &layers, true, MatMut::new(&mut y, 2, n));
         common::close(&y, &expected, 1e-5);
     }
 }

@@ -583,11 +583,11 @@ struct Owned {
 
 impl Owned {
     fn of(param: &Param) -> Result<Self> {
-        use omnigrpo_kernels::Weight;
-        let (dtype, bytes) = match param.read().weight() {
-            Weight::F32(x) => (Dtype::F32, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
-            Weight::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
-            Weight::Quantised(x) => {
+        use omnigrpo_kernels::Stored;
+        let (dtype, bytes) = match param.read().stored() {
+            Stored::F32(x) => (Dtype::F32, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Stored::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Stored::Quantised(x) => {
                 let mut wide = vec![0.0; x.len()];
                 x.widen(&mut wide);
                 (Dtype::F32, wide.iter().flat_map(|x| x.to_le_bytes()).collect())

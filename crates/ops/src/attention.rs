@@ -1,6 +1,6 @@
 //! Grouped-query attention over an [`AttentionLayout`].
 
-use omnigrpo_kernels::attention::{self as kernel, AttentionLayout, View};
+use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 
 use crate::cache::GroupCache;
 use crate::error::{Error, Result};
@@ -59,13 +59,6 @@ impl AttentionHeads {
     #[must_use]
     pub(crate) fn shape(self) -> kernel::Shape {
         kernel::Shape { q_heads: self.q, kv_heads: self.kv, head_dim: self.dim }
-    }
-
-    /// Queries, keys and values of packed rows.
-    #[must_use]
-    pub(crate) fn views(self, packed: &[f32]) -> [View<'_>; 3] {
-        let stride = self.packed_width();
-        [0, self.q * self.dim, (self.q + self.kv) * self.dim].map(|col| View { data: packed, stride, col })
     }
 
     /// Softmax attention of packed rows `[t, (q + 2 kv) · d]` with themselves: the output `[t, q · d]` and `[t, q]`, the

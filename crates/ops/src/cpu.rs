@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use memmap2::MmapMut;
 use omnigrpo_kernels::activation::{self, Activation};
-use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, View};
+use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
-use omnigrpo_kernels::{Weight, buffer, conv, embedding, logprob, norm as norms, optim, rope, scale};
+use omnigrpo_kernels::{
+    Mat, MatMut, Stored, Weight, buffer, conv, embedding, logprob, norm as norms, optim, rope, scale,
+};
 
 use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
@@ -52,30 +54,34 @@ impl Rows {
             _ => &mut [],
         }
     }
-}
 
-/// Weights and biases of layers, for the kernels to read.
-struct Reading<'a> {
-    layers: Vec<(WeightGuard<'a>, Option<WeightGuard<'a>>, usize)>,
-}
-
-impl<'a> Reading<'a> {
-    fn new(layers: &'a [Linear]) -> Self {
-        let read = |l: &'a Linear| (l.weight().read(), l.bias().map(|bias| bias.read()), l.n());
-        Self { layers: layers.iter().map(read).collect() }
+    /// Rows on the CPU, as kernels read them.
+    fn mat(&self) -> Mat<'_> {
+        Mat::new(self.cpu(), self.rows(), self.cols())
     }
 
-    fn run<R>(&self, f: impl FnOnce(&[Layer]) -> R) -> R {
-        let biases: Vec<Option<Cow<[f32]>>> =
-            self.layers.iter().map(|(_, bias, _)| bias.as_ref().map(WeightGuard::f32)).collect();
-        let layers: Vec<Layer> = self
-            .layers
-            .iter()
-            .zip(&biases)
-            .map(|((w, _, n), bias)| Layer { w: w.weight(), bias: bias.as_deref(), n: *n })
-            .collect();
-        f(&layers)
+    /// The same for writing.
+    fn mat_mut(&mut self) -> MatMut<'_> {
+        let (rows, cols) = self.dims();
+        MatMut::new(self.cpu_mut(), rows, cols)
     }
+}
+
+/// Runs `f` on layers as the kernels read them.
+fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
+    let guards: Vec<(WeightGuard, Option<WeightGuard>)> =
+        layers.iter().map(|l| (l.weight().read(), l.bias().map(|bias| bias.read()))).collect();
+    let biases: Vec<Option<Cow<[f32]>>> =
+        guards.iter().map(|(_, bias)| bias.as_ref().map(WeightGuard::f32)).collect();
+    let parts = layers.iter().zip(&guards).zip(&biases);
+    let layers: Vec<Layer> =
+        parts.map(|((l, (w, _)), bias)| Layer { w: w.weight(l.n(), l.k()), bias: bias.as_deref() }).collect();
+    f(&layers)
+}
+
+/// Runs `f` on a table whose rows are `h` wide.
+fn with_table<R>(table: &Param, h: usize, f: impl FnOnce(Weight) -> R) -> R {
+    f(table.read().weight(table.len() / h.max(1), h))
 }
 
 /// Runs `f` on the gradient of a weight that is trained.
@@ -94,15 +100,9 @@ pub(crate) fn merge(w: &mut [f32], a: &Param, b: &Param, scale: f32) {
     for (i, row) in b.f32().chunks_exact(rank).enumerate() {
         row.iter().enumerate().for_each(|(r, &x)| b_rn[r * n + i] = x * scale);
     }
-    product::backward_weight(
-        &mut [Gradient { dw: w, col: 0, n, bf16: false }],
-        &b_rn,
-        n,
-        &a.f32(),
-        k,
-        rank,
-        k,
-    );
+    let dw = MatMut::new(w, n, k);
+    let (b_rn, a) = (Mat::new(&b_rn, rank, n), a.f32());
+    product::backward_weight(b_rn, Mat::new(&a, rank, k), &mut [Gradient { dw, col: 0, bf16: false }]);
 }
 
 impl Backend for Cpu {
@@ -160,56 +160,40 @@ impl Backend for Cpu {
     }
 
     fn linear(&self, x: &Rows, layers: &[Linear], residual: Option<&Rows>, order: Order) -> Rows {
-        let (rows, k) = x.dims();
-        let width = layers.iter().map(Linear::n).sum();
-        let y = Reading::new(layers).run(|layers| match (order, residual) {
-            (Order::Blocked, None) => product::output(x.cpu(), k, layers, rows, k),
-            (Order::Blocked, Some(residual)) => {
-                let mut y = buffer::copy(residual.cpu());
-                product::forward(&mut y, width, x.cpu(), k, layers, rows, k, true);
-                y
+        let (rows, width) = (x.rows(), layers.iter().map(Linear::n).sum());
+        let y = with_layers(layers, |layers| {
+            if let (Order::Blocked, None) = (order, residual) {
+                return product::forward(x.mat(), layers);
             }
-            (Order::PerRow, residual) => {
-                let mut y = residual.map_or_else(|| buffer::zeros(rows * width), |r| buffer::copy(r.cpu()));
-                product::forward_rows(&mut y, width, x.cpu(), k, layers, rows, k, residual.is_some());
-                y
-            }
+            let mut y = residual.map_or_else(|| buffer::zeros(rows * width), |r| buffer::copy(r.cpu()));
+            forward(order)(x.mat(), layers, residual.is_some(), MatMut::new(&mut y, rows, width));
+            y
         });
         Rows::on_cpu(y, rows, width)
     }
 
     fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, order: Order) {
-        let (rows, k) = x.dims();
-        let width = y.cols();
         let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(), weight.n())];
-        let run = match order {
-            Order::Blocked => product::forward,
-            Order::PerRow => product::forward_rows,
-        };
-        run(&mut y.cpu_mut()[col..], width, x.cpu(), k, &layers, rows, k, true);
+        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
+        forward(order)(x.mat(), &layers, true, y.mat_mut().columns(col..col + weight.n()));
     }
 
     fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
-        let (rows, width) = dy.dims();
-        let k = layers.first().map_or(0, Linear::k);
-        let dx = Reading::new(layers).run(|layers| product::input_gradient(dy.cpu(), width, layers, rows, k));
-        Rows::on_cpu(dx, rows, k)
+        let dx = with_layers(layers, |layers| product::backward_input(dy.mat(), layers));
+        Rows::on_cpu(dx, dy.rows(), layers.first().map_or(0, Linear::k))
     }
 
     fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
-        let (rows, width) = dy.dims();
-        let k = weight.k();
         let add = dx.is_some();
-        let mut dx = dx.unwrap_or_else(|| self.zeros(rows, k));
+        let mut dx = dx.unwrap_or_else(|| self.zeros(dy.rows(), weight.k()));
         let guard = weight.weight().read();
-        let layers = [Layer::new(guard.weight(), weight.n())];
-        product::backward_input(dx.cpu_mut(), k, &dy.cpu()[col..], width, &layers, rows, k, add);
+        let layers = [Layer::new(guard.weight(weight.n(), weight.k()))];
+        let dy = dy.mat().columns(col..col + weight.n());
+        product::backward_input_into(dy, &layers, add, dx.mat_mut());
         dx
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
-        let ((rows, k), width) = (x.dims(), dy.cols());
         let mut buffers: Vec<Option<GradGuard>> =
             layers.iter().map(|l| l.weight().gradient(Device::Cpu)).collect();
         let mut gradients = Vec::with_capacity(buffers.len());
@@ -217,18 +201,20 @@ impl Backend for Cpu {
         for (layer, buffer) in layers.iter().zip(&mut buffers) {
             if let Some(buffer) = buffer {
                 let bf16 = layer.weight().dtype() == ParamDtype::Bf16;
-                gradients.push(Gradient { dw: buffer.cpu(), col: at, n: layer.n(), bf16 });
+                let dw = MatMut::new(buffer.cpu(), layer.n(), layer.k());
+                gradients.push(Gradient { dw, col: at, bf16 });
             }
             at += layer.n();
         }
-        product::backward_weight(&mut gradients, dy.cpu(), width, x.cpu(), k, rows, k);
+        product::backward_weight(dy.mat(), x.mat(), &mut gradients);
         drop(buffers);
         at = col;
         for layer in layers {
+            let columns = at..at + layer.n();
+            at = columns.end;
             if let Some(bias) = layer.bias() {
-                accumulate(bias, |db| product::backward_bias(db, &dy.cpu()[at..], width, rows, layer.n()));
+                accumulate(bias, |db| product::backward_bias(dy.mat().columns(columns), db));
             }
-            at += layer.n();
         }
     }
 
@@ -240,48 +226,30 @@ impl Backend for Cpu {
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         let (rows, dim) = x.dims();
-        match norm {
-            Norm::Rms { weight, eps } => {
-                let mut rstd = vec![0.0; rows];
-                let y = norms::rms_forward(&mut rstd, x.cpu(), &weight.read().f32(), rows, dim, *eps);
-                (Rows::on_cpu(y, rows, dim), Rows::on_cpu(rstd, 1, rows))
+        let weight = norm.weight().read();
+        let (count, (y, stats)) = match norm {
+            Norm::Rms { eps, .. } => (1, norms::rms_forward(x.mat(), &weight.f32(), *eps)),
+            Norm::Layer { bias, eps, .. } => {
+                (2, norms::layer_forward(x.mat(), &weight.f32(), &bias.read().f32(), *eps))
             }
-            Norm::Layer { weight, bias, eps } => {
-                let mut stats = vec![0.0; 2 * rows];
-                let (mean, rstd) = stats.split_at_mut(rows);
-                let (weight, bias) = (weight.read(), bias.read());
-                let y =
-                    norms::layer_forward(mean, rstd, x.cpu(), &weight.f32(), &bias.f32(), rows, dim, *eps);
-                (Rows::on_cpu(y, rows, dim), Rows::on_cpu(stats, 2, rows))
-            }
-        }
+        };
+        (Rows::on_cpu(y, rows, dim), Rows::on_cpu(stats, count, rows))
     }
 
     fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
-        let (rows, dim) = x.dims();
-        let (x, stats, dy, dx) = (x.cpu(), stats.cpu(), dy.cpu(), dx.cpu_mut());
+        let (x, stats, dy, dx) = (x.mat(), stats.cpu(), dy.mat(), dx.mat_mut());
         match norm {
             Norm::Rms { weight, .. } => {
                 let (guard, mut gradient) = (weight.read(), weight.gradient(Device::Cpu));
                 let dw = gradient.as_mut().map(GradGuard::cpu);
-                norms::rms_backward(dx, dw, dy, x, &guard.f32(), stats, rows, dim);
+                norms::rms_backward(dy, x, &guard.f32(), stats, dx, dw);
             }
             Norm::Layer { weight, bias, .. } => {
-                let (mean, rstd) = stats.split_at(rows);
-                let mut dw = weight.trainable().then(|| vec![0.0; dim]);
-                let mut db = bias.trainable().then(|| vec![0.0; dim]);
-                norms::layer_backward(
-                    dx,
-                    dw.as_deref_mut(),
-                    db.as_deref_mut(),
-                    dy,
-                    x,
-                    &weight.read().f32(),
-                    mean,
-                    rstd,
-                    rows,
-                    dim,
-                );
+                let of = |param: &Param| param.trainable().then(|| vec![0.0; param.len()]);
+                let (mut dw, mut db) = (of(weight), of(bias));
+                let own = weight.read();
+                norms::layer_backward(dy, x, &own.f32(), stats, dx, dw.as_deref_mut(), db.as_deref_mut());
+                drop(own);
                 for (param, grad) in [(weight, dw), (bias, db)] {
                     if let Some(grad) = grad {
                         accumulate(param, |sum| sum.iter_mut().zip(grad).for_each(|(s, g)| *s += g));
@@ -292,11 +260,8 @@ impl Backend for Cpu {
     }
 
     fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
-        let rows = qkv.rows();
-        let mut out = buffer::zeros(rows * heads.q_width());
-        let mut lse = buffer::zeros(rows * heads.q);
-        let [q, k, v] = heads.views(qkv.cpu());
-        attention::forward(&mut out, &mut lse, q, k, v, layout, heads.shape(), heads.scale());
+        let (rows, shape) = (qkv.rows(), heads.shape());
+        let (out, lse) = attention::forward(Qkv::packed(qkv.mat(), shape), layout, shape, heads.scale());
         (Rows::on_cpu(out, rows, heads.q_width()), Rows::on_cpu(lse, rows, heads.q))
     }
 
@@ -309,21 +274,10 @@ impl Backend for Cpu {
         layout: &Layout,
         heads: AttentionHeads,
     ) -> Rows {
-        let [q, k, v] = heads.views(qkv.cpu());
-        let (rows, shape) = (qkv.rows(), heads.shape());
-        let dqkv = attention::backward(
-            rows,
-            dout.cpu(),
-            out.cpu(),
-            lse.cpu(),
-            q,
-            k,
-            v,
-            layout,
-            shape,
-            heads.scale(),
-        );
-        Rows::on_cpu(dqkv, rows, heads.packed_width())
+        let (shape, scale) = (heads.shape(), heads.scale());
+        let parts = Qkv::packed(qkv.mat(), shape);
+        let dqkv = attention::backward(dout.mat(), parts, out.mat(), lse.cpu(), layout, shape, scale);
+        Rows::on_cpu(dqkv, qkv.rows(), qkv.cols())
     }
 
     fn cache(&self, layers: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
@@ -344,202 +298,158 @@ impl Backend for Cpu {
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
     ) -> Rows {
-        let (from, to) = (heads.packed_width(), heads.q_width());
-        let mut out = buffer::zeros(qkv.rows() * to);
+        let mut out = self.zeros(qkv.rows(), heads.q_width());
         let mut row = 0;
         for group in groups {
-            let n = group.slots.len();
-            let (packed, out) = (&qkv.cpu()[row * from..][..n * from], &mut out[row * to..][..n * to]);
-            attend_group(group, layer, packed, heads, out);
-            row += n;
+            let rows = row..row + group.slots.len();
+            row = rows.end;
+            attend_group(
+                group,
+                layer,
+                qkv.mat().row_range(rows.clone()),
+                heads,
+                out.mat_mut().row_range(rows),
+            );
         }
-        Rows::on_cpu(out, qkv.rows(), to)
+        out
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
-        let (rows, cols) = x.dims();
-        rope::apply(x.cpu_mut(), cols, 0, heads, 2 * table.half, &table.cos, &table.sin, rows, inverse);
+        let rows = x.rows();
+        let [cos, sin] = [&table.cos, &table.sin].map(|angles| Mat::new(angles, rows, table.half));
+        rope::apply(cos, sin, inverse, x.mat_mut().columns(0..heads * 2 * table.half));
     }
 
     fn activation(&self, x: &Rows, act: Activation) -> Rows {
-        Rows::on_cpu(activation::forward(act, x.cpu()), x.rows(), x.cols())
+        Rows::on_cpu(activation::forward(x.cpu(), act), x.rows(), x.cols())
     }
 
     fn activation_back(&self, x: &mut Rows, dy: &Rows, act: Activation) {
-        activation::backward(act, x.cpu_mut(), dy.cpu());
+        activation::backward(dy.cpu(), act, x.cpu_mut());
     }
 
     fn swiglu(&self, gate_up: &Rows) -> Rows {
-        let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        Rows::on_cpu(activation::swiglu_forward(gate_up.cpu(), rows, i), rows, i)
+        Rows::on_cpu(activation::swiglu_forward(gate_up.mat()), gate_up.rows(), gate_up.cols() / 2)
     }
 
     fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
-        let (rows, i) = dy.dims();
-        activation::swiglu_backward(gate_up.cpu_mut(), dy.cpu(), rows, i);
+        activation::swiglu_backward(dy.mat(), gate_up.mat_mut());
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
-        let mut y = buffer::zeros(x.len());
-        scale::residual_forward(&mut y, x.cpu(), residual.cpu(), &scale.read().f32());
+        let y = scale::residual_forward(x.mat(), residual.mat(), &scale.read().f32());
         Rows::on_cpu(y, x.rows(), x.cols())
     }
 
     fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows {
-        let mut dx = buffer::zeros(x.len());
-        scale::residual_backward_input(&mut dx, dy.cpu(), &scale.read().f32());
-        accumulate(scale, |ds| scale::residual_backward_scale(ds, dy.cpu(), x.cpu()));
+        let dx = scale::residual_backward_input(dy.mat(), &scale.read().f32());
+        accumulate(scale, |dscale| scale::residual_backward_scale(dy.mat(), x.mat(), dscale));
         Rows::on_cpu(dx, x.rows(), x.cols())
     }
 
     fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
-        let mut x = vec![0.0; ids.len() * h];
-        embedding::gather(&mut x, table.read().weight(), ids, h);
-        Rows::on_cpu(x, ids.len(), h)
+        Rows::on_cpu(with_table(table, h, |table| embedding::gather(table, ids)), ids.len(), h)
     }
 
     fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        accumulate(table, |dtable| embedding::scatter_add(dtable, dx.cpu(), ids, dx.cols()));
+        accumulate(table, |dtable| embedding::scatter_add(dx.mat(), ids, dtable));
     }
 
     fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        let h = x.cols();
-        embedding::add_rows(x.cpu_mut(), table.read().weight(), ids, h);
+        with_table(table, x.cols(), |table| embedding::add_rows(table, ids, x.mat_mut()));
     }
 
     fn add_rows_back(&self, table: &Param, ids: &Ids, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_rows_backward(dtable, dy.cpu(), ids, dy.cols()));
+        accumulate(table, |dtable| embedding::add_rows_backward(dy.mat(), ids, dtable));
     }
 
     fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        let h = x.cols();
-        embedding::add_mixed(x.cpu_mut(), table.read().weight(), taps, h);
+        with_table(table, x.cols(), |table| embedding::add_mixed(table, taps, x.mat_mut()));
     }
 
     fn add_mixed_back(&self, table: &Param, taps: &Taps, dy: &Rows) {
-        accumulate(table, |dtable| embedding::add_mixed_backward(dtable, dy.cpu(), taps, dy.cols()));
+        accumulate(table, |dtable| embedding::add_mixed_backward(dy.mat(), taps, dtable));
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
-        let mut y = buffer::zeros(mix.len() * x.cols());
-        conv::mix_forward(&mut y, x.cpu(), mix, x.cols());
-        Rows::on_cpu(y, mix.len(), x.cols())
+        Rows::on_cpu(conv::mix_forward(x.mat(), mix), mix.len(), x.cols())
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        let mut dx = buffer::zeros(rows * dy.cols());
-        conv::mix_backward(&mut dx, dy.cpu(), mix, dy.cols());
-        Rows::on_cpu(dx, rows, dy.cols())
+        let mut dx = self.zeros(rows, dy.cols());
+        conv::mix_backward(dy.mat(), mix, dx.mat_mut());
+        dx
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let (n, k) = (layer.n(), layer.k());
-        let mut y = buffer::zeros(patches.rows() * n);
-        Reading::new(std::slice::from_ref(layer)).run(|layers| {
-            pieces(x, patches, |start, rows, unfolded, _| {
-                let y = &mut y[start * n..(start + rows) * n];
-                product::forward(y, n, unfolded, k, layers, rows, k, false);
+        let mut y = self.zeros(patches.rows(), layer.n());
+        with_layers(std::slice::from_ref(layer), |layers| {
+            pieces(x, patches, |rows, unfolded, _| {
+                product::forward_into(unfolded, layers, false, y.mat_mut().row_range(rows));
             });
         });
-        Rows::on_cpu(y, patches.rows(), n)
+        y
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let (n, k, c) = (layer.n(), layer.k(), x.cols());
-        let mut dx = buffer::zeros(x.len());
-        let weight = layer.weight();
-        pieces(x, patches, |start, rows, unfolded, sources| {
-            let dy = &dy.cpu()[start * n..(start + rows) * n];
+        let mut dx = self.zeros(x.rows(), x.cols());
+        let (weight, taps) = (layer.weight(), patches.taps);
+        pieces(x, patches, |rows, unfolded, sources| {
+            let dy = dy.mat().row_range(rows.clone());
             let bf16 = weight.dtype() == ParamDtype::Bf16;
             accumulate(weight, |dw| {
-                let mut gradient = [Gradient { dw, col: 0, n, bf16 }];
-                product::backward_weight(&mut gradient, dy, n, unfolded, k, rows, k);
+                let dw = MatMut::new(dw, layer.n(), layer.k());
+                product::backward_weight(dy, unfolded, &mut [Gradient { dw, col: 0, bf16 }]);
             });
             if let Some(bias) = layer.bias() {
-                accumulate(bias, |db| product::backward_bias(db, dy, n, rows, n));
+                accumulate(bias, |db| product::backward_bias(dy, db));
             }
-            let mut dunfolded = buffer::zeros(rows * k);
-            let guard = weight.read();
-            product::backward_input(
-                &mut dunfolded,
-                k,
-                dy,
-                n,
-                &[Layer::new(guard.weight(), n)],
-                rows,
-                k,
-                false,
-            );
-            conv::fold(&mut dx, &dunfolded, sources, patches.taps, c);
+            let layers = std::slice::from_ref(layer);
+            let dunfolded = with_layers(layers, |layers| product::backward_input(dy, layers));
+            conv::fold(Mat::new(&dunfolded, rows.len(), layer.k()), sources, taps, dx.mat_mut());
         });
-        Rows::on_cpu(dx, x.rows(), c)
+        dx
     }
 
-    fn depthwise(&self, x: &Rows, weight: &Param, [h, w]: [usize; 2]) -> Rows {
-        let (t, c) = x.dims();
-        let mut y = buffer::zeros(t * c);
-        conv::depthwise3(&mut y, x.cpu(), &weight.read().f32(), t / (h * w), h, w, c, false);
-        Rows::on_cpu(y, t, c)
+    fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        let y = conv::depthwise3(x.mat(), &weight.read().f32(), side, false);
+        Rows::on_cpu(y, x.rows(), x.cols())
     }
 
-    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, [h, w]: [usize; 2]) -> Rows {
-        let (t, c) = x.dims();
-        let mut dx = buffer::zeros(t * c);
-        accumulate(weight, |dw| conv::depthwise3_weight(dw, dy.cpu(), x.cpu(), t / (h * w), h, w, c));
-        conv::depthwise3(&mut dx, dy.cpu(), &weight.read().f32(), t / (h * w), h, w, c, true);
-        Rows::on_cpu(dx, t, c)
+    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        accumulate(weight, |dw| conv::depthwise3_weight(dy.mat(), x.mat(), side, dw));
+        let dx = conv::depthwise3(dy.mat(), &weight.read().f32(), side, true);
+        Rows::on_cpu(dx, x.rows(), x.cols())
     }
 
     fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        let ((t, c), n) = (x.dims(), gate.rows());
-        let mut y = buffer::zeros(t * c);
-        conv::gate_forward(&mut y, x.cpu(), gate.cpu(), n, t / n, c);
-        Rows::on_cpu(y, t, c)
+        Rows::on_cpu(conv::gate_forward(x.mat(), gate.mat()), x.rows(), x.cols())
     }
 
     fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let ((t, c), n) = (x.dims(), gate.rows());
-        let (mut dx, mut dgate) = (buffer::zeros(t * c), vec![0.0; n * c]);
-        conv::gate_backward(&mut dx, &mut dgate, dy.cpu(), x.cpu(), gate.cpu(), n, t / n, c);
-        [Rows::on_cpu(dx, t, c), Rows::on_cpu(dgate, n, c)]
+        let (dx, dgate) = conv::gate_backward(dy.mat(), x.mat(), gate.mat());
+        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dgate, gate.rows(), gate.cols())]
     }
 
     fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let ((t, c), k) = (x.dims(), logits.cols());
-        let mut y = buffer::zeros(t / k * c);
-        conv::blend_forward(&mut y, x.cpu(), logits.cpu());
-        Rows::on_cpu(y, t / k, c)
+        let (rows, c) = (x.rows() / logits.cols(), x.cols());
+        Rows::on_cpu(conv::blend_forward(alternatives(x, logits), logits.cpu()), rows, c)
     }
 
     fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let ((t, c), k) = (x.dims(), logits.cols());
-        let (mut dx, mut dlogits) = (buffer::zeros(t * c), vec![0.0; k]);
-        conv::blend_backward(&mut dx, &mut dlogits, dy.cpu(), x.cpu(), logits.cpu());
-        [Rows::on_cpu(dx, t, c), Rows::on_cpu(dlogits, 1, k)]
+        let (dx, dlogits) = conv::blend_backward(dy.cpu(), alternatives(x, logits), logits.cpu());
+        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, 1, logits.cols())]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
-        let (n, h) = normed.dims();
-        let mut logprobs = vec![0.0; targets.tokens.len()];
-        let (mut entropies, mut lse) = (vec![0.0; n], vec![0.0; n]);
-        logprob::forward(
-            normed.cpu(),
-            head.read().weight(),
-            n,
-            h,
-            head.len() / h.max(1),
-            &targets.tokens,
-            &targets.offsets,
-            temperature,
-            &mut logprobs,
-            &mut entropies,
-            &mut lse,
-        );
+        let logprob::Scores { logp, entropy, lse } = with_table(head, normed.cols(), |weight| {
+            logprob::forward(normed.mat(), logprob::Head { weight, temperature }, targets.kernel())
+        });
         let row = |data: Vec<f32>| {
             let cols = data.len();
             Rows::on_cpu(data, 1, cols)
         };
-        Scores { logprobs: row(logprobs), entropies: row(entropies), lse: row(lse), temperature }
+        Scores { logprobs: row(logp), entropies: row(entropy), lse: row(lse), temperature }
     }
 
     fn score_back(
@@ -551,34 +461,23 @@ impl Backend for Cpu {
         dlogp: &[f32],
         dentropy: Option<&[f32]>,
     ) -> Rows {
-        let (n, h) = normed.dims();
-        let mut dnormed = vec![0.0; n * h];
-        let (guard, mut gradient) = (head.read(), head.gradient(Device::Cpu));
-        logprob::backward(
-            &mut dnormed,
-            gradient.as_mut().map(GradGuard::cpu),
-            normed.cpu(),
-            guard.weight(),
-            n,
-            h,
-            head.len() / h.max(1),
-            &targets.tokens,
-            &targets.offsets,
-            scores.lse.cpu(),
-            scores.entropies.cpu(),
-            dlogp,
-            dentropy,
-            scores.temperature,
-        );
-        Rows::on_cpu(dnormed, n, h)
+        let dnormed = with_table(head, normed.cols(), |weight| {
+            let ((v, h), mut gradient) = (weight.dims(), head.gradient(Device::Cpu));
+            logprob::backward(
+                logprob::Gradient { logp: dlogp, entropy: dentropy },
+                normed.mat(),
+                logprob::Head { weight, temperature: scores.temperature },
+                targets.kernel(),
+                logprob::Statistics { entropy: scores.entropies.cpu(), lse: scores.lse.cpu() },
+                gradient.as_mut().map(|gradient| MatMut::new(gradient.cpu(), v, h)),
+            )
+        });
+        Rows::on_cpu(dnormed, normed.rows(), normed.cols())
     }
 
     fn logits(&self, normed: &Rows, head: &Param) -> Rows {
-        let (n, h) = normed.dims();
-        let vocab = head.len() / h.max(1);
-        let mut logits = vec![0.0; n * vocab];
-        logprob::logits_rows(&mut logits, normed.cpu(), head.read().weight(), n, h, vocab);
-        Rows::on_cpu(logits, n, vocab)
+        let logits = with_table(head, normed.cols(), |head| logprob::logits_rows(normed.mat(), head));
+        Rows::on_cpu(logits, normed.rows(), head.len() / normed.cols().max(1))
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {
@@ -586,12 +485,9 @@ impl Backend for Cpu {
     }
 
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
-        let Moments { step: count, m, v, master } = moments;
-        let Step { lr, betas: [beta1, beta2], eps, weight_decay, grad_scale, master: keeps } = *step;
-        let count = *count;
-        let mut update = |weight: &mut [f32]| {
-            optim::adamw(weight, m, v, grad.cpu(), lr, beta1, beta2, eps, weight_decay, count, grad_scale);
-        };
+        let by = step.kernel(moments.step);
+        let Moments { m, v, master, .. } = moments;
+        let mut update = |weight: &mut [f32]| optim::adamw(grad.cpu(), &by, weight, m, v);
         if param.dtype() == ParamDtype::F32 {
             return param.write(|values| {
                 if let Values::F32(weight) = values {
@@ -599,7 +495,7 @@ impl Backend for Cpu {
                 }
             });
         }
-        if keeps {
+        if step.master {
             if master.is_empty() {
                 *master = param.read().f32().into_owned();
             }
@@ -612,52 +508,49 @@ impl Backend for Cpu {
     }
 }
 
-/// Runs `f(first row, number of rows, unfolded rows, their sources)` over pieces of a convolution's output, whose bounds depend on
-/// sizes alone.
-fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(usize, usize, &[f32], &[u32])) {
+/// The product for many rows, or the one whose rows are independent.
+fn forward(order: Order) -> fn(Mat, &[Layer], bool, MatMut) {
+    match order {
+        Order::Blocked => product::forward_into,
+        Order::PerRow => product::forward_rows_into,
+    }
+}
+
+/// The alternatives of a blend, each in one row.
+fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a> {
+    Mat::new(x.cpu(), logits.cols(), x.len() / logits.cols())
+}
+
+/// Runs `f(rows, unfolded rows, their sources)` over pieces of a convolution's output, whose bounds depend on sizes alone.
+fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u32])) {
     let Patches { sources, taps } = patches;
-    let c = x.cols();
-    let step = (UNFOLDED / (c * taps).max(1)).max(1);
-    let mut unfolded = vec![0.0; step.min(patches.rows()) * c * taps];
+    let width = x.cols() * taps;
+    let step = (UNFOLDED / width.max(1)).max(1);
     for start in (0..patches.rows()).step_by(step) {
-        let rows = step.min(patches.rows() - start);
-        let sources = &sources[start * taps..(start + rows) * taps];
-        let unfolded = &mut unfolded[..rows * c * taps];
-        conv::unfold(unfolded, x.cpu(), sources, *taps, c);
-        f(start, rows, unfolded, sources);
+        let rows = start..patches.rows().min(start + step);
+        let sources = &sources[rows.start * taps..rows.end * taps];
+        let unfolded = conv::unfold(x.mat(), sources, *taps);
+        f(rows.clone(), Mat::new(&unfolded, rows.len(), width), sources);
     }
 }
 
 /// Appends the keys and values of `packed` to the group's slots and writes each query's attention over prompt and own slot.
-fn attend_group(
-    group: &mut DecodeRows,
-    layer: usize,
-    packed: &[f32],
-    heads: AttentionHeads,
-    out: &mut [f32],
-) {
+fn attend_group(group: &mut DecodeRows, layer: usize, packed: Mat, heads: AttentionHeads, out: MatMut) {
     let cache = &mut *group.cache;
     let slots: Vec<(usize, usize)> = group.slots.iter().map(|&slot| cache.slot(slot)).collect();
     let prompt_rows = cache.prompt_rows;
     let Store::Cpu(layers) = &mut cache.store else { return };
     let buffer = floats_mut(&mut layers[layer]);
-    let width = heads.packed_width();
     let mut ranges = Vec::with_capacity(slots.len());
     for (i, &(start, len)) in slots.iter().enumerate() {
-        copy_kv(buffer, start + len, &packed[i * width..(i + 1) * width], heads);
+        copy_kv(buffer, start + len, packed.row(i), heads);
         let keys = vec![0..prompt_rows, start..start + len + 1];
         ranges.push(QueryRange { queries: i..i + 1, keys, causal: false });
     }
-    let stride = 2 * heads.kv_width();
-    attention::forward_decode(
-        out,
-        View { data: packed, stride: width, col: 0 },
-        View { data: buffer, stride, col: 0 },
-        View { data: buffer, stride, col: heads.kv_width() },
-        &AttentionLayout { ranges },
-        heads.shape(),
-        heads.scale(),
-    );
+    let (q, kv) = (packed.columns(0..heads.q_width()), heads.kv_width());
+    let cached = Mat::new(buffer, buffer.len() / (2 * kv).max(1), 2 * kv);
+    let qkv = Qkv { q, k: cached.columns(0..kv), v: cached.columns(kv..2 * kv) };
+    attention::forward_decode_into(qkv, &AttentionLayout { ranges }, heads.shape(), heads.scale(), out);
 }
 
 fn floats_mut(map: &mut MmapMut) -> &mut [f32] {
@@ -673,11 +566,11 @@ fn copy_kv(buffer: &mut [f32], first_row: usize, packed: &[f32], heads: Attentio
 }
 
 /// A weight as f64, row by row.
-pub(crate) fn wide(weight: Weight) -> Vec<f64> {
+pub(crate) fn wide(weight: Stored) -> Vec<f64> {
     match weight {
-        Weight::F32(data) => data.iter().map(|&x| f64::from(x)).collect(),
-        Weight::Bf16(data) => data.iter().map(|x| x.to_f64()).collect(),
-        Weight::Quantised(data) => {
+        Stored::F32(data) => data.iter().map(|&x| f64::from(x)).collect(),
+        Stored::Bf16(data) => data.iter().map(|x| x.to_f64()).collect(),
+        Stored::Quantised(data) => {
             let mut f32s = vec![0.0; data.len()];
             data.widen(&mut f32s);
             f32s.into_iter().map(f64::from).collect()

@@ -1,5 +1,7 @@
 //! The output head: log-probabilities of targets, without a matrix of logits.
 
+use omnigrpo_kernels::logprob;
+
 use crate::Param;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
@@ -14,6 +16,13 @@ pub struct Targets {
     pub offsets: Vec<usize>,
     /// Token ids.
     pub tokens: Vec<u32>,
+}
+
+impl Targets {
+    /// The kernels' form.
+    pub(crate) fn kernel(&self) -> logprob::Targets<'_> {
+        logprob::Targets { tokens: &self.tokens, offsets: &self.offsets }
+    }
 }
 
 /// Log-probabilities of targets, and what their gradient needs.

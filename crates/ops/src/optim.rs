@@ -1,5 +1,7 @@
 //! The optimizer's update of one weight.
 
+use omnigrpo_kernels::optim::AdamW;
+
 use crate::error::Result;
 use crate::param::Param;
 
@@ -31,6 +33,14 @@ pub struct Step {
     pub grad_scale: f32,
     /// Whether a bf16 weight is updated through an f32 master.
     pub master: bool,
+}
+
+impl Step {
+    /// The kernels' form for the update that is a weight's `step`-th.
+    pub(crate) fn kernel(&self, step: u64) -> AdamW {
+        let Self { lr, betas, eps, weight_decay, grad_scale, .. } = *self;
+        AdamW { lr, betas, eps, weight_decay, grad_scale, step }
+    }
 }
 
 impl Param {

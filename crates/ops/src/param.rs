@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use half::bf16;
-use omnigrpo_kernels::Weight;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
+use omnigrpo_kernels::{Stored, Weight};
 
 use crate::adapter::Adapter;
 use crate::device::Device;
@@ -182,25 +182,34 @@ enum Reading<'a> {
 }
 
 impl WeightGuard<'_> {
-    /// The data as a kernel reads it.
+    /// The data.
     #[must_use]
-    pub fn weight(&self) -> Weight<'_> {
+    pub fn stored(&self) -> Stored<'_> {
         match &self.0 {
             Reading::Dense(values) => match &**values {
-                Values::F32(data) => Weight::F32(data),
-                Values::Bf16(data) => Weight::Bf16(data),
+                Values::F32(data) => Stored::F32(data),
+                Values::Bf16(data) => Stored::Bf16(data),
             },
-            Reading::Quantised(matrix) => Weight::Quantised(matrix.rows()),
+            Reading::Quantised(matrix) => Stored::Quantised(matrix.rows()),
         }
+    }
+
+    /// The data as `[n, k]`, whatever the published shape.
+    ///
+    /// # Panics
+    /// Another number of elements.
+    #[must_use]
+    pub fn weight(&self, n: usize, k: usize) -> Weight<'_> {
+        Weight::new(self.stored(), n, k)
     }
 
     /// The data as f32. Meant for vectors (norms, biases): other storage is widened into a copy.
     #[must_use]
     pub fn f32(&self) -> Cow<'_, [f32]> {
-        match self.weight() {
-            Weight::F32(data) => data.into(),
-            Weight::Bf16(data) => data.iter().map(|x| x.to_f32()).collect(),
-            Weight::Quantised(data) => {
+        match self.stored() {
+            Stored::F32(data) => data.into(),
+            Stored::Bf16(data) => data.iter().map(|x| x.to_f32()).collect(),
+            Stored::Quantised(data) => {
                 let mut wide = vec![0.0; data.len()];
                 data.widen(&mut wide);
                 wide.into()

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_kernels::activation::Activation;
-use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
-use omnigrpo_kernels::twin;
+use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange};
+use omnigrpo_kernels::logprob::Gradient;
+use omnigrpo_kernels::{Mat, twin};
 
 use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
@@ -42,10 +43,14 @@ impl Rows {
             _ => &mut [],
         }
     }
+
+    fn mat64(&self) -> Mat<'_, f64> {
+        Mat::new(self.twin(), self.rows(), self.cols())
+    }
 }
 
 fn values(param: &Param) -> Vec<f64> {
-    wide(param.read().weight())
+    wide(param.read().stored())
 }
 
 /// Adds to the gradient of a weight that is trained.
@@ -53,12 +58,6 @@ fn accumulate(param: &Param, gradient: &[f64]) {
     if let Some(mut guard) = param.gradient(Device::Twin) {
         guard.twin().iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
     }
-}
-
-/// Queries, keys and values apart.
-fn split(qkv: &Rows, heads: AttentionHeads) -> [Vec<f64>; 3] {
-    let (q, kv) = (heads.q_width(), heads.kv_width());
-    [0..q, q..q + kv, q + kv..q + 2 * kv].map(|columns| moves::columns(qkv.twin(), qkv.cols(), columns))
 }
 
 fn scale(heads: AttentionHeads) -> f64 {
@@ -142,8 +141,8 @@ impl Backend for Twin {
     }
 
     fn linear_add(&self, y: &mut Rows, col: usize, x: &Rows, weight: &Linear, _: Order) {
-        let (n, k) = (weight.n(), weight.k());
-        let product = twin::linear_forward(x.twin(), &values(weight.weight()), None, x.rows(), k, n);
+        let (n, w) = (weight.n(), values(weight.weight()));
+        let product = twin::linear_forward(x.mat64(), Mat::new(&w, n, weight.k()), None);
         let width = y.cols();
         let rows = y.twin_mut().chunks_exact_mut(width.max(1));
         for (y, product) in rows.zip(product.chunks_exact(n.max(1))) {
@@ -163,9 +162,9 @@ impl Backend for Twin {
 
     fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, col: usize, weight: &Linear) -> Rows {
         let (rows, n, k) = (dy.rows(), weight.n(), weight.k());
-        let dy = moves::columns(dy.twin(), dy.cols(), col..col + n);
-        let own = twin::linear_backward(&dy, &vec![0.0; rows * k], &values(weight.weight()), rows, k, n).0;
-        let own = Rows::on_twin(own, rows, k);
+        let (x, w) = (self.zeros(rows, k), values(weight.weight()));
+        let dy = dy.mat64().columns(col..col + n);
+        let own = Rows::on_twin(twin::linear_backward(dy, x.mat64(), Mat::new(&w, n, k)).0, rows, k);
         match dx {
             Some(mut dx) => {
                 self.add(&mut dx, &own);
@@ -176,12 +175,12 @@ impl Backend for Twin {
     }
 
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]) {
-        let (rows, k) = x.dims();
         let mut col = col;
         for layer in layers {
             let n = layer.n();
-            let dy = moves::columns(dy.twin(), dy.cols(), col..col + n);
-            let (_, dw, db) = twin::linear_backward(&dy, x.twin(), &vec![0.0; n * k], rows, k, n);
+            let w = self.zeros(n, layer.k());
+            let dy = dy.mat64().columns(col..col + n);
+            let (_, dw, db) = twin::linear_backward(dy, x.mat64(), w.mat64());
             accumulate(layer.weight(), &dw);
             if let Some(bias) = layer.bias() {
                 accumulate(bias, &db);
@@ -198,33 +197,26 @@ impl Backend for Twin {
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         let (rows, dim) = x.dims();
-        match norm {
-            Norm::Rms { weight, eps } => {
-                let (y, rstd) = twin::rms_forward(x.twin(), &values(weight), rows, dim, f64::from(*eps));
-                (Rows::on_twin(y, rows, dim), Rows::on_twin(rstd, 1, rows))
+        let weight = values(norm.weight());
+        let (count, (y, stats)) = match norm {
+            Norm::Rms { eps, .. } => (1, twin::rms_forward(x.mat64(), &weight, f64::from(*eps))),
+            Norm::Layer { bias, eps, .. } => {
+                (2, twin::layer_forward(x.mat64(), &weight, &values(bias), f64::from(*eps)))
             }
-            Norm::Layer { weight, bias, eps } => {
-                let (weight, bias) = (values(weight), values(bias));
-                let (y, mean, rstd) =
-                    twin::layer_forward(x.twin(), &weight, &bias, rows, dim, f64::from(*eps));
-                (Rows::on_twin(y, rows, dim), Rows::on_twin([mean, rstd].concat(), 2, rows))
-            }
-        }
+        };
+        (Rows::on_twin(y, rows, dim), Rows::on_twin(stats, count, rows))
     }
 
     fn norm_back(&self, dx: &mut Rows, x: &Rows, stats: &Rows, dy: &Rows, norm: &Norm) {
-        let (rows, dim) = x.dims();
+        let (x, dy, stats, weight) = (x.mat64(), dy.mat64(), stats.twin(), norm.weight());
         let own = match norm {
-            Norm::Rms { weight, .. } => {
-                let (own, dw) =
-                    twin::rms_backward(dy.twin(), x.twin(), &values(weight), stats.twin(), rows, dim);
+            Norm::Rms { .. } => {
+                let (own, dw) = twin::rms_backward(dy, x, &values(weight), stats);
                 accumulate(weight, &dw);
                 own
             }
-            Norm::Layer { weight, bias, .. } => {
-                let (mean, rstd) = stats.twin().split_at(rows);
-                let (own, dw, db) =
-                    twin::layer_backward(dy.twin(), x.twin(), &values(weight), mean, rstd, rows, dim);
+            Norm::Layer { bias, .. } => {
+                let (own, dw, db) = twin::layer_backward(dy, x, &values(weight), stats);
                 accumulate(weight, &dw);
                 accumulate(bias, &db);
                 own
@@ -234,8 +226,9 @@ impl Backend for Twin {
     }
 
     fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
-        let [q, k, v] = split(qkv, heads);
-        let (out, lse) = twin::attention_forward(&q, &k, &v, layout, heads.shape(), scale(heads));
+        let shape = heads.shape();
+        let parts = Qkv::packed(qkv.mat64(), shape);
+        let (out, lse) = twin::attention_forward(parts, layout, shape, scale(heads));
         (Rows::on_twin(out, qkv.rows(), heads.q_width()), Rows::on_twin(lse, qkv.rows(), heads.q))
     }
 
@@ -248,9 +241,9 @@ impl Backend for Twin {
         layout: &Layout,
         heads: AttentionHeads,
     ) -> Rows {
-        let [q, k, v] = split(qkv, heads);
         let shape = heads.shape();
-        let (dq, dk, dv) = twin::attention_backward(dout.twin(), &q, &k, &v, layout, shape, scale(heads));
+        let parts = Qkv::packed(qkv.mat64(), shape);
+        let (dq, dk, dv) = twin::attention_backward(dout.mat64(), parts, layout, shape, scale(heads));
         let mut dqkv = self.zeros(qkv.rows(), qkv.cols());
         let (wide, narrow) = (heads.q_width(), heads.kv_width());
         for (first, width, data) in [(0, wide, dq), (wide, narrow, dk), (wide + narrow, narrow, dv)] {
@@ -277,42 +270,35 @@ impl Backend for Twin {
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
     ) -> Rows {
-        let (width, kv) = (qkv.cols(), 2 * heads.kv_width());
-        let mut out = Vec::with_capacity(qkv.rows() * heads.q_width());
+        let (kv, q_width) = (heads.kv_width(), heads.q_width());
+        let mut out = Vec::with_capacity(qkv.rows() * q_width);
         let mut row = 0;
         for group in groups {
             for &slot in &group.slots {
-                let packed = &qkv.twin()[row * width..(row + 1) * width];
+                let packed = qkv.mat64().row_range(row..row + 1);
                 let ((start, len), prompt) = (group.cache.slot(slot), group.cache.prompt_rows);
                 let Store::Twin(layers) = &mut group.cache.store else { continue };
                 let data = &mut layers[layer];
-                data[(start + len) * kv..][..kv].copy_from_slice(&packed[heads.q_width()..]);
-                let half = heads.kv_width();
-                let (k, v) = (moves::columns(data, kv, 0..half), moves::columns(data, kv, half..kv));
+                data[(start + len) * 2 * kv..][..2 * kv].copy_from_slice(&packed.row(0)[q_width..]);
+                let cached = Mat::new(data, data.len() / (2 * kv).max(1), 2 * kv);
                 let keys = vec![0..prompt, start..start + len + 1];
                 let layout =
                     AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
-                let q = &packed[..heads.q_width()];
-                out.extend(twin::attention_forward(q, &k, &v, &layout, heads.shape(), scale(heads)).0);
+                let (k, v) = (cached.columns(0..kv), cached.columns(kv..2 * kv));
+                let parts = Qkv { q: packed.columns(0..q_width), k, v };
+                out.extend(twin::attention_forward(parts, &layout, heads.shape(), scale(heads)).0);
                 row += 1;
             }
         }
-        Rows::on_twin(out, qkv.rows(), heads.q_width())
+        Rows::on_twin(out, qkv.rows(), q_width)
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let angles = |data: &[f32]| data.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let (rows, width) = (x.rows(), heads * 2 * table.half);
-        let turned = moves::columns(x.twin(), x.cols(), 0..width);
-        let turned = twin::rope(
-            &turned,
-            heads,
-            2 * table.half,
-            &angles(&table.cos),
-            &angles(&table.sin),
-            rows,
-            inverse,
-        );
+        let (cos, sin) = (angles(&table.cos), angles(&table.sin));
+        let [cos, sin] = [&cos, &sin].map(|angles| Mat::new(angles, rows, table.half));
+        let turned = twin::rope(cos, sin, inverse, x.mat64().columns(0..width));
         self.set_columns(x, 0, &Rows::on_twin(turned, rows, width));
     }
 
@@ -327,33 +313,33 @@ impl Backend for Twin {
 
     fn swiglu(&self, gate_up: &Rows) -> Rows {
         let (rows, i) = (gate_up.rows(), gate_up.cols() / 2);
-        Rows::on_twin(twin::swiglu_forward(gate_up.twin(), rows, i), rows, i)
+        Rows::on_twin(twin::swiglu_forward(gate_up.mat64()), rows, i)
     }
 
     fn swiglu_back(&self, gate_up: &mut Rows, dy: &Rows) {
         let (rows, i) = dy.dims();
-        let gradient = twin::swiglu_backward(dy.twin(), gate_up.twin(), rows, i);
+        let gradient = twin::swiglu_backward(dy.mat64(), gate_up.mat64());
         *gate_up = Rows::on_twin(gradient, rows, 2 * i);
     }
 
     fn scale_onto(&self, x: &Rows, residual: &Rows, scale: &Param) -> Rows {
-        let y = twin::scale_residual_forward(x.twin(), residual.twin(), &values(scale));
+        let y = twin::residual_forward(x.mat64(), residual.mat64(), &values(scale));
         Rows::on_twin(y, x.rows(), x.cols())
     }
 
     fn scale_onto_back(&self, x: &Rows, dy: &Rows, scale: &Param) -> Rows {
-        let (dx, dscale) = twin::scale_residual_backward(dy.twin(), x.twin(), &values(scale));
+        let (dx, dscale) = twin::residual_backward(dy.mat64(), x.mat64(), &values(scale));
         accumulate(scale, &dscale);
         Rows::on_twin(dx, x.rows(), x.cols())
     }
 
     fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
-        Rows::on_twin(twin::gather(&values(table), ids, h), ids.len(), h)
+        let rows = values(table);
+        Rows::on_twin(twin::gather(Mat::new(&rows, rows.len() / h.max(1), h), ids), ids.len(), h)
     }
 
     fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows) {
-        let h = dx.cols();
-        accumulate(table, &twin::scatter_add(dx.twin(), ids, table.len() / h.max(1), h));
+        accumulate(table, &twin::scatter_add(dx.mat64(), ids, table.len() / dx.cols().max(1)));
     }
 
     fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
@@ -373,76 +359,64 @@ impl Backend for Twin {
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
-        Rows::on_twin(twin::mix_forward(x.twin(), mix, x.cols()), mix.len(), x.cols())
+        Rows::on_twin(twin::mix_forward(x.mat64(), mix), mix.len(), x.cols())
     }
 
     fn mix_back(&self, dy: &Rows, mix: &Mix, rows: usize) -> Rows {
-        Rows::on_twin(twin::mix_backward(dy.twin(), mix, rows, dy.cols()), rows, dy.cols())
+        Rows::on_twin(twin::mix_backward(dy.mat64(), mix, rows), rows, dy.cols())
     }
 
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let unfolded = twin::unfold(x.twin(), &patches.sources, patches.taps, x.cols());
+        let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
         self.linear(&unfolded, std::slice::from_ref(layer), None, Order::Blocked)
     }
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
-        let unfolded = twin::unfold(x.twin(), &patches.sources, patches.taps, x.cols());
+        let unfolded = twin::unfold(x.mat64(), &patches.sources, patches.taps);
         let unfolded = Rows::on_twin(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
         let dunfolded = self.linear_dx(dy, std::slice::from_ref(layer));
-        let dx = twin::fold(dunfolded.twin(), &patches.sources, patches.taps, x.rows(), x.cols());
+        let dx = twin::fold(dunfolded.mat64(), &patches.sources, patches.taps, x.rows());
         Rows::on_twin(dx, x.rows(), x.cols())
     }
 
-    fn depthwise(&self, x: &Rows, weight: &Param, [h, w]: [usize; 2]) -> Rows {
-        let (t, c) = x.dims();
-        let y = twin::depthwise3_forward(x.twin(), &values(weight), t / (h * w), h, w, c);
-        Rows::on_twin(y, t, c)
+    fn depthwise(&self, x: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        let y = twin::depthwise3_forward(x.mat64(), &values(weight), side);
+        Rows::on_twin(y, x.rows(), x.cols())
     }
 
-    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, [h, w]: [usize; 2]) -> Rows {
-        let (t, c) = x.dims();
-        let n = t / (h * w);
-        let (dx, dw) = twin::depthwise3_backward(dy.twin(), x.twin(), &values(weight), n, h, w, c);
+    fn depthwise_back(&self, x: &Rows, dy: &Rows, weight: &Param, side: [usize; 2]) -> Rows {
+        let (dx, dw) = twin::depthwise3_backward(dy.mat64(), x.mat64(), &values(weight), side);
         accumulate(weight, &dw);
-        Rows::on_twin(dx, t, c)
+        Rows::on_twin(dx, x.rows(), x.cols())
     }
 
     fn gate(&self, x: &Rows, gate: &Rows) -> Rows {
-        let (t, c) = x.dims();
-        Rows::on_twin(twin::gate_forward(x.twin(), gate.twin(), t / gate.rows(), c), t, c)
+        Rows::on_twin(twin::gate_forward(x.mat64(), gate.mat64()), x.rows(), x.cols())
     }
 
     fn gate_back(&self, x: &Rows, gate: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (t, c) = x.dims();
-        let (dx, dgate) = twin::gate_backward(dy.twin(), x.twin(), gate.twin(), t / gate.rows(), c);
-        [Rows::on_twin(dx, t, c), Rows::on_twin(dgate, gate.rows(), c)]
+        let (dx, dgate) = twin::gate_backward(dy.mat64(), x.mat64(), gate.mat64());
+        [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dgate, gate.rows(), gate.cols())]
     }
 
     fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
-        let (t, c) = x.dims();
-        Rows::on_twin(twin::blend_forward(x.twin(), logits.twin()), t / logits.cols(), c)
+        let (rows, c) = (x.rows() / logits.cols(), x.cols());
+        Rows::on_twin(twin::blend_forward(alternatives(x, logits), logits.twin()), rows, c)
     }
 
     fn blend_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> [Rows; 2] {
-        let (dx, dlogits) = twin::blend_backward(dy.twin(), x.twin(), logits.twin());
+        let (dx, dlogits) = twin::blend_backward(dy.twin(), alternatives(x, logits), logits.twin());
         [Rows::on_twin(dx, x.rows(), x.cols()), of_len(dlogits)]
     }
 
     fn score(&self, normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Scores {
-        let (n, h) = normed.dims();
-        let (logprobs, entropies, lse) = twin::logprob_forward(
-            normed.twin(),
-            &values(head),
-            n,
-            h,
-            head.len() / h.max(1),
-            &targets.tokens,
-            &targets.offsets,
-            f64::from(temperature),
-        );
-        Scores { logprobs: of_len(logprobs), entropies: of_len(entropies), lse: of_len(lse), temperature }
+        let (weight, t) = (values(head), f64::from(temperature));
+        let head = Mat::new(&weight, head.len() / normed.cols().max(1), normed.cols());
+        let scores = twin::logprob_forward(normed.mat64(), head, targets.kernel(), t);
+        let [logprobs, entropies, lse] = [scores.logp, scores.entropy, scores.lse].map(of_len);
+        Scores { logprobs, entropies, lse, temperature }
     }
 
     fn score_back(
@@ -454,29 +428,20 @@ impl Backend for Twin {
         dlogp: &[f32],
         dentropy: Option<&[f32]>,
     ) -> Rows {
-        let (n, h) = normed.dims();
         let wide = |d: &[f32]| d.iter().map(|&d| f64::from(d)).collect::<Vec<_>>();
-        let (dnormed, dhead) = twin::logprob_backward(
-            normed.twin(),
-            &values(head),
-            n,
-            h,
-            head.len() / h.max(1),
-            &targets.tokens,
-            &targets.offsets,
-            &wide(dlogp),
-            dentropy.map(wide).as_deref(),
-            f64::from(scores.temperature),
-        );
+        let (dlogp, dentropy) = (wide(dlogp), dentropy.map(wide));
+        let gradient = Gradient { logp: &dlogp, entropy: dentropy.as_deref() };
+        let (weight, t) = (values(head), f64::from(scores.temperature));
+        let mat = Mat::new(&weight, head.len() / normed.cols().max(1), normed.cols());
+        let (dnormed, dhead) = twin::logprob_backward(gradient, normed.mat64(), mat, targets.kernel(), t);
         accumulate(head, &dhead);
-        Rows::on_twin(dnormed, n, h)
+        Rows::on_twin(dnormed, normed.rows(), normed.cols())
     }
 
     fn logits(&self, normed: &Rows, head: &Param) -> Rows {
         let (n, h) = normed.dims();
-        let vocab = head.len() / h.max(1);
-        let logits = twin::linear_forward(normed.twin(), &values(head), None, n, h, vocab);
-        Rows::on_twin(logits, n, vocab)
+        let (weight, vocab) = (values(head), head.len() / h.max(1));
+        Rows::on_twin(twin::linear_forward(normed.mat64(), Mat::new(&weight, vocab, h), None), n, vocab)
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {
@@ -493,19 +458,7 @@ impl Backend for Twin {
             false => values(param),
         };
         let (mut m, mut v) = (wide(&moments.m), wide(&moments.v));
-        twin::adamw(
-            &mut weight,
-            &mut m,
-            &mut v,
-            grad.twin(),
-            f64::from(step.lr),
-            f64::from(step.betas[0]),
-            f64::from(step.betas[1]),
-            f64::from(step.eps),
-            f64::from(step.weight_decay),
-            moments.step,
-            f64::from(step.grad_scale),
-        );
+        twin::adamw(grad.twin(), &step.kernel(moments.step).wide(), &mut weight, &mut m, &mut v);
         (moments.m, moments.v) = (round(&m), round(&v));
         let weight = round(&weight);
         if keeps {
@@ -513,6 +466,11 @@ impl Backend for Twin {
         }
         param.store(&weight)
     }
+}
+
+/// The alternatives of a blend, each in one row.
+fn alternatives<'a>(x: &'a Rows, logits: &Rows) -> Mat<'a, f64> {
+    Mat::new(x.twin(), logits.cols(), x.len() / logits.cols())
 }
 
 fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {

@@ -262,7 +262,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             };
         if save_now {
             let whole = interrupted || !this.run.save_only_model;
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen, whole)?;
+            let kept = whole.then_some(&optimizer);
+            this.save(step, rollout_index, kept, &source, buffer.as_ref(), epochs_seen)?;
             saved_at = whole.then_some(step).or(saved_at);
             last_save = Instant::now();
         }
@@ -272,7 +273,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     summary.interrupted = step < total;
     if summary.interrupted {
         if saved_at != Some(step) {
-            this.save(step, rollout_index, &optimizer, &source, buffer.as_ref(), epochs_seen, true)?;
+            this.save(step, rollout_index, Some(&optimizer), &source, buffer.as_ref(), epochs_seen)?;
         }
         console.line(&format!("stopped after step {step}; resume with --resume_from_checkpoint auto"));
     } else {
@@ -369,11 +370,10 @@ impl Loop<'_> {
         &mut self,
         step: u64,
         rollout: u64,
-        optimizer: &AdamW,
+        optimizer: Option<&AdamW>,
         source: &RowSource,
         buffer: Option<&(Rollouts, usize)>,
         epochs_seen: u64,
-        whole: bool,
     ) -> Result<()> {
         self.console.activity().enter("saving", Instant::now());
         self.records.sync()?;
@@ -387,7 +387,6 @@ impl Loop<'_> {
             buffer: buffer.map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
             ..TrainerState::default()
         };
-        let optimizer = whole.then_some(optimizer);
         let keep = self.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
         let path =
             checkpoint::save(self.lock.root(), &self.model, optimizer, state, self.run.save_limit, keep)?;

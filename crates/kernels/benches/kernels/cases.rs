@@ -5,9 +5,11 @@ use std::hint::black_box;
 
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
-use omnigrpo_kernels::attention::{self, AttentionLayout, QueryRange, Shape, View};
+use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
-use omnigrpo_kernels::{Weight, buffer, embedding, logprob, norm, optim, rope};
+use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
+use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, rope};
 
 /// What a call does 10⁹ of: operations or bytes.
 #[derive(Clone, Copy)]
@@ -42,23 +44,29 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
     (0..n).map(next).collect()
 }
 
-/// A weight in either dtype.
-struct Stored {
+/// A weight `[n, k]` in either dtype.
+struct Own {
+    dims: (usize, usize),
     wide: Vec<f32>,
     narrow: Vec<bf16>,
 }
 
-impl Stored {
-    fn new(len: usize, narrow: bool) -> Self {
-        let wide = noise(len, 2);
+impl Own {
+    fn new(n: usize, k: usize, narrow: bool) -> Self {
+        let (wide, dims) = (noise(n * k, 2), (n, k));
         if narrow {
-            return Self { narrow: wide.iter().map(|&w| bf16::from_f32(w)).collect(), wide: Vec::new() };
+            return Self {
+                narrow: wide.iter().map(|&w| bf16::from_f32(w)).collect(),
+                wide: Vec::new(),
+                dims,
+            };
         }
-        Self { wide, narrow: Vec::new() }
+        Self { wide, narrow: Vec::new(), dims }
     }
 
     fn weight(&self) -> Weight<'_> {
-        if self.wide.is_empty() { Weight::Bf16(&self.narrow) } else { Weight::F32(&self.wide) }
+        let (n, k) = self.dims;
+        if self.wide.is_empty() { Weight::bf16(&self.narrow, n, k) } else { Weight::f32(&self.wide, n, k) }
     }
 }
 
@@ -69,20 +77,26 @@ fn linear_cases(all: &mut Vec<Case>) {
         let flops = Amount::Flops((2 * m * k * n) as f64);
         for (dtype, narrow) in DTYPES {
             all.push(case(format!("linear forward {m}x{k}x{n} {dtype}"), flops, move || {
-                let (w, x, mut y) = (Stored::new(n * k, narrow), noise(m * k, 1), vec![0.0; m * n]);
-                move || linear::forward(&mut y, n, &x, k, &[Layer::new(w.weight(), n)], m, k, false)
+                let (w, x, mut y) = (Own::new(n, k, narrow), noise(m * k, 1), vec![0.0; m * n]);
+                move || {
+                    let (x, y) = (Mat::new(&x, m, k), MatMut::new(&mut y, m, n));
+                    linear::forward_into(x, &[Layer::new(w.weight())], false, y);
+                }
             }));
             all.push(case(format!("linear dx {m}x{k}x{n} {dtype}"), flops, move || {
-                let (w, dy, mut dx) = (Stored::new(n * k, narrow), noise(m * n, 1), vec![0.0; m * k]);
-                move || linear::backward_input(&mut dx, k, &dy, n, &[Layer::new(w.weight(), n)], m, k, false)
+                let (w, dy, mut dx) = (Own::new(n, k, narrow), noise(m * n, 1), vec![0.0; m * k]);
+                move || {
+                    let (dy, dx) = (Mat::new(&dy, m, n), MatMut::new(&mut dx, m, k));
+                    linear::backward_input_into(dy, &[Layer::new(w.weight())], false, dx);
+                }
             }));
         }
         for (dtype, bf16) in DTYPES {
             all.push(case(format!("linear dw {m}x{k}x{n} {dtype}"), flops, move || {
                 let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);
                 move || {
-                    let gradient = Gradient { dw: &mut dw, col: 0, n, bf16 };
-                    linear::backward_weight(&mut [gradient], &dy, n, &x, k, m, k);
+                    let gradient = Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+                    linear::backward_weight(Mat::new(&dy, m, n), Mat::new(&x, m, k), &mut [gradient]);
                 }
             }));
         }
@@ -121,16 +135,14 @@ fn linear_cases(all: &mut Vec<Case>) {
         for m in [1, 8, 16, 32] {
             let bytes = Amount::Bytes((8 * per * if narrow { 2 } else { 4 }) as f64);
             all.push(case(format!("linear decode, 8 layers, {m} rows {dtype}"), bytes, move || {
-                let (w, x) = (Stored::new(8 * per, narrow), noise(m * 1408, 1));
-                let mut y = vec![0.0; m * 2816];
+                let layers: Vec<Own> =
+                    (0..8).flat_map(|_| sizes.map(|(n, k)| Own::new(n, k, narrow))).collect();
+                let (x, mut y) = (noise(m * 1408, 1), vec![0.0; m * 2816]);
                 move || {
-                    let mut at = 0;
-                    for _ in 0..8 {
-                        for (n, k) in sizes {
-                            let w = w.weight().rows(at, at + n * k, 1);
-                            linear::forward_rows(&mut y, n, &x, k, &[Layer::new(w, n)], m, k, false);
-                            at += n * k;
-                        }
+                    for layer in &layers {
+                        let (n, k) = layer.dims;
+                        let (x, y) = (Mat::new(&x[..m * k], m, k), MatMut::new(&mut y[..m * n], m, n));
+                        linear::forward_rows_into(x, &[Layer::new(layer.weight())], false, y);
                     }
                 }
             }));
@@ -157,8 +169,7 @@ fn row_cases(all: &mut Vec<Case>) {
     let bytes = |per: usize, width: usize| Amount::Bytes((4 * per * rows * width) as f64);
     all.push(case("rms_norm forward 852x512", bytes(2, dim), move || {
         let (x, w) = (noise(rows * dim, 1), noise(dim, 2));
-        let mut rstd = vec![0.0; rows];
-        move || drop(black_box(norm::rms_forward(&mut rstd, &x, &w, rows, dim, 1e-6)))
+        move || drop(black_box(norm::rms_forward(Mat::new(&x, rows, dim), &w, 1e-6)))
     }));
     all.push(case("rms_norm forward 852x512, plain", bytes(2, dim), move || {
         let (x, w, mut y) = (noise(rows * dim, 1), noise(dim, 2), vec![0.0; rows * dim]);
@@ -173,28 +184,35 @@ fn row_cases(all: &mut Vec<Case>) {
     all.push(case("rms_norm backward 852x512", bytes(4, dim), move || {
         let (x, dy, w, rstd) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2), vec![1.7; rows]);
         let (mut dx, mut dw) = (vec![0.0; rows * dim], vec![0.0; dim]);
-        move || norm::rms_backward(&mut dx, Some(&mut dw), &dy, &x, &w, &rstd, rows, dim)
+        move || {
+            let [dy, x] = [&dy, &x].map(|x| Mat::new(x, rows, dim));
+            norm::rms_backward(dy, x, &w, &rstd, MatMut::new(&mut dx, rows, dim), Some(&mut dw));
+        }
     }));
     all.push(case("layer_norm forward 852x512", bytes(2, dim), move || {
         let (x, w) = (noise(rows * dim, 1), noise(dim, 2));
-        let (mut mean, mut rstd) = (vec![0.0; rows], vec![0.0; rows]);
-        move || drop(black_box(norm::layer_forward(&mut mean, &mut rstd, &x, &w, &w, rows, dim, 1e-6)))
+        move || drop(black_box(norm::layer_forward(Mat::new(&x, rows, dim), &w, &w, 1e-6)))
     }));
     all.push(case("layer_norm backward 852x512", bytes(4, dim), move || {
         let (x, dy, w) = (noise(rows * dim, 1), noise(rows * dim, 3), noise(dim, 2));
-        let (mean, rstd) = (vec![0.0; rows], vec![1.7; rows]);
+        let stats = [vec![0.0; rows], vec![1.7; rows]].concat();
         let (mut dx, mut dw, mut db) = (vec![0.0; rows * dim], vec![0.0; dim], vec![0.0; dim]);
         move || {
-            norm::layer_backward(&mut dx, Some(&mut dw), Some(&mut db), &dy, &x, &w, &mean, &rstd, rows, dim);
+            let [dy, x] = [&dy, &x].map(|x| Mat::new(x, rows, dim));
+            let dx = MatMut::new(&mut dx, rows, dim);
+            norm::layer_backward(dy, x, &w, &stats, dx, Some(&mut dw), Some(&mut db));
         }
     }));
     all.push(case("rope 852x10x64", bytes(2, 640), move || {
         let (mut x, cos, sin) = (noise(rows * 640, 1), noise(rows * 32, 2), noise(rows * 32, 3));
-        move || rope::apply(&mut x, 640, 0, 10, 64, &cos, &sin, rows, false)
+        move || {
+            let [cos, sin] = [&cos, &sin].map(|x| Mat::new(x, rows, 32));
+            rope::apply(cos, sin, false, MatMut::new(&mut x, rows, 640));
+        }
     }));
     all.push(case("swiglu forward 852x1408", bytes(3, inner), move || {
         let x = noise(rows * 2 * inner, 1);
-        move || drop(black_box(activation::swiglu_forward(&x, rows, inner)))
+        move || drop(black_box(activation::swiglu_forward(Mat::new(&x, rows, 2 * inner))))
     }));
     all.push(case("swiglu forward 852x1408, plain", bytes(3, inner), move || {
         let (x, mut y) = (noise(rows * 2 * inner, 1), vec![0.0; rows * inner]);
@@ -209,34 +227,40 @@ fn row_cases(all: &mut Vec<Case>) {
     all.push(case("swiglu backward 852x1408", bytes(9, inner), move || {
         let (x, dy) = (noise(rows * 2 * inner, 1), noise(rows * inner, 2));
         // The input is replaced by its gradient, so a copy is.
-        move || activation::swiglu_backward(&mut buffer::copy(&x), &dy, rows, inner)
+        move || {
+            let mut gate_up = buffer::copy(&x);
+            let gate_up = MatMut::new(&mut gate_up, rows, 2 * inner);
+            activation::swiglu_backward(Mat::new(&dy, rows, inner), gate_up);
+        }
     }));
     all.push(case("gelu forward 852x1408", bytes(2, inner), move || {
         let x = noise(rows * inner, 1);
-        move || drop(black_box(activation::forward(Activation::GeluErf, &x)))
+        move || drop(black_box(activation::forward(&x, Activation::GeluErf)))
     }));
     all.push(case("gelu backward 852x1408", bytes(5, inner), move || {
         // As above, with the copy among the bytes.
         let (x, dy) = (noise(rows * inner, 1), noise(rows * inner, 2));
-        move || activation::backward(Activation::GeluErf, &mut buffer::copy(&x), &dy)
+        move || activation::backward(&dy, Activation::GeluErf, &mut buffer::copy(&x))
     }));
     let ids: Vec<u32> = (0..rows as u32).map(|i| i * 577 % 2048).collect();
     for (dtype, narrow) in DTYPES {
         let ids = ids.clone();
         all.push(case(format!("embedding forward 852x512 {dtype}"), bytes(2, dim), move || {
-            let (table, mut y, ids) = (Stored::new(2048 * dim, narrow), vec![0.0; rows * dim], ids.clone());
-            move || embedding::gather(&mut y, table.weight(), &ids, dim)
+            let (table, ids) = (Own::new(2048, dim, narrow), ids.clone());
+            move || drop(black_box(embedding::gather(table.weight(), &ids)))
         }));
     }
     all.push(case("embedding backward 852x512", bytes(3, dim), move || {
         let (dy, mut dtable, ids) = (noise(rows * dim, 1), vec![0.0; 2048 * dim], ids.clone());
-        move || embedding::scatter_add(&mut dtable, &dy, &ids, dim)
+        move || embedding::scatter_add(Mat::new(&dy, rows, dim), &ids, &mut dtable)
     }));
     let n = 8 << 20;
     all.push(case("adamw 8Mi", Amount::Bytes((28 * n) as f64), move || {
         let [mut w, mut m, g] = [1, 2, 3].map(|seed| noise(n, seed));
         let mut v = vec![1e-3; n];
-        move || optim::adamw(&mut w, &mut m, &mut v, &g, 1e-6, 0.9, 0.999, 1e-8, 0.0, 1, 1.0)
+        let by =
+            AdamW { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, step: 1 };
+        move || optim::adamw(&g, &by, &mut w, &mut m, &mut v)
     }));
     all.push(case("gradient norm 8Mi", Amount::Bytes((4 * n) as f64), move || {
         let g = noise(n, 3);
@@ -261,26 +285,25 @@ fn attention_cases(all: &mut Vec<Case>) {
         ("full 1024", AttentionLayout::full_blocks(&[1024]), tower, 1024),
     ] {
         let (wq, wk) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        let (stride, cols) = (wq + 2 * wk, [0, wq, wq + wk]);
+        let width = wq + 2 * wk;
         let flops = attention_flops(&layout, shape, 2);
         let own = layout.clone();
         all.push(case(format!("attention forward {name}"), flops, move || {
-            let (x, layout) = (noise(t * stride, 6), own.clone());
-            let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
+            let (x, layout) = (noise(t * width, 6), own.clone());
             move || {
-                let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
-                attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
+                let qkv = Qkv::packed(Mat::new(&x, t, width), shape);
+                drop(black_box(attention::forward(qkv, &layout, shape, 0.125)));
             }
         }));
         let flops = attention_flops(&layout, shape, 5);
         all.push(case(format!("attention backward {name}"), flops, move || {
-            let (x, dout, layout) = (noise(t * stride, 6), noise(t * wq, 7), layout.clone());
-            let (mut out, mut lse) = (vec![0.0; t * wq], vec![0.0; t * shape.q_heads]);
-            let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
-            attention::forward(&mut out, &mut lse, q, k, v, &layout, shape, 0.125);
+            let (x, dout, layout) = (noise(t * width, 6), noise(t * wq, 7), layout.clone());
+            let (out, lse) =
+                attention::forward(Qkv::packed(Mat::new(&x, t, width), shape), &layout, shape, 0.125);
             move || {
-                let [q, k, v] = cols.map(|col| View { data: &x, stride, col });
-                drop(black_box(attention::backward(t, &dout, &out, &lse, q, k, v, &layout, shape, 0.125)));
+                let qkv = Qkv::packed(Mat::new(&x, t, width), shape);
+                let [dout, out] = [&dout, &out].map(|x| Mat::new(x, t, wq));
+                drop(black_box(attention::backward(dout, qkv, out, &lse, &layout, shape, 0.125)));
             }
         }));
     }
@@ -293,8 +316,9 @@ fn attention_cases(all: &mut Vec<Case>) {
         move || {
             let (x, layout, mut out) = (noise(852 * 768, 6), layout.clone(), vec![0.0; 8 * 512]);
             move || {
-                let [q, k, v] = [0, 512, 640].map(|col| View { data: &x, stride: 768, col });
-                attention::forward_decode(&mut out, q, k, v, &layout, decoder, 0.125);
+                let qkv = Qkv::packed(Mat::new(&x, 852, 768), decoder);
+                let (qkv, out) = (Qkv { q: qkv.q.row_range(0..8), ..qkv }, MatMut::new(&mut out, 8, 512));
+                attention::forward_decode_into(qkv, &layout, decoder, 0.125, out);
             }
         },
     ));
@@ -305,30 +329,19 @@ fn head_cases(all: &mut Vec<Case>) {
     for v in [2048, 16_384] {
         for (dtype, narrow) in DTYPES {
             let flops = (2 * rows * h * v) as f64;
-            let targets: Vec<u32> = (0..rows as u32).map(|i| i * 31 % v as u32).collect();
+            let tokens: Vec<u32> = (0..rows as u32).map(|i| i * 31 % v as u32).collect();
             let offsets: Vec<usize> = (0..=rows).collect();
-            let (t, o) = (targets.clone(), offsets.clone());
+            let (t, o) = (tokens.clone(), offsets.clone());
             all.push(case(
                 format!("token_logprob forward {rows}x{h}x{v} {dtype}"),
                 Amount::Flops(flops),
                 move || {
-                    let (hidden, head) = (noise(rows * h, 8), Stored::new(v * h, narrow));
-                    let (targets, offsets) = (t.clone(), o.clone());
-                    let [mut logp, mut entropy, mut lse] = [0; 3].map(|_| vec![0.0; rows]);
+                    let (hidden, weight) = (noise(rows * h, 8), Own::new(v, h, narrow));
+                    let (tokens, offsets) = (t.clone(), o.clone());
                     move || {
-                        logprob::forward(
-                            &hidden,
-                            head.weight(),
-                            rows,
-                            h,
-                            v,
-                            &targets,
-                            &offsets,
-                            1.0,
-                            &mut logp,
-                            &mut entropy,
-                            &mut lse,
-                        );
+                        let head = Head { weight: weight.weight(), temperature: 1.0 };
+                        let targets = Targets { tokens: &tokens, offsets: &offsets };
+                        drop(black_box(logprob::forward(Mat::new(&hidden, rows, h), head, targets)));
                     }
                 },
             ));
@@ -336,38 +349,29 @@ fn head_cases(all: &mut Vec<Case>) {
                 format!("token_logprob backward {rows}x{h}x{v} {dtype}"),
                 Amount::Flops(3.0 * flops),
                 move || {
-                    let (hidden, head) = (noise(rows * h, 8), Stored::new(v * h, narrow));
-                    let (targets, offsets) = (targets.clone(), offsets.clone());
+                    let (hidden, weight) = (noise(rows * h, 8), Own::new(v, h, narrow));
+                    let (tokens, offsets) = (tokens.clone(), offsets.clone());
                     let (dlogp, lse, entropy) = (noise(rows, 10), vec![8.0; rows], vec![7.0; rows]);
-                    let (mut dhidden, mut dhead) = (vec![0.0; rows * h], vec![0.0; v * h]);
+                    let mut dhead = vec![0.0; v * h];
                     move || {
-                        logprob::backward(
-                            &mut dhidden,
-                            Some(&mut dhead),
-                            &hidden,
-                            head.weight(),
-                            rows,
-                            h,
-                            v,
-                            &targets,
-                            &offsets,
-                            &lse,
-                            &entropy,
-                            &dlogp,
-                            None,
-                            1.0,
-                        );
+                        drop(black_box(logprob::backward(
+                            logprob::Gradient { logp: &dlogp, entropy: None },
+                            Mat::new(&hidden, rows, h),
+                            Head { weight: weight.weight(), temperature: 1.0 },
+                            Targets { tokens: &tokens, offsets: &offsets },
+                            Statistics { entropy: &entropy, lse: &lse },
+                            Some(MatMut::new(&mut dhead, v, h)),
+                        )));
                     }
                 },
             ));
         }
         let flops = Amount::Flops((2 * rows * h * v) as f64);
         all.push(case(format!("token_logprob forward {rows}x{h}x{v} f32, plain"), flops, move || {
-            let (hidden, head, mut logits) = (noise(rows * h, 8), noise(v * h, 9), vec![0.0; rows * v]);
-            let mut logp = vec![0.0; rows];
+            let (hidden, head, mut logp) = (noise(rows * h, 8), noise(v * h, 9), vec![0.0; rows]);
             move || {
-                let layers = [Layer::new(Weight::F32(&head), v)];
-                linear::forward(&mut logits, v, &hidden, h, &layers, rows, h, false);
+                let layers = [Layer::new(Weight::f32(&head, v, h))];
+                let logits = linear::forward(Mat::new(&hidden, rows, h), &layers);
                 for (r, z) in logits.chunks_exact(v).enumerate() {
                     let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                     let sum: f32 = z.iter().map(|z| (z - max).exp()).sum();

@@ -6,7 +6,7 @@
 //!
 //! The bits of a lane's result depend on its own query, the keys it sees and the division into key ranges only, not on
 //! other lanes: any batch of sequences agrees bit for bit among calls of [`forward`], and among calls of
-//! [`forward_decode`]. The two agree with each other bit for bit on CPUs without AMX, elsewhere as `f32` arithmetic does.
+//! [`forward_decode_into`]. The two agree with each other bit for bit on CPUs without AMX, elsewhere as `f32` arithmetic does.
 //!
 //! The backward pass recomputes the weights from the log-sum-exp (FlashAttention-2, arXiv 2307.08691) and adds to dk and
 //! dv in query order; a chunk of keys is a task, and what several chunks give to a row of dq is added in their order.
@@ -15,53 +15,68 @@ mod chunks;
 #[allow(clippy::single_range_in_vec_init)] // one key range is common, a list of key rows never meant
 mod layout;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod tiled;
-mod vector;
+pub(crate) mod tiled;
+pub(crate) mod vector;
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use chunks::{Chunk, Plan, Seen, Sum};
 pub use layout::{AttentionLayout, LayoutError, QueryRange};
 
 use crate::buffer;
-use crate::gemm::{Line, reserve};
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::{self, Shared};
 use crate::profile::{Op, span};
+use crate::workspace::{PARTIAL, reserve};
 
 /// Multiply-adds below which a call stays on its thread.
 const MIN_PARALLEL: u64 = 1 << 16;
 /// Floats of partial sums for which a thread keeps its buffer (16 MiB).
 const KEPT_PARTIAL: usize = 4 << 20;
 
-thread_local! {
-    static PARTIAL: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Rows inside a larger buffer: row `r` starts at `data[r * stride + col]`, its heads lie one after the other.
+/// Queries `[tq, q_heads · d]`, keys and values `[tk, kv_heads · d]`; heads lie one after the other.
 #[derive(Clone, Copy, Debug)]
-pub struct View<'a> {
-    /// The buffer.
-    pub data: &'a [f32],
-    /// Distance between rows.
-    pub stride: usize,
-    /// First column.
-    pub col: usize,
+pub struct Qkv<'a, T = f32> {
+    /// Queries.
+    pub q: Mat<'a, T>,
+    /// Keys.
+    pub k: Mat<'a, T>,
+    /// Values.
+    pub v: Mat<'a, T>,
 }
 
-impl<'a> View<'a> {
-    /// `width` columns of row `r`, from column `at` of the window.
-    #[inline(always)]
-    fn part(self, r: usize, at: usize, width: usize) -> &'a [f32] {
-        &self.data[r * self.stride + self.col + at..][..width]
+impl<'a, T> Qkv<'a, T> {
+    /// The parts of rows `[q | k | v]`.
+    ///
+    /// # Panics
+    /// Rows of another width.
+    #[must_use]
+    pub fn packed(rows: Mat<'a, T>, shape: Shape) -> Self
+    where
+        T: Copy,
+    {
+        let (q, kv) = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        check("packed rows of attention", rows.cols == q + 2 * kv);
+        let [q, k, v] = [0..q, q..q + kv, q + kv..rows.cols].map(|columns| rows.columns(columns));
+        Self { q, k, v }
     }
 
-    /// Where key row `r` of a head starts; panics unless rows `r..r + n` of the head are in the buffer.
-    #[inline(always)]
-    fn tile(self, r: usize, n: usize, at: usize, width: usize) -> *const f32 {
-        self.part(r + n - 1, at, width);
-        self.part(r, at, width).as_ptr()
+    /// Whether these are heads of that shape.
+    fn fit(&self, shape: Shape) -> bool {
+        let Shape { q_heads, kv_heads, head_dim: d } = shape;
+        let kv = (self.k.rows, kv_heads * d);
+        q_heads.is_multiple_of(kv_heads.max(1))
+            && self.q.cols == q_heads * d
+            && self.k.dims() == kv
+            && self.v.dims() == kv
     }
+}
+
+/// Where key row `r` of a head starts, whose columns begin at `at`; panics unless rows `r..r + n` of it are there.
+#[inline(always)]
+fn key_rows(rows: Mat, r: usize, n: usize, at: usize, width: usize) -> *const f32 {
+    rows.part(r + n - 1, at, width);
+    rows.part(r, at, width).as_ptr()
 }
 
 /// Heads of one attention call. `q_heads` is a multiple of `kv_heads`; query head `h` uses key head
@@ -127,11 +142,24 @@ fn units(layout: &AttentionLayout, group: usize, max_lanes: usize) -> Vec<Unit<'
 /// Everything a unit needs besides its blocks.
 #[derive(Clone, Copy)]
 struct Call<'a> {
-    q: View<'a>,
-    k: View<'a>,
-    v: View<'a>,
+    q: Mat<'a>,
+    k: Mat<'a>,
+    v: Mat<'a>,
     shape: Shape,
     scale: f32,
+}
+
+impl<'a> Call<'a> {
+    fn new(Qkv { q, k, v }: Qkv<'a>, shape: Shape, scale: f32) -> Self {
+        Self { q, k, v, shape, scale }
+    }
+}
+
+/// Where the forward pass writes: rows of `q_heads · d`, and of `q_heads`.
+#[derive(Clone, Copy)]
+struct Results<'a> {
+    out: Shared<'a>,
+    lse: Shared<'a>,
 }
 
 /// First lane of the block that sees key `at` of the causal range; lanes before it do not.
@@ -140,47 +168,38 @@ fn first_lane(block: Block, group: usize, at: usize) -> usize {
     block.range.first_to_see(at).saturating_sub(block.first).min(block.count) * group
 }
 
-/// `out [tq, q_heads · d] = softmax(scale · q kᵀ) v`; `lse [tq, q_heads]` gets the log-sum-exp of the scaled scores.
+/// `softmax(scale · q kᵀ) v`, `[tq, q_heads · d]`, and as statistics `[tq, q_heads]` the log-sum-exp of the scaled scores.
 ///
-/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside of all ranges is not
-/// written. `scale` is positive.
-pub fn forward(
-    out: &mut [f32],
-    lse: &mut [f32],
-    q: View,
-    k: View,
-    v: View,
-    layout: &AttentionLayout,
-    shape: Shape,
-    scale: f32,
-) {
+/// The layout must be valid for the rows ([`AttentionLayout::validate`]). A query row outside of all ranges gives zeros.
+/// `scale` is positive.
+#[must_use]
+pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> (Vec<f32>, Vec<f32>) {
     let _span = span(Op::Attention, || work(layout, shape, 4));
-    debug_assert!(shape.q_heads.is_multiple_of(shape.kv_heads.max(1)));
-    let call = Call { q, k, v, shape, scale };
+    check("attention", qkv.fit(shape));
+    let rows = qkv.q.rows;
+    let (mut out, mut lse) = (buffer::zeros(rows * qkv.q.cols), buffer::zeros(rows * shape.q_heads));
+    let results = Results { out: Shared::new(&mut out), lse: Shared::new(&mut lse) };
+    let call = Call::new(qkv, shape, scale);
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if tiled::available(shape) {
-        return tiled::forward(out, lse, call, layout);
+        tiled::forward(call, layout, results);
+        return (out, lse);
     }
-    vector::forward(out, lse, call, layout);
+    vector::forward(call, layout, results);
+    (out, lse)
 }
 
-/// As [`forward`], without saving `lse`; for decoding, where few queries see many keys.
+/// As [`forward`] into `out [tq, q_heads · d]`, without statistics; for decoding, where few queries see many keys. A query
+/// row outside of all ranges is not written.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
 /// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
-pub fn forward_decode(
-    out: &mut [f32],
-    q: View,
-    k: View,
-    v: View,
-    layout: &AttentionLayout,
-    shape: Shape,
-    scale: f32,
-) {
+pub fn forward_decode_into(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32, out: MatMut) {
     let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
-    let rows = layout.ranges.iter().map(|range| range.queries.end).max().unwrap_or(0);
-    let mut lse = vec![0.0; rows * shape.q_heads];
-    vector::forward(out, &mut lse, Call { q, k, v, shape, scale }, layout);
+    check("attention, decode", qkv.fit(shape) && out.dims() == qkv.q.dims() && out.stride == out.cols);
+    let mut lse = vec![0.0; out.rows * shape.q_heads];
+    let results = Results { out: out.data, lse: Shared::new(&mut lse) };
+    vector::forward(Call::new(qkv, shape, scale), layout, results);
 }
 
 /// Useful operations of a call, and the bytes of its rows.
@@ -228,56 +247,58 @@ impl<'a> Gradients<'a> {
 /// What the forward pass left, and the incoming gradient.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
-    dout: &'a [f32],
-    out: &'a [f32],
+    dout: Mat<'a>,
+    out: Mat<'a>,
     lse: &'a [f32],
+}
+
+/// What all tasks of a backward pass share.
+#[derive(Clone, Copy)]
+struct Back<'a> {
+    call: Call<'a>,
+    saved: Saved<'a>,
+    grad: Gradients<'a>,
 }
 
 /// Gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`. The layout is
 /// valid for that many queries and keys.
 ///
-/// `out` and `lse` are what [`forward`] wrote for the same arguments, `dout [tq, q_heads · d]` the incoming gradient.
+/// `out` and `lse` are what [`forward`] gave for the same arguments, `dout [rows, q_heads · d]` the incoming gradient.
 /// One task per key head and chunk of keys.
 #[must_use]
 pub fn backward(
-    rows: usize,
-    dout: &[f32],
-    out: &[f32],
+    dout: Mat,
+    qkv: Qkv,
+    out: Mat,
     lse: &[f32],
-    q: View,
-    k: View,
-    v: View,
     layout: &AttentionLayout,
     shape: Shape,
     scale: f32,
 ) -> Vec<f32> {
-    let saved = Saved { dout, out, lse };
-    let call = Call { q, k, v, shape, scale };
-    let width = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim;
+    let dims = qkv.q.dims();
+    let (rows, width) = (dims.0, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim);
+    let saved_fit = dout.dims() == dims && out.dims() == dims && lse.len() == rows * shape.q_heads;
+    check("attention, backward", qkv.fit(shape) && qkv.k.rows == rows && saved_fit);
+    let (saved, call) = (Saved { dout, out, lse }, Call::new(qkv, shape, scale));
     // SAFETY: all of it is cleared before anything else.
-    unsafe { buffer::written(rows * width, |d| write_backward(d, rows, saved, call, layout)) }
+    unsafe { buffer::matrix(rows, width, |d| write_backward(call, saved, layout, d)) }
 }
 
 /// The rows are cleared, then added to.
-fn write_backward(data: Shared, rows: usize, saved: Saved, call: Call, layout: &AttentionLayout) {
+fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut) {
     let shape = call.shape;
     let _span = span(Op::AttentionBackward, || work(layout, shape, 8));
     let Shape { q_heads, kv_heads, head_dim: d } = shape;
     let width = q_heads * d;
     let work = if layout.pairs() * (width as u64) < MIN_PARALLEL { 0 } else { usize::MAX };
-    let (stride, k_col, v_col) = (width + 2 * kv_heads * d, width, width + kv_heads * d);
+    let (rows, stride, data) = (to.rows, to.stride, to.data);
     parallel::ranges(rows, 1, data.len(), |rows| data.clear(rows.start * stride, rows.len() * stride));
     let plan = Plan::new(layout, shape);
-    let mut partial = PARTIAL.take();
+    let mut scratch = PARTIAL.take();
     let partial_len = plan.partial_rows * width;
-    let grad = Gradients {
-        data,
-        stride,
-        k_col,
-        v_col,
-        partial: Shared::new(reserve(&mut partial, partial_len)),
-        width,
-    };
+    let partial = Shared::new(reserve(&mut scratch, partial_len));
+    let grad = Gradients { data, stride, k_col: width, v_col: width + kv_heads * d, partial, width };
+    let back = Back { call, saved, grad };
     let head_width = shape.group() * d;
     let tasks: Vec<(&Chunk, usize)> =
         plan.chunks.iter().flat_map(|chunk| (0..kv_heads).map(move |head| (chunk, head))).collect();
@@ -291,9 +312,9 @@ fn write_backward(data: Shared, rows: usize, saved: Saved, call: Call, layout: &
         }
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if tiled::available(shape) {
-            return tiled::backward(call, chunk, kv_head, saved, grad);
+            return tiled::backward(back, chunk, kv_head);
         }
-        vector::backward(call, chunk, kv_head, saved, grad);
+        vector::backward(back, chunk, kv_head);
     });
     let pieces: Vec<(&Vec<Sum>, Range<usize>)> = plan.sums.iter().flat_map(sum_pieces).collect();
     parallel::tasks(pieces.len(), partial_len, |i| {
@@ -310,7 +331,7 @@ fn write_backward(data: Shared, rows: usize, saved: Saved, call: Call, layout: &
         }
     });
     if partial_len <= KEPT_PARTIAL {
-        PARTIAL.set(partial);
+        PARTIAL.set(scratch);
     }
 }
 

@@ -13,22 +13,22 @@
 //! The softmax takes about a third of the time. On Sapphire Rapids its vector instructions do not run beside those on tiles (a
 //! mix takes the sum of both times), so they are not interleaved.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::chunks::{Chunk, first_query, pieces};
 use super::{
-    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Saved, Shape, Unit, View, first_lane, units,
+    AttentionLayout, Back, Block, Call, MIN_PARALLEL, Results, Shape, Unit, first_lane, key_rows, units,
 };
-use crate::gemm::{Line, reserve};
-use crate::parallel::{self, Shared};
+use crate::mat::Mat;
+use crate::parallel;
 use crate::simd::{Simd, exp2, load, load_ptr, select, store, store_ptr};
 use crate::tiles::amx::{
     self, BLOCK, GROUP, Output, PART, PARTS, Packed, Tiles, cut, hide, multiply_wide, pack, store_line, turn,
     words,
 };
+use crate::workspace::{Line, PACKED, TILED, reserve};
 
 /// Lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 128;
@@ -45,7 +45,7 @@ const LANES: usize = 16;
 
 /// Buffers of one thread.
 #[derive(Default)]
-struct Scratch {
+pub(crate) struct Scratch {
     rows: Vec<Line>,
     more_rows: Vec<Line>,
     q: Vec<Line>,
@@ -64,11 +64,6 @@ struct Scratch {
     /// Running maximum, times log₂ e, and sum of a lane; log-sum-exp, likewise, and `delta` in the backward pass.
     max: Vec<f32>,
     sum: Vec<f32>,
-}
-
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
-    static PACKED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
 simd_fn! {
@@ -157,25 +152,22 @@ impl Sight {
     }
 }
 
-/// Copies one key head's query heads of every query to `[lanes, width]`, zero beyond head and lanes.
+/// Copies one key head's query heads of every query, the columns of `rows`, to `[lanes, width]`, zero beyond head and lanes.
 fn gather<'a>(
-    to: &'a mut Vec<Line>,
-    rows: View,
+    rows: Mat,
     blocks: &[Placed],
+    d: usize,
     lanes: usize,
     width: usize,
-    col: usize,
-    group: usize,
-    d: usize,
+    to: &'a mut Vec<Line>,
 ) -> &'a mut [f32] {
     let to = reserve(to, lanes * width);
     let mut lane = 0;
     for Placed { block, .. } in blocks {
         for i in 0..block.count {
-            let source = rows.part(block.query(i), col, group * d);
-            for g in 0..group {
+            for source in rows.row(block.query(i)).chunks_exact(d) {
                 let row = &mut to[lane * width..(lane + 1) * width];
-                row[..d].copy_from_slice(&source[g * d..(g + 1) * d]);
+                row[..d].copy_from_slice(source);
                 row[d..].fill(0.0);
                 lane += 1;
             }
@@ -214,12 +206,12 @@ unsafe fn pack_heads(to: *mut u32, from: &[f32], lanes: usize, width: usize) {
 ///
 /// # Safety
 /// `to` has room; AVX-512.
-unsafe fn pack_keys(to: *mut u32, rows: View, keys: Range<usize>, at: usize, d: usize) {
+unsafe fn pack_keys(to: *mut u32, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
     let deep = d.div_ceil(GROUP);
     for (i, key) in keys.clone().step_by(GROUP).enumerate() {
         let count = GROUP.min(keys.end - key);
-        let (to, from) = (to.wrapping_add(i * deep * BLOCK), rows.tile(key, count, at, d));
-        // SAFETY: `tile` checked the rows.
+        let (to, from) = (to.wrapping_add(i * deep * BLOCK), key_rows(rows, key, count, at, d));
+        // SAFETY: `key_rows` checked the rows.
         unsafe { pack::<_, PARTS>(to, from, rows.stride, 1, true, count, d) };
     }
 }
@@ -228,11 +220,11 @@ unsafe fn pack_keys(to: *mut u32, rows: View, keys: Range<usize>, at: usize, d: 
 ///
 /// # Safety
 /// `to` has room; AVX-512.
-unsafe fn pack_turned(to: *mut u32, group: usize, rows: View, keys: Range<usize>, at: usize, d: usize) {
-    let from = rows.tile(keys.start, keys.len(), at, d);
+unsafe fn pack_turned(to: *mut u32, group: usize, rows: Mat, keys: Range<usize>, at: usize, d: usize) {
+    let from = key_rows(rows, keys.start, keys.len(), at, d);
     for (i, column) in (0..d).step_by(GROUP).enumerate() {
         let (to, from) = (to.wrapping_add(i * group), from.wrapping_add(column));
-        // SAFETY: `tile` checked the rows.
+        // SAFETY: `key_rows` checked the rows.
         unsafe { pack::<_, PARTS>(to, from, 1, rows.stride, true, GROUP.min(d - column), keys.len()) };
     }
 }
@@ -292,10 +284,9 @@ fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize
 }
 
 /// See the function of the same name outside.
-pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &AttentionLayout) {
+pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     let Shape { q_heads, kv_heads, head_dim: d } = call.shape;
     let deep = d.div_ceil(GROUP);
-    let (out, lse) = (Shared::new(out), Shared::new(lse));
     let small = layout.pairs() * ((q_heads * d) as u64) < MIN_PARALLEL;
     let work = if small { 0 } else { usize::MAX };
     let threads = rayon::current_num_threads();
@@ -334,9 +325,9 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
             // Units of a key head one after the other, so that what they read stays near; late ones see more.
             parallel::tasks(now.len() * heads, work, |i| {
                 let (at, unit) = (i / now.len(), &now[now.len() - 1 - i % now.len()]);
-                let mut scratch = SCRATCH.take();
-                forward_unit(&mut scratch, call, &kept, at, unit, first_head + at, out, lse);
-                SCRATCH.set(scratch);
+                let mut scratch = TILED.take();
+                forward_unit(&mut scratch, call, &kept, at, unit, first_head + at, results);
+                TILED.set(scratch);
             });
         }
     }
@@ -345,8 +336,15 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
     }
 }
 
-/// Scores of whole blocks of keys become weights, cut into parts; `max` and `sum` of the panel's lanes are updated, and
-/// `shrink` gets the factor of what they had.
+/// What the softmax keeps of the lanes of a panel.
+struct Running<'a> {
+    max: &'a mut [f32],
+    sum: &'a mut [f32],
+    /// The factor of what the lanes had.
+    shrink: &'a mut [f32; GROUP],
+}
+
+/// Scores of whole blocks of keys become weights, cut into parts; what runs along with the panel's lanes is updated.
 ///
 /// # Safety
 /// `scores [32 · steps, 32]`, and room for their weights.
@@ -354,13 +352,12 @@ pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &Att
 unsafe fn softmax<S: Simd>(
     simd: S,
     scores: *const f32,
-    weights: *mut u32,
     steps: usize,
     scale: f32,
-    max: &mut [f32],
-    sum: &mut [f32],
-    shrink: &mut [f32; GROUP],
+    weights: *mut u32,
+    running: Running,
 ) {
+    let Running { max, sum, shrink } = running;
     let scale = simd.splat_f32s(scale);
     let infinite = simd.splat_f32s(f32::NEG_INFINITY);
     let zero = simd.splat_f32s(0.0);
@@ -426,13 +423,14 @@ fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
 
 simd_fn! {
     fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, kept: &'a Kept, slot: usize, unit: &'a [Block<'a>],
-                        kv_head: usize, out: Shared<'a>, lse: Shared<'a>) -> () {
+                        kv_head: usize, results: Results<'a>) -> () {
         let Shape { q_heads, head_dim: d, .. } = call.shape;
         let (group, deep) = (call.shape.group(), d.div_ceil(GROUP));
         let blocks = place(unit.iter().map(|&block| (0, block)), group);
         let panels = blocks.last().map_or(0, |placed| placed.lanes.end).div_ceil(GROUP);
         let (lanes, width) = (panels * GROUP, deep * GROUP);
-        let rows = gather(&mut s.rows, call.q, &blocks, lanes, width, kv_head * group * d, group, d);
+        let col = kv_head * group * d;
+        let rows = gather(call.q.columns(col..col + group * d), &blocks, d, lanes, width, &mut s.rows);
         let q = words(&mut s.q, panels * deep * BLOCK);
         // SAFETY: room for it; the instructions exist.
         unsafe { pack_lanes(q, rows, lanes, width) };
@@ -479,7 +477,8 @@ simd_fn! {
                         }
                         hide(scores, sight.bits(), f32::NEG_INFINITY);
                         let (max, sum) = (&mut s.max[lanes.clone()], &mut s.sum[lanes]);
-                        softmax(simd, scores, weights, steps, call.scale * LOG2_E, max, sum, &mut shrink);
+                        let running = Running { max, sum, shrink: &mut shrink };
+                        softmax(simd, scores, steps, call.scale * LOG2_E, weights, running);
                         for g in 0..deep {
                             let values = values.add(g * values_group + start / GROUP * BLOCK);
                             multiply_wide(product.0.as_mut_ptr(), GROUP, values, weights, steps);
@@ -504,7 +503,7 @@ simd_fn! {
                     let total = s.sum[lane];
                     let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
                     // SAFETY: every query row is in one unit, and this is the only task of its key head.
-                    let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
+                    let (out, lse) = unsafe { (results.out.part(head * d, d), results.lse.part(head, 1)) };
                     for (y, x) in out.iter_mut().zip(&rows[lane * width..]) {
                         *y = x * inverse;
                     }
@@ -528,20 +527,19 @@ struct KeyTile {
 /// What the units of a chunk share.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
-    call: Call<'a>,
+    back: Back<'a>,
     chunk: &'a Chunk<'a>,
     kv_head: usize,
-    saved: Saved<'a>,
-    grad: Gradients<'a>,
     tiles: &'a [KeyTile],
 }
 
 /// Adds what a chunk of keys gives to the gradients of one key head.
-pub(super) fn backward(call: Call, chunk: &Chunk, kv_head: usize, saved: Saved, grad: Gradients) {
+pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
+    let call = back.call;
     let (group, d) = (call.shape.group(), call.shape.head_dim);
     let deep = d.div_ceil(GROUP);
     let max_queries = (MAX_LANES / group.max(1)).max(1);
-    let mut scratch = SCRATCH.take();
+    let mut scratch = TILED.take();
     let s = &mut scratch;
     let passes = chunk.keys.len().div_ceil(PASS).max(1);
     let step = chunk.keys.len().div_ceil(passes).next_multiple_of(GROUP).max(GROUP);
@@ -568,7 +566,7 @@ pub(super) fn backward(call: Call, chunk: &Chunk, kv_head: usize, saved: Saved, 
             }));
             group_at += count;
         }
-        let pass = Pass { call, chunk, kv_head, saved, grad, tiles: &tiles };
+        let pass = Pass { back, chunk, kv_head, tiles: &tiles };
         let (mut unit, mut room) = (Vec::new(), max_queries);
         for (at, seen) in chunk.seen.iter().enumerate() {
             let range = seen.range;
@@ -587,11 +585,20 @@ pub(super) fn backward(call: Call, chunk: &Chunk, kv_head: usize, saved: Saved, 
             backward_unit(s, pass, &place(unit.drain(..), group));
         }
     }
-    SCRATCH.set(scratch);
+    TILED.set(scratch);
 }
 
-/// Scores of a block of 32 keys and a panel become weights, their gradients become score gradients. Both are written as a
-/// left operand with the keys outside, the latter as a right operand with the keys inside too.
+/// The operands of a block of 32 keys and a panel that [`backward_scores`] writes.
+struct Operands {
+    /// Weights, a left operand with the keys outside.
+    weights: *mut u32,
+    /// Score gradients, likewise.
+    left: *mut u32,
+    /// Score gradients, a right operand with the keys inside.
+    right: *mut u32,
+}
+
+/// Scores of a block of 32 keys and a panel become weights, their gradients become score gradients.
 ///
 /// # Safety
 /// All of it is there.
@@ -603,10 +610,9 @@ unsafe fn backward_scores<S: Simd>(
     scale: f32,
     lse: &[f32],
     delta: &[f32],
-    weights: *mut u32,
-    left: *mut u32,
-    right: *mut u32,
+    to: Operands,
 ) {
+    let Operands { weights, left, right } = to;
     let factor = simd.splat_f32s(scale);
     let binary = simd.splat_f32s(scale * LOG2_E);
     let minus_lse = [0, LANES].map(|at| simd.neg_f32s(load(simd, &lse[..at + LANES], at)));
@@ -643,16 +649,16 @@ unsafe fn backward_scores<S: Simd>(
 
 simd_fn! {
     fn backward_unit<'a>(simd: S, s: &'a mut Scratch, pass: Pass<'a>, blocks: &'a [Placed<'a>]) -> () {
-        let Pass { call, chunk, kv_head, saved, grad, tiles } = pass;
+        let Pass { back: Back { call, saved, grad }, chunk, kv_head, tiles } = pass;
         let Shape { q_heads, head_dim: d, .. } = call.shape;
         let (group, deep) = (call.shape.group(), d.div_ceil(GROUP));
         let panels = blocks.last().map_or(0, |placed| placed.lanes.end).div_ceil(GROUP);
         let (lanes, width) = (panels * GROUP, deep * GROUP);
         let col = kv_head * group * d;
         let size = panels * deep * BLOCK;
-        let rows = gather(&mut s.rows, call.q, blocks, lanes, width, col, group, d);
-        let dout = View { data: saved.dout, stride: q_heads * d, col: 0 };
-        let more = gather(&mut s.more_rows, dout, blocks, lanes, width, col, group, d);
+        let heads = |rows: Mat<'a>| rows.columns(col..col + group * d);
+        let rows = gather(heads(call.q), blocks, d, lanes, width, &mut s.rows);
+        let more = gather(heads(saved.dout), blocks, d, lanes, width, &mut s.more_rows);
         let (q, q_rows) = (words(&mut s.q, size), words(&mut s.q_rows, size));
         let (dout, dout_rows) = (words(&mut s.dout, size), words(&mut s.dout_rows, size));
         // SAFETY: room for it; the instructions exist.
@@ -668,14 +674,14 @@ simd_fn! {
         for Placed { block, lanes, .. } in blocks {
             for i in 0..block.count {
                 for g in 0..group {
-                    let (lane, head) = (lanes.start + i * group + g, block.query(i) * q_heads + kv_head * group + g);
-                    let (dout, out) = (&more[lane * width..][..d], &saved.out[head * d..(head + 1) * d]);
+                    let (lane, query) = (lanes.start + i * group + g, block.query(i));
+                    let (dout, out) = (&more[lane * width..][..d], saved.out.part(query, col + g * d, d));
                     let mut sum = simd.splat_f32s(0.0);
                     for j in (0..d).step_by(LANES) {
                         sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
                     }
                     s.sum[lane] = simd.reduce_sum_f32s(sum);
-                    s.max[lane] = saved.lse[head] * LOG2_E;
+                    s.max[lane] = saved.lse[query * q_heads + kv_head * group + g] * LOG2_E;
                 }
             }
         }
@@ -726,9 +732,11 @@ simd_fn! {
                             call.scale,
                             &s.max[lanes.clone()],
                             &s.sum[lanes],
-                            weights.add(of(panel)),
-                            left.add(of(panel)),
-                            right.add(step * BLOCK),
+                            Operands {
+                                weights: weights.add(of(panel)),
+                                left: left.add(of(panel)),
+                                right: right.add(step * BLOCK),
+                            },
                         );
                     }
                     for g in 0..if steps == 0 { 0 } else { deep } {

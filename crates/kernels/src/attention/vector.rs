@@ -1,18 +1,18 @@
 //! Attention with the vector instructions of any CPU: small products of [`crate::microkernel`] between softmaxes.
 
-use std::cell::RefCell;
 use std::f32::consts::{LN_2, LOG2_E};
 use std::mem::take;
 use std::ops::Range;
 
 use super::chunks::{Chunk, Seen};
 use super::{
-    AttentionLayout, Block, Call, Gradients, MIN_PARALLEL, Saved, Shape, Unit, View, first_lane, units,
+    AttentionLayout, Back, Block, Call, MIN_PARALLEL, Results, Shape, Unit, first_lane, key_rows, units,
 };
-use crate::gemm::{Line, reserve};
+use crate::mat::Mat;
 use crate::microkernel::Product;
-use crate::parallel::{self, Shared};
+use crate::parallel;
 use crate::simd::{Simd, exp2, load, load_ptr, select, store, store_ptr, transpose};
+use crate::workspace::{Line, VECTOR, reserve};
 
 /// Lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 64;
@@ -28,7 +28,7 @@ const SLACK: f32 = 8.0;
 
 /// Buffers of one thread; lanes are padded to `width`, head columns to `depth`.
 #[derive(Default)]
-struct Scratch {
+pub(crate) struct Scratch {
     q: Vec<Line>,
     q_t: Vec<Line>,
     dout: Vec<Line>,
@@ -43,10 +43,6 @@ struct Scratch {
     shrink: Vec<f32>,
     lse: Vec<f32>,
     delta: Vec<f32>,
-}
-
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
 fn reset(x: &mut Vec<f32>, len: usize, value: f32) {
@@ -82,23 +78,22 @@ fn tiles(block: Block, from: usize, to: usize, within: Range<usize>) -> Vec<Tile
     tiles
 }
 
-/// `[lanes, d]` and `[d, width]`: one key head's query heads of every query, zero beyond the lanes.
+/// `[lanes, d]` and `[d, width]`: one key head's query heads of every query, the columns of `rows`, zero beyond the lanes.
 fn gather_lanes<'a>(
+    rows: Mat,
+    unit: &[Block],
+    d: usize,
+    width: usize,
     plain: &'a mut Vec<Line>,
     transposed: &'a mut Vec<Line>,
-    rows: View,
-    unit: &[Block],
-    width: usize,
-    col: usize,
-    group: usize,
-    d: usize,
 ) -> (&'a [f32], &'a [f32]) {
+    let group = rows.cols / d.max(1);
     let lanes = unit.iter().map(|block| block.count).sum::<usize>() * group;
     let (plain, transposed) = (reserve(plain, lanes * d), reserve(transposed, d * width));
     let mut lane = 0;
     for block in unit {
         for i in 0..block.count {
-            plain[lane * d..][..group * d].copy_from_slice(rows.part(block.query(i), col, group * d));
+            plain[lane * d..][..group * d].copy_from_slice(rows.row(block.query(i)));
             lane += group;
         }
     }
@@ -111,12 +106,12 @@ fn gather_lanes<'a>(
 }
 
 /// Rows of a head side by side. As they lie, a power of two apart, few of them fit into the first-level cache together.
-fn gather_rows<'a>(to: &'a mut Vec<Line>, rows: View, keys: Range<usize>, at: usize, d: usize) -> &'a [f32] {
+fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<Line>) -> *const f32 {
     let to = reserve(to, keys.len() * d);
     for (to, key) in to.chunks_exact_mut(d.max(1)).zip(keys) {
         to.copy_from_slice(rows.part(key, at, d));
     }
-    to
+    to.as_ptr()
 }
 
 /// Online softmax of one tile for the first `n` lanes of `s.scores [len, width]`, those from `first` on of the unit: scores
@@ -195,12 +190,12 @@ fn forward_tile<S: Simd>(
     let d = call.shape.head_dim;
     let n = lanes.len();
     let scores = reserve(&mut s.scores, TILE * width);
-    // SAFETY: `tile` checks the key rows; scratch holds TILE × width scores, and queries for whole vectors of lanes.
+    // SAFETY: `key_rows` checks the key rows; scratch holds TILE × width scores, and queries for whole vectors of lanes.
     unsafe {
         Product {
             c: scores.as_mut_ptr(),
             ldc: width,
-            a: call.k.tile(key, len, kv_head * d, d),
+            a: key_rows(call.k, key, len, kv_head * d, d),
             a_row: call.k.stride,
             a_col: 1,
             b: q_t.wrapping_add(lanes.start),
@@ -234,9 +229,9 @@ fn forward_tile<S: Simd>(
         }
     }
     let (b, ldb) = if n >= GATHER {
-        (gather_rows(&mut s.rows, call.v, key..key + len, kv_head * d, d).as_ptr(), d)
+        (gather_rows(call.v, key..key + len, kv_head * d, d, &mut s.rows), d)
     } else {
-        (call.v.tile(key, len, kv_head * d, d), call.v.stride)
+        (key_rows(call.v, key, len, kv_head * d, d), call.v.stride)
     };
     let a = reserve(&mut s.scores, TILE * width).as_ptr();
     // SAFETY: as above.
@@ -260,7 +255,7 @@ fn forward_tile<S: Simd>(
 
 simd_fn! {
     fn forward_unit<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, unit: &'a [Block<'a>], kv_head: usize,
-                        out: Shared<'a>, lse: Shared<'a>) -> () {
+                        results: Results<'a>) -> () {
         let Shape { q_heads, head_dim: d, .. } = call.shape;
         let group = call.shape.group();
         let lanes = unit.iter().map(|b| b.count).sum::<usize>() * group;
@@ -269,7 +264,8 @@ simd_fn! {
         let (mut q, mut q_t, mut acc) = (take(&mut s.q), take(&mut s.q_t), take(&mut s.acc));
         // The last lanes are read as a whole vector.
         reserve(&mut q_t, d * width + PAD);
-        gather_lanes(&mut q, &mut q_t, call.q, unit, width, kv_head * group * d, group, d);
+        let col = kv_head * group * d;
+        gather_lanes(call.q.columns(col..col + group * d), unit, d, width, &mut q, &mut q_t);
         let sums = reserve(&mut acc, lanes * depth);
         reset(&mut s.max, width, f32::NEG_INFINITY);
         reset(&mut s.sum, width, 0.0);
@@ -299,7 +295,7 @@ simd_fn! {
                     let total = s.sum[lane];
                     let inverse = if total > 0.0 || total.is_nan() { 1.0 / total } else { 0.0 };
                     // SAFETY: every query row is in one unit, and this is the only task of its key head.
-                    let (out, lse) = unsafe { (out.part(head * d, d), lse.part(head, 1)) };
+                    let (out, lse) = unsafe { (results.out.part(head * d, d), results.lse.part(head, 1)) };
                     if seen {
                         // SAFETY: a row of a lane that has been written; the tiles are done.
                         let sums = unsafe { std::slice::from_raw_parts(pass.acc.add(lane * depth), d) };
@@ -357,8 +353,9 @@ fn backward_scores<S: Simd>(
 }
 
 simd_fn! {
-    fn backward_block<'a>(simd: S, s: &'a mut Scratch, call: Call<'a>, block: Block<'a>, keys: Range<usize>,
-                          seen: &'a Seen<'a>, kv_head: usize, saved: Saved<'a>, grad: Gradients<'a>) -> () {
+    fn backward_block<'a>(simd: S, s: &'a mut Scratch, back: Back<'a>, block: Block<'a>, keys: Range<usize>,
+                          seen: &'a Seen<'a>, kv_head: usize) -> () {
+        let Back { call, saved, grad } = back;
         let Shape { q_heads, head_dim: d, .. } = call.shape;
         let group = call.shape.group();
         let lanes = block.count * group;
@@ -367,20 +364,20 @@ simd_fn! {
         reset(&mut s.delta, width, 0.0);
         let unit = [block];
         let col = kv_head * group * d;
-        let (q, q_t) = gather_lanes(&mut s.q, &mut s.q_t, call.q, &unit, width, col, group, d);
+        let heads = |rows: Mat<'a>| rows.columns(col..col + group * d);
+        let (q, q_t) = gather_lanes(heads(call.q), &unit, d, width, &mut s.q, &mut s.q_t);
         let (q, q_t) = (q.as_ptr(), q_t.as_ptr());
-        let dout = View { data: saved.dout, stride: q_heads * d, col: 0 };
-        let (dout, dout_t) = gather_lanes(&mut s.dout, &mut s.dout_t, dout, &unit, width, col, group, d);
+        let (dout, dout_t) = gather_lanes(heads(saved.dout), &unit, d, width, &mut s.dout, &mut s.dout_t);
         for i in 0..block.count {
             for g in 0..group {
-                let (lane, head) = (i * group + g, block.query(i) * q_heads + kv_head * group + g);
-                let (dout, out) = (&dout[lane * d..(lane + 1) * d], &saved.out[head * d..(head + 1) * d]);
+                let (lane, query) = (i * group + g, block.query(i));
+                let (dout, out) = (&dout[lane * d..(lane + 1) * d], saved.out.part(query, col + g * d, d));
                 let mut sum = simd.splat_f32s(0.0);
                 for j in (0..d).step_by(S::F32_LANES) {
                     sum = simd.mul_add_e_f32s(load(simd, dout, j), load(simd, out, j), sum);
                 }
                 s.delta[lane] = simd.reduce_sum_f32s(sum);
-                s.lse[lane] = saved.lse[head] * LOG2_E;
+                s.lse[lane] = saved.lse[query * q_heads + kv_head * group + g] * LOG2_E;
             }
         }
         let (dout, dout_t) = (dout.as_ptr(), dout_t.as_ptr());
@@ -388,16 +385,16 @@ simd_fn! {
         let mut any = false;
         for tile in tiles(block, 0, usize::MAX, keys) {
             let Tile { key, len, .. } = tile;
-            let k = gather_rows(&mut s.rows, call.k, key..key + len, kv_head * d, d).as_ptr();
+            let k = gather_rows(call.k, key..key + len, kv_head * d, d, &mut s.rows);
             let scores = Product {
                 c: reserve(&mut s.scores, TILE * width).as_mut_ptr(), ldc: width, a: k, a_row: d, a_col: 1, b: q_t,
                 ldb: width, m: len, k: d, n: width, accumulate: false,
             };
             let dscores = Product {
-                c: reserve(&mut s.dscores, TILE * width).as_mut_ptr(), a: call.v.tile(key, len, kv_head * d, d),
+                c: reserve(&mut s.dscores, TILE * width).as_mut_ptr(), a: key_rows(call.v, key, len, kv_head * d, d),
                 a_row: call.v.stride, b: dout_t, ..scores
             };
-            // SAFETY: `tile` checked the rows of v; scratch was sized above.
+            // SAFETY: `key_rows` checked the rows of v; scratch was sized above.
             unsafe {
                 scores.run(simd);
                 dscores.run(simd);
@@ -442,27 +439,26 @@ simd_fn! {
 }
 
 /// Adds what a chunk of keys gives to the gradients of one key head.
-pub(super) fn backward(call: Call, chunk: &Chunk, kv_head: usize, saved: Saved, grad: Gradients) {
-    let max_queries = (MAX_LANES / call.shape.group().max(1)).max(1);
-    let mut scratch = SCRATCH.take();
+pub(super) fn backward(back: Back, chunk: &Chunk, kv_head: usize) {
+    let max_queries = (MAX_LANES / back.call.shape.group().max(1)).max(1);
+    let mut scratch = VECTOR.take();
     for seen in &chunk.seen {
         let range = seen.range;
         for first in (seen.first..range.queries.len()).step_by(max_queries) {
             let block = Block { range, first, count: max_queries.min(range.queries.len() - first) };
-            backward_block(&mut scratch, call, block, chunk.keys.clone(), seen, kv_head, saved, grad);
+            backward_block(&mut scratch, back, block, chunk.keys.clone(), seen, kv_head);
         }
     }
-    SCRATCH.set(scratch);
+    VECTOR.set(scratch);
 }
 
 /// See the function of the same name outside.
-pub(super) fn forward(out: &mut [f32], lse: &mut [f32], call: Call, layout: &AttentionLayout) {
+pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     let shape = call.shape;
-    let (out, lse) = (Shared::new(out), Shared::new(lse));
     let run = |(unit, kv_head): (&Unit, usize)| {
-        let mut scratch = SCRATCH.take();
-        forward_unit(&mut scratch, call, unit, kv_head, out, lse);
-        SCRATCH.set(scratch);
+        let mut scratch = VECTOR.take();
+        forward_unit(&mut scratch, call, unit, kv_head, results);
+        VECTOR.set(scratch);
     };
     let work = layout.pairs() * (shape.q_heads * shape.head_dim) as u64;
     let threads = rayon::current_num_threads();

@@ -5,9 +5,9 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use crate::gemm::{self, Line};
 use crate::probe;
 use crate::simd::{self, Instructions, Simd};
+use crate::workspace::{Line, reserve};
 
 /// Elements of the inner dimension that one instruction takes.
 pub(super) const STEP: usize = 32;
@@ -651,7 +651,7 @@ pub(crate) unsafe fn store(
 
 /// A buffer of 32-bit words in lines.
 pub(crate) fn words(scratch: &mut Vec<Line>, len: usize) -> *mut u32 {
-    gemm::reserve(scratch, len).as_mut_ptr().cast()
+    reserve(scratch, len).as_mut_ptr().cast()
 }
 
 /// Where packed words go that several threads write.

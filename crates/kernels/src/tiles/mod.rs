@@ -35,7 +35,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::Weight;
+use crate::Stored;
+use crate::mat::Mat;
 use crate::parallel::Shared;
 
 /// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
@@ -61,7 +62,7 @@ pub(crate) struct Left<'a> {
 /// Columns of the right operand, and which columns of the output they make.
 pub(crate) struct Right<'a> {
     /// Element `(p, j)` is `from[p · inner + j · outer]`; one of the two is 1. Not quantised.
-    pub from: Weight<'a>,
+    pub from: Stored<'a>,
     pub outer: usize,
     pub inner: usize,
     pub columns: usize,
@@ -113,16 +114,14 @@ pub(crate) fn packed_len(m: usize, k: usize) -> usize {
 }
 
 /// Packs rows of `x` for [`Dots`]; only for CPUs with tiles.
-pub(crate) fn pack_rows(to: &mut [f32], x: &[f32], stride: usize, m: usize, k: usize) {
+pub(crate) fn pack_rows(x: Mat, to: &mut [f32]) {
+    let (m, k) = x.dims();
     assert!(available() && to.len() >= packed_len(m, k));
-    assert!(m == 0 || k == 0 || (m - 1) * stride + k <= x.len());
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    // SAFETY: the assertions.
+    // SAFETY: the assertion; a matrix has all its elements.
     unsafe {
-        dots::pack_rows(to.as_mut_ptr().cast(), x.as_ptr(), stride, m, k);
+        dots::pack_rows(to.as_mut_ptr().cast(), x.data.as_ptr(), x.stride, m, k);
     }
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    let _ = (to, x, stride);
 }
 
 /// Columns of `y [m, n] = x [m, k] · wᵀ + bias` for few rows and bf16 weights, single-threaded; only for CPUs with tiles.

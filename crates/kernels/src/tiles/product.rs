@@ -1,6 +1,5 @@
 //! The blocked product.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use super::amx::{
@@ -8,10 +7,11 @@ use super::amx::{
     store, words,
 };
 use super::{Left, Right};
-use crate::Weight;
-use crate::gemm::{self, Line};
+use crate::Stored;
+use crate::gemm;
 use crate::parallel::{Strips, part, tasks};
 use crate::simd;
+use crate::workspace::{LEFT, RIGHT};
 
 /// Groups of the left operand that are packed at a time, and words of them (16 MiB, or one block of those groups).
 const GROUPS: usize = 64;
@@ -24,11 +24,6 @@ const DEPTH: usize = 1536;
 
 /// Groups of the left operand that a task packs.
 const RUN: usize = 4;
-
-thread_local! {
-    static LEFT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    static RIGHT: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
 
 /// Packs groups or panels, of each where it goes, where it comes from, and rows or columns. If the inner dimension is not
 /// the one along which elements are neighbours, they are packed step by step together, so that a line of memory is read
@@ -123,16 +118,16 @@ pub(super) unsafe fn multiply<const N: usize>(
                     // SAFETY: the contract.
                     unsafe {
                         match right.from {
-                            Weight::F32(w) => {
+                            Stored::F32(w) => {
                                 let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
                                 pack_run::<_, N>(run, outer, inner, false, block.len());
                             }
-                            Weight::Bf16(w) => {
+                            Stored::Bf16(w) => {
                                 let run = run.map(|(to, start, count)| (to, w[start..].as_ptr(), count));
                                 pack_run::<_, N>(run, outer, inner, false, block.len());
                             }
                             // Widened by the caller.
-                            Weight::Quantised(_) => {}
+                            Stored::Quantised(_) => {}
                         }
                     }
                     let old = old || block.start > 0;

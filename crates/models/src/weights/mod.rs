@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_kernels::Weight;
+use omnigrpo_kernels::Stored;
 use omnigrpo_kernels::quant::{GROUP, QuantBits, QuantMatrix};
 use omnigrpo_ops::{Linear, Norm, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
@@ -70,11 +70,11 @@ fn hold(
         return Ok(Ok(dense));
     };
     let guard = dense.read();
-    let weight = guard.weight();
-    let matrix = QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i, i + 1, k) {
-        Weight::F32(from) => row.copy_from_slice(from),
-        Weight::Bf16(from) => row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32()),
-        Weight::Quantised(from) => from.widen(row),
+    let weight = guard.weight(n, k);
+    let matrix = QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i..i + 1).stored() {
+        Stored::F32(from) => row.copy_from_slice(from),
+        Stored::Bf16(from) => row.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32()),
+        Stored::Quantised(from) => from.widen(row),
     });
     Ok(match matrix {
         Some(matrix) => Ok(Param::quantised(name, part, shape, matrix)?),

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use omnigrpo_kernels::Weight;
+use omnigrpo_kernels::Stored;
 use omnigrpo_ops::{Param, ParamDtype};
 use safetensors::tensor::{Dtype, View};
 
@@ -109,10 +109,10 @@ impl View for ParamView<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.0.read().weight() {
-            Weight::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
-            Weight::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            Weight::Quantised(_) => Vec::new(),
+        match self.0.read().stored() {
+            Stored::F32(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>(),
+            Stored::Bf16(data) => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Stored::Quantised(_) => Vec::new(),
         }
         .into()
     }

@@ -19,8 +19,8 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
-use omnigrpo_kernels::linear;
 use omnigrpo_kernels::profile::{Op, Profile};
+use omnigrpo_kernels::{Mat, MatMut, linear};
 use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::ParamDtype;
@@ -363,13 +363,14 @@ fn gemm_rate(model: &Model, rows: usize) -> f64 {
         let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
         let (x, dy) = (fill(rows * k), fill(rows * n));
         let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
+        let (x, dy) = (Mat::new(&x, rows, k), Mat::new(&dy, rows, n));
         let guard = param.read();
-        let layer = [linear::Layer::new(guard.weight(), n)];
-        let mut time = typical(3, || linear::forward(&mut y, n, &x, k, &layer, rows, k, false))
-            + typical(3, || linear::backward_input(&mut dx, k, &dy, n, &layer, rows, k, false));
+        let layer = [linear::Layer::new(guard.weight(n, k))];
+        let mut time = typical(3, || linear::forward_into(x, &layer, false, MatMut::new(&mut y, rows, n)))
+            + typical(3, || linear::backward_input_into(dy, &layer, false, MatMut::new(&mut dx, rows, k)));
         time += typical(3, || {
-            let gradient = linear::Gradient { dw: &mut dw, col: 0, n, bf16 };
-            linear::backward_weight(&mut [gradient], &dy, n, &x, k, rows, k);
+            let gradient = linear::Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+            linear::backward_weight(dy, x, &mut [gradient]);
         });
         black_box((&y, &dx, &dw));
         flops += count as f64 * 6.0 * (rows * n * k) as f64;

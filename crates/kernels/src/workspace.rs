@@ -1,0 +1,49 @@
+//! Memory that a thread keeps from one kernel to the next.
+//!
+//! A kernel takes a buffer out of its cell while it runs and puts it back afterwards, so kernels that it calls meanwhile find
+//! an empty one.
+
+use std::cell::Cell;
+
+use crate::attention;
+
+/// Floats of a cache line.
+pub(crate) const LINE: usize = 16;
+
+/// A cache line, so that panels are aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line([f32; LINE]);
+
+/// The first `len` floats of `scratch`, which grows if it must.
+pub(crate) fn reserve(scratch: &mut Vec<Line>, len: usize) -> &mut [f32] {
+    let lines = len.div_ceil(LINE);
+    if scratch.len() < lines {
+        scratch.resize(lines, Line([0.0; LINE]));
+    }
+    // SAFETY: a line is 16 floats without padding, and there are enough of them.
+    unsafe { std::slice::from_raw_parts_mut(scratch.as_mut_ptr().cast(), len) }
+}
+
+thread_local! {
+    /// Panels of the right operand of a blocked product, of one task.
+    pub(crate) static PANELS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// Groups of its left operand, of all tasks; packed rows while decoding.
+    pub(crate) static GROUPS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// A piece of a quantised weight, widened.
+    pub(crate) static WIDE: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// Logits of a block of rows and a chunk of the vocabulary.
+    pub(crate) static LOGITS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// Partial sums of the gradient of queries.
+    pub(crate) static PARTIAL: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// The same two of a product on tiles.
+    pub(crate) static LEFT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    pub(crate) static RIGHT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// Keys and values packed for tiles, of all tasks.
+    pub(crate) static PACKED: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    /// One task of attention by vectors.
+    pub(crate) static VECTOR: Cell<attention::vector::Scratch> = Cell::default();
+    /// One task of attention on tiles.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    pub(crate) static TILED: Cell<attention::tiled::Scratch> = Cell::default();
+}
