@@ -475,7 +475,7 @@ def settings_of(verb):
 
 def wrong_values(takes):
     if takes.startswith(("a whole number", "a number", "a share", "numbers")):
-        return ["x", "nan", "-7e9", "1e999", "0x10", "--", "1,2;3", "\u0663", "1 2"]
+        return ["x", "nan", "-7e9", "1e999", "0x10", "--", "1,2;3", "\u0663", "1 x"]
     if takes.startswith(("a choice", "true or false")):
         return ["bogus", "\x1b[2J", "tru e", "9" * 400, "\u202e"]
     return []

@@ -36,7 +36,12 @@ impl ConfigJson {
     /// # Errors
     /// A missing, oversized or malformed file.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::metadata(path).map_err(ModelError::io(path))?.len();
+        let metadata = std::fs::metadata(path).map_err(ModelError::io(path))?;
+        // A link to a device or a pipe has no length, and may have no end.
+        if !metadata.is_file() {
+            return Err(Self::fail(path, "not a regular file".into()));
+        }
+        let bytes = metadata.len();
         if bytes > MAX_BYTES {
             return Err(Self::fail(path, format!("{bytes} bytes; a configuration has at most {MAX_BYTES}")));
         }

@@ -524,6 +524,9 @@ impl AdapterFile {
                 "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as safetensors".into(),
             ));
         }
+        if path.exists() && !path.is_file() {
+            return Err(fail(format!("{} is not a regular file", path.display())));
+        }
         let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
         let file = SafeTensors::deserialize(&bytes)
             .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;

@@ -476,6 +476,38 @@ fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
     assert!(peak_memory() - before < 1 << 29, "{} bytes more", peak_memory() - before);
 }
 
+/// Links to what has no end, and files of a size that nothing needs, are refused unread.
+#[cfg(unix)]
+#[test]
+fn files_without_end_are_not_read() {
+    for (of, name) in [
+        ("checkpoints/internvl_hf", "preprocessor_config.json"),
+        ("checkpoints/qwen2_5_vl_tied", "tokenizer.json"),
+        ("checkpoints/qwen2_5_vl_tied", "chat_template.jinja"),
+        ("lora/attention", "adapter_config.json"),
+        ("lora/attention", "adapter_model.safetensors"),
+    ] {
+        let dir = TempDir::new().unwrap();
+        copy_dir(&golden(of), dir.path());
+        std::fs::remove_file(dir.path().join(name)).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", dir.path().join(name)).unwrap();
+        let error = match name {
+            "preprocessor_config.json" => error(dir.path()),
+            "tokenizer.json" => omnigrpo_text::Tokenizer::from_dir(dir.path()).unwrap_err().to_string(),
+            "chat_template.jinja" => {
+                omnigrpo_text::ChatTemplate::from_dir(dir.path()).unwrap_err().to_string()
+            }
+            _ => load("qwen2_vl_untied", WeightDtype::Auto).load_adapter(dir.path()).unwrap_err().to_string(),
+        };
+        assert!(error.contains(name) && error.contains("not a regular file"), "{name}: {error}");
+    }
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_untied"), dir.path());
+    let index = std::fs::File::create(dir.path().join("model.safetensors.index.json")).unwrap();
+    index.set_len(1 << 40).unwrap();
+    assert_refused(dir.path(), &["model.safetensors.index.json has 1099511627776 bytes"]);
+}
+
 #[test]
 fn the_configuration_of_a_large_model_beside_small_weights_is_explained() {
     let dir = TempDir::new().unwrap();

@@ -14,6 +14,9 @@ use super::{WeightDtype, inside};
 use crate::error::{ModelError, Result};
 use crate::families::Companion;
 
+/// Of `model.safetensors.index.json`; the largest published ones have about 10 MB.
+const MAX_INDEX_BYTES: u64 = 256 << 20;
+
 /// Open weight files, by published tensor name. Nothing is read until a tensor is asked for.
 pub struct WeightFiles {
     dir: PathBuf,
@@ -197,6 +200,12 @@ pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
         #[derive(serde::Deserialize)]
         struct Index {
             weight_map: BTreeMap<String, String>,
+        }
+        let bytes = std::fs::metadata(&index).map_err(ModelError::io(&index))?.len();
+        if bytes > MAX_INDEX_BYTES {
+            return Err(fail(format!(
+                "model.safetensors.index.json has {bytes} bytes, expected at most {MAX_INDEX_BYTES}"
+            )));
         }
         let text = std::fs::read(&index).map_err(ModelError::io(&index))?;
         let index: Index =
