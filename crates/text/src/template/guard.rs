@@ -200,7 +200,10 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
         "join" => size + len(0).saturating_mul(text(1).map_or(0, str::len) as u64),
         "indent" => {
             let lines = text(0).map_or(0, |text| text.lines().count()) as u64 + 1;
-            size + lines.saturating_mul(wide.max(text(1).map_or(0, str::len) as u64))
+            let spaces = lines.saturating_mul(wide.max(text(1).map_or(0, str::len) as u64));
+            // They are made even where the text has one line and none of them is left in the result.
+            work(spaces / 64)?;
+            size.saturating_add(spaces)
         }
         // Lists of their own for pieces that may be one character each.
         "slice" | "batch" => size.saturating_add(len(0).saturating_add(wide).saturating_mul(112)),

@@ -597,6 +597,7 @@ mod tests {
             ("slice", "{{ range(10)|slice(10**9)|list|length }}".into()),
             ("batch", "{{ range(10)|batch(10**9, 1)|list }}".into()),
             ("indent", "{{ 'a\n'|indent(10**9, true, true) }}".into()),
+            ("indent in vain", "{% for i in range(99999) %}{% set s='a'|indent(10**6) %}{% endfor %}".into()),
             ("indent by name", "{{ 'a\nb'|indent(width=10**9) }}".into()),
             ("join", "{{ range(99999)|join('b'*99999) }}".into()),
             ("join method", "{{ ('b'*99999).join(['a']*99999) }}".into()),
