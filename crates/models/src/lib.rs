@@ -18,6 +18,7 @@ mod families;
 mod lora;
 mod model;
 mod origin;
+mod peft;
 mod prompt;
 mod rope;
 mod stream;
@@ -35,11 +36,12 @@ pub use families::{
     IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, MissingAudio, Network, Processor,
     Roles, probe_medium, sound,
 };
-pub use lora::{LoraConfig, adapter_base, whole_tensors};
+pub use lora::LoraConfig;
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
+pub use peft::{adapter_base, whole_tensors};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};

@@ -7,9 +7,10 @@ use clap::builder::PossibleValuesParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
 
-use crate::explain::{self, Problem};
+use crate::explain;
 use crate::flags::{self, FLAGS, Flag, Kind, Section, Verb};
 use crate::layer::{Entry, Layer};
+use crate::problem::Problem;
 use crate::settings::{Environment, Settings, Tracker, needs, recipe_values};
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, foreign, presets, rules};

@@ -9,8 +9,8 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use serde_json::{Map, Value as Json};
 use serde_saphyr::Spanned;
 
-use crate::explain::Problem;
 use crate::layer::{Entry, Layer};
+use crate::problem::Problem;
 use crate::values::{Origin, Raw};
 
 /// Largest file of settings in bytes; real ones are a few thousand.

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::{LrScheduler, Settings, TorchDtype};
 
 /// Files larger than this are no settings.

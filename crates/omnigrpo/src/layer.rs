@@ -1,9 +1,10 @@
 //! The settings that one source gives: the command line, a file or a preset. All of its mistakes are collected, so that
 //! they can be mended at once.
 
-use crate::explain::{self, Problem};
+use crate::explain;
 use crate::flags::{self, FLAGS, Flag, Verb};
 use crate::foreign::{self, Fate};
+use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, place};
 
 /// A name and a value as they were written.

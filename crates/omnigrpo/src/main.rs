@@ -9,6 +9,7 @@ mod foreign;
 mod heap;
 mod layer;
 mod presets;
+mod problem;
 mod rules;
 mod settings;
 mod values;
@@ -19,8 +20,8 @@ use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use cli::Parsed;
-use explain::Problem;
 use omnigrpo_observe::Console;
+use problem::Problem;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
 fn main() -> ExitCode {

@@ -2,8 +2,9 @@
 
 use omnigrpo_grpo::{AdvantageKind, Kl, Surrogate};
 
-use crate::explain::{Problem, nearest};
+use crate::explain::nearest;
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
+use crate::problem::Problem;
 use crate::settings::{
     EvalStrategy, FrameSampling, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings, TorchDtype,
 };

@@ -17,8 +17,8 @@ use omnigrpo_rewards::{
 };
 use serde_json::{Map, Value as Json};
 
-use crate::explain::Problem;
 use crate::flags::Verb;
+use crate::problem::Problem;
 use crate::values::{FromValue, Value, Values};
 
 /// A type whose values have names on the command line.

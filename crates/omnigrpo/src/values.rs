@@ -6,8 +6,9 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value as Json};
 
-use crate::explain::{self, Problem};
+use crate::explain;
 use crate::flags::{self, FLAGS, Fallback, Flag, Kind, Names, Verb};
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// The value of a setting.

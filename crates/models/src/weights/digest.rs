@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use super::files::shard_paths;
 use crate::error::{ModelError, Result};
 use crate::export::COMPANIONS;
-use crate::lora;
+use crate::peft;
 
 /// Bytes at each end of a tensor that are looked at.
 const SAMPLE_BYTES: usize = 4096;
@@ -33,7 +33,7 @@ pub struct SourceDigest {
 /// # Errors
 /// Unreadable files.
 pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
-    let adapter = dir.join(lora::WEIGHTS);
+    let adapter = dir.join(peft::WEIGHTS);
     let paths = match shard_paths(dir) {
         Ok(paths) => paths,
         Err(_) if adapter.is_file() => vec![adapter],

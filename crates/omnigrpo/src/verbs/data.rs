@@ -10,7 +10,7 @@ use omnigrpo_text::MediumKind;
 
 use super::survey::Survey;
 use super::{Context, print, setup};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Prompts whose length is shown.

@@ -14,8 +14,8 @@ use super::train::MAX_LIVE;
 use super::{Context, print, setup, train};
 use crate::cli::resolve;
 use crate::config;
-use crate::explain::Problem;
 use crate::flags::{Verb, find};
+use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, Resolved};
 
 /// The settings of the run, a file any user could pass to `train --config`.

@@ -10,7 +10,7 @@ use omnigrpo_text::{StopSet, Tokenizer};
 use omnigrpo_train::{MemoryPlan, Selection};
 
 use super::{memory, print, setup};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Prints one line per check; fails if the checkpoint cannot be used.

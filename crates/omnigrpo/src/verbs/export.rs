@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 
 use super::{Context, setup};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::{Settings, name_of};
 
 /// Writes the checkpoint to `--output_dir`, whole or not at all: with its adapter merged into it, in the layout asked for.

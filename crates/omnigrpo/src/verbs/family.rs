@@ -4,9 +4,10 @@
 use anyhow::Result;
 
 use super::Context;
-use crate::explain::{Problem, yaml};
+use crate::explain::yaml;
 use crate::flags::{FLAGS, Flag, Section};
 use crate::presets;
+use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::{Origin, Resolved, Value, Values};
 

@@ -8,7 +8,7 @@ use omnigrpo_models::humanomni::{TOWER_KEYS, find_tower};
 use serde_json::{Map, Value};
 
 use super::setup::{cached, named_dir};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::{PromptForm, Settings};
 
 /// Keys of `json`, the `config.json` in `dir`, that flags replace, and the places of towers that are named there and lie in

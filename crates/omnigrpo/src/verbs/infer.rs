@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::train::MAX_LIVE;
 use super::{Context, print, print_data, resume, setup};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
 

@@ -4,7 +4,7 @@ use anyhow::Result;
 use omnigrpo_models::Model;
 use omnigrpo_train::Memory;
 
-use crate::explain::Problem;
+use crate::problem::Problem;
 
 /// Bytes as people write them.
 pub fn size(bytes: u64) -> String {

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::infer::with_columns;
 use super::{Context, print, setup};
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::{Keep, Settings};
 
 /// The table of rewards.

@@ -7,7 +7,7 @@ use clap_complete::Shell;
 
 use super::print;
 use crate::cli;
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Prints a shell's completion script.

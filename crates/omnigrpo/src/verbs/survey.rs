@@ -7,7 +7,7 @@ use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
 
-use crate::explain::Problem;
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Columns that other programs keep the ground truth in, and that are not read as one.

@@ -20,8 +20,9 @@ use serde_json::{Map, Value};
 
 use super::{Context, data, print, profile, resume, setup};
 use crate::deepspeed;
-use crate::explain::{Problem, print_config};
+use crate::explain::print_config;
 use crate::flags::{Kind, find};
+use crate::problem::Problem;
 use crate::settings::{EvalStrategy, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings};
 use crate::values::Resolved;
 

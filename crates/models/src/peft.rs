@@ -1,0 +1,437 @@
+//! PEFT's files of adapters.
+//!
+//! Source of the format: `peft` 0.21 `utils/save_and_load.py` and `tuners/lora/config.py`. `adapter_model.safetensors` holds
+//! `base_model.model.{module}.lora_A.weight` `[r, k]` and `.lora_B.weight` `[n, r]`, and under
+//! `base_model.model.{tensor}` every tensor that was trained whole; `adapter_config.json` says how they are meant. Module
+//! names are those of the class that `transformers` builds.
+//!
+//! Ranks and alphas of single layers (`rank_pattern`, `alpha_pattern`) are read and written, under whole module names.
+//!
+//! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, repeated
+//! layers, a base changed at initialisation).
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_ops::Param;
+use regex::Regex;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, View};
+use serde_json::{Map, Value, json};
+
+use crate::config_json::ConfigJson;
+use crate::error::{ModelError, Result};
+use crate::families::Format;
+use crate::lora::{LoraConfig, MAX_RANK, module_of};
+use crate::model::Model;
+use crate::origin::Origin;
+
+const CONFIG: &str = "adapter_config.json";
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
+const PREFIX: &str = "base_model.model.";
+
+/// The base model's name in the `adapter_config.json` of `dir`, if there is one.
+///
+/// # Errors
+/// A file that is no adapter configuration.
+pub fn adapter_base(dir: &Path) -> Result<Option<String>> {
+    if !dir.join(CONFIG).is_file() {
+        return Ok(None);
+    }
+    Ok(read_config(dir)?.text("base_model_name_or_path")?.map(str::to_owned))
+}
+
+impl Model {
+    /// Writes the adapters and every tensor that is trained whole as PEFT does.
+    ///
+    /// # Errors
+    /// A model without adapters, a directory that cannot be written.
+    pub fn save_adapter(&self, dir: &Path) -> Result<()> {
+        let Some(lora) = &self.lora else {
+            return Err(ModelError::Checkpoint {
+                dir: dir.to_path_buf(),
+                what: "the model has no adapter".into(),
+            });
+        };
+        std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
+        let format = self.family().format();
+        let mut tensors: Vec<(String, Owned)> = Vec::new();
+        let mut modules = Vec::new();
+        for (base, adapter) in self.adapted() {
+            let module = format.module_name(module_of(base.name()));
+            for (name, param) in [("lora_A", adapter.a()), ("lora_B", adapter.b())] {
+                tensors.push((format!("{PREFIX}{module}.{name}.weight"), Owned::of(param)?));
+            }
+            modules.push(module);
+        }
+        // PEFT saves modules, so what stands beside a trained tensor goes with it.
+        let whole = |p: &&Arc<Param>| p.trainable() || self.whole.contains(p.name());
+        let whole: BTreeSet<&str> =
+            self.base_params().iter().filter(whole).map(|p| module_of(p.name())).collect();
+        for param in self.base_params() {
+            let name = param.name();
+            if whole.iter().any(|m| name.strip_prefix(m).is_some_and(|rest| rest.starts_with('.'))) {
+                tensors.push((format!("{PREFIX}{}", format.module_name(name)), Owned::of(param)?));
+            }
+        }
+        let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
+        let (mut ranks, mut alphas) = (Map::new(), Map::new());
+        for (base, adapter) in self.adapted() {
+            let (stem, rank) = (module_of(base.name()), adapter.a().shape()[0]);
+            let module = format.module_name(stem);
+            if let Some(&own) = self.alphas.get(stem) {
+                alphas.insert(module.clone(), alpha(own));
+            }
+            if rank != lora.rank {
+                ranks.insert(module, rank.into());
+            }
+        }
+        let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
+        let path = dir.join(WEIGHTS);
+        safetensors::serialize_to_file(tensors, metadata, &path).map_err(|e| match e {
+            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path: path.clone(), source },
+            other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
+        })?;
+        crate::weights::share(&path)?;
+        let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
+        let base = Origin::of(self.dir());
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base.name,
+            "revision": base.revision,
+            "inference_mode": true,
+            "r": lora.rank,
+            "lora_alpha": alpha(lora.alpha),
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.rslora,
+            "use_dora": false,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+            "target_modules": modules,
+            "modules_to_save": if whole.is_empty() { Value::Null } else { json!(whole) },
+        });
+        let path = dir.join(CONFIG);
+        std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(path))
+    }
+
+    /// Reads an adapter in PEFT's format: adds the adapters and stores the tensors that were trained whole.
+    ///
+    /// # Errors
+    /// Files that are missing, damaged, of another method, or made for another model.
+    pub fn load_adapter(&mut self, dir: &Path) -> Result<()> {
+        let config = read_config(dir)?;
+        let lora = lora_config(&config)?;
+        let alpha_of = alpha_pattern(&config)?;
+        let file = AdapterFile::open(dir, self.family().format())?;
+        let mut by_name: BTreeMap<String, Arc<Param>> =
+            self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
+        for (stem, pair) in &file.pairs {
+            let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+            let Some(base) = by_name.remove(&format!("{stem}.weight")).filter(|p| p.is_linear()) else {
+                return Err(fail(format!(
+                    "the adapter is for {stem}, which is no linear layer of this model"
+                )));
+            };
+            let (n, k) = (base.shape()[0], base.shape()[1]);
+            let (Some((a_shape, a)), Some((b_shape, b))) = pair else {
+                return Err(fail(format!("the adapter of {stem} lacks lora_A or lora_B")));
+            };
+            let rank = a_shape.first().copied().unwrap_or_default();
+            if rank == 0 || rank > MAX_RANK || *a_shape != [rank, k] || *b_shape != [n, rank] {
+                return Err(fail(format!(
+                    "the adapter of {stem} is {a_shape:?} and {b_shape:?}, expected [r, {k}] and [{n}, r]"
+                )));
+            }
+            let module = file.modules.get(stem).unwrap_or(stem);
+            let own = alpha_of.iter().find(|(pattern, _)| pattern.is_match(module)).map(|(_, alpha)| *alpha);
+            let layer = LoraConfig { alpha: own.unwrap_or(lora.alpha), ..lora.clone() };
+            self.adapt(&base, &layer, (rank, a.clone(), b.clone()))?;
+            if layer.alpha != lora.alpha {
+                self.alphas.insert(stem.clone(), layer.alpha);
+            }
+        }
+        self.lora = Some(lora);
+        self.store_whole(dir, &file)?;
+        self.whole = file.whole.into_keys().collect();
+        Ok(())
+    }
+
+    /// Overwrites adapters and wholly trained tensors with those of a directory that [`Self::save_adapter`] wrote.
+    ///
+    /// # Errors
+    /// A file that does not hold exactly this model's adapters.
+    pub fn reload_adapter(&self, dir: &Path) -> Result<()> {
+        let file = AdapterFile::open(dir, self.family().format())?;
+        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+        if file.pairs.len() != self.adapted().count() {
+            return Err(fail(format!(
+                "{} layers with adapters, this model has {}",
+                file.pairs.len(),
+                self.adapted().count()
+            )));
+        }
+        for (base, adapter) in self.adapted() {
+            let stem = module_of(base.name());
+            let Some((Some((a_shape, a)), Some((b_shape, b)))) = file.pairs.get(stem) else {
+                return Err(fail(format!("no adapter of {stem}")));
+            };
+            if *a_shape != adapter.a().shape() || *b_shape != adapter.b().shape() {
+                return Err(fail(format!(
+                    "the adapter of {stem} is {a_shape:?}, expected {:?}",
+                    adapter.a().shape()
+                )));
+            }
+            adapter.a().store(a)?;
+            adapter.b().store(b)?;
+        }
+        if let Some(p) =
+            self.base_params().iter().find(|p| p.trainable() && !file.whole.contains_key(p.name()))
+        {
+            return Err(fail(format!("no tensor {}, which this run trains", p.name())));
+        }
+        self.store_whole(dir, &file)
+    }
+
+    fn store_whole(&self, dir: &Path, file: &AdapterFile) -> Result<()> {
+        for (name, (shape, data)) in &file.whole {
+            let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+            match self.base_params().iter().find(|p| p.name() == name) {
+                Some(param) if param.shape() == shape => param.store(data)?,
+                Some(param) => {
+                    return Err(fail(format!(
+                        "tensor {name} is {shape:?}, this model's is {:?}",
+                        param.shape()
+                    )));
+                }
+                None => return Err(fail(format!("tensor {name} is not part of this model"))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what training made: the adapter where there is one, else the whole checkpoint. Tokenizer and processor files
+    /// go with either.
+    ///
+    /// # Errors
+    /// As [`Self::save_adapter`] and [`Self::save_pretrained`].
+    pub fn save_trained(&self, dir: &Path) -> Result<()> {
+        if self.lora.is_none() {
+            return self.save_pretrained(dir);
+        }
+        self.save_adapter(dir)?;
+        self.copy_companions(dir, &[])?;
+        self.write_template(dir, &[])
+    }
+
+    /// Loads what [`Self::save_trained`] wrote.
+    ///
+    /// # Errors
+    /// As [`Self::reload_adapter`] and [`Self::load_weights`].
+    pub fn load_trained(&self, dir: &Path) -> Result<()> {
+        if self.lora.is_none() { self.load_weights(dir) } else { self.reload_adapter(dir) }
+    }
+}
+
+/// Names of the tensors that an adapter directory holds whole. They cannot be quantised.
+///
+/// # Errors
+/// An unreadable file.
+pub fn whole_tensors(dir: &Path, format: &dyn Format) -> Result<BTreeSet<String>> {
+    Ok(AdapterFile::open(dir, format)?.whole.into_keys().collect())
+}
+
+fn read_config(dir: &Path) -> Result<ConfigJson> {
+    ConfigJson::read(&dir.join(CONFIG))
+}
+
+/// Variants that add something else than `s·BA`, or to other tensors.
+const VARIANTS: [&str; 12] = [
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "target_parameters",
+    "trainable_token_indices",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+];
+
+fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
+    let fail = |what: String| config.error(what);
+    let kind = config.text("peft_type")?.unwrap_or_default();
+    if kind != "LORA" {
+        return Err(fail(format!("peft_type {kind:?}, expected LORA")));
+    }
+    for key in VARIANTS {
+        let off = match config.get(key) {
+            None | Some(Value::Bool(false)) => true,
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(map)) => map.is_empty(),
+            Some(_) => false,
+        };
+        if !off {
+            return Err(fail(format!(
+                "{key} is set, which is not supported; merge the adapter with `peft` first"
+            )));
+        }
+    }
+    if !matches!(config.text("bias")?, None | Some("none")) {
+        return Err(fail(
+            "bias is trained, which is not supported; merge the adapter with `peft` first".into(),
+        ));
+    }
+    // These change the base weights at initialisation, so the file alone is not the difference to the checkpoint.
+    let init = config.get("init_lora_weights").and_then(Value::as_str).unwrap_or_default();
+    if ["pissa", "olora", "corda", "loftq"].iter().any(|name| init.starts_with(name)) {
+        return Err(fail(format!(
+            "init_lora_weights {init:?} changes the base model; convert the adapter with `peft` first"
+        )));
+    }
+    let rank = config.size("r", Some(8))?;
+    if rank > MAX_RANK {
+        return Err(fail(format!("r is {rank}, expected 1 to {MAX_RANK}")));
+    }
+    let alpha = config.number("lora_alpha", 8.0)?;
+    let dropout = config.number("lora_dropout", 0.0)?;
+    if !(0.0..1.0).contains(&dropout) {
+        return Err(fail(format!("lora_dropout is {dropout}, out of range: expected 0 up to less than 1")));
+    }
+    let rslora = config.boolean("use_rslora", false)?;
+    Ok(LoraConfig { rank, alpha, dropout, rslora, targets: Vec::new(), seed: 0 })
+}
+
+/// The alphas of single layers, by the ends of their modules' names. Ranks are told by the tensors.
+fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
+    let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
+    let each = |name: &String| {
+        let wrong = |e: regex::Error| config.error(format!("alpha_pattern {name:?}: {e}"));
+        let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{name})$")).map_err(wrong)?;
+        Ok((pattern, patterns.number(name, 0.0)?))
+    };
+    patterns.object().keys().map(each).collect()
+}
+
+/// Shape and data of a tensor.
+type Dense = (Vec<usize>, Vec<f32>);
+
+/// The tensors of an adapter, by published name.
+struct AdapterFile {
+    /// `A` and `B` by the layer's published name without `weight`.
+    pairs: BTreeMap<String, (Option<Dense>, Option<Dense>)>,
+    /// What the file calls those layers.
+    modules: BTreeMap<String, String>,
+    whole: BTreeMap<String, Dense>,
+}
+
+impl AdapterFile {
+    fn open(dir: &Path, format: &dyn Format) -> Result<Self> {
+        let path = dir.join(WEIGHTS);
+        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
+        if !path.is_file() && dir.join("adapter_model.bin").is_file() {
+            return Err(fail(
+                "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as safetensors".into(),
+            ));
+        }
+        if path.exists() && !path.is_file() {
+            return Err(fail(format!("{} is not a regular file", path.display())));
+        }
+        let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
+        let file = SafeTensors::deserialize(&bytes)
+            .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };
+        for (key, view) in file.tensors() {
+            let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
+            let inner = inner.replace(".modules_to_save", "").replace(".base_layer", "");
+            let published = |name: &str| {
+                format
+                    .published_name(name)
+                    .ok_or_else(|| fail(format!("{key} names no weight of this family")))
+            };
+            let dense =
+                (view.shape().to_vec(), widened(&view).map_err(|what| fail(format!("{key}: {what}")))?);
+            let (end_a, end_b) = (".lora_A.weight", ".lora_B.weight");
+            let stem = inner.strip_suffix(end_a).or_else(|| inner.strip_suffix(end_b));
+            let Some(stem) = stem else {
+                if inner.contains("lora_") {
+                    return Err(fail(format!(
+                        "{key}: only lora_A and lora_B of linear layers are supported"
+                    )));
+                }
+                this.whole.insert(published(&inner)?, dense);
+                continue;
+            };
+            let module = stem.to_owned();
+            let stem = published(&format!("{stem}.weight"))?;
+            this.modules.insert(module_of(&stem).to_owned(), module);
+            let pair = this.pairs.entry(module_of(&stem).to_owned()).or_default();
+            *(if inner.ends_with(end_a) { &mut pair.0 } else { &mut pair.1 }) = Some(dense);
+        }
+        Ok(this)
+    }
+}
+
+fn widened(view: &TensorView) -> std::result::Result<Vec<f32>, String> {
+    let bytes = view.data();
+    let two = || bytes.as_chunks::<2>().0.iter();
+    let data: Vec<f32> = match view.dtype() {
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        Dtype::BF16 => two().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F16 => two().map(|&b| half::f16::from_le_bytes(b).to_f32()).collect(),
+        other => return Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
+    };
+    match data.iter().find(|x| !x.is_finite()) {
+        Some(x) => Err(format!("holds {x}, expected finite numbers")),
+        None => Ok(data),
+    }
+}
+
+/// A tensor on its way to a file, in the dtype it is held in.
+struct Owned {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Owned {
+    fn of(param: &Param) -> Result<Self> {
+        use omnigrpo_kernels::Stored;
+        let (dtype, bytes) = match param.read().stored() {
+            Stored::F32(x) => (Dtype::F32, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Stored::Bf16(x) => (Dtype::BF16, x.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Stored::Quantised(x) => {
+                let mut wide = vec![0.0; x.len()];
+                x.widen(&mut wide);
+                (Dtype::F32, wide.iter().flat_map(|x| x.to_le_bytes()).collect())
+            }
+        };
+        Ok(Self { dtype, shape: param.shape().to_vec(), bytes })
+    }
+}
+
+impl View for Owned {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}

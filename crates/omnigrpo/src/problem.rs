@@ -1,0 +1,135 @@
+//! Errors for people: what is wrong, where, what was found, what would be right, what to do.
+
+use std::fmt;
+
+/// The exit code of a command line or file of settings that cannot be used.
+pub const EXIT_USAGE: u8 = 2;
+/// The exit code of a run that failed.
+pub const EXIT_FAILURE: u8 = 1;
+/// The exit code of a run that was asked to stop and can go on: what `sysexits.h` calls a temporary failure.
+pub const EXIT_STOPPED: u8 = 75;
+
+/// One error as the user sees it: what is wrong, where, what was found, what would be right, what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem(Box<Parts>);
+
+// Boxed so that results stay small.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Parts {
+    what: String,
+    place: Option<String>,
+    got: Option<String>,
+    expected: Option<String>,
+    help: Option<String>,
+    each: Vec<Problem>,
+    exit_code: u8,
+}
+
+impl Problem {
+    /// A mistake in the settings.
+    pub fn usage(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_USAGE, ..Parts::default() }))
+    }
+
+    /// A failure of the run.
+    pub fn failure(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
+    }
+
+    /// A run that was asked to stop and can go on.
+    pub fn stopped(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts { what: what.into(), exit_code: EXIT_STOPPED, ..Parts::default() }))
+    }
+
+    /// All of these as one; `Ok` where there is none. A user then mends a command line once, not flag by flag.
+    ///
+    /// # Errors
+    /// The problems.
+    pub fn all(mut problems: Vec<Self>) -> Result<(), Self> {
+        match problems.len() {
+            0 => Ok(()),
+            1 => Err(problems.remove(0)),
+            n => {
+                let mut one = Self::usage(format!("{n} things are wrong with the settings"));
+                one.0.exit_code = problems.iter().map(Self::exit_code).max().unwrap_or(EXIT_USAGE);
+                one.0.each = problems;
+                Err(one)
+            }
+        }
+    }
+
+    /// What a verb failed with: a problem of its own, or any error with its chain of causes.
+    pub fn from_error(error: &anyhow::Error) -> Self {
+        if let Some(problem) = error.downcast_ref::<Self>() {
+            return problem.clone();
+        }
+        let what = error.to_string();
+        let mut causes = error.chain().skip(1).map(ToString::to_string).collect::<Vec<_>>();
+        causes.dedup();
+        // Many errors tell their cause themselves.
+        causes.retain(|cause| !what.contains(cause));
+        let problem = Self::failure(what);
+        if causes.is_empty() { problem } else { problem.got(causes.join(": ")) }
+    }
+
+    /// Where: a flag, or `file:line:column`.
+    pub fn at(mut self, place: impl Into<String>) -> Self {
+        self.0.place = Some(place.into());
+        self
+    }
+
+    /// What was found.
+    pub fn got(mut self, got: impl Into<String>) -> Self {
+        self.0.got = Some(got.into());
+        self
+    }
+
+    /// What would be right.
+    pub fn expected(mut self, expected: impl Into<String>) -> Self {
+        self.0.expected = Some(expected.into());
+        self
+    }
+
+    /// What to do.
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        self.0.help = Some(help.into());
+        self
+    }
+
+    /// The exit code of the process.
+    pub fn exit_code(&self) -> u8 {
+        self.0.exit_code
+    }
+}
+
+impl Problem {
+    fn details(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = [
+            ("at", &self.0.place),
+            ("got", &self.0.got),
+            ("expected", &self.0.expected),
+            ("help", &self.0.help),
+        ];
+        for (label, text) in lines {
+            if let Some(text) = text {
+                // Continuation lines line up under the text.
+                write!(f, "\n{label:>10}: {}", text.replace('\n', "\n            "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}", self.0.what)?;
+        self.details(f)?;
+        for (i, problem) in self.0.each.iter().enumerate() {
+            write!(f, "\n{:>3}. {}", i + 1, problem.0.what)?;
+            problem.details(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problem {}

@@ -1,0 +1,186 @@
+//! The rewards of a command and what they are measured against.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{PromptBuilder, WeightDtype};
+use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
+use omnigrpo_scorers::ScorerOptions;
+
+use super::hub::named_dir;
+use crate::problem::Problem;
+use crate::settings::Settings;
+
+/// Where a run keeps the document frequencies of its training references.
+const FREQUENCIES: &str = "document_frequencies.json";
+
+/// The references that `cider` and `explanation` weigh words by, and `bertscore` tokens if asked.
+#[derive(Default)]
+pub struct Corpus {
+    frequencies: Option<Arc<DocumentFrequencies>>,
+    references: Vec<String>,
+}
+
+impl Corpus {
+    /// Counts the references of these rows; none where no reward asks for them.
+    pub fn of(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Self {
+        let asked = &settings.rewards;
+        let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
+        let weigh_tokens = wants("bertscore") && asked.bertscore_idf;
+        if !(wants("cider") || wants("explanation") || weigh_tokens) {
+            return Self::default();
+        }
+        let mut frequencies = DocumentFrequencies::default();
+        let mut texts = Vec::new();
+        for row in rows {
+            // A row that cannot be read is reported where it would be used.
+            let Ok(sample) = dataset.get(row) else { continue };
+            let references = references(&sample.columns, sample.solution.as_deref());
+            // A row without references would make every word look rarer.
+            if references.is_empty() {
+                continue;
+            }
+            frequencies.add_item(&references);
+            if weigh_tokens {
+                texts.extend(references.into_iter().map(str::to_owned));
+            }
+        }
+        Self { frequencies: Some(Arc::new(frequencies)), references: texts }
+    }
+
+    /// With the counts of the run that made the checkpoint in `dir`, where it kept them: a score then means what it
+    /// meant in training.
+    pub fn or_of_run(mut self, dir: &Path) -> Result<Self> {
+        let kept = [Some(dir), dir.parent()].into_iter().flatten().map(|dir| dir.join(FREQUENCIES));
+        if let (Some(_), Some(path)) = (&self.frequencies, kept.into_iter().find(|path| path.is_file())) {
+            let broken = |e: String| {
+                Problem::failure("the run's document frequencies cannot be read")
+                    .at(path.display().to_string())
+                    .got(e)
+                    .help("remove the file to count the references of the evaluated rows instead")
+            };
+            let text = std::fs::read(&path).map_err(|e| broken(e.to_string()))?;
+            let kept = serde_json::from_slice(&text).map_err(|e| broken(e.to_string()))?;
+            self.frequencies = Some(Arc::new(kept));
+        }
+        Ok(self)
+    }
+
+    /// Name and content of the file that keeps the counts in the run directory, for evaluations of its checkpoints.
+    pub fn file(&self) -> Result<Option<(&'static str, Vec<u8>)>> {
+        let Some(frequencies) = &self.frequencies else { return Ok(None) };
+        Ok(Some((FREQUENCIES, serde_json::to_vec(frequencies.as_ref())?)))
+    }
+}
+
+/// The rewards.
+pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
+    let asked = &settings.rewards;
+    let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
+    let mut options = asked.options(settings.rollout.max_completion_length);
+    options.external.judge_api_key = settings.env.judge_api_key.clone();
+    if let Some(path) = &asked.judge_prompt {
+        options.external.judge_template = judge_prompt(path)?;
+    }
+    options.cider = corpus.frequencies.clone();
+    let dir = |flag: &str, wanted: bool, name: &Option<String>| {
+        let name = name.as_ref().filter(|_| wanted);
+        name.map(|name| named_dir("the model", name, settings).map_err(|problem| problem.at(flag)))
+            .transpose()
+    };
+    let pictures = wants("explanation") && asked.explanation_clip_weight > 0.0;
+    let scorers = ScorerOptions {
+        clip_model: dir("--clip_model", pictures, &asked.clip_model)?,
+        clip_text_model: dir("--clip_text_model", pictures, &asked.clip_text_model)?,
+        explanation_clip_weight: asked.explanation_clip_weight,
+        explanation_compat: asked.compat.contains(&Compat::S4Explanation),
+        bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.bertscore_model)?,
+        bertscore_layer: asked.bertscore_layer,
+        bertscore_idf: asked.bertscore_idf,
+        bertscore_baseline: asked.bertscore_baseline.clone(),
+        frequencies: options.cider.clone(),
+        references: corpus.references.clone(),
+        dtype: WeightDtype::Auto,
+    };
+    let made = omnigrpo_scorers::table()
+        .iter()
+        .filter(|row| wants(row.name))
+        .map(|row| (row.make)(&scorers).map_err(|e| Problem::failure(e.to_string()).at("--reward_funcs")))
+        .collect::<Result<Vec<_>, _>>()?;
+    omnigrpo_rewards::build_with(&asked.reward_funcs, &options, made)
+        .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
+}
+
+/// What a judge is asked, from a file.
+fn judge_prompt(path: &Path) -> Result<String> {
+    const MAX_BYTES: u64 = 64 << 10;
+    let problem = |got: String| {
+        Problem::usage("the judge's prompt cannot be used").at(path.display().to_string()).got(got).expected(
+            "a text with `{answer}` or `{completion}` in it, and a request for a number from 0 to 1",
+        )
+    };
+    let mut text = String::new();
+    std::fs::File::open(path)
+        .and_then(|file| {
+            std::io::Read::read_to_string(&mut std::io::Read::take(file, MAX_BYTES + 1), &mut text)
+        })
+        .map_err(|e| problem(e.to_string()))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(problem(format!("more than {MAX_BYTES} bytes")).into());
+    }
+    if !text.contains("{answer}") && !text.contains("{completion}") {
+        return Err(problem("a text that shows the judge nothing to grade".to_owned()).into());
+    }
+    Ok(text)
+}
+
+/// Those of the rewards that need neither a model nor another program, if there are any: enough to ask about rows.
+pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<RewardSet>> {
+    let mut textual = settings.clone();
+    let asked = &mut textual.rewards;
+    let is_built_in = |name: &String| omnigrpo_rewards::table().iter().any(|row| row.name == name);
+    asked.reward_funcs.retain(is_built_in);
+    asked.reward_weights = vec![1.0; asked.reward_funcs.len()];
+    if asked.reward_funcs.is_empty() {
+        return Ok(None);
+    }
+    rewards(&textual, &Corpus::of(&textual, dataset, 0..dataset.len())).map(Some)
+}
+
+/// Has rewards outside of this process score one made-up completion of the first of the rows that can be read, so that
+/// one that cannot be started or reached is found before hours of sampling.
+pub fn probe_rewards(
+    rewards: &RewardSet,
+    dataset: &Dataset,
+    rows: impl IntoIterator<Item = u64>,
+    prompts: &PromptBuilder,
+) -> Result<()> {
+    let Some(sample) = rows.into_iter().find_map(|row| dataset.get(row).ok()) else { return Ok(()) };
+    let solution = sample.solution.as_deref().unwrap_or("nothing");
+    let answer = if solution.contains("<answer>") {
+        solution.to_owned()
+    } else {
+        format!("<answer>{solution}</answer>")
+    };
+    let text = format!("<think>A trial before the run.</think>{answer}");
+    let ids = prompts.completion_ids(&text)?;
+    omnigrpo_train::probe(rewards, &sample, text, ids).map_err(|e| {
+        Problem::failure(e.to_string())
+            .at("--reward_funcs")
+            .help(
+                "it was asked for one score before the run, as docs/rewards.md says; nothing was sampled yet",
+            )
+            .into()
+    })
+}
+
+/// What an evaluation measures besides the rewards.
+pub fn measures(settings: &Settings) -> Measures {
+    Measures {
+        answer_policy: settings.rewards.answer_policy,
+        accuracy_threshold: settings.eval.accuracy_threshold,
+        labels: settings.eval.labels.clone(),
+    }
+}

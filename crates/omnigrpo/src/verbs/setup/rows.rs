@@ -1,0 +1,150 @@
+//! The rows of a command: which files, how they are read, media by address.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+use omnigrpo_data::{
+    DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registry, Roots, ThinkMode as RowThink,
+};
+use omnigrpo_fetch::{UrlMedia, UrlOptions};
+use omnigrpo_rewards::Named as _;
+
+use crate::problem::Problem;
+use crate::settings::{AllowUrls, REGISTRY, Settings, ThinkMode};
+
+/// Roots of relative media paths.
+fn roots(settings: &Settings) -> Roots {
+    let data = &settings.data;
+    Roots {
+        images: data.image_folders.clone(),
+        videos: data.video_folders.clone(),
+        audios: data.audio_folders.clone(),
+    }
+}
+
+/// How rows are read.
+pub fn read_options(settings: &Settings) -> ReadOptions {
+    ReadOptions {
+        template: settings.prompt.question_template,
+        think: match settings.rewards.think {
+            ThinkMode::Auto => None,
+            ThinkMode::On => Some(RowThink::On),
+            ThinkMode::Off => Some(RowThink::Off),
+        },
+        fetch: fetch_media(settings),
+        cache_dir: Some(settings.env.cache_dir.clone()),
+        missing_media: false,
+        seed: settings.run.data_seed,
+        use_audio_in_video: settings.data.use_audio_in_video,
+        columns: settings.data.columns.clone(),
+    }
+}
+
+/// Largest medium that is fetched, bytes.
+const MAX_URL_BYTES: u64 = 1 << 30;
+
+/// What brings media by address, where they are allowed.
+fn fetch_media(settings: &Settings) -> Option<Fetch> {
+    let allow_private = match settings.data.allow_urls {
+        AllowUrls::Off => return None,
+        AllowUrls::Public => false,
+        AllowUrls::All => true,
+    };
+    let media = UrlMedia::new(UrlOptions {
+        cache_dir: settings.env.cache_dir.clone(),
+        allow_private,
+        max_bytes: MAX_URL_BYTES,
+        timeout: std::time::Duration::from_secs_f64(settings.data.media_timeout_secs),
+    });
+    Some(Fetch(Arc::new(move |url| media.fetch(url).map_err(|error| error.to_string()))))
+}
+
+/// The rows of `--input`; `-` is standard input. With `missing_media` those are read, too, whose media are not there.
+pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
+    let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
+    let options = ReadOptions { missing_media, ..read_options(settings) };
+    open_with(&DatasetSpec::from_files(&[input], &roots(settings))?, &options)
+}
+
+/// Whether any flag names training rows.
+pub fn names_training_rows(settings: &Settings) -> bool {
+    let data = &settings.data;
+    !(data.train_file.is_empty() && data.data_file_paths.is_empty() && data.dataset_use.is_empty())
+}
+
+/// The training rows.
+pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
+    let data = &settings.data;
+    let roots = roots(settings);
+    let mut specs = if let Some(replay) = &settings.rollout.replay {
+        DatasetSpec::from_files(std::slice::from_ref(replay), &roots)?
+    } else if !data.train_file.is_empty() {
+        DatasetSpec::from_files(&data.train_file, &roots)?
+    } else if !data.data_file_paths.is_empty() {
+        DatasetSpec::from_files(&data.data_file_paths, &roots)?
+    } else {
+        from_registry(settings, &data.dataset_use, &roots)?
+    };
+    let modes = &settings.rewards.accuracy_mode;
+    if modes.len() > 1 {
+        if modes.len() != specs.len() {
+            return Err(Problem::usage("`accuracy_mode` and the training files differ in number")
+                .got(format!("{} rules for {} files", modes.len(), specs.len()))
+                .expected("one rule for all, or one per file, in the same order")
+                .into());
+        }
+        for (spec, mode) in specs.iter_mut().zip(modes) {
+            spec.columns.entry("reward_method").or_insert_with(|| mode.name().into());
+        }
+    }
+    open(&specs, settings)
+}
+
+/// Opens rows as they are read everywhere.
+fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
+    open_with(specs, &read_options(settings))
+}
+
+/// Opens rows. A file that is not there may be one that `data convert` makes.
+fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
+    let dataset = Dataset::open(specs, options).map_err(|e| match &e {
+        DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            let problem = Problem::failure("the dataset is not there")
+                .at(path.display().to_string())
+                .got(source.to_string())
+                .expected("a file of rows");
+            let is_vivqa = path.to_string_lossy().to_lowercase().contains("vivqa");
+            match is_vivqa {
+                true => problem.help(format!(
+                    "correct the path; rows of ViVQA-X are made by `omnigrpo data convert vivqa-x --input \
+                     ViVQA-X_train.json --output {}`",
+                    path.display()
+                )),
+                false => problem.help("correct the path"),
+            }
+            .into()
+        }
+        _ => anyhow::Error::from(e),
+    })?;
+    Ok(Arc::new(dataset))
+}
+
+/// The evaluation rows, if any are given apart from the training rows.
+pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
+    let data = &settings.data;
+    let roots = roots(settings);
+    let specs = if !data.eval_file.is_empty() {
+        DatasetSpec::from_files(&data.eval_file, &roots)?
+    } else if !data.eval_dataset_use.is_empty() {
+        from_registry(settings, &data.eval_dataset_use, &roots)?
+    } else {
+        return Ok(None);
+    };
+    open(&specs, settings).map(Some)
+}
+
+fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result<Vec<DatasetSpec>> {
+    let path = settings.data.dataset_registry.as_deref().unwrap_or(Path::new(REGISTRY));
+    Ok(Registry::open(path)?.select(&names.join(","), roots)?)
+}
