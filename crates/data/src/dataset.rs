@@ -359,8 +359,8 @@ impl Dataset {
     }
 
     /// A digest that differs when media differ: of up to 4,096 rows, spread evenly, the length of each medium and 4 KiB at
-    /// either end of it. Neither places nor times count, so that copied data are the same data; media at addresses are
-    /// not looked at. It reads at most 32 MiB for rows with one medium each.
+    /// either end of it. Neither places nor times count, so that copied data are the same data; rows
+    /// that hold an address anywhere are not looked at, since its medium would have to be fetched. It reads at most 32 MiB for rows with one medium each.
     #[must_use]
     pub fn media_digest(&self) -> String {
         let sampled = self.len().min(SAMPLED_ROWS);
@@ -374,7 +374,12 @@ impl Dataset {
         let remote = |row: u64| {
             let (part, in_file) = self.locate(row)?;
             let text = part.file.read(in_file).ok()?;
-            Some(text.windows(3).any(|three| three == b"://"))
+            // Also as JSON may have it.
+            Some(
+                [&b"://"[..], b":\\/\\/"]
+                    .iter()
+                    .any(|sign| text.windows(sign.len()).any(|part| part == *sign)),
+            )
         };
         let Some(sample) = remote(row).filter(|remote| !remote).and_then(|_| self.get(row).ok()) else {
             return Vec::new();
@@ -418,6 +423,10 @@ fn short(hash: Sha256) -> String {
 /// Adds a file's length and both ends; nothing of one that cannot be read.
 fn ends(path: &Path, hash: &mut Sha256) {
     let read = |hash: &mut Sha256| -> std::io::Result<()> {
+        // Opening a pipe waits for somebody who writes to it.
+        if !std::fs::metadata(path)?.is_file() {
+            return Ok(());
+        }
         let mut file = File::open(path)?;
         let len = file.metadata()?.len();
         hash.update(len.to_le_bytes());

@@ -680,6 +680,12 @@ fn media_are_told_apart_by_what_they_hold() {
     changed(&|bytes| bytes[0] = b'x', "frames/2.png", b"2");
     write("frames/3.png", b"2");
     assert_ne!(digest("rows.json"), first);
+    // A pipe into which nobody writes is not waited for.
+    let made = std::process::Command::new("mkfifo").arg(place.path("pipe.png")).status();
+    if made.is_ok_and(|status| status.success()) {
+        write("pipes.json", br#"[{"prompt": "E?", "image": "pipe.png"}]"#);
+        assert_eq!(digest("pipes.json").len(), 32);
+    }
 }
 
 #[test]

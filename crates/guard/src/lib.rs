@@ -39,7 +39,7 @@ mod tests {
         assert!(!is_guarded());
         let payload = guarded(|| {
             assert!(is_guarded());
-            assert_eq!(guarded(is_guarded).unwrap(), true);
+            assert!(guarded(is_guarded).unwrap());
             assert!(is_guarded(), "the inner one has ended");
             assert!(!std::thread::spawn(is_guarded).join().unwrap(), "another thread has its own");
             std::panic::resume_unwind(Box::new("mine"))

@@ -16,7 +16,7 @@ pub struct Feature {
     pub works: bool,
     /// How that is known, as half a sentence.
     pub why: String,
-    /// Whether no trial could be made although one was due, so that what the CPU announces decides.
+    /// Whether a trial that was due gave no answer: it could not be made, or something other than its instructions ended it.
     pub untried: bool,
 }
 
@@ -130,6 +130,7 @@ mod system {
                 Self::Right => feature(name, true, format!("{said}, but a trial product was right")),
                 Self::Wrong => feature(name, false, format!("{said}, but a trial product was wrong")),
                 Self::Signal(signal) => {
+                    let answers = [libc::SIGILL, libc::SIGSEGV, libc::SIGBUS].contains(&signal);
                     let signal = match signal {
                         libc::SIGILL => "SIGILL (illegal instruction)".to_owned(),
                         libc::SIGSEGV => "SIGSEGV".to_owned(),
@@ -137,7 +138,8 @@ mod system {
                         libc::SIGALRM => format!("a time limit of {TRIAL_SECS} s"),
                         other => format!("signal {other}"),
                     };
-                    feature(name, false, format!("{said}, but a trial ended with {signal}"))
+                    let why = format!("{said}, but a trial ended with {signal}");
+                    Feature { untried: !answers, ..feature(name, false, why) }
                 }
                 Self::None(why) => Feature {
                     untried: true,
@@ -347,6 +349,11 @@ mod system {
                  results can differ in their last digits from a run that could try it"
             );
             assert_eq!(super::super::doubt(&refused), None);
+            let slow = Trial::Signal(libc::SIGALRM).verdict("AMX", true);
+            assert!(
+                !slow.works
+                    && super::super::doubt(&slow).unwrap().contains("a time limit of 5 s; it is not used")
+            );
         }
 
         /// Where an instruction works here, its trial is right in this process too.

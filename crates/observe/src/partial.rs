@@ -62,13 +62,8 @@ impl Partial {
                 let before: Map<String, Value> = serde_json::from_str(line_text).unwrap_or_default();
                 if before != *made_with {
                     let differences = differences(&before, made_with);
-                    let moved_to = if bytes.len() > line.len() {
-                        let aside = aside(&path)?;
-                        file = locked(&path)?;
-                        Some(aside)
-                    } else {
-                        None
-                    };
+                    let has_rows = bytes.len() > line.len();
+                    let moved_to = has_rows.then(|| aside(&path, &bytes)).transpose()?;
                     found = Found::Other { differences, moved_to };
                     break;
                 }
@@ -150,16 +145,24 @@ fn locked(path: &Path) -> Result<File, Error> {
     Ok(file)
 }
 
-/// Moves a file to the first free name behind its own: `<path>.1`, `<path>.2` and so on.
-fn aside(path: &Path) -> Result<PathBuf, Error> {
-    let numbered = |n: u64| {
+/// Writes what a file held to the first free name behind its own: `<path>.1`, `<path>.2` and so on. The file itself stays, and
+/// with it the lock on it.
+fn aside(path: &Path, content: &[u8]) -> Result<PathBuf, Error> {
+    for n in 1_u64.. {
         let mut name = path.as_os_str().to_owned();
         name.push(format!(".{n}"));
-        PathBuf::from(name)
-    };
-    let free = (1..u64::MAX).map(numbered).find(|to| !to.exists()).unwrap_or_else(|| numbered(u64::MAX));
-    std::fs::rename(path, &free).map_err(|source| Error::io("move", path, source))?;
-    Ok(free)
+        let to = PathBuf::from(name);
+        let written = File::create_new(&to).and_then(|mut file| {
+            file.write_all(content)?;
+            file.sync_all()
+        });
+        match written {
+            Err(source) if source.kind() == ErrorKind::AlreadyExists => {}
+            Err(source) => return Err(Error::io("write", &to, source)),
+            Ok(()) => return Ok(to),
+        }
+    }
+    Err(Error::io("find a free name behind", path, ErrorKind::AlreadyExists.into()))
 }
 
 fn differences(before: &Map<String, Value>, now: &Map<String, Value>) -> Vec<String> {

@@ -46,11 +46,14 @@ fn main() -> ExitCode {
     ExitCode::from(problem.exit_code())
 }
 
-/// What a guard catches is told by whoever set it, as an error of a file; every other panic is told as usual.
+/// What a guard catches is told by whoever set it, as an error of a file; every other panic is told as usual, and so is every one
+/// for who asks for backtraces.
 fn quiet_guarded_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        if !omnigrpo_guard::is_guarded() {
+        if !omnigrpo_guard::is_guarded()
+            || std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0")
+        {
             usual(panic);
         }
     }));

@@ -294,7 +294,9 @@ fn flat(s: &Settings) -> Option<&'static str> {
 
 /// Whether every advantage is 0, since no completion has another of its question beside it.
 fn lone_completions(s: &Settings) -> bool {
-    s.rollout.num_generations == 1 && s.loss.advantage != AdvantageKind::GroupStdClamped
+    s.rollout.num_generations == 1
+        && (s.loss.advantage != AdvantageKind::GroupStdClamped
+            || s.rewards.multi_objective_aggregation == MultiObjective::NormalizeThenSum)
 }
 
 /// What can be run and is hardly meant.

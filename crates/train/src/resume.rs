@@ -272,8 +272,15 @@ fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(all)
 }
 
+/// Whether a run writes weights under this name.
 fn is_weights(name: &str) -> bool {
-    name.ends_with(".safetensors") || name == "model.safetensors.index.json"
+    const WHOLE: [&str; 3] =
+        ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"];
+    let shard = || {
+        let (number, of) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+        Some([number, of].iter().all(|part| part.parse::<u32>().is_ok()))
+    };
+    WHOLE.contains(&name) || shard() == Some(true)
 }
 
 /// Says which checkpoints a resume does not look at.
@@ -292,8 +299,11 @@ pub fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
 
 /// Whether a run with this model writes code of this name, or one of the run's checkpoints has it.
 fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
+    if !name.ends_with(".py") {
+        return Ok(false);
+    }
     let mut places = checkpoint::list(dir)?.into_iter().map(|(_, path)| path).chain([model.to_owned()]);
-    Ok(name.ends_with(".py") && places.any(|place| place != dir && place.join(name).is_file()))
+    Ok(places.any(|place| place != dir && place.join(name).is_file()))
 }
 
 /// What lies where no run had begun and would be overwritten.
@@ -318,11 +328,16 @@ fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
 /// Everything of an earlier run in a directory; nothing where none had begun.
 fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
     let all = entries(dir)?;
-    let is_checkpoint = |name: &str| name.starts_with("checkpoint-");
+    let checkpoints: Vec<PathBuf> = checkpoint::list(dir)?
+        .into_iter()
+        .chain(checkpoint::incomplete(dir)?)
+        .map(|(_, path)| path)
+        .collect();
+    let is_checkpoint = |path: &Path| checkpoints.iter().any(|checkpoint| checkpoint == path);
     let filled = |name: &str, path: &Path| match name {
         "metrics.jsonl" | "skipped.jsonl" => path.metadata().is_ok_and(|meta| meta.len() > 0),
         "rollouts" | "eval" => std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some()),
-        name => is_checkpoint(name) || is_weights(name),
+        name => is_checkpoint(path) || is_weights(name),
     };
     if !all.iter().any(|(name, path)| filled(name, path)) {
         return Ok(Vec::new());
@@ -336,16 +351,16 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
             format!("there is a model ({name}) that no run made; name another directory"),
         ));
     }
-    let ours = |name: &str| {
+    let ours = |name: &str, path: &Path| {
         RECORDS.contains(&name)
             || COMPANIONS.contains(&name)
-            || is_checkpoint(name)
+            || is_checkpoint(path)
             || is_weights(name)
             || name.starts_with("nonfinite-step-")
     };
     let mut paths = Vec::new();
     for (name, path) in all {
-        if ours(&name) || is_code(dir, model, &name)? {
+        if ours(&name, &path) || is_code(dir, model, &name)? {
             paths.push(path);
         }
     }

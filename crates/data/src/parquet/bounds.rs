@@ -36,6 +36,8 @@ impl Default for Limits {
 
 /// Bytes of a page's header; statistics are the longest part of real ones.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// Bytes that the reader takes for a value of a dictionary, beside its content; it makes room for as many as are said.
+const DICTIONARY_VALUE_BYTES: u64 = 32;
 /// Headers nest three deep.
 const MAX_DEPTH: usize = 8;
 
@@ -110,7 +112,14 @@ impl Opened {
         };
         let mut input = Counted { inner: file.get_read(start)?.take(MAX_HEADER_BYTES), num_bytes: 0 };
         let header = Header::read(&mut input)?;
-        let unpacked = header.unpacked_bytes.max(header.packed_bytes);
+        // Both make room for as many values as their content says, and the second repeats the values' beginnings.
+        if header.is_delta {
+            return Err(refused(
+                "texts in an encoding of differences, whose size in memory nothing bounds; write it plain",
+            ));
+        }
+        let values_bytes = if header.is_dictionary { header.num_values * DICTIONARY_VALUE_BYTES } else { 0 };
+        let unpacked = header.unpacked_bytes.max(header.packed_bytes) + values_bytes;
         let limits = self.limits;
         if unpacked > limits.num_bytes {
             return Err(too_large("a page becomes", unpacked, limits.num_bytes, "bytes"));
@@ -253,6 +262,8 @@ struct Header {
     unpacked_bytes: u64,
     packed_bytes: u64,
     num_values: u64,
+    /// Whether texts are lengths and differences (`DELTA_LENGTH_BYTE_ARRAY`, `DELTA_BYTE_ARRAY`).
+    is_delta: bool,
     /// Bytes at the start of a page of version 2 that are never compressed.
     plain_bytes: u64,
     is_packed: bool,
@@ -274,7 +285,8 @@ impl Header {
                 [2] => sizes[0] = Some(size()?),
                 [3] => sizes[1] = Some(size()?),
                 // Pages of data, of a dictionary, and of data in version 2.
-                [5 | 7 | 8, 1] => header.num_values = size()?,
+                [5 | 7 | 8, 1] => header.num_values = header.num_values.max(size()?),
+                [5, 2] | [8, 4] => header.is_delta |= matches!(value, 6 | 7),
                 [8, 5 | 6] => header.plain_bytes += size()?,
                 [8, 7] => header.is_packed = value != 0,
                 _ => {}
@@ -308,7 +320,7 @@ fn fields(
         }
         let id = match start >> 4 {
             0 => number(input)?,
-            step => path[depth] + i64::from(step),
+            step => path[depth].saturating_add(i64::from(step)),
         };
         if id <= path[depth] {
             return Err(refused("a page's header names its fields out of order"));
@@ -375,5 +387,130 @@ impl<R: Read> Read for Counted<R> {
         let n = self.inner.read(buffer)?;
         self.num_bytes += n as u64;
         Ok(n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use flate2::Compression as Level;
+    use flate2::write::GzEncoder;
+
+    use super::*;
+
+    /// A whole number of 32 bits in the compact protocol.
+    fn varint(value: i32) -> Vec<u8> {
+        let mut rest = (value << 1 ^ value >> 31) as u32;
+        let mut bytes = Vec::new();
+        while rest > 127 {
+            bytes.push(rest as u8 | 128);
+            rest >>= 7;
+        }
+        bytes.push(rest as u8);
+        bytes
+    }
+
+    /// A page's header: kind, both sizes, and the structure `id` with a number of values and an encoding.
+    fn header(kind: i32, sizes: [i32; 2], id: u8, num_values: i32, encoding: i32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for value in [kind, sizes[0], sizes[1]] {
+            bytes.push(0x15);
+            bytes.extend(varint(value));
+        }
+        bytes.push((id - 3) << 4 | 12);
+        bytes.push(0x15);
+        bytes.extend(varint(num_values));
+        bytes.push(if id == 8 { 0x35 } else { 0x15 });
+        bytes.extend(varint(encoding));
+        bytes.extend([0, 0]);
+        bytes
+    }
+
+    const DATA: (i32, u8) = (0, 5);
+    const DICTIONARY: (i32, u8) = (2, 7);
+    const DATA_V2: (i32, u8) = (3, 8);
+
+    #[test]
+    fn a_header_tells_the_sizes_of_its_page() {
+        for (kind, id) in [DATA, DICTIONARY, DATA_V2] {
+            for (encoding, is_delta) in [(0, false), (8, false), (6, true), (7, true)] {
+                let read = Header::read(&mut &header(kind, [100, 60], id, 9, encoding)[..]).unwrap();
+                let expected = Header {
+                    is_dictionary: kind == 2,
+                    unpacked_bytes: 100,
+                    packed_bytes: 60,
+                    num_values: 9,
+                    is_delta: is_delta && kind != 2,
+                    plain_bytes: 0,
+                    is_packed: true,
+                };
+                assert_eq!(read, expected, "{kind} {encoding}");
+            }
+        }
+    }
+
+    #[test]
+    fn headers_that_no_writer_makes_are_refused() {
+        let good = header(0, [100, 60], 5, 9, 0);
+        let cases: [(&[u8], &str); 8] = [
+            (&good[..good.len() - 1], "ends early"),
+            (&[0x15, 0, 0], "without its sizes"),
+            (&header(0, [-1, 60], 5, 9, 0), "says -1 for a size"),
+            // The second field once more, by its number.
+            (&[0x25, 4, 0x05, 4, 4, 0], "out of order"),
+            (&[0x19, 0, 0], "a field of type 9"),
+            (&[0x1c; 20], "nests too deep"),
+            (&[0x15, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1], "is too long"),
+            (&[0x18, 100, 1, 2], "ends early"),
+        ];
+        for (bytes, expected) in cases {
+            let message = Header::read(&mut &bytes[..]).unwrap_err().to_string();
+            assert!(message.contains(expected), "{message} instead of {expected}");
+        }
+        // The largest numbers a field can have.
+        let mut far = vec![0x05];
+        far.extend([255, 255, 255, 255, 255, 255, 255, 255, 255, 1]);
+        far.extend([0, 0xf5, 0, 0]);
+        assert!(Header::read(&mut &far[..]).is_err());
+    }
+
+    #[test]
+    fn pages_are_judged_by_what_they_become() {
+        let page = |content: &[u8], gzip: bool| {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(content).unwrap();
+            let chunk = Chunk {
+                start: 0,
+                end: content.len() as u64,
+                repeated: false,
+                gzip,
+                dictionary_bytes: 0,
+                page_bytes: 0,
+            };
+            let open = Open { chunks: vec![chunk], row_bytes: 0, row_values: 0 };
+            let opened = Opened { open: Arc::new(Mutex::new(open)), limits: Limits::default() };
+            opened.page(&file, 0).map_err(|error| error.to_string())
+        };
+        assert_eq!(page(&header(2, [100, 60], 7, 9, 0), false), Ok(()));
+        let message = page(&header(2, [100, 60], 7, i32::MAX, 0), false).unwrap_err();
+        assert!(
+            message.contains("a page becomes 68719476804 bytes in memory, expected at most 1073741824"),
+            "{message}"
+        );
+        for (kind, id) in [DATA, DATA_V2] {
+            for encoding in [6, 7] {
+                let message = page(&header(kind, [100, 60], id, 9, encoding), false).unwrap_err();
+                assert!(message.contains("an encoding of differences"), "{message}");
+            }
+        }
+        let mut packed = GzEncoder::new(Vec::new(), Level::best());
+        packed.write_all(&[0; 1 << 20]).unwrap();
+        let packed = packed.finish().unwrap();
+        let of_length =
+            |said: i32| [header(0, [said, packed.len() as i32], 5, 9, 0), packed.clone()].concat();
+        assert_eq!(page(&of_length(1 << 20), true), Ok(()));
+        let message = page(&of_length(100), true).unwrap_err();
+        assert!(message.contains("a page becomes longer than the 100 bytes it says"), "{message}");
     }
 }

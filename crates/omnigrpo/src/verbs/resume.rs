@@ -87,7 +87,7 @@ pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Valu
     let files = settings.rewards.reward_funcs.iter().flat_map(|spec| spec_files(spec));
     for path in files.chain(settings.rewards.judge_prompt.clone()) {
         let file = File::open(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let mut content = Vec::new();
+        let mut content = file.metadata()?.len().to_le_bytes().to_vec();
         file.take(MAX_REWARD_FILE_BYTES).read_to_end(&mut content)?;
         let digest: String = Sha256::digest(&content).iter().take(16).map(|b| format!("{b:02x}")).collect();
         out.insert(format!("content of {}", path.display()), digest.into());

@@ -121,8 +121,8 @@ fn python_function(text: &str) -> Option<(&str, &str)> {
     (is_name && file.ends_with(".py") && file.len() > 3).then_some((file, function))
 }
 
-/// The files that a spec names and that decide what it scores: of `FILE.py:FUNCTION` the file, of `cmd:…` every argument
-/// that is a file. What those files import is not among them.
+/// The files that a spec names and that decide what it scores: of `FILE.py:FUNCTION` the file, of `cmd:…` the first
+/// argument that is a file: further ones may be logs that the program writes. What the file imports is not among them.
 #[must_use]
 pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     let target = spec.split_once('=').map_or(spec, |(name, target)| match name.contains(':') {
@@ -131,10 +131,10 @@ pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     });
     let words = match target.strip_prefix("cmd:") {
         Some(command) => shlex::split(command.trim().trim_matches('"')).unwrap_or_default(),
-        None => vec![target.to_owned()],
+        None => python_function(target).map(|(file, _)| file.to_owned()).into_iter().collect(),
     };
     let file = |word: &String| PathBuf::from(python_function(word).map_or(word.as_str(), |(file, _)| file));
-    words.iter().map(file).filter(|path| path.is_file()).collect()
+    words.iter().map(file).filter(|path| path.is_file()).take(1).collect()
 }
 
 /// What stands for a secret.

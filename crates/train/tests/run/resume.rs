@@ -123,7 +123,9 @@ fn files_of_the_user_are_neither_taken_nor_overwritten() {
     let place = Place::new();
     let out = place.out("run");
     std::fs::create_dir(&out).unwrap();
-    for name in ["my_rewards.py", "README.md", "config.yaml", "notes.txt"] {
+    for name in
+        ["my_rewards.py", "README.md", "config.yaml", "notes.txt", "mine.safetensors", "checkpoint-notes.txt"]
+    {
         std::fs::write(out.join(name), "somebody's").unwrap();
     }
     let with = |steps: u64| {
@@ -148,7 +150,7 @@ fn files_of_the_user_are_neither_taken_nor_overwritten() {
     result.unwrap();
     let again = names(&out.join("superseded-2"));
     assert!(again.iter().any(|name| name == "model.safetensors"), "{again:?}");
-    for name in ["my_rewards.py", "notes.txt"] {
+    for name in ["my_rewards.py", "notes.txt", "mine.safetensors", "checkpoint-notes.txt"] {
         assert_eq!(std::fs::read_to_string(out.join(name)).unwrap(), "somebody's", "{name}");
     }
 }
