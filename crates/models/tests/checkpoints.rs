@@ -164,7 +164,13 @@ fn an_outline_is_the_model_without_its_data() {
                     .collect()
                 };
                 assert_eq!(facts(&outline), facts(&model), "{name} {bits:?} {dtype:?}");
-                assert!(outline.params().iter().all(|p| p.read().f32().is_empty()));
+                for param in outline.params() {
+                    let refused = [param.values().map(drop), param.store(&vec![0.0; param.len()])];
+                    for result in refused {
+                        let message = result.unwrap_err().to_string();
+                        assert!(message.contains("only its outline is here"), "{message}");
+                    }
+                }
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Grouped-query attention over an [`AttentionLayout`].
 
+use std::ops::Range;
+
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 
 use crate::cache::GroupCache;
@@ -69,6 +71,7 @@ impl AttentionHeads {
     /// Another width, a layout for other rows.
     pub fn forward(self, qkv: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
+        check_layout(layout, qkv)?;
         Ok(qkv.backend().attention(qkv, layout, self))
     }
 
@@ -86,6 +89,7 @@ impl AttentionHeads {
             let what = format!("output {:?}, gradient {:?}; expected {expected:?}", out.dims(), dout.dims());
             return Err(Error::shape("attention backward", what));
         }
+        check_layout(layout, qkv)?;
         Ok(qkv.backend().attention_back(qkv, out, lse, dout, layout, self))
     }
 
@@ -115,8 +119,14 @@ impl AttentionHeads {
     /// A table for other rows or heads.
     pub fn rotate(self, qkv: &mut Rows, table: &RopeTable, inverse: bool) -> Result<()> {
         self.check(qkv)?;
-        if table.rows() != qkv.rows() || 2 * table.half > self.dim {
-            let what = format!("{} rows of {} angles for {} rows", table.rows(), table.half, qkv.rows());
+        if table.rows() != qkv.rows() || 2 * table.half != self.dim {
+            let what = format!(
+                "{} rows of {} angles for {} rows and heads of {}",
+                table.rows(),
+                table.half,
+                qkv.rows(),
+                self.dim
+            );
             return Err(Error::shape("rotation", what));
         }
         qkv.backend().rotate(qkv, table, self.q + self.kv, inverse);
@@ -129,6 +139,19 @@ impl AttentionHeads {
             false => {
                 Err(Error::shape("attention", format!("packed rows of {} columns for {self:?}", qkv.cols())))
             }
+        }
+    }
+}
+
+/// Kernels follow a layout's ranges without looking; a wrong one would read elsewhere.
+fn check_layout(layout: &Layout, qkv: &Rows) -> Result<()> {
+    let rows = qkv.rows();
+    let within = |range: &Range<usize>| range.start <= range.end && range.end <= rows;
+    match layout.ranges.iter().find(|range| !within(&range.queries) || !range.keys.iter().all(within)) {
+        None => Ok(()),
+        Some(range) => {
+            let what = format!("queries {:?} with keys {:?}, of {rows} rows", range.queries, range.keys);
+            Err(Error::shape("attention", what))
         }
     }
 }

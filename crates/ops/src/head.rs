@@ -19,6 +19,23 @@ pub struct Targets {
 }
 
 impl Targets {
+    /// Fails unless each row has a piece of the tokens, in order, and all of them together have all.
+    fn check(&self) -> Result<()> {
+        let bounds = (self.offsets.first(), self.offsets.last());
+        let whole = self.offsets.len() == self.rows.len() + 1
+            && bounds == (Some(&0), Some(&self.tokens.len()))
+            && self.offsets.is_sorted();
+        match whole {
+            true => Ok(()),
+            false => {
+                let (rows, tokens) = (self.rows.len(), self.tokens.len());
+                let what =
+                    format!("offsets {bounds:?} do not divide {tokens} tokens among {rows} rows in order");
+                Err(Error::shape("targets", what))
+            }
+        }
+    }
+
     /// The kernels' form.
     pub(crate) fn kernel(&self) -> logprob::Targets<'_> {
         logprob::Targets { tokens: &self.tokens, offsets: &self.offsets }
@@ -45,6 +62,7 @@ pub struct Scores {
 /// Another number of rows or another width, a token out of range.
 pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -> Result<Scores> {
     check(normed, head)?;
+    targets.check()?;
     let vocab = head.len() / normed.cols().max(1);
     if normed.rows() != targets.rows.len() || targets.tokens.iter().any(|&id| id as usize >= vocab) {
         let what = format!(
@@ -71,6 +89,15 @@ pub fn score_backward(
     dentropy: Option<&[f32]>,
 ) -> Result<Rows> {
     check(normed, head)?;
+    targets.check()?;
+    if normed.rows() != targets.rows.len()
+        || scores.lse.len() != targets.rows.len()
+        || scores.entropies.len() != targets.rows.len()
+    {
+        let what =
+            format!("{} rows, {} scores of {}", normed.rows(), scores.lse.len(), targets.rows.len());
+        return Err(Error::shape("score backward", what));
+    }
     if dlogp.len() != targets.tokens.len() || dentropy.is_some_and(|d| d.len() != targets.rows.len()) {
         let what = format!("{} gradients for {} targets", dlogp.len(), targets.tokens.len());
         return Err(Error::shape("score backward", what));
@@ -88,6 +115,7 @@ pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
 }
 
 fn check(normed: &Rows, head: &Param) -> Result<()> {
+    head.loaded()?;
     match head.shape() {
         &[_, h] if h == normed.cols() => Ok(()),
         shape => Err(Error::shape(

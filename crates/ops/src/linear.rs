@@ -156,6 +156,7 @@ impl PackedLinear {
     }
 
     fn check(&self, x: &Rows) -> Result<()> {
+        self.layers.iter().try_for_each(|layer| layer.weight.loaded())?;
         match self.layers.iter().find(|layer| layer.k != x.cols()) {
             Some(layer) => Err(Error::shape(
                 format!("linear {}", layer.weight.name()),

@@ -166,6 +166,7 @@ pub struct Param {
     data: Data,
     dtype: ParamDtype,
     shape: Vec<usize>,
+    is_outline: bool,
     trainable: AtomicBool,
     /// As wide as the device computes whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
     grad: Mutex<Option<Rows>>,
@@ -239,11 +240,11 @@ impl Param {
     }
 
     /// A weight without its data, of which nothing takes memory: to know how large a model is, or to check the rest of one
-    /// after a weight that could not be read. Nothing may be computed with it.
+    /// after a weight that could not be read. Operations with it are errors; [`Self::read`] gives nothing.
     #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
         let nothing = Data::Dense(Storage::values(Values::F32(Vec::new())));
-        Self::over(name.into(), part, nothing, dtype, shape.to_vec())
+        Self { is_outline: true, ..Self::over(name.into(), part, nothing, dtype, shape.to_vec()) }
     }
 
     /// A quantised weight. It can never be trained.
@@ -272,6 +273,7 @@ impl Param {
             data,
             dtype,
             shape,
+            is_outline: false,
             trainable: AtomicBool::new(false),
             grad: Mutex::new(None),
             linear: AtomicBool::new(false),
@@ -353,7 +355,20 @@ impl Param {
     /// A frozen handle on the same storage, without an adapter.
     #[must_use]
     pub fn bare(&self) -> Self {
-        Self::over(self.name.clone(), self.part, self.data.clone(), self.dtype, self.shape.clone())
+        let handle =
+            Self::over(self.name.clone(), self.part, self.data.clone(), self.dtype, self.shape.clone());
+        Self { is_outline: self.is_outline, ..handle }
+    }
+
+    /// Fails for an outline, whose numbers are not there.
+    pub(crate) fn loaded(&self) -> Result<()> {
+        match self.is_outline {
+            false => Ok(()),
+            true => Err(Error::Weight {
+                name: self.name.clone(),
+                what: "only its outline is here, nothing was loaded".into(),
+            }),
+        }
     }
 
     /// A frozen handle on the same storage under another name, without an adapter.
@@ -485,6 +500,7 @@ impl Param {
     /// # Errors
     /// A quantised weight.
     pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
+        self.loaded()?;
         match &self.data {
             Data::Dense(values) => {
                 #[cfg(feature = "gpu")]

@@ -833,3 +833,34 @@ fn a_block_of_bf16_weights_on_the_emulator() {
     }
     assert_eq!(run(Device::Emulated).1, got, "the same bits again");
 }
+
+#[test]
+fn what_does_not_fit_is_an_error_and_no_panic() {
+    let rows = |n: usize, cols: usize| Rows::zeros(Device::Cpu, n, cols);
+    let heads = AttentionHeads { q: 2, kv: 1, dim: 4 };
+    // A rotation of part of a head would turn columns of the next one.
+    let table = RopeTable::from_angles(3, 1, |_, _| ());
+    let message = heads.rotate(&mut rows(3, 16), &table, false).unwrap_err().to_string();
+    assert!(message.contains("heads of 4"), "{message}");
+    // A layout of more rows than there are.
+    let layout = AttentionLayout::causal(4).into();
+    let message = heads.forward(&rows(3, 16), &layout).unwrap_err().to_string();
+    assert!(message.contains("queries 0..4") && message.contains("of 3 rows"), "{message}");
+    let (out, lse) = (rows(3, 8), rows(3, 2));
+    assert!(heads.backward(&rows(3, 16), &out, &lse, &out, &layout).is_err());
+    // Offsets that skip, go back, or end early.
+    let head = Param::new("head", Part::Llm, &[5, 2], Values::F32(vec![0.5; 10])).unwrap();
+    let targets = |offsets: &[usize]| Targets { rows: vec![0, 1], offsets: offsets.to_vec(), tokens: vec![1, 2, 3] };
+    for offsets in [&[0, 1][..], &[0, 1, 2], &[1, 2, 3], &[0, 4, 3], &[0, 2, 1, 3]] {
+        let message = omnigrpo_ops::score(&rows(2, 2), &head, &targets(offsets), 1.0).unwrap_err().to_string();
+        assert!(message.contains("3 tokens among 2 rows"), "{offsets:?}: {message}");
+    }
+    let good = targets(&[0, 1, 3]);
+    let scores = omnigrpo_ops::score(&rows(2, 2), &head, &good, 1.0).unwrap();
+    assert!(omnigrpo_ops::score_backward(&rows(2, 2), &head, &good, &scores, &[0.0; 3], None).is_ok());
+    assert!(omnigrpo_ops::score_backward(&rows(1, 2), &head, &good, &scores, &[0.0; 3], None).is_err());
+    // A weight of which only the outline is here.
+    let outline = Param::outline("head", Part::Llm, &[5, 2], ParamDtype::F32);
+    let message = omnigrpo_ops::score(&rows(2, 2), &outline, &good, 1.0).unwrap_err().to_string();
+    assert!(message.contains("only its outline is here"), "{message}");
+}
