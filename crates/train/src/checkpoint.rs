@@ -370,9 +370,8 @@ fn write_sums(dir: &Path) -> Result<()> {
 
 /// Compares files of a checkpoint with their sums: `only` one, or all.
 fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
-    let path = checkpoint.join(SUMS);
-    let text = fs::read_to_string(&path)
-        .map_err(|e| damaged(checkpoint, &format!("its {SUMS} cannot be read ({e})")))?;
+    let text = open_file(&checkpoint.join(SUMS)).and_then(std::io::read_to_string);
+    let text = text.map_err(|e| damaged(checkpoint, &format!("its {SUMS} cannot be read ({e})")))?;
     let mut listed = Vec::new();
     for line in text.lines() {
         let stays =
@@ -395,8 +394,16 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     })
 }
 
+/// Opens a file. Links to devices and pipes, which may have no end, are refused before they are opened.
+fn open_file(path: &Path) -> std::io::Result<File> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(std::io::Error::other("it is not a regular file"));
+    }
+    File::open(path)
+}
+
 fn sum(path: &Path) -> Result<String> {
-    let mut file = File::open(path).map_err(TrainError::io(path))?;
+    let mut file = open_file(path).map_err(TrainError::io(path))?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {
