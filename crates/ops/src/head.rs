@@ -94,8 +94,7 @@ pub fn score_backward(
         || scores.lse.len() != targets.rows.len()
         || scores.entropies.len() != targets.rows.len()
     {
-        let what =
-            format!("{} rows, {} scores of {}", normed.rows(), scores.lse.len(), targets.rows.len());
+        let what = format!("{} rows, {} scores of {}", normed.rows(), scores.lse.len(), targets.rows.len());
         return Err(Error::shape("score backward", what));
     }
     if dlogp.len() != targets.tokens.len() || dentropy.is_some_and(|d| d.len() != targets.rows.len()) {

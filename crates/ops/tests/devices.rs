@@ -850,9 +850,11 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     assert!(heads.backward(&rows(3, 16), &out, &lse, &out, &layout).is_err());
     // Offsets that skip, go back, or end early.
     let head = Param::new("head", Part::Llm, &[5, 2], Values::F32(vec![0.5; 10])).unwrap();
-    let targets = |offsets: &[usize]| Targets { rows: vec![0, 1], offsets: offsets.to_vec(), tokens: vec![1, 2, 3] };
+    let targets =
+        |offsets: &[usize]| Targets { rows: vec![0, 1], offsets: offsets.to_vec(), tokens: vec![1, 2, 3] };
     for offsets in [&[0, 1][..], &[0, 1, 2], &[1, 2, 3], &[0, 4, 3], &[0, 2, 1, 3]] {
-        let message = omnigrpo_ops::score(&rows(2, 2), &head, &targets(offsets), 1.0).unwrap_err().to_string();
+        let message =
+            omnigrpo_ops::score(&rows(2, 2), &head, &targets(offsets), 1.0).unwrap_err().to_string();
         assert!(message.contains("3 tokens among 2 rows"), "{offsets:?}: {message}");
     }
     let good = targets(&[0, 1, 3]);

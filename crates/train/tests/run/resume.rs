@@ -227,21 +227,20 @@ fn a_flipped_bit_is_found_and_the_checkpoint_before_it_taken() {
     run(new("whole", 6)).unwrap();
     run(new("start", 4)).unwrap();
     let whole = raw_tensors(&place.out("whole/model.safetensors"));
-    let flipped: [(&str, fn(&std::path::Path)); 5] =
+    type Damage = fn(&std::path::Path);
+    let mut cases: Vec<(&str, Damage)> =
         ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "SHA256SUMS", "config.json"]
-            .map(|file| (file, flip_last_bit as _));
+            .map(|file| (file, flip_last_bit as Damage))
+            .into();
     // A file that has no end is not read to it.
     #[cfg(unix)]
-    let endless: [(&str, fn(&std::path::Path)); 2] = ["model.safetensors", "SHA256SUMS"].map(|file| {
-        let link: fn(&std::path::Path) = |path| {
+    for file in ["model.safetensors", "SHA256SUMS"] {
+        cases.push((file, |path| {
             std::fs::remove_file(path).unwrap();
             std::os::unix::fs::symlink("/dev/zero", path).unwrap();
-        };
-        (file, link)
-    });
-    #[cfg(not(unix))]
-    let endless = [];
-    for (number, (file, damage)) in flipped.into_iter().chain(endless).enumerate() {
+        }));
+    }
+    for (number, (file, damage)) in cases.into_iter().enumerate() {
         let name = format!("cut-{number}");
         let out = place.out(&name);
         for part in ["checkpoint-2", "checkpoint-4", "rollouts"] {
