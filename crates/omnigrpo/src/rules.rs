@@ -323,162 +323,188 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
     })
 }
 
+/// A contradiction between settings.
+struct Rule {
+    /// The verbs it concerns.
+    verbs: &'static [Verb],
+    /// What is wrong; nothing where the settings agree.
+    check: fn(&Settings) -> Vec<Problem>,
+}
+
+const fn rule(check: fn(&Settings) -> Vec<Problem>) -> Rule {
+    rule_in(Verb::ALL, check)
+}
+
+const fn rule_in(verbs: &'static [Verb], check: fn(&Settings) -> Vec<Problem>) -> Rule {
+    Rule { verbs, check }
+}
+
+fn when(wrong: bool, problem: impl FnOnce() -> Problem) -> Vec<Problem> {
+    wrong.then(problem).into_iter().collect()
+}
+
+/// Every contradiction, in the order they are told.
+const RULES: &[Rule] = &[
+    rule_in(&[Train, Demo], |s| {
+        when(lone_completions(s) && s.loss.plan.beta == 0.0 && s.loss.plan.entropy_coef == 0.0, || {
+            Problem::usage(
+                "a group of one completion has nothing to compare with, and nothing else is trained on",
+            )
+            .got("`num_generations` 1 and `beta` 0")
+            .expected("`--num_generations` 2 or more")
+            .help("8 is the default")
+        })
+    }),
+    rule_in(&[Train, Demo], |s| {
+        when(s.rollout.temperature == 0.0 && s.rollout.replay.is_none(), || {
+            Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learnt")
+                .got("`temperature` 0")
+                .expected("`--temperature` above 0")
+        })
+    }),
+    rule_in(&[Eval, Generate], |s| {
+        when(s.rollout.num_generations > 1 && s.rollout.temperature == 0.0, || {
+            Problem::usage("at temperature 0 all completions of a prompt are equal")
+                .got(format!("`num_generations` {} and `temperature` 0", s.rollout.num_generations))
+                .expected("one completion, or `--temperature` above 0")
+        })
+    }),
+    rule(|s| {
+        let (min, max) = (s.rollout.min_completion_length, s.rollout.max_completion_length);
+        when(min > max, || {
+            Problem::usage("the shortest completion is longer than the longest")
+                .got(format!("`min_completion_length` {min}, `max_completion_length` {max}"))
+                .expected("the minimum at most the maximum")
+        })
+    }),
+    rule(|s| {
+        when(s.rewards.reward_funcs.is_empty(), || {
+            Problem::usage("no reward")
+                .got("an empty `reward_funcs`")
+                .expected("at least one; `rewards list` shows them")
+        })
+    }),
+    rule(|s| {
+        let (weights, rewards) = (&s.rewards.reward_weights, &s.rewards.reward_funcs);
+        when(weights.len() != rewards.len(), || {
+            Problem::usage("`reward_weights` and `reward_funcs` differ in number")
+                .got(format!(
+                    "{} weights for {} rewards ({})",
+                    weights.len(),
+                    rewards.len(),
+                    rewards.join(", ")
+                ))
+                .expected("one weight per reward, in the same order")
+        })
+    }),
+    rule(wrong_loss),
+    rule(|s| unknown_rewards(&s.rewards.reward_funcs)),
+    rule(|s| {
+        let (min, max) = (s.media.video_min_frames, s.media.video_max_frames);
+        when(min > max, || {
+            Problem::usage("the fewest frames are more than the most")
+                .got(format!("`video_min_frames` {min}, `video_max_frames` {max}"))
+                .expected("the minimum at most the maximum")
+        })
+    }),
+    rule(|s| crossed(["min_pixels", "max_pixels"], s.media.min_pixels, s.media.max_pixels)),
+    rule(|s| {
+        let names = ["video_min_frame_pixels", "video_max_frame_pixels"];
+        crossed(names, s.media.video_min_frame_pixels, s.media.video_max_frame_pixels)
+    }),
+    rule(|s| {
+        let (files, folders) = (s.data.data_file_paths.len(), s.data.image_folders.len());
+        when(files != folders && files > 0, || {
+            Problem::usage("`data_file_paths` and `image_folders` differ in number")
+                .got(format!("{files} files and {folders} folders"))
+                .expected("one image folder per file, in the same order")
+                .help("`--train_file` takes any number of folders")
+        })
+    }),
+    rule_in(&[Export], |s| {
+        when(!s.model.merge && s.model.layout.is_none(), || {
+            Problem::usage("nothing to change")
+                .got("neither an adapter nor another form")
+                .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`")
+        })
+    }),
+    rule_in(&[Export], |s| {
+        when(s.model.merge && s.model.adapter_name_or_path.is_none(), || {
+            Problem::usage("`merge` without an adapter").expected("`--adapter_name_or_path DIR`")
+        })
+    }),
+    rule_in(&[Export], |s| {
+        when(!s.model.merge && s.model.adapter_name_or_path.is_some(), || {
+            Problem::usage("an adapter is exported merged or not at all").expected("`--merge`")
+        })
+    }),
+    rule(|s| {
+        when(s.model.load_in_8bit && s.model.load_in_4bit, || {
+            Problem::usage("weights can not be held in 8 and in 4 bits")
+                .got("`load_in_8bit` and `load_in_4bit` both true")
+                .expected("one of them")
+        })
+    }),
+    rule_in(&[Train, Sft], |s| {
+        when((s.model.load_in_8bit || s.model.load_in_4bit) && !s.optim.use_peft, || {
+            Problem::usage("quantised weights can not be trained")
+                .got("`load_in_8bit` or `load_in_4bit` without adapters")
+                .expected("`--use_peft`")
+                .help("without it, leave the weights in the checkpoint's precision")
+        })
+    }),
+    rule(|s| {
+        let o = &s.optim;
+        let some = o.tune_mm_llm || o.tune_mm_mlp || o.tune_mm_vision || o.tune_bert || o.use_peft;
+        when(!some, || {
+            Problem::usage("nothing to train")
+                .got("`tune_mm_llm`, `tune_mm_mlp`, `tune_mm_vision` and `tune_bert` all false")
+                .expected("at least one of them true")
+        })
+    }),
+    rule(|s| {
+        when(s.optim.freeze_vision_modules && s.optim.tune_mm_vision, || {
+            Problem::usage("the vision tower can not be both frozen and trained")
+                .got("`freeze_vision_modules` and `tune_mm_vision` both true")
+                .expected("one of them")
+        })
+    }),
+    rule(|s| {
+        when(s.eval.eval_strategy == EvalStrategy::Steps && s.eval.eval_steps.is_none(), || {
+            Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`")
+        })
+    }),
+    rule(|s| {
+        when(s.run.save_strategy == SaveStrategy::Best && s.eval.eval_strategy == EvalStrategy::No, || {
+            Problem::usage("`save_strategy best` needs evaluations to compare")
+                .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`")
+        })
+    }),
+];
+
 /// What cannot be run at all: every contradiction.
 pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
-    let trains = matches!(verb, Train | Demo);
-    let mut problems = Vec::new();
-    let mut refuse = |wrong: bool, problem: Problem| {
-        if wrong {
-            problems.push(problem);
+    RULES.iter().filter(|rule| rule.verbs.contains(&verb)).flat_map(|rule| (rule.check)(s)).collect()
+}
+
+fn wrong_loss(s: &Settings) -> Vec<Problem> {
+    let problem = |error| match error {
+        omnigrpo_grpo::Error::Setting { setting, value, expected } => {
+            Problem::usage(format!("wrong value for `{setting}`")).got(value.to_string()).expected(expected)
         }
+        other => Problem::usage(other.to_string()),
     };
-    refuse(
-        trains && lone_completions(s) && s.loss.plan.beta == 0.0 && s.loss.plan.entropy_coef == 0.0,
-        Problem::usage(
-            "a group of one completion has nothing to compare with, and nothing else is trained on",
-        )
-        .got("`num_generations` 1 and `beta` 0")
-        .expected("`--num_generations` 2 or more")
-        .help("8 is the default"),
-    );
-    refuse(
-        trains && s.rollout.temperature == 0.0 && s.rollout.replay.is_none(),
-        Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learnt")
-            .got("`temperature` 0")
-            .expected("`--temperature` above 0"),
-    );
-    refuse(
-        matches!(verb, Eval | Generate) && s.rollout.num_generations > 1 && s.rollout.temperature == 0.0,
-        Problem::usage("at temperature 0 all completions of a prompt are equal")
-            .got(format!("`num_generations` {} and `temperature` 0", s.rollout.num_generations))
-            .expected("one completion, or `--temperature` above 0"),
-    );
-    refuse(
-        s.rollout.min_completion_length > s.rollout.max_completion_length,
-        Problem::usage("the shortest completion is longer than the longest")
-            .got(format!(
-                "`min_completion_length` {}, `max_completion_length` {}",
-                s.rollout.min_completion_length, s.rollout.max_completion_length
-            ))
-            .expected("the minimum at most the maximum"),
-    );
-    refuse(
-        s.rewards.reward_funcs.is_empty(),
-        Problem::usage("no reward")
-            .got("an empty `reward_funcs`")
-            .expected("at least one; `rewards list` shows them"),
-    );
-    refuse(
-        s.rewards.reward_weights.len() != s.rewards.reward_funcs.len(),
-        Problem::usage("`reward_weights` and `reward_funcs` differ in number")
-            .got(format!(
-                "{} weights for {} rewards ({})",
-                s.rewards.reward_weights.len(),
-                s.rewards.reward_funcs.len(),
-                s.rewards.reward_funcs.join(", ")
-            ))
-            .expected("one weight per reward, in the same order"),
-    );
-    if let Err(error) = s.loss.plan.validate() {
-        let problem = match error {
-            omnigrpo_grpo::Error::Setting { setting, value, expected } => {
-                Problem::usage(format!("wrong value for `{setting}`"))
-                    .got(value.to_string())
-                    .expected(expected)
-            }
-            other => Problem::usage(other.to_string()),
-        };
-        refuse(true, problem);
-    }
-    unknown_rewards(&s.rewards.reward_funcs).into_iter().for_each(|problem| refuse(true, problem));
-    let media = &s.media;
-    refuse(
-        media.video_min_frames > media.video_max_frames,
-        Problem::usage("the fewest frames are more than the most")
-            .got(format!(
-                "`video_min_frames` {}, `video_max_frames` {}",
-                media.video_min_frames, media.video_max_frames
-            ))
-            .expected("the minimum at most the maximum"),
-    );
-    for (low, high, min, max) in [
-        ("min_pixels", "max_pixels", media.min_pixels, media.max_pixels),
-        (
-            "video_min_frame_pixels",
-            "video_max_frame_pixels",
-            media.video_min_frame_pixels,
-            media.video_max_frame_pixels,
-        ),
-    ] {
-        if let (Some(min), Some(max)) = (min, max) {
-            refuse(
-                min > max,
-                Problem::usage(format!("`{low}` is above `{high}`"))
-                    .got(format!("{min} and {max}"))
-                    .expected("the minimum at most the maximum"),
-            );
-        }
-    }
-    refuse(
-        s.data.data_file_paths.len() != s.data.image_folders.len() && !s.data.data_file_paths.is_empty(),
-        Problem::usage("`data_file_paths` and `image_folders` differ in number")
-            .got(format!("{} files and {} folders", s.data.data_file_paths.len(), s.data.image_folders.len()))
-            .expected("one image folder per file, in the same order")
-            .help("`--train_file` takes any number of folders"),
-    );
-    refuse(
-        verb == Export && !s.model.merge && s.model.layout.is_none(),
-        Problem::usage("nothing to change")
-            .got("neither an adapter nor another form")
-            .expected("`--adapter_name_or_path DIR --merge` or `--layout hf`"),
-    );
-    refuse(
-        verb == Export && s.model.merge && s.model.adapter_name_or_path.is_none(),
-        Problem::usage("`merge` without an adapter").expected("`--adapter_name_or_path DIR`"),
-    );
-    refuse(
-        verb == Export && !s.model.merge && s.model.adapter_name_or_path.is_some(),
-        Problem::usage("an adapter is exported merged or not at all").expected("`--merge`"),
-    );
-    refuse(
-        s.model.load_in_8bit && s.model.load_in_4bit,
-        Problem::usage("weights can not be held in 8 and in 4 bits")
-            .got("`load_in_8bit` and `load_in_4bit` both true")
-            .expected("one of them"),
-    );
-    refuse(
-        matches!(verb, Train | Sft) && (s.model.load_in_8bit || s.model.load_in_4bit) && !s.optim.use_peft,
-        Problem::usage("quantised weights can not be trained")
-            .got("`load_in_8bit` or `load_in_4bit` without adapters")
-            .expected("`--use_peft`")
-            .help("without it, leave the weights in the checkpoint's precision"),
-    );
-    refuse(
-        !(s.optim.tune_mm_llm
-            || s.optim.tune_mm_mlp
-            || s.optim.tune_mm_vision
-            || s.optim.tune_bert
-            || s.optim.use_peft),
-        Problem::usage("nothing to train")
-            .got("`tune_mm_llm`, `tune_mm_mlp`, `tune_mm_vision` and `tune_bert` all false")
-            .expected("at least one of them true"),
-    );
-    refuse(
-        s.optim.freeze_vision_modules && s.optim.tune_mm_vision,
-        Problem::usage("the vision tower can not be both frozen and trained")
-            .got("`freeze_vision_modules` and `tune_mm_vision` both true")
-            .expected("one of them"),
-    );
-    refuse(
-        s.eval.eval_strategy == EvalStrategy::Steps && s.eval.eval_steps.is_none(),
-        Problem::usage("`eval_strategy steps` without a number of steps").expected("`--eval_steps N`"),
-    );
-    refuse(
-        s.run.save_strategy == SaveStrategy::Best && s.eval.eval_strategy == EvalStrategy::No,
-        Problem::usage("`save_strategy best` needs evaluations to compare")
-            .expected("evaluation data and `--eval_steps N` or `--eval_strategy epoch`"),
-    );
-    problems
+    s.loss.plan.validate().err().map(problem).into_iter().collect()
+}
+
+/// A lower bound above its upper bound.
+fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Problem> {
+    let Some((min, max)) = min.zip(max) else { return Vec::new() };
+    when(min > max, || {
+        Problem::usage(format!("`{low}` is above `{high}`"))
+            .got(format!("{min} and {max}"))
+            .expected("the minimum at most the maximum")
+    })
 }
 
 /// Names without a colon are built in; programs and addresses show what they are when they are called.

@@ -31,7 +31,7 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         Err(error) => return Err(error),
     };
     let prompts = match &settings.model.model_name_or_path {
-        Some(_) => Some(setup::prompts(settings, context.checkpoint(settings)?, false)?),
+        Some(_) => Some(setup::prompts(settings, context.checkpoint()?, false)?),
         None => None,
     };
     let cache = std::env::temp_dir().join("omnigrpo-check");
@@ -261,7 +261,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
 
 /// Prints what the model will see of a row.
 pub fn show(settings: &Settings, context: &Context) -> Result<()> {
-    let prompts = setup::prompts(settings, context.checkpoint(settings)?, false)?;
+    let prompts = setup::prompts(settings, context.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
         Ok(dataset) => dataset,
         Err(error) => setup::eval_data(settings)?.ok_or(error)?,

@@ -9,12 +9,12 @@ use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, We
 use omnigrpo_text::{StopSet, Tokenizer};
 use omnigrpo_train::{MemoryPlan, Selection};
 
-use super::{memory, print, setup};
+use super::{Context, memory, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Prints one line per check; fails if the checkpoint cannot be used.
-pub fn doctor(settings: &Settings) -> Result<()> {
+pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     let mut out = format!("omnigrpo {}\n", env!("CARGO_PKG_VERSION"));
     let mut line = |name: &str, value: String| out.push_str(&format!("{name:<18} {value}\n"));
     line("threads", rayon::current_num_threads().to_string());
@@ -40,12 +40,12 @@ pub fn doctor(settings: &Settings) -> Result<()> {
             }
         };
         check("tokenizer", tokenizer(&dir));
-        match setup::checkpoint(settings) {
+        match context.checkpoint() {
             Ok(opened) => {
-                check("family", Ok(family(&opened)));
-                check("weights", weights(&opened, settings));
-                check("memory it takes", needed(&opened, settings));
-                check("chat template", template(&opened));
+                check("family", Ok(family(opened)));
+                check("weights", weights(opened, settings));
+                check("memory it takes", needed(opened, settings));
+                check("chat template", template(opened));
             }
             // A flag that this checkpoint has no use for.
             Err(error) if error.is::<Problem>() => return Err(error),

@@ -20,7 +20,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
             .expected("a new or empty directory")
             .into());
     }
-    let mut model = setup::model(settings, context.checkpoint(settings)?)?;
+    let mut model = setup::model(settings, context.checkpoint()?)?;
     let layers = model.adapted().count();
     model.merge_adapters()?;
     let mut name = target.file_name().unwrap_or_default().to_os_string();

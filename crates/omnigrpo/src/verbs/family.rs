@@ -25,7 +25,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     if settings.model.model_name_or_path.is_none() || !FLAGS.iter().any(given) {
         return Ok(out);
     }
-    let family = context.checkpoint(settings)?.family();
+    let family = context.checkpoint()?.family();
     let idle = family.processor().idle_settings();
     let defaults = Values::defaults(resolved.verb)?;
     let (mut preset, mut dropped) = ("", Vec::new());

@@ -37,16 +37,27 @@ pub struct Context {
     pub console: Console,
     /// Set when the user or the system asks the program to stop.
     pub stop: Arc<AtomicBool>,
+    /// These name the checkpoint.
+    settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
 }
 
 impl Context {
+    fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
+        Self { console, stop, settings: settings.clone(), checkpoint: OnceCell::new() }
+    }
+
+    /// That of a command inside of this one, with settings and hence a checkpoint of its own.
+    fn with(&self, settings: &Settings) -> Self {
+        Self::new(settings, self.console.clone(), Arc::clone(&self.stop))
+    }
+
     /// The checkpoint that the settings of the command name. It is opened at the first call.
-    pub fn checkpoint(&self, settings: &Settings) -> Result<&Checkpoint> {
+    pub fn checkpoint(&self) -> Result<&Checkpoint> {
         if let Some(opened) = self.checkpoint.get() {
             return Ok(opened);
         }
-        let opened = setup::checkpoint(settings)?;
+        let opened = setup::checkpoint(&self.settings)?;
         Ok(self.checkpoint.get_or_init(|| opened))
     }
 }
@@ -64,11 +75,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
             .build_global()
             .context("the thread pool could not be made")?;
     }
-    let context = Context {
-        console: console.clone(),
-        stop: Arc::new(AtomicBool::new(false)),
-        checkpoint: OnceCell::new(),
-    };
+    let context = Context::new(&resolved.settings, console.clone(), Arc::default());
     let mut resolved = family::without_idle(resolved, &context)?;
     resolved.notes.extend(doubts);
     let resolved = &resolved;
@@ -87,7 +94,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::RewardsList => rewards::list(),
         Verb::RewardsRun => rewards::run(&resolved.settings, &context),
         Verb::Export => export::export(&resolved.settings, &context),
-        Verb::Doctor => doctor::doctor(&resolved.settings),
+        Verb::Doctor => doctor::doctor(&resolved.settings, &context),
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),
         Verb::Completions => shell::completions(&resolved.settings),

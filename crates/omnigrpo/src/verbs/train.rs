@@ -136,7 +136,7 @@ fn run_logged(
     let settings = &resolved.settings;
     environment(context);
     let begin = begin(settings, context, lock.root())?;
-    let checkpoint = context.checkpoint(settings)?;
+    let checkpoint = context.checkpoint()?;
     if let Some(path) = &settings.run.deepspeed {
         context.console.line(&format!("{}:", path.display()));
         for line in deepspeed::read(path, settings)? {

@@ -1,0 +1,54 @@
+//! How long a run is, in rows and updates.
+
+use crate::error::{Result, TrainError};
+use crate::plan::RunPlan;
+use crate::schedule::Schedule;
+
+/// The length of a run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Length {
+    per_step: u64,
+    /// Rows of all epochs.
+    rows: u64,
+    by_epochs: bool,
+    /// Updates.
+    pub(crate) total: u64,
+}
+
+impl Length {
+    /// That of a run with `usable` rows.
+    ///
+    /// # Errors
+    /// No usable row.
+    pub(crate) fn of(run: &RunPlan, usable: usize) -> Result<Self> {
+        if usable == 0 {
+            return Err(TrainError::Data {
+                what: "no usable training row; `omnigrpo data check` lists why".into(),
+            });
+        }
+        let per_step = run.prompts_per_step as u64;
+        // A product that should be whole may lie a little above.
+        let rows = (usable as f64 * run.num_epochs - 1e-6).ceil().max(1.0) as u64;
+        let total = run
+            .max_steps
+            .unwrap_or_else(|| rows.div_ceil(per_step).saturating_mul(run.num_iterations as u64));
+        Ok(Self { per_step, rows, by_epochs: run.max_steps.is_none(), total })
+    }
+
+    /// Rows of the rollout or batch with this number. A run that went on with changed settings can have more of them than the
+    /// epochs need; none is empty.
+    pub(crate) fn num_rows(self, index: u64) -> usize {
+        let left = self.rows.saturating_sub(index.saturating_mul(self.per_step));
+        (if self.by_epochs && left > 0 { self.per_step.min(left) } else { self.per_step }) as usize
+    }
+
+    pub(crate) fn schedule(self, run: &RunPlan) -> Schedule {
+        let total_steps = self.total;
+        let warmup_steps = if run.warmup_steps > 0 {
+            run.warmup_steps
+        } else {
+            (run.warmup_ratio * total_steps as f64).ceil() as u64
+        };
+        Schedule { kind: run.schedule, warmup_steps, total_steps }
+    }
+}
