@@ -1,0 +1,79 @@
+//! The layers for many rows.
+
+use super::{Layer, any_quantised, each_wide, fit, outputs, work};
+use crate::gemm::{self, Left, Multiply, Pack};
+use crate::mat::{Mat, MatMut, check};
+use crate::parallel::{Strips, part, tasks};
+use crate::profile::{self, Op, span};
+use crate::tiles::{self, Right};
+use crate::workspace::PANELS;
+use crate::{Stored, buffer};
+
+/// `x Wᵀ + b` for many rows (prefill, scoring, training): `x [m, k]`, the outputs of the layers side by side in `[m, Σ n]`.
+#[must_use]
+pub fn forward(x: Mat, layers: &[Layer]) -> Vec<f32> {
+    // SAFETY: columns of all layers and all rows are some task's, whose first block overwrites.
+    unsafe { buffer::matrix(x.rows, outputs(layers), |y| write_forward(x, layers, false, y)) }
+}
+
+/// [`forward`] into `y [m, Σ n]`, which is replaced, or added to if `accumulate`.
+pub fn forward_into(x: Mat, layers: &[Layer], accumulate: bool, y: MatMut) {
+    write_forward(x, layers, accumulate, y);
+}
+
+/// Every element of the output is written, and read before only if `accumulate`.
+fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
+    let ((m, k), n) = (x.dims(), y.cols);
+    let _span = span(Op::Linear, || profile::products(m, layers));
+    check("linear", fit(x, layers, &y));
+    if m == 0 || n == 0 {
+        return;
+    }
+    if any_quantised(layers) {
+        each_wide(layers, |col, layer| {
+            write_forward(x, &[layer], accumulate, y.again().columns(col..col + layer.n()));
+        });
+        return;
+    }
+    let widths: Vec<usize> = layers.iter().map(Layer::n).collect();
+    let mut at = 0;
+    let rights = layers.iter().map(|layer| {
+        let (from, columns, bias) = (layer.w.stored(), layer.n(), layer.bias);
+        at += columns;
+        Right { from, outer: k, inner: 1, columns, at: at - columns, bias }
+    });
+    let (narrow, wide): (Vec<Right>, Vec<Right>) =
+        rights.partition(|right| matches!(right.from, Stored::Bf16(_)));
+    let left = [tiles::Left { from: x.data, outer: x.stride, inner: 1, rows: m, c: y.data }];
+    // SAFETY: the check above bounds rows and columns.
+    let multiply = |rights: &[Right], rounded| unsafe {
+        tiles::multiply(&left, rights, k, y.stride, accumulate, rounded)
+    };
+    if multiply(&wide, false) && multiply(&narrow, true) {
+        return;
+    }
+    let strips = Strips::new(&widths, m, gemm::tile_shape().1);
+    tasks(strips.len(), work(m, k, n), |i| {
+        let (at, columns, row_part) = strips.get(i);
+        let Layer { w, bias } = layers[at];
+        let rows = part(m, strips.row_parts, row_part);
+        let offset = widths[..at].iter().sum::<usize>() + columns.start;
+        let (c, ldc) = (y.data.ptr(rows.start * y.stride + offset), y.stride);
+        let (m, n) = (rows.len(), columns.len());
+        let mut scratch = PANELS.take();
+        let mut old = accumulate;
+        // An empty sum still writes the bias.
+        for block in gemm::blocks(k, gemm::STEP, gemm::DEPTH).chain((k == 0).then_some(0..0)) {
+            let depth = block.len();
+            let from = w.stored().from(columns.start * k + block.start);
+            let panels = Pack { from, inner: 1, column: k, depth, width: n }.run(&mut scratch);
+            let bias = bias.filter(|_| block.start == 0).map(|bias| &bias[columns.clone()]);
+            let data = x.data.as_ptr().wrapping_add(rows.start * x.stride + block.start);
+            let left = Left::Rows { data, stride: x.stride };
+            // SAFETY: the check above bounds rows and columns; tasks write disjoint columns or rows.
+            unsafe { Multiply { c, ldc, left, panels, m, depth, n, old, bias }.run() };
+            old = true;
+        }
+        PANELS.set(scratch);
+    });
+}

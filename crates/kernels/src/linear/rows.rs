@@ -1,0 +1,88 @@
+//! The layers for few rows: decoding.
+
+use super::{Layer, any_quantised, fit, work};
+use crate::mat::{Mat, MatMut, check};
+use crate::microkernel::{self, Dots, WeightPtr};
+use crate::parallel::{Strips, tasks};
+use crate::profile::{self, Op, span};
+use crate::workspace::{GROUPS, reserve};
+use crate::{Stored, quant, tiles};
+
+/// [`forward_into`](super::forward_into) for few rows (decoding).
+///
+/// Row `i` of `y` depends on row `i` of `x` and on the weights only, bit for bit, for any `m`. Weights are streamed
+/// once; fast for up to about 32 rows.
+pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
+    let ((m, k), n) = (x.dims(), y.cols);
+    let _span = span(Op::LinearRows, || profile::products(m, layers));
+    check("linear, few rows", fit(x, layers, &y));
+    if m == 0 || n == 0 {
+        return;
+    }
+    if any_quantised(layers) {
+        let mut col = 0;
+        for layer in layers {
+            let n = layer.n();
+            let y = y.again().columns(col..col + n);
+            match layer.w.stored() {
+                Stored::Quantised(w) if accumulate => {
+                    let mut sum = vec![0.0; m * n];
+                    quant::forward_rows(x, w, layer.bias, MatMut::new(&mut sum, m, n));
+                    for (r, sum) in sum.chunks_exact(n.max(1)).enumerate() {
+                        // SAFETY: one row after the other.
+                        unsafe { y.row(r) }.iter_mut().zip(sum).for_each(|(y, sum)| *y += sum);
+                    }
+                }
+                Stored::Quantised(w) => quant::forward_rows(x, w, layer.bias, y),
+                _ => forward_rows_into(x, &[*layer], accumulate, y),
+            }
+            col += n;
+        }
+        return;
+    }
+    let mut scratch = GROUPS.take();
+    let dtypes = [false, true].map(|bf16| layers.iter().any(|layer| layer.w.is_bf16() == bf16));
+    let tiled = dtypes[1] && k > 0 && tiles::available();
+    let plain_len = microkernel::packed_len(m, k);
+    let narrow_len = if tiled { tiles::packed_len(m, k) } else { plain_len };
+    let (plain, narrow) = reserve(&mut scratch, plain_len + narrow_len).split_at_mut(plain_len);
+    if dtypes[0] {
+        microkernel::pack_rows(x, false, plain);
+    }
+    if tiled {
+        tiles::pack_rows(x, narrow);
+    } else if dtypes[1] {
+        microkernel::pack_rows(x, true, narrow);
+    }
+    let (plain, narrow) = (&*plain, &*narrow);
+    let widths: Vec<usize> = layers.iter().map(Layer::n).collect();
+    let threads = rayon::current_num_threads();
+    // Strips of whole tiles, about four per thread.
+    let panel = if tiled { 32 } else { 6 };
+    let panels = n.div_ceil(panel * 4 * threads).max(if tiled { 1 } else { 4 });
+    let strips = Strips { widths: &widths, panel, panels, row_parts: 1 };
+    tasks(strips.len(), work(m, k, n), |i| {
+        let (at, columns, _) = strips.get(i);
+        let Layer { w, bias } = layers[at];
+        let (y, y_stride) = (y.data.ptr(widths[..at].iter().sum::<usize>()), y.stride);
+        // The strips between are probably those of the other threads.
+        let (next, after, _) = strips.get(i + threads);
+        let after = if next == at { after.start.max(columns.end) } else { columns.end };
+        if let (Stored::Bf16(w), true) = (w.stored(), tiled) {
+            let (x, old) = (narrow.as_ptr(), accumulate);
+            // SAFETY: the check above bounds rows and columns; tasks write disjoint columns.
+            unsafe { tiles::Dots { y, y_stride, x, w, bias, m, k, columns, after, old }.run() };
+            return;
+        }
+        let (w, x) = match w.rows(columns.clone()).stored() {
+            Stored::F32(w) => (WeightPtr::F32(w.as_ptr()), plain.as_ptr()),
+            Stored::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
+            Stored::Quantised(_) => return,
+        };
+        let (y, after) = (y.wrapping_add(columns.start), after - columns.start);
+        let (n, bias) = (columns.len(), bias.map(|bias| &bias[columns]));
+        // SAFETY: the check above bounds rows and columns; tasks write disjoint columns.
+        unsafe { Dots { y, y_stride, x, w, bias, m, k, n, after, old: accumulate }.run() };
+    });
+    GROUPS.set(scratch);
+}
