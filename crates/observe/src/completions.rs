@@ -63,6 +63,7 @@ mod tests {
             length: 3,
             finish_reason: FinishReason::Stop,
             media: Vec::new(),
+            frame_times_secs: Vec::new(),
             columns: BTreeMap::new(),
             row: None,
         }

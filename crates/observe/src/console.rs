@@ -27,6 +27,7 @@ const TICK: Duration = Duration::from_millis(500);
 const COLUMNS: usize = 80;
 
 const STAGE: &str = "{prefix} {wide_bar} {pos}/{len}{beside}";
+const BLOCK: &str = "{msg}";
 const STEPS: &str = "{at} {wide_bar} {left}\n{doing}";
 
 const RED: Style = AnsiColor::Red.on_default().bold();
@@ -167,6 +168,17 @@ impl Console {
         };
     }
 
+    /// Lines that are drawn again in their place; `None` where there is no terminal.
+    #[must_use]
+    pub fn block(&self) -> Option<Block> {
+        match &self.0.sink {
+            Sink::Terminal(bars, _) => {
+                Some(Block(bars.add(ProgressBar::new_spinner().with_style(style(BLOCK)))))
+            }
+            Sink::Plain(_) => None,
+        }
+    }
+
     /// Starts a stage of `total` parts.
     #[must_use]
     pub fn progress(&self, stage: &str, total: u64) -> Progress {
@@ -234,6 +246,23 @@ impl Console {
         let reward = parts.next().filter(|part| part.starts_with("reward")).unwrap_or_default();
         let reward = reward.split(':').next().unwrap_or_default();
         self.say(&line, &[(at, BOLD), (reward, BOLD)]);
+    }
+}
+
+/// Lines that are drawn again in their place. Dropping them leaves the last ones.
+pub struct Block(ProgressBar);
+
+impl Block {
+    /// Draws other lines.
+    pub fn show(&self, text: &str) {
+        self.0.set_message(escape(text).into_owned());
+        self.0.tick();
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.0.abandon();
     }
 }
 

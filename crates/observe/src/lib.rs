@@ -5,16 +5,16 @@
 //!
 //! ```text
 //! step ─► PhaseTimer ─► (name, value) ─┬─► RunDir: metrics.jsonl, rollouts/, skipped.jsonl   every step
-//!                                      └─► Window ─► Console                                 every logging window
+//!                                      └─► Window ─► Console, Trackers                       every logging window
 //! ```
 //!
-//! There is no tracker for TensorBoard or Weights & Biases: `metrics.jsonl` has one flat JSON object per step, which both
-//! import with a few lines.
+//! The trackers themselves, and the page that shows a run, read what is here and live in a crate of their own.
 
 mod activity;
 mod atomic;
 mod completions;
 mod console;
+mod debug_log;
 mod error;
 mod jsonl;
 mod lock;
@@ -24,20 +24,23 @@ mod report;
 mod run_dir;
 mod table;
 mod text;
+mod trackers;
 mod window;
 
 pub use activity::Activity;
 pub use atomic::{sync_directory, write_atomic};
 pub use completions::best_and_worst;
-pub use console::{Console, Progress, Steps, stdout_columns, summary_line};
+pub use console::{Block, Console, Progress, Steps, stdout_columns, summary_line};
+pub use debug_log::DebugLog;
 pub use error::Error;
 pub use lock::RunLock;
 pub use partial::{Found, Partial};
 pub use phase::PhaseTimer;
 pub use report::{BeforeAfter, Report, sparkline};
-pub use run_dir::{Continued, Existing, FinishReason, Rollout, RunDir, Skipped, step_files};
+pub use run_dir::{Continued, Existing, FinishReason, Rollout, RunDir, Skipped, Tokens, step_files};
 pub use table::columns;
-pub use text::{escape, escape_line, fit, wrap};
+pub use text::{escape, escape_line, fit, span, wrap};
+pub use trackers::{Event, Tracker, Trackers};
 pub use window::Window;
 
 /// A metric's name and value; `None` if there was nothing to measure. Written as `null`, as are NaN and infinities.

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `metrics.jsonl` | optimizer step, or evaluation | when the step is done |
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
+//! | `tokens/step-000123.jsonl` | completion | after the update, where that is asked for |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
 //! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, whole |
 //!
@@ -25,6 +26,7 @@ const METRICS: &str = "metrics.jsonl";
 const SKIPPED: &str = "skipped.jsonl";
 const ROLLOUTS: &str = "rollouts";
 const EVALUATIONS: &str = "eval";
+const TOKENS: &str = "tokens";
 
 /// The logs that an earlier run left in the same directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +76,9 @@ pub struct Rollout {
     pub finish_reason: FinishReason,
     /// Paths of the prompt's media, in order.
     pub media: Vec<String>,
+    /// For each of these paths the times of the frames that were sampled, in seconds; empty without clips.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frame_times_secs: Vec<Vec<f64>>,
     /// What a reward of the user's noted about the completion.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
@@ -81,6 +86,36 @@ pub struct Rollout {
     /// with completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub row: Option<Map<String, Value>>,
+}
+
+/// Numbers of a completion's tokens as an update saw them. They are rounded to four decimals where they are written.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Tokens {
+    /// Index of the prompt within the step.
+    pub group: usize,
+    /// Index of the completion within its group.
+    pub sample: usize,
+    /// Text of each token. Of a character that takes several tokens the last one has it.
+    pub tokens: Vec<String>,
+    /// Log-probability of each token under the policy before the update, nats.
+    #[serde(serialize_with = "rounded")]
+    pub logprobs: Vec<f32>,
+    /// Entropy of the policy at each token, nats.
+    #[serde(serialize_with = "rounded")]
+    pub entropies: Vec<f32>,
+    /// Log-probability of each token as it was sampled; empty for completions that were not.
+    #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
+    pub sampled_logprobs: Vec<f32>,
+    /// Log-probability of each token that the ratio compares with; empty where that is the policy's own.
+    #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
+    pub old_logprobs: Vec<f32>,
+    /// Log-probability of each token under the reference; empty where there is none.
+    #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
+    pub reference_logprobs: Vec<f32>,
+}
+
+fn rounded<S: serde::Serializer>(values: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(values.iter().map(|value| (value * 1e4).round() / 1e4))
 }
 
 /// A dataset row that was not used.
@@ -147,9 +182,14 @@ impl RunDir {
             Existing::ResumeAfter(step) => {
                 truncate_after(&metrics, step)?;
                 truncate_after(&skipped, step)?;
-                let evaluations = root.join(EVALUATIONS);
-                let evaluated = if evaluations.is_dir() { step_files(&evaluations)? } else { Vec::new() };
-                for (_, path) in logged.iter().chain(&evaluated).filter(|(logged, _)| *logged > step) {
+                let of = |name: &str| {
+                    let directory = root.join(name);
+                    if directory.is_dir() { step_files(&directory) } else { Ok(Vec::new()) }
+                };
+                let (evaluated, tokens) = (of(EVALUATIONS)?, of(TOKENS)?);
+                for (_, path) in
+                    logged.iter().chain(&evaluated).chain(&tokens).filter(|(logged, _)| *logged > step)
+                {
                     remove(path)?;
                 }
             }
@@ -209,6 +249,20 @@ impl RunDir {
         let path = self.root.join(ROLLOUTS).join(format!("step-{step:06}.jsonl"));
         let lines = rollouts.iter().map(|rollout| RolloutLine { step, timestamp: &timestamp, rollout });
         JsonLines::open(&path)?.append(lines)?;
+        self.unsynced.insert(path);
+        Ok(())
+    }
+
+    /// Writes the numbers of a step's tokens.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write_tokens(&mut self, step: u64, tokens: &[Tokens]) -> Result<(), Error> {
+        let directory = self.root.join(TOKENS);
+        fs::create_dir_all(&directory)
+            .map_err(|source| Error::io("create the directory", &directory, source))?;
+        let path = directory.join(format!("step-{step:06}.jsonl"));
+        JsonLines::open(&path)?.append(tokens)?;
         self.unsynced.insert(path);
         Ok(())
     }
@@ -295,6 +349,7 @@ mod tests {
             length: 9,
             finish_reason: FinishReason::Stop,
             media: vec!["a.png".to_owned()],
+            frame_times_secs: Vec::new(),
             columns: BTreeMap::new(),
             row: None,
         }

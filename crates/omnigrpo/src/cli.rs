@@ -234,18 +234,12 @@ fn notes_of(settings: &Settings) -> Vec<String> {
     if settings.log.report_to == [Tracker::None] {
         notes.push("`report_to` none: metrics.jsonl is written all the same, and nothing else".into());
     }
-    if env.wandb_disabled {
-        notes.push("WANDB_DISABLED is on: nothing is sent to W&B, as always".into());
+    let wandb = [Tracker::Wandb, Tracker::All].iter().any(|one| settings.log.report_to.contains(one));
+    if env.wandb_disabled && wandb {
+        notes.push("WANDB_DISABLED is on: nothing is sent to W&B".into());
     }
-    if let Some(mode) = &env.wandb_mode {
-        notes.push(format!("WANDB_MODE={mode}: nothing is sent to W&B, as always"));
-    }
-    if env.debug_mode {
-        notes.push(
-            "DEBUG_MODE is on: every completion with its rewards is in rollouts/ of the run directory, as always; \
-             LOG_PATH is not written"
-                .into(),
-        );
+    if let Some(path) = &env.debug_log {
+        notes.push(format!("DEBUG_MODE is on: what rewards score is appended to {}", path.display()));
     }
     if env.ds_skip_cuda_check {
         notes
@@ -355,13 +349,20 @@ fn verb_command(verb: Verb, lenient: bool) -> Command {
                 Kind::Choice(names) if !lenient => arg
                     .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
                     .hide_possible_values(true),
+                kind if flag.positional && kind.is_list() => arg.num_args(0..),
                 _ if flag.positional || !lenient => arg,
                 kind if kind.is_list() => arg.num_args(0..),
                 _ => arg.num_args(0..=1).action(ArgAction::Append),
             });
         }
     }
-    if lenient { command.arg(Arg::new(STRAY).num_args(0..)) } else { command }
+    // Where words are a list there are no stray ones.
+    let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.verbs.contains(&verb);
+    if lenient && !FLAGS.iter().any(|flag| words(&flag)) {
+        command.arg(Arg::new(STRAY).num_args(0..))
+    } else {
+        command
+    }
 }
 
 fn argument(flag: &'static Flag, verb: Verb) -> Arg {

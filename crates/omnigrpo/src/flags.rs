@@ -44,6 +44,10 @@ pub enum Verb {
     Demo,
     /// Measures a step of a random model.
     Bench,
+    /// Serves runs as a page.
+    Watch,
+    /// Writes a run as one file.
+    Report,
     /// Writes a shell's completion script.
     Completions,
     /// Writes the manual pages.
@@ -51,12 +55,12 @@ pub enum Verb {
 }
 
 use Verb::{
-    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man,
-    RewardsList, RewardsRun, Score, Sft, Train,
+    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man, Report,
+    RewardsList, RewardsRun, Score, Sft, Train, Watch,
 };
 
 impl Verb {
-    /// Every verb, in the order of the help; those without settings are the last two.
+    /// Every verb, in the order of the help; those without settings worth a file are the last four.
     pub const ALL: &'static [Self] = &[
         Train,
         Sft,
@@ -72,6 +76,8 @@ impl Verb {
         Doctor,
         Demo,
         Bench,
+        Watch,
+        Report,
         Completions,
         Man,
     ];
@@ -93,6 +99,8 @@ impl Verb {
             Doctor => &["doctor"],
             Demo => &["demo"],
             Bench => &["bench"],
+            Watch => &["watch"],
+            Report => &["report"],
             Completions => &["completions"],
             Man => &["man"],
         }
@@ -122,6 +130,10 @@ impl Verb {
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
             Bench => "Measure a training step of a random model beside what this machine can do",
+            Watch => {
+                "Show runs as a page on this machine: curves, completions, evaluations, live while they train"
+            }
+            Report => "Write a run as one HTML file to hand around, and its curves as SVG",
             Completions => "Print the completion script of a shell",
             Man => "Write the manual pages into a directory",
         }
@@ -382,8 +394,8 @@ const COUNT: i64 = 1 << 30;
 /// The bound of rates and weights that have no natural one.
 const BIG: f64 = 1e9;
 
-/// Verbs with settings worth a file: all but the last two, which write files for shells.
-const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 2).0;
+/// Verbs with settings worth a file: all but the last ones, which show runs or write files for shells.
+const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 4).0;
 /// Verbs that load a model, or its processor if it is given.
 const MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
@@ -439,6 +451,9 @@ pub const FLAGS: &[Flag] = &[
     row("directory", Path, Unset(""), Section::Io, &[Man], "Directory to write into; it is made if it is not there. `man -l DIR/omnigrpo-train.1` shows a page.")
         .positional()
         .required(&[Man]),
+    row("run_dirs", Texts, Is(""), Section::Io, &[Watch, Report], "Run directories. `watch` also takes directories of run directories, and shows several runs on top of each other.")
+        .positional()
+        .required(&[Watch, Report]),
     row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads, `-` for standard input; `score` and `rewards run` want `completions` in each.")
         .required(&[Score, DataConvert, RewardsRun]),
     row("output", Path, Unset("nothing is written"), Section::Io, &[Generate, Score, Eval, DataConvert, RewardsRun], "File to write, one JSON object per row; written whole or not at all.")
@@ -544,7 +559,7 @@ pub const FLAGS: &[Flag] = &[
     row("reward_workers", int(1, 256), Is("1"), Section::Rewards, REWARDED, "Processes of each external reward program, or requests in flight to an address."),
     row("judge_model", Text, Unset("the server's"), Section::Rewards, REWARDED, "Model that a `judge:http://…` reward asks."),
     row("judge_prompt", Path, Unset("one that asks for a number from 0 to 1"), Section::Rewards, REWARDED, "File with what a `judge:` reward is asked, with `{prompt}`, `{answer}` or `{completion}`, and `{solution}` in their places; where `{images}` stands the row's pictures are sent."),
-    row("reward_python", Text, Is("python3"), Section::Rewards, REWARDED, "Python that runs rewards given as `FILE.py:FUNCTION`."),
+    row("reward_python", Text, Is("python3"), Section::Rewards, REWARDED, "Python that runs rewards given as `FILE.py:FUNCTION`, and the package of `report_to wandb`."),
     row("clip_model", Text, Unset("none"), Section::Rewards, REWARDED, "CLIP of the `explanation` reward: a checkpoint directory, or a model in the local cache. A preset's `cider` becomes `explanation` with it."),
     row("clip_text_model", Text, Unset("the CLIP's own text tower"), Section::Rewards, REWARDED, "Text tower for `--clip_model`, as sentence-transformers saves one, for texts that are not English."),
     row("explanation_clip_weight", float(0.0, 1.0), Is("0.5"), Section::Rewards, REWARDED, "Share of the CLIP score in `explanation`; CIDEr has the rest. 0 needs no CLIP."),
@@ -650,10 +665,15 @@ pub const FLAGS: &[Flag] = &[
     // Logging
     row("logging_steps", int(1, COUNT), Is("1"), Section::Logging, LOOP, "Steps averaged in one line of the console; metrics.jsonl has every step."),
     row("grpo_logging_steps", int(1, COUNT), Unset("`logging_steps`"), Section::Logging, &[Train, Demo], "Steps averaged for the `grpo/…` metrics."),
-    row("report_to", Choices(words::<Tracker>), Is("jsonl"), Section::Logging, LOOP, "Where metrics go. `metrics.jsonl` in the run directory is always written."),
+    row("report_to", Choices(words::<Tracker>), Is("jsonl"), Section::Logging, LOOP, "Where metrics go, with means over `logging_steps`. `metrics.jsonl` in the run directory is always written. One that fails or does not keep up is dropped with a warning."),
+    row("prometheus_port", int(0, 65_535), Is("9464"), Section::Logging, LOOP, "Port on 127.0.0.1 where Prometheus finds `/metrics`; 0 takes a free one."),
+    row("dashboard", Bool, Is("false"), Section::Logging, LOOP, "Serve the run as a page on this machine while it trains, as `watch` does afterwards. Its address is printed."),
+    row("dashboard_port", int(0, 65_535), Is("0"), Section::Logging, &[Train, Sft, Demo, Watch], "Port of the page on 127.0.0.1; 0 takes a free one."),
+    row("tui", Bool, Is("false"), Section::Logging, &[Watch], "Show the runs as a table in the terminal instead of a page; in a pipe, a line per step."),
     row("profile", Bool, Is("false"), Section::Logging, &[Train, Sft, Demo], "Print at the end where the time went, by phase and kind of work, with operations and bytes per second."),
-    row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs and the model card."),
+    row("run_name", Text, Unset("name of the run directory"), Section::Logging, LOOP, "Name of the run in logs, trackers and the model card."),
     row("log_completions", Bool, Is("false"), Section::Logging, &[Train, Demo], "Print a few completions with their rewards at each line of the console."),
+    row("log_token_stats", Bool, Is("false"), Section::Logging, &[Train, Demo], "Write the numbers of each token (log-probabilities, entropy) into `tokens/` of the run directory, for the colours of `watch`: some 40 bytes a token, and no pass through the model."),
     // Program
     row("config", Path, Unset(""), Section::Program, SET, "YAML file of settings under the same names; flags win. Settings of other verbs in it are left alone, so one file can serve `data check` and `train`.")
         .command_line_only(),

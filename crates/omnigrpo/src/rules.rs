@@ -3,10 +3,11 @@
 use omnigrpo_grpo::{AdvantageKind, Kl, Surrogate};
 
 use crate::explain::nearest;
-use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
+use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train, Watch};
 use crate::problem::Problem;
 use crate::settings::{
     EvalStrategy, FrameSampling, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings, TorchDtype,
+    Tracker,
 };
 use crate::values::Value;
 
@@ -168,6 +169,13 @@ pub const IDLE: &[Idle] = &[
     idle("bertscore_layer", no_bertscore),
     idle("bertscore_idf", no_bertscore),
     idle("bertscore_baseline", no_bertscore),
+    idle("prometheus_port", |s| {
+        (!reports_to(s, Tracker::Prometheus)).then_some("`report_to` has no prometheus")
+    }),
+    idle_in(&[Watch], "dashboard_port", |s| s.log.tui.then_some("`tui` shows no page")),
+    idle_in(&[Train, Sft, Demo], "dashboard_port", |s| {
+        (!s.log.dashboard).then_some("`dashboard` is off, so there is no page")
+    }),
     idle("top_p", |s| greedy(s).or_else(|| not_sampled(s))),
     idle("top_k", |s| greedy(s).or_else(|| not_sampled(s))),
     idle("min_p", |s| greedy(s).or_else(|| not_sampled(s))),
@@ -254,7 +262,8 @@ pub const IDLE: &[Idle] = &[
     }),
     idle("reward_python", |s| {
         let none = !s.rewards.reward_funcs.iter().any(|spec| spec.contains(".py:"));
-        none.then_some("`reward_funcs` has no `FILE.py:FUNCTION`")
+        (none && !reports_to(s, Tracker::Wandb))
+            .then_some("`reward_funcs` has no `FILE.py:FUNCTION`, and `report_to` no wandb")
     }),
     idle_in(&[Train], "judge_model", replayed),
     idle_in(&[Sft], "judge_model", only_evaluated),
@@ -263,6 +272,11 @@ pub const IDLE: &[Idle] = &[
     idle_in(&[Train], "bertscore_model", replayed),
     idle_in(&[Sft], "bertscore_model", only_evaluated),
 ];
+
+/// Whether a tracker is told the numbers.
+fn reports_to(s: &Settings, tracker: Tracker) -> bool {
+    s.log.report_to.contains(&tracker) || s.log.report_to.contains(&Tracker::All)
+}
 
 fn never_saves(s: &Settings) -> Option<&'static str> {
     (s.run.save_strategy == SaveStrategy::No && s.run.save_minutes.is_none())

@@ -172,6 +172,14 @@ choice!(
     None = "none",
     /// The file `metrics.jsonl` of the run directory.
     Jsonl = "jsonl",
+    /// Event files in `tensorboard/` of the run directory.
+    Tensorboard = "tensorboard",
+    /// Weights & Biases, through the package `wandb` of `reward_python`.
+    Wandb = "wandb",
+    /// `http://127.0.0.1:PORT/metrics`, for Prometheus.
+    Prometheus = "prometheus",
+    /// All of them.
+    All = "all",
 );
 choice!(
     /// When to evaluate.
@@ -294,16 +302,16 @@ impl Resume {
 /// Environment variables, read here and nowhere else.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
-    /// `WANDB_DISABLED` is true. Nothing is ever sent to W&B; kept to say so.
+    /// `WANDB_DISABLED` is true: `report_to wandb` has no effect.
     pub wandb_disabled: bool,
-    /// `WANDB_MODE`. Nothing is ever sent to W&B; kept to say so.
-    pub wandb_mode: Option<String>,
+    /// `WANDB_API_KEY`, which the package reads itself; known here to be shown nowhere.
+    pub wandb_api_key: Option<String>,
     /// `EXP_NAME`, the name of a run that has none of its own.
     pub exp_name: Option<String>,
     /// The variable by which a launcher says that it started several processes, as `NAME=NUMBER`.
     pub several_processes: Option<String>,
-    /// `DEBUG_MODE` is true. Rollouts are always written; kept to say so.
-    pub debug_mode: bool,
+    /// Where completions are logged as the source systems do: `LOG_PATH` with `DEBUG_MODE`.
+    pub debug_log: Option<PathBuf>,
     /// `DS_SKIP_CUDA_CHECK` is true. There is no DeepSpeed here; kept to say so.
     pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
@@ -374,10 +382,11 @@ impl Environment {
         });
         Self {
             wandb_disabled: on(&get, "WANDB_DISABLED"),
-            wandb_mode: get("WANDB_MODE"),
+            wandb_api_key: get("WANDB_API_KEY"),
             exp_name: get("EXP_NAME"),
             several_processes: several,
-            debug_mode: on(&get, "DEBUG_MODE"),
+            debug_log: on(&get, "DEBUG_MODE")
+                .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
             hub: HubEnvironment::read(&get, &user_cache),
@@ -394,6 +403,7 @@ pub struct IoSettings {
     pub format: Option<String>,
     pub shell: Option<String>,
     pub directory: Option<PathBuf>,
+    pub run_dirs: Vec<String>,
     pub input: Option<PathBuf>,
     pub output: Option<PathBuf>,
     /// Which completions `rewards run` makes rows of.
@@ -764,6 +774,15 @@ pub struct LogSettings {
     pub run_name: Option<String>,
     pub report_to: Vec<Tracker>,
     pub log_completions: bool,
+    /// Serve the run as a page.
+    pub dashboard: bool,
+    /// Of that page; 0 for a free one.
+    pub dashboard_port: u16,
+    pub prometheus_port: u16,
+    /// A table in the terminal instead of a page.
+    pub tui: bool,
+    /// Write the numbers of each token.
+    pub log_token_stats: bool,
     /// Count time, operations and bytes by phase and kernel.
     pub profile: bool,
 }
@@ -856,6 +875,7 @@ impl Settings {
                 format: v.get("format")?,
                 shell: v.get("shell")?,
                 directory: v.get("directory")?,
+                run_dirs: v.get("run_dirs")?,
                 input: v.get("input")?,
                 output: v.get("output")?,
                 keep: v.get::<Option<String>>("keep")?.as_deref().map(Keep::parse).transpose()?,
@@ -1012,6 +1032,11 @@ impl Settings {
                 run_name: v.get("run_name")?,
                 report_to: v.get("report_to")?,
                 log_completions: v.get("log_completions")?,
+                dashboard: v.get("dashboard")?,
+                dashboard_port: v.get("dashboard_port")?,
+                prometheus_port: v.get("prometheus_port")?,
+                tui: v.get("tui")?,
+                log_token_stats: v.get("log_token_stats")?,
                 profile: v.get("profile")?,
             },
             bench: BenchSettings {

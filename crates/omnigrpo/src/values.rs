@@ -355,7 +355,7 @@ macro_rules! whole_numbers {
         }
     )+ };
 }
-whole_numbers!(i64, u32, u64, usize);
+whole_numbers!(i64, u16, u32, u64, usize);
 
 impl FromValue for String {
     fn from_value(value: &Value) -> Option<Self> {

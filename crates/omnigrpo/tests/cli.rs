@@ -336,14 +336,14 @@ fn the_environment_is_noted() {
         ("LOG_PATH", "r.log"),
         ("CUDA_VISIBLE_DEVICES", "0"),
     ];
-    let config = stdout(&run_in(Path::new("."), &env, &["train", "--print_config"]));
+    let config = stdout(&run_in(Path::new("."), &env, &["train", "--report_to", "wandb", "--print_config"]));
     let head: Vec<&str> = config.lines().take_while(|line| !line.is_empty()).collect();
     assert_eq!(
         head,
         [
             "# omnigrpo train",
-            "# WANDB_DISABLED is on: nothing is sent to W&B, as always",
-            "# DEBUG_MODE is on: every completion with its rewards is in rollouts/ of the run directory, as always; LOG_PATH is not written",
+            "# WANDB_DISABLED is on: nothing is sent to W&B",
+            "# DEBUG_MODE is on: what rewards score is appended to r.log",
             "# CUDA_VISIBLE_DEVICES=0",
         ]
     );
@@ -725,7 +725,7 @@ mod sources {
     #[test]
     fn files_of_other_trainers_are_read_too() {
         let dir = tempfile::tempdir().unwrap();
-        let text = "model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nbf16: true\nreport_to:\n- wandb\nuse_vllm: false\n\
+        let text = "model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nbf16: true\nreport_to:\n- mlflow\nuse_vllm: false\n\
                     attn_implementation: flash_attention_2\nbeta: 0.1\n";
         std::fs::write(dir.path().join("trl.yaml"), text).unwrap();
         let args = ["train", "--config", "trl.yaml", "--print_config"];
@@ -736,7 +736,7 @@ mod sources {
             [
                 "# omnigrpo train",
                 "# 3 settings have no counterpart here and change nothing:",
-                "#   report_to wandb: trackers are not in this version; metrics.jsonl has every number",
+                "#   report_to mlflow: there is no such tracker here; metrics.jsonl has every number",
                 "#   use_vllm false: completions are sampled in the same process with the trained weights",
                 "#   attn_implementation flash_attention_2: there is one attention implementation",
             ]

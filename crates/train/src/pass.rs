@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::features;
 use crate::gap::Gap;
 use crate::rollouts::{Group, Rollouts, Scored};
-use crate::step::Algorithm;
+use crate::step::{Algorithm, TokenNumbers};
 use crate::streams::{Part, pack};
 use crate::timing::timed;
 
@@ -48,6 +48,8 @@ pub(crate) struct Passed {
     pub(crate) num_tokens: u64,
     /// Log-probabilities of each completion, in the order of the rollout.
     pub(crate) logprobs: Vec<Vec<f32>>,
+    /// All numbers of each, where the algorithm asks for them.
+    pub(crate) tokens: Vec<TokenNumbers>,
 }
 
 impl<'a> Pass<'a> {
@@ -80,6 +82,7 @@ impl<'a> Pass<'a> {
                 gap: Gap::default(),
                 num_tokens: 0,
                 logprobs: Vec::with_capacity(lengths.len()),
+                tokens: Vec::new(),
             },
             lengths,
             truncated,
@@ -182,6 +185,15 @@ impl<'a> Pass<'a> {
                 self.passed.gap.add(&completion.logprobs, own);
             }
             self.passed.logprobs.push(own.to_vec());
+        }
+        if self.algorithm.token_stats {
+            let each = rollouts.members(parts).zip(stream.each(&logprobs)).zip(stream.each(&entropies));
+            self.passed.tokens.extend(each.map(|((scored, logprobs), entropies)| TokenNumbers {
+                logprobs: logprobs.to_vec(),
+                entropies: entropies.to_vec(),
+                old: scored.old.clone().unwrap_or_default(),
+                reference: scored.reference.clone().unwrap_or_default(),
+            }));
         }
         let Some(pass) = pass.filter(|_| !idle) else {
             self.idle.extend(parts.iter().map(|p| p.group));

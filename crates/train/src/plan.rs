@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Report, RunLock};
+use omnigrpo_observe::{DebugLog, Report, RunLock, Trackers};
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
 
@@ -105,6 +105,8 @@ pub struct RunPlan {
     pub grpo_logging_steps: u64,
     /// Print a group's completions with their rewards at each console line. Files in `rollouts/` have them all.
     pub log_completions: bool,
+    /// Where completions are also written as the source systems log them.
+    pub debug_log: Option<DebugLog>,
     /// Name of the run in the model card.
     pub run_name: Option<String>,
     /// Take completions from the rows.
@@ -147,6 +149,8 @@ pub struct TrainSetup {
     pub run: RunPlan,
     /// The run directory, which no other process may write meanwhile.
     pub lock: RunLock,
+    /// Starts those who else are told the numbers, once what an earlier run left is out of their way.
+    pub trackers: Box<dyn FnOnce() -> Trackers>,
 }
 
 /// What a run leaves to say.

@@ -1,14 +1,15 @@
 //! What a run writes and shows step by step: logs, console lines, evaluations, and the report at its end.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use omnigrpo_data::Dataset;
 use omnigrpo_observe::{
-    BeforeAfter, Console, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir, Skipped, Window,
-    best_and_worst, write_atomic,
+    BeforeAfter, Console, DebugLog, Event, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir,
+    Skipped, Tokens, Trackers, Window, best_and_worst, write_atomic,
 };
 use omnigrpo_rewards::Category;
+use omnigrpo_text::{StreamDecoder, Tokenizer};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -16,17 +17,22 @@ use crate::error::{Result, TrainError};
 use crate::evaluate::Evaluation;
 use crate::plan::{RunPlan, RunSummary};
 use crate::rollouts::{Group, Rollouts, Scored};
-use crate::rows::{SkippedRow, media_paths};
+use crate::rows::{PreparedRow, SkippedRow, media_paths};
+use crate::step::TokenNumbers;
 use crate::timing::peak_memory_bytes;
 
-/// Groups of a step whose best and worst completions are shown, with `log_completions`.
+/// Groups of a step whose best and worst completions are shown, with `log_completions`, and that trackers are told of.
 const SHOWN_GROUPS: usize = 2;
+/// How long the end of a run waits for its trackers.
+const TRACKERS_PATIENCE: Duration = Duration::from_secs(60);
 
 /// The records of a running loop.
 pub(crate) struct Records {
     dir: RunDir,
     dataset: Arc<Dataset>,
     console: Console,
+    trackers: Trackers,
+    debug_log: Option<DebugLog>,
     logging_steps: u64,
     grpo_logging_steps: u64,
     log_completions: bool,
@@ -48,12 +54,15 @@ impl Records {
         dir: RunDir,
         dataset: Arc<Dataset>,
         console: &Console,
+        trackers: Trackers,
         total_steps: u64,
     ) -> Self {
         Self {
             dir,
             dataset,
             console: console.clone(),
+            trackers,
+            debug_log: run.debug_log.clone(),
             logging_steps: run.logging_steps.max(1),
             grpo_logging_steps: run.grpo_logging_steps.max(1),
             log_completions: run.log_completions,
@@ -110,6 +119,9 @@ impl Records {
     pub(crate) fn rollouts(&mut self, step: u64, epoch: f64, rollouts: &Rollouts) -> Result<()> {
         let lines = rollout_lines(&self.dataset, rollouts, epoch);
         self.dir.append_rollouts(step, &lines, jiff::Timestamp::now())?;
+        if let Some(log) = &self.debug_log {
+            log.append(&lines, &jiff::Zoned::now())?;
+        }
         if self.log_completions && step.is_multiple_of(self.logging_steps) {
             let groups = lines.chunk_by(|a, b| a.group == b.group).zip(&rollouts.groups);
             for (group, of) in groups.take(SHOWN_GROUPS) {
@@ -117,7 +129,51 @@ impl Records {
                 self.console.line(&shown.join("\n"));
             }
         }
+        if !self.trackers.is_empty() && step.is_multiple_of(self.logging_steps) {
+            let mut rollouts = lines;
+            rollouts.retain(|line| line.group < SHOWN_GROUPS);
+            self.trackers.tell(Event::Completions { step, rollouts });
+        }
         Ok(())
+    }
+
+    /// The numbers of an update's tokens.
+    pub(crate) fn tokens(
+        &mut self,
+        step: u64,
+        rollouts: &Rollouts,
+        numbers: Vec<TokenNumbers>,
+        tokenizer: &Tokenizer,
+    ) -> Result<()> {
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        let places = rollouts.groups.iter().enumerate().flat_map(|(group, of)| {
+            of.completions.iter().enumerate().map(move |(sample, scored)| (group, sample, &scored.completion))
+        });
+        let lines: Vec<Tokens> = places
+            .zip(numbers)
+            .map(|((group, sample, completion), own)| {
+                let mut decoder = StreamDecoder::new(false);
+                let mut tokens: Vec<String> =
+                    completion.ids.iter().map(|&id| decoder.push(tokenizer, id)).collect();
+                // Bytes that never became a character.
+                if let Some(last) = tokens.last_mut() {
+                    last.push_str(&decoder.finish());
+                }
+                Tokens {
+                    group,
+                    sample,
+                    tokens,
+                    logprobs: own.logprobs,
+                    entropies: own.entropies,
+                    sampled_logprobs: completion.logprobs.clone(),
+                    old_logprobs: own.old,
+                    reference_logprobs: own.reference,
+                }
+            })
+            .collect();
+        Ok(self.dir.write_tokens(step, &lines)?)
     }
 
     /// The metrics of an update.
@@ -152,22 +208,34 @@ impl Records {
         self.window.push(&others);
         self.grpo_window.push(&own);
         if step.is_multiple_of(self.grpo_logging_steps) {
-            self.show_grpo_window(step);
+            self.show_grpo_window(step, epoch);
         }
         if step.is_multiple_of(self.logging_steps) {
-            self.show_window(step);
+            self.show_window(step, epoch);
         }
         Ok(())
     }
 
     /// Shows the windows that were open when the run ended after `step`.
-    pub(crate) fn close(&mut self, step: u64) {
-        self.show_grpo_window(step);
-        self.show_window(step);
+    pub(crate) fn close(&mut self, step: u64, epoch: f64) {
+        self.show_grpo_window(step, epoch);
+        self.show_window(step, epoch);
     }
 
-    fn show_grpo_window(&mut self, step: u64) {
+    /// Waits a while for trackers that are still telling.
+    pub(crate) fn finish_trackers(&mut self) {
+        self.trackers.finish(TRACKERS_PATIENCE);
+    }
+
+    fn track(&mut self, step: u64, epoch: f64, metrics: &[Metric]) {
+        if !metrics.is_empty() {
+            self.trackers.tell(Event::Metrics { step, epoch, metrics: metrics.to_vec() });
+        }
+    }
+
+    fn show_grpo_window(&mut self, step: u64, epoch: f64) {
         let means = self.grpo_window.drain();
+        self.track(step, epoch, &means);
         let shown: Vec<String> =
             means.into_iter().filter_map(|(name, value)| Some(format!("{name} {:.4}", value?))).collect();
         if self.grpo_logging_steps != self.logging_steps && !shown.is_empty() {
@@ -175,8 +243,9 @@ impl Records {
         }
     }
 
-    fn show_window(&mut self, step: u64) {
+    fn show_window(&mut self, step: u64, epoch: f64) {
         let means = self.window.drain();
+        self.track(step, epoch, &means);
         if !means.is_empty() {
             self.console.summary(step, self.total_steps, &means);
         }
@@ -211,6 +280,7 @@ impl Records {
         })?;
         // Last: where this row is, the evaluation is complete.
         self.metrics(step, epoch, &evaluation.summary.metrics)?;
+        self.track(step, epoch, &evaluation.summary.metrics);
         let shown: Vec<String> = evaluation
             .summary
             .metrics
@@ -302,6 +372,7 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
     for (group, Group { row, completions, .. }) in rollouts.groups.iter().enumerate() {
         let media: Vec<String> =
             media_paths(&row.sample).iter().map(|path| path.display().to_string()).collect();
+        let frame_times_secs = frame_times(row, media.len());
         for (sample, Scored { completion, advantage, .. }) in completions.iter().enumerate() {
             let names = rollouts.rewards.names.iter().zip(&rollouts.rewards.values);
             lines.push(Rollout {
@@ -321,6 +392,7 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
                     omnigrpo_rollout::FinishReason::Length => FinishReason::Length,
                 },
                 media: media.clone(),
+                frame_times_secs: frame_times_secs.clone(),
                 columns: columns
                     .iter()
                     .filter_map(|(name, values)| Some((name.clone(), values.get(index)?.clone())))
@@ -331,6 +403,16 @@ fn rollout_lines(dataset: &Dataset, rollouts: &Rollouts, epoch: f64) -> Vec<Roll
         }
     }
     lines
+}
+
+/// For each path of a row's media the times of the frames that were sampled, seconds; nothing without clips.
+fn frame_times(row: &PreparedRow, num_paths: usize) -> Vec<Vec<f64>> {
+    let media = &row.prompt.media;
+    // A clip that is given as a list of frames, or whose sound is read too, is not one medium at one path.
+    if media.len() != num_paths || media.iter().all(|medium| medium.frame_times_secs.is_empty()) {
+        return Vec::new();
+    }
+    media.iter().map(|medium| medium.frame_times_secs.clone()).collect()
 }
 
 /// Warns, once, when groups have next to no variance for a while.

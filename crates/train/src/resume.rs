@@ -20,11 +20,17 @@ use crate::plan::{ResumeFrom, RunPlan};
 /// Settings that a place in the data belongs to.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
 /// What a run writes beside checkpoints and the model's own files.
-const RECORDS: [&str; 10] = [
+const RECORDS: [&str; 16] = [
     "metrics.jsonl",
     "skipped.jsonl",
     "rollouts",
     "eval",
+    "tokens",
+    "tensorboard",
+    "wandb",
+    "wandb.log",
+    "report.html",
+    "plots",
     "config.yaml",
     "document_frequencies.json",
     "README.md",
@@ -375,7 +381,7 @@ fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     if paths.is_empty() {
         return Ok(paths);
     }
-    for logs in ["rollouts", "eval"].map(|name| dir.join(name)) {
+    for logs in ["rollouts", "eval", "tokens"].map(|name| dir.join(name)) {
         if logs.is_dir() {
             paths.extend(step_files(&logs)?.into_iter().filter(|(at, _)| *at > step).map(|(_, path)| path));
         }

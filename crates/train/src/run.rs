@@ -173,6 +173,7 @@ impl Loop {
             selection,
             run,
             lock,
+            trackers,
         } = setup;
         let dir = lock.root();
         for name in checkpoint::remove_leftovers(dir)? {
@@ -218,7 +219,8 @@ impl Loop {
         for (name, content) in &run.files {
             write_atomic(&dir.join(name), |out| out.write_all(content))?;
         }
-        let mut records = Records::new(&run, records, Arc::clone(&dataset), console, length.total);
+        let mut records =
+            Records::new(&run, records, Arc::clone(&dataset), console, trackers(), length.total);
         let known = matches!(&start, Start::From(resumed) if resumed.keeps_position());
         if !known {
             for (row, id, reason) in run.bad_rows.clone() {
@@ -279,6 +281,8 @@ impl Loop {
         )
         .map_err(|error| self.records.offending_rows(at.step + 1, &rollouts, error))?;
         let mut metrics = reinforcement_metrics(&outcome);
+        let reward = outcome.sums.reward();
+        self.records.tokens(at.step + 1, &rollouts, outcome.tokens, self.prompts.tokenizer())?;
         if iteration == 0 {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
@@ -286,7 +290,7 @@ impl Loop {
         if iteration + 1 < self.run.num_iterations {
             self.place.buffer = Some((rollouts, iteration + 1));
         }
-        Ok((metrics, outcome.sums.reward()))
+        Ok((metrics, reward))
     }
 
     /// The next rollout.
@@ -392,7 +396,7 @@ impl Loop {
     /// Leaves the model with its card, or a checkpoint to go on from; and the report.
     fn end(mut self, mut summary: RunSummary) -> Result<RunSummary> {
         let step = self.place.step;
-        self.records.close(step);
+        self.records.close(step, self.source.order().epochs_done());
         summary.interrupted = step < self.length.total;
         if summary.interrupted {
             if self.place.saved_at != Some(step) {
@@ -410,6 +414,7 @@ impl Loop {
         }
         summary.steps = step;
         summary.steps_here = self.records.steps_timed;
+        self.records.finish_trackers();
         summary.report = self.records.report(&summary);
         Ok(summary)
     }

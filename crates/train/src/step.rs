@@ -69,6 +69,8 @@ pub struct Algorithm {
     pub prompts_per_micro_batch: usize,
     /// Keys all random numbers.
     pub seed: u64,
+    /// Give each token's numbers with the outcome of an update.
+    pub token_stats: bool,
 }
 
 /// Which update of a run one is.
@@ -104,6 +106,21 @@ pub struct StepOutcome {
     pub sampler_gap: Option<(f64, f64)>,
     /// Prompt and completion tokens that went through the model.
     pub num_tokens: u64,
+    /// Numbers of each completion's tokens in the order of the rollout, where the algorithm asks for them.
+    pub tokens: Vec<TokenNumbers>,
+}
+
+/// Numbers of a completion's tokens in an update, nats.
+#[derive(Clone, Debug)]
+pub struct TokenNumbers {
+    /// Log-probabilities under the policy before the update.
+    pub logprobs: Vec<f32>,
+    /// Entropies of the policy.
+    pub entropies: Vec<f32>,
+    /// What the ratio compares with; empty on-policy.
+    pub old: Vec<f32>,
+    /// Log-probabilities under the reference; empty without one.
+    pub reference: Vec<f32>,
 }
 
 /// What a rollout is made with.
@@ -196,5 +213,6 @@ pub fn update(
         rollout_gap: passed.gap.finish(),
         sampler_gap: sampler_gap.finish(),
         num_tokens: passed.num_tokens,
+        tokens: passed.tokens,
     })
 }

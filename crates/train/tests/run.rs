@@ -10,14 +10,14 @@ mod setup;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
-use omnigrpo_observe::{Console, PhaseTimer};
+use omnigrpo_observe::{Console, DebugLog, Event, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Measures, Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -168,6 +168,98 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
         assert!(*data != before[name], "{name} has not moved");
     }
     Model::load(&out, WeightDtype::Auto).unwrap();
+}
+
+/// Keeps what it is told.
+struct Told(Arc<Mutex<Vec<Event>>>);
+
+impl Tracker for Told {
+    fn name(&self) -> &'static str {
+        "told"
+    }
+
+    fn take(&mut self, event: &Event) -> Result<(), String> {
+        self.0.lock().unwrap().push(event.clone());
+        Ok(())
+    }
+}
+
+#[test]
+fn numbers_of_tokens_are_written_and_trackers_told() {
+    let place = Place::new();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let with_numbers = || {
+        let mut setup = place.setup("run");
+        (setup.run.num_iterations, setup.run.logging_steps, setup.run.save) = (2, 2, SaveWhen::Steps(2));
+        (setup.algorithm.token_stats, setup.run.debug_log) =
+            (true, Some(DebugLog::new(place.out("debug.txt"))));
+        setup
+    };
+    let mut setup = with_numbers();
+    setup.run.max_steps = Some(4);
+    setup.run.grpo_logging_steps = 2;
+    let keeps = Arc::clone(&told);
+    setup.trackers =
+        Box::new(|| Trackers::start(vec![Box::new(Told(keeps))], &Console::plain(std::io::sink())));
+    run(setup).unwrap();
+
+    let out = place.out("run");
+    assert_eq!(names(&out.join("tokens")).len(), 4);
+    let of = |step: u64| lines(&out.join(format!("tokens/step-{step:06}.jsonl")));
+    let list = |row: &Value, name: &str| -> Option<Vec<f64>> {
+        Some(row.get(name)?.as_array()?.iter().map(|x| x.as_f64().unwrap()).collect())
+    };
+    for step in [1, 2] {
+        let rollouts = lines(&out.join("rollouts/step-000001.jsonl"));
+        let tokens = of(step);
+        assert_eq!(tokens.len(), rollouts.len());
+        for row in &tokens {
+            let same = |other: &&Value| ["group", "sample"].iter().all(|name| other[*name] == row[*name]);
+            let rollout = rollouts.iter().find(same).unwrap();
+            let text: String =
+                row["tokens"].as_array().unwrap().iter().map(|t| t.as_str().unwrap()).collect();
+            assert!(text.starts_with(rollout["completion"].as_str().unwrap()), "{text:?}");
+            let length = rollout["length"].as_u64().unwrap() as usize;
+            let [now, sampled, entropies, reference] =
+                ["logprobs", "sampled_logprobs", "entropies", "reference_logprobs"]
+                    .map(|n| list(row, n).unwrap());
+            assert!([&now, &sampled, &entropies, &reference].iter().all(|all| all.len() == length));
+            // The first update sees the weights that sampled, which are also the reference's; the second has moved on.
+            let far = |other: &[f64]| now.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            match step {
+                1 => assert!(
+                    far(&sampled) < 2e-3 && far(&reference) < 2e-3 && list(row, "old_logprobs").is_none()
+                ),
+                _ => assert!(far(&list(row, "old_logprobs").unwrap()) > 0.0),
+            }
+        }
+    }
+    // Two windows of two steps, their `grpo/` metrics, and completions of the rollout at step 3 are none of a window's.
+    let told = told.lock().unwrap();
+    let windows: Vec<(u64, f64)> = told
+        .iter()
+        .filter_map(|event| match event {
+            Event::Metrics { step, metrics, .. } => {
+                let reward = metrics.iter().find(|(name, _)| name == "reward")?.1?;
+                Some((*step, reward))
+            }
+            Event::Completions { .. } => None,
+        })
+        .collect();
+    let rows = lines(&out.join("metrics.jsonl"));
+    let mean = |a: usize| (number(&rows[a], "reward") + number(&rows[a + 1], "reward")) / 2.0;
+    assert_eq!(windows, [(2, mean(0)), (4, mean(2))]);
+    let debug = std::fs::read_to_string(place.out("debug_random.txt")).unwrap();
+    assert_eq!(debug.matches(" Random reward: ").count(), 2 * 2 * 3, "every completion of both rollouts");
+
+    // What lies behind the checkpoint is written again.
+    std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+    let before = of(4);
+    let mut setup = with_numbers();
+    setup.run.max_steps = Some(4);
+    setup.run.grpo_logging_steps = 2;
+    run(setup).unwrap();
+    assert_eq!(of(4), before);
 }
 
 #[test]

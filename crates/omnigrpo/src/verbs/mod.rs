@@ -17,6 +17,7 @@ mod shell;
 mod summary;
 mod survey;
 mod train;
+mod watch;
 
 use std::cell::OnceCell;
 use std::io::IsTerminal as _;
@@ -97,6 +98,8 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::Doctor => doctor::doctor(&resolved.settings, &context),
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),
+        Verb::Watch => watch::watch(&resolved.settings, &context),
+        Verb::Report => watch::report(&resolved.settings),
         Verb::Completions => shell::completions(&resolved.settings),
         Verb::Man => shell::man(&resolved.settings),
     }

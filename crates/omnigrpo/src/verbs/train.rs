@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
-use omnigrpo_observe::{Error as LogError, RunLock};
+use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_rewards::answer_reward;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -18,7 +18,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Map, Value};
 
-use super::{Context, data, print, profile, resume, setup};
+use super::{Context, data, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
 use crate::flags::{Kind, find};
@@ -124,7 +124,13 @@ pub fn run(
             "warning: this file system has no locks, so a second run in the same directory would not be noticed",
         );
     }
-    run_logged(resolved, context, objective, lock)
+    let page = watch::beside(&resolved.settings, lock.root(), context)?;
+    let summary = run_logged(resolved, context, objective, lock)?;
+    if page.is_some() {
+        let dir = resolved.settings.run.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
+        context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
+    }
+    Ok(summary)
 }
 
 fn run_logged(
@@ -235,6 +241,7 @@ fn run_logged(
         optimizer: optimizer(settings),
         selection,
         run,
+        trackers: watch::trackers(resolved, lock.root(), context),
         lock,
     };
     profile::enable(settings.log.profile);
@@ -321,6 +328,7 @@ pub(super) fn algorithm(settings: &Settings) -> Algorithm {
         recompute: settings.model.gradient_checkpointing,
         prompts_per_micro_batch: settings.optim.per_device_train_batch_size,
         seed: settings.run.seed,
+        token_stats: settings.log.log_token_stats,
     }
 }
 
@@ -377,6 +385,7 @@ fn run_plan(settings: &Settings, objective: Objective, resume: ResumeFrom) -> Ru
         logging_steps: settings.log.logging_steps,
         grpo_logging_steps: settings.log.grpo_logging_steps,
         log_completions: settings.log.log_completions,
+        debug_log: settings.env.debug_log.clone().map(DebugLog::new),
         run_name: settings.log.run_name.clone(),
         replay: settings.rollout.replay.is_some(),
         skip: SkipPolicy { strict: settings.data.strict_media, max_share: settings.data.max_skipped },
@@ -420,6 +429,10 @@ const FREE_TO_CHANGE: &[&str] = &[
     "grpo_logging_steps",
     "gradient_checkpointing",
     "log_completions",
+    "dashboard",
+    "dashboard_port",
+    "prometheus_port",
+    "log_token_stats",
     "profile",
     "eval_strategy",
     "eval_steps",

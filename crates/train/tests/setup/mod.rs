@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
 use omnigrpo_grpo::recipe;
 use omnigrpo_models::{Checkpoint, MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype};
-use omnigrpo_observe::{Console, RunLock};
+use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -57,6 +57,7 @@ pub fn algorithm(num_generations: usize, max_completion_length: usize) -> Algori
         recompute: false,
         prompts_per_micro_batch: 64,
         seed: 3,
+        token_stats: false,
     }
 }
 
@@ -111,6 +112,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
             logging_steps: 1,
             grpo_logging_steps: 1,
             log_completions: false,
+            debug_log: None,
             run_name: None,
             replay: false,
             skip: SkipPolicy { strict: false, max_share: 0.5 },
@@ -120,6 +122,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
             files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
         },
         lock: RunLock::acquire(output_dir, "this test").unwrap(),
+        trackers: Box::new(|| Trackers::none(&Console::plain(std::io::sink()))),
     }
 }
 

@@ -1,0 +1,113 @@
+//! `watch` and `report`; the page and the trackers of a run.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Result;
+use omnigrpo_observe::{Tracker, Trackers};
+use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
+
+use super::{Context, print};
+use crate::problem::Problem;
+use crate::settings::{self, Settings};
+use crate::values::Resolved;
+
+/// Serves runs until the program is stopped.
+pub fn watch(settings: &Settings, context: &Context) -> Result<()> {
+    let directories: Vec<PathBuf> = settings.io.run_dirs.iter().map(PathBuf::from).collect();
+    if settings.log.tui {
+        return table(&directories, context);
+    }
+    let server = Server::start(&directories, settings.log.dashboard_port).map_err(problem)?;
+    print(&format!("{}\n", server.url()))?;
+    context.console.line("only this machine can open it; press Ctrl-C to end");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Shows runs in the terminal until the program is stopped; in a pipe, a line per step.
+fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
+    const EVERY: Duration = Duration::from_secs(1);
+    let mut board = Board::open(directories).map_err(problem)?;
+    let block = context.console.block();
+    loop {
+        let news = board.look().map_err(problem)?;
+        match &block {
+            Some(block) => block.show(board.table(context.console.width()).trim_end()),
+            None => news.iter().try_for_each(|line| print(&format!("{line}\n")))?,
+        }
+        std::thread::sleep(EVERY);
+    }
+}
+
+/// Writes each run as one file.
+pub fn report(settings: &Settings) -> Result<()> {
+    for directory in &settings.io.run_dirs {
+        let path = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
+        print(&format!("{}\n", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Starts those who are told a run's numbers. One that cannot begin is left out with a warning.
+pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
+    use settings::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
+    let settings = &resolved.settings;
+    let chosen = settings.log.report_to.clone();
+    let name = settings.log.run_name.clone();
+    let name =
+        name.unwrap_or_else(|| directory.file_name().unwrap_or_default().to_string_lossy().into_owned());
+    let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
+    let run = WandbRun {
+        python: settings.rewards.reward_python.clone(),
+        directory: directory.to_owned(),
+        name: name.clone(),
+        settings: resolved.values.plain().map(|(name, value)| (name.to_owned(), value)).collect(),
+        secret: settings.env.wandb_api_key.clone(),
+    };
+    let console = context.console.clone();
+    Box::new(move || {
+        let wanted = |one| chosen.contains(&one) || chosen.contains(&All);
+        let mut all: Vec<Box<dyn Tracker>> = Vec::new();
+        let mut add = |name: &str, made: Result<Box<dyn Tracker>, String>| match made {
+            Ok(tracker) => all.push(tracker),
+            Err(why) => console.warning(&format!("{name} is told nothing: {why}")),
+        };
+        if wanted(Tensorboard) {
+            let made = TensorBoard::begin(&run.directory.join("tensorboard"));
+            add("tensorboard", made.map(|one| Box::new(one) as _));
+        }
+        if wanted(Scraped) {
+            let made = Prometheus::start(port, &name).inspect(|one| {
+                console.line(&format!("for Prometheus: http://127.0.0.1:{}/metrics", one.port()));
+            });
+            add("prometheus", made.map(|one| Box::new(one) as _));
+        }
+        if wanted(Sent) && may_send {
+            add("wandb", Wandb::start(run).map(|one| Box::new(one) as _));
+        }
+        Trackers::start(all, &console)
+    })
+}
+
+/// The page of a run that is about to begin, where one is wanted.
+pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Result<Option<Server>> {
+    if !settings.log.dashboard {
+        return Ok(None);
+    }
+    let directory = std::fs::canonicalize(directory)?;
+    let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
+    context.console.line(&format!("the run as a page: {}", server.url()));
+    Ok(Some(server))
+}
+
+fn problem(error: Error) -> anyhow::Error {
+    match &error {
+        Error::NoRun { .. } | Error::Missing(_) => Problem::failure("there is no run to show")
+            .got(error.to_string())
+            .expected("the `--output_dir` of a run")
+            .into(),
+        _ => error.into(),
+    }
+}

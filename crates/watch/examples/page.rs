@@ -1,0 +1,12 @@
+//! Serves run directories: `cargo run -p omnigrpo-watch --example page -- runs/demo`.
+
+use std::path::PathBuf;
+
+fn main() -> Result<(), omnigrpo_watch::Error> {
+    let directories: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let server = omnigrpo_watch::Server::start(&directories, 0)?;
+    println!("{}", server.url());
+    loop {
+        std::thread::park();
+    }
+}

@@ -1,0 +1,176 @@
+//! Logs with a line per record, read by line: where each one lies and what it is in brief, so that a file is never held whole.
+
+use std::collections::VecDeque;
+use std::fs::{File, Metadata};
+use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use crate::Error;
+
+/// A longer line is passed over.
+pub(crate) const MAX_LINE_BYTES: u64 = 32 << 20;
+/// Lines of one file beyond these are passed over.
+const MAX_LINES: usize = 1 << 20;
+/// Indices kept at a time.
+const KEPT: usize = 64;
+
+/// A line of a file.
+#[derive(Debug)]
+pub(crate) struct Entry<T> {
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+    /// What is known without reading it again.
+    pub(crate) brief: T,
+}
+
+/// Which file stands at a path: it is another once it was written to or replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    /// Differs between a file and the one that replaced it, where the system tells.
+    pub(crate) id: u64,
+    pub(crate) bytes: u64,
+    pub(crate) modified: Option<SystemTime>,
+}
+
+impl Stamp {
+    pub(crate) fn of(meta: &Metadata) -> Self {
+        #[cfg(unix)]
+        let id = std::os::unix::fs::MetadataExt::ino(meta);
+        #[cfg(not(unix))]
+        let id = 0;
+        Self { id, bytes: meta.len(), modified: meta.modified().ok() }
+    }
+}
+
+type Kept<T> = (PathBuf, Stamp, Arc<Vec<Entry<T>>>);
+
+/// The indices of the files that were looked at last.
+#[derive(Debug)]
+pub(crate) struct Indices<T>(Mutex<VecDeque<Kept<T>>>);
+
+impl<T> Default for Indices<T> {
+    fn default() -> Self {
+        Self(Mutex::new(VecDeque::new()))
+    }
+}
+
+impl<T> Indices<T> {
+    /// The lines of a file that `brief` makes something of.
+    pub(crate) fn of(
+        &self,
+        path: &Path,
+        brief: impl Fn(&[u8]) -> Option<T>,
+    ) -> Result<Arc<Vec<Entry<T>>>, Error> {
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let stamp = Stamp::of(&file.metadata().map_err(Error::io("look at", path))?);
+        let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., entries)) = kept().iter().find(|(own, at, _)| own == path && *at == stamp) {
+            return Ok(Arc::clone(entries));
+        }
+        let mut entries = Vec::new();
+        let mut lines = Lines::new(file);
+        while let Some((offset, line)) = lines.next().map_err(Error::io("read", path))? {
+            if let Some(brief) = brief(line) {
+                entries.push(Entry { offset, bytes: line.len() as u64, brief });
+            }
+            if entries.len() == MAX_LINES {
+                break;
+            }
+        }
+        let entries = Arc::new(entries);
+        let mut kept = kept();
+        kept.retain(|(own, ..)| own != path);
+        kept.push_back((path.to_owned(), stamp, Arc::clone(&entries)));
+        let surplus = kept.len().saturating_sub(KEPT);
+        kept.drain(..surplus);
+        Ok(entries)
+    }
+}
+
+/// One line of a file.
+pub(crate) fn line_at<T>(path: &Path, entry: &Entry<T>) -> Result<Vec<u8>, Error> {
+    let mut file = File::open(path).map_err(Error::io("open", path))?;
+    file.seek(SeekFrom::Start(entry.offset)).map_err(Error::io("read", path))?;
+    let mut line = Vec::new();
+    file.take(entry.bytes.min(MAX_LINE_BYTES)).read_to_end(&mut line).map_err(Error::io("read", path))?;
+    Ok(line)
+}
+
+/// The complete lines of a file, one at a time in one buffer. A line without its end is being written.
+pub(crate) struct Lines {
+    reader: BufReader<File>,
+    offset: u64,
+    line: Vec<u8>,
+}
+
+impl Lines {
+    pub(crate) fn new(file: File) -> Self {
+        Self { reader: BufReader::with_capacity(1 << 16, file), offset: 0, line: Vec::new() }
+    }
+
+    /// Offset and bytes of the next line, without its end.
+    pub(crate) fn next(&mut self) -> std::io::Result<Option<(u64, &[u8])>> {
+        loop {
+            let start = self.offset;
+            self.line.clear();
+            let read = (&mut self.reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut self.line)?;
+            self.offset += read as u64;
+            if self.line.last() == Some(&b'\n') {
+                self.line.pop();
+                return Ok(Some((start, &self.line)));
+            }
+            if (read as u64) < MAX_LINE_BYTES {
+                return Ok(None);
+            }
+            self.offset += self.reader.skip_until(b'\n')? as u64;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(content: &[u8]) -> Vec<(u64, String)> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log.jsonl");
+        std::fs::write(&path, content).unwrap();
+        let mut lines = Lines::new(File::open(&path).unwrap());
+        let mut out = Vec::new();
+        while let Some((offset, line)) = lines.next().unwrap() {
+            out.push((offset, String::from_utf8_lossy(line).into_owned()));
+        }
+        out
+    }
+
+    #[test]
+    fn lines_know_where_they_lie_and_a_torn_one_is_none() {
+        let found = texts(b"one\n\nthree\nfo");
+        assert_eq!(found, [(0, "one".into()), (4, String::new()), (5, "three".into())]);
+        assert_eq!(texts(b""), []);
+    }
+
+    #[test]
+    fn a_line_beyond_the_bound_is_passed_over() {
+        let mut content = vec![b'x'; MAX_LINE_BYTES as usize + 5];
+        content.extend(b"\nafter\n");
+        assert_eq!(texts(&content), [(MAX_LINE_BYTES + 6, "after".to_owned())]);
+    }
+
+    #[test]
+    fn an_index_is_made_anew_when_the_file_grows() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log.jsonl");
+        std::fs::write(&path, "1\nx\n3\n").unwrap();
+        let indices = Indices::default();
+        let number = |line: &[u8]| std::str::from_utf8(line).ok()?.parse::<u32>().ok();
+        let first = indices.of(&path, number).unwrap();
+        assert_eq!(first.iter().map(|entry| entry.brief).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(line_at(&path, &first[1]).unwrap(), b"3");
+        assert!(Arc::ptr_eq(&first, &indices.of(&path, number).unwrap()));
+        std::fs::write(&path, "1\nx\n3\n4\n").unwrap();
+        assert_eq!(indices.of(&path, number).unwrap().len(), 3);
+    }
+}

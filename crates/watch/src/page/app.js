@@ -1,0 +1,210 @@
+// The page: runs, their metrics as they come, and which view is shown.
+
+import { apiJson, api, duration, el, failure, number, place, remember } from './shared.js';
+import * as charts from './charts.js';
+import * as rollouts from './rollouts.js';
+import * as evaluations from './evaluations.js';
+
+const VIEWS = { charts, rollouts, evaluations, settings: { show: showSettings } };
+const COLOURS = 8;
+const main = document.getElementById('main');
+const state = { runs: [], view: null, shown: null };
+
+class Run {
+  constructor(at, given) {
+    Object.assign(this, given, { at, shown: true });
+    this.colour = `var(--run-${at % COLOURS})`;
+    this.clear();
+  }
+
+  clear() {
+    this.file = null;
+    this.next = 0;
+    this.rows = [];
+    this.evals = [];
+    this.seconds = 0;
+  }
+
+  /// Takes whole lines of metrics.jsonl.
+  add(text) {
+    for (const line of text.split('\n')) {
+      if (!line) continue;
+      let row;
+      try { row = JSON.parse(line); } catch { continue; }
+      const kept = Object.keys(row).some((name) => name.startsWith('eval_')) ? this.evals : this.rows;
+      this.seconds += row.step_time ?? 0;
+      row['\0seconds'] = this.seconds;
+      // A step that is there already was written again by a run that went on from a checkpoint.
+      while (kept.length && kept.at(-1).step >= row.step) kept.pop();
+      kept.push(row);
+    }
+  }
+
+  /// Fetches what is new. True if there was something.
+  async fetch(metrics) {
+    this.metrics = metrics;
+    if (this.file !== null && metrics.id !== this.file) this.clear();
+    if (metrics.bytes < this.next) this.clear();
+    let news = false;
+    while (this.next < metrics.bytes) {
+      const response = await api('metrics', { run: this.at, from: this.next });
+      const file = Number(response.headers.get('x-file'));
+      const next = Number(response.headers.get('x-next'));
+      const text = await response.text();
+      if (this.file !== null && file !== this.file) { this.clear(); this.file = file; continue; }
+      this.file = file;
+      if (next === this.next) break;
+      this.next = next;
+      this.add(text);
+      news = true;
+    }
+    return news;
+  }
+
+  get last() { return this.rows.at(-1); }
+  setting(name) { return this.settings.find((setting) => setting.name === name)?.value; }
+
+  /// Whether a row has come within the time that a few steps take.
+  get isLive() {
+    const patience = 30 + 5 * (this.last?.step_time ?? 30);
+    return !this.metrics.done && this.metrics.bytes > 0 && this.metrics.age_secs + (Date.now() - this.seen) / 1000 < patience;
+  }
+}
+
+export const shownRuns = () => state.runs.filter((run) => run.shown);
+
+async function start() {
+  state.runs = (await apiJson('runs')).map((given, at) => new Run(at, given));
+  if (state.runs.length === 1) document.title = `${state.runs[0].name} · omnigrpo`;
+  chips();
+  addEventListener('hashchange', route);
+  addEventListener('keydown', keys);
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => VIEWS.charts.repaint());
+  document.getElementById('theme').addEventListener('click', nextTheme);
+  setTheme(remember('theme') ?? 'auto');
+  route();
+  listen();
+  setInterval(status, 5000);
+}
+
+function listen() {
+  const events = new EventSource('api/events');
+  let queue = Promise.resolve();
+  events.onmessage = (event) => {
+    queue = queue.then(() => arrived(JSON.parse(event.data))).catch(() => { /* the next event asks again */ });
+  };
+  events.onerror = status;
+  events.onopen = status;
+  state.events = events;
+}
+
+async function arrived(metrics) {
+  const news = await Promise.all(state.runs.map((run, at) => {
+    run.seen = Date.now();
+    return run.fetch(metrics[at]);
+  }));
+  status();
+  if (news.some(Boolean) || !state.drawn) {
+    state.drawn = true;
+    state.view?.update?.(state.runs.filter((_, at) => news[at]));
+  }
+}
+
+function status() {
+  const live = document.getElementById('live');
+  if (state.events?.readyState === EventSource.CLOSED || state.events?.readyState === EventSource.CONNECTING) {
+    live.textContent = state.drawn ? 'not connected' : '';
+    live.className = 'off';
+    return;
+  }
+  const running = state.runs.filter((run) => run.isLive);
+  live.className = running.length ? 'on' : '';
+  live.textContent = running.length ? `live · ${running.map(progress).join(' · ')}` : state.runs.some((r) => r.rows.length) ? 'not training' : 'no step yet';
+}
+
+function progress(run) {
+  const total = Number(run.setting('max_steps'));
+  const step = run.last?.step ?? 0;
+  if (!(total > 0)) return `step ${step}`;
+  const recent = run.rows.slice(-20);
+  const mean = recent.reduce((sum, row) => sum + (row.step_time ?? 0), 0) / Math.max(recent.length, 1);
+  return `step ${step}/${total} · ${duration(mean * (total - step))} left`;
+}
+
+function chips() {
+  document.getElementById('runs').replaceChildren(...(state.runs.length < 2 ? [el('b', {}, state.runs[0]?.name ?? 'no run')] : state.runs.map((run) => {
+    const box = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = box.checked; state.view?.update?.(state.runs); } });
+    const swatch = el('span', { class: 'swatch' });
+    swatch.style.background = run.colour;
+    return el('label', { class: 'chip', title: run.dir }, box, swatch, run.name);
+  })));
+}
+
+function route() {
+  const { view, params } = place();
+  const chosen = VIEWS[view] ? view : 'charts';
+  for (const link of document.querySelectorAll('nav a')) {
+    if (link.hash === `#/${chosen}`) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+  }
+  if (state.view === VIEWS[chosen] && state.view.navigate?.(params)) return;
+  state.view?.hide?.();
+  state.view = VIEWS[chosen];
+  main.replaceChildren();
+  Promise.resolve(state.view.show(main, state.runs, params)).catch((error) => main.append(failure(error)));
+}
+
+function keys(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea, .chart')) return;
+  const view = { 1: 'charts', 2: 'rollouts', 3: 'evaluations', 4: 'settings' }[event.key];
+  if (view) location.hash = `#/${view}`;
+  else if (event.key === 't') nextTheme();
+  else state.view?.key?.(event);
+}
+
+function setTheme(theme) {
+  const button = document.getElementById('theme');
+  document.documentElement.dataset.theme = theme;
+  button.textContent = { auto: '◐', light: '☀', dark: '☾' }[theme];
+  button.setAttribute('aria-label', `theme: ${theme}`);
+  remember('theme', theme);
+  VIEWS.charts.repaint();
+}
+
+function nextTheme() {
+  const themes = ['auto', 'light', 'dark'];
+  setTheme(themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length]);
+}
+
+function showSettings(root, runs) {
+  const draw = () => {
+    const names = [...new Set(runs.filter((r) => r.shown).flatMap((run) => run.settings.map((setting) => setting.name)))];
+    const shown = runs.filter((run) => run.shown);
+    const rows = names.map((name) => {
+      const all = shown.map((run) => run.settings.find((setting) => setting.name === name));
+      return { name, all, differs: new Set(all.map((setting) => setting?.value)).size > 1 };
+    });
+    const kept = rows.filter((row) => !only.checked || row.differs);
+    table.replaceChildren(
+      el('thead', {}, el('tr', {}, el('th', { scope: 'col' }, 'setting'), shown.map((run) => el('th', { scope: 'col' }, run.name)), el('th', { scope: 'col' }, 'from'))),
+      el('tbody', {}, kept.map(({ name, all, differs }) => el('tr', { class: differs ? 'differs' : '' },
+        el('th', { scope: 'row' }, name),
+        all.map((setting) => el('td', {}, setting?.value ?? '–')),
+        el('td', { class: 'quiet' }, [...new Set(all.map((setting) => setting?.origin).filter(Boolean))].join(', '))))),
+    );
+    empty.hidden = kept.length > 0;
+    empty.textContent = names.length ? 'These runs have the same settings.' : 'No config.yaml in this run.';
+  };
+  const only = el('input', { type: 'checkbox', checked: runs.length > 1, onchange: draw });
+  const table = el('table', { class: 'settings' });
+  const empty = el('p', { class: 'quiet' });
+  root.append(el('section', { class: 'page' },
+    el('h2', {}, 'Settings'),
+    runs.length > 1 && el('label', {}, only, ' only what differs'),
+    el('div', { class: 'scroll' }, table), empty));
+  if (runs.length < 2) only.checked = false;
+  draw();
+  VIEWS.settings.update = draw;
+}
+
+start().catch((error) => main.append(failure(error)));

@@ -1,0 +1,132 @@
+// Evaluations: their numbers over the run, by category with intervals, confusion, and each question before and after.
+
+import { apiJson, el, failure, number, signed, visible } from './shared.js';
+import { gallery } from './media.js';
+
+const PAGE = 20;
+let runs, root, body;
+
+export async function show(main, given) {
+  runs = given;
+  root = main;
+  body = el('section', { class: 'page' });
+  main.append(body);
+  await draw();
+}
+
+export function hide() { root = null; }
+
+export function update(news) {
+  if (root && news.some((run) => run.evals.length !== run.drawnEvals)) draw().catch((error) => body.replaceChildren(failure(error)));
+}
+
+async function draw() {
+  const of = runs.filter((run) => run.shown);
+  const all = await Promise.all(of.map((run) => apiJson('evaluations', { run: run.at })));
+  of.forEach((run) => { run.drawnEvals = run.evals.length; });
+  if (!root) return;
+  const parts = of.flatMap((run, at) => (all[at].length ? [sectionOf(run, all[at])] : []));
+  body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, with `--eval_on_start` at their beginning too.')]));
+}
+
+/// The 95 % interval of a share (Wilson).
+function interval(share, count) {
+  if (share === null || share === undefined || !count) return null;
+  const z = 1.96;
+  const middle = (share + (z * z) / (2 * count)) / (1 + (z * z) / count);
+  const half = (z * Math.sqrt((share * (1 - share)) / count + (z * z) / (4 * count * count))) / (1 + (z * z) / count);
+  return [Math.max(0, middle - half), Math.min(1, middle + half)];
+}
+
+function sectionOf(run, evaluations) {
+  const first = evaluations[0];
+  const last = evaluations.at(-1);
+  const names = [...new Set(evaluations.flatMap(({ summary }) => Object.keys(summary)))].filter((name) => evaluations.some(({ summary }) => typeof summary[name] === 'number'));
+  const rows = names.map((name) => {
+    const [a, b] = [first.summary[name], last.summary[name]];
+    return el('tr', {}, el('th', { scope: 'row' }, name.replace(/^eval_/, '')), evaluations.map(({ summary }) => el('td', {}, number(summary[name]))),
+      evaluations.length > 1 ? el('td', {}, typeof a === 'number' && typeof b === 'number' ? signed(b - a, 3) : '–') : '');
+  });
+  return el('div', {},
+    el('h2', {}, runs.length > 1 ? run.name : 'Evaluation'),
+    el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, el('th', {}, ''), evaluations.map(({ step }) => el('th', { scope: 'col' }, `step ${step}`)), evaluations.length > 1 ? el('th', { scope: 'col' }, 'change') : '')), el('tbody', {}, rows))),
+    categories(first, last), confusion(last), evaluations.length > 1 ? comparison(run, evaluations) : '');
+}
+
+function categories(first, last) {
+  const after = last.summary.categories ?? [];
+  if (!after.length) return '';
+  const before = new Map((first === last ? [] : first.summary.categories ?? []).map((own) => [own.category, own]));
+  const row = (label, own, kind) => {
+    const share = own?.accuracy ?? null;
+    const edges = interval(share, own?.rows);
+    const track = el('div', { class: `track ${kind}`, role: 'img', 'aria-label': `${label}: ${number(share)}` });
+    if (edges) {
+      const range = el('i', {});
+      range.style.left = `${edges[0] * 100}%`;
+      range.style.width = `${(edges[1] - edges[0]) * 100}%`;
+      const dot = el('b', {});
+      dot.style.left = `${share * 100}%`;
+      track.append(range, dot);
+    }
+    return [track, el('span', { class: 'quiet' }, edges ? `${number(100 * share, 1)} % (${number(100 * edges[0], 0)}–${number(100 * edges[1], 0)})` : '–')];
+  };
+  return el('div', {}, el('h3', {}, 'Accuracy by category, 95 % intervals'),
+    el('div', { class: 'categories' }, after.map((own) => [
+      el('span', {}, visible(own.category), el('span', { class: 'quiet' }, ` ${own.rows} rows`)),
+      el('div', {}, before.has(own.category) ? el('div', { class: 'bar' }, row('before', before.get(own.category), 'before')) : '', el('div', { class: 'bar' }, row('after', own, 'after'))),
+    ])),
+    first === last ? '' : el('p', { class: 'quiet' }, `Above step ${first.step}, below step ${last.step}.`));
+}
+
+function confusion({ step, summary }) {
+  if (!summary.confusion) return '';
+  const { labels, counts } = summary.confusion;
+  const most = Math.max(1, ...counts.flat());
+  const cell = (count, truth, answer) => {
+    const node = el('td', { title: `truth ${labels[truth]}, answer ${labels[answer] ?? 'none of them'}: ${count}` }, count ? String(count) : '');
+    node.style.background = count ? `color-mix(in oklab, var(${truth === answer ? '--good' : '--bad'}) ${Math.round((70 * count) / most)}%, transparent)` : '';
+    return node;
+  };
+  return el('div', {}, el('h3', {}, `Confusion at step ${step}: truth by row, answer by column`),
+    el('div', { class: 'scroll' }, el('table', { class: 'confusion' }, el('thead', {}, el('tr', {}, el('th', {}, ''), [...labels, 'other'].map((label) => el('th', { scope: 'col' }, visible(label))))),
+      el('tbody', {}, counts.map((row, truth) => el('tr', {}, el('th', { scope: 'row' }, visible(labels[truth])), row.map((count, answer) => cell(count, truth, answer))))))));
+}
+
+function comparison(run, evaluations) {
+  const steps = evaluations.map(({ step }) => step);
+  const choose = (value, label) => { const node = el('select', { 'aria-label': label, onchange: () => fetchRows(0) }, steps.map((step) => el('option', { value: String(step) }, `step ${step}`))); node.value = String(value); return node; };
+  const before = choose(steps[0], 'before');
+  const after = choose(steps.at(-1), 'after');
+  const names = [...new Set(evaluations.flatMap(({ summary }) => (summary.categories ?? []).map((own) => own.category)))];
+  const category = el('select', { 'aria-label': 'category', onchange: () => fetchRows(0) }, el('option', { value: '' }, 'all categories'), names.map((name) => el('option', { value: name }, name)));
+  const change = el('select', { 'aria-label': 'change', onchange: () => fetchRows(0) }, [['', 'all'], ['better', 'got better'], ['worse', 'got worse'], ['same', 'stayed']].map(([value, label]) => el('option', { value }, label)));
+  const counts = el('p', { role: 'status' });
+  const list = el('div', { class: 'pairs' });
+  let ticket = 0;
+  async function fetchRows(from) {
+    const mine = (ticket += 1);
+    try {
+      const found = await apiJson('compare', { run: run.at, before: before.value, after: after.value, change: change.value, category: category.value, from, limit: PAGE });
+      if (mine !== ticket) return;
+      counts.replaceChildren(el('b', { class: 'good' }, `${found.counts.better} better`), ' · ', el('b', { class: 'bad' }, `${found.counts.worse} worse`), ` · ${found.counts.same} as before`);
+      if (from === 0) list.replaceChildren();
+      list.append(...found.rows.map((row) => pair(run, Number(after.value), row)));
+      if (from + found.rows.length < found.all) {
+        const button = el('button', { type: 'button', onclick: () => { button.remove(); fetchRows(from + found.rows.length); } }, `more of ${found.all}`);
+        list.append(button);
+      }
+    } catch (error) { list.replaceChildren(failure(error)); }
+  }
+  fetchRows(0);
+  return el('div', {}, el('h3', {}, 'The same question before and after'), el('div', { class: 'controls' }, el('label', {}, before), '→', el('label', {}, after), change, names.length ? category : ''), counts, list);
+}
+
+function pair(run, step, row) {
+  const side = (label, own) => el('div', {}, el('b', {}, `${label} `), el('span', { class: 'quiet' }, own.reward.map((value) => number(value, 2)).join(', ')), own.completions.map((text) => el('pre', {}, visible(text))));
+  return el('article', { class: `pair ${row.change}` },
+    el('header', {}, visible(row.id), el('span', { class: row.gain < 0 ? 'bad' : row.gain > 0 ? 'good' : 'quiet' }, ` ${signed(row.gain)}`), row.category ? el('span', { class: 'quiet' }, visible(` ${row.category}`)) : ''),
+    row.media.length ? gallery(row.media, { run: run.at, step, row: row.row }) : '',
+    el('pre', {}, visible(row.prompt.trim())), el('p', { class: 'quiet' }, 'truth ', visible(row.solution ?? 'none')),
+    el('div', { class: 'sides' }, side('before', row.before), side('after', row.after)));
+}

@@ -1,0 +1,108 @@
+// The media of a record: pictures, clips with their sampled frames marked, sound with its waveform.
+
+import { el, mediaUrl, number } from './shared.js';
+
+const MAX_WAVE_BYTES = 64e6;
+const WAVE_COLUMNS = 600;
+
+/// `where` names the record: run, step, and group or row.
+export function gallery(media, where) {
+  return el('div', { class: 'media' }, media.map((medium, at) => figure(medium, mediaUrl({ ...where, at }))));
+}
+
+function figure(medium, url) {
+  const caption = el('figcaption', {}, medium.name ?? 'medium');
+  if (medium.error) return el('figure', {}, el('p', { class: 'quiet' }, medium.error), caption);
+  const kind = medium.mime.split('/')[0];
+  const times = medium.times ?? [];
+  if (times.length) caption.append(` · ${times.length} frames sampled`);
+  const unplayable = () => body.replaceWith(el('p', { class: 'quiet' }, `This browser cannot show ${medium.mime}. `, el('a', { href: url, download: medium.name ?? 'medium' }, 'Save the file')));
+  let body;
+  const extra = [];
+  if (kind === 'image') {
+    body = el('img', { src: url, alt: medium.name ?? 'picture', loading: 'lazy', onerror: unplayable });
+    if (times.length) extra.push(strip(url, medium.mime, times));
+  } else if (kind === 'video') {
+    body = el('video', { src: url, controls: true, preload: 'metadata', playsInline: true, onerror: unplayable });
+    if (times.length) extra.push(timeline(body, times));
+  } else {
+    body = el('audio', { src: url, controls: true, preload: 'metadata', onerror: unplayable });
+    extra.push(waveform(body, url));
+  }
+  return el('figure', {}, body, extra, caption);
+}
+
+/// A bar as long as the clip with a mark per sampled frame; a mark goes to its frame.
+function timeline(video, times) {
+  const bar = el('div', { class: 'timeline', role: 'group', 'aria-label': 'sampled frames' });
+  const now = el('span', { class: 'now' });
+  video.addEventListener('loadedmetadata', () => {
+    const length = Math.max(video.duration, times.at(-1), 1e-3);
+    bar.replaceChildren(now, ...times.map((time) => {
+      const mark = el('button', { type: 'button', title: `sampled frame at ${number(time)} s`, 'aria-label': `to ${number(time)} s`, onclick: () => { video.pause(); video.currentTime = time; } });
+      mark.style.left = `${(100 * time) / length}%`;
+      return mark;
+    }));
+  });
+  video.addEventListener('timeupdate', () => { now.style.left = `${(100 * video.currentTime) / (video.duration || 1)}%`; });
+  return bar;
+}
+
+/// The frames of an animation, the sampled ones marked, where the browser can take it apart.
+function strip(url, mime, times) {
+  const box = el('div', { class: 'strip' }, el('span', { class: 'quiet' }, `sampled at ${times.map((time) => number(time, 2)).join(', ')} s`));
+  if (!('ImageDecoder' in globalThis)) return box;
+  (async () => {
+    const decoder = new ImageDecoder({ data: (await fetch(url)).body, type: mime });
+    await decoder.completed;
+    const count = Math.min(decoder.tracks.selectedTrack.frameCount, 64);
+    const frames = [];
+    let start = 0;
+    for (let at = 0; at < count; at += 1) {
+      const { image } = await decoder.decode({ frameIndex: at });
+      const length = (image.duration ?? 100000) / 1e6;
+      const sampled = times.some((time) => time >= start - 1e-6 && time < start + length - 1e-6);
+      const canvas = el('canvas', { width: image.displayWidth, height: image.displayHeight, class: sampled ? 'sampled' : '', title: `${number(start, 2)} s${sampled ? ', sampled' : ''}` });
+      canvas.getContext('2d').drawImage(image, 0, 0);
+      image.close();
+      frames.push(canvas);
+      start += length;
+    }
+    box.prepend(...frames);
+  })().catch(() => { /* the times stand below */ });
+  return box;
+}
+
+/// Peaks of the sound; a click goes there.
+function waveform(audio, url) {
+  const canvas = el('canvas', { class: 'wave', width: WAVE_COLUMNS, height: 64, role: 'img', 'aria-label': 'waveform' });
+  canvas.addEventListener('click', (event) => {
+    if (audio.duration) audio.currentTime = (event.offsetX / canvas.clientWidth) * audio.duration;
+  });
+  (async () => {
+    const response = await fetch(url);
+    if (Number(response.headers.get('content-length')) > MAX_WAVE_BYTES) return;
+    const sound = await new OfflineAudioContext(1, 1, 16000).decodeAudioData(await response.arrayBuffer());
+    const samples = sound.getChannelData(0);
+    const peaks = Array.from({ length: WAVE_COLUMNS }, (_, column) => {
+      let peak = 0;
+      const end = Math.floor(((column + 1) * samples.length) / WAVE_COLUMNS);
+      for (let at = Math.floor((column * samples.length) / WAVE_COLUMNS); at < end; at += 1) peak = Math.max(peak, Math.abs(samples[at]));
+      return peak;
+    });
+    const draw = () => {
+      const style = getComputedStyle(document.documentElement);
+      const context = canvas.getContext('2d');
+      context.clearRect(0, 0, canvas.width, canvas.height);
+      const played = audio.duration ? audio.currentTime / audio.duration : 0;
+      peaks.forEach((peak, column) => {
+        context.fillStyle = style.getPropertyValue(column / WAVE_COLUMNS < played ? '--accent' : '--quiet');
+        const size = Math.max(1, peak * 60);
+        context.fillRect(column, 32 - size / 2, 1, size);
+      });
+    };
+    draw();
+    audio.addEventListener('timeupdate', draw);
+  })().catch(() => canvas.remove());
+  return canvas;
+}

@@ -1,0 +1,342 @@
+// The rollout viewer: step, prompt, and its completions side by side.
+
+import { api, apiJson, el, failure, hash, number, place, remember, settled, signed, visible } from './shared.js';
+import { gallery } from './media.js';
+
+const PAGE = 100;
+const SAMPLES_AT_ONCE = 32;
+const TOKENS_AT_ONCE = 4000;
+const COLOURINGS = {
+  none: 'no colours',
+  advantage: 'advantage',
+  probability: 'probability',
+  ratio: 'ratio',
+  kl: 'KL',
+  entropy: 'entropy',
+};
+
+let runs, root, list, detail, stepBox, stepOf, form, status;
+let current = {};
+let steps = { steps: [], tokens: [] };
+let listed = { key: null };
+let ticket = 0;
+
+export async function show(main, given, params) {
+  runs = given;
+  root = main;
+  list = el('ol', { class: 'groups', 'aria-label': 'Prompts' });
+  detail = el('article', { class: 'detail', 'aria-live': 'polite' });
+  status = el('p', { class: 'quiet', role: 'status' });
+  stepBox = el('input', { type: 'number', min: '0', class: 'step', 'aria-label': 'step', onchange: () => go({ step: nearest(Number(stepBox.value)) }) });
+  stepOf = el('span', { class: 'quiet' });
+  const move = (by) => el('button', { type: 'button', title: by < 0 ? 'step before (p)' : 'next step (n)', onclick: () => moveStep(by) }, by < 0 ? '‹' : '›');
+  const whose = runs.length > 1 ? el('select', { 'aria-label': 'run', onchange: () => go({ run: Number(whose.value), step: undefined }) }, runs.map((run) => el('option', { value: String(run.at) }, run.name))) : null;
+  if (whose) whose.value = params.run ?? '0';
+  form = filters();
+  main.append(el('div', { class: 'viewer' },
+    el('aside', {},
+      el('div', { class: 'controls' }, whose, el('label', {}, 'step ', move(-1), stepBox, move(1)), stepOf,
+        el('button', { type: 'button', onclick: () => go({ step: steps.steps.at(-1), newest: 1 }) }, 'newest')),
+      form, status, list),
+    detail));
+  listed = { key: null };
+  await open(params);
+}
+
+export function hide() { root = null; }
+
+/// The same view with another place. False makes the page build it anew.
+export function navigate(params) {
+  if (!root) return false;
+  open(params).catch((error) => detail.replaceChildren(failure(error)));
+  return true;
+}
+
+/// New steps: the list follows them where the newest one was asked for.
+export const update = settled(300, async (news) => {
+  if (!root || !news.some((run) => run.at === (current.run ?? 0))) return;
+  steps = await apiJson('steps', { run: current.run });
+  say();
+  if (place().params.newest && steps.steps.at(-1) !== current.step) go({ step: steps.steps.at(-1), newest: 1 });
+});
+
+export function key(event) {
+  if (event.key === 'n') moveStep(1);
+  else if (event.key === 'p') moveStep(-1);
+  else if (event.key === 'j' || event.key === 'k') moveGroup(event.key === 'j' ? 1 : -1);
+  else if (event.key === '/') { event.preventDefault(); form.elements.text.focus(); }
+}
+
+function go(changes) {
+  const params = { ...place().params, group: undefined, sample: undefined, newest: undefined, ...changes };
+  location.hash = hash('rollouts', params);
+}
+
+function nearest(step) {
+  return steps.steps.reduce((best, own) => (Math.abs(own - step) < Math.abs(best - step) ? own : best), steps.steps[0]);
+}
+
+function moveStep(by) {
+  const at = steps.steps.indexOf(current.step);
+  const next = steps.steps[Math.max(0, Math.min(steps.steps.length - 1, at + by))];
+  if (next !== undefined && next !== current.step) go({ step: next });
+}
+
+function moveGroup(by) {
+  const links = [...list.querySelectorAll('a')];
+  const at = links.findIndex((link) => link.getAttribute('aria-current'));
+  links[Math.max(0, Math.min(links.length - 1, at + by))]?.click();
+}
+
+function say() {
+  stepOf.textContent = steps.steps.length ? `of ${steps.steps.length} (${steps.steps[0]}–${steps.steps.at(-1)})` : '';
+}
+
+async function open(params) {
+  const mine = (ticket += 1);
+  const run = Number(params.run ?? 0);
+  if (current.run !== run || !steps.steps.length || (params.step && !steps.steps.includes(Number(params.step)))) {
+    steps = await apiJson('steps', { run });
+  }
+  if (mine !== ticket) return;
+  current = { run, step: params.step === undefined ? steps.steps.at(-1) : Number(params.step) };
+  say();
+  if (!steps.steps.length) {
+    status.textContent = '';
+    detail.replaceChildren(el('p', { class: 'quiet' }, 'No completions are recorded yet. The first step writes them.'));
+    return;
+  }
+  stepBox.value = current.step;
+  for (const name of ['text', 'min', 'max', 'category']) form.elements[name].value = params[name] ?? '';
+  for (const name of ['cut', 'unparsed']) form.elements[name].checked = params[name] === 'true';
+  const filter = chosen();
+  const wanted = filter ? JSON.stringify([run, filter]) : JSON.stringify([run, current.step]);
+  if (listed.key !== wanted) {
+    listed = { key: wanted };
+    list.replaceChildren();
+    await (filter ? find(run, filter, mine) : groups(run, current.step, 0, mine));
+  }
+  if (mine !== ticket) return;
+  const first = params.group === undefined ? list.querySelector('a')?.dataset : null;
+  if (first) Object.assign(current, { step: Number(first.step) });
+  const group = params.group ?? first?.group;
+  if (group === undefined) { detail.replaceChildren(); return; }
+  current.group = Number(group);
+  mark();
+  await prompt(mine, params.sample);
+}
+
+function mark() {
+  for (const link of list.querySelectorAll('a')) {
+    if (Number(link.dataset.step) === current.step && Number(link.dataset.group) === current.group) link.setAttribute('aria-current', 'true');
+    else link.removeAttribute('aria-current');
+  }
+}
+
+function filters() {
+  const apply = settled(250, () => go({ ...Object.fromEntries(['text', 'min', 'max', 'category'].map((name) => [name, form.elements[name].value || undefined])), cut: form.elements.cut.checked || undefined, unparsed: form.elements.unparsed.checked || undefined }));
+  return el('form', { class: 'filters', onsubmit: (event) => event.preventDefault(), oninput: apply, 'aria-label': 'Filters over all steps' },
+    el('input', { name: 'text', type: 'search', placeholder: 'find in all steps', 'aria-label': 'find text' }),
+    el('input', { name: 'min', type: 'number', step: 'any', placeholder: 'reward ≥', 'aria-label': 'least reward' }),
+    el('input', { name: 'max', type: 'number', step: 'any', placeholder: 'reward ≤', 'aria-label': 'greatest reward' }),
+    el('input', { name: 'category', placeholder: 'category', 'aria-label': 'category' }),
+    el('label', {}, el('input', { name: 'cut', type: 'checkbox' }), ' cut off'),
+    el('label', {}, el('input', { name: 'unparsed', type: 'checkbox' }), ' no answer'),
+  );
+}
+
+function chosen() {
+  const filter = { text: form.elements.text.value, min: form.elements.min.value, max: form.elements.max.value, category: form.elements.category.value, cut: form.elements.cut.checked || '', unparsed: form.elements.unparsed.checked || '' };
+  return Object.values(filter).some((value) => value !== '') ? filter : null;
+}
+
+function line({ step, group, sample }, ...content) {
+  const params = { ...place().params, step, group, sample, newest: undefined };
+  return el('li', {}, el('a', { href: hash('rollouts', params), 'data-step': String(step), 'data-group': String(group) }, content));
+}
+
+async function groups(run, step, from, mine) {
+  const found = await apiJson('groups', { run, step, from, limit: PAGE });
+  if (mine !== ticket) return;
+  status.textContent = `${found.all} prompts`;
+  list.append(...found.groups.map((own) => {
+    const [low, high] = spread(run, own.rewards);
+    return line({ step, group: own.group },
+      el('span', { class: 'bars', 'aria-label': `rewards ${own.rewards.map((reward) => number(reward, 2)).join(', ')}` }, own.rewards.slice(0, SAMPLES_AT_ONCE).map((reward) => bar(reward, low, high))),
+      el('span', { class: 'excerpt' }, visible(own.excerpt)),
+      el('span', { class: 'quiet' }, visible([own.id, own.category, own.cut ? `${own.cut} cut off` : '', own.unparsed ? `${own.unparsed} without answer` : ''].filter(Boolean).join(' · '))));
+  }));
+  if (from + found.groups.length < found.all) more(() => groups(run, step, from + found.groups.length, ticket));
+}
+
+let ranges = {};
+
+/// The range of rewards seen so far in a run, so that bars compare across prompts.
+function spread(run, rewards) {
+  const [low, high] = ranges[run] ?? [0, 1e-9];
+  const own = rewards.filter((reward) => reward !== null);
+  ranges[run] = [Math.min(low, ...own), Math.max(high, ...own)];
+  return ranges[run];
+}
+
+function bar(reward, low, high) {
+  const node = el('i', { class: reward === null ? 'none' : '' });
+  node.style.height = `${reward === null ? 100 : 8 + (92 * (reward - low)) / (high - low)}%`;
+  return node;
+}
+
+function more(then) {
+  const button = el('button', { type: 'button', onclick: () => { item.remove(); then(); } }, 'more');
+  const item = el('li', {}, button);
+  list.append(item);
+}
+
+/// Searches on until a page is full or all is seen; every answer comes quickly and says where to go on.
+async function find(run, filter, mine) {
+  let next = { step: 0, byte: 0 };
+  const one = async () => {
+    let count = 0;
+    while (next && count < PAGE) {
+      const found = await apiJson('find', { run, ...filter, step: next.step, byte: next.byte, limit: PAGE - count });
+      if (mine !== ticket && listed.key !== JSON.stringify([run, filter])) return;
+      list.append(...found.found.map((own) => line(own,
+        el('span', { class: 'excerpt' }, visible(own.excerpt)),
+        el('span', { class: 'quiet' }, visible([`step ${own.step}`, own.id, own.category, `reward ${number(own.reward, 2)}`, own.cut ? 'cut off' : '', own.parsed ? '' : 'no answer'].filter(Boolean).join(' · '))))));
+      count += found.found.length;
+      next = found.next;
+      const all = list.querySelectorAll('a').length;
+      status.textContent = next ? `${all} found up to step ${next.step}` : `${all} found in ${found.steps} steps`;
+    }
+    if (next) more(one);
+    mark();
+  };
+  await one();
+}
+
+async function prompt(mine, sample) {
+  const where = { run: current.run, step: current.step, group: current.group };
+  let found;
+  try { found = await apiJson('group', where); } catch (error) {
+    if (mine === ticket) detail.replaceChildren(failure(error));
+    return;
+  }
+  if (mine !== ticket) return;
+  const colours = el('select', { 'aria-label': 'colour of tokens', onchange: () => { remember('colours', colours.value); paint(); } },
+    Object.entries(COLOURINGS).map(([name, label]) => el('option', { value: name, disabled: !['none', 'advantage'].includes(name) && !found.samples.some((own) => own.tokens) }, label)));
+  const kept = remember('colours');
+  colours.value = kept in COLOURINGS && !colours.querySelector(`option[value=${kept}]`).disabled ? kept : 'none';
+  const samples = [...found.samples].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const cards = el('div', { class: 'cards' });
+  const scale = Math.max(...samples.map((own) => Math.abs(own.advantage ?? 0)), 1e-9);
+  let shown = 0;
+  const add = (count) => {
+    const made = samples.slice(shown, shown + count).map((own) => card(own, where, scale));
+    shown += made.length;
+    cards.append(...made.map((one) => one.node));
+    made.forEach((one) => one.paint(colours.value));
+    cards.made = [...(cards.made ?? []), ...made];
+    rest.hidden = shown >= samples.length;
+  };
+  const paint = () => cards.made.forEach((one) => one.paint(colours.value));
+  const rest = el('button', { type: 'button', onclick: () => add(SAMPLES_AT_ONCE) }, 'more completions');
+  const rewards = samples.map((own) => own.reward).filter((reward) => reward !== null);
+  const mean = rewards.reduce((sum, own) => sum + own, 0) / (rewards.length || 1);
+  detail.replaceChildren(
+    el('h2', {}, visible(`${found.id}`), el('span', { class: 'quiet' }, ` step ${found.step}, prompt ${found.group}${found.category ? ` · ${found.category}` : ''} · mean reward ${number(mean)}`)),
+    found.media.length ? gallery(found.media, where) : '',
+    el('details', { open: found.prompt.chars < 1200 }, el('summary', {}, 'rendered prompt'), text(found.prompt, { ...where })),
+    el('details', { open: true }, el('summary', {}, 'solution'), el('pre', {}, visible(typeof found.solution === 'string' ? found.solution : JSON.stringify(found.solution)))),
+    Object.keys(found.row).length ? el('details', {}, el('summary', {}, 'row'), el('dl', {}, Object.entries(found.row).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]))) : '',
+    el('div', { class: 'controls' }, el('h3', {}, `${samples.length} completions, best first`), el('label', {}, 'tokens by ', colours),
+      found.samples.some((own) => own.tokens) ? '' : el('span', { class: 'quiet' }, '`train --log_token_stats` records numbers per token')),
+    cards, rest,
+  );
+  add(SAMPLES_AT_ONCE);
+  if (sample !== undefined) cards.querySelector(`[data-sample="${CSS.escape(sample)}"]`)?.scrollIntoView({ block: 'nearest' });
+}
+
+/// A text of the server, cut where it is very long, with a way to see all of it.
+function text({ text: shown, chars }, where) {
+  const pre = el('pre', {}, visible(shown));
+  const cut = chars > [...shown].length;
+  if (!cut) return pre;
+  const button = el('button', { type: 'button', onclick: async () => {
+    button.disabled = true;
+    try { pre.replaceChildren(...visible(await (await api('text', where)).text())); button.remove(); } catch (error) { button.replaceWith(failure(error)); }
+  } }, `show all ${chars.toLocaleString('en')} characters`);
+  return el('div', {}, pre, button);
+}
+
+function card(own, where, scale) {
+  const body = el('div', { class: 'completion' }, text(own.completion, { ...where, sample: own.sample }));
+  const link = el('a', { href: hash('rollouts', { ...where, sample: own.sample }), title: 'a link to this completion' }, `#${own.sample}`);
+  const marks = [own.cut && 'cut off', !own.parsed && 'no answer'].filter(Boolean).map((mark) => el('span', { class: 'mark' }, mark));
+  const rewards = Object.entries(own.rewards).map(([name, value]) => el('span', { class: 'reward' }, `${name} `, el('b', {}, number(value, 2))));
+  const columns = Object.entries(own.columns).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]);
+  const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': place().params.sample === String(own.sample) ? 'true' : null },
+    el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : 'good', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
+    el('div', { class: 'rewards' }, rewards), body, columns.length ? el('dl', {}, columns) : '');
+  let numbers = null;
+  const paint = async (how) => {
+    node.style.background = '';
+    if (how === 'advantage') node.style.background = tint(own.advantage / scale);
+    if (how === 'none' || how === 'advantage' || !own.tokens) { if (numbers) body.replaceChildren(text(own.completion, { ...where, sample: own.sample })); return; }
+    try { numbers ??= await apiJson('tokens', { ...where, sample: own.sample }); } catch (error) { body.append(failure(error)); return; }
+    body.replaceChildren(tokens(numbers, how, own.advantage));
+  };
+  return { node, paint };
+}
+
+/// Green above 0, red below, for −1 … 1.
+function tint(value) {
+  const share = Math.min(1, Math.abs(value || 0));
+  return share < 0.01 ? '' : `color-mix(in oklab, var(${value < 0 ? '--bad' : '--good'}) ${Math.round(share * 30)}%, var(--card))`;
+}
+
+/// The numbers of one token, from what is recorded.
+function at(numbers, i) {
+  const logprob = numbers.logprobs[i];
+  const before = (numbers.old_logprobs ?? numbers.sampled_logprobs)?.[i];
+  const reference = numbers.reference_logprobs?.[i];
+  const gap = reference === undefined ? undefined : reference - logprob;
+  return {
+    logprob,
+    probability: Math.exp(logprob),
+    ratio: before === undefined ? undefined : Math.exp(logprob - before),
+    kl: gap === undefined ? undefined : Math.exp(gap) - gap - 1,
+    entropy: numbers.entropies?.[i],
+  };
+}
+
+function tokens(numbers, how, advantage) {
+  const box = el('pre', { class: 'tokens' });
+  const tip = el('output', { class: 'tip' });
+  const add = (from) => {
+    const until = Math.min(numbers.tokens.length, from + TOKENS_AT_ONCE);
+    const spans = [];
+    for (let i = from; i < until; i += 1) {
+      const own = at(numbers, i);
+      const span = el('span', { 'data-at': String(i) }, visible(numbers.tokens[i].replace(/^$/, '␀')));
+      const strength = { probability: 1 - own.probability, entropy: Math.min(1, (own.entropy ?? 0) / 3), kl: Math.min(1, (own.kl ?? 0) / 0.5) }[how];
+      if (how === 'ratio') span.style.background = tint(own.ratio === undefined ? 0 : Math.log(own.ratio) * 5);
+      else if (strength > 0.01) span.style.background = `color-mix(in oklab, var(--warm) ${Math.round(strength * 75)}%, transparent)`;
+      spans.push(span);
+    }
+    box.append(...spans);
+    if (until < numbers.tokens.length) {
+      const button = el('button', { type: 'button', onclick: () => { button.remove(); add(until); } }, `${numbers.tokens.length - until} more tokens`);
+      box.append(button);
+    }
+  };
+  const tell = (event) => {
+    const i = event.target.closest?.('[data-at]')?.dataset.at;
+    if (i === undefined) return;
+    const own = at(numbers, Number(i));
+    tip.replaceChildren(el('b', {}, visible(JSON.stringify(numbers.tokens[i]))), ` p ${number(own.probability)} · log p ${number(own.logprob)} · ratio ${number(own.ratio)} · KL ${number(own.kl)} · entropy ${number(own.entropy)} · A ${signed(advantage)}`);
+  };
+  box.addEventListener('pointerover', tell);
+  box.addEventListener('click', tell);
+  tip.textContent = `${COLOURINGS[how]}: point at a token for its numbers`;
+  add(0);
+  return el('div', {}, tip, box);
+}

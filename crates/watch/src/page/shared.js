@@ -1,0 +1,98 @@
+// What every view uses: the server's answers, elements without markup, text that cannot hide anything, numbers.
+
+export async function api(path, params = {}) {
+  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== '');
+  const response = await fetch(`api/${path}?${new URLSearchParams(given)}`);
+  if (response.ok) return response;
+  let what = `${response.status} ${response.statusText}`;
+  try { what = (await response.json()).error ?? what; } catch { /* not ours: the status says it */ }
+  throw new Error(what);
+}
+
+export const apiJson = async (path, params) => (await api(path, params)).json();
+
+export const mediaUrl = (params) => `api/media?${new URLSearchParams(params)}`;
+
+/// An element. Children are nodes or text; text is never read as markup.
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
+    else if (name === 'class') node.className = value;
+    else if (name in node && typeof value !== 'string') node[name] = value;
+    else node.setAttribute(name, value === true ? '' : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));
+  return node;
+}
+
+// Characters that a reader would not see, or that turn the direction of writing.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/u;
+
+/// Text as nodes: what cannot be seen is named.
+export function visible(text) {
+  if (!UNSEEN.test(text)) return [text];
+  const nodes = [];
+  let rest = text;
+  let plain = '';
+  for (const character of rest) {
+    if (!UNSEEN.test(character)) { plain += character; continue; }
+    if (plain) nodes.push(plain);
+    plain = '';
+    const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, '0');
+    nodes.push(el('span', { class: 'unseen', title: `U+${code}` }, `U+${code}`));
+  }
+  if (plain) nodes.push(plain);
+  return nodes;
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return '–';
+  const size = Math.abs(value);
+  // What is left of rounding, and of means that have long been 0.
+  if (size < 1e-12) return '0';
+  if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
+  return String(Number(value.toFixed(size >= 100 ? 1 : digits)));
+}
+
+export const signed = (value, digits = 2) =>
+  value === null || value === undefined ? '–' : `${value < 0 ? '−' : '+'}${number(Math.abs(value), digits)}`;
+
+export function duration(secs) {
+  if (!Number.isFinite(secs)) return '–';
+  if (secs < 60) return `${Math.round(secs)} s`;
+  if (secs < 3600) return `${Math.floor(secs / 60)} min ${Math.round(secs % 60)} s`;
+  return `${Math.floor(secs / 3600)} h ${Math.round((secs % 3600) / 60)} min`;
+}
+
+/// Where the page is: a view and its parameters, in the part of the address that the server does not see.
+export function place() {
+  const [view, query = ''] = location.hash.replace(/^#\/?/, '').split('?');
+  return { view: view || 'charts', params: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function hash(view, params = {}) {
+  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== '');
+  const query = new URLSearchParams(given).toString();
+  return `#/${view}${query ? `?${query}` : ''}`;
+}
+
+export function remember(name, value) {
+  try {
+    if (value === undefined) return localStorage.getItem(`omnigrpo.${name}`);
+    localStorage.setItem(`omnigrpo.${name}`, value);
+  } catch { /* storage may be off: the page works without */ }
+  return null;
+}
+
+/// Calls a function once, when calls have stopped for a while.
+export function settled(wait, then) {
+  let timer;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => then(...given), wait);
+  };
+}
+
+export const failure = (error) => el('p', { class: 'error', role: 'alert' }, visible(String(error.message ?? error)));

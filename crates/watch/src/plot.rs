@@ -1,0 +1,121 @@
+//! Curves as SVG.
+
+use plotters::prelude::*;
+
+const SIZE: (u32, u32) = (480, 260);
+/// More points than a plot is wide say nothing.
+const MAX_POINTS: usize = 600;
+const COLOURS: [RGBColor; 8] = [
+    RGBColor(47, 111, 222),
+    RGBColor(224, 122, 31),
+    RGBColor(44, 154, 91),
+    RGBColor(178, 69, 184),
+    RGBColor(210, 75, 75),
+    RGBColor(13, 151, 168),
+    RGBColor(138, 109, 31),
+    RGBColor(107, 91, 214),
+];
+
+/// A curve over steps.
+pub(crate) struct Line {
+    pub(crate) label: String,
+    /// Step and value, in order of the steps.
+    pub(crate) points: Vec<(f64, f64)>,
+}
+
+/// Curves that belong together.
+pub(crate) struct Plot {
+    pub(crate) title: String,
+    pub(crate) lines: Vec<Line>,
+}
+
+impl Plot {
+    /// The title as a file's name.
+    pub(crate) fn file_name(&self) -> String {
+        self.title.to_lowercase().replace(' ', "-")
+    }
+
+    /// The picture. Means over as many steps as share a pixel.
+    pub(crate) fn svg(&self) -> String {
+        let mut svg = String::new();
+        // A string takes everything; a plot that cannot be laid out is an empty picture.
+        let _ = self.draw(&mut svg);
+        svg
+    }
+
+    fn draw(&self, svg: &mut String) -> Result<(), Box<dyn std::error::Error>> {
+        let lines: Vec<Vec<(f64, f64)>> = self.lines.iter().map(|line| thinned(&line.points)).collect();
+        let range = |values: &mut dyn Iterator<Item = f64>, room: f64| {
+            let (low, high) =
+                values.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), v| (a.min(v), b.max(v)));
+            let by = if high > low { (high - low) * room } else { high.abs().max(1.0) * 0.1 };
+            low - by..high + by
+        };
+        let x = range(&mut lines.iter().flatten().map(|point| point.0), 0.0);
+        let y = range(&mut lines.iter().flatten().map(|point| point.1), 0.05);
+        let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+        root.fill(&WHITE)?;
+        let mut chart = ChartBuilder::on(&root)
+            .caption(&self.title, ("sans-serif", 16))
+            .margin(8)
+            .x_label_area_size(24)
+            .y_label_area_size(54)
+            .build_cartesian_2d(x, y)?;
+        let tick = |value: &f64| {
+            let size = value.abs();
+            if size != 0.0 && !(1e-3..1e5).contains(&size) {
+                format!("{value:.0e}")
+            } else {
+                format!("{}", (value * 1e4).round() / 1e4)
+            }
+        };
+        chart
+            .configure_mesh()
+            .x_labels(6)
+            .y_labels(6)
+            .light_line_style(TRANSPARENT)
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&tick)
+            .draw()?;
+        for (at, points) in lines.into_iter().enumerate() {
+            let colour = COLOURS[at % COLOURS.len()];
+            chart
+                .draw_series(LineSeries::new(points, colour.stroke_width(2)))?
+                .label(&self.lines[at].label)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 14, y)], colour.stroke_width(2)));
+        }
+        if self.lines.len() > 1 {
+            chart
+                .configure_series_labels()
+                .background_style(WHITE.mix(0.8))
+                .border_style(BLACK.mix(0.2))
+                .draw()?;
+        }
+        root.present()?;
+        Ok(())
+    }
+}
+
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    points
+        .chunks(points.len().div_ceil(MAX_POINTS).max(1))
+        .map(|some| {
+            let mean = |of: fn(&(f64, f64)) -> f64| some.iter().map(of).sum::<f64>() / some.len() as f64;
+            (mean(|point| point.0), mean(|point| point.1))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_curves_are_means() {
+        let points: Vec<(f64, f64)> = (0..1200).map(|at| (f64::from(at), f64::from(at % 2))).collect();
+        let thin = thinned(&points);
+        assert_eq!((thin.len(), thin[0]), (600, (0.5, 0.5)));
+        assert_eq!(thinned(&points[..3]), &points[..3]);
+        assert!(thinned(&[]).is_empty());
+    }
+}

@@ -1,0 +1,131 @@
+//! The newest numbers for Prometheus to scrape, on a port of this machine.
+
+use std::io;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use omnigrpo_observe::{Event, Metric, Tracker};
+use tiny_http::{Header, Method, Response};
+
+/// Serves `http://127.0.0.1:PORT/metrics` until it is dropped.
+pub struct Prometheus {
+    http: Arc<tiny_http::Server>,
+    page: Arc<Mutex<String>>,
+    port: u16,
+    run: String,
+    /// The last value of each metric, in the order of their names.
+    values: std::collections::BTreeMap<String, f64>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Prometheus {
+    /// Begins to serve; port 0 takes a free one.
+    ///
+    /// # Errors
+    /// A port that is taken.
+    pub fn start(port: u16, run: &str) -> Result<Self, String> {
+        let failed = |error: &dyn std::fmt::Display| format!("127.0.0.1:{port} cannot be served: {error}");
+        let http = tiny_http::Server::http((Ipv4Addr::LOCALHOST, port)).map_err(|error| failed(&error))?;
+        let port = http.server_addr().to_ip().map_or(port, |address| address.port());
+        let (http, page) = (Arc::new(http), Arc::new(Mutex::new(String::new())));
+        let (server, text) = (Arc::clone(&http), Arc::clone(&page));
+        let work = move || {
+            // `recv` fails when the tracker is dropped.
+            while let Ok(request) = server.recv() {
+                let is_ours = *request.method() == Method::Get && request.url() == "/metrics";
+                let body = if is_ours { locked(&text).clone() } else { "only GET /metrics\n".to_owned() };
+                let kind = Header::from_bytes("Content-Type", "text/plain; version=0.0.4; charset=utf-8");
+                let mut answer =
+                    Response::from_string(body).with_status_code(if is_ours { 200 } else { 404 });
+                kind.into_iter().for_each(|header| answer.add_header(header));
+                // Whoever asked may be gone.
+                let _: io::Result<()> = request.respond(answer);
+            }
+        };
+        let thread = std::thread::Builder::new().name("prometheus".to_owned()).spawn(work);
+        let thread = Some(thread.map_err(|error| failed(&error))?);
+        Ok(Self { http, page, port, run: run.to_owned(), values: Default::default(), thread })
+    }
+
+    /// The port it is served on.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    fn set(&mut self, metrics: &[Metric]) {
+        for (name, value) in metrics {
+            match value.filter(|value| value.is_finite()) {
+                Some(value) => drop(self.values.insert(name.clone(), value)),
+                None => drop(self.values.remove(name)),
+            }
+        }
+        let run = label(&self.run);
+        let mut page =
+            String::from("# HELP omnigrpo Last value of each metric, under its name in metrics.jsonl.\n");
+        page.push_str("# TYPE omnigrpo gauge\n");
+        for (name, value) in &self.values {
+            page.push_str(&format!("omnigrpo{{run=\"{run}\",metric=\"{}\"}} {value}\n", label(name)));
+        }
+        *locked(&self.page) = page;
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A label's value as the format quotes it.
+fn label(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+impl Tracker for Prometheus {
+    fn name(&self) -> &'static str {
+        "prometheus"
+    }
+
+    fn take(&mut self, event: &Event) -> Result<(), String> {
+        if let Event::Metrics { step, epoch, metrics } = event {
+            let place = [("step".to_owned(), Some(*step as f64)), ("epoch".to_owned(), Some(*epoch))];
+            self.set(&[&place[..], metrics].concat());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Prometheus {
+    fn drop(&mut self) {
+        self.http.unblock();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_values_are_served_under_their_names() {
+        let mut tracker = Prometheus::start(0, "my \"run\"").unwrap();
+        let metrics =
+            |reward| vec![("rewards/accuracy/mean".to_owned(), reward), ("kl".to_owned(), Some(0.5))];
+        tracker.take(&Event::Metrics { step: 1, epoch: 0.5, metrics: metrics(Some(0.25)) }).unwrap();
+        let url = format!("http://127.0.0.1:{}/metrics", tracker.port());
+        let page = || ureq::get(&url).call().unwrap().body_mut().read_to_string().unwrap();
+        let expected = "# HELP omnigrpo Last value of each metric, under its name in metrics.jsonl.\n\
+            # TYPE omnigrpo gauge\n\
+            omnigrpo{run=\"my \\\"run\\\"\",metric=\"epoch\"} 0.5\n\
+            omnigrpo{run=\"my \\\"run\\\"\",metric=\"kl\"} 0.5\n\
+            omnigrpo{run=\"my \\\"run\\\"\",metric=\"rewards/accuracy/mean\"} 0.25\n\
+            omnigrpo{run=\"my \\\"run\\\"\",metric=\"step\"} 1\n";
+        assert_eq!(page(), expected);
+        tracker.take(&Event::Metrics { step: 2, epoch: 0.5, metrics: metrics(None) }).unwrap();
+        assert!(!page().contains("accuracy"), "what was not measured is not the old value");
+        let error = Prometheus::start(tracker.port(), "other").err().unwrap();
+        assert!(error.contains("cannot be served"), "{error}");
+    }
+}

@@ -1,0 +1,405 @@
+//! The records of completions: which prompts a step has, one prompt with its completions, and the search for some.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use omnigrpo_observe::{FinishReason, Rollout};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::Error;
+use crate::index::{Entry, Indices, Lines, line_at};
+use crate::media::{self, Medium};
+use crate::run::{Run, unquoted};
+
+/// Characters of a text in an answer; the page asks for the rest.
+const SHOWN_CHARS: usize = 20_000;
+/// Characters of a prompt in a list.
+const EXCERPT_CHARS: usize = 160;
+/// Completions of one prompt in an answer.
+const MAX_SAMPLES: usize = 1024;
+/// A search answers after this time, with the place to go on from.
+const SEARCH_TIME: Duration = Duration::from_millis(250);
+
+/// Columns of rows that are taken for a category where `category_column` names none.
+const CATEGORIES: [&str; 7] =
+    ["category", "type", "task", "problem_type", "question_type", "data_type", "subject"];
+
+/// What is known of a completion without reading it again.
+#[derive(Debug)]
+pub(crate) struct Brief {
+    group: usize,
+    sample: usize,
+    id: String,
+    reward: Option<f64>,
+    cut: bool,
+    parsed: bool,
+    category: Option<String>,
+    excerpt: String,
+}
+
+/// Numbers per token, a line of `tokens/`.
+#[derive(Debug, Deserialize)]
+struct Place {
+    group: usize,
+    sample: usize,
+}
+
+/// The records of all runs.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    rollouts: Indices<Brief>,
+    tokens: Indices<Place>,
+}
+
+/// What to look for. Everything that is given has to hold.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Filter {
+    /// In the completion, the prompt, the solution or the row's id, in any case.
+    text: Option<String>,
+    min: Option<f64>,
+    max: Option<f64>,
+    /// Completions that hit the length limit.
+    cut: bool,
+    /// Completions without an answer between its tags.
+    unparsed: bool,
+    category: Option<String>,
+    /// Where to go on: a step and a byte of its file.
+    step: u64,
+    byte: u64,
+    limit: usize,
+}
+
+/// A prompt of a step in a list.
+#[derive(Debug, Serialize)]
+struct GroupLine<'a> {
+    group: usize,
+    id: &'a str,
+    category: Option<&'a str>,
+    excerpt: &'a str,
+    completions: usize,
+    rewards: Vec<Option<f64>>,
+    cut: usize,
+    unparsed: usize,
+}
+
+impl Records {
+    fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Arc<Vec<Entry<Brief>>>), Error> {
+        let path = run.step_file("rollouts", step);
+        let column = category_column(run);
+        let index = self.rollouts.of(&path, |line| Some(brief(&parsed(line).ok()?, column.as_deref())))?;
+        Ok((path, index))
+    }
+
+    /// The prompts of a step, `limit` of them from the one with this position.
+    pub(crate) fn groups(&self, run: &Run, step: u64, from: usize, limit: usize) -> Result<Value, Error> {
+        let (_, index) = self.index(run, step)?;
+        let mut groups: BTreeMap<usize, Vec<&Brief>> = BTreeMap::new();
+        for entry in index.iter() {
+            groups.entry(entry.brief.group).or_default().push(&entry.brief);
+        }
+        let of = |(&group, briefs): (&usize, &Vec<&Brief>)| {
+            let first = briefs.iter().min_by_key(|brief| brief.sample);
+            json!(GroupLine {
+                group,
+                id: first.map_or("", |brief| &brief.id),
+                category: briefs.iter().find_map(|brief| brief.category.as_deref()),
+                excerpt: first.map_or("", |brief| &brief.excerpt),
+                completions: briefs.len(),
+                rewards: briefs.iter().take(MAX_SAMPLES).map(|brief| brief.reward).collect(),
+                cut: briefs.iter().filter(|brief| brief.cut).count(),
+                unparsed: briefs.iter().filter(|brief| !brief.parsed).count(),
+            })
+        };
+        let shown: Vec<Value> = groups.iter().skip(from).take(limit).map(of).collect();
+        Ok(json!({ "step": step, "all": groups.len(), "groups": shown }))
+    }
+
+    /// The records of one prompt, by sample.
+    fn group_records(&self, run: &Run, step: u64, group: usize) -> Result<Vec<Rollout>, Error> {
+        let (path, index) = self.index(run, step)?;
+        let mut records = Vec::new();
+        for entry in index.iter().filter(|entry| entry.brief.group == group).take(MAX_SAMPLES) {
+            let line = line_at(&path, entry)?;
+            let damaged = |reason| Error::Damaged { path: path.clone(), offset: entry.offset, reason };
+            records.push(parsed(&line).map_err(|error| damaged(error.to_string()))?);
+        }
+        if records.is_empty() {
+            return Err(Error::missing(format!("step {step} has no prompt {group}")));
+        }
+        records.sort_by_key(|record| record.sample);
+        Ok(records)
+    }
+
+    /// One prompt with its media and completions. Long texts are cut.
+    pub(crate) fn group(&self, run: &Run, step: u64, group: usize) -> Result<Value, Error> {
+        let records = self.group_records(run, step, group)?;
+        let with_tokens: Vec<usize> = self
+            .token_lines(run, step)
+            .iter()
+            .filter(|(_, place)| place.group == group)
+            .map(|(_, place)| place.sample)
+            .collect();
+        let first = &records[0];
+        let mut row = records.iter().find_map(|record| record.row.clone()).unwrap_or_default();
+        let column = category_column(run);
+        let category = category(&row, column.as_deref());
+        row.values_mut().for_each(|value| shorten(value));
+        let samples: Vec<Value> = records
+            .iter()
+            .map(|record| {
+                json!({
+                    "sample": record.sample,
+                    "completion": cut_text(&record.completion),
+                    "reward": record.reward,
+                    "rewards": record.rewards,
+                    "advantage": record.advantage,
+                    "length": record.length,
+                    "cut": record.finish_reason == FinishReason::Length,
+                    "parsed": has_answer(&record.completion),
+                    "columns": record.columns,
+                    "tokens": with_tokens.contains(&record.sample),
+                })
+            })
+            .collect();
+        Ok(json!({
+            "step": step,
+            "group": group,
+            "id": first.id,
+            "epoch": first.epoch,
+            "prompt": cut_text(&first.prompt),
+            "solution": first.solution,
+            "category": category,
+            "media": media::listed(&first.media, &first.frame_times_secs),
+            "row": row,
+            "samples": samples,
+        }))
+    }
+
+    /// A medium of a prompt.
+    pub(crate) fn medium(&self, run: &Run, step: u64, group: usize, at: usize) -> Result<Medium, Error> {
+        let records = self.group_records(run, step, group)?;
+        media::open(&records[0].media, at)
+    }
+
+    /// A whole text: a completion, or the prompt.
+    pub(crate) fn text(
+        &self,
+        run: &Run,
+        step: u64,
+        group: usize,
+        sample: Option<usize>,
+    ) -> Result<String, Error> {
+        let records = self.group_records(run, step, group)?;
+        let record = records.into_iter().find(|record| sample.is_none_or(|own| own == record.sample));
+        let record = record.ok_or_else(|| Error::missing("no such completion"))?;
+        Ok(if sample.is_some() { record.completion } else { record.prompt })
+    }
+
+    fn token_lines(&self, run: &Run, step: u64) -> Vec<(u64, Place)> {
+        let path = run.step_file("tokens", step);
+        let index = self.tokens.of(&path, |line| serde_json::from_slice(line).ok());
+        index.map_or_else(
+            |_| Vec::new(),
+            |index| {
+                let place = |p: &Place| Place { group: p.group, sample: p.sample };
+                index.iter().map(|entry| (entry.offset, place(&entry.brief))).collect()
+            },
+        )
+    }
+
+    /// The numbers of a completion's tokens, as the update of this step saw them, verbatim.
+    pub(crate) fn tokens(&self, run: &Run, step: u64, group: usize, sample: usize) -> Result<Vec<u8>, Error> {
+        let path = run.step_file("tokens", step);
+        let index = self.tokens.of(&path, |line| serde_json::from_slice(line).ok())?;
+        let entry = index.iter().find(|entry| (entry.brief.group, entry.brief.sample) == (group, sample));
+        let entry = entry.ok_or_else(|| {
+            Error::missing("no numbers of these tokens: `train --log_token_stats` writes them")
+        })?;
+        line_at(&path, entry)
+    }
+
+    /// Completions that a filter lets through, from its place on, and the place to go on from.
+    pub(crate) fn find(&self, run: &Run, filter: &Filter) -> Result<Value, Error> {
+        let started = Instant::now();
+        let steps = run.steps("rollouts")?;
+        let column = category_column(run);
+        let text = filter.text.as_deref().map(str::to_lowercase).filter(|text| !text.is_empty());
+        let limit = filter.limit.clamp(1, 500);
+        let mut found = Vec::new();
+        for &step in steps.iter().filter(|&&step| step >= filter.step) {
+            let path = run.step_file("rollouts", step);
+            let file = File::open(&path).map_err(Error::io("open", &path))?;
+            let from = if step == filter.step { filter.byte } else { 0 };
+            let mut lines = Lines::new(file);
+            // The row stands with the first completion of its prompt.
+            let mut of_group: Option<(usize, Option<String>)> = None;
+            while let Some((offset, line)) = lines.next().map_err(Error::io("read", &path))? {
+                let Ok(record) = parsed(line) else { continue };
+                let brief = brief(&record, column.as_deref());
+                if of_group.as_ref().is_none_or(|(group, _)| *group != brief.group) {
+                    of_group = Some((brief.group, brief.category.clone()));
+                }
+                if offset < from {
+                    continue;
+                }
+                if found.len() == limit || started.elapsed() > SEARCH_TIME {
+                    let next = json!({ "step": step, "byte": offset });
+                    return Ok(json!({ "found": found, "next": next, "steps": steps.len() }));
+                }
+                let category = of_group.as_ref().and_then(|(_, category)| category.as_deref());
+                if filter.lets_through(&record, &brief, category, text.as_deref()) {
+                    found.push(json!({
+                        "step": step,
+                        "group": brief.group,
+                        "sample": brief.sample,
+                        "id": brief.id,
+                        "reward": brief.reward,
+                        "cut": brief.cut,
+                        "parsed": brief.parsed,
+                        "category": category,
+                        "excerpt": excerpt(&record.completion, text.as_deref()),
+                    }));
+                }
+            }
+        }
+        Ok(json!({ "found": found, "next": null, "steps": steps.len() }))
+    }
+}
+
+impl Filter {
+    fn lets_through(
+        &self,
+        record: &Rollout,
+        brief: &Brief,
+        category: Option<&str>,
+        text: Option<&str>,
+    ) -> bool {
+        let within = |bound: Option<f64>, holds: fn(f64, f64) -> bool| {
+            bound.is_none_or(|bound| brief.reward.is_some_and(|reward| holds(reward, bound)))
+        };
+        let named = self.category.as_deref().filter(|name| !name.is_empty());
+        within(self.min, |reward, bound| reward >= bound)
+            && within(self.max, |reward, bound| reward <= bound)
+            && (!self.cut || brief.cut)
+            && (!self.unparsed || !brief.parsed)
+            && named.is_none_or(|name| category == Some(name))
+            && text.is_none_or(|text| {
+                let has = |own: &str| own.to_lowercase().contains(text);
+                let solution = || record.solution.as_ref().is_some_and(|own| has(&own.to_string()));
+                has(&record.completion) || has(&record.id) || has(&record.prompt) || solution()
+            })
+    }
+}
+
+/// A record. Bytes that are no UTF-8 become U+FFFD, so that one of them does not hide a record.
+fn parsed(line: &[u8]) -> Result<Rollout, serde_json::Error> {
+    serde_json::from_str(&String::from_utf8_lossy(line))
+}
+
+fn brief(record: &Rollout, column: Option<&str>) -> Brief {
+    Brief {
+        group: record.group,
+        sample: record.sample,
+        id: record.id.chars().take(EXCERPT_CHARS).collect(),
+        reward: record.reward,
+        cut: record.finish_reason == FinishReason::Length,
+        parsed: has_answer(&record.completion),
+        category: record.row.as_ref().and_then(|row| category(row, column)),
+        excerpt: question(record),
+    }
+}
+
+/// The end of a prompt without the template's markers.
+fn question(record: &Rollout) -> String {
+    let mut plain = String::new();
+    let mut rest = record.prompt.as_str();
+    while let Some((before, (_, after))) =
+        rest.split_once("<|").and_then(|(a, b)| Some((a, b.split_once("|>")?)))
+    {
+        plain.push_str(before);
+        rest = after;
+    }
+    plain.push_str(rest);
+    let said =
+        plain.lines().map(str::trim).filter(|line| !["", "system", "user", "assistant"].contains(line));
+    let all = said.collect::<Vec<_>>().join(" ");
+    let skipped = all.chars().count().saturating_sub(EXCERPT_CHARS);
+    all.chars().skip(skipped).collect()
+}
+
+/// The beginning of a text, or what is around the place that was looked for.
+fn excerpt(text: &str, sought: Option<&str>) -> String {
+    let at = sought.and_then(|sought| text.to_lowercase().find(sought)).unwrap_or(0);
+    // Lower case can be longer: what matters is that the place is near.
+    let before = text.char_indices().take_while(|(byte, _)| *byte < at).count();
+    text.chars().skip(before.saturating_sub(EXCERPT_CHARS / 3)).take(EXCERPT_CHARS).collect()
+}
+
+/// Whether something stands between answer tags.
+fn has_answer(completion: &str) -> bool {
+    let inside = completion.split_once("<answer>").and_then(|(_, rest)| rest.split_once("</answer>"));
+    inside.is_some_and(|(answer, _)| !answer.trim().is_empty())
+}
+
+fn category_column(run: &Run) -> Option<String> {
+    let settings = run.settings();
+    let column = settings.iter().find(|setting| setting.name == "category_column")?;
+    Some(unquoted(&column.value).to_owned())
+}
+
+fn category(row: &Map<String, Value>, column: Option<&str>) -> Option<String> {
+    let named = column.into_iter().chain(CATEGORIES);
+    let value = named.filter_map(|name| row.get(name)).find(|value| !value.is_null())?;
+    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    Some(text.chars().take(EXCERPT_CHARS).collect())
+}
+
+/// The beginning of a text, and how many characters it has.
+fn cut_text(text: &str) -> Value {
+    let chars = text.chars().count();
+    let shown: String = text.chars().take(SHOWN_CHARS).collect();
+    json!({ "text": shown, "chars": chars })
+}
+
+/// Cuts the texts in a value of a row.
+fn shorten(value: &mut Value) {
+    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    if text.len() > EXCERPT_CHARS * 8 {
+        *value = Value::String(text.chars().take(EXCERPT_CHARS * 8).chain(['…']).collect());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_is_shown_without_its_template() {
+        let line = r#"{"epoch":0,"id":"a","group":0,"sample":0,"completion":"","solution":null,"rewards":{},"reward":null,
+            "advantage":0,"length":0,"finish_reason":"stop","media":[],
+            "prompt":"<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n<|image_pad|>\nWhich 2 <| 3?<|im_end|>\n"}"#;
+        assert_eq!(question(&parsed(line.replace('\n', "").as_bytes()).unwrap()), "Be brief Which 2");
+    }
+
+    #[test]
+    fn answers_are_what_stands_between_their_tags() {
+        for (text, has) in
+            [("<answer>B</answer>", true), ("<answer> </answer>", false), ("<answer>B", false), ("B", false)]
+        {
+            assert_eq!(has_answer(text), has, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_excerpt_shows_the_place_that_was_sought() {
+        let text = format!("{}Needle{}", "ä".repeat(500), "b".repeat(500));
+        let shown = excerpt(&text, Some("needle"));
+        assert!(shown.contains("Needle") && shown.chars().count() == EXCERPT_CHARS, "{shown}");
+        assert_eq!(excerpt("short", None), "short");
+    }
+}

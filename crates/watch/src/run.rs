@@ -1,0 +1,257 @@
+//! A run directory as the page sees it: its name, settings, metrics and steps.
+
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use omnigrpo_observe::step_files;
+use serde::Serialize;
+
+use crate::Error;
+use crate::index::Stamp;
+
+const METRICS: &str = "metrics.jsonl";
+/// Bytes of rows in one answer, but for a row that is longer.
+const SLICE_BYTES: u64 = 4 << 20;
+/// A longer row is an error.
+const MAX_ROW_BYTES: u64 = 32 << 20;
+/// Bytes read of `config.yaml`.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// Runs of one directory.
+const MAX_RUNS: usize = 256;
+
+/// A run directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Run {
+    /// The directory's name, or `run_name`.
+    pub(crate) name: String,
+    pub(crate) dir: PathBuf,
+}
+
+/// A setting of `config.yaml`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Setting {
+    pub(crate) name: String,
+    /// As it is written.
+    pub(crate) value: String,
+    /// Where it is from: `flag`, `default`, a file.
+    pub(crate) origin: String,
+}
+
+/// How much of the metrics there is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Metrics {
+    /// Another number is another file: rows that were fetched are void.
+    pub(crate) id: u64,
+    pub(crate) bytes: u64,
+    /// Seconds since the last row.
+    pub(crate) age_secs: u64,
+    /// Whether the trained model is there.
+    pub(crate) done: bool,
+}
+
+/// Rows from an offset.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub(crate) id: u64,
+    /// Complete lines.
+    pub(crate) rows: Vec<u8>,
+    /// Where the rest begins.
+    pub(crate) next: u64,
+}
+
+impl Run {
+    /// The runs that directories hold: each itself, or those in it. One directory may be that of a run that is about to begin.
+    pub(crate) fn find(directories: &[PathBuf]) -> Result<Vec<Self>, Error> {
+        let mut runs = Vec::new();
+        for path in directories {
+            let dir = fs::canonicalize(path).map_err(Error::io("open", path))?;
+            if is_run(&dir) {
+                runs.push(Self::named(dir));
+                continue;
+            }
+            let entries = fs::read_dir(&dir).map_err(Error::io("read", path))?;
+            let mut inside: Vec<PathBuf> =
+                entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| is_run(path)).collect();
+            inside.sort();
+            inside.truncate(MAX_RUNS);
+            if inside.is_empty() {
+                return Err(Error::NoRun { path: path.clone() });
+            }
+            runs.extend(inside.into_iter().map(Self::named));
+        }
+        Ok(runs)
+    }
+
+    /// A run of this directory, whatever is in it.
+    pub(crate) fn named(dir: PathBuf) -> Self {
+        let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
+        let mut run = Self { name, dir };
+        let named = run.settings().into_iter().find(|setting| setting.name == "run_name");
+        if let Some(named) = named.map(|s| unquoted(&s.value).to_owned()).filter(|name| !name.is_empty()) {
+            run.name = named;
+        }
+        run
+    }
+
+    fn metrics_path(&self) -> PathBuf {
+        self.dir.join(METRICS)
+    }
+
+    /// What there is of metrics; nothing before the first step.
+    pub(crate) fn metrics_now(&self) -> Metrics {
+        let Ok(meta) = fs::metadata(self.metrics_path()) else { return Metrics::default() };
+        let stamp = Stamp::of(&meta);
+        let age = stamp.modified.and_then(|at| at.elapsed().ok()).unwrap_or_default();
+        let done = fs::metadata(self.dir.join("README.md")).and_then(|card| card.modified());
+        // A card that is older than the last row is that of an earlier run.
+        let done = done.is_ok_and(|done| stamp.modified.is_some_and(|row| done >= row));
+        Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done }
+    }
+
+    /// Whole rows from an offset, as they stand in the file.
+    pub(crate) fn metrics(&self, from: u64) -> Result<Slice, Error> {
+        let path = self.metrics_path();
+        let mut file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Slice { id: 0, rows: Vec::new(), next: 0 });
+            }
+            Err(error) => return Err(Error::io("open", &path)(error)),
+        };
+        let id = Stamp::of(&file.metadata().map_err(Error::io("look at", &path))?).id;
+        file.seek(SeekFrom::Start(from)).map_err(Error::io("read", &path))?;
+        let mut rows = Vec::new();
+        let mut reader = BufReader::new(file);
+        (&mut reader).take(SLICE_BYTES).read_to_end(&mut rows).map_err(Error::io("read", &path))?;
+        let whole = rows.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        if whole == 0 && rows.len() as u64 == SLICE_BYTES {
+            let rest = (&mut reader).take(MAX_ROW_BYTES).read_until(b'\n', &mut rows);
+            rest.map_err(Error::io("read", &path))?;
+            if rows.last() != Some(&b'\n') {
+                let reason = format!("a row of more than {} MiB", MAX_ROW_BYTES >> 20);
+                return Err(Error::Damaged { path, offset: from, reason });
+            }
+        } else {
+            rows.truncate(whole);
+        }
+        let next = from + rows.len() as u64;
+        Ok(Slice { id, rows, next })
+    }
+
+    /// Every setting of `config.yaml`; none where there is no such file.
+    pub(crate) fn settings(&self) -> Vec<Setting> {
+        let mut text = Vec::new();
+        let Ok(file) = File::open(self.dir.join("config.yaml")) else { return Vec::new() };
+        if file.take(MAX_CONFIG_BYTES).read_to_end(&mut text).is_err() {
+            return Vec::new();
+        }
+        String::from_utf8_lossy(&text).lines().filter_map(setting).collect()
+    }
+
+    /// The steps that a directory of the run has files of, in order.
+    pub(crate) fn steps(&self, directory: &str) -> Result<Vec<u64>, Error> {
+        let path = self.dir.join(directory);
+        if !path.is_dir() {
+            return Ok(Vec::new());
+        }
+        let files = step_files(&path).map_err(|error| Error::missing(error.to_string()))?;
+        let mut steps: Vec<u64> = files.into_iter().map(|(step, _)| step).collect();
+        steps.dedup();
+        Ok(steps)
+    }
+
+    /// The file of a step.
+    pub(crate) fn step_file(&self, directory: &str, step: u64) -> PathBuf {
+        self.dir.join(directory).join(format!("step-{step:06}.jsonl"))
+    }
+}
+
+fn is_run(dir: &Path) -> bool {
+    dir.join(METRICS).is_file()
+}
+
+/// `name: value   # origin`, as settings are printed.
+fn setting(line: &str) -> Option<Setting> {
+    let (name, rest) = line.split_once(": ")?;
+    let is_name = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let (value, origin) = rest.rsplit_once(" # ").unwrap_or((rest, ""));
+    is_name.then(|| Setting {
+        name: name.to_owned(),
+        value: value.trim().to_owned(),
+        origin: origin.trim().to_owned(),
+    })
+}
+
+/// A YAML text without its quotes, where it is a simple one.
+pub(crate) fn unquoted(value: &str) -> &str {
+    let inside = |quote| value.strip_prefix(quote)?.strip_suffix(quote);
+    inside('"').or_else(|| inside('\'')).unwrap_or(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(metrics: &[u8]) -> (tempfile::TempDir, Run) {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join(METRICS), metrics).unwrap();
+        let run = Run::find(&[directory.path().to_owned()]).unwrap().remove(0);
+        (directory, run)
+    }
+
+    #[test]
+    fn rows_come_whole_and_go_on_where_they_ended() {
+        let (_directory, run) = run(b"{\"step\":1}\n{\"step\":2}\n{\"st");
+        let first = run.metrics(0).unwrap();
+        assert_eq!((first.rows.as_slice(), first.next), (&b"{\"step\":1}\n{\"step\":2}\n"[..], 22));
+        assert_eq!(run.metrics(22).unwrap().rows, b"");
+        assert_eq!(run.metrics(11).unwrap().rows, b"{\"step\":2}\n");
+        assert_eq!(run.metrics_now().bytes, 26);
+        assert_eq!(run.metrics(1 << 40).unwrap().rows, b"", "beyond the end");
+    }
+
+    #[test]
+    fn a_row_longer_than_a_slice_comes_by_itself() {
+        let long = format!("{{\"x\":\"{}\"}}\n", "y".repeat(SLICE_BYTES as usize + 10));
+        let (_directory, run) = run(format!("{long}{{}}\n").as_bytes());
+        let first = run.metrics(0).unwrap();
+        assert_eq!(first.next, long.len() as u64);
+        assert_eq!(run.metrics(first.next).unwrap().rows, b"{}\n");
+    }
+
+    #[test]
+    fn a_directory_of_runs_is_all_of_them() {
+        let directory = tempfile::tempdir().unwrap();
+        for name in ["b", "a", "no-run"] {
+            fs::create_dir(directory.path().join(name)).unwrap();
+        }
+        fs::write(directory.path().join("a/metrics.jsonl"), "").unwrap();
+        fs::write(directory.path().join("b/metrics.jsonl"), "").unwrap();
+        fs::write(directory.path().join("b/config.yaml"), "run_name: \"of mine\"   # flag\n").unwrap();
+        let runs = Run::find(&[directory.path().to_owned()]).unwrap();
+        assert_eq!(runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>(), ["a", "of mine"]);
+        let error = Run::find(&[directory.path().join("no-run")]).unwrap_err().to_string();
+        assert!(
+            error.contains("no-run holds no run: expected a run directory with `metrics.jsonl`"),
+            "{error}"
+        );
+        let error = Run::find(&[directory.path().join("x")]).unwrap_err().to_string();
+        assert!(error.ends_with("x is not there"), "{error}");
+    }
+
+    #[test]
+    fn settings_are_read_as_they_are_printed() {
+        let line = "reward_funcs: [\"cmd:a # b\", format] # config r.yaml:3";
+        let expected = Setting {
+            name: "reward_funcs".into(),
+            value: "[\"cmd:a # b\", format]".into(),
+            origin: "config r.yaml:3".into(),
+        };
+        assert_eq!(setting(line), Some(expected));
+        assert_eq!(setting("# delta:   # not set: off"), None);
+        assert_eq!(setting("# Model"), None);
+        assert_eq!(unquoted("'off'"), "off");
+        assert_eq!(unquoted("\"off"), "\"off");
+    }
+}

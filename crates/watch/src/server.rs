@@ -1,0 +1,603 @@
+//! The server of the page.
+
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tiny_http::{Header, Method, Request, Response, StatusCode};
+
+use crate::Error;
+use crate::assets;
+use crate::evaluations::{Comparison, Evaluations};
+use crate::media::Medium;
+use crate::rollouts::{Filter, Records};
+use crate::run::{Metrics, Run};
+
+/// How often the files of the runs are looked at while somebody watches.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// A page that is still there hears something at least this often.
+const ALIVE_EVERY: Duration = Duration::from_secs(10);
+/// Pages that are told of news at a time.
+const MAX_LISTENERS: usize = 32;
+/// Prompts in one answer.
+const MAX_GROUPS: usize = 500;
+/// Requests that are answered at a time.
+const THREADS: usize = 4;
+
+/// Everything comes from here, text is never markup, and nobody may frame the page or learn its address.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
+     connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// What the browser is told with every answer.
+const HEADERS: [(&str, &str); 6] = [
+    ("Content-Security-Policy", POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-store"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+];
+
+/// The page of some runs, served until this is dropped.
+pub struct Server {
+    url: String,
+    app: Arc<App>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct App {
+    http: tiny_http::Server,
+    token: String,
+    runs: Vec<Run>,
+    records: Records,
+    evaluations: Evaluations,
+    over: AtomicBool,
+    listeners: AtomicUsize,
+}
+
+impl Server {
+    /// Serves runs that are there, each a run directory or a directory of them.
+    ///
+    /// # Errors
+    /// A directory without a run, or a port that is taken.
+    pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
+        Self::serve(Run::find(directories)?, port)
+    }
+
+    /// Serves a run that is about to begin in this directory, which exists.
+    ///
+    /// # Errors
+    /// A port that is taken.
+    pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
+        Self::serve(vec![Run::named(directory)], port)
+    }
+
+    fn serve(runs: Vec<Run>, port: u16) -> Result<Self, Error> {
+        let failed = |source| Error::Serve { port, source };
+        let http = tiny_http::Server::http((Ipv4Addr::LOCALHOST, port)).map_err(|error| {
+            failed(error.downcast::<io::Error>().map_or_else(io::Error::other, |error| *error))
+        })?;
+        let bound = http.server_addr().to_ip().map_or(port, |address| address.port());
+        let mut secret = [0; 16];
+        getrandom::fill(&mut secret).map_err(|error| failed(io::Error::other(error)))?;
+        let token: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+        let url = format!("http://127.0.0.1:{bound}/{token}/");
+        let (records, evaluations) = (Records::default(), Evaluations::default());
+        let (over, listeners) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let app = Arc::new(App { http, token, runs, records, evaluations, over, listeners });
+        let threads = (0..THREADS).map(|_| {
+            let app = Arc::clone(&app);
+            std::thread::Builder::new().name("watch".to_owned()).spawn(move || work(&app))
+        });
+        let threads = threads.collect::<Result<_, _>>().map_err(failed)?;
+        Ok(Self { url, app, threads })
+    }
+
+    /// The page's address. Whoever has it can read the runs.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.app.over.store(true, Ordering::Relaxed);
+        for _ in &self.threads {
+            self.app.http.unblock();
+        }
+        for thread in self.threads.drain(..) {
+            // A panic in it has been reported where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(app: &Arc<App>) {
+    while !app.over.load(Ordering::Relaxed) {
+        let Ok(request) = app.http.recv() else { continue };
+        let route = route(&request, &app.token);
+        // Whoever asked may be gone: nothing depends on the answer.
+        let _ = match route {
+            Ok((path, query)) if path == "api/events" => listen(app, request, &query),
+            Ok((path, query)) => {
+                let answer = app.answer(&path, &query, &request).unwrap_or_else(|error| refusal(&error));
+                request.respond(answer)
+            }
+            Err((status, why)) => request.respond(answer(status, "text/plain", why.into())),
+        };
+    }
+}
+
+type Answer = Response<Box<dyn io::Read + Send>>;
+
+fn header(name: &str, value: &str) -> Option<Header> {
+    Header::from_bytes(name, value).ok()
+}
+
+fn with_headers(mut answer: Answer, kind: &str) -> Answer {
+    let all = HEADERS.into_iter().chain([("Content-Type", kind)]);
+    all.filter_map(|(name, value)| header(name, value)).for_each(|header| answer.add_header(header));
+    answer
+}
+
+fn answer(status: u16, kind: &str, content: Vec<u8>) -> Answer {
+    let length = content.len();
+    let content: Box<dyn io::Read + Send> = Box::new(io::Cursor::new(content));
+    with_headers(Response::new(StatusCode(status), Vec::new(), content, Some(length), None), kind)
+}
+
+fn json_answer(value: &Value) -> Answer {
+    answer(200, "application/json", value.to_string().into_bytes())
+}
+
+fn refusal(error: &Error) -> Answer {
+    let status = match error {
+        Error::Missing(_) | Error::NoRun { .. } => 404,
+        _ => 500,
+    };
+    answer(status, "application/json", json!({ "error": error.to_string() }).to_string().into_bytes())
+}
+
+/// The path behind the token, and the query.
+fn route(request: &Request, token: &str) -> Result<(String, String), (u16, &'static str)> {
+    // Another page's name that leads to loopback is none of ours.
+    let host = request.headers().iter().find(|header| header.field.equiv("Host"));
+    let host = host.map_or("", |header| header.value.as_str());
+    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    if !["127.0.0.1", "localhost"].contains(&name) {
+        return Err((421, "this page is served to 127.0.0.1 and localhost\n"));
+    }
+    if *request.method() != Method::Get {
+        return Err((405, "this page is only read\n"));
+    }
+    let (path, query) = request.url().split_once('?').unwrap_or((request.url(), ""));
+    let inside = path.strip_prefix('/').and_then(|path| path.strip_prefix(token)?.strip_prefix('/'));
+    inside.map(|path| (path.to_owned(), query.to_owned())).ok_or((404, "not found\n"))
+}
+
+fn asked<T: DeserializeOwned>(query: &str) -> Result<T, Error> {
+    serde_urlencoded::from_str(query)
+        .map_err(|error| Error::missing(format!("the address asks for nothing: {error}")))
+}
+
+#[derive(Deserialize)]
+struct Asked {
+    #[serde(default)]
+    run: usize,
+    /// Of rows of metrics, a byte; of a list, a place in it.
+    #[serde(default)]
+    from: u64,
+    #[serde(default)]
+    limit: Option<usize>,
+    #[serde(default)]
+    step: u64,
+    /// Of a rollout.
+    group: Option<usize>,
+    sample: Option<usize>,
+    /// Of an evaluation.
+    row: Option<usize>,
+    #[serde(default)]
+    at: usize,
+}
+
+impl App {
+    fn answer(&self, path: &str, query: &str, request: &Request) -> Result<Answer, Error> {
+        if path.is_empty() {
+            return Ok(answer(200, "text/html; charset=utf-8", assets::PAGE.into()));
+        }
+        if let Some(name) = path.strip_prefix("page/") {
+            let file = assets::FILES.iter().find(|(own, ..)| *own == name);
+            let (_, kind, content) = file.ok_or_else(|| Error::missing("not found"))?;
+            return Ok(answer(200, kind, (*content).into()));
+        }
+        let given: Asked = asked(query)?;
+        let run = self.runs.get(given.run);
+        let run = run.ok_or_else(|| Error::missing(format!("there is no run {}", given.run)))?;
+        let group = given.group.unwrap_or(0);
+        let value = match path {
+            "api/runs" => self.runs.iter().map(described).collect(),
+            "api/metrics" => return Ok(rows(run, given.from)?),
+            "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
+            "api/groups" => {
+                let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);
+                self.records.groups(run, given.step, given.from as usize, limit)?
+            }
+            "api/group" => self.records.group(run, given.step, group)?,
+            "api/text" => {
+                let text = self.records.text(run, given.step, group, given.sample)?;
+                return Ok(answer(200, "text/plain; charset=utf-8", text.into_bytes()));
+            }
+            "api/tokens" => {
+                let line = self.records.tokens(run, given.step, group, given.sample.unwrap_or(0))?;
+                return Ok(answer(200, "application/json", line));
+            }
+            "api/find" => self.records.find(run, &asked::<Filter>(query)?)?,
+            "api/media" => {
+                let medium = match (given.group, given.row) {
+                    (Some(group), _) => self.records.medium(run, given.step, group, given.at)?,
+                    (None, Some(row)) => self.evaluations.medium(run, given.step, row, given.at)?,
+                    (None, None) => return Err(Error::missing("a medium of which record?")),
+                };
+                return file(&medium, request);
+            }
+            "api/evaluations" => Evaluations::summaries(run)?,
+            "api/compare" => self.evaluations.compare(run, &asked::<Comparison>(query)?)?,
+            _ => return Err(Error::missing("not found")),
+        };
+        Ok(json_answer(&value))
+    }
+}
+
+fn described(run: &Run) -> Value {
+    json!({ "name": run.name, "dir": run.dir, "settings": run.settings(), "metrics": run.metrics_now() })
+}
+
+fn rows(run: &Run, from: u64) -> Result<Answer, Error> {
+    let slice = run.metrics(from)?;
+    let mut out = answer(200, "application/x-ndjson; charset=utf-8", slice.rows);
+    let told = [("X-File", slice.id), ("X-Next", slice.next)];
+    told.iter()
+        .filter_map(|(name, value)| header(name, &value.to_string()))
+        .for_each(|header| out.add_header(header));
+    Ok(out)
+}
+
+/// A medium, or the part of it that a player asks for.
+fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
+    let failed = |error| Error::io("read", &medium.path)(error);
+    let mut file = File::open(&medium.path).map_err(failed)?;
+    let length = file.metadata().map_err(failed)?.len();
+    let asked = request.headers().iter().find(|header| header.field.equiv("Range"));
+    let range = asked.and_then(|header| range(header.value.as_str(), length));
+    let (status, from, until) = range.map_or((200, 0, length), |(from, until)| (206, from, until));
+    file.seek(SeekFrom::Start(from)).map_err(failed)?;
+    let content: Box<dyn io::Read + Send> = Box::new(file.take(until - from));
+    let response =
+        Response::new(StatusCode(status), Vec::new(), content, Some((until - from) as usize), None);
+    // Never chunked: players want to know how long a clip is.
+    let mut out = with_headers(response.with_chunked_threshold(usize::MAX), medium.mime);
+    let place = format!("bytes {from}-{}/{length}", until.saturating_sub(1));
+    let told =
+        [Some(("Accept-Ranges", "bytes")), (status == 206).then_some(("Content-Range", place.as_str()))];
+    told.into_iter()
+        .flatten()
+        .filter_map(|(name, value)| header(name, value))
+        .for_each(|h| out.add_header(h));
+    Ok(out)
+}
+
+/// First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; `None` for what is to be answered with the whole.
+fn range(text: &str, length: u64) -> Option<(u64, u64)> {
+    let (from, to) = text.strip_prefix("bytes=")?.split_once('-')?;
+    let (from, until) = match (from.parse::<u64>(), to.parse::<u64>()) {
+        (Ok(from), Ok(to)) => (from, to.saturating_add(1).min(length)),
+        (Ok(from), Err(_)) if to.is_empty() => (from, length),
+        (Err(_), Ok(last)) if from.is_empty() => (length.saturating_sub(last), length),
+        _ => return None,
+    };
+    (from < until).then_some((from, until))
+}
+
+/// Tells a page what there is of each run's metrics, at once and whenever that changes, on a thread of its own.
+fn listen(app: &Arc<App>, request: Request, _query: &str) -> io::Result<()> {
+    if app.listeners.fetch_add(1, Ordering::Relaxed) >= MAX_LISTENERS {
+        app.listeners.fetch_sub(1, Ordering::Relaxed);
+        return request.respond(answer(503, "text/plain", "too many pages are open\n".into()));
+    }
+    let app = Arc::clone(app);
+    std::thread::Builder::new().name("watch-events".to_owned()).spawn(move || {
+        // It ends when the page is closed.
+        let _ = tell(&app, request.into_writer());
+        app.listeners.fetch_sub(1, Ordering::Relaxed);
+    })?;
+    Ok(())
+}
+
+fn tell(app: &App, mut out: impl Write) -> io::Result<()> {
+    write!(out, "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n")?;
+    HEADERS.iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
+    write!(out, "\r\n")?;
+    let told = |all: &[Metrics]| all.iter().map(|own| (own.id, own.bytes, own.done)).collect::<Vec<_>>();
+    let (mut last, mut spoken) = (None, Instant::now());
+    while !app.over.load(Ordering::Relaxed) {
+        let now: Vec<Metrics> = app.runs.iter().map(Run::metrics_now).collect();
+        if last.as_ref() != Some(&told(&now)) {
+            last = Some(told(&now));
+            write!(out, "data: {}\n\n", json!(now))?;
+            spoken = Instant::now();
+        } else if spoken.elapsed() > ALIVE_EVERY {
+            write!(out, ":\n\n")?;
+            spoken = Instant::now();
+        }
+        out.flush()?;
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::{BufRead as _, BufReader};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    const PNG: &[u8] = b"\x89PNG\r\n\x1a\n-and-the-rest";
+    const SCRIPT: &str = "<script>alert(1)</script>";
+
+    /// A run of two steps: each two prompts with two completions, the first with a picture; and two evaluations.
+    fn run() -> (tempfile::TempDir, Server) {
+        let directory = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(directory.path()).unwrap();
+        ["rollouts", "tokens", "eval"].iter().for_each(|name| fs::create_dir(root.join(name)).unwrap());
+        fs::write(root.join("metrics.jsonl"), "{\"step\":1,\"reward\":0.5}\n").unwrap();
+        fs::write(root.join("dot.png"), PNG).unwrap();
+        fs::write(root.join("config.yaml"), "run_name: mine   # flag\ncategory_column: kind   # flag\n")
+            .unwrap();
+        for step in 1..=2 {
+            let mut lines = Vec::new();
+            for (group, sample) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let media =
+                    if group == 0 { vec![root.join("dot.png"), "/etc/passwd".into()] } else { Vec::new() };
+                let answer =
+                    if sample == 1 { SCRIPT.to_owned() } else { format!("<answer>{group}</answer>") };
+                let mut line = json!({
+                    "step": step, "timestamp": "", "epoch": 0.5, "id": format!("r{group}"), "group": group, "sample": sample,
+                    "prompt": "x".repeat(30_000), "completion": answer, "solution": "B", "rewards": {"accuracy": sample},
+                    "reward": sample as f64, "advantage": 1.0, "length": 3, "media": media,
+                    "finish_reason": if (step, group, sample) == (2, 1, 1) { "length" } else { "stop" },
+                });
+                if sample == 0 {
+                    line["row"] = json!({ "kind": format!("k{group}") });
+                }
+                lines.extend(format!("{line}\n").into_bytes());
+            }
+            // Neither a line that is none nor bytes that are no text hide the others.
+            lines.extend(b"{\"not\": a rollout\n");
+            let bad = String::from_utf8_lossy(&lines).replace("<answer>1</answer>", "<answer>\u{1}</answer>");
+            let bad: Vec<u8> = bad.bytes().map(|byte| if byte == 1 { 0xff } else { byte }).collect();
+            fs::write(root.join(format!("rollouts/step-{step:06}.jsonl")), bad).unwrap();
+            let reward = f64::from(step - 1);
+            let row = json!({
+                "id": "e", "dataset": "d", "prompt": "?", "solution": "B", "media": [root.join("dot.png")], "category": "c",
+                "completions": [SCRIPT], "answers": [null], "rewards": {"accuracy": [reward]}, "reward": [reward],
+            });
+            fs::write(root.join(format!("eval/step-{step:06}.jsonl")), format!("{row}\n{row}\n")).unwrap();
+            fs::write(root.join(format!("eval/step-{step:06}.summary.json")), "{\"eval_reward\":1}").unwrap();
+        }
+        fs::write(root.join("tokens/step-000001.jsonl"), "{\"group\":1,\"sample\":0,\"tokens\":[\"a\"]}\n")
+            .unwrap();
+        let server = Server::start(&[root], 0).unwrap();
+        (directory, server)
+    }
+
+    /// Status and body.
+    fn get(url: &str, headers: &[(&str, &str)]) -> (u16, Vec<u8>) {
+        let agent =
+            ureq::Agent::new_with_config(ureq::Agent::config_builder().http_status_as_error(false).build());
+        let request =
+            headers.iter().fold(agent.get(url), |request, (name, value)| request.header(*name, *value));
+        let mut response = request.call().unwrap();
+        (response.status().as_u16(), response.body_mut().read_to_vec().unwrap())
+    }
+
+    fn value(server: &Server, path: &str) -> Value {
+        let (status, body) = get(&format!("{}api/{path}", server.url()), &[]);
+        assert_eq!(status, 200, "{}", String::from_utf8_lossy(&body));
+        serde_json::from_slice(&body).unwrap()
+    }
+
+    fn refused(server: &Server, path: &str) -> String {
+        let (status, body) = get(&format!("{}api/{path}", server.url()), &[]);
+        assert_eq!(status, 404, "{}", String::from_utf8_lossy(&body));
+        serde_json::from_slice::<Value>(&body).unwrap()["error"].as_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn only_who_knows_the_address_is_answered_and_only_on_this_machine() {
+        let (_directory, server) = run();
+        let url = server.url();
+        let (status, page) = get(url, &[]);
+        assert_eq!(status, 200);
+        let page = String::from_utf8(page).unwrap();
+        assert!(page.contains("page/app.js") && !page.contains("://"), "everything is from here");
+        for (name, ..) in assets::FILES {
+            assert_eq!(get(&format!("{url}page/{name}"), &[]).0, 200, "{name}");
+        }
+        let root = &url[..url.len() - 33];
+        let (last, other) = url.trim_end_matches('/').split_at(url.len() - 2);
+        let wrong = format!("{last}{}/", if other == "0" { "1" } else { "0" });
+        for elsewhere in
+            [root, &format!("{root}api/runs"), &wrong, &format!("{wrong}api/runs"), &format!("{url}../x")]
+        {
+            assert_eq!(get(elsewhere, &[]).0, 404, "{elsewhere}");
+        }
+        assert_eq!(get(url, &[("Host", "evil.example")]).0, 421);
+        assert_eq!(get(url, &[("Host", "localhost:1")]).0, 200);
+        assert_eq!(ureq::post(url).send("x").unwrap_err().to_string(), "http status: 405");
+        let response = ureq::get(url).call().unwrap();
+        assert_eq!(response.headers()["content-security-policy"].to_str().unwrap(), POLICY);
+        assert_eq!(response.headers()["x-content-type-options"], "nosniff");
+        let another = Server::start(&[_directory.path().to_owned()], 0).unwrap();
+        assert_ne!(
+            another.url()[another.url().len() - 33..],
+            url[url.len() - 33..],
+            "each has its own token"
+        );
+    }
+
+    #[test]
+    fn metrics_come_as_they_stand_and_news_is_told() {
+        let (directory, server) = run();
+        assert_eq!(value(&server, "runs")[0]["name"], "mine");
+        let rows = |from: usize| get(&format!("{}api/metrics?run=0&from={from}", server.url()), &[]).1;
+        let first = b"{\"step\":1,\"reward\":0.5}\n";
+        assert_eq!(rows(0), first);
+        let address = server.url().trim_start_matches("http://");
+        let (host, path) = address.split_once('/').unwrap();
+        let mut stream = TcpStream::connect(host).unwrap();
+        write!(stream, "GET /{path}api/events HTTP/1.1\r\nHost: {host}\r\n\r\n").unwrap();
+        let mut lines =
+            BufReader::new(stream).lines().map(Result::unwrap).filter(|line| line.starts_with("data: "));
+        let mut told = || serde_json::from_str::<Value>(&lines.next().unwrap()["data: ".len()..]).unwrap();
+        assert_eq!(told()[0]["bytes"], first.len());
+        let log = fs::OpenOptions::new().append(true).open(directory.path().join("metrics.jsonl"));
+        log.unwrap().write_all(b"{\"step\":2}\n").unwrap();
+        assert_eq!(told()[0]["bytes"], first.len() + 11);
+        assert_eq!(rows(first.len()), b"{\"step\":2}\n");
+        // A page that listens does not hold up the end.
+        let end = Instant::now();
+        drop(server);
+        assert!(end.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn completions_are_found_and_shown() {
+        let (_directory, server) = run();
+        assert_eq!(value(&server, "steps?run=0"), json!({ "steps": [1, 2], "tokens": [1] }));
+        let groups = value(&server, "groups?run=0&step=2&limit=1&from=1");
+        assert_eq!(groups["all"], 2);
+        assert_eq!((&groups["groups"][0]["id"], &groups["groups"][0]["cut"]), (&json!("r1"), &json!(1)));
+        assert_eq!(groups["groups"][0]["category"], "k1");
+        let group = value(&server, "group?run=0&step=1&group=1");
+        assert_eq!(group["samples"][1]["completion"]["text"], SCRIPT);
+        assert_eq!(
+            group["samples"][0]["completion"]["text"], "<answer>\u{fffd}</answer>",
+            "bytes that are no text"
+        );
+        assert_eq!(
+            (&group["samples"][0]["tokens"], &group["samples"][1]["tokens"]),
+            (&json!(true), &json!(false))
+        );
+        assert_eq!(group["prompt"]["text"].as_str().unwrap().len(), 20_000, "cut, with a way to see all:");
+        assert_eq!(group["prompt"]["chars"], 30_000);
+        assert_eq!(get(&format!("{}api/text?run=0&step=1&group=1", server.url()), &[]).1.len(), 30_000);
+        assert_eq!(value(&server, "tokens?run=0&step=1&group=1&sample=0")["tokens"], json!(["a"]));
+        assert!(refused(&server, "tokens?run=0&step=1&group=0&sample=0").contains("--log_token_stats"));
+
+        let places = |query: &str| -> Vec<(u64, u64, u64)> {
+            let found = value(&server, &format!("find?run=0&limit=100&{query}"));
+            assert_eq!(found["next"], Value::Null);
+            let place = |own: &Value| ["step", "group", "sample"].map(|name| own[name].as_u64().unwrap());
+            found["found"].as_array().unwrap().iter().map(place).map(|[a, b, c]| (a, b, c)).collect()
+        };
+        assert_eq!(places("text=ALERT").len(), 4);
+        assert_eq!(places("text=alert&category=k1"), [(1, 1, 1), (2, 1, 1)]);
+        assert_eq!(places("cut=true"), [(2, 1, 1)]);
+        assert_eq!(places("unparsed=true&max=0"), []);
+        assert_eq!(places("min=0.5&text=r1"), [(1, 1, 1), (2, 1, 1)]);
+        let first = value(&server, "find?run=0&limit=1");
+        assert_eq!(first["found"].as_array().unwrap().len(), 1);
+        let (step, byte) = (&first["next"]["step"], &first["next"]["byte"]);
+        let rest = value(&server, &format!("find?run=0&limit=100&step={step}&byte={byte}"));
+        assert_eq!(rest["found"].as_array().unwrap().len(), 7, "it goes on where it ended");
+
+        for path in [
+            "group?run=0&step=1&group=9",
+            "group?run=0&step=9&group=0",
+            "group?run=1",
+            "steps?run=x",
+            "nothing",
+        ] {
+            refused(&server, path);
+        }
+    }
+
+    #[test]
+    fn media_are_served_by_their_place_in_a_record() {
+        let (_directory, server) = run();
+        let group = value(&server, "group?run=0&step=1&group=0");
+        assert_eq!(group["media"][0], json!({ "name": "dot.png", "mime": "image/png", "times": null }));
+        assert!(
+            group["media"][1]["error"].as_str().unwrap().contains("it begins as no picture, clip or sound")
+        );
+        let url = format!("{}api/media?run=0&step=1&group=0&at=0", server.url());
+        assert_eq!(get(&url, &[]), (200, PNG.to_vec()));
+        assert_eq!(get(&url, &[("Range", "bytes=1-3")]), (206, b"PNG".to_vec()));
+        let response = ureq::get(&url).header("Range", "bytes=8-").call().unwrap();
+        assert_eq!(response.headers()["content-range"].to_str().unwrap(), "bytes 8-20/21");
+        assert_eq!(response.headers()["content-type"], "image/png");
+        assert!(refused(&server, "media?run=0&step=1&group=0&at=1").contains("/etc/passwd is not served"));
+        refused(&server, "media?run=0&step=1&group=0&at=2");
+        refused(&server, "media?run=0&step=1&at=0");
+        assert_eq!(get(&format!("{}api/media?run=0&step=1&row=1&at=0", server.url()), &[]).0, 200);
+    }
+
+    #[test]
+    fn questions_are_compared_before_and_after() {
+        let (_directory, server) = run();
+        assert_eq!(
+            value(&server, "evaluations?run=0")[1],
+            json!({ "step": 2, "summary": { "eval_reward": 1 } })
+        );
+        let found = value(&server, "compare?run=0&before=1&after=2&limit=1");
+        assert_eq!(found["counts"], json!({ "better": 2, "worse": 0, "same": 0 }));
+        assert_eq!((&found["all"], found["rows"].as_array().unwrap().len()), (&json!(2), 1));
+        assert_eq!(found["rows"][0]["after"]["completions"], json!([SCRIPT]));
+        let worse = value(&server, "compare?run=0&before=2&after=1&change=worse&from=1&limit=5");
+        assert_eq!(worse["rows"][0]["gain"], -1.0);
+        assert_eq!(value(&server, "compare?run=0&before=1&after=2&category=other")["all"], 0);
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_named() {
+        let (directory, server) = run();
+        let port =
+            server.url().trim_start_matches("http://127.0.0.1:").split('/').next().unwrap().parse().unwrap();
+        let error = Server::start(&[directory.path().to_owned()], port).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("cannot serve the page on 127.0.0.1:{port}: ")), "{error}");
+    }
+
+    #[test]
+    fn parts_of_files_are_read_as_players_ask_for_them() {
+        let cases = [
+            ("bytes=0-", Some((0, 10))),
+            ("bytes=2-4", Some((2, 5))),
+            ("bytes=2-400", Some((2, 10))),
+            ("bytes=-3", Some((7, 10))),
+            ("bytes=-30", Some((0, 10))),
+            ("bytes=10-", None),
+            ("bytes=5-4", None),
+            ("bytes=0-1,3-4", None),
+            ("bytes=18446744073709551615-18446744073709551615", None),
+            ("items=0-1", None),
+        ];
+        cases.into_iter().for_each(|(text, expected)| assert_eq!(range(text, 10), expected, "{text}"));
+    }
+}

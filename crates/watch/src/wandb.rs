@@ -1,0 +1,195 @@
+//! Weights & Biases through its own Python package, in a child process that is told by lines of JSON.
+//!
+//! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY` and the rest mean what they mean to the
+//! package. What it writes to stderr goes to `wandb.log` in the run directory, without the key.
+
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use omnigrpo_observe::{Event, Tracker};
+use serde_json::{Map, Value, json};
+
+use crate::media;
+
+const HELPER: &str = include_str!("wandb.py");
+/// A line of stderr is cut here.
+const MAX_LINE_BYTES: u64 = 4096;
+/// Characters of a completion in the table.
+const MAX_CELL_CHARS: usize = 20_000;
+
+/// What a run at Weights & Biases is made of.
+#[derive(Debug, Clone)]
+pub struct WandbRun {
+    /// The Python to start.
+    pub python: String,
+    /// The run directory: the package keeps its files in `wandb/` there.
+    pub directory: PathBuf,
+    /// The run's name.
+    pub name: String,
+    /// Every setting.
+    pub settings: Map<String, Value>,
+    /// The key, which is shown nowhere.
+    pub secret: Option<String>,
+}
+
+/// A running child.
+pub struct Wandb {
+    child: Arc<Mutex<Child>>,
+    stdin: Option<ChildStdin>,
+    stderr: Option<JoinHandle<String>>,
+}
+
+impl Wandb {
+    /// Starts the child and the run.
+    ///
+    /// # Errors
+    /// A Python that cannot be started, a directory that cannot be written.
+    pub fn start(run: WandbRun) -> Result<Self, String> {
+        let mut command = Command::new(&run.python);
+        command.args(["-c", HELPER]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(|error| {
+            format!("`{}` cannot be started: {error}; `--reward_python` names another Python", run.python)
+        })?;
+        let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
+        let stderr = stderr.map(|stderr| {
+            let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());
+            std::thread::spawn(move || keep(stderr, &log, secret.as_deref()))
+        });
+        let mut this = Self { child: Arc::new(Mutex::new(child)), stdin, stderr };
+        this.tell(&json!({ "init": { "dir": run.directory, "name": run.name, "config": run.settings } }))?;
+        Ok(this)
+    }
+
+    fn tell(&mut self, line: &Value) -> Result<(), String> {
+        let written = match &mut self.stdin {
+            Some(stdin) => stdin.write_all(format!("{line}\n").as_bytes()).and_then(|()| stdin.flush()),
+            None => Ok(()),
+        };
+        written.map_err(|_| self.why())
+    }
+
+    /// The child's last words, once it has ended.
+    fn why(&mut self) -> String {
+        let said = self.stderr.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        if said.is_empty() { "its Python process ended without a word".to_owned() } else { said }
+    }
+}
+
+impl Tracker for Wandb {
+    fn name(&self) -> &'static str {
+        "wandb"
+    }
+
+    fn take(&mut self, event: &Event) -> Result<(), String> {
+        match event {
+            Event::Metrics { step, epoch, metrics } => {
+                let values =
+                    metrics.iter().filter_map(|(name, value)| Some((name.clone(), json!((*value)?))));
+                let mut values: Map<String, Value> = values.collect();
+                values.insert("epoch".to_owned(), json!(epoch));
+                self.tell(&json!({ "step": step, "metrics": values }))
+            }
+            Event::Completions { step, rollouts } => {
+                let rows = rollouts.iter().map(|own| {
+                    let media = (0..own.media.len()).filter_map(|at| media::open(&own.media, at).ok());
+                    let media: Vec<Value> =
+                        media.map(|medium| json!({ "path": medium.path, "type": medium.mime })).collect();
+                    json!({
+                        "id": own.id,
+                        "prompt": own.prompt.chars().take(MAX_CELL_CHARS).collect::<String>(),
+                        "completion": own.completion.chars().take(MAX_CELL_CHARS).collect::<String>(),
+                        "reward": own.reward,
+                        "advantage": own.advantage,
+                        "rewards": own.rewards,
+                        "media": media,
+                    })
+                });
+                let rows: Vec<Value> = rows.collect();
+                self.tell(&json!({ "step": step, "completions": rows }))
+            }
+        }
+    }
+
+    fn finish(&mut self) -> Result<(), String> {
+        self.stdin = None;
+        // Polled, so that whoever abandons a child that hangs gets at it.
+        loop {
+            let ended = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait();
+            match ended.map_err(|error| error.to_string())? {
+                Some(status) if status.success() => return Ok(()),
+                Some(_) => return Err(self.why()),
+                None => std::thread::sleep(std::time::Duration::from_millis(20)),
+            }
+        }
+    }
+
+    fn abandon(&self) -> Box<dyn FnOnce() + Send> {
+        let child = Arc::clone(&self.child);
+        // A child that has ended cannot be killed, which is as good.
+        Box::new(move || drop(child.lock().unwrap_or_else(PoisonError::into_inner).kill()))
+    }
+}
+
+impl Drop for Wandb {
+    fn drop(&mut self) {
+        self.stdin = None;
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// Writes what the child says to a log, and gives its last line.
+fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
+    let mut log = std::fs::File::options().create(true).append(true).open(log).ok();
+    let mut reader = BufReader::new(stderr);
+    let (mut line, mut last) = (Vec::new(), String::new());
+    loop {
+        line.clear();
+        let read = (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut line);
+        if !matches!(read, Ok(1..)) {
+            return last;
+        }
+        let mut text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        if let Some(secret) = secret.filter(|secret| !secret.is_empty()) {
+            text = text.replace(secret, "***");
+        }
+        if let Some(log) = &mut log {
+            // The log is a convenience; a full disk is told elsewhere.
+            let _ = writeln!(log, "{text}");
+        }
+        if !text.is_empty() {
+            last = text;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_key_is_shown_nowhere() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("wandb.log");
+        let last = keep(&b"key sekret is wrong\n\n"[..], &log, Some("sekret"));
+        assert_eq!(last, "key *** is wrong");
+        assert_eq!(std::fs::read_to_string(log).unwrap(), "key *** is wrong\n\n");
+    }
+
+    #[test]
+    fn a_python_that_is_not_there_is_named() {
+        let run = WandbRun {
+            python: "/nowhere/python3".to_owned(),
+            directory: PathBuf::from("."),
+            name: "x".to_owned(),
+            settings: Map::new(),
+            secret: None,
+        };
+        let error = Wandb::start(run).err().unwrap();
+        assert!(error.starts_with("`/nowhere/python3` cannot be started"), "{error}");
+    }
+}

@@ -1,0 +1,223 @@
+// Opens the page of `omnigrpo watch` in a headless Chromium: charts draw, live rows arrive, filters find, hostile text stays
+// text, media show, and the console says nothing.
+//
+//   npm i playwright-core && node tools/watch/check.mjs target/debug/omnigrpo watch
+//   node tools/watch/check.mjs target/debug/omnigrpo watch --shots DIR RUN_DIR     # pictures of a run
+//
+// CHROMIUM names the browser where it is not /usr/bin/chromium. The program is called with the directory of a made-up run as
+// its last argument and prints the page's address.
+
+import assert from 'node:assert/strict';
+import { spawn } from 'node:child_process';
+import { appendFileSync, cpSync, mkdirSync, mkdtempSync, realpathSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { createRequire } from 'node:module';
+
+const { chromium } = createRequire(join(process.cwd(), 'x.js'))('playwright-core');
+const argv = process.argv.slice(2);
+const at = argv.indexOf('--shots');
+const [shots, shown] = at < 0 ? [] : argv.splice(at, 3).slice(1);
+const [program, ...words] = argv;
+
+const HOSTILE = '<think>x</think><script>globalThis.owned = 1</script><img src=x onerror="globalThis.owned = 1">';
+// A dot of one pixel, and 0.1 s of silence.
+const PNG = Buffer.from('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/iZk9HQAAAABJRU5ErkJggg==', 'base64');
+
+function wav(seconds) {
+  const samples = Math.round(16000 * seconds);
+  const out = Buffer.alloc(44 + 2 * samples);
+  out.write('RIFF'); out.writeUInt32LE(36 + 2 * samples, 4); out.write('WAVEfmt ', 8); out.writeUInt32LE(16, 16);
+  out.writeUInt16LE(1, 20); out.writeUInt16LE(1, 22); out.writeUInt32LE(16000, 24); out.writeUInt32LE(32000, 28);
+  out.writeUInt16LE(2, 32); out.writeUInt16LE(16, 34); out.write('data', 36); out.writeUInt32LE(2 * samples, 40);
+  for (let i = 0; i < samples; i += 1) out.writeInt16LE(Math.round(8000 * Math.sin(i / 10)), 44 + 2 * i);
+  return out;
+}
+
+const metrics = (step) => JSON.stringify({
+  step, epoch: step / 100, loss: 1e-4, kl: 0.01 * step, entropy: 1 / step, grad_norm: 1, reward: 0.5 + step / 200, reward_std: 0.2,
+  'rewards/accuracy/mean': 0.4 + step / 200, 'rewards/accuracy/std': 0.4, 'rewards/format/mean': 0.9, 'rewards/format/std': 0.1,
+  frac_reward_zero_std: 0.3, 'completions/mean_length': 40, 'completions/min_length': 10, 'completions/max_length': 90,
+  'completions/clipped_ratio': 0.1, 'clip_ratio/region_mean': 0.02, 'sampling/sampling_logp_difference/mean': 1e-4,
+  'sampling/sampling_logp_difference/max': 1e-3, num_tokens: 9000, step_time: 2, 'time/rollout': 1.2, 'time/backward': 0.7, 'memory/peak_mb': 900,
+});
+
+const rollout = (step, group, sample, completion, media) => JSON.stringify({
+  step, timestamp: '2026-01-01T00:00:00Z', epoch: 0.1, id: `row-${group}`, group, sample, prompt: `<|im_start|>user\nWhich colour? (${group})<|im_end|>\n`,
+  completion, solution: '<answer>red</answer>', rewards: { accuracy: sample % 2, format: 1 }, reward: sample % 2, advantage: sample % 2 ? 1 : -1,
+  length: 4, finish_reason: sample === 3 ? 'length' : 'stop', media, frame_times_secs: [], columns: {}, ...(sample === 0 ? { row: { type: group % 2 ? 'shape' : 'colour' } } : {}),
+});
+
+function madeUp() {
+  const dir = realpathSync(mkdtempSync(join(tmpdir(), 'omnigrpo-page-')));
+  ['rollouts', 'tokens', 'eval'].forEach((name) => mkdirSync(join(dir, name)));
+  writeFileSync(join(dir, 'dot.png'), PNG);
+  writeFileSync(join(dir, 'tone.wav'), wav(0.5));
+  writeFileSync(join(dir, 'config.yaml'), 'run_name: made up    # flag\nlearning_rate: 1e-6    # default\nmax_steps: 80    # flag\n');
+  const all = Array.from({ length: 60 }, (_, at) => at + 1);
+  writeFileSync(join(dir, 'metrics.jsonl'), all.map((step) => `${metrics(step)}\n`).join(''));
+  for (const step of all) {
+    const media = [join(dir, 'dot.png'), join(dir, 'tone.wav')];
+    const lines = [0, 1, 2].flatMap((group) => [0, 1, 2, 3].map((sample) => rollout(step, group, sample,
+      sample === 2 ? HOSTILE : sample === 3 && group === 0 ? `\u202egnorw\u0007 ${'long '.repeat(200000)}` : `<think>it is</think><answer>${group === 2 && step === 42 ? 'needle' : 'red'}</answer>`, group === 0 ? media : [])));
+    writeFileSync(join(dir, `rollouts/step-${String(step).padStart(6, '0')}.jsonl`), lines.map((line) => `${line}\n`).join(''));
+  }
+  const tokens = { group: 0, sample: 1, tokens: ['<think>', 'it', ' is', '<b>'], logprobs: [-0.1, -2, -0.01, -1], sampled_logprobs: [-0.1, -1.9, -0.01, -1], reference_logprobs: [-0.2, -1, -0.01, -1], entropies: [0.1, 2, 0.1, 1] };
+  writeFileSync(join(dir, 'tokens/step-000060.jsonl'), `${JSON.stringify(tokens)}\n`);
+  for (const [step, good] of [[0, 0], [60, 1]]) {
+    const name = join(dir, `eval/step-${String(step).padStart(6, '0')}`);
+    const row = (n) => JSON.stringify({ id: `e${n}`, dataset: 'eval', prompt: `question ${n}`, solution: 'red', category: n % 2 ? 'shape' : 'colour', completions: [n === 3 ? HOSTILE : 'red'], answers: ['red'], rewards: { accuracy: [n % 2 ? good : 0] }, reward: [n % 2 ? good : 0] });
+    writeFileSync(`${name}.jsonl`, [0, 1, 2, 3].map((n) => `${row(n)}\n`).join(''));
+    writeFileSync(`${name}.summary.json`, JSON.stringify({ eval_reward: good / 2, eval_accuracy: good / 2, categories: [{ category: 'colour', rows: 20, accuracy: 0.2 }, { category: 'shape', rows: 20, accuracy: good }], confusion: { labels: ['red', 'blue'], counts: [[3, 1, 0], [0, 2, 1]], unlabelled: 0 } }));
+  }
+  return dir;
+}
+
+async function address(child) {
+  let said = '';
+  for await (const chunk of child.stdout) {
+    said += chunk;
+    const found = /http:\/\/127\.0\.0\.1:\d+\/[0-9a-f]{32}\//.exec(said);
+    if (found) return found[0];
+  }
+  throw new Error(`no address: ${said}`);
+}
+
+async function serve(dirs) {
+  const child = spawn(program, [...words, ...dirs], { stdio: ['ignore', 'pipe', 'inherit'] });
+  return [child, await address(child)];
+}
+
+const browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? '/usr/bin/chromium', args: ['--no-sandbox', '--no-proxy-server', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync', '--autoplay-policy=no-user-gesture-required'] });
+const complaints = [];
+
+async function page(url, options = {}) {
+  const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, ...options });
+  const tab = await context.newPage();
+  tab.on('console', (message) => complaints.push(`${message.type()}: ${message.text()}`));
+  tab.on('pageerror', (error) => complaints.push(String(error.stack)));
+  tab.on('request', (request) => { if (!request.url().startsWith(url) && !request.url().startsWith('blob:')) complaints.push(`asked elsewhere: ${request.url()}`); });
+  return tab;
+}
+
+const children = [];
+try {
+  const dir = madeUp();
+  const [child, url] = await serve([dir]);
+  children.push(child);
+  const tab = await page(url);
+
+  await tab.goto(url);
+  await tab.waitForSelector('.chart canvas');
+  const titles = await tab.$$eval('.chart figcaption b', (all) => all.map((own) => own.textContent));
+  for (const title of ['Reward', 'Reward: accuracy', 'Reward: format', 'KL', 'Entropy', 'Loss', 'Gradient norm', 'Clip ratio', 'Completion length', 'Groups without variance', 'Rollout and training', 'Step time by phase', 'Memory', 'Tokens per second']) assert.ok(titles.includes(title), `no chart ${title}: ${titles}`);
+  // Something is drawn in the line's colour, beside grid and text.
+  const inked = () => tab.$$eval('.chart canvas', (all) => all.map((canvas) => {
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let coloured = 0;
+    for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 60 && Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]) > 60) coloured += 1;
+    return coloured;
+  }));
+  for (const [at, count] of (await inked()).entries()) assert.ok(count > 50, `the chart ${titles[at]} is empty: ${count}`);
+  console.log(`${titles.length} charts draw`);
+
+  const reward = () => tab.$eval('.chart', (chart) => chart.getAttribute('aria-label'));
+  const before = await reward();
+  appendFileSync(join(dir, 'metrics.jsonl'), [61, 62, 63].map((step) => `${metrics(step)}\n`).join(''));
+  await tab.waitForFunction((old) => document.querySelector('.chart').getAttribute('aria-label') !== old, before, { timeout: 20000 });
+  await tab.waitForFunction(() => /step 63\/80/.test(document.getElementById('live').textContent), null, { timeout: 20000 });
+  console.log('live rows arrive');
+
+  await tab.focus('.chart');
+  await tab.keyboard.press('ArrowLeft');
+  assert.match(await tab.$eval('.chart .said', (own) => own.textContent), /step 62/);
+  await tab.selectOption('.controls select', 'time');
+  await tab.waitForSelector('.chart canvas');
+
+  await tab.goto(`${url}#/rollouts?step=60&group=0`);
+  await tab.waitForSelector('.card');
+  assert.equal(await tab.$$eval('.card', (all) => all.length), 4);
+  assert.equal(await tab.evaluate(() => globalThis.owned), undefined, 'a script in a completion ran');
+  assert.equal(await tab.$$eval('.card script, .card img', (all) => all.length), 0);
+  assert.ok((await tab.$$eval('.card pre', (all) => all.map((own) => own.textContent))).some((text) => text.includes('<script>globalThis.owned')));
+  assert.deepEqual(await tab.$$eval('.unseen', (all) => [...new Set(all.map((own) => own.textContent))].sort()), ['U+0007', 'U+202E']);
+  await tab.waitForFunction(() => document.querySelector('.media img')?.naturalWidth === 1);
+  await tab.waitForFunction(() => document.querySelector('.media audio')?.duration > 0.4);
+  await tab.waitForFunction(() => { const wave = document.querySelector('.wave'); return wave && wave.getContext('2d').getImageData(0, 0, 600, 64).data.some((value) => value > 0); });
+  const all = await tab.waitForSelector('.card button:has-text("show all")');
+  await all.click();
+  await tab.waitForFunction(() => [...document.querySelectorAll('.card pre')].some((own) => own.textContent.length > 1e6));
+  console.log('hostile and long text is text, picture and sound are there');
+
+  await tab.selectOption('select[aria-label="colour of tokens"]', 'probability');
+  await tab.waitForSelector('.tokens [data-at="1"]');
+  await tab.hover('.tokens [data-at="1"]');
+  assert.match(await tab.$eval('.tip', (own) => own.textContent), /"it" p 0\.135 · log p −?-?2 · ratio 0\.905 · KL 0\.718 · entropy 2/);
+  assert.ok((await tab.$eval('.tokens [data-at="1"]', (own) => own.style.background)).includes('color-mix'));
+  console.log('tokens are coloured and tell their numbers');
+
+  await tab.fill('input[name=text]', 'NEEDLE');
+  await tab.waitForFunction(() => /found in 60 steps/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
+  assert.match(await tab.$eval('aside [role=status]', (own) => own.textContent), /^3 found/);
+  await tab.waitForFunction(() => /step 42, prompt 2/.test(document.querySelector('.detail h2')?.textContent));
+  await tab.fill('input[name=text]', '');
+  await tab.check('input[name=cut]');
+  await tab.fill('input[name=category]', 'shape');
+  await tab.waitForFunction(() => /^60 found in 60 steps/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
+  console.log('search and filters find');
+
+  await tab.goto(`${url}#/evaluations`);
+  await tab.waitForSelector('.pair');
+  assert.match(await tab.$eval('.page', (own) => own.textContent), /2 better · 0 worse · 2 as before/);
+  await tab.selectOption('select[aria-label=change]', 'better');
+  await tab.waitForFunction(() => document.querySelectorAll('.pair').length === 2);
+  assert.ok(await tab.$('.confusion td'));
+  assert.equal(await tab.$$eval('.track.after', (own) => own.length), 2);
+  await tab.goto(`${url}#/settings`);
+  await tab.waitForSelector('.settings td');
+  console.log('evaluations and settings are there');
+
+  // Two runs, one with another setting.
+  const other = `${dir}-other`;
+  cpSync(dir, other, { recursive: true });
+  writeFileSync(join(other, 'config.yaml'), 'run_name: other    # flag\nlearning_rate: 2e-6    # flag\nmax_steps: 80    # flag\n');
+  const [second, both] = await serve([dir, other]);
+  children.push(second);
+  const pair = await page(both);
+  await pair.goto(`${both}#/settings`);
+  await pair.waitForSelector('.settings tbody tr');
+  assert.deepEqual(await pair.$$eval('.settings tbody th', (own) => own.map((cell) => cell.textContent)), ['run_name', 'learning_rate']);
+  await pair.goto(`${both}#/charts`);
+  await pair.waitForSelector('.chart canvas');
+  assert.equal(await pair.$$eval('.chart:first-child .said i', (own) => own.length), 2);
+  console.log('two runs are compared');
+
+  const phone = await page(url, { viewport: { width: 390, height: 800 }, colorScheme: 'dark' });
+  for (const view of ['charts', 'rollouts?step=60&group=1', 'evaluations', 'settings']) {
+    await phone.goto(`${url}#/${view}`);
+    await phone.waitForSelector('.chart canvas, .card, .pair, .settings td');
+    const [inner, wide] = await phone.evaluate(() => [innerWidth, document.documentElement.scrollWidth]);
+    assert.ok(wide <= inner, `${view} is ${wide} px wide on a phone of ${inner}`);
+  }
+  console.log('a phone is wide enough');
+
+  if (shots) {
+    const [third, own] = await serve([shown]);
+    children.push(third);
+    const views = [['charts', 'charts'], ['rollouts', 'rollouts?step=4&group=1'], ['evaluations', 'evaluations']];
+    for (const [name, options] of [['light', {}], ['dark', { colorScheme: 'dark' }], ['phone', { viewport: { width: 390, height: 800 }, deviceScaleFactor: 2, colorScheme: 'dark' }]]) {
+      const tab = await page(own, options);
+      for (const [view, hash] of views) {
+        await tab.goto(`${own}#/${hash}`);
+        await tab.waitForSelector('.chart canvas, .card, .pair');
+        await tab.waitForTimeout(700);
+        await tab.screenshot({ path: join(shots, `${view}-${name}.png`) });
+      }
+    }
+  }
+  assert.deepEqual(complaints, []);
+  console.log('the console is empty');
+} finally {
+  children.forEach((child) => child.kill());
+  await browser.close();
+}
