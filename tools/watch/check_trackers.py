@@ -91,10 +91,14 @@ def wandb(run, rows):
                 continue
             assert told[key] == value, (key, row["step"], told.get(key), value)
             compared += 1
-    tables = [line["completions"] for line in history if "completions" in line]
-    assert tables and all(table["_type"] == "table-file" and table["nrows"] > 0 for table in tables), tables
-    media = list(path.parent.glob("files/media/**/*.png"))
-    assert media, "no pictures in the table"
+    tables = [line for line in history if line.get("completions/_type") == "table-file"]
+    assert tables and all(table["completions/nrows"] > 0 for table in tables), tables
+    media = []
+    for table in tables:
+        told = json.loads((path.parent / "files" / table["completions/path"]).read_text())
+        at = told["columns"].index("image")
+        media += [row[at] for row in told["data"] if row[at]]
+    assert media, "no pictures in the tables"
     assert config["learning_rate"] is not None and config["num_generations"] == 8, config
     print(f"wandb: run {name!r} of {project!r}, {compared} values, {len(tables)} tables, {len(media)} pictures")
 

@@ -47,9 +47,9 @@ where
     };
     entries.extend(from_matches(verb, matches));
     let mut layer = Layer::read(entries, Some(verb));
-    layer
-        .problems
-        .extend(matches.get_many::<String>(STRAY).into_iter().flatten().map(|word| stray(verb, word)));
+    // Verbs whose words are a list know no stray ones.
+    let words = matches.try_get_many::<String>(STRAY).ok().flatten();
+    layer.problems.extend(words.into_iter().flatten().map(|word| stray(verb, word)));
     let print = layer.given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
     let environment = Environment::read(environment);
     let several = environment.several_processes.clone();

@@ -451,7 +451,7 @@ pub const FLAGS: &[Flag] = &[
     row("directory", Path, Unset(""), Section::Io, &[Man], "Directory to write into; it is made if it is not there. `man -l DIR/omnigrpo-train.1` shows a page.")
         .positional()
         .required(&[Man]),
-    row("run_dirs", Texts, Is(""), Section::Io, &[Watch, Report], "Run directories. `watch` also takes directories of run directories, and shows several runs on top of each other.")
+    row("run_dirs", Texts, Unset(""), Section::Io, &[Watch, Report], "Run directories. `watch` also takes directories of run directories, and shows several runs on top of each other.")
         .positional()
         .required(&[Watch, Report]),
     row("input", Path, Unset(""), Section::Io, &[Generate, Score, DataConvert, RewardsRun], "Rows to read, in any format `data check` reads, `-` for standard input; `score` and `rewards run` want `completions` in each.")

@@ -875,7 +875,7 @@ impl Settings {
                 format: v.get("format")?,
                 shell: v.get("shell")?,
                 directory: v.get("directory")?,
-                run_dirs: v.get("run_dirs")?,
+                run_dirs: v.get::<Option<_>>("run_dirs")?.unwrap_or_default(),
                 input: v.get("input")?,
                 output: v.get("output")?,
                 keep: v.get::<Option<String>>("keep")?.as_deref().map(Keep::parse).transpose()?,

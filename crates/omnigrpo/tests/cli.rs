@@ -781,6 +781,27 @@ fn numbers_beyond_a_bound_nobody_reaches_are_told_the_bound() {
 }
 
 #[test]
+fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = dir.path().join("mine, yours");
+    std::fs::create_dir(&run_dir).unwrap();
+    std::fs::write(run_dir.join("metrics.jsonl"), "{\"step\":1,\"reward\":0.5}\n").unwrap();
+    let path = stdout(&run_in(dir.path(), &[], &["report", "mine, yours"]));
+    assert!(path.ends_with("report.html\n") && Path::new(path.trim()).is_file(), "{path}");
+    let output = run_in(dir.path(), &[], &["report", "nothing"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        error.starts_with("error: there is no run to show\n") && error.contains("nothing is not there"),
+        "{error}"
+    );
+    let error = String::from_utf8(run_in(dir.path(), &[], &["watch"]).stderr).unwrap();
+    assert!(error.contains("`watch` needs `RUN_DIRS`"), "{error}");
+    let error =
+        String::from_utf8(run_in(dir.path(), &[], &["watch", "x", "--dashbord_port", "1"]).stderr).unwrap();
+    assert!(error.contains("dashboard_port"), "{error}");
+}
+
+#[test]
 fn completions_and_manual_pages_know_every_flag() {
     let dir = tempfile::tempdir().unwrap();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
