@@ -1,5 +1,7 @@
 //! Serves run directories: `cargo run -p omnigrpo-watch --example page -- runs/demo`.
 
+#![allow(clippy::print_stdout)]
+
 use std::path::PathBuf;
 
 fn main() -> Result<(), omnigrpo_watch::Error> {

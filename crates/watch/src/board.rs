@@ -85,7 +85,7 @@ impl Board {
                 number(last("kl"), 4),
                 number(last("completions/mean_length"), 1),
                 number(last("step_time"), 2),
-                shown.left().map_or("-".to_owned(), |left| omnigrpo_observe::span(left)),
+                shown.left().map_or("-".to_owned(), omnigrpo_observe::span),
             ]
         };
         columns(&header, &self.runs.iter().map(row).collect::<Vec<_>>(), width)

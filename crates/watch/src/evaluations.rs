@@ -4,13 +4,12 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::Error;
-use crate::index::{Entry, Indices, line_at};
+use crate::index::{Entry, Index, Indices, line_at};
 use crate::media::{self, Medium};
 use crate::run::Run;
 
@@ -99,7 +98,7 @@ impl Evaluations {
         Ok(Value::Array(out))
     }
 
-    fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Arc<Vec<Entry<Brief>>>), Error> {
+    fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {
         let path = run.step_file(DIRECTORY, step);
         let index = self.0.of(&path, |line| {
             let row = parsed(line).ok()?;

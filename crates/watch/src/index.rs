@@ -44,7 +44,10 @@ impl Stamp {
     }
 }
 
-type Kept<T> = (PathBuf, Stamp, Arc<Vec<Entry<T>>>);
+/// The lines of a file.
+pub(crate) type Index<T> = Arc<Vec<Entry<T>>>;
+
+type Kept<T> = (PathBuf, Stamp, Index<T>);
 
 /// The indices of the files that were looked at last.
 #[derive(Debug)]
@@ -58,11 +61,7 @@ impl<T> Default for Indices<T> {
 
 impl<T> Indices<T> {
     /// The lines of a file that `brief` makes something of.
-    pub(crate) fn of(
-        &self,
-        path: &Path,
-        brief: impl Fn(&[u8]) -> Option<T>,
-    ) -> Result<Arc<Vec<Entry<T>>>, Error> {
+    pub(crate) fn of(&self, path: &Path, brief: impl Fn(&[u8]) -> Option<T>) -> Result<Index<T>, Error> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let stamp = Stamp::of(&file.metadata().map_err(Error::io("look at", path))?);
         let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use omnigrpo_observe::{FinishReason, Rollout};
@@ -11,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::index::{Entry, Indices, Lines, line_at};
+use crate::index::{Index, Indices, Lines, line_at};
 use crate::media::{self, Medium};
 use crate::run::{Run, unquoted};
 
@@ -88,7 +87,7 @@ struct GroupLine<'a> {
 }
 
 impl Records {
-    fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Arc<Vec<Entry<Brief>>>), Error> {
+    fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {
         let path = run.step_file("rollouts", step);
         let column = category_column(run);
         let index = self.rollouts.of(&path, |line| Some(brief(&parsed(line).ok()?, column.as_deref())))?;
@@ -148,7 +147,7 @@ impl Records {
         let mut row = records.iter().find_map(|record| record.row.clone()).unwrap_or_default();
         let column = category_column(run);
         let category = category(&row, column.as_deref());
-        row.values_mut().for_each(|value| shorten(value));
+        row.values_mut().for_each(shorten);
         let samples: Vec<Value> = records
             .iter()
             .map(|record| {

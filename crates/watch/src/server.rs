@@ -231,7 +231,7 @@ impl App {
         let group = given.group.unwrap_or(0);
         let value = match path {
             "api/runs" => self.runs.iter().map(described).collect(),
-            "api/metrics" => return Ok(rows(run, given.from)?),
+            "api/metrics" => return rows(run, given.from),
             "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
             "api/groups" => {
                 let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);

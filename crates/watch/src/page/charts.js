@@ -292,7 +292,8 @@ function range(low, high, zero) {
   if (low === null || high === null) return [0, 1];
   let from = zero ? Math.min(0, low) : low;
   let to = high;
-  if (from === to) { const by = Math.abs(from) * 0.1 || 0.1; from -= zero ? 0 : by; to += by; }
+  // Means of equal numbers differ by rounding: no axis has ticks for that.
+  if (to - from <= 1e-9 * Math.max(Math.abs(from), Math.abs(to))) { const by = Math.abs(from) * 0.1 || 0.1; from -= zero ? 0 : by; to += by; }
   const room = (to - from) * 0.05;
   return [zero && from === 0 ? 0 : from - room, to + room];
 }
