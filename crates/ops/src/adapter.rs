@@ -112,7 +112,7 @@ impl Adapter {
 
     /// `u = s · A x̃ [t, r]`
     fn inner(&self, x: &Rows, order: Order) -> Rows {
-        let mut u = x.backend().linear(x, std::slice::from_ref(&self.a), None, order);
+        let mut u = x.device().backend().linear(x, std::slice::from_ref(&self.a), None, order);
         u.scale(self.scale);
         u
     }
@@ -126,9 +126,9 @@ impl Adapter {
         order: Order,
         dropout: Option<&Dropout>,
     ) -> Result<()> {
-        let dropped = self.mask(dropout, x.rows())?.map(|mask| x.backend().dropout(x, &mask));
+        let dropped = self.mask(dropout, x.rows())?.map(|mask| x.device().backend().dropout(x, &mask));
         let u = self.inner(dropped.as_ref().unwrap_or(x), order);
-        u.backend().linear_add(y, col, &u, &self.b, order);
+        u.device().backend().linear_add(y, col, &u, &self.b, order);
         Ok(())
     }
 
@@ -142,7 +142,8 @@ impl Adapter {
         x: &Rows,
         dropout: Option<&Dropout>,
     ) -> Result<Rows> {
-        let backend = x.backend();
+        let device = x.device();
+        let backend = device.backend();
         let mask = self.mask(dropout, x.rows())?;
         let dropped = mask.as_ref().map(|mask| backend.dropout(x, mask));
         let x = dropped.as_ref().unwrap_or(x);

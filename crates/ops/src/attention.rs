@@ -72,7 +72,7 @@ impl AttentionHeads {
     pub fn forward(self, qkv: &Rows, layout: &Layout) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         check_layout(layout, qkv)?;
-        Ok(qkv.backend().attention(qkv, layout, self))
+        Ok(qkv.device().backend().attention(qkv, layout, self))
     }
 
     /// The gradient of the packed rows from that of the output, `dout [t, q · d]`; the rest as [`Self::forward`] had it.
@@ -90,7 +90,7 @@ impl AttentionHeads {
             return Err(Error::shape("attention backward", what));
         }
         check_layout(layout, qkv)?;
-        Ok(qkv.backend().attention_back(qkv, out, lse, dout, layout, self))
+        Ok(qkv.device().backend().attention_back(qkv, out, lse, dout, layout, self))
     }
 
     /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot. The rows
@@ -110,7 +110,7 @@ impl AttentionHeads {
         for group in groups.iter() {
             group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
         }
-        Ok(qkv.backend().attend_cached(qkv, layer, groups, self))
+        Ok(qkv.device().backend().attend_cached(qkv, layer, groups, self))
     }
 
     /// Turns queries and keys of packed rows in place.
@@ -129,7 +129,7 @@ impl AttentionHeads {
             );
             return Err(Error::shape("rotation", what));
         }
-        qkv.backend().rotate(qkv, table, self.q + self.kv, inverse);
+        qkv.device().backend().rotate(qkv, table, self.q + self.kv, inverse);
         Ok(())
     }
 

@@ -54,7 +54,7 @@ impl GroupCache {
             let what = format!("{:?} for a prompt of {} rows", qkv.dims(), self.prompt_rows);
             return Err(Error::shape("key-value cache", what));
         }
-        qkv.backend().cache_prompt(self, layer, qkv, heads);
+        qkv.device().backend().cache_prompt(self, layer, qkv, heads);
         Ok(())
     }
 

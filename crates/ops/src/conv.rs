@@ -58,11 +58,11 @@ impl Op for Convolution {
             let what = format!("input has {} channels under {taps} taps, the weight is {n}×{k}", x.cols());
             return Err(Error::shape(op(), what));
         }
-        Ok((x.backend().convolution(x, &self.layer, &self.patches), ()))
+        Ok((x.device().backend().convolution(x, &self.layer, &self.patches), ()))
     }
 
     fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        Ok([Some(x.backend().convolution_back(x, &dy, &self.layer, &self.patches))])
+        Ok([Some(x.device().backend().convolution_back(x, &dy, &self.layer, &self.patches))])
     }
 }
 
@@ -81,11 +81,11 @@ impl Op for Depthwise {
             let what = format!("input is {dims:?} for pictures of {h}×{w}, the weight has {len} elements");
             return Err(Error::shape(format!("depthwise {}", self.weight.name()), what));
         }
-        Ok((x.backend().depthwise(x, &self.weight, self.side), ()))
+        Ok((x.device().backend().depthwise(x, &self.weight, self.side), ()))
     }
 
     fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        Ok([Some(x.backend().depthwise_back(x, &dy, &self.weight, self.side))])
+        Ok([Some(x.device().backend().depthwise_back(x, &dy, &self.weight, self.side))])
     }
 }
 
@@ -98,11 +98,11 @@ impl Op for MixRows {
         if self.0.reads() > x.rows() || self.0.offsets.last() != Some(&self.0.rows.len()) {
             return Err(Error::shape("mix", format!("reads {} of {} rows", self.0.reads(), x.rows())));
         }
-        Ok((x.backend().mix(x, &self.0), ()))
+        Ok((x.device().backend().mix(x, &self.0), ()))
     }
 
     fn backward(&self, [x]: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        Ok([Some(dy.backend().mix_back(&dy, &self.0, x.rows()))])
+        Ok([Some(dy.device().backend().mix_back(&dy, &self.0, x.rows()))])
     }
 }
 
@@ -116,11 +116,11 @@ impl Op<2> for Gate {
         if gate.cols() != x.cols() || gate.rows() == 0 || !x.rows().is_multiple_of(gate.rows()) {
             return Err(Error::shape("gate", format!("input is {:?}, gate is {:?}", x.dims(), gate.dims())));
         }
-        Ok((x.backend().gate(x, gate), ()))
+        Ok((x.device().backend().gate(x, gate), ()))
     }
 
     fn backward(&self, [x, gate]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.backend().gate_back(x, gate, &dy).map(Some))
+        Ok(x.device().backend().gate_back(x, gate, &dy).map(Some))
     }
 }
 
@@ -137,11 +137,11 @@ impl Op<2> for Blend {
                 format!("input is {:?}, logits are {one}×{k}; expected one row and k × t rows", x.dims());
             return Err(Error::shape("blend", what));
         }
-        Ok((x.backend().blend(x, logits), ()))
+        Ok((x.device().backend().blend(x, logits), ()))
     }
 
     fn backward(&self, [x, logits]: [&Rows; 2], (): (), dy: Rows, _: [bool; 2]) -> Result<[Option<Rows>; 2]> {
-        Ok(x.backend().blend_back(x, logits, &dy).map(Some))
+        Ok(x.device().backend().blend_back(x, logits, &dy).map(Some))
     }
 }
 

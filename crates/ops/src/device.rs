@@ -30,31 +30,36 @@ pub enum Device {
     Cpu,
     /// f64 in main memory, with plain loops: what the other devices are compared with.
     Twin,
-    /// An NVIDIA card: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
+    /// An NVIDIA card, or its emulator: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
     #[cfg(feature = "gpu")]
-    Cuda(crate::gpu::Card),
-    /// The card's kernels on the CPU, for tests.
-    #[cfg(feature = "emulator")]
-    Emulated,
+    Gpu(crate::gpu::Card),
 }
 
 impl Device {
-    /// Every device of this build that every machine has.
-    pub const ALL: &'static [Self] = &[
-        Self::Cpu,
-        Self::Twin,
-        #[cfg(feature = "emulator")]
-        Self::Emulated,
-    ];
+    /// Every device of this build that every machine has. The emulator among them is a new one.
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        vec![
+            Self::Cpu,
+            Self::Twin,
+            #[cfg(feature = "emulator")]
+            Self::emulated(),
+        ]
+    }
 
-    pub(crate) fn backend(self) -> &'static dyn Backend {
+    /// A new emulator of a card, under a schedule in which warps run ahead of each other.
+    #[cfg(feature = "emulator")]
+    #[must_use]
+    pub fn emulated() -> Self {
+        Self::Gpu(crate::gpu::Card::emulated(1))
+    }
+
+    pub(crate) fn backend(&self) -> &dyn Backend {
         match self {
             Self::Cpu => &cpu::Cpu,
             Self::Twin => &twin::Twin,
             #[cfg(feature = "gpu")]
-            Self::Cuda(card) => card.backend(),
-            #[cfg(feature = "emulator")]
-            Self::Emulated => crate::gpu::emulated(),
+            Self::Gpu(card) => card,
         }
     }
 
@@ -66,9 +71,7 @@ impl Device {
     pub fn finish(self) -> Result<()> {
         match self {
             #[cfg(feature = "gpu")]
-            Self::Cuda(card) => card.finish(),
-            #[cfg(feature = "emulator")]
-            Self::Emulated => crate::gpu::emulated().finish(),
+            Self::Gpu(card) => card.finish(),
             _ => Ok(()),
         }
     }
@@ -88,9 +91,7 @@ impl fmt::Display for Device {
             Self::Cpu => f.write_str("cpu"),
             Self::Twin => f.write_str("twin"),
             #[cfg(feature = "gpu")]
-            Self::Cuda(card) => write!(f, "cuda:{}", card.ordinal()),
-            #[cfg(feature = "emulator")]
-            Self::Emulated => f.write_str("emulated"),
+            Self::Gpu(card) => card.fmt(f),
         }
     }
 }

@@ -35,7 +35,7 @@ pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
         let what = format!("{} ids for {} rows", ids.len(), dx.rows());
         return Err(Error::shape(format!("embedding {}", table.name()), what));
     }
-    dx.backend().embed_back(table, ids, dx);
+    dx.device().backend().embed_back(table, ids, dx);
     Ok(())
 }
 
@@ -66,12 +66,12 @@ impl Op for AddRows {
             return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
         }
         let mut y = x.clone();
-        y.backend().add_rows(&mut y, &self.table, &self.ids);
+        y.device().backend().add_rows(&mut y, &self.table, &self.ids);
         Ok((y, ()))
     }
 
     fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        dy.backend().add_rows_back(&self.table, &self.ids, &dy);
+        dy.device().backend().add_rows_back(&self.table, &self.ids, &dy);
         Ok([Some(dy)])
     }
 }
@@ -91,12 +91,12 @@ impl Op for AddMixed {
             return Err(Error::shape(format!("add_mixed {}", self.table.name()), what));
         }
         let mut y = x.clone();
-        y.backend().add_mixed(&mut y, &self.table, &self.taps);
+        y.device().backend().add_mixed(&mut y, &self.table, &self.taps);
         Ok((y, ()))
     }
 
     fn backward(&self, _: [&Rows; 1], (): (), dy: Rows, _: [bool; 1]) -> Result<[Option<Rows>; 1]> {
-        dy.backend().add_mixed_back(&self.table, &self.taps, &dy);
+        dy.device().backend().add_mixed_back(&self.table, &self.taps, &dy);
         Ok([Some(dy)])
     }
 }

@@ -5,9 +5,10 @@
 //! what a norm with a bf16 weight makes of it, up to the next sum with it, is bf16. With f32 weights everything is f32.
 //! Statistics, log-probabilities and gradients of weights are always f32.
 
+use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
     Array, Cached, Codes, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Unfolding, Weight,
@@ -30,81 +31,82 @@ use crate::param::{Param, ParamDtype, Values};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
 
-/// Cards that can be open in one process.
-const CARDS: usize = 16;
-static OPEN: [OnceLock<Backed>; CARDS] = [const { OnceLock::new() }; CARDS];
-
-/// An open card.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Card(usize);
+/// An open card, or the emulator of one. It stays open for as long as the process runs, so a handle is a value like any other
+/// [`Device`]. Two handles from two openings are two devices: each orders its own work.
+#[derive(Clone, Copy)]
+pub struct Card {
+    gpu: &'static Gpu,
+    /// Stands for arrays that are elsewhere, which callers exclude.
+    nothing: &'static Array,
+    ordinal: Option<usize>,
+}
 
 impl Card {
-    /// Opens a card, at the first call for it. `libraries` are folders in which CUDA's libraries are looked for before the
-    /// loader's own; `cache` is a folder for compiled kernels.
+    /// Opens a card. `libraries` are folders in which CUDA's libraries are looked for before the loader's own; `cache` is a
+    /// folder for compiled kernels.
     ///
     /// # Errors
     /// No driver, an old one, no such card, a missing library.
     pub fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
-        let Some(place) = OPEN.get(ordinal) else {
-            return Err(omnigrpo_gpu::Error::NoDevice { ordinal, count: CARDS }.into());
-        };
-        let card = Self(ordinal);
-        if place.get().is_none() {
-            let gpu = Gpu::cuda(ordinal, libraries, cache)?;
-            place.get_or_init(|| Backed {
-                nothing: gpu.alloc(0, Dtype::F32),
-                gpu,
-                device: Device::Cuda(card),
-            });
-        }
-        Ok(card)
+        Ok(Self::over(Gpu::cuda(ordinal, libraries, cache)?, Some(ordinal)))
     }
 
-    /// Its number among the driver's.
+    /// The emulator: kernels on the CPU, for tests. `schedule` draws the order in which threads run.
+    #[cfg(feature = "emulator")]
     #[must_use]
-    pub fn ordinal(self) -> usize {
-        self.0
+    pub fn emulated(schedule: u64) -> Self {
+        Self::over(Gpu::emulated(schedule), None)
+    }
+
+    fn over(gpu: Gpu, ordinal: Option<usize>) -> Self {
+        let nothing = Box::leak(Box::new(gpu.alloc(0, Dtype::F32)));
+        Self { gpu: Box::leak(Box::new(gpu)), nothing, ordinal }
+    }
+
+    /// Its number among the driver's; `None` for the emulator.
+    #[must_use]
+    pub fn ordinal(self) -> Option<usize> {
+        self.ordinal
     }
 
     /// Its name.
     #[must_use]
     pub fn name(self) -> String {
-        self.backed().map(|backed| backed.gpu.name()).unwrap_or_default()
-    }
-
-    fn backed(self) -> Option<&'static Backed> {
-        OPEN.get(self.0).and_then(OnceLock::get)
-    }
-
-    /// A card exists only once it has been opened; the f64 twin stands where that could not be.
-    pub(crate) fn backend(self) -> &'static dyn Backend {
-        match self.backed() {
-            Some(backed) => backed,
-            None => &crate::twin::Twin,
-        }
+        self.gpu.name()
     }
 
     pub(crate) fn finish(self) -> Result<()> {
-        self.backed().map_or(Ok(()), Backed::finish)
+        Ok(self.gpu.check()?)
     }
 }
 
-/// The emulator, under a schedule in which warps run ahead of each other.
-#[cfg(feature = "emulator")]
-pub(crate) fn emulated() -> &'static Backed {
-    static EMULATED: OnceLock<Backed> = OnceLock::new();
-    EMULATED.get_or_init(|| {
-        let gpu = Gpu::emulated(1);
-        Backed { nothing: gpu.alloc(0, Dtype::F32), gpu, device: Device::Emulated }
-    })
+impl PartialEq for Card {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self.gpu, other.gpu)
+    }
 }
 
-/// What a device's operations run on.
-pub(crate) struct Backed {
-    gpu: Gpu,
-    device: Device,
-    /// Stands for arrays that are elsewhere, which callers exclude.
-    nothing: Array,
+impl Eq for Card {}
+
+impl std::hash::Hash for Card {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        std::ptr::from_ref(self.gpu).hash(state);
+    }
+}
+
+impl fmt::Display for Card {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.ordinal {
+            Some(ordinal) => write!(f, "cuda:{ordinal}"),
+            None => f.write_str("emulated"),
+        }
+    }
+}
+
+impl fmt::Debug for Card {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{self} ({})", self.name())
+    }
 }
 
 /// A weight in the memory of a card.
@@ -210,13 +212,13 @@ fn words(index: &[usize]) -> Vec<u32> {
     index.iter().map(|&i| i as u32).collect()
 }
 
-impl Backed {
-    pub(crate) fn finish(&self) -> Result<()> {
-        Ok(self.gpu.check()?)
+impl Card {
+    fn device(&self) -> Device {
+        Device::Gpu(*self)
     }
 
     fn rows(&self, data: Array, rows: usize, cols: usize) -> Rows {
-        Rows::on_gpu(self.device, data, rows, cols)
+        Rows::on_gpu(*self, data, rows, cols)
     }
 
     fn line(&self, data: Array) -> Rows {
@@ -228,7 +230,7 @@ impl Backed {
     fn of<'a>(&'a self, x: &'a Rows) -> &'a Array {
         match &x.data {
             Data::Gpu(_, data) => data,
-            _ => &self.nothing,
+            _ => self.nothing,
         }
     }
 
@@ -246,13 +248,13 @@ impl Backed {
 
     /// Runs `f` on the gradient of a weight that is trained.
     fn accumulate(&self, param: &Param, f: impl FnOnce(&mut Array)) {
-        if let Some(rows) = param.gradient(self.device).as_mut().and_then(|guard| guard.rows()) {
+        if let Some(rows) = param.gradient(self.device()).as_mut().and_then(|guard| guard.rows()) {
             self.change(rows, f);
         }
     }
 
     fn weights(&self, param: &Param) -> Arc<Weights> {
-        param.on_gpu(&self.gpu, self.device)
+        param.on_gpu(self.gpu, self.device())
     }
 
     /// Runs `f` on a vector (norm, bias, scale) as it is stored.
@@ -353,7 +355,7 @@ impl Backed {
     /// What the sums of a table's gradient are, from `(row of the table, row of the stream, weight)`.
     fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
         self.accumulate(table, |to| {
-            let sums = Mixture::reversed(&self.gpu, terms);
+            let sums = Mixture::reversed(self.gpu, terms);
             self.gpu.mix(to, self.of(dy), &sums, dy.cols(), true);
         });
     }
@@ -369,7 +371,7 @@ impl Backed {
     }
 
     fn marks(&self, targets: &Targets) -> Marks {
-        Marks::new(&self.gpu, &words(&targets.offsets), &targets.tokens)
+        Marks::new(self.gpu, &words(&targets.offsets), &targets.tokens)
     }
 
     /// A layer of a cache, made at first use.
@@ -407,7 +409,7 @@ fn one_tap(ids: &[Option<u32>]) -> Vec<Vec<(u32, f32)>> {
     ids.iter().map(|id| id.map(|id| (id, 1.0)).into_iter().collect()).collect()
 }
 
-impl Backend for Backed {
+impl Backend for Card {
     fn zeros(&self, rows: usize, cols: usize) -> Rows {
         self.rows(self.gpu.zeros(rows * cols, Dtype::F32), rows, cols)
     }
@@ -434,7 +436,7 @@ impl Backend for Backed {
 
     fn select(&self, x: &Rows, index: &Index) -> Rows {
         let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device, |index| self.gpu.upload_words(&words(index)));
+        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
         let mut y = self.gpu.alloc(index.len() * cols, from.dtype());
         let place = Place::new(0, cols);
         self.gpu.copy_rows(&mut y, place, from, place.of(&places), [index.len(), cols]);
@@ -443,7 +445,7 @@ impl Backend for Backed {
 
     fn spread(&self, x: &Rows, index: &Index, rows: usize) -> Rows {
         let (cols, from) = (x.cols(), self.of(x));
-        let places = index.on(self.device, |index| self.gpu.upload_words(&words(index)));
+        let places = index.on(self.device(), |index| self.gpu.upload_words(&words(index)));
         let mut y = self.gpu.zeros(rows * cols, from.dtype());
         let place = Place::new(0, cols);
         self.gpu.copy_rows(&mut y, place.of(&places), from, place, [index.len(), cols]);
@@ -589,7 +591,7 @@ impl Backend for Backed {
 
     fn attention(&self, qkv: &Rows, layout: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
         let rows = qkv.rows();
-        let pattern = layout.on(self.device, |layout| Pattern::new(&self.gpu, layout, rows));
+        let pattern = layout.on(self.device(), |layout| Pattern::new(self.gpu, layout, rows));
         let (out, lse) = self.gpu.attention(self.of(qkv), &pattern, heads_of(heads));
         (self.rows(out, rows, heads.q_width()), self.rows(lse, rows, heads.q))
     }
@@ -604,7 +606,7 @@ impl Backend for Backed {
         heads: AttentionHeads,
     ) -> Rows {
         let rows = qkv.rows();
-        let pattern = layout.on(self.device, |layout| Pattern::new(&self.gpu, layout, rows));
+        let pattern = layout.on(self.device(), |layout| Pattern::new(self.gpu, layout, rows));
         let [qkv, out, lse, dout] = [qkv, out, lse, dout].map(|rows| self.of(rows));
         let dqkv = self.gpu.attention_back(qkv, out, lse, dout, &pattern, heads_of(heads));
         self.rows(dqkv, rows, heads.packed_width())
@@ -693,7 +695,7 @@ impl Backend for Backed {
     }
 
     fn add_rows(&self, x: &mut Rows, table: &Param, ids: &Ids) {
-        let taps = ids.on(self.device, |ids| mixture_of(&self.gpu, one_tap(ids).into_iter()));
+        let taps = ids.on(self.device(), |ids| mixture_of(self.gpu, one_tap(ids).into_iter()));
         self.add_taps(x, table, &taps.0, &taps.1);
     }
 
@@ -703,7 +705,7 @@ impl Backend for Backed {
     }
 
     fn add_mixed(&self, x: &mut Rows, table: &Param, taps: &Taps) {
-        let taps = taps.on(self.device, |taps| mixture_of(&self.gpu, taps.iter().cloned()));
+        let taps = taps.on(self.device(), |taps| mixture_of(self.gpu, taps.iter().cloned()));
         self.add_taps(x, table, &taps.0, &taps.1);
     }
 
@@ -712,8 +714,8 @@ impl Backend for Backed {
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
-        let sums = mix.on(self.device, |mix| {
-            Mixture::new(&self.gpu, &words(&mix.offsets), &mix.rows, Some(&mix.weights))
+        let sums = mix.on(self.device(), |mix| {
+            Mixture::new(self.gpu, &words(&mix.offsets), &mix.rows, Some(&mix.weights))
         });
         let mut y = self.gpu.alloc(mix.len() * x.cols(), self.of(x).dtype());
         self.gpu.mix(&mut y, self.of(x), &sums, x.cols(), false);
@@ -724,7 +726,7 @@ impl Backend for Backed {
         let terms = (0..mix.len()).flat_map(|r| {
             (mix.offsets[r]..mix.offsets[r + 1]).map(move |i| (mix.rows[i], r as u32, mix.weights[i]))
         });
-        let sums = Mixture::reversed(&self.gpu, terms.collect());
+        let sums = Mixture::reversed(self.gpu, terms.collect());
         let mut dx = self.gpu.zeros(rows * dy.cols(), self.of(dy).dtype());
         self.gpu.mix(&mut dx, self.of(dy), &sums, dy.cols(), true);
         self.rows(dx, rows, dy.cols())
@@ -733,7 +735,7 @@ impl Backend for Backed {
     fn convolution(&self, x: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let own = self.layer(layer);
         let n = own.n;
-        let unfolding = Unfolding::new(&self.gpu, &patches.sources, patches.taps, x.rows());
+        let unfolding = Unfolding::new(self.gpu, &patches.sources, patches.taps, x.rows());
         let unfolded = self.gpu.unfold(self.of(x), &unfolding, x.cols());
         let y = self.forward(&unfolded, patches.rows(), &[own], None, Order::Blocked);
         self.rows(y, patches.rows(), n)
@@ -741,7 +743,7 @@ impl Backend for Backed {
 
     fn convolution_back(&self, x: &Rows, dy: &Rows, layer: &Linear, patches: &Patches) -> Rows {
         let (rows, c) = x.dims();
-        let unfolding = Unfolding::new(&self.gpu, &patches.sources, patches.taps, rows);
+        let unfolding = Unfolding::new(self.gpu, &patches.sources, patches.taps, rows);
         let unfolded = self.gpu.unfold(self.of(x), &unfolding, c);
         let unfolded = self.rows(unfolded, patches.rows(), layer.k());
         self.linear_dw(&unfolded, dy, 0, std::slice::from_ref(layer));
@@ -833,7 +835,7 @@ impl Backend for Backed {
         let Step { lr, betas, eps, weight_decay, grad_scale, master } = *step;
         let count = moments.step;
         let own = omnigrpo_gpu::Step { lr, betas, eps, weight_decay, grad_scale, count };
-        let gpu = &self.gpu;
+        let gpu = self.gpu;
         let [mut m, mut v] = [&moments.m, &moments.v].map(|data| gpu.upload(data));
         let keeps = master && param.dtype() == ParamDtype::Bf16;
         let weight = if keeps {
@@ -850,7 +852,7 @@ impl Backend for Backed {
             weight
         };
         (moments.m, moments.v) = (m.to_vec(), v.to_vec());
-        param.replace_on_gpu(self.device, weight);
+        param.replace_on_gpu(self.device(), weight);
         Ok(gpu.check()?)
     }
 }

@@ -72,7 +72,7 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
         );
         return Err(Error::shape("score", what));
     }
-    Ok(normed.backend().score(normed, head, targets, temperature))
+    Ok(normed.device().backend().score(normed, head, targets, temperature))
 }
 
 /// The gradient of `normed` of [`score`], with that of the head added to its buffer, from dL/dlogp per target and dL/dentropy
@@ -101,7 +101,7 @@ pub fn score_backward(
         let what = format!("{} gradients for {} targets", dlogp.len(), targets.tokens.len());
         return Err(Error::shape("score backward", what));
     }
-    Ok(normed.backend().score_back(normed, head, targets, scores, dlogp, dentropy))
+    Ok(normed.device().backend().score_back(normed, head, targets, scores, dlogp, dentropy))
 }
 
 /// Logits `[t, vocabulary]` for sampling. Rows do not influence each other.
@@ -110,7 +110,7 @@ pub fn score_backward(
 /// Another width.
 pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
     check(normed, head)?;
-    Ok(normed.backend().logits(normed, head))
+    Ok(normed.device().backend().logits(normed, head))
 }
 
 fn check(normed: &Rows, head: &Param) -> Result<()> {

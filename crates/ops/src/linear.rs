@@ -144,7 +144,7 @@ impl PackedLinear {
 
     fn run(&self, residual: Option<&Rows>, x: &Rows) -> Result<Rows> {
         self.check(x)?;
-        let mut y = x.backend().linear(x, &self.layers, residual, self.order);
+        let mut y = x.device().backend().linear(x, &self.layers, residual, self.order);
         let mut col = 0;
         for layer in &self.layers {
             if let Some(adapter) = layer.weight.adapter().filter(|_| x.rows() > 0) {
@@ -173,11 +173,11 @@ impl PackedLinear {
     /// Shapes that are not those of the forward pass.
     pub fn backward(&self, x: &Rows, dy: &Rows) -> Result<Rows> {
         self.check_gradient(x, dy)?;
-        let mut dx = dy.backend().linear_dx(dy, &self.layers);
+        let mut dx = dy.device().backend().linear_dx(dy, &self.layers);
         if x.rows() == 0 {
             return Ok(dx);
         }
-        dy.backend().linear_dw(x, dy, 0, &self.layers);
+        dy.device().backend().linear_dw(x, dy, 0, &self.layers);
         let mut col = 0;
         for layer in &self.layers {
             if let Some(adapter) = layer.weight.adapter() {
@@ -198,7 +198,7 @@ impl PackedLinear {
         }
         self.check_gradient(x, dy)?;
         if x.rows() > 0 {
-            dy.backend().linear_dw(x, dy, 0, &self.layers);
+            dy.device().backend().linear_dw(x, dy, 0, &self.layers);
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ impl Rows {
     /// `act(x)`
     #[must_use]
     pub fn activated(&self, act: Activation) -> Self {
-        self.backend().activation(self, act)
+        self.device().backend().activation(self, act)
     }
 
     /// Replaces the input of an activation by its gradient.
@@ -25,7 +25,7 @@ impl Rows {
         if dy.dims() != self.dims() {
             return Err(Error::shape("activation", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
         }
-        self.backend().activation_back(self, dy, act);
+        self.device().backend().activation_back(self, dy, act);
         Ok(())
     }
 
@@ -35,7 +35,7 @@ impl Rows {
     /// An odd width.
     pub fn swiglu(&self) -> Result<Self> {
         match self.cols().is_multiple_of(2) {
-            true => Ok(self.backend().swiglu(self)),
+            true => Ok(self.device().backend().swiglu(self)),
             false => Err(Error::shape("swiglu", format!("an odd width of {}", self.cols()))),
         }
     }
@@ -49,7 +49,7 @@ impl Rows {
         if (dy.rows(), 2 * dy.cols()) != self.dims() {
             return Err(Error::shape("swiglu", format!("{:?}, gradient {:?}", self.dims(), dy.dims())));
         }
-        self.backend().swiglu_back(self, dy);
+        self.device().backend().swiglu_back(self, dy);
         Ok(())
     }
 
@@ -63,7 +63,7 @@ impl Rows {
             let what = format!("{:?} onto {:?}, scale {}", self.dims(), residual.dims(), scale.len());
             return Err(Error::shape("scaled residual", what));
         }
-        Ok(self.backend().scale_onto(self, residual, scale))
+        Ok(self.device().backend().scale_onto(self, residual, scale))
     }
 
     /// The gradient of the input of [`Self::scaled_onto`], with that of the scale added to its buffer; that of the residual is
@@ -79,7 +79,7 @@ impl Rows {
                 format!("{:?}, gradient {:?}", self.dims(), dy.dims()),
             ));
         }
-        Ok(self.backend().scale_onto_back(self, dy, scale))
+        Ok(self.device().backend().scale_onto_back(self, dy, scale))
     }
 }
 

@@ -48,7 +48,7 @@ impl Norm {
     /// A width that differs from the weight's.
     pub fn forward(&self, x: &Rows) -> Result<(Rows, Rows)> {
         self.check(x)?;
-        Ok(x.backend().norm(x, self))
+        Ok(x.device().backend().norm(x, self))
     }
 
     /// Adds the gradient of the input to `dx [t, h]`, and those of weight and bias to their buffers. `x` and `stats`
@@ -65,7 +65,7 @@ impl Norm {
             let what = format!("input {:?}, gradients {:?} and {:?}", x.dims(), dx.dims(), dy.dims());
             return Err(Error::shape(format!("norm {}", self.weight().name()), what));
         }
-        x.backend().norm_back(dx, x, stats, dy, self);
+        x.device().backend().norm_back(dx, x, stats, dy, self);
         Ok(())
     }
 

@@ -55,7 +55,7 @@ impl Param {
             moments.m.resize(self.len(), 0.0);
             moments.v.resize(self.len(), 0.0);
             moments.step += 1;
-            grad.backend().adamw(self, grad, moments, step).map(|()| true)
+            grad.device().backend().adamw(self, grad, moments, step).map(|()| true)
         })?;
         self.clear_grad();
         Ok(reached)

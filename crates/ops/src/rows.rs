@@ -22,7 +22,7 @@ pub(crate) enum Data {
     Cpu(Arc<Vec<f32>>),
     Twin(Arc<Vec<f64>>),
     #[cfg(feature = "gpu")]
-    Gpu(Device, Arc<omnigrpo_gpu::Array>),
+    Gpu(crate::gpu::Card, Arc<omnigrpo_gpu::Array>),
 }
 
 /// Which rows of an array, in which order.
@@ -40,9 +40,14 @@ impl Rows {
     }
 
     #[cfg(feature = "gpu")]
-    pub(crate) fn on_gpu(device: Device, data: omnigrpo_gpu::Array, rows: usize, cols: usize) -> Self {
+    pub(crate) fn on_gpu(
+        card: crate::gpu::Card,
+        data: omnigrpo_gpu::Array,
+        rows: usize,
+        cols: usize,
+    ) -> Self {
         debug_assert_eq!(data.len(), rows * cols);
-        Self { data: Data::Gpu(device, Arc::new(data)), rows, cols }
+        Self { data: Data::Gpu(card, Arc::new(data)), rows, cols }
     }
 
     /// Zeros.
@@ -77,12 +82,8 @@ impl Rows {
             Data::Cpu(_) => Device::Cpu,
             Data::Twin(_) => Device::Twin,
             #[cfg(feature = "gpu")]
-            Data::Gpu(device, _) => *device,
+            Data::Gpu(card, _) => Device::Gpu(*card),
         }
-    }
-
-    pub(crate) fn backend(&self) -> &'static dyn crate::device::Backend {
-        self.device().backend()
     }
 
     /// Number of rows.
@@ -133,20 +134,20 @@ impl Rows {
             Data::Cpu(data) => {
                 Arc::try_unwrap(data).unwrap_or_else(|shared| omnigrpo_kernels::buffer::copy(&shared))
             }
-            _ => self.backend().download(&self),
+            _ => self.device().backend().download(&self),
         }
     }
 
     /// A copy of the numbers, row by row, as f32.
     #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
-        self.backend().download(self)
+        self.device().backend().download(self)
     }
 
     /// A copy of the numbers, row by row, without rounding.
     #[must_use]
     pub fn to_f64(&self) -> Vec<f64> {
-        self.backend().download_f64(self)
+        self.device().backend().download_f64(self)
     }
 
     /// The numbers where the host can read them as f32.
@@ -175,7 +176,7 @@ impl Rows {
     /// A row that is not there.
     pub fn select(&self, index: &Index) -> Result<Self> {
         self.check_index("select", index, self.rows)?;
-        Ok(self.backend().select(self, index))
+        Ok(self.device().backend().select(self, index))
     }
 
     /// The reverse of [`Self::select`] for distinct rows: `rows` rows, zeros in those that `index` does not name.
@@ -187,7 +188,7 @@ impl Rows {
             return Err(Error::shape("spread", format!("{} rows for {} places", self.rows, index.len())));
         }
         self.check_index("spread", index, rows)?;
-        Ok(self.backend().spread(self, index, rows))
+        Ok(self.device().backend().spread(self, index, rows))
     }
 
     fn check_index(&self, op: &'static str, index: &Index, rows: usize) -> Result<()> {
@@ -205,7 +206,7 @@ impl Rows {
         if columns.start > columns.end || columns.end > self.cols {
             return Err(Error::shape("columns", format!("{columns:?} of {}", self.cols)));
         }
-        Ok(self.backend().columns(self, columns))
+        Ok(self.device().backend().columns(self, columns))
     }
 
     /// Replaces the columns from `first` on by those of `from`.
@@ -220,7 +221,7 @@ impl Rows {
                 format!("{}×{} at column {first} of {}×{}", from.rows, from.cols, self.rows, self.cols),
             ));
         }
-        self.backend().set_columns(self, first, from);
+        self.device().backend().set_columns(self, first, from);
         Ok(())
     }
 
@@ -239,7 +240,7 @@ impl Rows {
                 ),
             ));
         }
-        self.backend().set_rows(self, first, from, range);
+        self.device().backend().set_rows(self, first, from, range);
         Ok(())
     }
 
@@ -261,7 +262,7 @@ impl Rows {
         if range.start > range.end || range.end > self.rows {
             return Err(Error::shape("clear_rows", format!("rows {range:?} of {}", self.rows)));
         }
-        self.backend().clear_rows(self, range);
+        self.device().backend().clear_rows(self, range);
         Ok(())
     }
 
@@ -290,19 +291,19 @@ impl Rows {
         if self.dims() != from.dims() {
             return Err(Error::shape("add", format!("{:?} to {:?}", from.dims(), self.dims())));
         }
-        self.backend().add(self, from);
+        self.device().backend().add(self, from);
         Ok(())
     }
 
     /// Multiplies every element.
     pub fn scale(&mut self, by: f32) {
-        self.backend().scale(self, by);
+        self.device().backend().scale(self, by);
     }
 
     /// The sum of squares of all elements.
     #[must_use]
     pub fn sum_of_squares(&self) -> f64 {
-        self.backend().sum_of_squares(self)
+        self.device().backend().sum_of_squares(self)
     }
 
     /// The same numbers on another device.

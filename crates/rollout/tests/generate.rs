@@ -202,7 +202,7 @@ fn rollout_equals_training_log_probabilities() {
 #[test]
 fn generation_on_every_device() {
     let (name, case) = ("qwen2_5_vl_tied", "C");
-    for &device in Device::ALL {
+    for device in Device::all() {
         let options = LoadOptions { device, ..LoadOptions::default() };
         let setup = Setup {
             model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),

@@ -332,7 +332,7 @@ fn every_tape_gives_the_same_bits_on_every_device() {
     for case in cases() {
         let (what, built) = (case.what, Built::new(case));
         let twin = built.outcome(Device::Twin, Tape::recording(false), false);
-        for &device in Device::ALL {
+        for device in Device::all() {
             let kept = built.outcome(device, Tape::recording(false), false);
             for (i, (got, want)) in kept.iter().zip(&twin).enumerate() {
                 let size = want.iter().fold(1.0f64, |a, x| a.max(x.abs()));

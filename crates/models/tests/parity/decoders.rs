@@ -172,7 +172,7 @@ fn logits_and_logprobs_equal_transformers() {
         let (text, want) = (load(name, class), Golden::read(&format!("decoders/{name}.safetensors")));
         assert_eq!(text.decoder.tied(), name != "llama");
         let group = Group::golden(&want);
-        for &device in Device::ALL {
+        for device in Device::all() {
             let pass = Pass::on(device);
             let ids: Vec<u32> = group.prompt.iter().chain(&group.completions[0]).copied().collect();
             let positions: Vec<Position> = (0..ids.len() as u32).map(|p| [p; 3]).collect();
@@ -199,7 +199,7 @@ fn every_gradient_equals_transformers() {
         let (text, want) = (load(name, class), Golden::read(&format!("decoders/{name}.safetensors")));
         let group = Group::golden(&want);
         let [dlogp, dentropy] = ["dlogp", "dentropy"].map(|d| group.by_target(&want.f[d]));
-        for &device in Device::ALL {
+        for device in Device::all() {
             for tape in [(Tape::recording(false), false), (Tape::recording(true), false)] {
                 text.params.iter().for_each(|p| p.clear_grad());
                 backward(&text, &group, &dlogp, &dentropy, tape, device);
@@ -222,7 +222,7 @@ fn greedy_text_equals_transformers() {
     for (name, class) in DECODERS {
         let (text, want) = (load(name, class), Golden::read(&format!("decoders/{name}.safetensors")));
         let (decoder, prompt, greedy) = (&text.decoder, want.ids("prompt_ids"), want.ids("greedy"));
-        for &device in Device::ALL {
+        for device in Device::all() {
             let pass = Pass::on(device);
             let positions: Vec<Position> = (0..prompt.len() as u32).map(|p| [p; 3]).collect();
             let mut cache = decoder.cache(prompt.len(), 1, greedy.len(), &pass).unwrap();
@@ -253,7 +253,7 @@ fn caches_equal_the_full_forward_pass() {
     for (name, class) in DECODERS {
         let (text, want) = (load(name, class), Golden::read(&format!("decoders/{name}.safetensors")));
         let (decoder, group) = (&text.decoder, Group::golden(&want));
-        for &device in Device::ALL {
+        for device in Device::all() {
             let pass = Pass::on(device);
             let scores = forward(&text, &group, device, &mut Tape::off()).2.scores;
             let trained = group.by_completion(&scores.logprobs.to_f64());
