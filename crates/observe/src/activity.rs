@@ -49,15 +49,17 @@ impl Activity {
         *self.state() = State::default();
     }
 
-    pub(crate) fn step_done(&self, now: Instant) {
+    /// Ends a step, and tells how long it took.
+    pub(crate) fn step_done(&self, now: Instant) -> Duration {
         let mut state = self.state();
         (state.phase, state.parts) = (None, None);
-        if let Some(steps) = &mut state.steps {
-            steps.done += 1;
-            steps.recent.push_back(now.saturating_duration_since(steps.since));
-            steps.recent.drain(..steps.recent.len().saturating_sub(RECENT_STEPS));
-            steps.since = now;
-        }
+        let Some(steps) = &mut state.steps else { return Duration::ZERO };
+        let took = now.saturating_duration_since(steps.since);
+        steps.done += 1;
+        steps.recent.push_back(took);
+        steps.recent.drain(..steps.recent.len().saturating_sub(RECENT_STEPS));
+        steps.since = now;
+        took
     }
 
     /// The step under way, from 1, while a run is.

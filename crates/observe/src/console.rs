@@ -13,7 +13,7 @@ use anstyle::{AnsiColor, Style};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use crate::text::{count, escape, fit, span, wrap};
-use crate::{Activity, Error, Metric};
+use crate::{Activity, Error, Latest, Metric, latest_table};
 
 /// A progress line of a plain log appears each time another such part is done.
 const PLAIN_PARTS: u64 = 10;
@@ -26,9 +26,11 @@ const TICK: Duration = Duration::from_millis(500);
 /// Columns where nobody says how many there are.
 const COLUMNS: usize = 80;
 
+/// Before the lines below the bar.
+const INDENT: &str = "  ";
 const STAGE: &str = "{prefix} {wide_bar} {pos}/{len}{beside}";
 const BLOCK: &str = "{msg}";
-const STEPS: &str = "{at} {wide_bar} {left}\n{doing}";
+const STEPS: &str = "{at} {wide_bar} {left}\n{doing}{numbers}";
 
 const RED: Style = AnsiColor::Red.on_default().bold();
 const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
@@ -211,11 +213,13 @@ impl Console {
     pub fn steps(&self, done: u64, total: u64) -> Steps {
         let activity = self.0.activity.clone();
         activity.begin(done, total, Instant::now());
+        let latest = Arc::new(Mutex::new(Latest::default()));
         let shown = match &self.0.sink {
             Sink::Terminal(bars, _) => {
                 let (at, left, doing) = (activity.clone(), activity.clone(), activity.clone());
                 let console = Arc::downgrade(&self.0);
                 let width = move || console.upgrade().map_or(COLUMNS, |inner| Console(inner).width());
+                let (numbers, width_of_numbers) = (Arc::clone(&latest), width.clone());
                 let style = style(STEPS)
                     .with_key(
                         "at",
@@ -224,8 +228,11 @@ impl Console {
                     .with_key("left", key(move || share_and_eta(&left)))
                     .with_key(
                         "doing",
-                        key(move || fit(&format!("  {}", doing.doing(Instant::now())), width()).into_owned()),
-                    );
+                        key(move || {
+                            fit(&format!("{INDENT}{}", doing.doing(Instant::now())), width()).into_owned()
+                        }),
+                    )
+                    .with_key("numbers", key(move || under_bar(&locked(&numbers), width_of_numbers())));
                 let bar = ProgressBar::new(total).with_style(style).with_position(done);
                 Shown::bar(bars, bar)
             }
@@ -234,7 +241,7 @@ impl Console {
                 Shown::lines(self, move || activity.line(Instant::now()))
             }
         };
-        Steps { activity, shown }
+        Steps { activity, latest, shown }
     }
 
     /// One line for a logging window; see [`summary_line`].
@@ -289,6 +296,12 @@ fn share_and_eta(activity: &Activity) -> String {
         out.push_str(&format!(" · eta {}", span(left)));
     }
     out
+}
+
+/// The numbers of the last step below the bar, each line behind a line's end.
+fn under_bar(latest: &Latest, width: usize) -> String {
+    let table = latest_table(&[], &[(Vec::new(), latest)], width.saturating_sub(INDENT.len()));
+    table.lines().map(|line| format!("\n{INDENT}{line}")).collect()
 }
 
 /// ` · 4.1 k tokens · 12 tok/s · 2 min 0 s left`, as far as there is something to say.
@@ -406,13 +419,18 @@ impl Progress {
 /// A run that is shown step by step. Dropping it removes its bar.
 pub struct Steps {
     activity: Activity,
+    latest: Arc<Mutex<Latest>>,
     shown: Shown,
 }
 
 impl Steps {
-    /// Another step is done.
-    pub fn advance(&self) {
-        self.activity.step_done(Instant::now());
+    /// Another step is done; these are its metrics.
+    pub fn advance(&self, metrics: &[Metric]) {
+        let took = self.activity.step_done(Instant::now());
+        if let Shown::Bar(..) = self.shown {
+            let time = ("step_time".to_owned(), Some(took.as_secs_f64()));
+            locked(&self.latest).add(metrics.iter().cloned().chain([time]).collect());
+        }
         if let Some((done, _)) = self.activity.steps() {
             self.shown.set_position(done);
         }
@@ -537,9 +555,9 @@ mod tests {
         let console = Console::plain(buffer.clone());
         let steps = console.steps(0, 3);
         std::thread::sleep(Duration::from_millis(10));
-        steps.advance();
+        steps.advance(&[]);
         console.summary(1, 3, &[]);
-        (0..2).for_each(|_| steps.advance());
+        (0..2).for_each(|_| steps.advance(&[]));
         console.summary(3, 3, &[]);
         assert_eq!(buffer.text(), "step 1/3 | eta 0 s\nstep 3/3\n");
     }
@@ -606,7 +624,20 @@ mod tests {
         assert_eq!(lines[0], "above the bar");
         assert!(lines[1].starts_with("step 76/300 ━━━") && lines[1].ends_with("─ 25 %"), "{shown}");
         assert!(lines[2].starts_with("  rollout · completions 37/64 · 4.1 k tokens"), "{shown}");
-        steps.advance();
+        steps.advance(&of_a_step()[..8]);
+        steps.advance(&metrics(&[
+            ("reward", Some(0.9)),
+            ("kl", Some(0.5)),
+            ("completions/mean_length", Some(7.0)),
+        ]));
+        activity.enter("backward", Instant::now());
+        std::thread::sleep(2 * TICK);
+        let shown = screen.contents();
+        let lines: Vec<&str> = shown.lines().map(str::trim_end).collect();
+        assert_eq!(lines.len(), 5, "{shown}");
+        assert!(lines[1].starts_with("step 78/300 ━━━") && lines[2].starts_with("  backward · "), "{shown}");
+        assert_eq!(lines[3], "  reward  course      kl  length  s/step");
+        assert!(lines[4].starts_with("  0.900       ▁█  0.5000     7.0    "), "{shown}");
         console.summary(76, 300, &of_a_step());
         let mut stage = console.progress("evaluating", 4);
         stage.advance(3);

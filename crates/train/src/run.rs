@@ -59,7 +59,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         step += 1;
         this.place.step = step;
         let epoch = this.source.order().epochs_done();
-        shown.advance();
+        shown.advance(&metrics);
         this.records.step(step, epoch, metrics, reward, timer)?;
 
         // What an epoch's last rows have to teach is learned with the last update of their rollout.

@@ -1,18 +1,15 @@
 //! Runs in a few lines of text, for a terminal.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use omnigrpo_observe::{Metric, columns, sparkline, summary_line};
+use omnigrpo_observe::{Latest, latest_table, summary_line};
 use serde_json::{Map, Value};
 
 use crate::Error;
 use crate::run::Run;
 
-/// Steps that the curve of the reward covers.
-const COURSE_STEPS: usize = 400;
-/// Characters of that curve.
-const COURSE_COLUMNS: usize = 14;
 /// Steps whose mean length says how long the rest takes.
 const RECENT_STEPS: usize = 20;
 
@@ -28,9 +25,11 @@ struct Shown {
     total: Option<u64>,
     file: u64,
     next: u64,
-    /// Of each step, its number, reward and seconds; the last ones.
-    steps: Vec<(u64, Option<f64>, f64)>,
-    last: Vec<Metric>,
+    /// The last step.
+    step: u64,
+    /// Seconds of the last ones.
+    recent: VecDeque<f64>,
+    latest: Latest,
 }
 
 impl Board {
@@ -43,7 +42,15 @@ impl Board {
             let settings = run.settings();
             let total = settings.iter().find(|setting| setting.name == "max_steps");
             let total = total.and_then(|setting| setting.value.parse().ok());
-            Shown { run, total, file: 0, next: 0, steps: Vec::new(), last: Vec::new() }
+            Shown {
+                run,
+                total,
+                file: 0,
+                next: 0,
+                step: 0,
+                recent: VecDeque::new(),
+                latest: Latest::default(),
+            }
         };
         Ok(Self { runs: Run::find(directories)?.into_iter().map(shown).collect() })
     }
@@ -57,8 +64,8 @@ impl Board {
         let several = self.runs.len() > 1;
         for shown in &mut self.runs {
             if shown.read()? {
-                let step = shown.steps.last().map_or(0, |step| step.0);
-                let line = summary_line(step, shown.total.unwrap_or(step), &shown.last, shown.left());
+                let total = shown.total.unwrap_or(shown.step);
+                let line = summary_line(shown.step, total, shown.latest.metrics(), shown.left());
                 lines.push(if several { format!("{}: {line}", shown.run.name) } else { line });
             }
         }
@@ -68,27 +75,13 @@ impl Board {
     /// A row per run, in at most `width` columns.
     #[must_use]
     pub fn table(&self, width: usize) -> String {
-        let header = ["run", "step", "reward", "course", "kl", "length", "s/step", "left"];
         let row = |shown: &Shown| {
-            let last =
-                |name: &str| shown.last.iter().find(|(own, _)| own == name).and_then(|(_, value)| *value);
-            let number =
-                |value: Option<f64>, digits| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
-            let step = shown.steps.last().map_or(0, |step| step.0);
             let total = shown.total.map_or(String::new(), |total| format!("/{total}"));
-            let rewards: Vec<f64> = shown.steps.iter().map(|step| step.1.unwrap_or(f64::NAN)).collect();
-            vec![
-                shown.run.name.clone(),
-                format!("{step}{total}"),
-                number(last("reward"), 3),
-                sparkline(&rewards, COURSE_COLUMNS),
-                number(last("kl"), 4),
-                number(last("completions/mean_length"), 1),
-                number(last("step_time"), 2),
-                shown.left().map_or("-".to_owned(), omnigrpo_observe::span),
-            ]
+            let left = shown.left().map_or("-".to_owned(), omnigrpo_observe::span);
+            vec![shown.run.name.clone(), format!("{}{total}", shown.step), left]
         };
-        columns(&header, &self.runs.iter().map(row).collect::<Vec<_>>(), width)
+        let rows: Vec<_> = self.runs.iter().map(|shown| (row(shown), &shown.latest)).collect();
+        latest_table(&["run", "step", "left"], &rows, width)
     }
 }
 
@@ -99,8 +92,8 @@ impl Shown {
         let now = self.run.metrics_now();
         if now.id != self.file || now.bytes < self.next {
             // Another file: what was read of the one before is void.
-            (self.file, self.next) = (now.id, 0);
-            self.steps.clear();
+            (self.file, self.next, self.step) = (now.id, 0, 0);
+            (self.recent, self.latest) = (VecDeque::new(), Latest::default());
         }
         loop {
             let slice = self.run.metrics(self.next)?;
@@ -114,21 +107,19 @@ impl Shown {
                 if row.keys().any(|name| name.starts_with("eval_")) {
                     continue;
                 }
-                let number = |name: &str| row.get(name).and_then(Value::as_f64);
-                self.steps.push((step, number("reward"), number("step_time").unwrap_or(0.0)));
-                self.last = row.iter().map(|(name, value)| (name.clone(), value.as_f64())).collect();
+                self.step = step;
+                self.recent.push_back(row.get("step_time").and_then(Value::as_f64).unwrap_or(0.0));
+                self.recent.drain(..self.recent.len().saturating_sub(RECENT_STEPS));
+                self.latest.add(row.iter().map(|(name, value)| (name.clone(), value.as_f64())).collect());
                 news = true;
             }
-            let surplus = self.steps.len().saturating_sub(COURSE_STEPS);
-            self.steps.drain(..surplus);
         }
     }
 
     /// How long the rest takes, by the mean of the last steps.
     fn left(&self) -> Option<Duration> {
-        let recent = &self.steps[self.steps.len().saturating_sub(RECENT_STEPS)..];
-        let left = self.total?.checked_sub(recent.last()?.0).filter(|&left| left > 0)?;
-        let mean = recent.iter().map(|step| step.2).sum::<f64>() / recent.len() as f64;
+        let left = self.total?.checked_sub(self.step).filter(|&left| left > 0)?;
+        let mean = self.recent.iter().sum::<f64>() / self.recent.len() as f64;
         Duration::try_from_secs_f64(mean * left as f64).ok()
     }
 }
@@ -170,7 +161,7 @@ mod tests {
         );
         assert_eq!(
             table.lines().nth(2).unwrap().split_whitespace().collect::<Vec<_>>(),
-            ["two", "4/8", "0.400", "▁▃▆█", "0.0100", "7.5", "2.00", "8", "s"]
+            ["two", "4/8", "8", "s", "0.400", "▁▃▆█", "0.0100", "7.5", "2.00"]
         );
         // A run that goes on from a checkpoint replaces the file.
         let path = directory.path().join("two/metrics.jsonl");
