@@ -13,7 +13,7 @@ use crate::layer::{Entry, Layer};
 use crate::problem::Problem;
 use crate::settings::{Environment, Settings, Tracker, needs, recipe_values};
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
-use crate::{config, foreign, presets, rules};
+use crate::{config, foreign, presets, rules, values};
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ where
 {
     let args: Vec<OsString> = args.into_iter().collect();
     let (known, mut entries) = match verb_of(&args) {
-        Some(verb) => set_apart(verb, args),
+        Some(verb) => set_apart(verb, switched(verb, args)),
         None => (args, Vec::new()),
     };
     let matches = match command(true).try_get_matches_from(&known) {
@@ -249,6 +249,35 @@ fn notes_of(settings: &Settings) -> Vec<String> {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));
     }
     notes
+}
+
+/// Where a command takes words, the one behind a switch is the switch's only if it says on or off: `watch --tui DIR`.
+fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
+    if !FLAGS.iter().any(|flag| flag.positional && flag.verbs.contains(&verb)) {
+        return args;
+    }
+    let is_switch = |arg: &str| {
+        let flag = arg.strip_prefix("--").and_then(flags::find);
+        flag.is_some_and(|flag| matches!(flag.kind, Kind::Bool) && flag.verbs.contains(&verb))
+    };
+    let mut out = Vec::with_capacity(args.len());
+    let mut rest = args.into_iter().peekable();
+    while let Some(mut arg) = rest.next() {
+        let text = arg.to_string_lossy().into_owned();
+        if text == "--" {
+            out.push(arg);
+            break;
+        }
+        let says = |next: &OsString| {
+            values::parse(&Kind::Bool, &Raw::Arguments(vec![next.to_string_lossy().into()]))
+        };
+        if is_switch(&text) && rest.peek().is_some_and(|next| says(next).is_err()) {
+            arg.push("=true");
+        }
+        out.push(arg);
+    }
+    out.extend(rest);
+    out
 }
 
 /// Takes what clap does not know, or another trainer means something by, out of a command line: each with its values, up

@@ -1,17 +1,18 @@
 //! The command line as a user meets it: help, errors, files of settings, presets, precedence.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+
+fn command(dir: &Path, env: &[(&str, &str)], args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_omnigrpo"));
+    command.args(args).env_clear().envs(env.iter().copied()).current_dir(dir);
+    command
+}
 
 fn run_in(dir: &Path, env: &[(&str, &str)], args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_omnigrpo"))
-        .args(args)
-        .env_clear()
-        .envs(env.iter().copied())
-        .current_dir(dir)
-        .output()
-        .unwrap()
+    command(dir, env, args).output().unwrap()
 }
 
 fn run(args: &[&str]) -> Output {
@@ -799,6 +800,16 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
     let error =
         String::from_utf8(run_in(dir.path(), &[], &["watch", "x", "--dashbord_port", "1"]).stderr).unwrap();
     assert!(error.contains("dashboard_port"), "{error}");
+
+    // A switch takes no directory for its value, and in a pipe there is a line per step.
+    for words in [&["watch", "--tui", "mine, yours"][..], &["watch", "--tui", "true", "mine, yours"]] {
+        let mut watch = command(dir.path(), &[], words).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(watch.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        watch.kill().unwrap();
+        watch.wait().unwrap();
+        assert_eq!(line, "step 1/1 | reward 0.500\n", "{words:?}");
+    }
 }
 
 #[test]
