@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Kills runs at random moments, starts them again until they are done, and compares what they leave with an uninterrupted
-run: weights, moments, state, rollouts, metrics and evaluations, byte for byte (but for clocks and memory).
+run: weights, moments, state, rollouts, numbers per token, metrics and evaluations, byte for byte (but for clocks and memory).
 
     python3 tools/reliability/kills.py target/debug/omnigrpo
     python3 tools/reliability/kills.py target/debug/omnigrpo --kills 200 --cases "full disk,LoRA with dropout"
@@ -34,7 +34,7 @@ STOPPED = 75
 SMALL = " --max_completion_length 6 --min_completion_length 6 --threads 1"
 TRAIN = (
     "train --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 2 --gradient_accumulation_steps 2"
-    + SMALL
+    " --log_token_stats" + SMALL
 )
 SFT = "sft --train_file rows.jsonl --learning_rate 1e-3 --gradient_accumulation_steps 2 --threads 1"
 STEPS, SAVES = " --max_steps {steps}", " --save_steps 3"
@@ -290,12 +290,12 @@ def compare(whole, cut, limited):
     drop = ("time/", "memory/", "step_time", "data/ahead_time")
     same_rows(whole / "metrics.jsonl", cut / "metrics.jsonl", drop)
     same_rows(whole / "skipped.jsonl", cut / "skipped.jsonl", ())
-    for folder in ["rollouts", "eval"]:
+    for folder in ["rollouts", "tokens", "eval"]:
         names = [sorted(os.listdir(run / folder)) if (run / folder).is_dir() else [] for run in (whole, cut)]
         if names[0] != names[1]:
             raise Difference(f"{folder}: {sorted(set(names[0]) ^ set(names[1]))} in one only")
         for name in names[0]:
-            if folder == "eval":
+            if folder != "rollouts":
                 same_bytes(whole / folder, cut / folder, [name])
             else:
                 same_rows(whole / folder / name, cut / folder / name, ("timestamp",))

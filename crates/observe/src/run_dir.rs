@@ -283,16 +283,20 @@ impl RunDir {
     pub fn sync(&mut self) -> Result<(), Error> {
         self.metrics.sync()?;
         self.skipped.sync()?;
+        // New files are on disk once their directories are.
+        let mut directories = BTreeSet::from([self.root.clone(), self.root.join(ROLLOUTS)]);
         for path in &self.unsynced {
             match File::open(path).and_then(|file| file.sync_all()) {
                 // Somebody has no use for it.
                 Err(source) if source.kind() == io::ErrorKind::NotFound => {}
-                other => other.map_err(|source| Error::io("sync", path, source))?,
+                other => {
+                    other.map_err(|source| Error::io("sync", path, source))?;
+                    directories.extend(path.parent().map(Path::to_owned));
+                }
             }
         }
         self.unsynced.clear();
-        // New files are on disk once their directories are.
-        [self.root.join(ROLLOUTS), self.root.clone()].iter().try_for_each(|path| sync_directory(path))
+        directories.iter().try_for_each(|path| sync_directory(path))
     }
 }
 

@@ -282,7 +282,9 @@ impl Loop {
         .map_err(|error| self.records.offending_rows(at.step + 1, &rollouts, error))?;
         let mut metrics = reinforcement_metrics(&outcome);
         let reward = outcome.sums.reward();
-        self.records.tokens(at.step + 1, &rollouts, outcome.tokens, self.prompts.tokenizer())?;
+        timed(timer, "records", || {
+            self.records.tokens(at.step + 1, &rollouts, outcome.tokens, self.prompts.tokenizer())
+        })?;
         if iteration == 0 {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
@@ -331,7 +333,7 @@ impl Loop {
                 .collect(rows, self.place.rollout, timer)
                 .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
-        self.records.rollouts(step + 1, epoch, &rollouts)?;
+        timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts))?;
         Ok(rollouts)
     }
 

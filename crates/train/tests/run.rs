@@ -135,6 +135,7 @@ fn a_run_leaves_metrics_rollouts_and_a_model() {
             "time/rollout",
             "time/backward",
             "time/optimizer",
+            "time/records",
         ] {
             assert!(number(row, key).is_finite(), "{key}");
         }
