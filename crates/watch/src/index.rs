@@ -109,6 +109,13 @@ impl Lines {
         Self { reader: BufReader::with_capacity(1 << 16, file), offset: 0, line: Vec::new() }
     }
 
+    /// The lines from an offset on, at which one begins.
+    pub(crate) fn from(file: File, offset: u64) -> std::io::Result<Self> {
+        let mut lines = Self::new(file);
+        lines.offset = lines.reader.seek(SeekFrom::Start(offset))?;
+        Ok(lines)
+    }
+
     /// Offset and bytes of the next line, without its end.
     pub(crate) fn next(&mut self) -> std::io::Result<Option<(u64, &[u8])>> {
         loop {

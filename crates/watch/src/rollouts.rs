@@ -234,21 +234,24 @@ impl Records {
             let path = run.step_file("rollouts", step);
             let file = File::open(&path).map_err(Error::io("open", &path))?;
             let from = if step == filter.step { filter.byte } else { 0 };
-            let mut lines = Lines::new(file);
-            // The row stands with the first completion of its prompt.
+            let mut lines = Lines::from(file, from).map_err(Error::io("read", &path))?;
+            // The row stands with the first completion of its prompt, which may lie before.
+            let before = if from > 0 { Some(self.index(run, step)?.1) } else { None };
             let mut of_group: Option<(usize, Option<String>)> = None;
             while let Some((offset, line)) = lines.next().map_err(Error::io("read", &path))? {
+                // Each answer gets further, however long its first line takes.
+                let is_first = (step, offset) == (filter.step, filter.byte);
+                if !is_first && (found.len() == limit || started.elapsed() > SEARCH_TIME) {
+                    let next = json!({ "step": step, "byte": offset });
+                    return Ok(json!({ "found": found, "next": next, "steps": steps.len() }));
+                }
                 let Ok(record) = parsed(line) else { continue };
                 let brief = brief(&record, column.as_deref());
                 if of_group.as_ref().is_none_or(|(group, _)| *group != brief.group) {
-                    of_group = Some((brief.group, brief.category.clone()));
-                }
-                if offset < from {
-                    continue;
-                }
-                if found.len() == limit || started.elapsed() > SEARCH_TIME {
-                    let next = json!({ "step": step, "byte": offset });
-                    return Ok(json!({ "found": found, "next": next, "steps": steps.len() }));
+                    let mut own = before.iter().flat_map(|index| index.iter());
+                    let first = own.find(|entry| entry.brief.group == brief.group);
+                    let category = first.and_then(|entry| entry.brief.category.clone());
+                    of_group = Some((brief.group, category.or_else(|| brief.category.clone())));
                 }
                 let category = of_group.as_ref().and_then(|(_, category)| category.as_deref());
                 if filter.lets_through(&record, &brief, category, text.as_deref()) {
