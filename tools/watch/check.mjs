@@ -1,15 +1,15 @@
 // Opens the page of `omnigrpo watch` in a headless Chromium: charts draw, live rows arrive, filters find, hostile text stays
-// text, media show, and the console says nothing.
+// text, media show and clips play, a run of 10,000 completions answers at once, and the console says nothing.
 //
 //   npm i playwright-core && node tools/watch/check.mjs target/debug/omnigrpo watch
 //   node tools/watch/check.mjs target/debug/omnigrpo watch --shots DIR RUN_DIR     # pictures of a run
 //
-// CHROMIUM names the browser where it is not /usr/bin/chromium. The program is called with the directory of a made-up run as
+// It needs ffmpeg, which makes a clip. CHROMIUM names the browser where it is not /usr/bin/chromium. The program is called with the directory of a made-up run as
 // its last argument and prints the page's address.
 
 import assert from 'node:assert/strict';
-import { spawn } from 'node:child_process';
-import { appendFileSync, cpSync, mkdirSync, mkdtempSync, realpathSync, writeFileSync } from 'node:fs';
+import { execFileSync, spawn } from 'node:child_process';
+import { appendFileSync, cpSync, linkSync, mkdirSync, mkdtempSync, readFileSync, realpathSync, statSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { createRequire } from 'node:module';
@@ -48,6 +48,14 @@ const rollout = (step, group, sample, completion, media) => JSON.stringify({
   length: 4, finish_reason: sample === 3 ? 'length' : 'stop', media, frame_times_secs: [], columns: {}, ...(sample === 0 ? { row: { type: group % 2 ? 'shape' : 'colour' } } : {}),
 });
 
+// Stands for a byte that is no UTF-8.
+const BAD = '\ue000';
+
+function withBadBytes(text) {
+  const parts = text.split(BAD).map((part) => Buffer.from(part));
+  return Buffer.concat(parts.flatMap((part, at) => (at ? [Buffer.from([0xff]), part] : [part])));
+}
+
 function madeUp() {
   const dir = realpathSync(mkdtempSync(join(tmpdir(), 'omnigrpo-page-')));
   ['rollouts', 'tokens', 'eval'].forEach((name) => mkdirSync(join(dir, name)));
@@ -59,8 +67,8 @@ function madeUp() {
   for (const step of all) {
     const media = [join(dir, 'dot.png'), join(dir, 'tone.wav')];
     const lines = [0, 1, 2].flatMap((group) => [0, 1, 2, 3].map((sample) => rollout(step, group, sample,
-      sample === 2 ? HOSTILE : sample === 3 && group === 0 ? `\u202egnorw\u0007 ${'long '.repeat(200000)}` : `<think>it is</think><answer>${group === 2 && step === 42 ? 'needle' : 'red'}</answer>`, group === 0 ? media : [])));
-    writeFileSync(join(dir, `rollouts/step-${String(step).padStart(6, '0')}.jsonl`), lines.map((line) => `${line}\n`).join(''));
+      sample === 2 ? HOSTILE + BAD : sample === 3 && group === 0 ? `\u202egnorw\u0007 ${'long '.repeat(200000)}` : `<think>it is</think><answer>${group === 2 && step === 42 ? 'needle' : 'red'}</answer>`, group === 0 ? media : [])));
+    writeFileSync(join(dir, `rollouts/step-${String(step).padStart(6, '0')}.jsonl`), withBadBytes(lines.map((line) => `${line}\n`).join('')));
   }
   const tokens = { group: 0, sample: 1, tokens: ['<think>', 'it', ' is', '<b>'], logprobs: [-0.1, -2, -0.01, -1], sampled_logprobs: [-0.1, -1.9, -0.01, -1], reference_logprobs: [-0.2, -1, -0.01, -1], entropies: [0.1, 2, 0.1, 1] };
   writeFileSync(join(dir, 'tokens/step-000060.jsonl'), `${JSON.stringify(tokens)}\n`);
@@ -69,6 +77,42 @@ function madeUp() {
     const row = (n) => JSON.stringify({ id: `e${n}`, dataset: 'eval', prompt: `question ${n}`, solution: 'red', category: n % 2 ? 'shape' : 'colour', completions: [n === 3 ? HOSTILE : 'red'], answers: ['red'], rewards: { accuracy: [n % 2 ? good : 0] }, reward: [n % 2 ? good : 0] });
     writeFileSync(`${name}.jsonl`, [0, 1, 2, 3].map((n) => `${row(n)}\n`).join(''));
     writeFileSync(`${name}.summary.json`, JSON.stringify({ eval_reward: good / 2, eval_accuracy: good / 2, categories: [{ category: 'colour', rows: 20, accuracy: 0.2 }, { category: 'shape', rows: 20, accuracy: good }], confusion: { labels: ['red', 'blue'], counts: [[3, 1, 0], [0, 2, 1]], unlabelled: 0 } }));
+  }
+  return dir;
+}
+
+const TIMES = [0.4, 4.2, 8.6, 13.4];
+
+/// Six clips of 14 s with sound, too large for the buffers between server and player, whose index is at the end of the file.
+function clips(dir) {
+  const first = join(dir, 'clip-0.mp4');
+  execFileSync('ffmpeg', ['-v', 'error', '-f', 'lavfi', '-i', 'testsrc2=size=480x270:rate=15:duration=14,noise=alls=60:allf=t', '-f', 'lavfi', '-i', 'sine=440:duration=14',
+    '-c:v', 'libx264', '-preset', 'ultrafast', '-qp', '12', '-pix_fmt', 'yuv420p', '-c:a', 'aac', first]);
+  const names = [0, 1, 2, 3, 4, 5].map((n) => join(dir, `clip-${n}.mp4`));
+  names.slice(1).forEach((name) => linkSync(first, name));
+  return names;
+}
+
+/// 10,000 completions in 41 steps, one of them with 2,000; the first prompt has clips.
+function large() {
+  const dir = realpathSync(mkdtempSync(join(tmpdir(), 'omnigrpo-large-')));
+  mkdirSync(join(dir, 'rollouts'));
+  const media = clips(dir);
+  const times = media.map((_, at) => (at ? [1] : TIMES));
+  // The sound of the first clip is a medium too.
+  media.push(media[0]);
+  times.push([]);
+  writeFileSync(join(dir, 'metrics.jsonl'), Array.from({ length: 41 }, (_, at) => `${metrics(at + 1)}\n`).join(''));
+  for (let step = 1; step <= 41; step += 1) {
+    const lines = [];
+    for (let group = 0; group < (step === 41 ? 250 : 25); group += 1) {
+      for (let sample = 0; sample < 8; sample += 1) {
+        const own = JSON.parse(rollout(step, group, sample, `<think>${`step ${step} prompt ${group} sees it. `.repeat(30)}</think><answer>red</answer>`, group === 0 ? media : []));
+        if (group === 0) own.frame_times_secs = times;
+        lines.push(`${JSON.stringify(own)}\n`);
+      }
+    }
+    writeFileSync(join(dir, `rollouts/step-${String(step).padStart(6, '0')}.jsonl`), lines.join(''));
   }
   return dir;
 }
@@ -139,7 +183,7 @@ try {
   assert.equal(await tab.$$eval('.card', (all) => all.length), 4);
   assert.equal(await tab.evaluate(() => globalThis.owned), undefined, 'a script in a completion ran');
   assert.equal(await tab.$$eval('.card script, .card img', (all) => all.length), 0);
-  assert.ok((await tab.$$eval('.card pre', (all) => all.map((own) => own.textContent))).some((text) => text.includes('<script>globalThis.owned')));
+  assert.ok((await tab.$$eval('.card pre', (all) => all.map((own) => own.textContent))).some((text) => text.includes('<script>globalThis.owned') && text.endsWith('\ufffd')));
   assert.deepEqual(await tab.$$eval('.unseen', (all) => [...new Set(all.map((own) => own.textContent))].sort()), ['U+0007', 'U+202E']);
   await tab.waitForFunction(() => document.querySelector('.media img')?.naturalWidth === 1);
   await tab.waitForFunction(() => document.querySelector('.media audio')?.duration > 0.4);
@@ -192,6 +236,53 @@ try {
   assert.equal(await pair.$$eval('.chart:first-child .said i', (own) => own.length), 2);
   console.log('two runs are compared');
 
+  const many = large();
+  const [third, whole] = await serve([many]);
+  children.push(third);
+  const slow = await page(whole);
+  const parts = [];
+  slow.on('response', (response) => { if (response.url().includes('api/media')) parts.push([response.status(), Number(response.headers()['content-length'])]); });
+  await slow.goto(`${whole}#/rollouts?step=1&group=0`);
+  await slow.waitForFunction(() => [...document.querySelectorAll('video')].filter((own) => own.readyState > 0 && Math.abs(own.duration - 14) < 0.2).length === 6, null, { timeout: 60000 });
+  assert.equal(await slow.$$eval('figure:first-child .timeline button', (own) => own.length), TIMES.length);
+  await slow.$$eval('figure:first-child .timeline button', (own) => own.at(-1).click());
+  await slow.waitForFunction((time) => { const own = document.querySelector('video'); return !own.seeking && own.currentTime === time && own.readyState > 1; }, TIMES.at(-1), { timeout: 20000 });
+  await slow.evaluate(() => { const own = document.querySelector('video'); own.muted = true; own.currentTime = 0; own.playbackRate = 4; return own.play(); });
+  await slow.waitForFunction(() => document.querySelector('video').ended, null, { timeout: 60000 });
+  assert.ok(statSync(join(many, 'clip-0.mp4')).size > 12e6, 'a clip that fits the buffers shows nothing');
+  const ranges = parts.filter(([status]) => status === 206);
+  assert.ok(ranges.length > 12 && ranges.every(([, bytes]) => bytes <= 1 << 20), `${ranges.length} parts`);
+  await slow.waitForFunction(() => document.querySelector('figure:last-child audio')?.duration > 13 && document.querySelector('figure:last-child .wave').getContext('2d').getImageData(0, 0, 600, 64).data.some((value) => value > 0), null, { timeout: 20000 });
+  console.log(`six clips of ${Math.round(statSync(join(many, 'clip-0.mp4')).size / 1e6)} MB are there, one plays to its end in ${ranges.length} parts; its sound has a waveform`);
+
+  const memory = () => Number(/VmRSS:\s+(\d+)/.exec(readFileSync(`/proc/${third.pid}/status`, 'utf8'))?.[1] ?? 0) / 1024;
+  const took = async (name, limit, act) => {
+    const began = performance.now();
+    await act();
+    const time = performance.now() - began;
+    console.log(`${name}: ${Math.round(time)} ms`);
+    assert.ok(time < limit, `${name} took ${Math.round(time)} ms`);
+  };
+  const heading = (text) => slow.waitForFunction((wanted) => document.querySelector('.detail h2')?.textContent.includes(wanted), text);
+  await took('another step', 2000, async () => { await slow.keyboard.press('n'); await heading('step 2, prompt 0'); });
+  await took('another prompt', 2000, async () => { await slow.keyboard.press('j'); await heading('step 2, prompt 1'); });
+  await took('a step of 2,000 completions', 4000, async () => { await slow.goto(`${whole}#/rollouts?step=41&group=249`); await heading('step 41, prompt 249'); });
+  assert.equal(await slow.$$eval('.groups li', (own) => own.length), 101);
+  await took('a link into it', 2000, async () => { await slow.goto(`${whole}#/rollouts?step=41&group=100`); await heading('step 41, prompt 100'); });
+  await took('a search through all', 20000, async () => {
+    await slow.fill('input[name=text]', 'step 40 prompt 24 sees');
+    await slow.waitForFunction(() => /^8 found in 41 steps/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 30000 });
+  });
+  console.log(`10,000 completions of ${Math.round(Array.from({ length: 41 }, (_, at) => statSync(join(many, `rollouts/step-${String(at + 1).padStart(6, '0')}.jsonl`)).size).reduce((a, b) => a + b) / 1e6)} MB, and the server has ${Math.round(memory())} MB`);
+  assert.ok(memory() < 200, `the server has ${memory()} MB`);
+  await slow.close();
+
+  const stranger = new URL('/', url).href;
+  for (const path of ['', 'api/runs', `${'0'.repeat(32)}/api/runs`, '../metrics.jsonl', `${new URL(url).pathname.slice(1)}..%2f..%2fetc/passwd`, `${new URL(url).pathname.slice(1)}page/%2e%2e/Cargo.toml`]) {
+    assert.equal((await fetch(stranger + path)).status, 404, path);
+  }
+  console.log('nothing without the token, nothing beside the run');
+
   const phone = await page(url, { viewport: { width: 390, height: 800 }, colorScheme: 'dark' });
   for (const view of ['charts', 'rollouts?step=60&group=1', 'evaluations', 'settings']) {
     await phone.goto(`${url}#/${view}`);
@@ -202,8 +293,8 @@ try {
   console.log('a phone is wide enough');
 
   if (shots) {
-    const [third, own] = await serve([shown]);
-    children.push(third);
+    const [fourth, own] = await serve([shown]);
+    children.push(fourth);
     const views = [['charts', 'charts'], ['rollouts', 'rollouts?step=4&group=1'], ['evaluations', 'evaluations']];
     for (const [name, options] of [['light', {}], ['dark', { colorScheme: 'dark' }], ['phone', { viewport: { width: 390, height: 800 }, deviceScaleFactor: 2, colorScheme: 'dark' }]]) {
       const tab = await page(own, options);

@@ -23,7 +23,12 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
             let name = Path::new(&paths[at]).file_name().map(|name| name.to_string_lossy().into_owned());
             let times = frame_times_secs.get(at);
             match open(paths, at) {
-                Ok(medium) => json!({ "name": name, "mime": medium.mime, "times": times }),
+                Ok(medium) => {
+                    // A clip whose sound is a medium too stands in the list twice.
+                    let is_again = paths[..at].contains(&paths[at]) && times.is_none_or(Vec::is_empty);
+                    let heard = is_again && medium.mime.starts_with("video/");
+                    json!({ "name": name, "mime": medium.mime, "times": times, "heard": heard })
+                }
                 Err(error) => json!({ "name": name, "error": error.to_string() }),
             }
         })

@@ -13,7 +13,7 @@ export function gallery(media, where) {
 function figure(medium, url) {
   const caption = el('figcaption', {}, medium.name ?? 'medium');
   if (medium.error) return el('figure', {}, el('p', { class: 'quiet' }, medium.error), caption);
-  const kind = medium.mime.split('/')[0];
+  const kind = medium.heard ? 'audio' : medium.mime.split('/')[0];
   const times = medium.times ?? [];
   if (times.length) caption.append(` · ${times.length} frames sampled`);
   const unplayable = () => body.replaceWith(el('p', { class: 'quiet' }, `This browser cannot show ${medium.mime}. `, el('a', { href: url, download: medium.name ?? 'medium' }, 'Save the file')));
@@ -81,7 +81,11 @@ function waveform(audio, url) {
   });
   (async () => {
     const response = await fetch(url);
-    if (Number(response.headers.get('content-length')) > MAX_WAVE_BYTES) return;
+    if (Number(response.headers.get('content-length')) > MAX_WAVE_BYTES) {
+      await response.body.cancel();
+      canvas.remove();
+      return;
+    }
     const sound = await new OfflineAudioContext(1, 1, 16000).decodeAudioData(await response.arrayBuffer());
     const samples = sound.getChannelData(0);
     const peaks = Array.from({ length: WAVE_COLUMNS }, (_, column) => {
