@@ -13,6 +13,8 @@ use crate::{Console, Metric, Rollout};
 
 /// Events that a tracker may be behind.
 const QUEUE: usize = 64;
+/// A wait that is longer is told.
+const QUIET: Duration = Duration::from_secs(2);
 
 /// What trackers are told.
 #[derive(Debug, Clone, PartialEq)]
@@ -118,8 +120,14 @@ impl Trackers {
         for tracker in std::mem::take(&mut self.running) {
             let Running { name, queue, outcome, abandon } = tracker;
             drop(queue);
-            let left = end.saturating_duration_since(Instant::now());
-            let why = match outcome.recv_timeout(left) {
+            let left = || end.saturating_duration_since(Instant::now());
+            let mut told = outcome.recv_timeout(left().min(QUIET));
+            if matches!(told, Err(RecvTimeoutError::Timeout)) && !left().is_zero() {
+                let secs = left().as_secs_f64().ceil();
+                self.console.line(&format!("waiting for {name}, at most {secs} s"));
+                told = outcome.recv_timeout(left());
+            }
+            let why = match told {
                 Ok(Ok(())) => continue,
                 Ok(Err(why)) => why,
                 Err(RecvTimeoutError::Timeout) => {

@@ -54,9 +54,11 @@ impl Wandb {
             format!("`{}` cannot be started: {error}; `--reward_python` names another Python", run.python)
         })?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
-        let stderr = stderr.map(|stderr| {
+        let stderr = stderr.and_then(|stderr| {
             let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());
-            std::thread::spawn(move || keep(stderr, &log, secret.as_deref()))
+            let thread = std::thread::Builder::new().name("tracker-wandb-log".to_owned());
+            // Without it the child's words are lost when its pipe closes, and no more.
+            thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()
         });
         let mut this = Self { child: Arc::new(Mutex::new(child)), stdin, stderr };
         this.tell(&json!({ "init": { "dir": run.directory, "name": run.name, "config": run.settings } }))?;
