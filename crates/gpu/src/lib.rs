@@ -18,6 +18,7 @@ mod elementwise;
 #[cfg(feature = "emulator")]
 mod emulated;
 mod error;
+mod experts;
 mod head;
 mod libraries;
 mod linear;

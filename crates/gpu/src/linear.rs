@@ -50,7 +50,7 @@ pub struct Plus<'a> {
 }
 
 /// A weight, or a piece of it, as products read it.
-enum Factored<'a> {
+pub(crate) enum Factored<'a> {
     Part(&'a Array, usize),
     Widened(Array),
 }
@@ -67,7 +67,7 @@ impl Weight<'_> {
 }
 
 impl Factored<'_> {
-    fn array(&self) -> &Array {
+    pub(crate) fn array(&self) -> &Array {
         match self {
             Self::Part(array, _) => array,
             Self::Widened(array) => array,
@@ -81,7 +81,7 @@ impl Factored<'_> {
         }
     }
 
-    fn factor(&self, k: usize) -> Factor {
+    pub(crate) fn factor(&self, k: usize) -> Factor {
         Factor::new(self.array(), self.first(), k)
     }
 }
@@ -136,7 +136,13 @@ impl Gpu {
     }
 
     /// Rows `first..first + rows` of a weight.
-    fn factored<'a>(&self, weight: Weight<'a>, k: usize, first: usize, rows: usize) -> Factored<'a> {
+    pub(crate) fn factored<'a>(
+        &self,
+        weight: Weight<'a>,
+        k: usize,
+        first: usize,
+        rows: usize,
+    ) -> Factored<'a> {
         match weight {
             Weight::Dense(array) => Factored::Part(array, first * k),
             Weight::Codes(codes) => {

@@ -8,6 +8,7 @@ pub const FILES: &[(&str, &str)] = &[
     ("attention", include_str!("../cuda/attention.cu")),
     ("conv", include_str!("../cuda/conv.cu")),
     ("elementwise", include_str!("../cuda/elementwise.cu")),
+    ("experts", include_str!("../cuda/experts.cu")),
     ("head", include_str!("../cuda/head.cu")),
     ("linear", include_str!("../cuda/linear.cu")),
     ("norms", include_str!("../cuda/norms.cu")),

@@ -34,6 +34,11 @@ impl Mixture {
         }
     }
 
+    /// The rows of all outputs, one after the other.
+    pub(crate) fn rows(&self) -> &Array {
+        &self.rows
+    }
+
     /// The reverse of sums: from `(row of the input, row of the output, weight)` in the order in which sums are taken. Only rows
     /// that occur are outputs.
     #[must_use]

@@ -45,6 +45,7 @@ pub mod attention;
 pub mod buffer;
 pub mod conv;
 pub mod embedding;
+pub mod experts;
 pub mod linear;
 pub mod logprob;
 pub mod norm;

@@ -9,6 +9,7 @@ use crate::Mat;
 use crate::activation::Activation;
 use crate::attention::{AttentionLayout, Qkv, Shape};
 use crate::conv::{OUTSIDE, RowMix};
+use crate::experts::{Choices, Groups};
 use crate::logprob::{Gradient, Scores, Targets};
 use crate::optim::AdamW;
 
@@ -527,4 +528,73 @@ pub fn blend_backward(dy: &[f64], x: Mat64, logits: &[f64]) -> (Vec<f64>, Vec<f6
     let dp: Vec<f64> = (0..p.len()).map(|i| dot(dy, x.row(i))).collect();
     let mean: f64 = p.iter().zip(&dp).map(|(p, d)| p * d).sum();
     (dx, p.iter().zip(&dp).map(|(p, d)| p * (d - mean)).collect())
+}
+
+/// `y = x W` of each place; see [`crate::experts::forward`].
+#[must_use]
+pub fn experts_forward(x: Mat64, w: Mat64, groups: Groups) -> Vec<f64> {
+    let (k, n) = (x.cols, w.cols);
+    let mut y = vec![0.0; x.rows * n];
+    for (e, ends) in groups.0.windows(2).enumerate() {
+        for p in ends[0]..ends[1] {
+            for (i, x) in x.row(p).iter().enumerate() {
+                (0..n).for_each(|j| y[p * n + j] += x * w.row(e * k + i)[j]);
+            }
+        }
+    }
+    y
+}
+
+/// Gradients of [`experts_forward`]: `(dx [places, k], dw [experts · k, n])`.
+#[must_use]
+pub fn experts_backward(dy: Mat64, x: Mat64, w: Mat64, groups: Groups) -> (Vec<f64>, Vec<f64>) {
+    let (k, n) = (x.cols, w.cols);
+    let (mut dx, mut dw) = (vec![0.0; x.rows * k], vec![0.0; w.rows * n]);
+    for (e, ends) in groups.0.windows(2).enumerate() {
+        for p in ends[0]..ends[1] {
+            for i in 0..k {
+                for (j, dy) in dy.row(p).iter().enumerate() {
+                    dx[p * k + i] += dy * w.row(e * k + i)[j];
+                    dw[(e * k + i) * n + j] += dy * x.row(p)[i];
+                }
+            }
+        }
+    }
+    (dx, dw)
+}
+
+/// The weight of each place.
+fn expert_weights(logits: Mat64, choices: Choices) -> Vec<f64> {
+    let mut weights = vec![0.0; choices.places.len()];
+    let each = choices.places.len() / logits.rows.max(1);
+    for (r, places) in choices.places.chunks_exact(each.max(1)).enumerate() {
+        let exp = |place: u32| logits.row(r)[choices.experts[place as usize] as usize].exp();
+        let sum: f64 = places.iter().map(|&place| exp(place)).sum();
+        places.iter().for_each(|&place| weights[place as usize] = exp(place) / sum);
+    }
+    weights
+}
+
+/// Places times their weights; see [`crate::experts::weigh_forward`].
+#[must_use]
+pub fn weigh_forward(x: Mat64, logits: Mat64, choices: Choices) -> Vec<f64> {
+    let weights = expert_weights(logits, choices);
+    (0..x.rows).flat_map(|p| x.row(p).iter().map(|x| x * weights[p]).collect::<Vec<_>>()).collect()
+}
+
+/// Gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
+#[must_use]
+pub fn weigh_backward(dy: Mat64, x: Mat64, logits: Mat64, choices: Choices) -> (Vec<f64>, Vec<f64>) {
+    let weights = expert_weights(logits, choices);
+    let dot = |p: usize| dy.row(p).iter().zip(x.row(p)).map(|(dy, x)| dy * x).sum::<f64>();
+    let mut dlogits = vec![0.0; logits.rows * logits.cols];
+    let each = choices.places.len() / logits.rows.max(1);
+    for (r, places) in choices.places.chunks_exact(each.max(1)).enumerate() {
+        let mean: f64 = places.iter().map(|&p| weights[p as usize] * dot(p as usize)).sum();
+        for &p in places {
+            let p = p as usize;
+            dlogits[r * logits.cols + choices.experts[p] as usize] = weights[p] * (dot(p) - mean);
+        }
+    }
+    (weigh_forward(dy, logits, choices), dlogits)
 }

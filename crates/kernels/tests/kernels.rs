@@ -15,6 +15,7 @@ use common::{check_gradient, close, dot, noise, wide, with_threads};
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, Shape};
+use omnigrpo_kernels::experts::{self, Choices, Groups};
 use omnigrpo_kernels::linear::{Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
@@ -594,6 +595,81 @@ fn linear_twin_matches_central_differences() {
     check_gradient(&x, &dx, |x| f(x, &w, &b));
     check_gradient(&w, &dw, |w| f(&x, w, &b));
     check_gradient(&b, &db, |b| f(&x, &w, b));
+}
+
+/// Experts without places, with one and with many; the bits of a place do not depend on the others.
+#[test]
+fn experts_match_their_twins() {
+    for (counts, k, n) in [
+        (vec![0, 1, 0], 1, 1),
+        (vec![3, 0, 1, 7], 5, 9),
+        (vec![40, 17, 0, 1, 25], 33, 70),
+        (vec![0, 0], 4, 4),
+        (vec![130, 6], 545, 35),
+    ] {
+        let mut offsets = vec![0];
+        counts.iter().for_each(|count| offsets.push(offsets[offsets.len() - 1] + count));
+        let (e, places, groups) = (counts.len(), offsets[counts.len()], Groups(&offsets));
+        let (x, w, dy) = (noise(places * k, 1), noise(e * k * n, 2), noise(places * n, 3));
+        let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+        let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
+        let eight = quantised(QuantBits::Eight, &w, e * k, n);
+        let mut widened = vec![0.0; w.len()];
+        eight.rows().widen(&mut widened);
+        let weights = [
+            (Weight::f32(&w, e * k, n), &w),
+            (Weight::bf16(&narrow_w, e * k, n), &rounded),
+            (eight.rows().into(), &widened),
+        ];
+        let (x32, dy32) = (Mat::new(&x, places, k), Mat::new(&dy, places, n));
+        for (weight, values) in weights {
+            let bf16 = weight.is_bf16();
+            let (x64, w64, dy64) = (factor(&x, bf16), wide(values), factor(&dy, bf16));
+            let (x64, dy64) = (Mat::new(&x64, places, k), Mat::new(&dy64, places, n));
+            let w64 = Mat::new(&w64, e * k, n);
+            let y = experts::forward(x32, weight, groups);
+            close(&y, &twin::experts_forward(x64, w64, groups), 2e-6);
+            let (dx64, dw64) = twin::experts_backward(dy64, x64, w64, groups);
+            close(&experts::backward_input(dy32, weight, groups), &dx64, 2e-6);
+            let mut dw = vec![0.25; e * k * n];
+            experts::backward_weight(dy32, x32, groups, bf16, MatMut::new(&mut dw, e * k, n));
+            close(&dw, &dw64.iter().map(|d| d + 0.25).collect::<Vec<_>>(), 2e-6);
+            // The last place of the first expert that has some, alone.
+            if let Some(own) = counts.iter().position(|&count| count > 0) {
+                let place = offsets[own + 1] - 1;
+                let alone: Vec<usize> = (0..=e).map(|expert| usize::from(expert > own)).collect();
+                let y_alone = experts::forward(x32.row_range(place..place + 1), weight, Groups(&alone));
+                assert_eq!(y_alone, y[place * n..(place + 1) * n]);
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_of_experts_match_their_twin() {
+    // Two experts of each of three rows: 0 and 3, 0 and 4, 1 and 3.
+    let choices = Choices { places: &[0, 3, 1, 5, 2, 4], experts: &[0, 0, 1, 3, 3, 4] };
+    for i in [1, 5, 40] {
+        let (x, logits, dy) = (noise(6 * i, 1), noise(3 * 5, 2), noise(6 * i, 3));
+        let [x64, logits64, dy64] = [&x, &logits, &dy].map(|x| wide(x));
+        fn of(x: &[f64], rows: usize) -> Mat<'_, f64> {
+            Mat::new(x, rows, x.len() / rows)
+        }
+        let y = twin::weigh_forward(of(&x64, 6), of(&logits64, 3), choices);
+        let weight = |own: usize, other: usize| 1.0 / (1.0 + (logits64[other] - logits64[own]).exp());
+        assert!((y[0] - x64[0] * weight(0, 3)).abs() < 1e-12);
+        assert!((y[4 * i] - x64[4 * i] * weight(10 + 3, 10 + 1)).abs() < 1e-12);
+        let (dx, dlogits) = twin::weigh_backward(of(&dy64, 6), of(&x64, 6), of(&logits64, 3), choices);
+        check_gradient(&x64, &dx, |x| dot(&twin::weigh_forward(of(x, 6), of(&logits64, 3), choices), &dy64));
+        check_gradient(&logits64, &dlogits, |l| {
+            dot(&twin::weigh_forward(of(&x64, 6), of(l, 3), choices), &dy64)
+        });
+        let (x, logits, dy) = (Mat::new(&x, 6, i), Mat::new(&logits, 3, 5), Mat::new(&dy, 6, i));
+        close(&experts::weigh_forward(x, logits, choices), &y, 2e-6);
+        let (dx32, dlogits32) = experts::weigh_backward(dy, x, logits, choices);
+        close(&dx32, &dx, 2e-6);
+        close(&dlogits32, &dlogits, 2e-6);
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 
+use crate::experts::{Experts, ExpertsPass, KeptExperts};
 use omnigrpo_ops::{
     Activation, AttentionHeads, Index, Kept, Layout, Linear, Norm, Op, PackedLinear, Param, Pass, Result,
     RopeTable, Rows,
@@ -71,6 +72,8 @@ pub struct Block {
     pub proj: Linear,
     /// The feed-forward layer.
     pub mlp: Mlp,
+    /// Experts beside it, of which each row uses a few: then the feed-forward layer is the one that all rows share.
+    pub experts: Option<Experts>,
     /// Heads of attention.
     pub heads: AttentionHeads,
 }
@@ -87,6 +90,7 @@ pub struct BlockPass {
     last: [PackedLinear; 2],
     /// The feed-forward layer but for its last layer.
     first: PackedLinear,
+    experts: Option<ExpertsPass>,
 }
 
 /// What a block keeps for its backward pass, besides its input.
@@ -104,6 +108,7 @@ pub struct KeptBlock {
     middle: Rows,
     /// Before the activation.
     wide: Rows,
+    experts: Option<KeptExperts>,
 }
 
 /// What joining the stream keeps.
@@ -117,10 +122,11 @@ struct Joined {
 
 impl Kept for KeptBlock {
     fn num_bytes(&self) -> usize {
-        let Self { raw, qkv, lse, attended, joined, middle, wide } = self;
+        let Self { raw, qkv, lse, attended, joined, middle, wide, experts } = self;
         let joined = joined.iter().flat_map(|joined| [&joined.branch, &joined.sum]);
         let some = joined.chain([raw]).flatten();
-        some.chain([qkv, lse, attended, middle, wide]).map(Rows::num_bytes).sum()
+        let rows: usize = some.chain([qkv, lse, attended, middle, wide]).map(Rows::num_bytes).sum();
+        rows + experts.as_ref().map_or(0, KeptExperts::num_bytes)
     }
 }
 
@@ -153,6 +159,10 @@ impl BlockPass {
             qkv: PackedLinear::new(&block.qkv.iter().collect::<Vec<_>>(), pass),
             last: [some(&[&block.proj]), some(&[last])],
             first,
+            experts: block
+                .experts
+                .as_ref()
+                .map(|experts| ExpertsPass::new(experts, pass, rows.map(|rows| rows.as_slice()))),
             block: Arc::clone(block),
         }
     }
@@ -173,10 +183,13 @@ impl BlockPass {
             self.block.heads.rotate(&mut qkv, rope, false)?;
         }
         let (attended, lse) = attend(&qkv)?;
-        let (middle, joined) = self.leave(0, &self.pick(x)?, &self.pick(&attended)?)?;
-        let wide = self.first.forward(&self.enter(1, &middle)?)?;
-        let (y, last) = self.leave(1, &middle, &self.activate(&wide)?)?;
-        Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide }))
+        let (middle, joined) = self.leave(0, &self.pick(x)?, &self.pick(&attended)?, None)?;
+        let entered = self.enter(1, &middle)?;
+        let wide = self.first.forward(&entered)?;
+        let (routed, experts) = self.run_experts(&entered)?.unzip();
+        drop(entered);
+        let (y, last) = self.leave(1, &middle, &self.activate(&wide)?, routed.as_ref())?;
+        Ok((y, KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, wide, experts }))
     }
 
     /// The rows of `x` that go beyond attention.
@@ -200,36 +213,54 @@ impl BlockPass {
         }
     }
 
-    /// The gradient of a half's input: `dresidual` plus what goes back through `layer`, whose output's gradient is `dy`.
+    /// The answers of the experts, where there are some.
+    fn run_experts(&self, x: &Rows) -> Result<Option<(Rows, KeptExperts)>> {
+        match (&self.experts, &self.block.experts) {
+            (Some(pass), Some(experts)) => pass.forward(experts, x).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// The gradient of a half's input: `dresidual` plus what goes back through its layers, of which `back` makes the gradient
+    /// of their input from that input.
     fn enter_back(
         &self,
         half: usize,
-        layer: &PackedLinear,
         x: &Rows,
-        dy: &Rows,
         dresidual: Rows,
+        back: impl FnOnce(&Rows) -> Result<Rows>,
     ) -> Result<Rows> {
         let mut dx = dresidual;
         match self.block.order {
             NormOrder::Pre => {
                 let norm = &self.block.norms[half];
                 let (normed, stats) = norm.forward(x)?;
-                let dnormed = layer.backward(&normed, dy)?;
+                let dnormed = back(&normed)?;
                 drop(normed);
                 norm.backward(&mut dx, x, &stats, &dnormed)?;
             }
-            NormOrder::Post => dx.add(&layer.backward(x, dy)?)?,
+            NormOrder::Post => dx.add(&back(x)?)?,
         }
         Ok(dx)
     }
 
-    /// `residual + scale · last(inner)`, then the norm if it stands behind.
-    fn leave(&self, half: usize, residual: &Rows, inner: &Rows) -> Result<(Rows, Joined)> {
+    /// `residual + scale · (last(inner) + routed)`, then the norm if it stands behind.
+    fn leave(
+        &self,
+        half: usize,
+        residual: &Rows,
+        inner: &Rows,
+        routed: Option<&Rows>,
+    ) -> Result<(Rows, Joined)> {
         let mut joined = Joined::default();
+        let add = |mut to: Rows| -> Result<Rows> {
+            routed.map_or(Ok(()), |routed| to.add(routed))?;
+            Ok(to)
+        };
         let mut y = match &self.block.scales {
-            None => self.last[half].forward_onto(residual, inner)?,
+            None => add(self.last[half].forward_onto(residual, inner)?)?,
             Some(scales) => {
-                let branch = self.last[half].forward(inner)?;
+                let branch = add(self.last[half].forward(inner)?)?;
                 let y = branch.scaled_onto(residual, &scales[half])?;
                 joined.branch = Some(branch);
                 y
@@ -242,8 +273,8 @@ impl BlockPass {
         Ok((y, joined))
     }
 
-    /// The gradients of `inner` and of the residual stream.
-    fn leave_back(&self, half: usize, inner: &Rows, joined: Joined, dy: Rows) -> Result<(Rows, Rows)> {
+    /// The gradients of `inner`, of the branch and of the residual stream.
+    fn leave_back(&self, half: usize, inner: &Rows, joined: Joined, dy: Rows) -> Result<[Rows; 3]> {
         let dsum = match joined.sum {
             Some(sum) => {
                 let norm = &self.block.norms[half];
@@ -254,14 +285,11 @@ impl BlockPass {
             }
             None => dy,
         };
-        let dinner = match (&self.block.scales, joined.branch) {
-            (Some(scales), Some(branch)) => {
-                let dbranch = branch.scaled_onto_back(&dsum, &scales[half])?;
-                self.last[half].backward(inner, &dbranch)?
-            }
-            _ => self.last[half].backward(inner, &dsum)?,
+        let dbranch = match (&self.block.scales, joined.branch) {
+            (Some(scales), Some(branch)) => branch.scaled_onto_back(&dsum, &scales[half])?,
+            _ => dsum.clone(),
         };
-        Ok((dinner, dsum))
+        Ok([self.last[half].backward(inner, &dbranch)?, dbranch, dsum])
     }
 
     /// Normalises queries and keys in place; what they were, where they have norms.
@@ -328,16 +356,24 @@ impl Op for BlockPass {
         dy: Rows,
         _: [bool; 1],
     ) -> Result<[Option<Rows>; 1]> {
-        let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide } = kept;
-        let (dinner, dresidual) = self.leave_back(1, &self.activate(&wide)?, last, dy)?;
+        let KeptBlock { raw, qkv, lse, attended, joined: [joined, last], middle, mut wide, experts } = kept;
+        let [dinner, dbranch, dresidual] = self.leave_back(1, &self.activate(&wide)?, last, dy)?;
+        // Held only where it is read, so that the residual's gradient, which may be the same rows, is added to in place.
+        let routed = experts.map(|kept| (kept, dbranch));
         match &self.block.mlp {
             Mlp::Plain { act, .. } => wide.activation_back(&dinner, *act)?,
             Mlp::SwiGlu { .. } => wide.swiglu_back(&dinner)?,
         }
         drop(dinner);
-        let dmiddle = self.enter_back(1, &self.first, &middle, &wide, dresidual)?;
+        let dmiddle = self.enter_back(1, &middle, dresidual, |x| {
+            let mut dx = self.first.backward(x, &wide)?;
+            if let (Some(pass), Some(own), Some((kept, dy))) = (&self.experts, &self.block.experts, routed) {
+                dx.add(&pass.backward(own, x, kept, &dy)?)?;
+            }
+            Ok(dx)
+        })?;
         drop((middle, wide));
-        let (dattended, dresidual) = self.leave_back(0, &self.pick(&attended)?, joined, dmiddle)?;
+        let [dattended, _, dresidual] = self.leave_back(0, &self.pick(&attended)?, joined, dmiddle)?;
         let dattended = self.spread(dattended, x.rows())?;
         let mut dqkv = self.block.heads.backward(&qkv, &attended, &lse, &dattended, &self.layout)?;
         drop((qkv, attended, dattended));
@@ -348,6 +384,6 @@ impl Op for BlockPass {
             self.normalise_back(&raw, &mut dqkv)?;
         }
         let dresidual = self.spread(dresidual, x.rows())?;
-        Ok([Some(self.enter_back(0, &self.qkv, x, &dqkv, dresidual)?)])
+        Ok([Some(self.enter_back(0, x, dresidual, |x| self.qkv.backward(x, &dqkv))?)])
     }
 }

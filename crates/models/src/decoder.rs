@@ -215,6 +215,7 @@ impl Decoder {
                     up: layer.linear("mlp.up_proj", i, h, false)?,
                     down: layer.linear("mlp.down_proj", h, i, false)?,
                 },
+                experts: None,
                 heads,
             }));
         }

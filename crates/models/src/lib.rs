@@ -13,6 +13,7 @@ mod config_json;
 mod decoder;
 pub mod encoders;
 mod error;
+mod experts;
 mod export;
 mod families;
 mod lora;
@@ -29,6 +30,7 @@ pub use checkpoint::Checkpoint;
 pub use config_json::ConfigJson;
 pub use decoder::{Decoder, DecoderConfig, DecoderNames, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};
+pub use experts::Experts;
 pub use export::COMPANIONS;
 pub use families::humanomni;
 pub use families::{

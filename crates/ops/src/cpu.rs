@@ -9,7 +9,8 @@ use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
 use omnigrpo_kernels::{
-    Mat, MatMut, Stored, Weight, buffer, conv, embedding, logprob, norm as norms, optim, rope, scale,
+    Mat, MatMut, Stored, Weight, buffer, conv, embedding, experts as grouped, logprob, norm as norms, optim,
+    rope, scale,
 };
 
 use crate::adapter::Mask;
@@ -19,6 +20,7 @@ use crate::conv::{Mix, Patches};
 use crate::device::{Backend, Device};
 use crate::embedding::{Ids, Taps};
 use crate::error::Result;
+use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::moves;
@@ -77,6 +79,11 @@ fn with_layers<R>(layers: &[Linear], f: impl FnOnce(&[Layer]) -> R) -> R {
     let layers: Vec<Layer> =
         parts.map(|((l, (w, _)), bias)| Layer { w: w.weight(l.n(), l.k()), bias: bias.as_deref() }).collect();
     f(&layers)
+}
+
+/// Runs `f` on the matrices of experts, one below the other.
+fn with_experts<R>(layer: &ExpertLinear, f: impl FnOnce(Weight) -> R) -> R {
+    f(layer.weight().read().weight(layer.experts() * layer.k(), layer.n()))
 }
 
 /// Runs `f` on a table whose rows are `h` wide.
@@ -222,6 +229,34 @@ impl Backend for Cpu {
         let mut y = buffer::copy(x.cpu());
         mask.apply(&mut y, x.cols());
         Rows::on_cpu(y, x.rows(), x.cols())
+    }
+
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, _: Order) -> Rows {
+        let y = with_experts(layer, |w| grouped::forward(x.mat(), w, routes.groups()));
+        Rows::on_cpu(y, x.rows(), layer.n())
+    }
+
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows {
+        let dx = with_experts(layer, |w| grouped::backward_input(dy.mat(), w, routes.groups()));
+        Rows::on_cpu(dx, dy.rows(), layer.k())
+    }
+
+    fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
+        let bf16 = layer.weight().dtype() == ParamDtype::Bf16;
+        accumulate(layer.weight(), |dw| {
+            let dw = MatMut::new(dw, layer.experts() * layer.k(), layer.n());
+            grouped::backward_weight(dy.mat(), x.mat(), routes.groups(), bf16, dw);
+        });
+    }
+
+    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
+        let y = grouped::weigh_forward(x.mat(), logits.mat(), routes.choices());
+        Rows::on_cpu(y, x.rows(), x.cols())
+    }
+
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
+        let (dx, dlogits) = grouped::weigh_backward(dy.mat(), x.mat(), logits.mat(), routes.choices());
+        [Rows::on_cpu(dx, x.rows(), x.cols()), Rows::on_cpu(dlogits, logits.rows(), logits.cols())]
     }
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {

@@ -13,6 +13,7 @@ use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::conv::{Mix, Patches};
 use crate::embedding::{Ids, Taps};
 use crate::error::{Error, Result};
+use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
@@ -144,6 +145,19 @@ pub(crate) trait Backend: Sync {
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
     /// `x` with dropped elements as zeros and the rest times `1 / (1 − rate)`.
     fn dropout(&self, x: &Rows, mask: &crate::adapter::Mask) -> Rows;
+
+    // Experts. A row for each place.
+
+    /// Each place times its expert's matrix, `[p, k] → [p, n]`.
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, order: Order) -> Rows;
+    /// `dy Wᵀ`, `[p, n] → [p, k]`.
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows;
+    /// Adds `xᵀ dy` of each expert's places to the gradient of its matrix.
+    fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes);
+    /// Each place times the softmax over the logits `[t, experts]` of its row's experts.
+    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows;
+    /// The gradients of both.
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2];
 
     // Normalisation.
 

@@ -23,6 +23,7 @@ use crate::conv::{Mix, Patches};
 use crate::device::{Backend, Device};
 use crate::embedding::{Ids, Taps};
 use crate::error::Result;
+use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
@@ -125,7 +126,8 @@ impl Weights {
     }
 
     pub(crate) fn quantised(gpu: &Gpu, matrix: &QuantMatrix, shape: &[usize]) -> Self {
-        let &[n, k] = shape else { return Self::Dense(gpu.alloc(0, Dtype::Bf16)) };
+        let Some((&k, n)) = shape.split_last() else { return Self::Dense(gpu.alloc(0, Dtype::Bf16)) };
+        let n = n.iter().product();
         let scales: Vec<_> = matrix.scales().iter().map(|scale| [scale.min, scale.step]).collect();
         Self::Codes(Codes::new(gpu, matrix.bits(), [n, k], matrix.codes(), &scales))
     }
@@ -206,6 +208,14 @@ fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -
 
 fn heads_of(heads: AttentionHeads) -> Heads {
     Heads { q: heads.q, kv: heads.kv, d: heads.dim }
+}
+
+/// bf16 if both factors of a product are.
+fn both(x: &Array, weight: &Weights) -> Dtype {
+    match x.dtype() == Dtype::Bf16 && weight.weight().dtype() == Dtype::Bf16 {
+        true => Dtype::Bf16,
+        false => Dtype::F32,
+    }
 }
 
 fn words(index: &[usize]) -> Vec<u32> {
@@ -368,6 +378,17 @@ impl Card {
         let index = self.gpu.upload_words(used);
         let own = self.gpu.weight_rows(weights.weight(), h, Some(&index), used.len(), Dtype::F32);
         self.change(x, |x| self.gpu.mix(x, &own, mixture, h, true));
+    }
+
+    fn sums(&self, mix: &Mix) -> Arc<Mixture> {
+        mix.on(self.device(), |mix| {
+            Mixture::new(self.gpu, &words(&mix.offsets), &mix.rows, Some(&mix.weights))
+        })
+    }
+
+    /// The expert of each place.
+    fn experts_of(&self, routes: &Routes) -> Arc<Array> {
+        routes.experts().on(self.device(), |experts| self.gpu.upload_words(experts))
     }
 
     fn marks(&self, targets: &Targets) -> Marks {
@@ -550,6 +571,53 @@ impl Backend for Card {
         self.rows(y, x.rows(), x.cols())
     }
 
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, order: Order) -> Rows {
+        let (weight, sizes) = (self.weights(layer.weight()), [layer.k(), layer.n()]);
+        let mut y = self.gpu.alloc(x.rows() * layer.n(), both(self.of(x), &weight));
+        match order {
+            Order::Blocked => {
+                self.gpu.experts(&mut y, self.of(x), weight.weight(), routes.offsets(), sizes);
+            }
+            Order::PerRow => {
+                let experts = self.experts_of(routes);
+                let routes = (routes.offsets(), &*experts);
+                self.gpu.experts_rows(&mut y, self.of(x), weight.weight(), routes, sizes);
+            }
+        }
+        self.rows(y, x.rows(), layer.n())
+    }
+
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows {
+        let (weight, sizes) = (self.weights(layer.weight()), [layer.k(), layer.n()]);
+        let mut dx = self.gpu.alloc(dy.rows() * layer.k(), both(self.of(dy), &weight));
+        self.gpu.experts_dx(&mut dx, self.of(dy), weight.weight(), routes.offsets(), sizes);
+        self.rows(dx, dy.rows(), layer.k())
+    }
+
+    fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
+        let dtype = match layer.weight().dtype() {
+            ParamDtype::F32 => Dtype::F32,
+            ParamDtype::Bf16 | ParamDtype::Quantised(_) => Dtype::Bf16,
+        };
+        self.accumulate(layer.weight(), |dw| {
+            let (routes, sizes) = ((routes.offsets(), dtype), [layer.k(), layer.n()]);
+            self.gpu.experts_dw(dw, self.of(x), self.of(dy), routes, sizes);
+        });
+    }
+
+    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
+        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
+        let y = self.gpu.weigh(self.of(x), self.of(logits), &places, &experts, logits.cols());
+        self.rows(y, x.rows(), x.cols())
+    }
+
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
+        let (places, experts) = (self.sums(routes.of_rows()), self.experts_of(routes));
+        let pair = [self.of(x), self.of(dy)];
+        let [dx, dlogits] = self.gpu.weigh_back(pair, self.of(logits), &places, &experts, logits.cols());
+        [self.rows(dx, x.rows(), x.cols()), self.rows(dlogits, logits.rows(), logits.cols())]
+    }
+
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
         let (rows, dim) = x.dims();
         match norm {
@@ -714,9 +782,7 @@ impl Backend for Card {
     }
 
     fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
-        let sums = mix.on(self.device(), |mix| {
-            Mixture::new(self.gpu, &words(&mix.offsets), &mix.rows, Some(&mix.weights))
-        });
+        let sums = self.sums(mix);
         let mut y = self.gpu.alloc(mix.len() * x.cols(), self.of(x).dtype());
         self.gpu.mix(&mut y, self.of(x), &sums, x.cols(), false);
         self.rows(y, mix.len(), x.cols())

@@ -20,6 +20,7 @@ mod cpu;
 mod device;
 mod embedding;
 mod error;
+mod experts;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod head;
@@ -43,6 +44,7 @@ pub use conv::{Mix, OUTSIDE, Patches, RowMix};
 pub use device::Device;
 pub use embedding::{Ids, Taps, embed, embed_backward};
 pub use error::{Error, Result};
+pub use experts::{ExpertLinear, Routes};
 #[cfg(feature = "gpu")]
 pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};

@@ -52,7 +52,7 @@ pub enum ParamDtype {
     F32,
     /// bfloat16.
     Bf16,
-    /// Quantised: frozen, `[n, k]`.
+    /// Quantised: frozen, `[n, k]`, or such a matrix of each expert.
     Quantised(QuantBits),
 }
 
@@ -250,7 +250,7 @@ impl Param {
     /// A quantised weight. It can never be trained.
     ///
     /// # Errors
-    /// A shape that is not `[n, k]` of the matrix.
+    /// A shape that is not `[.., n, k]` of the matrix.
     pub fn quantised(
         name: impl Into<String>,
         part: Part,
@@ -258,7 +258,7 @@ impl Param {
         value: QuantMatrix,
     ) -> Result<Self> {
         let name = name.into();
-        if shape.len() != 2 || shape.iter().product::<usize>() != value.rows().len() {
+        if shape.len() < 2 || shape.iter().product::<usize>() != value.rows().len() {
             let what = format!("{} quantised values for the shape {shape:?}", value.rows().len());
             return Err(Error::Weight { name, what });
         }

@@ -16,6 +16,7 @@ use crate::cpu::wide;
 use crate::device::{Backend, Device};
 use crate::embedding::{Ids, Taps};
 use crate::error::Result;
+use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::moves;
@@ -193,6 +194,36 @@ impl Backend for Twin {
         let mut y = x.twin().to_vec();
         mask.each(&mut y, x.cols(), |y, factor| *y *= f64::from(factor));
         Rows::on_twin(y, x.rows(), x.cols())
+    }
+
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, _: Order) -> Rows {
+        let w = values(layer.weight());
+        let w = Mat::new(&w, layer.experts() * layer.k(), layer.n());
+        Rows::on_twin(twin::experts_forward(x.mat64(), w, routes.groups()), x.rows(), layer.n())
+    }
+
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, routes: &Routes) -> Rows {
+        let (x, w) = (self.zeros(dy.rows(), layer.k()), values(layer.weight()));
+        let w = Mat::new(&w, layer.experts() * layer.k(), layer.n());
+        let dx = twin::experts_backward(dy.mat64(), x.mat64(), w, routes.groups()).0;
+        Rows::on_twin(dx, dy.rows(), layer.k())
+    }
+
+    fn experts_dw(&self, x: &Rows, dy: &Rows, layer: &ExpertLinear, routes: &Routes) {
+        let w = self.zeros(layer.experts() * layer.k(), layer.n());
+        let (_, dw) = twin::experts_backward(dy.mat64(), x.mat64(), w.mat64(), routes.groups());
+        accumulate(layer.weight(), &dw);
+    }
+
+    fn weigh(&self, x: &Rows, logits: &Rows, routes: &Routes) -> Rows {
+        let y = twin::weigh_forward(x.mat64(), logits.mat64(), routes.choices());
+        Rows::on_twin(y, x.rows(), x.cols())
+    }
+
+    fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows, routes: &Routes) -> [Rows; 2] {
+        let choices = routes.choices();
+        let (dx, dlogits) = twin::weigh_backward(dy.mat64(), x.mat64(), logits.mat64(), choices);
+        [Rows::on_twin(dx, x.rows(), x.cols()), Rows::on_twin(dlogits, logits.rows(), logits.cols())]
     }
 
     fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {

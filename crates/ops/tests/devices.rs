@@ -4,9 +4,10 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, Adapter, AttentionHeads, AttentionLayout, DecodeRows, Device, Dropout, GroupCache, Linear,
-    Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass, Patches, QuantBits,
-    QuantMatrix, Result, RopeTable, RowMix, Rows, Step, Tape, Targets, Values, Var, embed, embed_backward,
+    Activation, Adapter, AttentionHeads, AttentionLayout, DecodeRows, Device, Dropout, ExpertLinear,
+    GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass,
+    Patches, QuantBits, QuantMatrix, Result, RopeTable, Routes, RowMix, Rows, Step, Tape, Targets, Values,
+    Var, embed, embed_backward,
 };
 
 /// Numbers that are multiples of 2⁻¹⁰, so that a step of that size is exact in f32.
@@ -217,6 +218,119 @@ fn adapters() {
                 let pass = pass.clone().dropping(Some(Dropout::new(9, Some(Arc::clone(&keys)))));
                 tape.apply(PackedLinear::new(&[&plain, &adapted], &pass), [&x[0]])
             });
+        }
+    }
+}
+
+/// The layer of every expert, and the softmax over chosen logits; rows, experts, experts of a row, inputs, outputs.
+#[test]
+fn experts() {
+    for (t, e, topk, k, n) in [
+        (0, 3, 2, 5, 7),
+        (1, 1, 1, 1, 1),
+        (3, 5, 2, 5, 7),
+        (1, 9, 3, 33, 6),
+        (70, 4, 2, 40, 33),
+        (9, 3, 3, 4, 4),
+    ] {
+        let w = param("w", &[e, k, n], 1);
+        let layer = ExpertLinear::new(Arc::clone(&w)).unwrap();
+        check(format!("{topk} of {e} experts, {t}×{k}×{n}"), &[(t, k), (t, e)], &[&w], |tape, pass, x| {
+            let (own, again, order) = (layer.clone(), layer.clone(), pass.order);
+            let forward = move |[x, logits]: [&Rows; 2]| {
+                let routes = Routes::choose(logits, topk)?;
+                let y = own.forward(&routes.scatter(x)?, &routes, order)?;
+                routes.gather(&routes.weigh(&y, logits)?)
+            };
+            let backward = move |[x, logits]: [&Rows; 2], dy: &Rows| {
+                let routes = Routes::choose(logits, topk)?;
+                let x = routes.scatter(x)?;
+                let y = again.forward(&x, &routes, order)?;
+                let [dy, dlogits] = routes.weigh_back(&y, logits, &routes.scatter(dy)?)?;
+                Ok([routes.gather(&again.backward(&x, &dy, &routes)?)?, dlogits])
+            };
+            tape.apply(Of(forward, backward), [&x[0], &x[1]])
+        });
+    }
+}
+
+#[test]
+fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
+    for device in Device::all() {
+        let logits = [
+            [0.5, 2.0, 2.0, -1.0], // 1 and 2
+            [0.0, -0.0, 0.0, 0.0], // 0 and 1: zeros are equal
+            [3.0, 1.0, 3.0, 3.0],  // 0 and 2
+        ];
+        let x = Rows::upload(device, logits.concat(), 3, 4).unwrap();
+        let routes = Routes::choose(&x, 2).unwrap();
+        assert_eq!((routes.places(), routes.rows(), routes.counts()), (6, 3, vec![2, 2, 2, 0]), "{device}");
+        // By expert, and by row within one.
+        let rows = Rows::upload(device, vec![0.0, 1.0, 2.0], 3, 1).unwrap();
+        assert_eq!(routes.scatter(&rows).unwrap().to_vec(), [1.0, 2.0, 0.0, 1.0, 0.0, 2.0]);
+        let places = Rows::upload(device, vec![1.0, 10.0, 2.0, 20.0, 4.0, 40.0], 6, 1).unwrap();
+        assert_eq!(routes.gather(&places).unwrap().to_vec(), [6.0, 21.0, 50.0]);
+        let weights = routes.weigh(&Rows::upload(device, vec![1.0; 6], 6, 1).unwrap(), &x).unwrap();
+        assert_eq!(weights.to_vec(), [0.5; 6], "{device}: equal logits share equally");
+    }
+    let nan = Rows::from_vec(vec![f32::NAN, 1.0, f32::NAN, f32::NEG_INFINITY], 1, 4).unwrap();
+    assert_eq!(Routes::choose(&nan, 2).unwrap().places(), 2);
+    for topk in [0, 5] {
+        assert!(Routes::choose(&nan, topk).unwrap_err().to_string().contains("of 4 experts"));
+    }
+}
+
+/// Frozen experts of every dtype: devices agree with the twin, no gradient is made for them, and the bits of a place do not
+/// depend on the others where products are by row.
+#[test]
+fn frozen_experts_of_every_dtype() {
+    let (t, e, topk, k, n) = (20, 5, 2, 64, 70);
+    let values: Vec<f32> = noise(e * k * n, 4).iter().map(|w| w / 8.0).collect();
+    let quantised = |bits| {
+        let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&values[i * n..(i + 1) * n]);
+        let matrix = QuantMatrix::from_rows(bits, e * k, n, row).unwrap();
+        Param::quantised("w", Part::Llm, &[e, k, n], matrix).unwrap()
+    };
+    let dense = |bf16: bool| {
+        let values = Values::F32(values.clone());
+        Param::new("w", Part::Llm, &[e, k, n], if bf16 { values.into_bf16() } else { values }).unwrap()
+    };
+    for weight in [dense(false), dense(true), quantised(QuantBits::Eight), quantised(QuantBits::Four)] {
+        let what = format!("{:?}", weight.dtype());
+        let exact = weight.dtype() == ParamDtype::F32;
+        let layer = ExpertLinear::new(Arc::new(weight)).unwrap();
+        let run = |device: Device, order: Order, rows: std::ops::Range<usize>| {
+            let logits =
+                Rows::upload(device, noise(t * e, 6), t, e).unwrap().row_range(rows.clone()).unwrap();
+            let routes = Routes::choose(&logits, topk).unwrap();
+            let x = Rows::upload(device, noise(t * k, 5), t, k).unwrap().row_range(rows).unwrap();
+            let x = routes.scatter(&x).unwrap();
+            let y = layer.forward(&x, &routes, order).unwrap();
+            let dx = layer.backward(&x, &y, &routes).unwrap();
+            assert!(layer.weight().grad().is_none(), "{what}: a gradient of frozen experts");
+            [routes.gather(&y).unwrap().to_f64(), routes.gather(&dx).unwrap().to_f64()]
+        };
+        let twin = run(Device::Twin, Order::Blocked, 0..t);
+        for device in Device::all() {
+            let bound = if exact { 1e-5 } else { 8e-3 };
+            for order in [Order::Blocked, Order::PerRow] {
+                let own = run(device, order, 0..t);
+                for (got, want) in own.iter().zip(&twin) {
+                    let size = want.iter().fold(1.0f64, |a, x| a.max(x.abs()));
+                    let far = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                    assert!(far <= bound * size, "{what} on {device}, {order:?}: {far} of {size}");
+                }
+                if order == Order::PerRow {
+                    for (first, last) in [(0, 1), (7, 8), (3, 9)] {
+                        let some = run(device, order, first..last);
+                        assert_eq!(
+                            some[0],
+                            own[0][first * n..last * n],
+                            "{what} on {device}, {first}..{last}"
+                        );
+                    }
+                }
+            }
         }
     }
 }

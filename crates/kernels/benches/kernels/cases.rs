@@ -6,6 +6,7 @@ use std::hint::black_box;
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
@@ -383,6 +384,91 @@ fn head_cases(all: &mut Vec<Case>) {
     }
 }
 
+/// Rows, experts, experts of a row, width of the stream and of an expert: a mixture at a quarter of Aria's widths.
+const EXPERTS: [usize; 5] = [1000, 64, 6, 640, 416];
+
+/// What a mixture of experts is compared with: a layer as wide as a row's experts together.
+pub fn expert_pairs() -> Vec<[Case; 2]> {
+    let [t, e, topk, h, i] = EXPERTS;
+    let wide = topk * i;
+    // Popular and idle experts, as routers make them.
+    let weight = |expert: usize| 1 + expert * 29 % 7;
+    let all: usize = (0..e).map(weight).sum();
+    let mut offsets = vec![0];
+    for expert in 0..e {
+        let before: usize = (0..=expert).map(weight).sum();
+        offsets.push(t * topk * before / all);
+    }
+    let mut pairs = Vec::new();
+    for (dtype, narrow) in DTYPES {
+        for pass in ["forward", "gradient of the input", "gradient of weights"] {
+            let flops = Amount::Flops((2 * t * topk * 3 * h * i) as f64);
+            let offsets = offsets.clone();
+            let mixture = case(format!("experts {pass} {t}x{e}/{topk}x{h}x{i} {dtype}"), flops, move || {
+                let offsets = offsets.clone();
+                let places = t * topk;
+                let [fc1, fc2] = [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(e * k, n, narrow));
+                let [x, inner, gate_up] = [h, i, 2 * i].map(|cols| noise(places * cols, 1));
+                let mut dw = [(h, 2 * i), (i, h)].map(|(k, n)| match pass {
+                    "gradient of weights" => vec![0.0; e * k * n],
+                    _ => Vec::new(),
+                });
+                move || {
+                    let groups = Groups(&offsets);
+                    let of = |data, cols| Mat::new(data, places, cols);
+                    let (x, inner, gate_up) = (of(&x, h), of(&inner, i), of(&gate_up, 2 * i));
+                    match pass {
+                        "forward" => {
+                            drop(black_box(experts::forward(x, fc1.weight(), groups)));
+                            drop(black_box(experts::forward(inner, fc2.weight(), groups)));
+                        }
+                        "gradient of the input" => {
+                            drop(black_box(experts::backward_input(x, fc2.weight(), groups)));
+                            drop(black_box(experts::backward_input(gate_up, fc1.weight(), groups)));
+                        }
+                        _ => {
+                            let [dw1, dw2] = &mut dw;
+                            let dw1 = MatMut::new(dw1, e * h, 2 * i);
+                            experts::backward_weight(gate_up, x, groups, narrow, dw1);
+                            let dw2 = MatMut::new(dw2, e * i, h);
+                            experts::backward_weight(x, inner, groups, narrow, dw2);
+                        }
+                    }
+                }
+            });
+            let dense = case(format!("dense {pass} {t}x{h}x{wide} {dtype}"), flops, move || {
+                let [fc1, fc2] = [(2 * wide, h), (h, wide)].map(|(n, k)| Own::new(n, k, narrow));
+                let [x, inner, gate_up] = [h, wide, 2 * wide].map(|cols| noise(t * cols, 1));
+                let mut dw = [(2 * wide, h), (h, wide)].map(|(n, k)| vec![0.0; n * k]);
+                move || {
+                    let of = |data, cols| Mat::new(data, t, cols);
+                    let (x, inner, gate_up) = (of(&x, h), of(&inner, wide), of(&gate_up, 2 * wide));
+                    match pass {
+                        "forward" => {
+                            drop(black_box(linear::forward(x, &[Layer::new(fc1.weight())])));
+                            drop(black_box(linear::forward(inner, &[Layer::new(fc2.weight())])));
+                        }
+                        "gradient of the input" => {
+                            drop(black_box(linear::backward_input(x, &[Layer::new(fc2.weight())])));
+                            drop(black_box(linear::backward_input(gate_up, &[Layer::new(fc1.weight())])));
+                        }
+                        _ => {
+                            let [dw1, dw2] = &mut dw;
+                            let of = |dw, col| Gradient { dw, col, bf16: narrow };
+                            let dw1 = of(MatMut::new(dw1, 2 * wide, h), 0);
+                            linear::backward_weight(gate_up, x, &mut [dw1]);
+                            let dw2 = of(MatMut::new(dw2, h, wide), 0);
+                            linear::backward_weight(x, inner, &mut [dw2]);
+                        }
+                    }
+                }
+            });
+            pairs.push([mixture, dense]);
+        }
+    }
+    pairs
+}
+
 /// Everything, in the order of the tables.
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
@@ -390,5 +476,6 @@ pub fn cases() -> Vec<Case> {
     row_cases(&mut all);
     attention_cases(&mut all);
     head_cases(&mut all);
+    all.extend(expert_pairs().into_iter().flatten());
     all
 }

@@ -1,7 +1,8 @@
 //! Speed of the kernels: `cargo bench -p omnigrpo-kernels -- linear` measures those whose name contains `linear`.
 //!
 //! With `--serve` it reads names from its input instead and answers each with the seconds of the fastest of the calls
-//! that fit a fifth of a second, which is how `bench/ops/compare.py` measures in turn with PyTorch.
+//! that fit a fifth of a second, which is how `bench/ops/compare.py` measures in turn with PyTorch. With `--experts` it prints
+//! the rate of a mixture of experts as a share of that of one layer with its active parameters.
 #![allow(missing_docs, clippy::print_stdout)]
 
 mod cases;
@@ -9,7 +10,7 @@ mod cases;
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
-use cases::{Amount, Case, cases};
+use cases::{Amount, Case, cases, expert_pairs};
 use criterion::{Criterion, Throughput};
 
 fn best(case: &Case) -> f64 {
@@ -48,6 +49,12 @@ fn main() {
     let _ = if threads > 1 { pool.use_current_thread().build_global() } else { pool.build_global() };
     if std::env::args().any(|arg| arg == "--serve") {
         return serve();
+    }
+    if std::env::args().any(|arg| arg == "--experts") {
+        for [mixture, dense] in expert_pairs() {
+            println!("{}: {:.0} % of {}", mixture.name, 100.0 * best(&dense) / best(&mixture), dense.name);
+        }
+        return;
     }
     let mut criterion = Criterion::default()
         .without_plots()

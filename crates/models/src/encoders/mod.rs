@@ -113,6 +113,7 @@ impl Blocks {
             let norms = [norm1, weights.layer_norm(&at(names.norm2), c, sizes.norm_eps)?];
             blocks.push(Arc::new(Block {
                 order: names.order,
+                experts: None,
                 norms,
                 qk_norm: None,
                 scales: None,

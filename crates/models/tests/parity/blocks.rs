@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use omnigrpo_models::{Block, BlockPass, Mlp, NormOrder, QkNorm};
+use omnigrpo_models::{Block, BlockPass, Experts, Mlp, NormOrder, QkNorm};
 use omnigrpo_ops::{
-    Activation, Adapter, AttentionHeads, AttentionLayout, Device, Dropout, Index, Layout, Linear, Norm,
-    Param, Part, Pass, RopeTable, Rows, Tape, Values, Var,
+    Activation, Adapter, AttentionHeads, AttentionLayout, Device, Dropout, ExpertLinear, Index, Layout,
+    Linear, Norm, Param, Part, Pass, RopeTable, Rows, Tape, Values, Var,
 };
 
 use crate::differences::{STEP, check_weights, signs, slope, snap};
@@ -29,6 +29,8 @@ struct Case {
     biases: [bool; 5],
     /// `None` for SwiGLU.
     plain: Option<Activation>,
+    /// Experts, and how many of them a row uses.
+    experts: Option<(usize, usize)>,
     /// Axes of the rotation.
     axes: usize,
     layout: AttentionLayout,
@@ -53,6 +55,7 @@ fn qwen2() -> Case {
         fused: false,
         biases: [true, true, true, false, false],
         plain: None,
+        experts: None,
         axes: 1,
         layout: AttentionLayout::causal(T),
         rows: None,
@@ -98,7 +101,7 @@ fn cases() -> Vec<Case> {
         Case { what: "qwen3, chosen rows", layout: groups.clone(), rows: rows.clone(), ..qwen3.clone() },
         llama.clone(),
         Case { what: "llama, all four biases", biases: [true, true, true, true, false], ..llama.clone() },
-        Case { what: "llama, one key head", heads: AttentionHeads { q: 3, kv: 1, dim: 6 }, ..llama },
+        Case { what: "llama, one key head", heads: AttentionHeads { q: 3, kv: 1, dim: 6 }, ..llama.clone() },
         siglip(),
         Case { what: "whisper", biases: [true, false, true, true, true], ..siglip() },
         Case {
@@ -113,7 +116,7 @@ fn cases() -> Vec<Case> {
             scales: true,
             rows: rows.clone(),
             layout: windows.clone(),
-            ..bert
+            ..bert.clone()
         },
         intern.clone(),
         Case {
@@ -140,6 +143,17 @@ fn cases() -> Vec<Case> {
             layout: windows,
             ..siglip()
         },
+        Case { what: "aria", experts: Some((5, 2)), ..llama.clone() },
+        Case { what: "aria, groups", experts: Some((5, 2)), layout: groups.clone(), ..llama.clone() },
+        Case {
+            what: "aria, chosen rows, most experts idle",
+            experts: Some((16, 1)),
+            layout: groups.clone(),
+            rows: rows.clone(),
+            ..llama.clone()
+        },
+        Case { what: "all of the experts", experts: Some((3, 3)), ..llama.clone() },
+        Case { what: "experts, scaled, norms behind", experts: Some((4, 2)), scales: true, ..bert.clone() },
         lora("adapters", Case { layout: groups.clone(), ..qwen2() }, 0.0),
         lora("adapters that drop", Case { layout: groups.clone(), ..qwen2() }, 0.5),
         lora("adapters that drop, chosen rows", Case { layout: groups, rows, ..qwen3 }, 0.5),
@@ -194,6 +208,7 @@ impl Built {
             ],
         };
         let proj = linear("proj", h, heads.q_width(), o);
+        let router = case.experts.map(|(e, _)| linear("router", e, h, false));
         let mlp = match case.plain {
             Some(act) => Mlp::Plain { fc1: linear("fc1", i, h, mlp), act, fc2: linear("fc2", h, i, mlp) },
             None => Mlp::SwiGlu {
@@ -202,6 +217,10 @@ impl Built {
                 down: linear("down", h, i, mlp),
             },
         };
+        let experts = case.experts.zip(router).map(|((e, topk), router)| {
+            let mut layer = |name: &str, k, n| ExpertLinear::new(make(name, &[e, k, n], 0.0, 1.0)).unwrap();
+            Experts { router, fc1: layer("experts.fc1", h, 2 * i), fc2: layer("experts.fc2", i, h), topk }
+        });
         let mut norm = |name: &str, width: usize| {
             let weight = make(&format!("{name}.weight"), &[width], 1.0, 0.5);
             match case.rms {
@@ -252,7 +271,7 @@ impl Built {
             None => case.layout.clone(),
         };
         let rows = case.rows.clone().map(|rows| Arc::new(rows.into()));
-        let block = Block { order: case.order, norms, qk_norm, scales, qkv, proj, mlp, heads };
+        let block = Block { order: case.order, norms, qk_norm, scales, qkv, proj, mlp, experts, heads };
         Self { block: Arc::new(block), params, rope, layout: Arc::new(layout.into()), rows, case }
     }
 

@@ -118,6 +118,7 @@ impl VisionTower {
             let proj = weights.linear(&at(names.proj), c, c, true)?;
             blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
+                experts: None,
                 norms: [norm1, norm(&mut weights, &at(names.norms[1]), c, v.norm_eps, v.rms)?],
                 qk_norm,
                 scales,

@@ -76,6 +76,7 @@ impl VisionTower {
             let i = config.intermediate;
             blocks.push(Arc::new(Block {
                 order: NormOrder::Pre,
+                experts: None,
                 norms: [norm1, norm2],
                 qk_norm: None,
                 scales: None,

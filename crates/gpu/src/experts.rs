@@ -1,0 +1,176 @@
+//! Mixtures of experts: products grouped by expert, and the weights of places.
+//!
+//! A place is a row and one of its experts. Places stand by expert, so an expert's product is one over consecutive rows; where
+//! the bits of a place may not depend on the others, one kernel goes through all of them.
+
+use std::ops::Range;
+
+use crate::device::{Arg, Array, Dtype, Gpu};
+use crate::linear::Weight;
+use crate::product::{Factor, Product};
+use crate::sums::Mixture;
+
+/// Expert and places of every expert that has some, from the bounds of its places.
+fn groups(offsets: &[usize]) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let places = offsets.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
+    places.filter(|(_, places)| !places.is_empty())
+}
+
+impl Gpu {
+    /// `y [places, n]` becomes `x W` of each place with its expert's matrix of `weight [experts, k, n]`.
+    pub fn experts(&self, y: &mut Array, x: &Array, weight: Weight, offsets: &[usize], [k, n]: [usize; 2]) {
+        let x = self.held(x, weight.dtype());
+        for (expert, rows) in groups(offsets) {
+            let w = self.factored(weight, n, expert * k, k);
+            self.product(&Product {
+                m: rows.len(),
+                n,
+                k,
+                a: Factor::new(&x, rows.start * k, k),
+                b: w.factor(n),
+                c: y.place(rows.start * n),
+                c_dtype: y.dtype(),
+                ldc: n,
+                adds: false,
+            });
+        }
+    }
+
+    /// As [`Self::experts`], where the bits of a place depend on its row and its expert alone. `experts` has the expert of each
+    /// place.
+    pub fn experts_rows(
+        &self,
+        y: &mut Array,
+        x: &Array,
+        weight: Weight,
+        (offsets, experts): (&[usize], &Array),
+        [k, n]: [usize; 2],
+    ) {
+        let x = self.held(x, weight.dtype());
+        let run = |y: Arg, x: Arg, w: &Array, experts: Arg, places: usize| {
+            let args =
+                [y, x, w.arg(), experts, Arg::Long(places as i64), Arg::Int(k as i32), Arg::Int(n as i32)];
+            self.each("experts/rows_product", places * n, &args);
+        };
+        if let Weight::Dense(w) = weight {
+            let places = offsets.last().copied().unwrap_or(0);
+            return run(y.arg(), x.arg(), w, experts.pointer(), places);
+        }
+        for (expert, rows) in groups(offsets) {
+            let w = self.factored(weight, n, expert * k, k);
+            run(y.arg_at(rows.start * n), x.arg_at(rows.start * k), w.array(), Arg::NULL, rows.len());
+        }
+    }
+
+    /// `dx [places, k]` becomes `dy Wᵀ` of each place.
+    pub fn experts_dx(
+        &self,
+        dx: &mut Array,
+        dy: &Array,
+        weight: Weight,
+        offsets: &[usize],
+        [k, n]: [usize; 2],
+    ) {
+        let dy = self.held(dy, weight.dtype());
+        for (expert, rows) in groups(offsets) {
+            let w = self.factored(weight, n, expert * k, k);
+            self.product(&Product {
+                m: rows.len(),
+                n: k,
+                k: n,
+                a: Factor::new(&dy, rows.start * n, n),
+                b: w.factor(n).transposed(),
+                c: dx.place(rows.start * k),
+                c_dtype: dx.dtype(),
+                ldc: k,
+                adds: false,
+            });
+        }
+    }
+
+    /// Adds `xᵀ dy` of each expert's places to its matrix of a gradient `[experts, k, n]` in f32, from factors in `dtype`.
+    pub fn experts_dw(
+        &self,
+        dw: &mut Array,
+        x: &Array,
+        dy: &Array,
+        (offsets, dtype): (&[usize], Dtype),
+        [k, n]: [usize; 2],
+    ) {
+        let (x, dy) = (self.held(x, dtype), self.held(dy, dtype));
+        for (expert, rows) in groups(offsets) {
+            self.product(&Product {
+                m: k,
+                n,
+                k: rows.len(),
+                a: Factor::new(&x, rows.start * k, k).transposed(),
+                b: Factor::new(&dy, rows.start * n, n),
+                c: dw.place(expert * k * n),
+                c_dtype: dw.dtype(),
+                ldc: n,
+                adds: true,
+            });
+        }
+    }
+
+    /// The weight of each place, softmax over the logits `[rows, experts]` of its row's experts: `places` has the places of
+    /// each row, `experts` the expert of each place. And the arguments that both passes share.
+    fn place_weights(
+        &self,
+        logits: &Array,
+        places: &Mixture,
+        experts: &Array,
+        all: usize,
+    ) -> (Array, [Arg; 5]) {
+        let rows = logits.len() / all.max(1);
+        let each = experts.len() / rows.max(1);
+        let weights = self.alloc(experts.len(), Dtype::F32);
+        let shared = [
+            places.rows().pointer(),
+            experts.pointer(),
+            Arg::Long(rows as i64),
+            Arg::Int(each as i32),
+            Arg::Int(all as i32),
+        ];
+        let [a, b, c, d, e] = shared;
+        self.each("experts/weights", rows, &[weights.pointer(), logits.arg(), a, b, c, d, e]);
+        (weights, shared)
+    }
+
+    fn scale_rows(&self, x: &Array, by: &Array) -> Array {
+        let (rows, cols) = (by.len(), x.len() / by.len().max(1));
+        let y = self.alloc(x.len(), x.dtype());
+        let args = [y.arg(), x.arg(), by.pointer(), Arg::Long(rows as i64), Arg::Int(cols as i32)];
+        self.each("experts/scale_rows", rows * cols.div_ceil(4), &args);
+        y
+    }
+
+    /// Each place of `x` times its weight; `all` is the number of experts.
+    #[must_use]
+    pub fn weigh(&self, x: &Array, logits: &Array, places: &Mixture, experts: &Array, all: usize) -> Array {
+        self.scale_rows(x, &self.place_weights(logits, places, experts, all).0)
+    }
+
+    /// The gradients of `x` and, in f32, of the logits of [`Self::weigh`].
+    #[must_use]
+    pub fn weigh_back(
+        &self,
+        [x, dy]: [&Array; 2],
+        logits: &Array,
+        places: &Mixture,
+        experts: &Array,
+        all: usize,
+    ) -> [Array; 2] {
+        let (weights, shared) = self.place_weights(logits, places, experts, all);
+        let (count, cols) = (experts.len(), x.len() / experts.len().max(1));
+        let dots = self.alloc(count, Dtype::F32);
+        let args = [dots.pointer(), dy.arg(), x.arg(), Arg::Int(cols as i32)];
+        self.each_row("experts/row_dots", count, cols, &args);
+        let dlogits = self.zeros(logits.len(), Dtype::F32);
+        let rows = logits.len() / all.max(1);
+        let [a, b, c, d, e] = shared;
+        let args = [dlogits.pointer(), weights.pointer(), dots.pointer(), a, b, c, d, e];
+        self.each("experts/weights_back", rows, &args);
+        [self.scale_rows(dy, &weights), dlogits]
+    }
+}

@@ -1,0 +1,156 @@
+//! Feed-forward layers of which each row uses a few: products grouped by expert, and the weights of an expert's answers.
+//!
+//! A row and one of its experts are a *place*; places stand by expert, and by row within one. So an expert's places are
+//! consecutive rows, and its product is one of [`crate::linear`] over them. Weights are `[experts, k, n]`, the layout in
+//! which mixtures of experts are published: rows of inputs, `y = x W`. For [`crate::linear`] that is a layer with outputs and
+//! inputs exchanged: its gradient of the input is this product, and its product is this gradient.
+//!
+//! Bits of a place depend on its row, its expert and the inner size alone.
+
+use std::ops::Range;
+
+use crate::linear::{self, Gradient, Layer};
+use crate::mat::{Mat, MatMut, check};
+use crate::{Weight, buffer};
+
+/// Which places an array of rows has: those of expert `e` are `offsets[e]..offsets[e + 1]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Groups<'a>(pub &'a [usize]);
+
+impl Groups<'_> {
+    /// Expert and places of every expert that has some.
+    fn each(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let places = self.0.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
+        places.filter(|(_, places)| !places.is_empty())
+    }
+
+    fn cover(&self, places: usize, rows: usize, k: usize) -> bool {
+        let experts = self.0.len().saturating_sub(1);
+        self.0.is_sorted()
+            && self.0.first() == Some(&0)
+            && self.0.last() == Some(&places)
+            && rows == experts * k
+    }
+}
+
+/// The experts of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Choices<'a> {
+    /// The places of each row, `[rows, experts of a row]`, ascending within a row.
+    pub places: &'a [u32],
+    /// The expert of each place.
+    pub experts: &'a [u32],
+}
+
+impl Choices<'_> {
+    fn fit(&self, places: usize, rows: usize, experts: usize) -> bool {
+        let all = self.places.len();
+        all == self.experts.len()
+            && all == places
+            && all.is_multiple_of(rows.max(1))
+            && self.places.iter().all(|&place| (place as usize) < places)
+            && self.experts.iter().all(|&expert| (expert as usize) < experts)
+    }
+
+    /// The weight of each place: softmax over the logits of its row's experts.
+    fn weights(&self, logits: Mat) -> Vec<f32> {
+        let mut weights = vec![0.0; self.places.len()];
+        let each = self.places.len() / logits.rows.max(1);
+        for (r, places) in self.places.chunks_exact(each.max(1)).enumerate() {
+            let logit = |place: u32| logits.row(r)[self.experts[place as usize] as usize];
+            let max = places.iter().map(|&place| logit(place)).fold(f32::NEG_INFINITY, f32::max);
+            let sum: f32 = places.iter().map(|&place| (logit(place) - max).exp()).sum();
+            places.iter().for_each(|&place| weights[place as usize] = (logit(place) - max).exp() / sum);
+        }
+        weights
+    }
+}
+
+/// `y = x W` of each place `[places, k]` with its expert's matrix of `w [experts · k, n]`: `[places, n]`.
+#[must_use]
+pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
+    let ((places, k), n) = (x.dims(), w.dims().1);
+    check("experts", groups.cover(places, w.dims().0, k));
+    let mut y = buffer::zeros(places * n);
+    for (expert, rows) in groups.each() {
+        let to = MatMut::new(&mut y, places, n).row_range(rows.clone());
+        let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
+        linear::backward_input_into(x.row_range(rows), &[layer], false, to);
+    }
+    y
+}
+
+/// Gradient of [`forward`] for `x`: `dy Wᵀ`, `[places, k]`.
+#[must_use]
+pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
+    let (places, k) = (dy.rows, w.dims().0 / groups.0.len().saturating_sub(1).max(1));
+    check("experts, gradient of the input", groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1);
+    let mut dx = buffer::zeros(places * k);
+    for (expert, rows) in groups.each() {
+        let to = MatMut::new(&mut dx, places, k).row_range(rows.clone());
+        let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
+        linear::forward_into(dy.row_range(rows), &[layer], false, to);
+    }
+    dx
+}
+
+/// Gradient of [`forward`] for `w`: `xᵀ dy` of each expert's places, added to `dw [experts · k, n]`. `bf16` says how the weight
+/// is stored.
+pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
+    let ((places, k), n) = (x.dims(), dy.cols);
+    check("experts, gradient of the weight", groups.cover(places, dw.rows, k) && dw.dims().1 == n);
+    let mut dw = dw;
+    for (expert, rows) in groups.each() {
+        let dw = dw.again().row_range(expert * k..(expert + 1) * k);
+        let gradient = Gradient { dw, col: 0, bf16 };
+        linear::backward_weight(x.row_range(rows.clone()), dy.row_range(rows), &mut [gradient]);
+    }
+}
+
+/// Each place of `x [places, i]` times its weight: softmax over the logits of its row's experts, of `logits [rows, experts]`.
+#[must_use]
+pub fn weigh_forward(x: Mat, logits: Mat, choices: Choices) -> Vec<f32> {
+    check("experts, weights", choices.fit(x.rows, logits.rows, logits.cols));
+    let weights = choices.weights(logits);
+    scaled(x, &weights)
+}
+
+fn scaled(x: Mat, weights: &[f32]) -> Vec<f32> {
+    buffer::of_rows(x.rows, x.cols, x.rows * x.cols, |p, y| {
+        y.iter_mut().zip(x.row(p)).for_each(|(y, x)| *y = x * weights[p]);
+    })
+}
+
+/// Gradients of [`weigh_forward`]: `(dx [places, i], dlogits [rows, experts])`.
+#[must_use]
+pub fn weigh_backward(dy: Mat, x: Mat, logits: Mat, choices: Choices) -> (Vec<f32>, Vec<f32>) {
+    let fits = choices.fit(x.rows, logits.rows, logits.cols) && dy.dims() == x.dims();
+    check("experts, gradient of weights", fits);
+    let weights = choices.weights(logits);
+    // dL/dweight of each place.
+    let dots = buffer::of_rows(x.rows, 1, x.rows * x.cols, |p, to| to[0] = dot(dy.row(p), x.row(p)));
+    let mut dlogits = vec![0.0; logits.rows * logits.cols];
+    let each = choices.places.len() / logits.rows.max(1);
+    for (r, places) in choices.places.chunks_exact(each.max(1)).enumerate() {
+        let mean: f32 = places.iter().map(|&p| weights[p as usize] * dots[p as usize]).sum();
+        for &p in places {
+            let p = p as usize;
+            dlogits[r * logits.cols + choices.experts[p] as usize] = weights[p] * (dots[p] - mean);
+        }
+    }
+    (scaled(dy, &weights), dlogits)
+}
+
+/// `Σ a · b` in an order that the length alone fixes.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (a, a_rest) = a.as_chunks::<16>();
+    let (b, b_rest) = b.as_chunks::<16>();
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..16 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+    sums.iter().sum::<f32>() + rest
+}

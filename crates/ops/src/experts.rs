@@ -1,0 +1,273 @@
+//! Mixtures of experts: which rows go to which experts, and products grouped by expert.
+//!
+//! A router's logits `[t, experts]` choose `topk` experts of each row: the largest logits, of equal ones those of lower index.
+//! A row and one of its experts are a *place*; places stand by expert, and by row within one, so that an expert's product is
+//! one over consecutive rows. The choice is made on the host: a device gives the logits out once, and what it is told is
+//! indices. Logits that are not numbers choose as `f64::total_cmp` orders them; they make what comes after them NaN.
+//!
+//! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of gone through expert by
+//! expert with masks, an expert's answer is weighted before its last product (which is linear) instead of after it, and a row
+//! sums its experts by index.
+//!
+//! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k`/`n` inputs and outputs of an expert.
+
+use std::sync::Arc;
+
+use omnigrpo_kernels::conv::RowMix;
+use omnigrpo_kernels::experts::{Choices, Groups};
+
+use crate::conv::Mix;
+use crate::error::{Error, Result};
+use crate::host::Host;
+use crate::linear::Order;
+use crate::param::Param;
+use crate::rows::{Index, Rows};
+
+/// The experts of the rows of one pass.
+#[derive(Debug)]
+pub struct Routes {
+    /// The row of each place.
+    rows: Index,
+    /// The places of each row, with weights of 1.
+    sums: Mix,
+    /// The expert of each place.
+    experts: Host<Vec<u32>>,
+    /// Places of expert `i`: `offsets[i]..offsets[i + 1]`.
+    offsets: Vec<usize>,
+}
+
+impl Routes {
+    /// The experts that `logits [t, experts]` choose.
+    ///
+    /// # Errors
+    /// `topk` of 0 or more than there are experts.
+    pub fn choose(logits: &Rows, topk: usize) -> Result<Self> {
+        let (t, e) = logits.dims();
+        if topk == 0 || topk > e {
+            return Err(Error::shape("router", format!("{topk} of {e} experts")));
+        }
+        let numbers = logits.to_f64();
+        let (mut chosen, mut order) = (Vec::with_capacity(t * topk), Vec::with_capacity(e));
+        for row in numbers.chunks_exact(e) {
+            order.clear();
+            order.extend(0..e);
+            // Both zeros are equal.
+            order.sort_unstable_by(|&a, &b| (row[b] + 0.0).total_cmp(&(row[a] + 0.0)).then(a.cmp(&b)));
+            chosen.extend_from_slice(&order[..topk]);
+        }
+        let mut offsets = vec![0; e + 1];
+        chosen.iter().for_each(|&expert| offsets[expert + 1] += 1);
+        (0..e).for_each(|expert| offsets[expert + 1] += offsets[expert]);
+        let mut next = offsets.clone();
+        let (mut rows, mut experts) = (vec![0; t * topk], vec![0; t * topk]);
+        let mut places = Vec::with_capacity(t * topk);
+        for (row, chosen) in chosen.chunks_exact(topk).enumerate() {
+            let start = places.len();
+            for &expert in chosen {
+                let place = next[expert];
+                next[expert] += 1;
+                (rows[place], experts[place]) = (row, expert as u32);
+                places.push(place as u32);
+            }
+            places[start..].sort_unstable();
+        }
+        let weights = vec![1.0; places.len()];
+        let sums = RowMix { offsets: (0..=t).map(|row| row * topk).collect(), rows: places, weights };
+        Ok(Self { rows: rows.into(), sums: sums.into(), experts: experts.into(), offsets })
+    }
+
+    /// Places.
+    #[must_use]
+    pub fn places(&self) -> usize {
+        self.experts.len()
+    }
+
+    /// Rows that were routed.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Places of each expert.
+    #[must_use]
+    pub fn counts(&self) -> Vec<usize> {
+        self.offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
+    }
+
+    /// Memory of the description, bytes.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        self.places() * (size_of::<usize>() + 3 * size_of::<u32>()) + size_of_val(&self.offsets[..])
+    }
+
+    /// Bounds of the experts' places.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn offsets(&self) -> &[usize] {
+        &self.offsets
+    }
+
+    /// The places of all rows, row by row.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn of_rows(&self) -> &Mix {
+        &self.sums
+    }
+
+    /// The expert of each place.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn experts(&self) -> &Host<Vec<u32>> {
+        &self.experts
+    }
+
+    pub(crate) fn groups(&self) -> Groups<'_> {
+        Groups(&self.offsets)
+    }
+
+    pub(crate) fn choices(&self) -> Choices<'_> {
+        Choices { places: &self.sums.rows, experts: &self.experts }
+    }
+
+    /// The row of each place: `[t, h] → [p, h]`. It is the gradient of [`Self::gather`].
+    ///
+    /// # Errors
+    /// Another number of rows than were routed.
+    pub fn scatter(&self, x: &Rows) -> Result<Rows> {
+        match x.rows() == self.rows() {
+            true => x.select(&self.rows),
+            false => Err(self.error("scatter", x)),
+        }
+    }
+
+    /// The sum of each row's places: `[p, h] → [t, h]`. It is the gradient of [`Self::scatter`].
+    ///
+    /// # Errors
+    /// Another number of rows than places.
+    pub fn gather(&self, x: &Rows) -> Result<Rows> {
+        match x.rows() == self.places() {
+            true => Ok(x.device().backend().mix(x, &self.sums)),
+            false => Err(self.error("gather", x)),
+        }
+    }
+
+    /// Each place of `x [p, i]` times its weight: the softmax over the logits of its row's experts.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, another device.
+    pub fn weigh(&self, x: &Rows, logits: &Rows) -> Result<Rows> {
+        self.check("weigh", x, logits)?;
+        Ok(x.device().backend().weigh(x, logits, self))
+    }
+
+    /// The gradients of both arguments of [`Self::weigh`].
+    ///
+    /// # Errors
+    /// As there; a gradient of another shape.
+    pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
+        self.check("weigh backward", x, logits)?;
+        x.device().check("weigh backward", dy)?;
+        match dy.dims() == x.dims() {
+            true => Ok(x.device().backend().weigh_back(x, logits, dy, self)),
+            false => Err(self.error("weigh backward", dy)),
+        }
+    }
+
+    fn check(&self, op: &'static str, x: &Rows, logits: &Rows) -> Result<()> {
+        x.device().check(op, logits)?;
+        let (rows, experts) = (self.rows(), self.offsets.len() - 1);
+        match x.rows() == self.places() && logits.dims() == (rows, experts) {
+            true => Ok(()),
+            false => Err(self.error(op, x)),
+        }
+    }
+
+    fn error(&self, op: &'static str, x: &Rows) -> Error {
+        let what = format!("{:?} for {} places of {} rows", x.dims(), self.places(), self.rows());
+        Error::shape(op, what)
+    }
+}
+
+/// A layer of which each expert has its own: weights `[experts, k, n]`, `y = x W`.
+#[derive(Clone, Debug)]
+pub struct ExpertLinear {
+    weight: Arc<Param>,
+    k: usize,
+    n: usize,
+}
+
+impl ExpertLinear {
+    /// The layer of every expert.
+    ///
+    /// # Errors
+    /// A weight of rank other than 3.
+    pub fn new(weight: Arc<Param>) -> Result<Self> {
+        let &[_, k, n] = weight.shape() else {
+            let what = format!("a layer of experts of shape {:?}; expected rank 3", weight.shape());
+            return Err(Error::Weight { name: weight.name().to_owned(), what });
+        };
+        Ok(Self { weight, k, n })
+    }
+
+    /// The weight.
+    #[must_use]
+    pub fn weight(&self) -> &Arc<Param> {
+        &self.weight
+    }
+
+    /// Experts.
+    #[must_use]
+    pub fn experts(&self) -> usize {
+        self.weight.shape()[0]
+    }
+
+    /// Inputs.
+    #[must_use]
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Outputs.
+    #[must_use]
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// `[p, k] → [p, n]`. Whatever the order, the bits of a place depend on its row and its expert alone.
+    ///
+    /// # Errors
+    /// An input that is not one row of width `k` for each place, routes among another number of experts.
+    pub fn forward(&self, x: &Rows, routes: &Routes, order: Order) -> Result<Rows> {
+        self.check(x, routes)?;
+        Ok(x.device().backend().experts(x, self, routes, order))
+    }
+
+    /// `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`; the weight's gradient is added to its buffer.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; a gradient of another shape or device.
+    pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
+        self.check(x, routes)?;
+        x.device().check("experts backward", dy)?;
+        if dy.dims() != (x.rows(), self.n) {
+            return Err(self.error(format!("a gradient of {:?} for {} places", dy.dims(), x.rows())));
+        }
+        let dx = dy.device().backend().experts_dx(dy, self, routes);
+        if self.weight.trainable() && x.rows() > 0 {
+            dy.device().backend().experts_dw(x, dy, self, routes);
+        }
+        Ok(dx)
+    }
+
+    fn check(&self, x: &Rows, routes: &Routes) -> Result<()> {
+        self.weight.loaded()?;
+        let experts = routes.offsets.len() - 1;
+        if x.cols() != self.k || x.rows() != routes.places() || experts != self.experts() {
+            let places = routes.places();
+            return Err(self.error(format!("input is {:?} for {places} places of {experts}", x.dims())));
+        }
+        Ok(())
+    }
+
+    fn error(&self, what: String) -> Error {
+        let (shape, name) = (self.weight.shape(), self.weight.name());
+        Error::shape(format!("experts {name}"), format!("{what}, weight is {shape:?}"))
+    }
+}
