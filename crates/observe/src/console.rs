@@ -263,7 +263,6 @@ impl Block {
     /// Draws other lines.
     pub fn show(&self, text: &str) {
         self.0.set_message(escape(text).into_owned());
-        self.0.tick();
     }
 }
 
@@ -658,6 +657,20 @@ mod tests {
             Some(&*LINE.replace("10/300", "76/300"))
         );
         assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
+    }
+
+    #[test]
+    fn a_block_is_drawn_in_its_place_at_one_go() {
+        let (screen, console) = terminal(80, false);
+        let block = console.block().unwrap();
+        for (text, shown) in [("a\nb\u{1b}", "a\nb\\u{1b}"), ("c\nd", "c\nd"), ("e", "e")] {
+            screen.moves_since_last_check();
+            block.show(text);
+            assert_eq!(screen.contents(), shown);
+            assert_eq!(screen.moves_since_last_check().matches("Flush").count(), 1, "{text}");
+        }
+        drop(block);
+        assert_eq!(screen.contents(), "e");
     }
 
     #[test]

@@ -10,6 +10,11 @@ except ImportError:
     sys.exit("the Python package `wandb` is not installed there: `pip install wandb`")
 
 
+# It works beside the run: what is left of the cores is enough.
+if hasattr(os, "nice"):
+    os.nice(10)
+
+
 def follow():
     run = None
     for line in sys.stdin:

@@ -263,7 +263,7 @@ class Chart {
       const found = own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
       const mark = el('i', {});
       mark.style.background = this.colour(own);
-      const label = this.of.length > 1 && !this.spec.stacked ? '' : this.spec.lines.length > 1 ? `${own.label} ` : '';
+      const label = this.spec.lines.length > 1 ? `${own.label} ` : '';
       parts.push(el('span', {}, mark, `${label}${number(found)}`));
     });
     const x = columns[0][here];
