@@ -204,6 +204,16 @@ try {
   await tab.waitForFunction(() => /found in 60 steps/.test(document.querySelector('aside [role=status]')?.textContent), null, { timeout: 20000 });
   assert.match(await tab.$eval('aside [role=status]', (own) => own.textContent), /^3 found/);
   await tab.waitForFunction(() => /step 42, prompt 2/.test(document.querySelector('.detail h2')?.textContent));
+  // Completions of one prompt are found one by one.
+  assert.equal(await tab.$eval('.step', (own) => own.value), '42');
+  const current = () => tab.$$eval('.groups a', (all) => all.flatMap((own, at) => (own.getAttribute('aria-current') ? [at] : [])));
+  assert.deepEqual(await current(), [0]);
+  await tab.evaluate(() => document.activeElement.blur());
+  for (const at of [1, 2]) {
+    await tab.keyboard.press('j');
+    await tab.waitForFunction((wanted) => document.querySelectorAll('.groups a')[wanted]?.getAttribute('aria-current'), at);
+    assert.deepEqual(await current(), [at]);
+  }
   await tab.fill('input[name=text]', '');
   await tab.check('input[name=cut]');
   await tab.fill('input[name=category]', 'shape');

@@ -118,17 +118,20 @@ async function open(params) {
   }
   if (mine !== ticket) return;
   const first = params.group === undefined ? list.querySelector('a')?.dataset : null;
-  if (first) Object.assign(current, { step: Number(first.step) });
+  if (first) current.step = Number(first.step);
+  stepBox.value = current.step;
   const group = params.group ?? first?.group;
   if (group === undefined) { detail.replaceChildren(); return; }
   current.group = Number(group);
+  current.sample = params.sample ?? first?.sample;
   mark();
-  await prompt(mine, params.sample);
+  await prompt(mine);
 }
 
 function mark() {
   for (const link of list.querySelectorAll('a')) {
-    if (Number(link.dataset.step) === current.step && Number(link.dataset.group) === current.group) link.setAttribute('aria-current', 'true');
+    const { step, group, sample = current.sample } = link.dataset;
+    if (Number(step) === current.step && Number(group) === current.group && sample === current.sample) link.setAttribute('aria-current', 'true');
     else link.removeAttribute('aria-current');
   }
 }
@@ -152,7 +155,7 @@ function chosen() {
 
 function line({ step, group, sample }, ...content) {
   const params = { ...place().params, step, group, sample, newest: undefined };
-  return el('li', {}, el('a', { href: hash('rollouts', params), 'data-step': String(step), 'data-group': String(group) }, content));
+  return el('li', {}, el('a', { href: hash('rollouts', params), 'data-step': String(step), 'data-group': String(group), 'data-sample': sample === undefined ? null : String(sample) }, content));
 }
 
 async function groups(run, step, from, mine) {
@@ -213,7 +216,7 @@ async function find(run, filter, mine) {
   await one();
 }
 
-async function prompt(mine, sample) {
+async function prompt(mine) {
   const where = { run: current.run, step: current.step, group: current.group };
   let found;
   try { found = await apiJson('group', where); } catch (error) {
@@ -251,8 +254,8 @@ async function prompt(mine, sample) {
       found.samples.some((own) => own.tokens) ? '' : el('span', { class: 'quiet' }, '`train --log_token_stats` records numbers per token')),
     cards, rest,
   );
-  add(SAMPLES_AT_ONCE);
-  if (sample !== undefined) cards.querySelector(`[data-sample="${CSS.escape(sample)}"]`)?.scrollIntoView({ block: 'nearest' });
+  add(Math.max(SAMPLES_AT_ONCE, samples.findIndex((own) => String(own.sample) === current.sample) + 1));
+  if (current.sample !== undefined) cards.querySelector(`[data-sample="${CSS.escape(current.sample)}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
 /// A text of the server, cut where it is very long, with a way to see all of it.
@@ -273,7 +276,7 @@ function card(own, where, scale) {
   const marks = [own.cut && 'cut off', !own.parsed && 'no answer'].filter(Boolean).map((mark) => el('span', { class: 'mark' }, mark));
   const rewards = Object.entries(own.rewards).map(([name, value]) => el('span', { class: 'reward' }, `${name} `, el('b', {}, number(value, 2))));
   const columns = Object.entries(own.columns).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]);
-  const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': place().params.sample === String(own.sample) ? 'true' : null },
+  const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': current.sample === String(own.sample) ? 'true' : null },
     el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : 'good', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
     el('div', { class: 'rewards' }, rewards), body, columns.length ? el('dl', {}, columns) : '');
   let numbers = null;
