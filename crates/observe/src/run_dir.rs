@@ -103,7 +103,7 @@ pub struct Tokens {
     /// Entropy of the policy at each token, nats.
     #[serde(serialize_with = "rounded")]
     pub entropies: Vec<f32>,
-    /// Log-probability of each token as it was sampled; empty for completions that were not.
+    /// Log-probability of each token as it was sampled; empty for completions that were not, and in later updates of a rollout.
     #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
     pub sampled_logprobs: Vec<f32>,
     /// Log-probability of each token that the ratio compares with; empty where that is the policy's own.

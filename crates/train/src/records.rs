@@ -161,13 +161,15 @@ impl Records {
                 if let Some(last) = tokens.last_mut() {
                     last.push_str(&decoder.finish());
                 }
+                // A later update compares with the numbers of the first, and one that is resumed knows no others.
+                let is_first = own.old.is_empty();
                 Tokens {
                     group,
                     sample,
                     tokens,
                     logprobs: own.logprobs,
                     entropies: own.entropies,
-                    sampled_logprobs: completion.logprobs.clone(),
+                    sampled_logprobs: if is_first { completion.logprobs.clone() } else { Vec::new() },
                     old_logprobs: own.old,
                     reference_logprobs: own.reference,
                 }
