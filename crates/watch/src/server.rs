@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tiny_http::{Header, Method, Request, Response, StatusCode};
+use tiny_http::{Method, Request, StatusCode};
 
 use crate::Error;
 use crate::assets;
@@ -139,29 +139,52 @@ fn work(app: &Arc<App>) {
             Ok((path, query)) if path == "api/events" => listen(app, request, &query),
             Ok((path, query)) => {
                 let answer = app.answer(&path, &query, &request).unwrap_or_else(|error| refusal(&error));
-                request.respond(answer)
+                answer.send(request)
             }
-            Err((status, why)) => request.respond(answer(status, "text/plain", why.into())),
+            Err((status, why)) => answer(status, "text/plain", why.into()).send(request),
         };
     }
 }
 
-type Answer = Response<Box<dyn io::Read + Send>>;
-
-fn header(name: &str, value: &str) -> Option<Header> {
-    Header::from_bytes(name, value).ok()
+/// What a request is answered with.
+struct Answer {
+    status: u16,
+    /// Beside [`HEADERS`], the length and the type.
+    headers: Vec<(&'static str, String)>,
+    kind: &'static str,
+    bytes: u64,
+    content: Box<dyn io::Read + Send>,
 }
 
-fn with_headers(mut answer: Answer, kind: &str) -> Answer {
-    let all = HEADERS.into_iter().chain([("Content-Type", kind)]);
-    all.filter_map(|(name, value)| header(name, value)).for_each(|header| answer.add_header(header));
-    answer
+impl Answer {
+    /// Sends it, and has the browser close the connection: a connection that is kept holds a thread of the library, which does
+    /// not always start another for the next one, and a page of a machine that trains then waits for ever.
+    fn send(self, request: Request) -> io::Result<()> {
+        let mut out = request.into_writer();
+        let length = ("Content-Length", self.bytes.to_string());
+        head(&mut out, self.status, self.kind, self.headers.into_iter().chain([length]))?;
+        // Never more than was announced, should the file grow.
+        io::copy(&mut self.content.take(self.bytes), &mut out)?;
+        out.flush()
+    }
 }
 
-fn answer(status: u16, kind: &str, content: Vec<u8>) -> Answer {
-    let length = content.len();
-    let content: Box<dyn io::Read + Send> = Box::new(io::Cursor::new(content));
-    with_headers(Response::new(StatusCode(status), Vec::new(), content, Some(length), None), kind)
+fn head(
+    out: &mut impl Write,
+    status: u16,
+    kind: &str,
+    more: impl IntoIterator<Item = (&'static str, String)>,
+) -> io::Result<()> {
+    let phrase = StatusCode(status).default_reason_phrase();
+    write!(out, "HTTP/1.1 {status} {phrase}\r\nConnection: close\r\nContent-Type: {kind}\r\n")?;
+    HEADERS.iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
+    more.into_iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
+    write!(out, "\r\n")
+}
+
+fn answer(status: u16, kind: &'static str, content: Vec<u8>) -> Answer {
+    let bytes = content.len() as u64;
+    Answer { status, headers: Vec::new(), kind, bytes, content: Box::new(io::Cursor::new(content)) }
 }
 
 fn json_answer(value: &Value) -> Answer {
@@ -273,10 +296,7 @@ fn described(run: &Run) -> Value {
 fn rows(run: &Run, from: u64) -> Result<Answer, Error> {
     let slice = run.metrics(from)?;
     let mut out = answer(200, "application/x-ndjson; charset=utf-8", slice.rows);
-    let told = [("X-File", slice.id), ("X-Next", slice.next)];
-    told.iter()
-        .filter_map(|(name, value)| header(name, &value.to_string()))
-        .for_each(|header| out.add_header(header));
+    out.headers = vec![("X-File", slice.id.to_string()), ("X-Next", slice.next.to_string())];
     Ok(out)
 }
 
@@ -290,19 +310,11 @@ fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
     let (status, from, until) =
         range.map_or((200, 0, length), |(from, until)| (206, from, until.min(from + PART_BYTES)));
     file.seek(SeekFrom::Start(from)).map_err(failed)?;
-    let content: Box<dyn io::Read + Send> = Box::new(file.take(until - from));
-    let response =
-        Response::new(StatusCode(status), Vec::new(), content, Some((until - from) as usize), None);
-    // Never chunked: players want to know how long a clip is.
-    let mut out = with_headers(response.with_chunked_threshold(usize::MAX), medium.mime);
-    let place = format!("bytes {from}-{}/{length}", until.saturating_sub(1));
-    let told =
-        [Some(("Accept-Ranges", "bytes")), (status == 206).then_some(("Content-Range", place.as_str()))];
-    told.into_iter()
-        .flatten()
-        .filter_map(|(name, value)| header(name, value))
-        .for_each(|h| out.add_header(h));
-    Ok(out)
+    let mut headers = vec![("Accept-Ranges", "bytes".to_owned())];
+    if status == 206 {
+        headers.push(("Content-Range", format!("bytes {from}-{}/{length}", until - 1)));
+    }
+    Ok(Answer { status, headers, kind: medium.mime, bytes: until - from, content: Box::new(file) })
 }
 
 /// First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; `None` for what is to be answered with the whole.
@@ -321,7 +333,7 @@ fn range(text: &str, length: u64) -> Option<(u64, u64)> {
 fn listen(app: &Arc<App>, request: Request, _query: &str) -> io::Result<()> {
     if app.listeners.fetch_add(1, Ordering::Relaxed) >= MAX_LISTENERS {
         app.listeners.fetch_sub(1, Ordering::Relaxed);
-        return request.respond(answer(503, "text/plain", "too many pages are open\n".into()));
+        return answer(503, "text/plain", "too many pages are open\n".into()).send(request);
     }
     let app = Arc::clone(app);
     std::thread::Builder::new().name("watch-events".to_owned()).spawn(move || {
@@ -333,9 +345,7 @@ fn listen(app: &Arc<App>, request: Request, _query: &str) -> io::Result<()> {
 }
 
 fn tell(app: &App, mut out: impl Write) -> io::Result<()> {
-    write!(out, "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n")?;
-    HEADERS.iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
-    write!(out, "\r\n")?;
+    head(&mut out, 200, "text/event-stream", [])?;
     let told = |all: &[Metrics]| all.iter().map(|own| (own.id, own.bytes, own.done)).collect::<Vec<_>>();
     let (mut last, mut spoken) = (None, Instant::now());
     while !app.over.load(Ordering::Relaxed) {
@@ -573,6 +583,7 @@ mod tests {
         let response = ureq::get(&url).header("Range", "bytes=8-").call().unwrap();
         assert_eq!(response.headers()["content-range"].to_str().unwrap(), "bytes 8-20/21");
         assert_eq!(response.headers()["content-type"], "image/png");
+        assert_eq!(response.headers()["connection"], "close");
         let clip = [&b"\0\0\0\x18ftypmp42"[..], &vec![7; 3 << 20]].concat();
         fs::write(directory.path().join("dot.png"), &clip).unwrap();
         let response = ureq::get(&url).header("Range", "bytes=5-").call().unwrap();
