@@ -1,6 +1,7 @@
 """Writes everything under crates/models/tests/golden; a second run gives the same bytes on the same machine."""
 
 import fixtures
+import make_aria
 import make_cases
 import make_checkpoints
 import make_decoders
@@ -25,6 +26,7 @@ if __name__ == "__main__":
     make_rope.main()
     make_decoders.main()
     make_internvl.main()
+    make_aria.main()
     make_lora.main()
     make_published.main()
     make_encoders.main()

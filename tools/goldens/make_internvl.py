@@ -414,11 +414,18 @@ def write_replay():
             advantages=((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist(),
         ))
 
+    logp = lambda model, item, completion, dtype: logp_of(
+        model, item["prompt"], completion, None if item["pixels"] is None else item["pixels"].to(dtype)
+    )[1]
+    three_steps(name, load(name), prepared, logp, lambda n: n)
+
+
+def three_steps(name, model, prepared, logp_of_item, published_name):
+    """Three steps of GRPO on prompts with completions and advantages, in f32 and in f64; writes what they gave. Weights go
+    under their published names."""
+
     def train(model, dtype):
-        logps = lambda: [
-            logp_of(model, i["prompt"], c, None if i["pixels"] is None else i["pixels"].to(dtype))[1]
-            for i in prepared for c in i["completions"]
-        ]
+        logps = lambda: [logp_of_item(model, i, c, dtype) for i in prepared for c in i["completions"]]
         names = dict(model.named_parameters())
         decayed = set(Trainer.get_decay_parameter_names(None, model))
         groups = [
@@ -440,7 +447,7 @@ def write_replay():
             loss = policy + HYPER["beta"] * kl
             loss.backward()
             if step == 0:
-                first = {n: p.grad.clone() for n, p in names.items()}
+                first = {n: p.grad.clone() for n, p in names.items() if p.grad is not None}
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), HYPER["max_grad_norm"])
             optimizer.step()
             records.append(dict(
@@ -449,7 +456,6 @@ def write_replay():
             ))
         return records, torch.cat(ref), sorted(n for n in names if n not in decayed), first
 
-    model = load(name)
     start = copy.deepcopy(model)
     records, ref, no_decay, first = train(model, torch.float32)
     exact = copy.deepcopy(start).double()
@@ -458,9 +464,12 @@ def write_replay():
     out = {f"step{k}.logp": r["logp"] for k, r in enumerate(records)} | {"ref_logp": ref}
     deviation = {}
     for n, p in model.named_parameters():
-        out[f"delta_sketch.{n}"] = sketch(p - before[n])
-        out[f"step0.sketch.{n}"] = sketch(first[n])
-        deviation[n] = float(((p - precise[n]).norm() / (p - before[n]).norm()).detach())
+        if n not in first:
+            out[f"delta_sketch.{published_name(n)}"] = torch.zeros(9)
+            continue
+        out[f"delta_sketch.{published_name(n)}"] = sketch(p - before[n])
+        out[f"step0.sketch.{published_name(n)}"] = sketch(first[n])
+        deviation[published_name(n)] = float(((p - precise[n]).norm() / (p - before[n]).norm()).detach())
     worst = max(deviation, key=deviation.get)
     scalars = lambda r: {k: float(r[k]) for k in ("loss", "policy_loss", "kl", "grad_norm")}
     save_tensors(OUT / f"replay/{name}.safetensors", out)
@@ -470,7 +479,10 @@ def write_replay():
             dict(id=i["row"], prompt_ids=i["prompt"], completion_ids=i["completions"], advantages=i["advantages"])
             for i in prepared
         ],
-        steps=[scalars(r) for r in records], no_decay=no_decay, float64_steps=[scalars(r) for r in exact_records],
+        steps=[scalars(r) for r in records], no_decay=sorted(published_name(n) for n in no_decay),
+        float64_steps=[scalars(r) for r in exact_records],
+        # Gradients that are 0 but for rounding, of biases of keys: what AdamW makes of them is arbitrary.
+        rounding=sorted(n for n, d in deviation.items() if d > 5e-3),
         float64_deviation=dict(
             worst=worst, worst_value=deviation[worst], median=sorted(deviation.values())[len(deviation) // 2]
         ),

@@ -5,7 +5,8 @@ import re
 
 import torch
 from fixtures import OUT, model_classes, published, write_json
-from transformers import AutoConfig, InternVLForConditionalGeneration
+from make_aria import published_name as aria_name
+from transformers import AriaForConditionalGeneration, AutoConfig, InternVLForConditionalGeneration
 
 PUBLISHED = OUT / "published"
 
@@ -190,12 +191,47 @@ def tensor_list(family, directory):
     )
 
 
+def aria_config() -> dict:
+    """As published: width and heads of the tower, and the epsilon of the language model's norms, are left to the classes."""
+    return dict(
+        architectures=["AriaForConditionalGeneration"], image_token_index=9, model_type="aria",
+        projector_patch_to_query_dict={"1225": 128, "4900": 256}, torch_dtype="bfloat16",
+        text_config=dict(
+            hidden_size=2560, intermediate_size=1664, max_position_embeddings=65536, model_type="aria_text",
+            moe_num_experts=64, moe_topk=6, num_attention_heads=20, num_hidden_layers=28, num_key_value_heads=20,
+            rope_theta=5000000, torch_dtype="bfloat16", vocab_size=100352,
+        ),
+        vision_config=dict(
+            attention_heads=16, image_size=980, intermediate_size=4304, model_type="idefics3_vision",
+            num_hidden_layers=27, patch_size=14, torch_dtype="bfloat16",
+        ),
+    )
+
+
+def aria_tensors(directory) -> dict:
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = AriaForConditionalGeneration(config)
+    rows, total = {}, 0
+    for n, p in model.named_parameters():
+        name = aria_name(n)
+        total += p.numel()
+        rows.setdefault((re.sub(r"\blayers\.(\d+)\.", r"layers.{i}.", name), tuple(p.shape)), set()).add(name)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    return dict(
+        tied=False, parameters=total,
+        tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
 def main():
     lines = []
-    for key, config in (configs() | internvl_configs()).items():
+    for key, config in (configs() | internvl_configs() | {"aria_25B": aria_config()}).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
-        if key.startswith("internvl"):
+        if key.startswith("aria"):
+            result = aria_tensors(directory)
+        elif key.startswith("internvl"):
             size = key.rsplit("_", 1)[1]
             result = internvl_tensors(PUBLISHED / f"internvl_hf_{size}", original="_hf_" not in key)
         else:

@@ -7,12 +7,14 @@
 //! * [`resize_bicubic`]: the resize of Pillow 13, bit for bit.
 //! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
 //! * [`FrameSampling`], [`PixelBudget`]: which frames, and how large.
+//! * [`aria`]: squares with masks, as Aria sees pictures.
 //! * [`audio`]: sound files and the sound of videos, resampling, Whisper's log-mel features.
 //! * [`clip`]: the pixels that CLIP looks at.
 //! * [`tiles`]: square tiles of pictures, as InternVL sees them.
 //! * [`qwen_vl`]: resizing rule, normalisation and patch order of Qwen2-VL and Qwen2.5-VL.
 //! * [`siglip`]: pictures for SigLIP towers.
 
+pub mod aria;
 pub mod audio;
 pub mod clip;
 mod error;

@@ -1,7 +1,7 @@
 //! The decoder: a language model of blocks, described by its configuration.
 //!
-//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys. Source: `transformers` 5.23
-//! `models/{qwen2,qwen3,llama}` and, for three-axis positions, `models/qwen2_vl/modeling_qwen2_vl.py`. Differences: query,
+//! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys, Aria has experts. Source: `transformers`
+//! 5.23 `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions, `models/qwen2_vl/modeling_qwen2_vl.py`. Differences: query,
 //! key and value projections run as one; logits are never formed for a whole stream; the last block goes beyond its keys
 //! and values only for rows whose output somebody reads.
 //!
@@ -10,13 +10,14 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeRows, GroupCache, Host, Index, Layout, Norm, Param, Part, Pass,
-    RopeTable, Rows, Scores, Tape, Targets, Var, embed, embed_backward,
+    AttentionHeads, AttentionLayout, DecodeRows, ExpertLinear, GroupCache, Host, Index, Layout, Norm, Param,
+    Part, Pass, RopeTable, Rows, Scores, Tape, Targets, Var, embed, embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
+use crate::experts::Experts;
 use crate::rope::Rope;
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -45,6 +46,19 @@ pub struct DecoderConfig {
     pub attention_bias: [bool; 2],
     /// Whether queries and keys are normalised head by head.
     pub qk_norm: bool,
+    /// Experts beside the feed-forward layer, which all rows then share.
+    pub experts: Option<ExpertsConfig>,
+}
+
+/// Sizes of the experts of a decoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsConfig {
+    /// How many there are.
+    pub count: usize,
+    /// How many a row uses.
+    pub topk: usize,
+    /// Width of one.
+    pub intermediate: usize,
 }
 
 /// What a class of `transformers` 5.23 assumes where a file is silent, and what it always does. Sizes without a default here
@@ -135,6 +149,7 @@ impl DecoderConfig {
                 false => [text.boolean("attention_bias", false)?; 2],
             },
             qk_norm: class.qk_norm,
+            experts: None,
         })
     }
 }
@@ -189,6 +204,10 @@ impl Decoder {
         let mut blocks = Vec::with_capacity(config.layers);
         for l in 0..config.layers {
             let mut layer = scope.sub(&format!("layers.{l}."));
+            let mlp = |name: &str| match config.experts {
+                None => format!("mlp.{name}"),
+                Some(_) => format!("mlp.shared_experts.{name}"),
+            };
             let norms = [
                 layer.rms_norm("input_layernorm", h, config.rms_eps)?,
                 layer.rms_norm("post_attention_layernorm", h, config.rms_eps)?,
@@ -211,11 +230,30 @@ impl Decoder {
                     ])),
                 },
                 mlp: Mlp::SwiGlu {
-                    gate: layer.linear("mlp.gate_proj", i, h, false)?,
-                    up: layer.linear("mlp.up_proj", i, h, false)?,
-                    down: layer.linear("mlp.down_proj", h, i, false)?,
+                    gate: layer.linear(&mlp("gate_proj"), i, h, false)?,
+                    up: layer.linear(&mlp("up_proj"), i, h, false)?,
+                    down: layer.linear(&mlp("down_proj"), h, i, false)?,
                 },
-                experts: None,
+                experts: match config.experts {
+                    None => None,
+                    Some(ExpertsConfig { count, topk, intermediate }) => {
+                        let (fc1, fc2) = ([count, h, 2 * intermediate], [count, intermediate, h]);
+                        Some(Experts {
+                            router: layer.linear("mlp.router", count, h, false)?,
+                            fc1: ExpertLinear::new(layer.get(
+                                "mlp.experts.fc1.weight",
+                                &fc1,
+                                Init::Normal,
+                            )?)?,
+                            fc2: ExpertLinear::new(layer.get(
+                                "mlp.experts.fc2.weight",
+                                &fc2,
+                                Init::Normal,
+                            )?)?,
+                            topk,
+                        })
+                    }
+                },
                 heads,
             }));
         }

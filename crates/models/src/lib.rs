@@ -28,7 +28,7 @@ mod weights;
 pub use block::{Block, BlockPass, KeptBlock, Mlp, NormOrder, QkNorm};
 pub use checkpoint::Checkpoint;
 pub use config_json::ConfigJson;
-pub use decoder::{Decoder, DecoderConfig, DecoderNames, Position, Scored, TextDefaults};
+pub use decoder::{Decoder, DecoderConfig, DecoderNames, ExpertsConfig, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};
 pub use experts::Experts;
 pub use export::COMPANIONS;

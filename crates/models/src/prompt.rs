@@ -93,9 +93,13 @@ impl PromptBuilder {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let template = family.processor().chat_template(dir)?;
         let mut stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
-        stops
-            .ids
-            .extend(family.processor().stop_tokens().iter().filter_map(|token| tokenizer.token_id(token)));
+        for &stop in family.processor().stop_tokens() {
+            match tokenizer.token_id(stop) {
+                Some(id) => stops.ids.push(id),
+                None if stops.strings.iter().any(|known| known == stop) => {}
+                None => stops.strings.push(stop.to_owned()),
+            }
+        }
         stops.ids.sort_unstable();
         stops.ids.dedup();
         family.check_settings(&settings.media)?;
@@ -191,10 +195,17 @@ impl PromptBuilder {
             ));
         };
         let prompt = self.build_in(sample, epoch)?;
-        let mut target = self.tokenizer.encode_control(answer, &self.family.processor().placeholder_ids())?;
-        match self.template_stop() {
-            Some(stop) => target.push(stop),
-            None => return Err(ModelError::prompt("the checkpoint names no stop token (eos_token_id)")),
+        let placeholders = self.family.processor().placeholder_ids();
+        // An end of turn that is ordinary text is encoded with the answer before it, as templates write both.
+        let end =
+            self.family.processor().stop_tokens().iter().find(|stop| self.tokenizer.token_id(stop).is_none());
+        let answer = format!("{answer}{}", end.copied().unwrap_or_default());
+        let mut target = self.tokenizer.encode_control(&answer, &placeholders)?;
+        if end.is_none() {
+            match self.template_stop() {
+                Some(stop) => target.push(stop),
+                None => return Err(ModelError::prompt("the checkpoint names no stop token (eos_token_id)")),
+            }
         }
         Ok(SftExample { prompt, target })
     }

@@ -2,6 +2,8 @@
 //! every gradient, greedy text. Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "parity/aria.rs"]
+mod aria;
 #[path = "parity/blocks.rs"]
 mod blocks;
 #[path = "parity/decoders.rs"]

@@ -149,22 +149,27 @@ fn greedy_equals_transformers_without_a_cache() {
     }
 }
 
-/// InternVL in both layouts: the reference recomputes everything for each token.
+/// InternVL in both layouts, and Aria: the reference recomputes everything for each token.
 #[test]
-fn greedy_of_tiles_equals_the_reference_without_a_cache() {
-    for (name, cases) in rows::INTERNVL {
+fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
+    let internvl = rows::INTERNVL.map(|(name, cases)| ("internvl", name, cases));
+    let aria = rows::ARIA.map(|(name, cases)| ("aria", name, cases));
+    for (folder, name, cases) in internvl.into_iter().chain(aria) {
         let setup = Setup::new(name);
         for case in cases.chars().map(|case| case.to_string()) {
-            let prompt = rows::prompt(&checkpoint(name), &case);
+            let prompt = rows::prompt_of(folder, &checkpoint(name), &case);
             let features = setup.model.encode_prompt(&prompt).unwrap();
             let row = Row { prompt, features, row: 0 };
-            let expected = Golden::read(&format!("internvl/{case}.{name}.safetensors")).ids("greedy");
+            let expected = Golden::read(&format!("{folder}/{case}.{name}.safetensors")).ids("greedy");
             let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
             for completion in &groups[0] {
                 assert_eq!(completion.ids, expected, "{name} {case}");
             }
-            let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
-            assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
+            let sampled = setup.generate(&[&row], 4, &sampled(6), &StopSet::default(), 8);
+            for groups in [groups, sampled] {
+                let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+                assert!(d <= 1e-4, "{name} {case}: log-probabilities differ by {d}");
+            }
         }
     }
 }

@@ -36,7 +36,7 @@ fn update(
     omnigrpo_train::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 3] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original"];
+const CHECKPOINTS: [&str; 4] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original", "aria"];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.
 const TEXT: &str = "replay/rows.jsonl";
@@ -95,6 +95,12 @@ impl Expected {
         let mut checked = 0;
         for (name, after) in after {
             let update: Vec<f32> = after.iter().zip(&before[name]).map(|(a, b)| a - b).collect();
+            checked += 1;
+            if self.json["rounding"].as_array().is_some_and(|all| all.iter().any(|n| *n == name.as_str())) {
+                // AdamW's steps are no longer than the rate, whatever the gradient.
+                assert!(norm(&update) <= 3.5e-3 * (update.len() as f64).sqrt(), "{what}: {name}");
+                continue;
+            }
             let want = &self.tensors.f[&format!("delta_sketch.{name}")];
             let bound = 2e-2 * f64::from(want[0]);
             for (i, (a, b)) in sketch(&update).iter().zip(want).enumerate() {
@@ -108,7 +114,6 @@ impl Expected {
                 let delta: Vec<f32> = after.iter().zip(want).map(|(a, b)| a - b).collect();
                 assert!(norm(&delta) <= bound, "{what}: {name}: ‖Δ‖ = {} > {bound}", norm(&delta));
             }
-            checked += 1;
         }
         let wanted = self.tensors.f.keys().filter(|k| k.starts_with("delta_sketch.")).count();
         assert_eq!(checked, wanted, "{what}");
@@ -167,7 +172,9 @@ fn check_steps(name: &str, file: &str, device: Device, reference_on: Device) {
         let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
         let value = |key: &str| metrics[key].unwrap();
         expected.check_step(index, value("loss"), value("kl"), outcome.grad_norm, &what);
-        assert_eq!(outcome.params_without_grad, 0, "{what}");
+        // Weights that a checkpoint carries and no feature goes through.
+        let unused = expected.tensors.f.iter().filter(|(k, v)| k.starts_with("delta_sketch.") && v[0] == 0.0);
+        assert_eq!(outcome.params_without_grad, unused.count(), "{what}");
         // What the update leaves for further ones are the log-probabilities before it.
         let old: Vec<f32> = rollouts.completions().flat_map(|c| c.old.clone().unwrap()).collect();
         let want = &expected.tensors.f[&format!("step{index}.logp")];

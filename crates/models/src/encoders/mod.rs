@@ -40,13 +40,13 @@ pub struct EncoderSizes {
 }
 
 /// Keys of `config.json` that hold [`EncoderSizes`], each with the default of the `transformers` class.
-struct SizeKeys {
-    hidden: (&'static str, usize),
-    intermediate: (&'static str, usize),
-    layers: (&'static str, usize),
-    heads: (&'static str, usize),
-    activation: (&'static str, &'static str),
-    norm_eps: f64,
+pub(crate) struct SizeKeys {
+    pub hidden: (&'static str, usize),
+    pub intermediate: (&'static str, usize),
+    pub layers: (&'static str, usize),
+    pub heads: (&'static str, usize),
+    pub activation: (&'static str, &'static str),
+    pub norm_eps: f64,
 }
 
 impl EncoderSizes {
@@ -79,7 +79,7 @@ impl EncoderSizes {
 }
 
 /// How an architecture names the parts of a block, after `prefix` and the block's number.
-struct LayerNames {
+pub(crate) struct LayerNames {
     prefix: &'static str,
     order: NormOrder,
     /// Of attention; then query, key, value, output.
@@ -94,10 +94,10 @@ struct LayerNames {
 }
 
 /// The blocks of an encoder.
-struct Blocks(Vec<Arc<Block>>);
+pub(crate) struct Blocks(Vec<Arc<Block>>);
 
 impl Blocks {
-    fn build(sizes: &EncoderSizes, names: &LayerNames, weights: &mut Scope) -> Result<Self> {
+    pub(crate) fn build(sizes: &EncoderSizes, names: &LayerNames, weights: &mut Scope) -> Result<Self> {
         let (c, i) = (sizes.hidden, sizes.intermediate);
         let mut blocks = Vec::with_capacity(sizes.layers);
         for b in 0..sizes.layers {
@@ -131,7 +131,7 @@ impl Blocks {
     }
 
     /// The first `count` blocks over sequences of these lengths, `[t, c] → [t, c]`.
-    fn forward(
+    pub(crate) fn forward(
         &self,
         x: Var,
         count: usize,
@@ -194,7 +194,7 @@ pub struct PictureConfig {
 }
 
 impl PictureConfig {
-    fn parse(json: &ConfigJson, keys: &SizeKeys, default_patch: usize) -> Result<Self> {
+    pub(crate) fn parse(json: &ConfigJson, keys: &SizeKeys, default_patch: usize) -> Result<Self> {
         let this = Self {
             sizes: EncoderSizes::parse(json, keys)?,
             channels: json.size("num_channels", Some(3))?,
@@ -218,7 +218,7 @@ impl PictureConfig {
         self.channels * self.patch_px * self.patch_px
     }
 
-    fn patch_shape(&self) -> [usize; 4] {
+    pub(crate) fn patch_shape(&self) -> [usize; 4] {
         [self.sizes.hidden, self.channels, self.patch_px, self.patch_px]
     }
 

@@ -16,7 +16,7 @@ use crate::error::{ModelError, Result};
 use crate::weights::{Init, Scope, WeightDtype, WeightSource};
 
 /// Blocks of SigLIP and of both towers of CLIP.
-pub(super) const LAYERS: LayerNames = LayerNames {
+pub(crate) const LAYERS: LayerNames = LayerNames {
     prefix: "encoder.layers.",
     order: NormOrder::Pre,
     norm1: "layer_norm1",

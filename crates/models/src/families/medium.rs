@@ -67,6 +67,13 @@ pub enum MediumShape {
         /// Of each, px.
         width_px: usize,
     },
+    /// Squares with masks of real pixels, `[count, 4, side, side]`: three colours and the mask.
+    Masked {
+        /// How many.
+        count: usize,
+        /// Of each, px.
+        side_px: usize,
+    },
     /// A log-mel spectrogram, `[mels, frames]`.
     Mel {
         /// Frequency bands.
@@ -120,6 +127,7 @@ impl fmt::Display for MediumShape {
             Self::Pictures { count, height_px, width_px } => {
                 write!(f, "{count} × {height_px}×{width_px} px (pictures, height × width)")
             }
+            Self::Masked { count, side_px } => write!(f, "{count} × {side_px} px (squares with masks)"),
             Self::Mel { mels, frames } => write!(f, "{mels}×{frames} log-mel (bands × frames)"),
         }
     }

@@ -4,6 +4,7 @@
 //! loader, the parity suite and the documentation iterate the table.
 
 mod architecture;
+mod aria;
 mod format;
 pub(crate) mod frames;
 pub mod humanomni;

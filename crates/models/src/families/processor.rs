@@ -75,7 +75,8 @@ pub trait Processor: Send + Sync {
         Ok(ChatTemplate::from_dir(dir)?)
     }
 
-    /// Tokens that end a completion, whatever the checkpoint's files say.
+    /// Tokens that end a completion, whatever the checkpoint's files say. One that the vocabulary does not have ends it as a
+    /// string.
     fn stop_tokens(&self) -> &'static [&'static str] {
         &[]
     }

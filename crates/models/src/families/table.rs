@@ -4,7 +4,7 @@ use std::path::Path;
 
 use omnigrpo_ops::Part;
 
-use super::{Family, Roles, humanomni, internvl, qwen_vl};
+use super::{Family, Roles, aria, humanomni, internvl, qwen_vl};
 use crate::config_json::ConfigJson;
 use crate::error::Result;
 
@@ -69,6 +69,16 @@ pub const FAMILIES: &[FamilyRow] = &[
         model_types: &["internvl"],
         architectures: &["InternVLForConditionalGeneration"],
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Hf),
+        vision_modules: &[Part::Vision],
+    },
+    FamilyRow {
+        name: "aria",
+        doc: "Aria: images and videos, a language model of experts",
+        source: "arXiv 2410.05993; transformers models/aria; rhymes-ai/Aria",
+        published: "rhymes-ai/Aria",
+        model_types: &["aria"],
+        architectures: &["AriaForConditionalGeneration"],
+        open: aria::open,
         vision_modules: &[Part::Vision],
     },
     FamilyRow {

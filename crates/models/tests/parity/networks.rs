@@ -107,6 +107,15 @@ fn towers_projectors_and_decoders_of_internvl() {
 }
 
 #[test]
+fn towers_projectors_and_decoders_of_aria() {
+    // Routes that stay the same over the steps of a difference.
+    for (name, case) in [("aria", "C"), ("aria_own", "F")] {
+        let model = load(name, Device::Twin);
+        check(&model, &crate::rows::prompt_of("aria", &checkpoint(name), case), name, 8);
+    }
+}
+
+#[test]
 fn towers_projectors_and_decoders_of_humanomni() {
     let model = load("humanomni", Device::Twin);
     let prompt = omni_prompt(&Golden::read("humanomni/va.humanomni.safetensors"));

@@ -1,4 +1,4 @@
-//! Prompts of the InternVL cases, read from their rows as a run reads them.
+//! Prompts of the InternVL and Aria cases, read from their rows as a run reads them.
 #![allow(clippy::unwrap_used, dead_code, missing_docs)]
 
 use std::path::Path;
@@ -16,8 +16,15 @@ pub const INTERNVL: [(&str, &str); 4] = [
     ("internvl_rms_original", "CE"),
 ];
 
+pub const ARIA: [(&str, &str); 2] = [("aria", "ABCDEF"), ("aria_own", "CEF")];
+
 pub fn dataset() -> Dataset {
-    let spec = DatasetSpec::file(golden("internvl/rows.jsonl"), Roots::all(golden("")));
+    dataset_of("internvl")
+}
+
+/// The rows of a folder's cases.
+pub fn dataset_of(folder: &str) -> Dataset {
+    let spec = DatasetSpec::file(golden(&format!("{folder}/rows.jsonl")), Roots::all(golden("")));
     Dataset::open(&[spec], &ReadOptions::default()).unwrap()
 }
 
@@ -36,7 +43,11 @@ pub fn builder(dir: &Path, media: MediaSettings) -> PromptBuilder {
 }
 
 pub fn prompt(dir: &Path, case: &str) -> Prompt {
-    let rows = dataset();
+    prompt_of("internvl", dir, case)
+}
+
+pub fn prompt_of(folder: &str, dir: &Path, case: &str) -> Prompt {
+    let rows = dataset_of(folder);
     let row = u64::from(case.as_bytes()[0] - b'A');
     builder(dir, MediaSettings::default()).build(&rows.get(row).unwrap()).unwrap()
 }

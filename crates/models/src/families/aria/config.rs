@@ -1,0 +1,126 @@
+//! `config.json` of Aria, as published for `transformers` and for the model's own code.
+//!
+//! Published files leave out width and heads of the tower and the epsilon of the language model's norms; the defaults of the
+//! `transformers` classes apply. The model's own code says an expert's width in `moe_intermediate_size` and does not read
+//! `intermediate_size`.
+
+use std::collections::BTreeMap;
+
+use crate::config_json::ConfigJson;
+use crate::decoder::{DecoderConfig, ExpertsConfig, TextDefaults};
+use crate::encoders::{PictureConfig, SizeKeys};
+use crate::error::Result;
+
+/// A whole configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AriaConfig {
+    /// The language model.
+    pub decoder: DecoderConfig,
+    /// The tower; its pictures' side is that of the position table.
+    pub tower: PictureConfig,
+    /// Queries of the projector by patches of a square, the mask not considered.
+    pub queries: BTreeMap<usize, usize>,
+    /// Id that stands for a feature.
+    pub image_token: u32,
+    /// Standard deviation of new weights.
+    pub initializer_range: f32,
+}
+
+impl AriaConfig {
+    /// Reads a configuration.
+    ///
+    /// # Errors
+    /// A missing or impossible field, by name.
+    pub fn parse(json: &ConfigJson) -> Result<Self> {
+        let text = json.required_section("text_config")?;
+        let mut decoder = DecoderConfig::parse(&text, json, TextDefaults::LLAMA)?;
+        let experts = ExpertsConfig {
+            count: text.size("moe_num_experts", Some(8))?,
+            topk: text.size("moe_topk", Some(2))?,
+            intermediate: text.size("moe_intermediate_size", Some(decoder.intermediate))?,
+        };
+        if experts.topk > experts.count {
+            let what = format!("moe_topk is {}, moe_num_experts only {}", experts.topk, experts.count);
+            return Err(text.error(what));
+        }
+        let shared = text.size("moe_num_shared_experts", Some(2))?;
+        let Some(intermediate) = experts.intermediate.checked_mul(shared) else {
+            return Err(text.error(format!("moe_num_shared_experts is {shared}: too many")));
+        };
+        decoder.intermediate = intermediate;
+        decoder.experts = Some(experts);
+
+        let vision = json.required_section("vision_config")?;
+        let keys = SizeKeys {
+            hidden: ("hidden_size", 1152),
+            intermediate: ("intermediate_size", 3072),
+            layers: ("num_hidden_layers", 12),
+            heads: ("num_attention_heads", 16),
+            activation: ("hidden_act", "gelu_pytorch_tanh"),
+            norm_eps: 1e-6,
+        };
+        let tower = PictureConfig::parse(&vision, &keys, 32)?;
+        if tower.channels != 3 {
+            return Err(vision.error(format!("num_channels is {}; pictures have 3", tower.channels)));
+        }
+        if let Some(other) = json.get("vision_feature_layer").filter(|layer| layer.as_i64() != Some(-1)) {
+            return Err(json.error(format!("vision_feature_layer is {other}; only -1 is supported")));
+        }
+        let queries = match json.section("projector_patch_to_query_dict")? {
+            None => BTreeMap::from([(1225, 128), (4900, 256)]),
+            Some(table) => table
+                .object()
+                .keys()
+                .map(|key| Ok((patches(&table, key, &tower)?, table.size(key, None)?)))
+                .collect::<Result<_>>()?,
+        };
+        if queries.is_empty() {
+            return Err(json.error("projector_patch_to_query_dict is empty"));
+        }
+        let key = if json.get("image_token_id").is_some() { "image_token_id" } else { "image_token_index" };
+        let image_token = json.id(key, decoder.vocab)?.unwrap_or(9);
+        if image_token as usize >= decoder.vocab {
+            return Err(
+                json.error(format!("{key} is missing, and {image_token} is not an id of the vocabulary"))
+            );
+        }
+        let initializer_range = text.spread("initializer_range", 0.02)?;
+        Ok(Self { decoder, tower, queries, image_token, initializer_range })
+    }
+
+    /// Patches along the side of a square.
+    pub(super) fn grid(&self, side_px: usize) -> usize {
+        side_px / self.tower.patch_px
+    }
+
+    /// Features of a square of this side; `None` for a side the projector does not know.
+    #[must_use]
+    pub fn tokens(&self, side_px: usize) -> Option<usize> {
+        self.queries
+            .get(&self.grid(side_px).pow(2))
+            .copied()
+            .filter(|_| side_px.is_multiple_of(self.tower.patch_px))
+    }
+
+    /// Sides of squares that the projector knows, px, ascending.
+    #[must_use]
+    pub fn sides(&self) -> Vec<usize> {
+        self.queries.keys().map(|patches| patches.isqrt() * self.tower.patch_px).collect()
+    }
+
+    /// Rows of the projector's table of queries.
+    pub(super) fn max_queries(&self) -> usize {
+        self.queries.values().copied().max().unwrap_or(1)
+    }
+}
+
+/// A key of the projector's table: a number of patches that makes a square which the tower has positions for.
+fn patches(table: &ConfigJson, key: &str, tower: &PictureConfig) -> Result<usize> {
+    let number = key.parse::<usize>().ok();
+    number.filter(|&n| n > 0 && n <= tower.num_patches() && n.isqrt().pow(2) == n).ok_or_else(|| {
+        table.error(format!(
+            "projector_patch_to_query_dict has the key {key:?}; expected a square number of at most {} patches",
+            tower.num_patches()
+        ))
+    })
+}

@@ -1,0 +1,100 @@
+//! Media to squares, conversations to prompts.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use omnigrpo_data::{MediumInfo, MediumRef};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
+
+use super::{AriaConfig, media};
+use crate::error::{ModelError, Result};
+use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
+
+/// What a template writes for a picture, and what stands around it.
+const MARKER: &str = "<|img|>";
+const BETWEEN: &str = "<fim_suffix><fim_prefix>";
+
+/// For a checkpoint that brings no template.
+const TEMPLATE: &str = include_str!("template.jinja");
+
+pub(super) struct AriaPrompts {
+    pub(super) config: Arc<AriaConfig>,
+    pub(super) media: media::MediaReader,
+}
+
+impl Processor for AriaPrompts {
+    fn idle_settings(&self) -> IdleSettings {
+        media::IDLE
+    }
+
+    fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
+        match kind {
+            MediumKind::Video => Some("lower video_max_frames or nframes"),
+            _ => Some("lower max_pixels, or set max_anyres_num 1"),
+        }
+    }
+
+    fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
+        self.media.plan(medium, header, settings)
+    }
+
+    fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
+        self.media.prepare(medium, settings)
+    }
+
+    /// An image is all its squares between one pair of tags, each frame of a video has a pair of its own.
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+        let [count, side] = shape.masked()?;
+        let tokens = self.media.tokens(side)?;
+        let features = |count| MediumSegment::Features { token: self.config.image_token, count };
+        let segments = match kind {
+            MediumKind::Video => {
+                let frame = |i| (i > 0).then(|| MediumSegment::Text(BETWEEN.into()));
+                (0..count).flat_map(|i| frame(i).into_iter().chain([features(tokens)])).collect()
+            }
+            _ => vec![features(count * tokens)],
+        };
+        Ok(MediumTokens { kind, marker: MARKER.into(), segments })
+    }
+
+    fn placeholder_ids(&self) -> Vec<u32> {
+        vec![self.config.image_token]
+    }
+
+    /// The published template knows images alone, and writes nothing for a video: it is made to write for it what it writes
+    /// for an image.
+    fn chat_template(&self, dir: &Path) -> Result<ChatTemplate> {
+        let template = ChatTemplate::from_dir(dir)?;
+        if template.origin() == TemplateOrigin::BuiltIn {
+            return Ok(ChatTemplate::from_source(TEMPLATE)?);
+        }
+        let both = ["'", "\""].iter().fold(template.source().to_owned(), |source, quote| {
+            let images = format!("['type'] == {quote}image{quote}");
+            source.replace(&images, "['type'] in ['image', 'video']")
+        });
+        match template.source().contains("video") || both == template.source() {
+            true => Ok(template),
+            false => Ok(ChatTemplate::from_source(&both)?),
+        }
+    }
+
+    /// In published vocabularies the end of a turn is no token but ordinary text, and stops as a string.
+    fn stop_tokens(&self) -> &'static [&'static str] {
+        &["<|im_end|>"]
+    }
+}
+
+impl MediumShape {
+    /// Count and side of [`Self::Masked`].
+    ///
+    /// # Errors
+    /// Another shape.
+    pub(super) fn masked(&self) -> Result<[usize; 2]> {
+        match self {
+            Self::Masked { count, side_px } => Ok([*count, *side_px]),
+            other => {
+                Err(ModelError::shape(format!("this tower reads squares with masks, the medium is {other}")))
+            }
+        }
+    }
+}
