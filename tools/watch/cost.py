@@ -8,8 +8,8 @@ On are TensorBoard, Prometheus (scraped every second), W&B offline where its pac
 with somebody who listens and fetches what is new. Runs alternate. For each the program's CPU time (user and system) and the wall
 time of a step are taken between the fifth step and the last, so starting is left out; the processor of a process does not see what
 else the machine does, its clock does. Pairs differ by more than the cost, so the parts are measured by themselves too: CPU time of
-the threads of trackers and page, of W&B's own processes, and `time/records`, the seconds of a step in which logs are written. Only
-Linux and Python's standard library are needed.
+the threads of trackers and page and of W&B's own processes, as shares of a step's CPU time, and `time/records`, the seconds of a step
+in which logs are written, as a share of the step's. Only Linux and Python's standard library are needed.
 """
 
 import argparse
@@ -158,6 +158,7 @@ def train(args, place, on):
     taken = rows(out)[FIRST : args.steps - 1]
     per_step["step"] = statistics.median(row["step_time"] for row in taken)
     per_step["records"] = statistics.median(row["time/records"] for row in taken)
+    per_step["share"] = statistics.median(row["time/records"] / row["step_time"] for row in taken)
     per_step["tokens"] = sum(path.stat().st_size for path in (out / "tokens").glob("*")) / args.steps if on else 0
     return per_step
 
@@ -180,17 +181,18 @@ def main():
         for pair in range(args.pairs):
             for on in (False, True) if pair % 2 == 0 else (True, False):
                 found[on].append(train(args, place, on))
-                told = " ".join(f"{name} {value * 1e3:.2f}" for name, value in found[on][-1].items() if name != "tokens")
+                told = " ".join(f"{name} {value * 1e3:.2f}" for name, value in found[on][-1].items() if name not in ("tokens", "share"))
                 print(f"{'on ' if on else 'off'} ms/step: {told}", flush=True)
         mean = {on: {name: statistics.mean(one[name] for one in found[on]) for name in found[on][0]} for on in found}
         off, on = mean[False], mean[True]
         print(f"CPU time of a step, on : off = {on['cpu'] / off['cpu']:.4f}, wall time {on['step'] / off['step']:.4f}")
-        share = lambda secs: f"{secs * 1e3:.3f} ms, {100 * secs / off['cpu']:.2f} % of a step's CPU time"
-        print(f"threads of trackers and page: {share(on['watching'])}")
-        print(f"logs: {share(on['records'])}; {share(on['records'] - off['records'])} of it for numbers per token, {on['tokens'] / 1e3:.0f} kB")
-        print(f"together: {share(on['watching'] + on['records'])}")
+        share = lambda name: f"{on[name] * 1e3:.3f} ms, {100 * on[name] / off['cpu']:.2f} % of a step's CPU time"
+        print(f"threads of trackers and page: {share('watching')}")
+        print(f"logs: {on['records'] * 1e3:.3f} ms, {100 * on['share']:.2f} % of a step's time; without numbers per token "
+              f"{off['records'] * 1e3:.3f} ms, {100 * off['share']:.2f} %; these are {on['tokens'] / 1e3:.0f} kB a step")
+        print(f"together {100 * (on['share'] + on['watching'] / off['cpu']):.2f} %")
         if args.python:
-            print(f"processes of W&B beside the run: {share(on['wandb'])}")
+            print(f"processes of W&B beside the run: {share('wandb')}")
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
