@@ -32,6 +32,14 @@ pub struct LoraConfig {
     pub seed: u64,
 }
 
+impl Default for LoraConfig {
+    /// Rank 64 scaled by 128 on every linear layer of the language model.
+    fn default() -> Self {
+        let targets = vec!["all-linear".to_owned()];
+        Self { rank: 64, alpha: 128.0, dropout: 0.05, rslora: false, targets, seed: 42 }
+    }
+}
+
 impl LoraConfig {
     /// What `B A` is multiplied with at some rank.
     #[must_use]

@@ -65,6 +65,19 @@ pub struct PromptSettings {
     pub stop_strings: Vec<String>,
 }
 
+impl Default for PromptSettings {
+    /// Media and text as the checkpoint says, prompts as long as the model allows with room for 256 tokens.
+    fn default() -> Self {
+        Self {
+            media: MediaSettings::default(),
+            render: RenderOptions::default(),
+            max_prompt_length: None,
+            max_completion_length: 256,
+            stop_strings: Vec::new(),
+        }
+    }
+}
+
 /// A conversation to imitate: prompt, target tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SftExample {

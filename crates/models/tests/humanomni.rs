@@ -9,11 +9,11 @@ use std::path::Path;
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Sample, ThinkMode};
 use omnigrpo_models::{
-    Checkpoint, GroupStream, Limits, LoadOptions, MediaSettings, Memories, Model, ModelError, PackedStream,
-    Prompt, PromptBuilder, PromptSettings, Training, WeightDtype, humanomni, probe_medium,
+    Checkpoint, GroupStream, Limits, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
+    PromptBuilder, PromptSettings, Training, WeightDtype, humanomni, probe_medium,
 };
 use omnigrpo_ops::Part;
-use omnigrpo_text::{MediaCounts, MediumKind, RenderOptions, Role, split_conversation};
+use omnigrpo_text::{MediaCounts, MediumKind, Role, split_conversation};
 use serde_json::{Map, Value, json};
 use support::{
     Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
@@ -77,13 +77,7 @@ fn opened(dir: &Path, overrides: &Map<String, Value>) -> Checkpoint {
 }
 
 fn builder(dir: &Path, overrides: &Map<String, Value>) -> PromptBuilder {
-    let settings = PromptSettings {
-        media: MediaSettings::default(),
-        render: RenderOptions::default(),
-        max_prompt_length: None,
-        max_completion_length: 32,
-        stop_strings: Vec::new(),
-    };
+    let settings = PromptSettings { max_completion_length: 32, ..PromptSettings::default() };
     PromptBuilder::open(&opened(dir, overrides), settings).unwrap()
 }
 

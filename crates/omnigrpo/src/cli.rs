@@ -7,11 +7,13 @@ use clap::builder::PossibleValuesParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
 
+use crate::environment::Environment;
 use crate::explain;
-use crate::flags::{self, FLAGS, Flag, Kind, Section, Verb};
+use crate::flags::{self, Flag, Kind, Section, Verb};
 use crate::layer::{Entry, Layer};
+use crate::names::Tracker;
 use crate::problem::Problem;
-use crate::settings::{Environment, Settings, Tracker, needs, recipe_values};
+use crate::settings::Settings;
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, foreign, presets, rules, values};
 
@@ -58,8 +60,7 @@ where
         return Ok(Parsed::Print(explain::print_config(&resolved)));
     }
     let lacking = |flag: &&Flag| flag.required.contains(&verb) && resolved.values.lookup(flag.name).is_none();
-    let mut missing: Vec<Problem> = FLAGS
-        .iter()
+    let mut missing: Vec<Problem> = flags::all()
         .filter(lacking)
         .map(|flag| {
             let spelling =
@@ -69,7 +70,7 @@ where
                 .help(flag.help)
         })
         .collect();
-    missing.extend(needs(verb, &resolved.settings));
+    missing.extend(rules::needs(verb, &resolved.settings));
     Problem::all(missing)?;
     match several {
         Some(variable) if WRITES.contains(&verb) => {
@@ -113,7 +114,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     let preset = preset.map(|name| presets::layer(&name, verb)).unwrap_or_default();
     let (mut problems, mut dropped, mut notes) = (Vec::new(), Vec::new(), Vec::new());
     notes.extend(presets::of_evaluation(&mut file, verb));
-    let mut values = Values::defaults(verb)?;
+    let mut values = Values::defaults(verb);
     let trains_user_model = matches!(verb, Verb::Train | Verb::Sft);
     if let Some(name) = env.exp_name.clone().filter(|_| trains_user_model) {
         values.fill("exp_name", Value::Text(name), Origin::Environment("EXP_NAME"));
@@ -137,7 +138,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
             continue;
         }
         let weaker = if l.rank() < r.rank() { a } else { b };
-        values.reset(weaker, verb)?;
+        values.reset(weaker, verb);
     }
     presets::complete(&mut values);
     notes.extend(presets::reweigh(&mut values, &preset_values));
@@ -154,15 +155,17 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
             Problem::usage("`scale_rewards` and `advantage` both name the deviation").expected("one of them"),
         );
     }
-    let recipe = settings.loss.recipe;
-    for (name, value) in recipe_values(recipe, &values) {
-        values.fill(name, value, Origin::Recipe(recipe.name));
+    for flag in flags::all().filter(|flag| flag.of_recipe) {
+        // The printed settings are complete, and read back: of two names for one thing only the given one stands there.
+        let stands = flag.name == "advantage" && values.lookup("scale_rewards").is_some();
+        if let (false, Some(value)) = (stands, (flag.place.get)(&settings)) {
+            values.fill(flag.name, value, Origin::Recipe(settings.recipe.name));
+        }
     }
     let mut idle = Vec::new();
-    for rule in rules::IDLE {
-        let Some(why) = (rule.when)(&settings) else { continue };
-        let takes = |f: &&Flag| f.name == rule.flag && f.verbs.contains(&verb) && rule.verbs.contains(&verb);
-        let Some(flag) = FLAGS.iter().find(takes) else { continue };
+    let taken = flags::all().filter(|flag| flag.verbs.contains(&verb));
+    for (flag, when, overridden) in taken.flat_map(|f| [(f, f.overridden, true), (f, f.idle, false)]) {
+        let Some(why) = when(&settings, verb) else { continue };
         idle.push((flag.name, why));
         // A value that is the same without the user having said so changes nothing, so nothing is lost by it.
         let same = |base: &Values, value: &Value| base.lookup(flag.name).is_some_and(|(v, _)| v == value);
@@ -170,7 +173,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
             Some((value, origin @ (Origin::Flag | Origin::Config(_))))
                 if !same(&defaults, &value) && !same(&preset_values, &value) =>
             {
-                if rule.overridden {
+                if overridden {
                     notes.push(format!("`{}` {} is not used: {why}", flag.name, explain::yaml(&value)));
                 } else {
                     let problem = Problem::usage(format!("`{}` has no effect in this run", flag.name))
@@ -184,12 +187,12 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
             }
             _ => {}
         }
-        values.reset(flag.name, verb)?;
+        values.reset(flag.name, verb);
     }
     let settings = Settings::from_values(&values, env)?;
     problems.extend(rules::check(verb, &settings));
     Problem::all(problems)?;
-    fold_weights(&mut values, &settings.rewards.reward_weights, verb)?;
+    fold_weights(&mut values, &settings.rewards.options.weights, verb);
     if !dropped.is_empty() {
         notes.push(without_counterpart(&dropped));
     }
@@ -199,20 +202,19 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
 }
 
 /// Puts the weights that name their reward into the list of all: what is printed then says each once, and reads back.
-fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) -> Result<(), Problem> {
+fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
     const NAMED: [&str; 2] = ["format_reward_weight", "accuracy_reward_weight"];
     if NAMED.iter().all(|name| values.lookup(name).is_none()) {
-        return Ok(());
+        return;
     }
     let given = NAMED.iter().chain(&["reward_weights"]).filter_map(|name| values.lookup(name));
     let strongest = given.map(|(_, origin)| origin.clone()).max_by_key(Origin::rank);
     for name in NAMED {
-        values.reset(name, verb)?;
+        values.reset(name, verb);
     }
     if let (Some(flag), Some(origin)) = (flags::find("reward_weights"), strongest) {
         values.set(Given { flag, value: Value::Floats(weights.to_vec()), origin });
     }
-    Ok(())
 }
 
 /// One note for all settings of other trainers that are left out.
@@ -234,8 +236,7 @@ fn notes_of(settings: &Settings) -> Vec<String> {
     if settings.log.report_to == [Tracker::None] {
         notes.push("`report_to` none: metrics.jsonl is written all the same, and nothing else".into());
     }
-    let wandb = [Tracker::Wandb, Tracker::All].iter().any(|one| settings.log.report_to.contains(one));
-    if env.wandb_disabled && wandb {
+    if env.wandb_disabled && settings.reports_to(Tracker::Wandb) {
         notes.push("WANDB_DISABLED is on: nothing is sent to W&B".into());
     }
     if let Some(path) = &env.debug_log {
@@ -253,7 +254,7 @@ fn notes_of(settings: &Settings) -> Vec<String> {
 
 /// Where a command takes words, the one behind a switch is the switch's only if it says on or off: `watch --tui DIR`.
 fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
-    if !FLAGS.iter().any(|flag| flag.positional && flag.verbs.contains(&verb)) {
+    if !flags::all().any(|flag| flag.positional && flag.verbs.contains(&verb)) {
         return args;
     }
     let is_switch = |arg: &str| {
@@ -371,8 +372,8 @@ fn verb_command(verb: Verb, lenient: bool) -> Command {
         .after_help("Names may be written with dashes. Lists take spaces or commas.")
         .term_width(100);
     for section in Section::ALL {
-        for flag in FLAGS.iter().filter(|f| f.section == *section && f.verbs.contains(&verb)) {
-            let arg = argument(flag, verb);
+        for flag in section.rows().iter().filter(|f| f.verbs.contains(&verb)) {
+            let arg = argument(flag, verb).help_heading(section.title());
             command = command.arg(match flag.kind {
                 // For completion scripts; the help lists the names in its own way.
                 Kind::Choice(names) if !lenient => arg
@@ -387,7 +388,7 @@ fn verb_command(verb: Verb, lenient: bool) -> Command {
     }
     // Where words are a list there are no stray ones.
     let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.verbs.contains(&verb);
-    if lenient && !FLAGS.iter().any(|flag| words(&flag)) {
+    if lenient && !flags::all().any(|flag| words(&flag)) {
         command.arg(Arg::new(STRAY).num_args(0..))
     } else {
         command
@@ -395,7 +396,7 @@ fn verb_command(verb: Verb, lenient: bool) -> Command {
 }
 
 fn argument(flag: &'static Flag, verb: Verb) -> Arg {
-    let arg = Arg::new(flag.name).help(explain::help(flag, verb)).help_heading(flag.section.title());
+    let arg = Arg::new(flag.name).help(explain::help(flag, verb));
     if flag.positional {
         return arg.value_name(flag.name.to_uppercase());
     }
@@ -428,7 +429,7 @@ fn chosen(matches: &ArgMatches) -> Option<(Verb, &ArgMatches)> {
 
 fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for flag in FLAGS.iter().filter(|flag| flag.verbs.contains(&verb)) {
+    for flag in flags::all().filter(|flag| flag.verbs.contains(&verb)) {
         let Some(times) = matches.get_occurrences::<String>(flag.name) else { continue };
         let mut times: Vec<Vec<String>> = times.map(|words| words.cloned().collect()).collect();
         if flag.kind.is_list() {

@@ -7,10 +7,12 @@
 
 use std::path::Path;
 
+use omnigrpo_models::WeightDtype;
+use omnigrpo_train::ScheduleKind;
 use serde_json::Value;
 
 use crate::problem::Problem;
-use crate::settings::{LrScheduler, Settings, TorchDtype};
+use crate::settings::Settings;
 
 /// Files larger than this are no settings.
 const MAX_BYTES: u64 = 1 << 20;
@@ -37,31 +39,28 @@ const PARAMETERS: &str = "all weights are in one process";
 const FIELDS: &[(&str, Field)] = &[
     (
         "train_batch_size",
-        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| prompts_per_step(s) as f64),
+        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| s.run.prompts_per_step as f64),
     ),
     (
         "train_micro_batch_size_per_gpu",
-        Same("per_device_train_batch_size", |s| s.optim.per_device_train_batch_size as f64),
+        Same("per_device_train_batch_size", |s| s.algorithm.prompts_per_micro_batch as f64),
     ),
-    (
-        "gradient_accumulation_steps",
-        Same("gradient_accumulation_steps", |s| s.optim.gradient_accumulation_steps as f64),
-    ),
-    ("gradient_clipping", Same("max_grad_norm", |s| s.optim.max_grad_norm)),
+    ("gradient_accumulation_steps", Same("gradient_accumulation_steps", |s| s.accumulation() as f64)),
+    ("gradient_clipping", Same("max_grad_norm", |s| s.optimizer.max_grad_norm)),
     ("optimizer.type", Read(optimizer)),
-    ("optimizer.params.lr", Same("learning_rate", |s| s.optim.learning_rate)),
+    ("optimizer.params.lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
     (
         "optimizer.params.betas",
-        SameList("adam_beta1 and adam_beta2", |s| vec![s.optim.adam_beta1, s.optim.adam_beta2]),
+        SameList("adam_beta1 and adam_beta2", |s| vec![s.optimizer.beta1, s.optimizer.beta2]),
     ),
-    ("optimizer.params.eps", Same("adam_epsilon", |s| s.optim.adam_epsilon)),
-    ("optimizer.params.weight_decay", Same("weight_decay", |s| s.optim.weight_decay)),
+    ("optimizer.params.eps", Same("adam_epsilon", |s| s.optimizer.epsilon)),
+    ("optimizer.params.weight_decay", Same("weight_decay", |s| s.optimizer.weight_decay)),
     ("optimizer.params.torch_adam", NoEffect("there is one AdamW")),
     ("optimizer.params.adam_w_mode", Read(adam_w)),
     ("scheduler.type", Read(scheduler)),
     ("scheduler.params.warmup_min_lr", Read(|v, _| auto_or(v, 0.0, "warm-up starts at 0"))),
-    ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| s.optim.learning_rate)),
-    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.optim.warmup_steps as f64)),
+    ("scheduler.params.warmup_max_lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
+    ("scheduler.params.warmup_num_steps", Same("warmup_steps", |s| s.run.warmup_steps as f64)),
     ("scheduler.params.total_num_steps", Read(total_steps)),
     ("scheduler.params.warmup_type", Read(warmup_type)),
     ("zero_optimization.stage", Read(stage)),
@@ -124,10 +123,6 @@ const FIELDS: &[(&str, Field)] = &[
     ("wall_clock_breakdown", NoEffect("`metrics.jsonl` always has the time of each phase")),
     ("dump_state", NoEffect("`--print_config` shows every setting")),
 ];
-
-fn prompts_per_step(s: &Settings) -> usize {
-    s.optim.per_device_train_batch_size * s.optim.gradient_accumulation_steps
-}
 
 /// Reads a file and says, a line per field, what it does in this run.
 ///
@@ -241,11 +236,11 @@ fn adam_w(value: &Value, _: &Settings) -> Result<String, String> {
 }
 
 fn scheduler(value: &Value, s: &Settings) -> Result<String, String> {
-    let ours = s.optim.lr_scheduler_type;
+    let ours = s.run.schedule;
     let fits = match value.as_str() {
-        Some("WarmupLR") => matches!(ours, LrScheduler::ConstantWithWarmup | LrScheduler::Constant),
-        Some("WarmupDecayLR") => ours == LrScheduler::Linear,
-        Some("WarmupCosineLR") => ours == LrScheduler::Cosine,
+        Some("WarmupLR") => matches!(ours, ScheduleKind::ConstantWithWarmup | ScheduleKind::Constant),
+        Some("WarmupDecayLR") => ours == ScheduleKind::Linear,
+        Some("WarmupCosineLR") => ours == ScheduleKind::Cosine,
         _ => return Err("expected WarmupLR, WarmupDecayLR or WarmupCosineLR".into()),
     };
     if fits {
@@ -296,10 +291,10 @@ fn offload(value: &Value, _: &Settings) -> Result<String, String> {
 
 fn bf16(value: &Value, s: &Settings) -> Result<String, String> {
     match value {
-        Value::Bool(true) if s.model.torch_dtype != TorchDtype::Bfloat16 => {
+        Value::Bool(true) if s.model.dtype != WeightDtype::BFloat16 => {
             Err("`torch_dtype` is not bfloat16; give `--torch_dtype bfloat16` or write \"auto\"".into())
         }
-        Value::Bool(false) if s.model.torch_dtype == TorchDtype::Bfloat16 => {
+        Value::Bool(false) if s.model.dtype == WeightDtype::BFloat16 => {
             Err("`torch_dtype` is bfloat16; write true or \"auto\"".into())
         }
         Value::Bool(_) => Ok("torch_dtype, the same".into()),

@@ -1,7 +1,7 @@
 //! What is said about settings: how a value is written, help, `--print_config`, the reference page of the flags.
 
-use crate::flags::{FLAGS, Fallback, Flag, Kind, Names, Section, Verb};
-use crate::values::{Origin, Resolved, Value};
+use crate::flags::{Fallback, Flag, Kind, Names, Section, Verb};
+use crate::values::{self, Origin, Raw, Resolved, Value};
 
 /// Bounds from here on only guard against overflow; nobody is told of them who has not passed them.
 const UNBOUNDED: i64 = 1 << 30;
@@ -99,8 +99,28 @@ fn default_text(flag: &Flag, verb: Verb) -> String {
         return String::new();
     }
     match flag.default_for(verb) {
-        Fallback::Is(text) => text.replace(',', " "),
+        Fallback::Is(value) => plain(&value),
         Fallback::Unset(text) => text.to_string(),
+    }
+}
+
+/// A default that the table gives as text.
+pub fn default_value(kind: &Kind, text: &str) -> Option<Value> {
+    values::parse(kind, &Raw::Arguments(vec![text.to_owned()])).ok()
+}
+
+/// A default as one would type it.
+fn plain(value: &Value) -> String {
+    let number = |v: &f64| {
+        let text = format!("{v:?}");
+        text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
+    };
+    match value {
+        Value::Float(v) => number(v),
+        Value::Floats(v) => v.iter().map(number).collect::<Vec<_>>().join(" "),
+        Value::Text(v) => v.clone(),
+        Value::Texts(v) => v.join(" "),
+        other => yaml(other),
     }
 }
 
@@ -143,7 +163,7 @@ pub fn print_config(resolved: &Resolved) -> String {
     }
     for section in Section::ALL {
         let mut lines = Vec::new();
-        for flag in FLAGS.iter().filter(|f| f.section == *section && f.verbs.contains(&resolved.verb)) {
+        for flag in section.rows().iter().filter(|f| f.verbs.contains(&resolved.verb)) {
             if flag.command_line_only || flag.name == "preset" {
                 continue;
             }
@@ -208,17 +228,20 @@ pub fn reference() -> String {
             "\n## {}\n\n| setting | value | default | verbs |\n|---|---|---|---|\n",
             section.title()
         ));
-        for flag in FLAGS.iter().filter(|f| f.section == *section) {
+        for flag in section.rows() {
             let mut name =
                 if flag.positional { format!("`{}` (word)", flag.name) } else { format!("`{}`", flag.name) };
             for alias in flag.aliases {
                 name.push_str(&format!(", `{alias}`"));
             }
-            let mut default = match flag.default {
+            let mut default = match flag.default() {
                 Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
-                Fallback::Is("") | Fallback::Unset("") => "none".to_string(),
-                Fallback::Is(text) => format!("`{}`", text.replace(',', " ")),
+                Fallback::Unset("") => "none".to_string(),
                 Fallback::Unset(text) => text.to_string(),
+                Fallback::Is(value) => match plain(&value).as_str() {
+                    "" => "none".to_string(),
+                    text => format!("`{text}`"),
+                },
             };
             for (verb, text) in flag.verb_defaults {
                 default.push_str(&format!("; {} `{text}`", verb.name()));

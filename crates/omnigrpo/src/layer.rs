@@ -2,7 +2,7 @@
 //! they can be mended at once.
 
 use crate::explain;
-use crate::flags::{self, FLAGS, Flag, Verb};
+use crate::flags::{self, Flag, Verb};
 use crate::foreign::{self, Fate};
 use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, place};
@@ -130,7 +130,7 @@ fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
         Some(verb) => flag.verbs.contains(&verb),
         None => !flag.command_line_only,
     };
-    let known = FLAGS.iter().filter(fits).filter(|flag| !flag.positional);
+    let known = flags::all().filter(fits).filter(|flag| !flag.positional);
     let names = known.flat_map(|flag| std::iter::once(flag.name).chain(flag.aliases.iter().copied()));
     let what = if dashes.is_empty() { "setting" } else { "flag" };
     let problem = Problem::usage(format!("unknown {what} `{}`", entry.shown()));

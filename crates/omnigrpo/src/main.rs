@@ -3,11 +3,13 @@
 mod cli;
 mod config;
 mod deepspeed;
+mod environment;
 mod explain;
 mod flags;
 mod foreign;
 mod heap;
 mod layer;
+mod names;
 mod presets;
 mod problem;
 mod rules;

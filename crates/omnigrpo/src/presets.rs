@@ -88,7 +88,7 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     if !OTHERS.contains(&verb) || !file.given.iter().any(training) {
         return None;
     }
-    let defaults = Values::defaults(verb).ok()?;
+    let defaults = Values::defaults(verb);
     let mut left = Vec::new();
     file.given.retain(|given| {
         let mine = given.flag.verbs.contains(&verb);
@@ -110,14 +110,15 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
 /// A preset says how its system trains with GRPO. Evaluation and generation share its rows, prompts and rewards, but not
 /// the way training samples; supervised training shares neither question nor pace.
 fn concerns(verb: Verb, flag: &Flag) -> bool {
+    let stands_under = |section: Section| section.rows().iter().any(|row| row.name == flag.name);
     match verb {
         Verb::Train | Verb::Demo => true,
         Verb::Sft => {
-            matches!(flag.section, Section::Model | Section::Data | Section::Media | Section::Rewards)
+            [Section::Model, Section::Data, Section::Media, Section::Rewards].into_iter().any(stands_under)
                 || flag.name.starts_with("tune_")
                 || matches!(flag.name, "freeze_vision_modules" | "max_completion_length")
         }
-        _ => flag.section != Section::Rollout || flag.name == "max_completion_length",
+        _ => !stands_under(Section::Rollout) || flag.name == "max_completion_length",
     }
 }
 

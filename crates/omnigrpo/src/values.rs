@@ -1,13 +1,14 @@
 //! Untyped values of the settings: text to value, layers of sources, lookup.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde_json::{Map, Value as Json};
 
 use crate::explain;
-use crate::flags::{self, FLAGS, Fallback, Flag, Kind, Names, Verb};
+use crate::flags::{self, Fallback, Flag, Kind, Names, Verb};
+use crate::names::{Named, name_of, named};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
@@ -217,23 +218,18 @@ pub fn place(origin: &Origin) -> Option<String> {
 #[derive(Clone, Debug)]
 pub struct Values {
     values: BTreeMap<&'static str, (Value, Origin)>,
-    read: RefCell<BTreeSet<&'static str>>,
 }
 
 impl Values {
     /// The defaults of a verb.
-    ///
-    /// # Errors
-    /// A default that does not fit its kind, which the tests exclude.
-    pub fn defaults(verb: Verb) -> Result<Self, Problem> {
+    pub fn defaults(verb: Verb) -> Self {
         let mut values = BTreeMap::new();
-        for flag in FLAGS {
-            if let Fallback::Is(text) = flag.default_for(verb) {
-                let given = Given::read(flag, &Raw::Arguments(vec![text.to_string()]), Origin::Default)?;
-                values.insert(flag.name, (given.value, given.origin));
+        for flag in flags::all() {
+            if let Fallback::Is(value) = flag.default_for(verb) {
+                values.insert(flag.name, (value, Origin::Default));
             }
         }
-        Ok(Self { values, read: RefCell::default() })
+        Self { values }
     }
 
     /// Puts a stronger layer's value in place.
@@ -247,15 +243,11 @@ impl Values {
     }
 
     /// Puts the default of a verb back.
-    ///
-    /// # Errors
-    /// Fails like [`Self::defaults`].
-    pub fn reset(&mut self, name: &'static str, verb: Verb) -> Result<(), Problem> {
+    pub fn reset(&mut self, name: &'static str, verb: Verb) {
         self.values.remove(name);
-        if let Some(default) = Self::defaults(verb)?.values.remove(name) {
-            self.values.insert(name, default);
+        if let Some(Fallback::Is(value)) = flags::find(name).map(|flag| flag.default_for(verb)) {
+            self.values.insert(name, (value, Origin::Default));
         }
-        Ok(())
     }
 
     /// How strong the origin of a setting's value is; 0 where nobody gave one.
@@ -267,29 +259,6 @@ impl Values {
     pub fn lookup(&self, name: &str) -> Option<&(Value, Origin)> {
         self.values.get(name)
     }
-
-    /// The typed value of a setting.
-    ///
-    /// # Errors
-    /// A name or a type that the table does not have: a mistake in this program.
-    pub fn get<T: FromValue>(&self, name: &str) -> Result<T, Problem> {
-        let Some(flag) = flags::find(name).filter(|flag| flag.name == name) else {
-            return Err(Problem::failure(format!("no setting is called `{name}`")));
-        };
-        self.read.borrow_mut().insert(flag.name);
-        match self.values.get(name) {
-            Some((value, _)) => T::from_value(value),
-            None => T::from_unset(),
-        }
-        .ok_or_else(|| Problem::failure(format!("the setting `{name}` does not have the type it is read as")))
-    }
-
-    /// Settings of the table that nothing has read.
-    #[cfg(test)]
-    pub fn unread(&self) -> Vec<&'static str> {
-        let read = self.read.borrow();
-        FLAGS.iter().map(|flag| flag.name).filter(|name| !read.contains(name)).collect()
-    }
 }
 
 impl Values {
@@ -299,108 +268,171 @@ impl Values {
             .iter()
             .filter(|(_, (_, origin))| !matches!(origin, Origin::Default | Origin::Recipe(_)))
             .filter_map(|(name, (value, origin))| {
-                let flag = FLAGS.iter().find(|flag| flag.name == *name)?;
+                let flag = flags::find(name)?;
                 Some(Given { flag, value: value.clone(), origin: origin.clone() })
             })
             .collect()
     }
 
-    /// Every value that is set, as JSON, by name; without the secrets of rewards.
-    pub fn plain(&self) -> impl Iterator<Item = (&'static str, Json)> {
-        self.values.iter().map(|(name, (value, _))| {
-            let shown = flags::find(name).map(|flag| explain::without_secrets(flag, value));
-            let json = match shown.as_ref().unwrap_or(value) {
-                Value::Bool(v) => Json::from(*v),
-                Value::Int(v) => Json::from(*v),
-                Value::Float(v) => Json::from(*v),
-                Value::Text(v) => Json::from(v.as_str()),
-                Value::Texts(v) => Json::from(v.clone()),
-                Value::Floats(v) => Json::from(v.clone()),
-                Value::Object(v) => Json::Object(v.clone()),
+    /// Every value that is set, as JSON; without the secrets of rewards.
+    pub fn plain(&self) -> impl Iterator<Item = (&'static Flag, Json)> {
+        let set = flags::all().filter_map(|flag| Some((flag, &self.lookup(flag.name)?.0)));
+        set.map(|(flag, value)| {
+            let json = match explain::without_secrets(flag, value) {
+                Value::Bool(v) => v.into(),
+                Value::Int(v) => v.into(),
+                Value::Float(v) => v.into(),
+                Value::Text(v) => v.into(),
+                Value::Texts(v) => v.into(),
+                Value::Floats(v) => v.into(),
+                Value::Object(v) => Json::Object(v),
             };
-            (*name, json)
+            (flag, json)
         })
     }
+
+    /// What the result of a verb's work depends on: those of them that are not free to change.
+    pub fn binding(&self, verb: Verb) -> impl Iterator<Item = (&'static Flag, Json)> {
+        self.plain().filter(move |(flag, _)| !flag.free.contains(&verb))
+    }
 }
 
-/// A type a setting is read as.
-pub trait FromValue: Sized {
+/// A type of a field that a setting fills.
+pub trait Field: Sized {
     /// `None` if the value has another type.
-    fn from_value(value: &Value) -> Option<Self>;
+    fn read(value: &Value) -> Option<Self>;
 
-    /// The value of an unset setting, if this type has one.
-    fn from_unset() -> Option<Self> {
-        None
-    }
+    /// What the field holds; `None` where it holds nothing.
+    fn value(&self) -> Option<Value>;
 }
 
-impl FromValue for bool {
-    fn from_value(value: &Value) -> Option<Self> {
-        if let Value::Bool(v) = value { Some(*v) } else { None }
-    }
+/// The value as the type of a field.
+///
+/// # Errors
+/// Another type than the row's kind gives: a mistake in the table, which the tests exclude.
+pub fn take<T: Field>(value: &Value) -> Result<T, Problem> {
+    T::read(value).ok_or_else(|| Problem::failure("a setting does not have the type of its field"))
 }
 
-impl FromValue for f64 {
-    fn from_value(value: &Value) -> Option<Self> {
-        if let Value::Float(v) = value { Some(*v) } else { None }
-    }
-}
+/// Fields of types that values hold as they are.
+macro_rules! plain_fields {
+    ($($type:ty: $variant:ident),+ $(,)?) => { $(
+        impl Field for $type {
+            fn read(value: &Value) -> Option<Self> {
+                if let Value::$variant(v) = value { Some(v.clone()) } else { None }
+            }
 
-macro_rules! whole_numbers {
-    ($($t:ty),+) => { $(
-        impl FromValue for $t {
-            fn from_value(value: &Value) -> Option<Self> {
-                if let Value::Int(v) = value { Self::try_from(*v).ok() } else { None }
+            fn value(&self) -> Option<Value> {
+                Some(Value::$variant(self.clone()))
             }
         }
     )+ };
 }
-whole_numbers!(i64, u16, u32, u64, usize);
+plain_fields!(bool: Bool, i64: Int, f64: Float, String: Text, Vec<f64>: Floats, Map<String, Json>: Object);
 
-impl FromValue for String {
-    fn from_value(value: &Value) -> Option<Self> {
-        if let Value::Text(v) = value { Some(v.clone()) } else { None }
+macro_rules! whole_numbers {
+    ($($type:ty),+) => { $(
+        impl Field for $type {
+            fn read(value: &Value) -> Option<Self> {
+                if let Value::Int(v) = value { Self::try_from(*v).ok() } else { None }
+            }
+
+            fn value(&self) -> Option<Value> {
+                i64::try_from(*self).ok().map(Value::Int)
+            }
+        }
+    )+ };
+}
+whole_numbers!(u16, u32, u64, usize);
+
+impl Field for f32 {
+    fn read(value: &Value) -> Option<Self> {
+        f64::read(value).map(|v| v as Self)
+    }
+
+    fn value(&self) -> Option<Value> {
+        // The number as it is written, not the nearest one of twice the precision.
+        self.to_string().parse().ok().map(Value::Float)
     }
 }
 
-impl FromValue for PathBuf {
-    fn from_value(value: &Value) -> Option<Self> {
-        String::from_value(value).map(Self::from)
+/// Seconds.
+impl Field for Duration {
+    fn read(value: &Value) -> Option<Self> {
+        Self::try_from_secs_f64(f64::read(value)?).ok()
+    }
+
+    fn value(&self) -> Option<Value> {
+        self.as_secs_f64().value()
     }
 }
 
-impl FromValue for Map<String, Json> {
-    fn from_value(value: &Value) -> Option<Self> {
-        if let Value::Object(v) = value { Some(v.clone()) } else { None }
+impl Field for PathBuf {
+    fn read(value: &Value) -> Option<Self> {
+        String::read(value).map(Self::from)
+    }
+
+    fn value(&self) -> Option<Value> {
+        self.to_string_lossy().into_owned().value()
     }
 }
 
-impl FromValue for Vec<f64> {
-    fn from_value(value: &Value) -> Option<Self> {
-        if let Value::Floats(v) = value { Some(v.clone()) } else { None }
+impl<T: Named> Field for T {
+    fn read(value: &Value) -> Option<Self> {
+        if let Value::Text(text) = value { named(text) } else { None }
+    }
+
+    fn value(&self) -> Option<Value> {
+        name_of(*self).map(|name| Value::Text(name.to_owned()))
     }
 }
 
 /// Types of the items of a list of texts.
-trait FromText: FromValue {}
-impl FromText for String {}
-impl FromText for PathBuf {}
-impl<T: crate::settings::Named> FromText for T {}
+trait Item: Field {}
+impl Item for String {}
+impl Item for PathBuf {}
+impl<T: Named> Item for T {}
 
-impl<T: FromText> FromValue for Vec<T> {
-    fn from_value(value: &Value) -> Option<Self> {
-        let Value::Texts(texts) = value else { return None };
-        texts.iter().map(|text| T::from_value(&Value::Text(text.clone()))).collect()
+fn read_items<T: Item, C: FromIterator<T>>(value: &Value) -> Option<C> {
+    let Value::Texts(texts) = value else { return None };
+    texts.iter().map(|text| T::read(&Value::Text(text.clone()))).collect()
+}
+
+fn items_value<'t, T: Item + 't>(items: impl Iterator<Item = &'t T>) -> Option<Value> {
+    let text = |item: &T| match item.value() {
+        Some(Value::Text(text)) => Some(text),
+        _ => None,
+    };
+    items.map(text).collect::<Option<_>>().map(Value::Texts)
+}
+
+impl<T: Item> Field for Vec<T> {
+    fn read(value: &Value) -> Option<Self> {
+        read_items(value)
+    }
+
+    fn value(&self) -> Option<Value> {
+        items_value(self.iter())
     }
 }
 
-impl<T: FromValue> FromValue for Option<T> {
-    fn from_value(value: &Value) -> Option<Self> {
-        T::from_value(value).map(Some)
+impl<T: Item + Ord> Field for BTreeSet<T> {
+    fn read(value: &Value) -> Option<Self> {
+        read_items(value)
     }
 
-    fn from_unset() -> Option<Self> {
-        Some(None)
+    fn value(&self) -> Option<Value> {
+        items_value(self.iter())
+    }
+}
+
+impl<T: Field> Field for Option<T> {
+    fn read(value: &Value) -> Option<Self> {
+        T::read(value).map(Some)
+    }
+
+    fn value(&self) -> Option<Value> {
+        self.as_ref().and_then(Field::value)
     }
 }
 

@@ -50,6 +50,12 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
+    /// The most probable token each time.
+    #[must_use]
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+
     /// Checks every range.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 use crate::error::Result;
 use crate::rows::{SkippedRow, Unusable, media_paths, prepare, requests};
 use crate::scoring;
+use crate::step::MAX_LIVE;
 
 /// What is evaluated and how.
 #[derive(Clone)]
@@ -24,6 +25,13 @@ pub struct EvalPlan {
     pub dataset: Arc<Dataset>,
     /// Which of them.
     pub rows: Vec<u64>,
+    /// How.
+    pub options: EvalOptions,
+}
+
+/// How completions are sampled in an evaluation and what is measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvalOptions {
     /// Completions per row.
     pub num_generations: usize,
     /// How they are sampled; greedy for one completion per row.
@@ -36,6 +44,20 @@ pub struct EvalPlan {
     pub category: Option<String>,
     /// What is measured besides the rewards.
     pub measures: Measures,
+}
+
+impl Default for EvalOptions {
+    /// One greedy completion a row.
+    fn default() -> Self {
+        Self {
+            num_generations: 1,
+            sampling: SamplingParams::greedy(),
+            batch_rows: 8,
+            max_live: MAX_LIVE,
+            category: None,
+            measures: Measures::default(),
+        }
+    }
 }
 
 /// The result of an evaluation.
@@ -125,10 +147,10 @@ pub fn evaluate_rest(
     mut done: BTreeMap<u64, Judged>,
     each: &mut dyn FnMut(Batch<'_>) -> Result<()>,
 ) -> Result<Evaluation> {
-    let prompts = &plan.prompts;
+    let (prompts, options) = (&plan.prompts, &plan.options);
     let mut out = Evaluation::default();
     let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
-    for batch in rest.chunks(plan.batch_rows.max(1)) {
+    for batch in rest.chunks(options.batch_rows.max(1)) {
         let mut rows = Vec::with_capacity(batch.len());
         for &row in batch {
             match prepare(&plan.dataset, prompts, Some(rewards), row, 0) {
@@ -140,16 +162,16 @@ pub fn evaluate_rest(
         }
         let features: Vec<Vec<Features>> =
             rows.iter().map(|r| model.encode_prompt(&r.prompt)).collect::<omnigrpo_models::Result<_>>()?;
-        let requests = requests(&rows, &features, plan.num_generations, EVAL_ROLLOUT);
-        let generator = Generator::new(model, prompts, &plan.sampling, plan.max_live);
+        let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
+        let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
         let completions = generator.generate(&requests, |_| {})?;
-        let matrix = scoring::score(rewards, &scoring::pairs(&rows, &completions), plan.sampling.seed, 0)?;
+        let matrix = scoring::score(rewards, &scoring::pairs(&rows, &completions), options.sampling.seed, 0)?;
         let mut judged = Vec::with_capacity(rows.len());
         for (r, (row, completions)) in rows.iter().zip(&completions).enumerate() {
-            let span = r * plan.num_generations..(r + 1) * plan.num_generations;
+            let span = r * options.num_generations..(r + 1) * options.num_generations;
             let texts = completions.iter().map(|c| c.text.clone()).collect();
             let mut line =
-                eval_row(&row.sample, texts, &matrix, span, plan.category.as_deref(), &plan.measures);
+                eval_row(&row.sample, texts, &matrix, span, options.category.as_deref(), &options.measures);
             line.row = plan.dataset.portable_row(&row.sample);
             judged.push((row.sample.row, Judged::new(line, completions)));
         }
@@ -163,7 +185,7 @@ pub fn evaluate_rest(
         completions += judged.line.completions.len();
         out.rows.push(judged.into_line());
     }
-    out.summary = summarize(&out.rows, rewards, &plan.measures)?;
+    out.summary = summarize(&out.rows, rewards, &options.measures)?;
     let metrics = &mut out.summary.metrics;
     metrics.insert(1, ("eval_skipped".into(), Some(out.skipped.len() as f64)));
     let share = |n: usize| (completions > 0).then(|| n as f64 / completions as f64);

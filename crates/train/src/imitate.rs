@@ -28,7 +28,7 @@ pub fn imitate(
     let weight = 1.0 / tokens.max(1) as f64;
     let training = at.training(algorithm);
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
-    for parts in pack(&shapes, algorithm.max_stream_tokens) {
+    for parts in pack(&shapes, algorithm.stream_rows()) {
         let done = parts.first().map_or(0, |part| part.group);
         timer.activity().parts("answers", done, examples.len());
         let members: Vec<&SftExample> = parts.iter().map(|p| &examples[p.group]).collect();

@@ -32,7 +32,7 @@ mod timing;
 
 pub use buffer::BufferState;
 pub use error::{Result, TrainError};
-pub use evaluate::{Batch, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
+pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use imitate::{ImitationOutcome, imitate};
 pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
@@ -47,6 +47,6 @@ pub use run::train;
 pub use schedule::{Schedule, ScheduleKind};
 pub use scoring::{applies, probe, score};
 pub use selection::{Selection, decayed_names, summary};
-pub use step::{Algorithm, Collector, StepOutcome, UpdateAt, update};
+pub use step::{Algorithm, Collector, MAX_LIVE, STREAM_ROWS, StepOutcome, UpdateAt, update};
 pub use streams::{Part, pack};
 pub use timing::peak_memory_bytes;

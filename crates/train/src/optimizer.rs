@@ -40,6 +40,23 @@ pub struct AdamWConfig {
     pub pure_bf16: bool,
 }
 
+impl Default for AdamWConfig {
+    /// The rates of TRL's trainer: 1e-6 for every part, betas 0.9 and 0.999, gradients clipped to a norm of 1, no decay.
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-6,
+            projector_lr: None,
+            tower_lr: None,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            pure_bf16: false,
+        }
+    }
+}
+
 /// What one update did.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {

@@ -106,7 +106,7 @@ impl<'a> Pass<'a> {
                 num_prompts.div_ceil(micro),
             )?;
             let shapes: Vec<_> = rollouts.groups[first..last].iter().map(Group::shape).collect();
-            for mut stream in pack(&shapes, algorithm.max_stream_tokens) {
+            for mut stream in pack(&shapes, algorithm.stream_rows()) {
                 stream.iter_mut().for_each(|part| part.group += first);
                 let done = stream.first().map_or(first, |part| part.group);
                 timer.activity().parts("prompts", done, num_prompts);

@@ -46,8 +46,10 @@ pub enum EvalWhen {
 pub enum ResumeFrom {
     /// Anew.
     Start,
-    /// The newest checkpoint of the run directory that can be loaded, if its settings are this run's.
+    /// The newest checkpoint of the run directory that can be loaded, if its settings are this run's; anew without one.
     Newest,
+    /// The newest checkpoint, and no other start.
+    Must,
     /// This checkpoint.
     Path(PathBuf),
 }
@@ -121,6 +123,42 @@ pub struct RunPlan {
     pub fingerprint: Map<String, Value>,
     /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
     pub files: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Default for RunPlan {
+    /// One pass over the rows, eight prompts an update, a checkpoint every hundred updates, no evaluation.
+    fn default() -> Self {
+        Self {
+            objective: Objective::Reinforce,
+            max_steps: None,
+            num_epochs: 1.0,
+            prompts_per_step: 8,
+            num_iterations: 1,
+            schedule: ScheduleKind::default(),
+            warmup_ratio: 0.0,
+            warmup_steps: 0,
+            save: SaveWhen::Steps(100),
+            save_limit: None,
+            save_every: None,
+            save_only_model: false,
+            resume: ResumeFrom::Newest,
+            allow_changed: false,
+            eval: EvalWhen::Never,
+            eval_on_start: false,
+            best_metric: "eval_reward".into(),
+            logging_steps: 1,
+            grpo_logging_steps: 1,
+            log_completions: false,
+            debug_log: None,
+            run_name: None,
+            replay: false,
+            skip: SkipPolicy::default(),
+            bad_rows: Vec::new(),
+            data_seed: 42,
+            fingerprint: Map::new(),
+            files: Vec::new(),
+        }
+    }
 }
 
 /// Everything a run needs.

@@ -110,22 +110,31 @@ impl Start {
         };
         let anew = |why: &str| Ok(Self::Anew { why: why.to_owned() });
         let newest_first = checkpoint::list(dir)?.into_iter().rev();
-        match &run.resume {
+        let named = match &run.resume {
             ResumeFrom::Start => return anew("resume_from_checkpoint is never"),
-            ResumeFrom::Path(path) => {
-                let state = checkpoint::read_state(path)?;
-                if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
-                    return Err(TrainError::Checkpoint {
-                        what: format!(
-                            "{} was written with other settings ({differing}); change them back, go on with the new \
-                             ones with --allow_changed_settings, or start anew with --resume_from_checkpoint never",
-                            path.display()
-                        ),
-                    });
+            ResumeFrom::Path(path) => Some(path.clone()),
+            ResumeFrom::Newest | ResumeFrom::Must => {
+                say_incomplete(dir, console)?;
+                let newest = checkpoint::list(dir)?.pop().map(|(_, path)| path);
+                if run.resume == ResumeFrom::Must && newest.is_none() {
+                    let what = format!("there is none to resume from in {}", dir.display());
+                    return Err(TrainError::Checkpoint { what });
                 }
-                return load(path.clone(), state);
+                newest.filter(|_| run.resume == ResumeFrom::Must)
             }
-            ResumeFrom::Newest => say_incomplete(dir, console)?,
+        };
+        if let Some(path) = named {
+            let state = checkpoint::read_state(&path)?;
+            if let (false, Some(differing)) = (run.allow_changed, describe(run, &state)) {
+                return Err(TrainError::Checkpoint {
+                    what: format!(
+                        "{} was written with other settings ({differing}); change them back, go on with the new ones \
+                         with --allow_changed_settings, or start anew with --resume_from_checkpoint never",
+                        path.display()
+                    ),
+                });
+            }
+            return load(path, state);
         }
         let mut why = "it left no checkpoint to go on from";
         let mut failed = None;

@@ -23,6 +23,13 @@ pub struct SkipPolicy {
     pub max_share: f64,
 }
 
+impl Default for SkipPolicy {
+    /// At most one row in twenty: a broken dataset should not look like a small one.
+    fn default() -> Self {
+        Self { strict: false, max_share: 0.05 }
+    }
+}
+
 /// A row that could not be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SkippedRow {

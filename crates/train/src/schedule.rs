@@ -3,7 +3,7 @@
 //! Source: `transformers` `optimization.py`. Steps count from 0; the factor at step s is that of update s + 1.
 
 /// How the learning rate changes over a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
     /// Always the base rate.
@@ -11,6 +11,7 @@ pub enum ScheduleKind {
     /// The base rate after a linear warm-up.
     ConstantWithWarmup,
     /// Warm-up, then linearly to 0.
+    #[default]
     Linear,
     /// Warm-up, then half a cosine to 0.
     Cosine,

@@ -27,6 +27,13 @@ pub struct Selection {
     pub patterns: Vec<String>,
 }
 
+impl Default for Selection {
+    /// The language model and the projector: a frozen tower runs once per step and medium.
+    fn default() -> Self {
+        Self { llm: true, projector: true, ..Self::NONE }
+    }
+}
+
 impl Selection {
     /// Every weight.
     pub const ALL: Self = Self {

@@ -27,7 +27,7 @@
 //! L is a function of log-probabilities alone, so `omnigrpo_grpo::evaluate` gives L and dL/dlog π in closed form and the
 //! model carries the derivative back. Streams of a step add their gradients: the `Normalizer` is made for all of it first.
 
-use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums};
+use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
 use omnigrpo_models::{Model, PromptBuilder, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::RewardSet;
@@ -61,8 +61,9 @@ pub struct Algorithm {
     pub normalize_then_sum: bool,
     /// The loss.
     pub loss: LossPlan,
-    /// Rows of one packed stream at most.
-    pub max_stream_tokens: usize,
+    /// Rows of one packed stream at most; a larger group is split over streams that share its prompt. `None`: 4096, room
+    /// for several short groups or one of a long prompt.
+    pub max_stream_tokens: Option<usize>,
     /// Recompute activations in the backward pass.
     pub recompute: bool,
     /// Prompts of one micro-batch: the unit of `bnpo`'s mean.
@@ -72,6 +73,52 @@ pub struct Algorithm {
     /// Give each token's numbers with the outcome of an update.
     pub token_stats: bool,
 }
+
+impl Default for Algorithm {
+    /// The first recipe, `grpo`, with eight completions a prompt.
+    fn default() -> Self {
+        Self::of(&RECIPES[0])
+    }
+}
+
+impl Algorithm {
+    /// A recipe with eight completions a prompt and seed 42.
+    #[must_use]
+    pub fn of(recipe: &Recipe) -> Self {
+        let seed = 42;
+        Self {
+            num_generations: 8,
+            sampling: SamplingParams { seed, ..SamplingParams::default() },
+            max_live: MAX_LIVE,
+            advantage: recipe.advantage,
+            alpha: recipe.alpha,
+            normalize_then_sum: false,
+            loss: recipe.loss,
+            max_stream_tokens: None,
+            recompute: false,
+            prompts_per_micro_batch: 1,
+            seed,
+            token_stats: false,
+        }
+    }
+
+    /// Takes advantage, factor and loss from a recipe.
+    pub fn follow(&mut self, recipe: &Recipe) {
+        (self.advantage, self.alpha, self.loss) = (recipe.advantage, recipe.alpha, recipe.loss);
+    }
+
+    /// Rows of one packed stream at most.
+    #[must_use]
+    pub fn stream_rows(&self) -> usize {
+        self.max_stream_tokens.unwrap_or(STREAM_ROWS)
+    }
+}
+
+/// Completions decoded at once: enough to share a pass over the weights, small enough for the caches of long prompts.
+pub const MAX_LIVE: usize = 64;
+
+/// Rows of a packed stream where nothing is given.
+pub const STREAM_ROWS: usize = 4096;
 
 /// Which update of a run one is.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -372,7 +372,7 @@ fn groups_without_variance_count_as_if_they_had_run() {
         let run = |beta: f64| {
             trained(&steps, |algorithm| {
                 algorithm.loss.beta = beta;
-                algorithm.max_stream_tokens = max_stream_tokens;
+                algorithm.max_stream_tokens = Some(max_stream_tokens);
             })
         };
         let (skipped, ran) = (run(0.0), run(1e-300));
@@ -405,7 +405,7 @@ fn packing_does_not_change_a_step_with_groups_without_variance() {
     let steps = rows_without_variance();
     let run = |max_stream_tokens: usize, micro: usize| {
         trained(&steps, |algorithm| {
-            algorithm.max_stream_tokens = max_stream_tokens;
+            algorithm.max_stream_tokens = Some(max_stream_tokens);
             algorithm.prompts_per_micro_batch = micro;
         })
     };
@@ -439,7 +439,7 @@ fn masked_completions_of_groups_without_variance_are_not_counted() {
         let trained = trained(&steps, |algorithm| {
             algorithm.loss.mask_truncated_completions = true;
             algorithm.loss.aggregation = aggregation;
-            algorithm.max_stream_tokens = 40;
+            algorithm.max_stream_tokens = Some(40);
         });
         assert_eq!(trained.grad_norms, [0.0; 6]);
         assert!(trained.metrics.iter().all(|m| m["loss"] == Some(0.0) && !m.contains_key("entropy")));
@@ -489,7 +489,7 @@ fn accumulated_equals_one_batch() {
             let mut adamw = AdamW::new(config, model.params());
             let mut algorithm = algorithm(3, 32);
             algorithm.prompts_per_micro_batch = prompts_per_micro_batch;
-            algorithm.max_stream_tokens = max_stream_tokens;
+            algorithm.max_stream_tokens = Some(max_stream_tokens);
             let mut rollouts = replay(&model, &builder, &algorithm, rows.clone(), &mut timer()).unwrap();
             let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();

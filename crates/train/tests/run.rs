@@ -18,11 +18,11 @@ use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
 use omnigrpo_observe::{Console, DebugLog, Event, PhaseTimer, Tracker, Trackers};
-use omnigrpo_rewards::{Measures, Reward, RewardError, RewardInput, RewardSet};
+use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Collector, EvalPlan, EvalWhen, Making, Objective, PreparedRow, ResumeFrom, RowSource,
-    SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
+    AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, PreparedRow,
+    ResumeFrom, RowSource, SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
 };
 use serde_json::{Value, json};
 use setup::{
@@ -350,7 +350,7 @@ fn resuming_in_the_middle_of_a_rollout_without_variance_is_exact() {
             move |setup| {
                 setup.run.num_iterations = 2;
                 setup.algorithm.loss.beta = 0.0;
-                setup.algorithm.max_stream_tokens = 1;
+                setup.algorithm.max_stream_tokens = Some(1);
                 let equal = move |input: &RewardInput| {
                     let same = everywhere && input.key.step > 0 || input.prompt.contains("colour");
                     if same { 0.5 } else { input.key.sample as f64 }
@@ -369,7 +369,7 @@ fn what_was_drawn_counts_like_a_pass() {
     let train = |name: &str, beta: f64| {
         let mut setup = place.setup(name);
         (setup.run.max_steps, setup.algorithm.loss.beta) = (Some(1), beta);
-        setup.algorithm.max_stream_tokens = 1;
+        setup.algorithm.max_stream_tokens = Some(1);
         setup.algorithm.sampling.temperature = 0.7;
         setup.rewards =
             reward(|input| if input.prompt.contains("colour") { 0.5 } else { input.key.sample as f64 });
@@ -961,7 +961,7 @@ fn groups_without_variance_do_not_move_the_policy() {
         let mut setup = place.setup(name);
         setup.run.max_steps = Some(1);
         // A stream per group.
-        setup.algorithm.max_stream_tokens = 1;
+        setup.algorithm.max_stream_tokens = Some(1);
         setup.algorithm.loss.beta = 0.0;
         setup.rewards = reward(move |input| if scored(input.prompt) { input.key.sample as f64 } else { 0.5 });
         run(setup).unwrap();
@@ -1004,12 +1004,16 @@ fn greedy_eval(setup: &TrainSetup) -> EvalPlan {
         prompts: Arc::clone(&setup.prompts),
         dataset: Arc::clone(&setup.dataset),
         rows: vec![0, 1, 4],
-        num_generations: 1,
-        sampling: SamplingParams { temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() },
-        batch_rows: 2,
-        max_live: 8,
-        category: None,
-        measures: Measures::default(),
+        options: EvalOptions {
+            sampling: SamplingParams {
+                temperature: 0.0,
+                max_completion_length: 8,
+                ..SamplingParams::default()
+            },
+            batch_rows: 2,
+            max_live: 8,
+            ..EvalOptions::default()
+        },
     }
 }
 
@@ -1091,7 +1095,7 @@ fn a_medium_goes_through_the_tower_once_per_pass() {
     {
         let mut setup = place.setup("towers");
         // A prompt with one completion at a time.
-        setup.algorithm.max_stream_tokens = 16;
+        setup.algorithm.max_stream_tokens = Some(16);
         setup.algorithm.sampling.min_completion_length = 8;
         setup.algorithm.recompute = recompute;
         Selection { towers, ..Selection::ALL }.apply(&setup.model).unwrap();
@@ -1160,12 +1164,12 @@ fn an_epoch_ends_with_the_last_update_of_its_rows() {
             prompts: Arc::clone(&setup.prompts),
             dataset: Arc::clone(&setup.dataset),
             rows: vec![4],
-            num_generations: 1,
-            sampling: SamplingParams { max_completion_length: 4, ..SamplingParams::default() },
-            batch_rows: 2,
-            max_live: 8,
-            category: None,
-            measures: Measures::default(),
+            options: EvalOptions {
+                sampling: SamplingParams { max_completion_length: 4, ..SamplingParams::default() },
+                batch_rows: 2,
+                max_live: 8,
+                ..EvalOptions::default()
+            },
         });
         (setup.run.prompts_per_step, setup.run.num_iterations, setup.run.max_steps) = (6, 3, Some(9));
         (setup.run.eval, setup.run.save) = (EvalWhen::Epoch, SaveWhen::Steps(4));
@@ -1199,7 +1203,8 @@ fn frames_are_drawn_anew_in_every_epoch() {
     let builder = || {
         let from = omnigrpo_models::Checkpoint::open(&checkpoint(NAME)).unwrap();
         let mut settings = prompts(&checkpoint(NAME), 8).settings().clone();
-        settings.media.rule = omnigrpo_models::FrameRule::Segments { interval_secs: 1.0 };
+        settings.media.rule = omnigrpo_models::FrameRule::Segments;
+        settings.media.base_interval_secs = 1.0;
         settings.media.dynamic_sample = true;
         Arc::new(omnigrpo_models::PromptBuilder::open(&from, settings).unwrap())
     };

@@ -40,14 +40,14 @@ impl FramePlan {
         let row_decides = own.nframes.is_some()
             || (own.fps.is_some() && !listed)
             || own.video_start.or(own.video_end).is_some();
-        let interval = |interval_secs: f64| FrameSampling::BaseInterval {
-            interval_secs,
+        let interval = || FrameSampling::BaseInterval {
+            interval_secs: settings.base_interval_secs,
             min_frames: count(options.min_frames).unwrap_or(4),
             max_frames: count(options.max_frames).unwrap_or(8),
         };
         let sampling = match (&settings.rule, &own.segments) {
             _ if row_decides => qwen,
-            (FrameRule::Segments { .. }, Some(segments)) => {
+            (FrameRule::Segments, Some(segments)) => {
                 let n = if segments.dynamic_sample && settings.dynamic_sample {
                     settings.draw(&medium.source, segments.min_frames, segments.max_frames)
                 } else {
@@ -59,9 +59,7 @@ impl FramePlan {
                 }
             }
             (FrameRule::Qwen, _) => qwen,
-            (FrameRule::BaseInterval { interval_secs } | FrameRule::Segments { interval_secs }, _) => {
-                interval(*interval_secs)
-            }
+            (FrameRule::BaseInterval | FrameRule::Segments, _) => interval(),
         };
         Self { source, sampling, listed_fps: if listed { own.fps } else { None } }
     }

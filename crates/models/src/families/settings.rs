@@ -6,20 +6,15 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// How frames of a video are chosen where the row does not say.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FrameRule {
     /// By rate, as `qwen-vl-utils`.
+    #[default]
     Qwen,
     /// One frame per interval, as `qwen-vl-finetune`.
-    BaseInterval {
-        /// Seconds between frames.
-        interval_secs: f64,
-    },
+    BaseInterval,
     /// From each segment that the row's `meta` lists; by interval for rows without.
-    Segments {
-        /// Seconds between frames of rows without segments.
-        interval_secs: f64,
-    },
+    Segments,
 }
 
 /// What a video without an audio track gives where its sound is asked for.
@@ -41,6 +36,8 @@ pub struct MediaSettings {
     pub video: MediumOptions,
     /// How frames are chosen.
     pub rule: FrameRule,
+    /// Seconds between frames, for the rules that go by interval.
+    pub base_interval_secs: f64,
     /// Whether rows with `meta.dynamic_sample` draw their number of frames (training) or take the largest.
     pub dynamic_sample: bool,
     /// Whether the frames of videos come in another order than they were filmed in, their times unchanged.
@@ -57,12 +54,20 @@ pub struct MediaSettings {
     pub max_tiles: Option<u32>,
 }
 
+/// Frames of a video where nothing is said.
+fn frames() -> MediumOptions {
+    MediumOptions { fps: Some(2.0), min_frames: Some(4), max_frames: Some(8), ..MediumOptions::default() }
+}
+
 impl Default for MediaSettings {
+    /// Sizes as the checkpoint's processor says; of a video two frames a second, from four to eight, each of which costs
+    /// tokens.
     fn default() -> Self {
         Self {
             image: MediumOptions::default(),
-            video: MediumOptions::default(),
-            rule: FrameRule::Qwen,
+            video: frames(),
+            rule: FrameRule::default(),
+            base_interval_secs: 2.0,
             dynamic_sample: false,
             shuffle_frames: false,
             seed: 0,
@@ -75,9 +80,9 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
-    /// The flags of those settings that say something.
+    /// The flags of those settings that say something else than the defaults.
     pub(super) fn given(&self) -> impl Iterator<Item = &'static str> {
-        let (image, video) = (&self.image, &self.video);
+        let (image, video, usual) = (&self.image, &self.video, frames());
         [
             ("max_anyres_num", self.max_tiles.is_some()),
             ("min_pixels", image.min_pixels.is_some()),
@@ -85,10 +90,10 @@ impl MediaSettings {
             ("video_min_frame_pixels", video.min_pixels.is_some()),
             ("video_max_frame_pixels", video.max_pixels.is_some()),
             ("total_pixels", video.total_pixels.is_some()),
-            ("fps", video.fps.is_some()),
-            ("video_min_frames", video.min_frames.is_some()),
-            ("video_max_frames", video.max_frames.is_some()),
-            ("frame_sampling", self.rule != FrameRule::Qwen),
+            ("fps", video.fps.is_some() && video.fps != usual.fps),
+            ("video_min_frames", video.min_frames.is_some() && video.min_frames != usual.min_frames),
+            ("video_max_frames", video.max_frames.is_some() && video.max_frames != usual.max_frames),
+            ("frame_sampling", self.rule != FrameRule::default()),
         ]
         .into_iter()
         .filter_map(|(flag, given)| given.then_some(flag))

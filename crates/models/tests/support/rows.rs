@@ -29,13 +29,7 @@ pub fn dataset_of(folder: &str) -> Dataset {
 }
 
 pub fn settings(media: MediaSettings) -> PromptSettings {
-    PromptSettings {
-        media,
-        render: omnigrpo_text::RenderOptions::default(),
-        max_prompt_length: None,
-        max_completion_length: 16,
-        stop_strings: Vec::new(),
-    }
+    PromptSettings { media, max_completion_length: 16, ..PromptSettings::default() }
 }
 
 pub fn builder(dir: &Path, media: MediaSettings) -> PromptBuilder {

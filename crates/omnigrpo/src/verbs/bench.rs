@@ -26,14 +26,13 @@ use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::ParamDtype;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
-use omnigrpo_text::RenderOptions;
 use omnigrpo_train::{
     AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, update,
 };
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::{Context, print, profile, setup, train};
+use super::{Context, print, profile, setup};
 use crate::settings::Settings;
 
 /// A Qwen2.5-VL of 28 million parameters, for a bench without `--model_name_or_path`.
@@ -53,12 +52,12 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let dir = scratch.path();
     checkpoint(settings, dir)?;
     let start = Checkpoint::open(dir)?;
-    let options = LoadOptions { dtype: setup::weight_dtype(settings), ..LoadOptions::default() };
-    let model = Model::random(&start, settings.run.seed, &options)?;
+    let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
+    let model = Model::random(&start, settings.algorithm.seed, &options)?;
     Selection::ALL.apply(&model)?;
     let algorithm = algorithm(settings);
     let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
-    let mut optimizer = AdamW::new(optimizer(), model.params());
+    let mut optimizer = AdamW::new(AdamWConfig::default(), model.params());
     let prompts = prompts(settings, &start)?;
     let rows = rows(settings, &prompts, dir)?;
     let rewards = omnigrpo_rewards::build(&["random".to_owned()], &RewardOptions::default())?;
@@ -186,7 +185,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
 /// A directory with everything but weights: the given one's files, else the embedded ones.
 fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
     // A template file would win over the one that a given tokenizer's settings hold.
-    let left_out: &[&str] = match settings.model.model_name_or_path {
+    let left_out: &[&str] = match settings.model.name {
         Some(_) => &[".safetensors", ".jinja"],
         None => &[".safetensors"],
     };
@@ -195,7 +194,7 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
         std::fs::write(dir.join(name), bytes)?;
     }
     std::fs::write(dir.join("preprocessor_config.json"), PREPROCESSOR)?;
-    if settings.model.model_name_or_path.is_none() {
+    if settings.model.name.is_none() {
         return Ok(std::fs::write(dir.join("config.json"), CONFIG)?);
     }
     let from = setup::checkpoint_dir(settings)?;
@@ -212,11 +211,11 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
 
 fn algorithm(settings: &Settings) -> Algorithm {
     let length = settings.bench.completion_tokens;
-    let mut algorithm = train::algorithm(settings);
+    let mut algorithm = settings.algorithm.clone();
     algorithm.sampling = SamplingParams {
         min_completion_length: length,
         max_completion_length: length,
-        seed: settings.run.seed,
+        seed: settings.algorithm.seed,
         ..SamplingParams::default()
     };
     if algorithm.num_generations == 1 {
@@ -226,30 +225,14 @@ fn algorithm(settings: &Settings) -> Algorithm {
     algorithm
 }
 
-fn optimizer() -> AdamWConfig {
-    AdamWConfig {
-        learning_rate: 1e-6,
-        projector_lr: None,
-        tower_lr: None,
-        beta1: 0.9,
-        beta2: 0.999,
-        epsilon: 1e-8,
-        weight_decay: 0.0,
-        max_grad_norm: 1.0,
-        pure_bf16: false,
-    }
-}
-
 fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
     let sized = !start.family().processor().idle_settings().flags.contains(&"max_pixels");
     let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },
-        render: RenderOptions::default(),
-        max_prompt_length: None,
         max_completion_length: settings.bench.completion_tokens,
-        stop_strings: Vec::new(),
+        ..PromptSettings::default()
     };
     Ok(PromptBuilder::open(start, prompt)?)
 }
@@ -406,7 +389,7 @@ mod tests {
             concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
         let yaml = format!("model_name_or_path: {given}");
         let values = crate::config::parse(&yaml, "test", |_| crate::values::Origin::Flag);
-        let environment = crate::settings::Environment::default();
+        let environment = crate::environment::Environment::default();
         let settings = crate::cli::resolve(crate::flags::Verb::Bench, values, environment).unwrap().settings;
         let dir = tempfile::tempdir().unwrap();
         checkpoint(&settings, dir.path()).unwrap();

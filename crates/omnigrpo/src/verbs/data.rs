@@ -27,10 +27,10 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
     let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
     let trained = match setup::train_data(settings) {
         Ok(rows) => Some((TRAINING, rows)),
-        Err(_) if held_out.is_some() && !setup::names_training_rows(settings) => None,
+        Err(_) if held_out.is_some() && !settings.data.has_train_rows() => None,
         Err(error) => return Err(error),
     };
-    let prompts = match &settings.model.model_name_or_path {
+    let prompts = match &settings.model.name {
         Some(_) => Some(setup::prompts(settings, context.checkpoint()?, false)?),
         None => None,
     };
@@ -112,15 +112,15 @@ fn tolerable(
     let report = report(settings, context, dataset, Some(prompts), Some(cache), survey)?;
     context.console.line(describe(which, &report, dataset, true).trim_end());
     let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
-    if settings.data.strict_media && report.counts.bad_rows > 0 || share > settings.data.max_skipped {
+    if settings.run.skip.strict && report.counts.bad_rows > 0 || share > settings.run.skip.max_share {
         let listed =
             || "the rows and reasons are listed above; `omnigrpo data check` lists them again".to_owned();
         return Err(Problem::failure(format!("too many {which} cannot be used"))
             .got(format!("{} of {} rows", report.counts.bad_rows, report.counts.rows))
-            .expected(if settings.data.strict_media {
+            .expected(if settings.run.skip.strict {
                 "none, with --strict_media".to_owned()
             } else {
-                format!("at most a share of {} (--max_skipped)", settings.data.max_skipped)
+                format!("at most a share of {} (--max_skipped)", settings.run.skip.max_share)
             })
             .help(folders_help(&report).unwrap_or_else(listed))
             .into());
@@ -196,8 +196,8 @@ fn report(
             bar.1 = done;
         }
     };
-    let limits = setup::limits(settings);
-    let probe = |medium: &MediumRef| probe_medium(medium, &limits).map_err(|e| e.to_string());
+    let limits = &settings.prompts.media.limits;
+    let probe = |medium: &MediumRef| probe_medium(medium, limits).map_err(|e| e.to_string());
     let estimate = |sample: &Sample, headers: &[MediumInfo]| {
         survey.map_or(Ok(()), |survey| survey.ask(sample))?;
         match prompts {

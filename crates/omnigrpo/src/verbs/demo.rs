@@ -6,11 +6,9 @@ use std::sync::Arc;
 use anyhow::Result;
 use omnigrpo_data::{Dataset, DatasetSpec, Roots};
 use omnigrpo_demo::{Sizes, generate, write_model};
-use omnigrpo_rewards::Measures;
 use omnigrpo_rollout::SamplingParams;
-use omnigrpo_train::{EvalPlan, Evaluation, Objective, evaluate};
+use omnigrpo_train::{EvalOptions, EvalPlan, Evaluation, MAX_LIVE, Objective, evaluate};
 
-use super::train::MAX_LIVE;
 use super::{Context, print, setup, train};
 use crate::cli::resolve;
 use crate::config;
@@ -26,7 +24,7 @@ const DATA_SEED: u64 = 1;
 /// Trains the embedded model and shows before and after.
 pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
-    let Some(output_dir) = settings.run.output_dir.clone() else {
+    let Some(output_dir) = settings.io.output_dir.clone() else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
     let lock = train::take(&output_dir)?;
@@ -73,7 +71,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
 fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result<Evaluation> {
     let settings = &run.settings;
     let mut trained = settings.clone();
-    trained.model.model_name_or_path = settings.run.output_dir.as_ref().map(|d| d.display().to_string());
+    trained.model.name = settings.io.output_dir.as_ref().map(|d| d.display().to_string());
     let checkpoint = setup::checkpoint(&trained)?;
     let model = setup::model(&trained, &checkpoint)?;
     let prompts = setup::prompts(&trained, &checkpoint, false)?;
@@ -84,16 +82,14 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
         prompts: Arc::new(prompts),
         rows: (0..dataset.len()).collect(),
         dataset,
-        num_generations: 1,
-        sampling: SamplingParams {
-            temperature: 0.0,
-            max_completion_length: settings.rollout.max_completion_length,
-            ..SamplingParams::default()
+        options: EvalOptions {
+            sampling: SamplingParams {
+                max_completion_length: settings.algorithm.sampling.max_completion_length,
+                ..SamplingParams::greedy()
+            },
+            batch_rows: MAX_LIVE,
+            ..EvalOptions::default()
         },
-        batch_rows: MAX_LIVE,
-        max_live: MAX_LIVE,
-        category: None,
-        measures: Measures::default(),
     };
     let mut progress = context.console.progress("evaluating with exchanged media", plan.rows.len() as u64);
     Ok(evaluate(&model, &rewards, &plan, &mut |done| progress.advance(done))?)

@@ -7,7 +7,7 @@ use anyhow::Result;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, WeightFiles};
 use omnigrpo_text::{StopSet, Tokenizer};
-use omnigrpo_train::{MemoryPlan, Selection};
+use omnigrpo_train::{MemoryPlan, STREAM_ROWS, Selection};
 
 use super::{Context, memory, print, setup};
 use crate::problem::Problem;
@@ -29,7 +29,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     let families: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
     line("families", families.join(", "));
     let mut problems = Vec::new();
-    if settings.model.model_name_or_path.is_some() {
+    if settings.model.name.is_some() {
         let dir = setup::checkpoint_dir(settings)?;
         line("checkpoint", dir.display().to_string());
         let mut check = |name: &str, result: Result<String>| match result {
@@ -79,7 +79,7 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let files = WeightFiles::open(checkpoint.dir(), |key| checkpoint.family().format().published_name(key))?;
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
-    let options = LoadOptions { dtype: setup::weight_dtype(settings), ..LoadOptions::default() };
+    let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
     memory::weights_fit(&Model::outline(checkpoint, &options, false)?)?;
     let model = Model::load_with(checkpoint, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
@@ -95,18 +95,18 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
 /// What each way of training takes, one a line.
 fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let full = Selection { llm: true, projector: true, ..Selection::NONE };
-    let lora = setup::lora(settings);
+    let lora = &settings.lora;
     let ways = [
         ("without training", None, None, None),
         ("full", Some(&full), None, None),
-        ("LoRA", Some(&Selection::NONE), Some(&lora), None),
-        ("LoRA, 8 bit", Some(&Selection::NONE), Some(&lora), Some(QuantBits::Eight)),
-        ("LoRA, 4 bit", Some(&Selection::NONE), Some(&lora), Some(QuantBits::Four)),
+        ("LoRA", Some(&Selection::NONE), Some(lora), None),
+        ("LoRA, 8 bit", Some(&Selection::NONE), Some(lora), Some(QuantBits::Eight)),
+        ("LoRA, 4 bit", Some(&Selection::NONE), Some(lora), Some(QuantBits::Four)),
     ];
     let mut lines = Vec::new();
     for (name, selection, lora, bits) in ways {
         let options = LoadOptions {
-            dtype: setup::weight_dtype(settings),
+            dtype: settings.model.dtype,
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
             ..LoadOptions::default()
         };
@@ -116,7 +116,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             lora,
             pure_bf16: false,
             reference: true,
-            stream_rows: super::train::STREAM_ROWS,
+            stream_rows: STREAM_ROWS,
             recompute: false,
         };
         let memory = omnigrpo_train::memory(&outline, &plan)?;

@@ -4,11 +4,11 @@ use anyhow::{Context as _, Result};
 
 use super::{Context, setup};
 use crate::problem::Problem;
-use crate::settings::{Settings, name_of};
+use crate::settings::Settings;
 
 /// Writes the checkpoint to `--output_dir`, whole or not at all: with its adapter merged into it, in the layout asked for.
 pub fn export(settings: &Settings, context: &Context) -> Result<()> {
-    let Some(target) = &settings.run.output_dir else {
+    let Some(target) = &settings.io.output_dir else {
         return Err(Problem::usage("no directory to write to is given")
             .expected("`--output_dir DIR`")
             .into());
@@ -29,7 +29,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
     if temporary.exists() {
         std::fs::remove_dir_all(&temporary).with_context(|| temporary.display().to_string())?;
     }
-    let layout = settings.model.layout.and_then(name_of);
+    let layout = settings.model.layout.as_deref();
     let written = match layout {
         Some(layout) => model.save_as(&temporary, layout),
         None => model.save_pretrained(&temporary),

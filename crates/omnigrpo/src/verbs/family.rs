@@ -5,7 +5,7 @@ use anyhow::Result;
 
 use super::Context;
 use crate::explain::yaml;
-use crate::flags::{FLAGS, Flag, Section};
+use crate::flags::{Flag, Section};
 use crate::presets;
 use crate::problem::Problem;
 use crate::settings::Settings;
@@ -20,14 +20,14 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     let settings = &resolved.settings;
     let given = |flag: &Flag| {
         let set = resolved.values.lookup(flag.name);
-        flag.section == Section::Media && set.is_some_and(|(_, origin)| *origin != Origin::Default)
+        set.is_some_and(|(_, origin)| *origin != Origin::Default)
     };
-    if settings.model.model_name_or_path.is_none() || !FLAGS.iter().any(given) {
+    if settings.model.name.is_none() || !Section::Media.rows().iter().any(given) {
         return Ok(out);
     }
     let family = context.checkpoint()?.family();
     let idle = family.processor().idle_settings();
-    let defaults = Values::defaults(resolved.verb)?;
+    let defaults = Values::defaults(resolved.verb);
     let (mut preset, mut dropped) = ("", Vec::new());
     for flag in idle.flags {
         let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
@@ -56,7 +56,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         };
         preset = name;
         dropped.push(format!("`{flag}` {}", yaml(value)));
-        out.values.reset(flag, resolved.verb)?;
+        out.values.reset(flag, resolved.verb);
         out.idle.push((flag, idle.why));
     }
     if !dropped.is_empty() {

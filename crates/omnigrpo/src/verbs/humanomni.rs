@@ -9,20 +9,20 @@ use serde_json::{Map, Value};
 
 use super::setup::{cached, named_dir};
 use crate::problem::Problem;
-use crate::settings::{PromptForm, Settings};
+use crate::settings::Settings;
 
 /// Keys of `json`, the `config.json` in `dir`, that flags replace, and the places of towers that are named there and lie in
 /// the local Hugging Face cache. Empty for other families, for which these flags are an error.
 pub fn overrides(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<Map<String, Value>> {
-    let model = &settings.model;
+    let given = &settings.humanomni;
     let of_humanomni = json.get("model_type").is_some_and(|v| v == "HumanOmni_qwen2");
     let flags = [
-        ("vision_tower", model.vision_tower.is_some()),
-        ("audio_tower", model.audio_tower.is_some()),
-        ("bert", model.bert.is_some()),
-        ("mm_dynamic_compressor", model.mm_dynamic_compressor.is_some()),
-        ("prompt_form", settings.prompt.prompt_form.is_some()),
-        ("tune_bert", settings.optim.tune_bert),
+        ("vision_tower", given.vision_tower.is_some()),
+        ("audio_tower", given.audio_tower.is_some()),
+        ("bert", given.bert.is_some()),
+        ("mm_dynamic_compressor", given.dynamic_compressor.is_some()),
+        ("prompt_form", given.prompt_form.is_some()),
+        ("tune_bert", settings.selection.instruction),
     ];
     if !of_humanomni {
         return match flags.iter().find(|(_, given)| *given) {
@@ -34,8 +34,8 @@ pub fn overrides(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<M
         };
     }
     let mut keys = Map::new();
-    let given = [&model.vision_tower, &model.audio_tower, &model.bert];
-    for (key, given) in TOWER_KEYS.into_iter().zip(given) {
+    let towers = [&given.vision_tower, &given.audio_tower, &given.bert];
+    for (key, given) in TOWER_KEYS.into_iter().zip(towers) {
         let unnamed = (key == TOWER_KEYS[2]).then_some("bert-base-uncased");
         let configured = json.get(key).and_then(Value::as_str).or(unnamed);
         let place = match (given, configured) {
@@ -47,15 +47,11 @@ pub fn overrides(settings: &Settings, dir: &Path, json: &ConfigJson) -> Result<M
             keys.insert(key.into(), place.to_string_lossy().into());
         }
     }
-    if let Some(on) = model.mm_dynamic_compressor {
+    if let Some(on) = given.dynamic_compressor {
         keys.insert("mm_dynamic_compressor".into(), on.into());
     }
-    if let Some(form) = settings.prompt.prompt_form {
-        let word = match form {
-            PromptForm::Sft => "sft",
-            PromptForm::R1OmniGrpo => "r1omni_grpo",
-        };
-        keys.insert("prompt_form".into(), word.into());
+    if let Some(form) = &given.prompt_form {
+        keys.insert("prompt_form".into(), form.as_str().into());
     }
     Ok(keys)
 }

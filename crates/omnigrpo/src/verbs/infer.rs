@@ -11,10 +11,9 @@ use omnigrpo_models::{GroupStream, Model, PackedStream, PromptBuilder};
 use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
-use omnigrpo_train::{EvalPlan, PreparedRow, Unusable, evaluate_rest, prepare, requests};
+use omnigrpo_train::{EvalOptions, EvalPlan, PreparedRow, Unusable, evaluate_rest, prepare, requests};
 use serde_json::{Value, json};
 
-use super::train::MAX_LIVE;
 use super::{Context, print, print_data, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
@@ -89,7 +88,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let model = setup::model(settings, checkpoint)?;
     // No room is kept for new tokens: what counts is how long the given completions are.
     let mut no_new_tokens = settings.clone();
-    no_new_tokens.rollout.max_completion_length = 0;
+    no_new_tokens.prompts.max_completion_length = 0;
     let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
     let mut lines = Vec::new();
     let mut failed = 0;
@@ -125,10 +124,10 @@ fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample
         "the prompt has {tokens} tokens with its media and a completion {longest}, the model has {positions} positions"
     );
     let features = vec![model.encode_prompt(&prompt)?];
-    let temperature = settings.rollout.logprob_temperature as f32;
+    let temperature = settings.algorithm.sampling.scoring_temperature();
     let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(ids.len());
     let lengths = ids.iter().map(Vec::len).collect();
-    let limit = settings.model.max_stream_tokens.unwrap_or(usize::MAX);
+    let limit = settings.algorithm.max_stream_tokens.unwrap_or(usize::MAX);
     for parts in omnigrpo_train::pack(&[(prompt.ids.len(), lengths)], limit) {
         for part in parts {
             let completions: Vec<&[u32]> = ids[part.completions].iter().map(Vec::as_slice).collect();
@@ -176,15 +175,15 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
-    let params = setup::sampling(settings);
-    let generator = Generator::new(&model, &prompts, &params, MAX_LIVE);
+    let algorithm = &settings.algorithm;
+    let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
     // Rows that fail are not kept: a second try may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
-    for batch in rows.chunks(settings.rollout.batch_size.max(1)) {
+    for batch in rows.chunks(settings.eval.batch_rows.max(1)) {
         let (mut ready, mut features) = (Vec::new(), Vec::new());
         for &index in batch {
             let made = prepare(&dataset, &prompts, None, index, 0).and_then(|row| {
@@ -203,7 +202,7 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
                 }
             }
         }
-        let requests = requests(&ready, &features, settings.rollout.num_generations, 0);
+        let requests = requests(&ready, &features, settings.algorithm.num_generations, 0);
         let generated = generator.generate(&requests, |event| progress.activity().token(event.last))?;
         partial.add(generated.iter().zip(&ready).map(|(completions, row)| {
             let made = json!({
@@ -265,13 +264,13 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
     let features = model.encode_prompt(&row.prompt)?;
-    let params = setup::sampling(settings);
-    let generator = Generator::new(&model, &prompts, &params, MAX_LIVE);
+    let algorithm = &settings.algorithm;
+    let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
     let (row, features) = ([row], [features]);
-    let requests = requests(&row, &features, settings.rollout.num_generations, 0);
+    let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
     // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
     // strings, whose end is only known afterwards.
-    let live = settings.rollout.num_generations == 1 && settings.rollout.stop_strings.is_empty();
+    let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
     let completions = generator.generate(&requests, |event| {
         if live {
@@ -312,12 +311,11 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
         prompts: Arc::new(prompts),
         rows,
         dataset: Arc::clone(&dataset),
-        num_generations: settings.rollout.num_generations,
-        sampling: setup::sampling(settings),
-        batch_rows: settings.rollout.batch_size,
-        max_live: MAX_LIVE,
-        category: settings.eval.category_column.clone(),
-        measures: setup::measures(settings),
+        options: EvalOptions {
+            num_generations: settings.algorithm.num_generations,
+            sampling: settings.algorithm.sampling.clone(),
+            ..settings.eval.clone()
+        },
     };
     let output = settings.io.output.as_deref();
     let mut partial = match output {
@@ -347,7 +345,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     }
     partial.map_or(Ok(()), Partial::remove)?;
     print(&super::summary::tables(&evaluation.summary))?;
-    let limit = if settings.data.strict_media { 0.0 } else { settings.data.max_skipped };
+    let limit = if settings.run.skip.strict { 0.0 } else { settings.run.skip.max_share };
     if share > limit {
         return Err(Problem::failure(format!(
             "{} of {} rows could not be evaluated",

@@ -19,21 +19,6 @@ use crate::values::Resolved;
 /// Bytes that are read of a file of a reward; programs are text.
 const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
-/// Settings that change no row.
-const FREE_TO_CHANGE: &[&str] = &[
-    "config",
-    "preset",
-    "print_config",
-    "threads",
-    "output",
-    "batch_size",
-    "max_skipped",
-    "strict_media",
-    "media_timeout_secs",
-    "reward_timeout_secs",
-    "reward_workers",
-];
-
 /// Opens what is left of an earlier try at this output, and says what it found.
 pub fn open(
     resolved: &Resolved,
@@ -66,15 +51,11 @@ fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map
     let settings = &resolved.settings;
     let mut out = Map::new();
     out.insert("command".into(), resolved.verb.name().into());
-    for (name, value) in resolved.values.plain() {
-        if !FREE_TO_CHANGE.contains(&name) {
-            out.insert(name.to_owned(), value);
-        }
-    }
+    out.extend(resolved.values.binding(resolved.verb).map(|(flag, value)| (flag.name.to_owned(), value)));
     out.extend(inputs(settings, dataset)?);
     let files = settings.io.input.iter().chain(&settings.data.eval_file).map(|path| stamp(path));
     out.insert("files of rows".into(), files.collect());
-    let weights = [Some(model), settings.model.adapter_name_or_path.as_deref()];
+    let weights = [Some(model), settings.model.adapter.as_deref()];
     out.insert("files of weights".into(), weights.into_iter().flatten().flat_map(weight_files).collect());
     Ok(out)
 }
@@ -84,7 +65,7 @@ pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Valu
     let mut out = Map::new();
     out.insert("dataset".into(), dataset.fingerprint()?.into());
     out.insert("media".into(), dataset.media_digest().into());
-    let files = settings.rewards.reward_funcs.iter().flat_map(|spec| spec_files(spec));
+    let files = settings.rewards.funcs.iter().flat_map(|spec| spec_files(spec));
     for path in files.chain(settings.rewards.judge_prompt.clone()) {
         let file = File::open(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let mut content = file.metadata()?.len().to_le_bytes().to_vec();

@@ -45,16 +45,16 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let dataset = setup::input_rows(settings, input, true)?;
     let keep = settings.io.keep;
     let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
-    let measures = setup::measures(settings);
+    let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
         return Err(Problem::usage("no reward looks at answers, so none can tell which are right")
             .at("--keep")
-            .got(format!("`reward_funcs` {}", settings.rewards.reward_funcs.join(", ")))
+            .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
             .expected("`accuracy` or one of its rules among them, or `best`, or a number")
             .into());
     }
-    let category = settings.eval.category_column.as_deref();
+    let category = settings.eval.category.as_deref();
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
     let mut rows = Vec::new();
@@ -62,7 +62,8 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     for numbers in all.chunks(BATCH_ROWS) {
         let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
         let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
-        let mut scored = score_rows(&good, &rewards, settings.run.seed, category, &measures).into_iter();
+        let mut scored =
+            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures).into_iter();
         for (&number, read) in numbers.iter().zip(&read) {
             let row = match read {
                 Ok((sample, _)) => {

@@ -80,7 +80,7 @@ impl<'a> Survey<'a> {
                 seen.rows
             ));
         }
-        let system = settings.prompt.system_prompt.as_deref().unwrap_or_default();
+        let system = settings.prompts.render.system.as_deref().unwrap_or_default();
         let wants_tags = self.rewards.names().contains(&"format");
         if wants_tags && seen.rows > 0 && seen.tags_asked_for == 0 && !system.contains("<answer") {
             lines.push(

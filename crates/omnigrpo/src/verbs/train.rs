@@ -4,7 +4,6 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
@@ -13,17 +12,16 @@ use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_rewards::answer_reward;
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalPlan, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen,
-    ScheduleKind, SkipPolicy, TrainSetup,
+    EvalOptions, EvalPlan, MAX_LIVE, Objective, ResumeFrom, RunPlan, RunSummary, TrainSetup,
 };
 use serde_json::{Map, Value};
 
 use super::{Context, data, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
-use crate::flags::{Kind, find};
+use crate::flags::Kind;
 use crate::problem::Problem;
-use crate::settings::{EvalStrategy, LrScheduler, MultiObjective, Resume, SaveStrategy, Settings};
+use crate::settings::Settings;
 use crate::values::Resolved;
 
 /// GRPO.
@@ -38,12 +36,12 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
-    let Some(output_dir) = &settings.run.output_dir else {
+    let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
     let real = |path: &Path| std::fs::canonicalize(path).ok();
     // Before anything is written.
-    let start = settings.model.model_name_or_path.as_deref().map(Path::new);
+    let start = settings.model.name.as_deref().map(Path::new);
     if start.is_some_and(|start| start.is_dir() && real(start) == real(output_dir)) {
         return Err(Problem::usage("the run directory is the model's directory")
             .got(output_dir.display().to_string())
@@ -97,8 +95,10 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     if !summary.interrupted {
         return Ok(());
     }
-    let again = match resolved.settings.run.resume_from_checkpoint {
-        Resume::Auto | Resume::Must => "start it again to go on from the checkpoint that was just written",
+    let again = match resolved.settings.run.resume {
+        ResumeFrom::Newest | ResumeFrom::Must => {
+            "start it again to go on from the checkpoint that was just written"
+        }
         _ => {
             "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
         }
@@ -113,7 +113,7 @@ pub fn run(
     objective: Objective,
     lock: RunLock,
 ) -> Result<RunSummary> {
-    if let Some(path) = &resolved.settings.run.log_file {
+    if let Some(path) = &resolved.settings.io.log_file {
         context.console.log_to(path).map_err(|e| unwritable(lock.root(), &e))?;
     }
     for note in &resolved.notes {
@@ -127,7 +127,7 @@ pub fn run(
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
     let summary = run_logged(resolved, context, objective, lock)?;
     if page.is_some() {
-        let dir = resolved.settings.run.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
+        let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
         context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
     }
     Ok(summary)
@@ -141,9 +141,9 @@ fn run_logged(
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
-    let begin = begin(settings, context, lock.root())?;
+    find_checkpoint(settings, lock.root())?;
     let checkpoint = context.checkpoint()?;
-    if let Some(path) = &settings.run.deepspeed {
+    if let Some(path) = &settings.io.deepspeed {
         context.console.line(&format!("{}:", path.display()));
         for line in deepspeed::read(path, settings)? {
             context.console.line(&format!("  {line}"));
@@ -166,7 +166,7 @@ fn run_logged(
                 .at("--temporal_order_bonus")
                 .got(format!(
                     "`reward_funcs` {}",
-                    omnigrpo_rewards::redacted(&settings.rewards.reward_funcs.join(", "))
+                    omnigrpo_rewards::redacted(&settings.rewards.funcs.join(", "))
                 ))
                 .expected("`accuracy` or one of its rules among them")
                 .into());
@@ -180,8 +180,8 @@ fn run_logged(
         true => None,
         false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
     };
-    let scored = objective == Objective::Reinforce && settings.rollout.replay.is_none();
-    let bad_rows = if settings.data.skip_data_check {
+    let scored = objective == Objective::Reinforce && !settings.run.replay;
+    let bad_rows = if settings.data.skip_check {
         if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
             return Err(problem.into());
         }
@@ -207,16 +207,21 @@ fn run_logged(
     if !scored {
         setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
     }
-    let eval = eval_prompts.map(|prompts| eval_plan(settings, prompts, eval_dataset, eval_rows));
+    let eval = eval_prompts.map(|prompts| EvalPlan {
+        prompts,
+        dataset: eval_dataset,
+        rows: eval_rows,
+        options: eval_options(settings),
+    });
 
     let model = setup::trained_model(
         settings,
         checkpoint,
-        objective == Objective::Reinforce && settings.loss.plan.needs_reference(),
+        objective == Objective::Reinforce && settings.algorithm.loss.needs_reference(),
     )?;
     let selection = setup::selection(settings, checkpoint.family());
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
-    if let Some(name) = &settings.log.run_name {
+    if let Some(name) = &settings.run.run_name {
         context.console.line(&format!("run {name}"));
     }
     describe(context, &model, &dataset, usable, &prompts);
@@ -224,10 +229,12 @@ fn run_logged(
     install_signals(context)?;
     let files = [("config.yaml", print_config(resolved).into_bytes())].into_iter().chain(corpus.file()?);
     let run = RunPlan {
+        objective,
+        debug_log: settings.env.debug_log.clone().map(DebugLog::new),
         files: files.collect(),
         fingerprint: fingerprint(resolved, &model, &dataset)?,
         bad_rows,
-        ..run_plan(settings, objective, begin)
+        ..settings.run.clone()
     };
     let setup = TrainSetup {
         model,
@@ -237,8 +244,8 @@ fn run_logged(
         rows,
         eval,
         rewards,
-        algorithm: algorithm(settings),
-        optimizer: optimizer(settings),
+        algorithm: settings.algorithm.clone(),
+        optimizer: settings.optimizer.clone(),
         selection,
         run,
         trackers: watch::trackers(resolved, lock.root(), context),
@@ -252,10 +259,12 @@ fn run_logged(
     Ok(summary)
 }
 
-/// Where the run starts. A checkpoint that is asked for and not there is found out before the model is loaded.
-fn begin(settings: &Settings, context: &Context, output_dir: &Path) -> Result<ResumeFrom, Problem> {
-    let told = |error| Problem::from_error(&anyhow::Error::from(error));
-    let list = || omnigrpo_train::checkpoint::list(output_dir).map_err(told);
+/// A checkpoint that is asked for and not there is found out before the model is loaded.
+fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem> {
+    let list = || {
+        let found = omnigrpo_train::checkpoint::list(output_dir);
+        found.map_err(|error| Problem::from_error(&anyhow::Error::from(error)))
+    };
     let absent = |place: &Path, found: Vec<(u64, PathBuf)>| {
         let found: Vec<String> = found.iter().map(|(_, path)| path.display().to_string()).collect();
         Problem::failure("there is no checkpoint to resume from")
@@ -264,208 +273,37 @@ fn begin(settings: &Settings, context: &Context, output_dir: &Path) -> Result<Re
             .expected("a directory `checkpoint-N` with `trainer_state.json`")
             .help("`--resume_from_checkpoint auto` starts anew where there is none")
     };
-    match &settings.run.resume_from_checkpoint {
-        Resume::Never => Ok(ResumeFrom::Start),
-        Resume::Auto => Ok(ResumeFrom::Newest),
-        Resume::Must => {
-            omnigrpo_train::say_incomplete(output_dir, &context.console).map_err(told)?;
-            match list()?.pop() {
-                Some((_, path)) => Ok(ResumeFrom::Path(path)),
-                None => Err(absent(output_dir, Vec::new())),
-            }
-        }
-        Resume::From(path) if path.is_dir() => Ok(ResumeFrom::Path(path.clone())),
-        Resume::From(path) => Err(absent(path, list()?)),
+    match &settings.run.resume {
+        ResumeFrom::Must if list()?.is_empty() => Err(absent(output_dir, Vec::new())),
+        ResumeFrom::Path(path) if !path.is_dir() => Err(absent(path, list()?)),
+        _ => Ok(()),
     }
 }
 
-/// The plan of an evaluation: greedy for one completion a row, sampled as in training for more.
-fn eval_plan(
-    settings: &Settings,
-    prompts: Arc<PromptBuilder>,
-    dataset: Arc<Dataset>,
-    rows: Vec<u64>,
-) -> EvalPlan {
-    let num_generations = settings.eval.num_generations_eval;
-    let mut sampling = setup::sampling(settings);
-    if num_generations == 1 {
-        sampling = SamplingParams {
+/// The evaluation of a training run: greedy for one completion a row, sampled as in training for more.
+fn eval_options(settings: &Settings) -> EvalOptions {
+    let mut options = settings.eval.clone();
+    let sampling = settings.algorithm.sampling.clone();
+    options.sampling = match options.num_generations {
+        1 => SamplingParams {
             max_completion_length: sampling.max_completion_length,
-            temperature: 0.0,
             seed: sampling.seed,
-            ..SamplingParams::default()
-        };
-    }
-    EvalPlan {
-        prompts,
-        dataset,
-        rows,
-        num_generations,
-        sampling,
-        batch_rows: MAX_LIVE,
-        max_live: MAX_LIVE,
-        category: settings.eval.category_column.clone(),
-        measures: setup::measures(settings),
-    }
-}
-
-/// Completions decoded at once: enough to share a pass over the weights, small enough for the caches of long prompts.
-pub const MAX_LIVE: usize = 64;
-
-/// Rows of a packed stream where nothing is given: room for several short groups, or one of a long prompt.
-pub(super) const STREAM_ROWS: usize = 4096;
-
-pub(super) fn algorithm(settings: &Settings) -> Algorithm {
-    Algorithm {
-        num_generations: settings.rollout.num_generations,
-        sampling: setup::sampling(settings),
-        max_live: MAX_LIVE,
-        advantage: settings.loss.advantage,
-        alpha: settings.loss.alpha,
-        normalize_then_sum: settings.rewards.multi_objective_aggregation == MultiObjective::NormalizeThenSum,
-        loss: settings.loss.plan,
-        max_stream_tokens: settings.model.max_stream_tokens.unwrap_or(STREAM_ROWS),
-        recompute: settings.model.gradient_checkpointing,
-        prompts_per_micro_batch: settings.optim.per_device_train_batch_size,
-        seed: settings.run.seed,
-        token_stats: settings.log.log_token_stats,
-    }
-}
-
-fn optimizer(settings: &Settings) -> AdamWConfig {
-    let o = &settings.optim;
-    AdamWConfig {
-        learning_rate: o.learning_rate,
-        projector_lr: Some(o.mm_projector_lr),
-        tower_lr: Some(o.vision_tower_lr),
-        beta1: o.adam_beta1,
-        beta2: o.adam_beta2,
-        epsilon: o.adam_epsilon,
-        weight_decay: o.weight_decay,
-        max_grad_norm: o.max_grad_norm,
-        pure_bf16: settings.model.pure_bf16,
-    }
-}
-
-/// The plan, but for what comes from the model and the data.
-fn run_plan(settings: &Settings, objective: Objective, resume: ResumeFrom) -> RunPlan {
-    let (run, optim, eval) = (&settings.run, &settings.optim, &settings.eval);
-    RunPlan {
-        objective,
-        max_steps: run.max_steps,
-        num_epochs: run.num_train_epochs,
-        prompts_per_step: optim.per_device_train_batch_size * optim.gradient_accumulation_steps,
-        num_iterations: settings.loss.num_iterations,
-        schedule: match optim.lr_scheduler_type {
-            LrScheduler::Constant => ScheduleKind::Constant,
-            LrScheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
-            LrScheduler::Linear => ScheduleKind::Linear,
-            LrScheduler::Cosine => ScheduleKind::Cosine,
+            ..SamplingParams::greedy()
         },
-        warmup_ratio: optim.warmup_ratio,
-        warmup_steps: optim.warmup_steps,
-        save: match run.save_strategy {
-            SaveStrategy::No => SaveWhen::Never,
-            SaveStrategy::Steps => SaveWhen::Steps(run.save_steps),
-            SaveStrategy::Epoch => SaveWhen::Epoch,
-            SaveStrategy::Best => SaveWhen::Best,
-        },
-        save_limit: run.save_total_limit,
-        save_every: run.save_minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
-        save_only_model: run.save_only_model,
-        resume,
-        allow_changed: run.allow_changed_settings,
-        eval: match eval.eval_strategy {
-            EvalStrategy::No => EvalWhen::Never,
-            EvalStrategy::Steps => EvalWhen::Steps(eval.eval_steps.unwrap_or(run.save_steps)),
-            EvalStrategy::Epoch => EvalWhen::Epoch,
-        },
-        eval_on_start: eval.eval_on_start,
-        best_metric: eval.metric_for_best_model.clone(),
-        logging_steps: settings.log.logging_steps,
-        grpo_logging_steps: settings.log.grpo_logging_steps,
-        log_completions: settings.log.log_completions,
-        debug_log: settings.env.debug_log.clone().map(DebugLog::new),
-        run_name: settings.log.run_name.clone(),
-        replay: settings.rollout.replay.is_some(),
-        skip: SkipPolicy { strict: settings.data.strict_media, max_share: settings.data.max_skipped },
-        bad_rows: Vec::new(),
-        data_seed: run.data_seed,
-        fingerprint: Map::new(),
-        files: Vec::new(),
-    }
+        _ => sampling,
+    };
+    EvalOptions { batch_rows: MAX_LIVE, ..options }
 }
 
-/// Settings that may differ between a checkpoint and the run that resumes it. A longer run goes on with a learning rate
-/// that follows its own length. Models and rows are told apart by what they hold, not by where they lie.
-const FREE_TO_CHANGE: &[&str] = &[
-    "config",
-    "preset",
-    "print_config",
-    "threads",
-    "output_dir",
-    "exp_name",
-    "deepspeed",
-    "resume_from_checkpoint",
-    "allow_changed_settings",
-    "model_name_or_path",
-    "adapter_name_or_path",
-    "vision_tower",
-    "audio_tower",
-    "bert",
-    "train_file",
-    "data_file_paths",
-    "dataset_registry",
-    "media_timeout_secs",
-    "max_stream_tokens",
-    "max_steps",
-    "num_train_epochs",
-    "save_strategy",
-    "save_steps",
-    "save_minutes",
-    "save_total_limit",
-    "save_only_model",
-    "logging_steps",
-    "grpo_logging_steps",
-    "gradient_checkpointing",
-    "log_completions",
-    "dashboard",
-    "dashboard_port",
-    "prometheus_port",
-    "log_token_stats",
-    "profile",
-    "eval_strategy",
-    "eval_steps",
-    "eval_on_start",
-    "eval_file",
-    "eval_dataset_use",
-    "num_generations_eval",
-    "metric_for_best_model",
-    "category_column",
-    "accuracy_threshold",
-    "label_set",
-    "run_name",
-    "report_to",
-    "skip_data_check",
-    "max_skipped",
-    "strict_media",
-    "reward_timeout_secs",
-    "reward_workers",
-    "allow_urls",
-    "reward_python",
-];
-
-/// Every other setting, and what the models, the dataset and the files of rewards hold.
+/// Every setting that is not free to change, and what the models, the dataset and the files of rewards hold.
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
-    for (name, value) in resolved.values.plain() {
-        if !FREE_TO_CHANGE.contains(&name) {
-            let is_path = find(name).is_some_and(|flag| matches!(flag.kind, Kind::Path | Kind::Paths));
-            out.insert(name.to_owned(), if is_path { real_paths(value) } else { value });
-        }
+    for (flag, value) in resolved.values.binding(resolved.verb) {
+        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths);
+        out.insert(flag.name.to_owned(), if is_path { real_paths(value) } else { value });
     }
     let mut sources = vec![("the model", model.dir().to_owned())];
-    sources.extend(resolved.settings.model.adapter_name_or_path.clone().map(|dir| ("the adapter", dir)));
+    sources.extend(resolved.settings.model.adapter.clone().map(|dir| ("the adapter", dir)));
     for companion in model.family().format().companions() {
         sources.extend(companion.dir.map(|dir| (companion.flag, dir)));
     }
@@ -514,14 +352,14 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
 }
 
 fn step_takes(settings: &Settings, objective: Objective) -> String {
-    let prompts = settings.optim.per_device_train_batch_size * settings.optim.gradient_accumulation_steps;
+    let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
     match objective {
         Objective::Imitate => format!("a step takes {prompts} answer{plural}"),
         Objective::Reinforce => {
             format!(
                 "a step takes {prompts} prompt{plural}, {} completions each",
-                settings.rollout.num_generations
+                settings.algorithm.num_generations
             )
         }
     }

@@ -8,8 +8,9 @@ use omnigrpo_observe::{Tracker, Trackers};
 use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
 
 use super::{Context, print};
+use crate::names;
 use crate::problem::Problem;
-use crate::settings::{self, Settings};
+use crate::settings::Settings;
 use crate::values::Resolved;
 
 /// Serves runs until the program is stopped.
@@ -52,18 +53,18 @@ pub fn report(settings: &Settings) -> Result<()> {
 
 /// Starts those who are told a run's numbers. One that cannot begin is left out with a warning.
 pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
-    use settings::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
+    use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
     let chosen = settings.log.report_to.clone();
-    let name = settings.log.run_name.clone();
+    let name = settings.run.run_name.clone();
     let name =
         name.unwrap_or_else(|| directory.file_name().unwrap_or_default().to_string_lossy().into_owned());
     let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
     let run = WandbRun {
-        python: settings.rewards.reward_python.clone(),
+        python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
         name: name.clone(),
-        settings: resolved.values.plain().map(|(name, value)| (name.to_owned(), value)).collect(),
+        settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
         secret: settings.env.wandb_api_key.clone(),
     };
     let console = context.console.clone();

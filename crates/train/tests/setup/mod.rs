@@ -7,17 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
-use omnigrpo_grpo::recipe;
-use omnigrpo_models::{Checkpoint, MediaSettings, Model, PromptBuilder, PromptSettings, WeightDtype};
+use omnigrpo_models::{Checkpoint, Model, PromptBuilder, PromptSettings, WeightDtype};
 use omnigrpo_observe::{Console, RunLock, Trackers};
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamWConfig, Algorithm, EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, ScheduleKind,
-    Selection, SkipPolicy, TrainError, TrainSetup, train,
+    AdamWConfig, Algorithm, RunPlan, RunSummary, SaveWhen, Selection, SkipPolicy, TrainError, TrainSetup,
+    train,
 };
 use safetensors::SafeTensors;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 pub fn golden(path: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
@@ -28,13 +27,7 @@ pub fn checkpoint(name: &str) -> PathBuf {
 }
 
 pub fn prompts(dir: &Path, max_completion_length: usize) -> PromptBuilder {
-    let settings = PromptSettings {
-        media: MediaSettings::default(),
-        render: omnigrpo_text::RenderOptions::default(),
-        max_prompt_length: None,
-        max_completion_length,
-        stop_strings: Vec::new(),
-    };
+    let settings = PromptSettings { max_completion_length, ..PromptSettings::default() };
     PromptBuilder::open(&Checkpoint::open(dir).unwrap(), settings).unwrap()
 }
 
@@ -44,35 +37,17 @@ pub fn dataset(file: &Path, root: &Path) -> Dataset {
 
 /// The settings of `replay/*.json`.
 pub fn algorithm(num_generations: usize, max_completion_length: usize) -> Algorithm {
-    let recipe = recipe("grpo").unwrap();
     Algorithm {
         num_generations,
         sampling: SamplingParams { max_completion_length, seed: 3, ..SamplingParams::default() },
-        max_live: 64,
-        advantage: recipe.advantage,
-        alpha: recipe.alpha,
-        normalize_then_sum: false,
-        loss: recipe.loss,
-        max_stream_tokens: 4096,
-        recompute: false,
         prompts_per_micro_batch: 64,
         seed: 3,
-        token_stats: false,
+        ..Algorithm::default()
     }
 }
 
 pub fn optimizer() -> AdamWConfig {
-    AdamWConfig {
-        learning_rate: 1e-3,
-        projector_lr: None,
-        tower_lr: None,
-        beta1: 0.9,
-        beta2: 0.999,
-        epsilon: 1e-8,
-        weight_decay: 0.1,
-        max_grad_norm: 1.0,
-        pure_bf16: false,
-    }
+    AdamWConfig { learning_rate: 1e-3, weight_decay: 0.1, ..AdamWConfig::default() }
 }
 
 /// A run of six updates with two prompts and three completions each, on the rows of a file.
@@ -92,34 +67,13 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
         optimizer: optimizer(),
         selection: Selection::ALL,
         run: RunPlan {
-            objective: Objective::Reinforce,
             max_steps: Some(6),
-            num_epochs: 1.0,
             prompts_per_step: 2,
-            num_iterations: 1,
-            schedule: ScheduleKind::Linear,
-            warmup_ratio: 0.0,
-            warmup_steps: 0,
             save: SaveWhen::Never,
-            save_limit: None,
-            save_every: None,
-            save_only_model: false,
-            resume: ResumeFrom::Newest,
-            allow_changed: false,
-            eval: EvalWhen::Never,
-            eval_on_start: false,
-            best_metric: "eval_reward".into(),
-            logging_steps: 1,
-            grpo_logging_steps: 1,
-            log_completions: false,
-            debug_log: None,
-            run_name: None,
-            replay: false,
             skip: SkipPolicy { strict: false, max_share: 0.5 },
-            bad_rows: Vec::new(),
             data_seed: 1,
-            fingerprint: Map::new(),
             files: vec![("config.yaml", b"settings: of this test\n".to_vec())],
+            ..RunPlan::default()
         },
         lock: RunLock::acquire(output_dir, "this test").unwrap(),
         trackers: Box::new(|| Trackers::none(&Console::plain(std::io::sink()))),

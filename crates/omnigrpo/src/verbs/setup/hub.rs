@@ -7,8 +7,9 @@ use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, is_model_name};
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
+use crate::environment::HubEnvironment;
 use crate::problem::Problem;
-use crate::settings::{HubEnvironment, Settings};
+use crate::settings::Settings;
 
 /// A directory, or a model of the Hugging Face hub, which is fetched unless it is in the local cache.
 pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf, Problem> {

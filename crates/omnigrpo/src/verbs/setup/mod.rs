@@ -7,7 +7,7 @@ mod rewards;
 mod rows;
 
 pub use hub::{cached, named_dir};
-pub use model::{checkpoint, checkpoint_dir, lora, model, selection, trained_model, weight_dtype};
-pub use prompts::{limits, prompts, sampling, shuffled_prompts};
-pub use rewards::{Corpus, measures, probe_rewards, rewards, text_rewards};
-pub use rows::{eval_data, input_rows, names_training_rows, read_options, train_data};
+pub use model::{checkpoint, checkpoint_dir, model, selection, trained_model};
+pub use prompts::{prompts, shuffled_prompts};
+pub use rewards::{Corpus, probe_rewards, rewards, text_rewards};
+pub use rows::{eval_data, input_rows, read_options, train_data};

@@ -1,12 +1,12 @@
 //! The rewards of a command and what they are measured against.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::Dataset;
-use omnigrpo_models::{PromptBuilder, WeightDtype};
-use omnigrpo_rewards::{Compat, DocumentFrequencies, Measures, RewardSet, references};
+use omnigrpo_models::PromptBuilder;
+use omnigrpo_rewards::{Compat, DocumentFrequencies, RewardSet, references};
 use omnigrpo_scorers::ScorerOptions;
 
 use super::hub::named_dir;
@@ -27,8 +27,8 @@ impl Corpus {
     /// Counts the references of these rows; none where no reward asks for them.
     pub fn of(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Self {
         let asked = &settings.rewards;
-        let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
-        let weigh_tokens = wants("bertscore") && asked.bertscore_idf;
+        let wants = |name: &str| !settings.lacks_reward(name);
+        let weigh_tokens = wants("bertscore") && asked.scorers.bertscore_idf;
         if !(wants("cider") || wants("explanation") || weigh_tokens) {
             return Self::default();
         }
@@ -78,38 +78,34 @@ impl Corpus {
 /// The rewards.
 pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
     let asked = &settings.rewards;
-    let wants = |name: &str| asked.reward_funcs.iter().any(|func| func == name);
-    let mut options = asked.options(settings.rollout.max_completion_length);
+    let wants = |name: &str| !settings.lacks_reward(name);
+    let mut options = asked.options.clone();
     options.external.judge_api_key = settings.env.judge_api_key.clone();
     if let Some(path) = &asked.judge_prompt {
         options.external.judge_template = judge_prompt(path)?;
     }
     options.cider = corpus.frequencies.clone();
-    let dir = |flag: &str, wanted: bool, name: &Option<String>| {
-        let name = name.as_ref().filter(|_| wanted);
-        name.map(|name| named_dir("the model", name, settings).map_err(|problem| problem.at(flag)))
+    let dir = |flag: &str, wanted: bool, name: &Option<PathBuf>| {
+        let name = name.as_ref().filter(|_| wanted).map(|name| name.to_string_lossy());
+        name.map(|name| named_dir("the model", &name, settings).map_err(|problem| problem.at(flag)))
             .transpose()
     };
-    let pictures = wants("explanation") && asked.explanation_clip_weight > 0.0;
+    let pictures = wants("explanation") && asked.scorers.explanation_clip_weight > 0.0;
     let scorers = ScorerOptions {
-        clip_model: dir("--clip_model", pictures, &asked.clip_model)?,
-        clip_text_model: dir("--clip_text_model", pictures, &asked.clip_text_model)?,
-        explanation_clip_weight: asked.explanation_clip_weight,
-        explanation_compat: asked.compat.contains(&Compat::S4Explanation),
-        bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.bertscore_model)?,
-        bertscore_layer: asked.bertscore_layer,
-        bertscore_idf: asked.bertscore_idf,
-        bertscore_baseline: asked.bertscore_baseline.clone(),
+        clip_model: dir("--clip_model", pictures, &asked.scorers.clip_model)?,
+        clip_text_model: dir("--clip_text_model", pictures, &asked.scorers.clip_text_model)?,
+        explanation_compat: options.compat.contains(&Compat::S4Explanation),
+        bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.scorers.bertscore_model)?,
         frequencies: options.cider.clone(),
         references: corpus.references.clone(),
-        dtype: WeightDtype::Auto,
+        ..asked.scorers.clone()
     };
     let made = omnigrpo_scorers::table()
         .iter()
         .filter(|row| wants(row.name))
         .map(|row| (row.make)(&scorers).map_err(|e| Problem::failure(e.to_string()).at("--reward_funcs")))
         .collect::<Result<Vec<_>, _>>()?;
-    omnigrpo_rewards::build_with(&asked.reward_funcs, &options, made)
+    omnigrpo_rewards::build_with(&asked.funcs, &options, made)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
 }
 
@@ -141,9 +137,9 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     let mut textual = settings.clone();
     let asked = &mut textual.rewards;
     let is_built_in = |name: &String| omnigrpo_rewards::table().iter().any(|row| row.name == name);
-    asked.reward_funcs.retain(is_built_in);
-    asked.reward_weights = vec![1.0; asked.reward_funcs.len()];
-    if asked.reward_funcs.is_empty() {
+    asked.funcs.retain(is_built_in);
+    asked.options.weights = vec![1.0; asked.funcs.len()];
+    if asked.funcs.is_empty() {
         return Ok(None);
     }
     rewards(&textual, &Corpus::of(&textual, dataset, 0..dataset.len())).map(Some)
@@ -174,13 +170,4 @@ pub fn probe_rewards(
             )
             .into()
     })
-}
-
-/// What an evaluation measures besides the rewards.
-pub fn measures(settings: &Settings) -> Measures {
-    Measures {
-        answer_policy: settings.rewards.answer_policy,
-        accuracy_threshold: settings.eval.accuracy_threshold,
-        labels: settings.eval.labels.clone(),
-    }
 }

@@ -4,40 +4,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
-use omnigrpo_data::{
-    DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registry, Roots, ThinkMode as RowThink,
-};
+use omnigrpo_data::{DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registry, Roots};
 use omnigrpo_fetch::{UrlMedia, UrlOptions};
 use omnigrpo_rewards::Named as _;
 
+use crate::names::AllowUrls;
 use crate::problem::Problem;
-use crate::settings::{AllowUrls, REGISTRY, Settings, ThinkMode};
-
-/// Roots of relative media paths.
-fn roots(settings: &Settings) -> Roots {
-    let data = &settings.data;
-    Roots {
-        images: data.image_folders.clone(),
-        videos: data.video_folders.clone(),
-        audios: data.audio_folders.clone(),
-    }
-}
+use crate::settings::{REGISTRY, Settings};
 
 /// How rows are read.
 pub fn read_options(settings: &Settings) -> ReadOptions {
     ReadOptions {
-        template: settings.prompt.question_template,
-        think: match settings.rewards.think {
-            ThinkMode::Auto => None,
-            ThinkMode::On => Some(RowThink::On),
-            ThinkMode::Off => Some(RowThink::Off),
-        },
         fetch: fetch_media(settings),
         cache_dir: Some(settings.env.cache_dir.clone()),
-        missing_media: false,
-        seed: settings.run.data_seed,
-        use_audio_in_video: settings.data.use_audio_in_video,
-        columns: settings.data.columns.clone(),
+        ..settings.read.clone()
     }
 }
 
@@ -55,7 +35,7 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
         cache_dir: settings.env.cache_dir.clone(),
         allow_private,
         max_bytes: MAX_URL_BYTES,
-        timeout: std::time::Duration::from_secs_f64(settings.data.media_timeout_secs),
+        timeout: settings.prompts.media.limits.timeout,
     });
     Some(Fetch(Arc::new(move |url| media.fetch(url).map_err(|error| error.to_string()))))
 }
@@ -64,29 +44,23 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
 pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
     let options = ReadOptions { missing_media, ..read_options(settings) };
-    open_with(&DatasetSpec::from_files(&[input], &roots(settings))?, &options)
-}
-
-/// Whether any flag names training rows.
-pub fn names_training_rows(settings: &Settings) -> bool {
-    let data = &settings.data;
-    !(data.train_file.is_empty() && data.data_file_paths.is_empty() && data.dataset_use.is_empty())
+    open_with(&DatasetSpec::from_files(&[input], &settings.data.roots)?, &options)
 }
 
 /// The training rows.
 pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let data = &settings.data;
-    let roots = roots(settings);
-    let mut specs = if let Some(replay) = &settings.rollout.replay {
-        DatasetSpec::from_files(std::slice::from_ref(replay), &roots)?
+    let roots = &data.roots;
+    let mut specs = if let Some(replay) = &data.replay {
+        DatasetSpec::from_files(std::slice::from_ref(replay), roots)?
     } else if !data.train_file.is_empty() {
-        DatasetSpec::from_files(&data.train_file, &roots)?
+        DatasetSpec::from_files(&data.train_file, roots)?
     } else if !data.data_file_paths.is_empty() {
-        DatasetSpec::from_files(&data.data_file_paths, &roots)?
+        DatasetSpec::from_files(&data.data_file_paths, roots)?
     } else {
-        from_registry(settings, &data.dataset_use, &roots)?
+        from_registry(settings, &data.dataset_use, roots)?
     };
-    let modes = &settings.rewards.accuracy_mode;
+    let modes = &settings.rewards.accuracy_modes;
     if modes.len() > 1 {
         if modes.len() != specs.len() {
             return Err(Problem::usage("`accuracy_mode` and the training files differ in number")
@@ -133,11 +107,11 @@ fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset
 /// The evaluation rows, if any are given apart from the training rows.
 pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     let data = &settings.data;
-    let roots = roots(settings);
+    let roots = &data.roots;
     let specs = if !data.eval_file.is_empty() {
-        DatasetSpec::from_files(&data.eval_file, &roots)?
+        DatasetSpec::from_files(&data.eval_file, roots)?
     } else if !data.eval_dataset_use.is_empty() {
-        from_registry(settings, &data.eval_dataset_use, &roots)?
+        from_registry(settings, &data.eval_dataset_use, roots)?
     } else {
         return Ok(None);
     };
@@ -145,6 +119,6 @@ pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
 }
 
 fn from_registry(settings: &Settings, names: &[String], roots: &Roots) -> Result<Vec<DatasetSpec>> {
-    let path = settings.data.dataset_registry.as_deref().unwrap_or(Path::new(REGISTRY));
+    let path = settings.data.registry.as_deref().unwrap_or(Path::new(REGISTRY));
     Ok(Registry::open(path)?.select(&names.join(","), roots)?)
 }

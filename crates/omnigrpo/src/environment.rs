@@ -1,0 +1,129 @@
+//! Environment variables, read here and nowhere else.
+
+use std::path::{Path, PathBuf};
+
+/// What the environment says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Environment {
+    /// `WANDB_DISABLED` is true: `report_to wandb` has no effect.
+    pub wandb_disabled: bool,
+    /// `WANDB_API_KEY`, which the package reads itself; known here to be shown nowhere.
+    pub wandb_api_key: Option<String>,
+    /// `EXP_NAME`, the name of a run that has none of its own.
+    pub exp_name: Option<String>,
+    /// The variable by which a launcher says that it started several processes, as `NAME=NUMBER`.
+    pub several_processes: Option<String>,
+    /// Where completions are logged as the source systems do: `LOG_PATH` with `DEBUG_MODE`.
+    pub debug_log: Option<PathBuf>,
+    /// `DS_SKIP_CUDA_CHECK` is true. There is no DeepSpeed here; kept to say so.
+    pub ds_skip_cuda_check: bool,
+    /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
+    pub cuda_visible_devices: Option<String>,
+    /// What belongs to the Hugging Face hub.
+    pub hub: HubEnvironment,
+    /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
+    pub cache_dir: PathBuf,
+    /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
+    pub judge_api_key: Option<String>,
+}
+
+/// The variables of `huggingface_hub`, with its defaults.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct HubEnvironment {
+    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`, which is `huggingface` in the cache of the user.
+    pub cache: PathBuf,
+    /// `HF_ENDPOINT`.
+    pub endpoint: String,
+    /// `HF_TOKEN`; shown nowhere.
+    pub token: Option<String>,
+    /// `HF_TOKEN_PATH`, where `hf auth login` keeps one.
+    pub token_file: PathBuf,
+    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is true.
+    pub offline: bool,
+}
+
+impl std::fmt::Debug for HubEnvironment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HubEnvironment").field("cache", &self.cache).finish_non_exhaustive()
+    }
+}
+
+impl HubEnvironment {
+    fn read(get: &dyn Fn(&str) -> Option<String>, user_cache: &Path) -> Self {
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let home = path("HF_HOME").unwrap_or_else(|| user_cache.join("huggingface"));
+        Self {
+            cache: path("HF_HUB_CACHE")
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+                .unwrap_or_else(|| home.join("hub")),
+            endpoint: get("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_owned()),
+            token: get("HF_TOKEN")
+                .or_else(|| get("HUGGING_FACE_HUB_TOKEN"))
+                .map(|token| token.trim().to_owned()),
+            token_file: path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token")),
+            offline: on(get, "HF_HUB_OFFLINE") || on(get, "TRANSFORMERS_OFFLINE"),
+        }
+    }
+}
+
+fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
+    get(name).is_some_and(|v| matches!(v.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
+}
+
+impl Environment {
+    /// Reads the variables through `get`.
+    pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
+        // An empty variable is as good as none.
+        let get = |name: &str| get(name).filter(|value| !value.is_empty());
+        let user_cache = get("XDG_CACHE_HOME").map(PathBuf::from);
+        let user_cache = user_cache
+            .or_else(|| Some(PathBuf::from(get("HOME")?).join(".cache")))
+            .unwrap_or_else(|| PathBuf::from(".cache"));
+        let several = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].into_iter().find_map(|name| {
+            let processes: u64 = get(name)?.trim().parse().ok()?;
+            (processes > 1).then(|| format!("{name}={processes}"))
+        });
+        Self {
+            wandb_disabled: on(&get, "WANDB_DISABLED"),
+            wandb_api_key: get("WANDB_API_KEY"),
+            exp_name: get("EXP_NAME"),
+            several_processes: several,
+            debug_log: on(&get, "DEBUG_MODE")
+                .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
+            ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
+            cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
+            hub: HubEnvironment::read(&get, &user_cache),
+            cache_dir: user_cache.join("omnigrpo"),
+            judge_api_key: get("OPENAI_API_KEY"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hub_is_where_its_python_library_has_it() {
+        let read = |variables: &[(&str, &str)]| {
+            let found =
+                |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
+            Environment::read(found)
+        };
+        let plain = read(&[("HOME", "/h"), ("HF_TOKEN", ""), ("HF_ENDPOINT", "")]);
+        assert_eq!(plain.hub.cache, PathBuf::from("/h/.cache/huggingface/hub"));
+        assert_eq!(plain.hub.token_file, PathBuf::from("/h/.cache/huggingface/token"));
+        assert_eq!((plain.hub.endpoint.as_str(), &plain.hub.token), ("https://huggingface.co", &None));
+        assert_eq!((plain.cache_dir, plain.hub.offline), (PathBuf::from("/h/.cache/omnigrpo"), false));
+        let home = [("HOME", "/h"), ("XDG_CACHE_HOME", "/c"), ("HF_HOME", "/f"), ("HF_HUB_OFFLINE", "1")];
+        let moved = read(&home);
+        assert_eq!((moved.hub.cache, moved.hub.offline), (PathBuf::from("/f/hub"), true));
+        assert_eq!(moved.cache_dir, PathBuf::from("/c/omnigrpo"));
+        let named = read(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/k"), ("HF_TOKEN", "secret\n")]);
+        assert_eq!(
+            (named.hub.cache.as_path(), named.hub.token.as_deref()),
+            (Path::new("/k"), Some("secret"))
+        );
+        assert!(!format!("{named:?}").contains("secret"));
+    }
+}

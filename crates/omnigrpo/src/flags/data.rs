@@ -1,0 +1,104 @@
+//! Where rows come from.
+
+use super::*;
+use crate::names::{AllowUrls, words};
+use Kind::{Bool, Choice, Fraction, Path, Paths, Text, Words};
+use omnigrpo_models::MissingAudio;
+
+/// The settings.
+pub const FLAGS: &[Flag] = &[
+    row("train_file", Paths, at!(data.train_file), TRAIN_ROWS)
+        .help("JSON, JSONL or parquet files of training rows.")
+        .free(LOOP),
+    row("dataset_use", Words, at!(data.dataset_use), TRAIN_ROWS)
+        .help(
+            "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns \
+             thinking off for its rows.",
+        )
+        .idle(|s, _| {
+            (!s.data.train_file.is_empty() || !s.data.data_file_paths.is_empty())
+                .then_some("the training data are given as files")
+        }),
+    row("dataset_registry", Path, at!(data.registry), EVAL_ROWS)
+        .help("YAML or JSON file that maps dataset names to annotation files and media roots.")
+        .unset("dataset_registry.yaml, if it is in the working directory")
+        .free(LOOP)
+        .idle(|s, _| {
+            (s.data.dataset_use.is_empty() && s.data.eval_dataset_use.is_empty())
+                .then_some("neither `dataset_use` nor `eval_dataset_use` names a dataset")
+        }),
+    row("data_file_paths", Paths, at!(data.data_file_paths), TRAIN_ROWS)
+        .help("Training files with one image folder each, joined by colons (the form of VLM-R1).")
+        .alias(&["data_paths"])
+        .free(LOOP)
+        .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
+    row("eval_file", Paths, at!(data.eval_file), EVAL_ROWS)
+        .help("JSON, JSONL or parquet files of evaluation rows.")
+        .free(LOOP),
+    row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
+        .help("Registry names of evaluation data, as in `--dataset_use`.")
+        .free(LOOP)
+        .idle(|s, _| (!s.data.eval_file.is_empty()).then_some("`eval_file` gives the evaluation data")),
+    row("val_split_ratio", Fraction, at!(data.val_split_ratio), PERIODIC)
+        .help("Share of the training rows held out for evaluation, chosen by the data seed.")
+        .idle(|s, _| {
+            (!s.data.eval_file.is_empty() || !s.data.eval_dataset_use.is_empty())
+                .then_some("the evaluation data are given")
+        }),
+    row("prompt_column", Text, at!(read.columns.prompt), READS_ROWS)
+        .help(
+            "Column with the prompt: a text or a list of messages. A name with dots leads into \
+             objects, here and in the next three.",
+        )
+        .alias(&["prompt_key"])
+        .unset("by the row's format"),
+    row("solution_column", Text, at!(read.columns.solution), READS_ROWS)
+        .help(
+            "Column with the ground truth; no other is then taken for it. `reward_model.ground_truth` \
+             is verl's, which is found by itself.",
+        )
+        .alias(&["answer_key"])
+        .unset("`solution`, `answer`, …, the final turn"),
+    row("image_column", Text, at!(read.columns.image), READS_ROWS)
+        .help("Column with the images.")
+        .alias(&["image_key"])
+        .unset("`image` or `images`"),
+    row("video_column", Text, at!(read.columns.video), READS_ROWS)
+        .help("Column with the videos.")
+        .alias(&["video_key"])
+        .unset("`video` or `videos`"),
+    row("image_folders", Paths, at!(data.roots.images), READS_ROWS)
+        .help("Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
+    row("video_folders", Paths, at!(data.roots.videos), READS_ROWS).help("Roots of relative video paths."),
+    row("audio_folders", Paths, at!(data.roots.audios), READS_ROWS).help("Roots of relative audio paths."),
+    row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
+        "Hear video files too: the audio track of each becomes a medium behind it, in rows that \
+             name no sound. Rows that mention `<audio>` and list none mean it anyway.",
+    ),
+    row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).help(
+        "What a file without an audio track gives where its sound is asked for: a bad row \
+             (error), or silence.",
+    ),
+    row("allow_urls", Choice(words::<AllowUrls>), at!(data.allow_urls), READS_ROWS)
+        .help(
+            "Whether media may be named by http(s) address, and of which hosts; they are fetched once \
+             into the cache. `data:` addresses always may.",
+        )
+        .free(LOOP),
+    row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
+        .help("Seconds that reading one medium may take; the row is bad when they have passed.")
+        .free(Verb::ALL),
+    row("strict_media", Bool, at!(run.skip.strict), BAD_ROWS)
+        .help("Stop at the first bad row instead of skipping it.")
+        .free(Verb::ALL),
+    row("max_skipped", Fraction, at!(run.skip.max_share), BAD_ROWS)
+        .help(
+            "Share of bad rows above which the run stops: a broken dataset should not look like a \
+             small one.",
+        )
+        .free(Verb::ALL)
+        .idle(|s, _| s.run.skip.strict.then_some("`strict_media` stops at the first bad row")),
+    row("skip_data_check", Bool, at!(data.skip_check), &[Train, Sft])
+        .help("Start without reading every row and medium header first.")
+        .free(LOOP),
+];

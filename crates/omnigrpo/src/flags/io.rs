@@ -1,0 +1,126 @@
+//! What commands read and write, and the workload of `bench`.
+
+use super::*;
+use crate::settings::{Keep, Settings};
+use Kind::{Choice, Path, Text, Texts};
+use verb::Verb::{Completions, DataConvert, Man, Report, Watch};
+
+/// The datasets `data convert` reads.
+fn conversions() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("vivqa-x", "the JSON files of ViVQA-X"),
+        ("parquet", "a Hugging Face table, with its media as files"),
+    ]
+}
+
+/// The shells `completions` writes for.
+fn shells() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("bash", "eval \"$(omnigrpo completions bash)\" in ~/.bashrc"),
+        ("zsh", "as a file _omnigrpo in a directory of fpath"),
+        ("fish", "as ~/.config/fish/completions/omnigrpo.fish"),
+        ("elvish", "eval (omnigrpo completions elvish | slurp) in rc.elv"),
+        ("powershell", "omnigrpo completions powershell | Out-String | Invoke-Expression in $PROFILE"),
+    ]
+}
+
+fn no_prompt(s: &Settings, _: Verb) -> Option<&'static str> {
+    s.io.prompt.is_none().then_some("there is no `prompt`")
+}
+
+/// The settings.
+pub const FLAGS: &[Flag] = &[
+    row("format", Choice(conversions), at!(io.format), &[DataConvert])
+        .help("Dataset to convert from.")
+        .unset("")
+        .required(&[DataConvert])
+        .positional(),
+    row("shell", Choice(shells), at!(io.shell), &[Completions])
+        .help("Shell to write for.")
+        .unset("")
+        .required(&[Completions])
+        .positional(),
+    row("directory", Path, at!(io.directory), &[Man])
+        .help(
+            "Directory to write into; it is made if it is not there. `man -l DIR/omnigrpo-train.1` \
+             shows a page.",
+        )
+        .unset("")
+        .required(&[Man])
+        .positional(),
+    row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report])
+        .help(
+            "Run directories. `watch` also takes directories of run directories, and shows several \
+             runs on top of each other.",
+        )
+        .unset("")
+        .required(&[Watch, Report])
+        .positional(),
+    row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun])
+        .help(
+            "Rows to read, in any format `data check` reads, `-` for standard input; `score` and \
+             `rewards run` want `completions` in each.",
+        )
+        .unset("")
+        .required(&[Score, DataConvert, RewardsRun])
+        .idle(|s, _| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
+    row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun])
+        .help("File to write, one JSON object per row; written whole or not at all.")
+        .unset("nothing is written")
+        .required(&[Score, DataConvert, RewardsRun])
+        .free(Verb::ALL)
+        .idle(|s, verb| {
+            (verb == Generate && s.io.prompt.is_some())
+                .then_some("the answer to `prompt` goes to the terminal")
+        }),
+    row(
+        "keep",
+        Text,
+        Place {
+            set: |s, v| {
+                s.io.keep = Some(Keep::parse(&take::<String>(v)?)?);
+                Ok(())
+            },
+            get: |_| None,
+        },
+        &[RewardsRun],
+    )
+    .help(
+        "Write rows for `sft` instead: the best completion of each row (`best`), every one that \
+             counts as right (`passed`, see `accuracy_threshold`), or every one whose reward is at \
+             least a number.",
+    )
+    .unset("every row with its scores"),
+    row("prompt", Text, at!(io.prompt), &[Generate])
+        .help("Question to answer on the terminal instead of rows from `--input`.")
+        .unset(""),
+    row("image", Texts, at!(io.image), &[Generate])
+        .help("Image of `--prompt`, a file or an address; repeat or list for several, in order.")
+        .idle(no_prompt),
+    row("video", Texts, at!(io.video), &[Generate])
+        .help("Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several.")
+        .idle(no_prompt),
+    row("audio", Texts, at!(io.audio), &[Generate])
+        .help(
+            "Sound of `--prompt`: a sound file, or a video file for its audio track; repeat or list \
+             for several.",
+        )
+        .idle(no_prompt),
+    row("row", int(0, MANY), at!(io.row), &[DataShow]).help("Row to show, counted from 0 over all files."),
+    row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show from `--row` on."),
+    row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).help("Images of each prompt."),
+    row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)
+        .help("Width and height of each image, pixels."),
+    row("prompt_tokens", int(1, COUNT), at!(bench.prompt_tokens), BENCH).help(
+        "Tokens of each prompt besides those of its images; what the chat template adds is the \
+             least.",
+    ),
+    row("completion_tokens", int(2, COUNT), at!(bench.completion_tokens), BENCH)
+        .help("Tokens of each completion."),
+    row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Prompts of a step."),
+    row("num_steps", int(1, COUNT), at!(bench.num_steps), BENCH)
+        .help("Steps to measure, after one that is not; the median counts."),
+    row("json", Path, at!(bench.json), BENCH)
+        .help("File for the same numbers as JSON.")
+        .unset("nothing is written"),
+];

@@ -1,0 +1,212 @@
+//! The GRPO objective.
+
+use super::*;
+use crate::names::words;
+use crate::settings::Settings;
+use crate::values::Field as _;
+use Kind::{Bool, Choice};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe, Surrogate};
+
+/// Deviations that centred rewards are divided by.
+fn deviations() -> Vec<(&'static str, &'static str)> {
+    vec![("group", "That of the group."), ("batch", "That of the batch."), ("none", "None.")]
+}
+
+fn no_clip(s: &Settings) -> Option<&'static str> {
+    match s.algorithm.loss.surrogate {
+        Surrogate::Clip { .. } | Surrogate::Cispo { .. } => None,
+        Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
+        Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
+        Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
+    }
+}
+
+fn no_lower_clip(s: &Settings) -> Option<&'static str> {
+    let capped = matches!(s.algorithm.loss.surrogate, Surrogate::Cispo { .. });
+    no_clip(s).or_else(|| capped.then_some("the recipe of `loss_type` caps the ratio from above only"))
+}
+
+fn no_kl(s: &Settings) -> Option<&'static str> {
+    (s.algorithm.loss.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
+}
+
+fn each_reward_alone(s: &Settings) -> Option<&'static str> {
+    (s.algorithm.normalize_then_sum)
+        .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward by itself")
+}
+
+/// The settings.
+pub const FLAGS: &[Flag] = &[
+    row(
+        "loss_type",
+        Choice(words::<&'static Recipe>),
+        Place {
+            set: |s, v| {
+                s.recipe = take(v)?;
+                s.algorithm.follow(s.recipe);
+                Ok(())
+            },
+            get: |s| s.recipe.value(),
+        },
+        GRPO,
+    )
+    .help("Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
+    row("beta", float(0.0, BIG), at!(algorithm.loss.beta), &[Train, Demo, Bench])
+        .help("Weight of the KL to the starting model; at 0 no reference is kept.")
+        .alias(&["grpo_beta"])
+        .unset("the recipe's; 0.04 for grpo")
+        .of_recipe(),
+    row("grpo_alpha", float(0.0, BIG), at!(algorithm.alpha), GRPO)
+        .help("Factor of the advantage in the policy term.")
+        .unset("the recipe's; 1 for grpo")
+        .of_recipe(),
+    row(
+        "scale_rewards",
+        Choice(deviations),
+        Place {
+            set: |s, v| {
+                s.algorithm.advantage = match take::<String>(v)?.as_str() {
+                    "batch" => AdvantageKind::Batch,
+                    "none" => AdvantageKind::GroupCenter,
+                    _ => AdvantageKind::GroupStd,
+                };
+                Ok(())
+            },
+            get: |_| None,
+        },
+        GRPO,
+    )
+    .help("Divide centred rewards by the deviation of the group, of the batch, or not at all.")
+    .unset("the recipe's; group for grpo")
+    .idle(|s, _| each_reward_alone(s)),
+    row("advantage", Choice(words::<AdvantageKind>), at!(algorithm.advantage), GRPO)
+        .help("How rewards become advantages; says more than `scale_rewards`.")
+        .unset("the recipe's; group_std for grpo")
+        .of_recipe()
+        .idle(|s, _| each_reward_alone(s)),
+    row(
+        "kl",
+        Choice(words::<Kl>),
+        Place {
+            set: |s, v| {
+                s.algorithm.loss.kl = take(v)?;
+                Ok(())
+            },
+            get: |s| {
+                match s.algorithm.loss.kl {
+                    Kl::K3Corrected => Kl::K3,
+                    kl => kl,
+                }
+                .value()
+            },
+        },
+        GRPO,
+    )
+    .help(
+        "KL estimator: per token and never negative (k3), or the signed difference of whole \
+             completions (k1_seq).",
+    )
+    .unset("the recipe's; k3 for grpo")
+    .of_recipe()
+    .idle(|s, _| no_kl(s)),
+    row(
+        "use_bias_correction_kl",
+        Bool,
+        Place {
+            set: |s, v| {
+                if take(v)? && s.algorithm.loss.kl == Kl::K3 {
+                    s.algorithm.loss.kl = Kl::K3Corrected;
+                }
+                Ok(())
+            },
+            get: |s| (s.algorithm.loss.kl == Kl::K3Corrected).value(),
+        },
+        GRPO,
+    )
+    .help("Multiply the k3 estimate by the ratio, which makes its gradient unbiased.")
+    .idle(|s, _| {
+        no_kl(s).or_else(|| (s.algorithm.loss.kl == Kl::K1).then_some("`kl k1_seq` has no ratio to correct"))
+    }),
+    row("loss_agg", Choice(words::<Aggregation>), at!(algorithm.loss.aggregation), GRPO)
+        .help("How token losses become one number.")
+        .unset("the recipe's; seq_mean for grpo")
+        .of_recipe(),
+    row("importance_sampling_level", Choice(words::<RatioLevel>), at!(algorithm.loss.ratio), GRPO)
+        .help("Ratio per token, or one per completion (GSPO).")
+        .unset("the recipe's; token for grpo")
+        .of_recipe()
+        .idle(|s, _| {
+            matches!(s.algorithm.loss.surrogate, Surrogate::LogProb)
+                .then_some("the recipe of `loss_type` has no ratio")
+        }),
+    row(
+        "epsilon",
+        float(0.0, BIG),
+        Place {
+            set: |s, v| {
+                let epsilon = take(v)?;
+                // One given bound stands for both, as in TRL.
+                if let Surrogate::Clip { low, high, .. } = &mut s.algorithm.loss.surrogate {
+                    (*low, *high) = (epsilon, epsilon);
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Clip { low, .. } => low.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Lower clip distance of the ratio from 1.")
+    .unset("the recipe's; 0.2 for grpo")
+    .of_recipe()
+    .idle(|s, _| no_lower_clip(s)),
+    row(
+        "epsilon_high",
+        float(0.0, BIG),
+        Place {
+            set: |s, v| {
+                match &mut s.algorithm.loss.surrogate {
+                    Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => {
+                        *bound = take(v)?
+                    }
+                    _ => {}
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => bound.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Upper clip distance of the ratio from 1; for cispo the cap itself.")
+    .unset("`epsilon`, or the recipe's")
+    .of_recipe()
+    .idle(|s, _| no_clip(s)),
+    row(
+        "delta",
+        float(1.0, BIG),
+        Place {
+            set: |s, v| {
+                if let Surrogate::Clip { delta, .. } = &mut s.algorithm.loss.surrogate {
+                    *delta = Some(take(v)?);
+                }
+                Ok(())
+            },
+            get: |_| None,
+        },
+        GRPO,
+    )
+    .help("Upper bound of the unclipped ratio, for negative advantages.")
+    .unset("off")
+    .idle(|s, _| no_lower_clip(s)),
+    row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
+        .help("Optimizer passes over each batch of completions."),
+    row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
+        .help("Leave completions that hit the length limit out of the loss."),
+    row("entropy_coef", float(-BIG, BIG), at!(algorithm.loss.entropy_coef), GRPO)
+        .help("Weight of an entropy bonus."),
+];

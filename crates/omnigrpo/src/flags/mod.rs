@@ -1,0 +1,557 @@
+//! The table of flags: one row per setting.
+//!
+//! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
+//! mean" all read this table. Names are those of `transformers` and TRL with underscores; the names of the source
+//! systems are aliases. A row says which field of [`Settings`] it fills, which for most is a field of a library's plan:
+//! its default is the one that the library gives.
+
+mod data;
+mod evaluation;
+mod io;
+mod logging;
+mod loss;
+mod media;
+mod model;
+mod optimizer;
+mod program;
+mod prompt;
+mod rewards;
+mod rollout;
+mod run;
+mod verb;
+
+pub use verb::Verb;
+
+use crate::explain;
+use crate::problem::Problem;
+use crate::settings::Settings;
+use crate::values::{Value, take};
+
+use verb::Verb::{
+    Bench, DataCheck, DataShow, Demo, Doctor, Eval, Export, Generate, RewardsRun, Score, Sft, Train,
+};
+
+/// Every setting, by the heading of the help it stands under.
+pub const TABLE: &[(Section, &[Flag])] = &[
+    (Section::Io, io::FLAGS),
+    (Section::Model, model::FLAGS),
+    (Section::Data, data::FLAGS),
+    (Section::Media, media::FLAGS),
+    (Section::Prompt, prompt::FLAGS),
+    (Section::Rewards, rewards::FLAGS),
+    (Section::Rollout, rollout::FLAGS),
+    (Section::Loss, loss::FLAGS),
+    (Section::Optimizer, optimizer::FLAGS),
+    (Section::Run, run::FLAGS),
+    (Section::Evaluation, evaluation::FLAGS),
+    (Section::Logging, logging::FLAGS),
+    (Section::Program, program::FLAGS),
+];
+
+/// Every setting, in the order of the help.
+pub fn all() -> impl Iterator<Item = &'static Flag> {
+    TABLE.iter().flat_map(|(_, rows)| rows.iter())
+}
+
+/// The flag of a name or alias; dashes count as underscores.
+pub fn find(name: &str) -> Option<&'static Flag> {
+    let name = name.replace('-', "_");
+    all().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
+}
+
+/// Names and their help.
+pub type Names = fn() -> Vec<(&'static str, &'static str)>;
+
+/// What a setting holds, and how text becomes it.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    /// `--flag`, or true, false, yes, no, 1, 0.
+    Bool,
+    /// A whole number within bounds, both included.
+    Int { min: i64, max: i64 },
+    /// A finite number within bounds, both included.
+    Float { min: f64, max: f64 },
+    /// A share of 1, written `0.05` or `5%`.
+    Fraction,
+    /// Any text.
+    Text,
+    /// A file or directory.
+    Path,
+    /// One of the names.
+    Choice(Names),
+    /// Several of the names; spaces or commas between them.
+    Choices(Names),
+    /// Words; spaces or commas between them.
+    Words,
+    /// Numbers; spaces or commas between them.
+    Floats,
+    /// Paths; spaces (several arguments), commas or colons between them.
+    Paths,
+    /// Names of rewards as `Words`, but a program (`cmd:…`) or an address (`http://…`) is kept whole.
+    Specs,
+    /// Texts taken whole, one per argument.
+    Texts,
+    /// A JSON object, or a mapping in YAML.
+    Object,
+}
+
+impl Kind {
+    /// True if several values may be given.
+    pub const fn is_list(&self) -> bool {
+        matches!(
+            self,
+            Self::Choices(_) | Self::Words | Self::Floats | Self::Paths | Self::Specs | Self::Texts
+        )
+    }
+}
+
+/// A heading of the help.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    /// What the verb reads and writes.
+    Io,
+    /// The checkpoint and its precision.
+    Model,
+    /// Where rows come from.
+    Data,
+    /// How images and videos are sized and sampled.
+    Media,
+    /// How rows become prompts.
+    Prompt,
+    /// How completions are scored.
+    Rewards,
+    /// How completions are sampled.
+    Rollout,
+    /// The GRPO objective.
+    Loss,
+    /// What is trained and how fast.
+    Optimizer,
+    /// Length, checkpoints, resuming.
+    Run,
+    /// Evaluation.
+    Evaluation,
+    /// Metrics and console.
+    Logging,
+    /// The program itself.
+    Program,
+}
+
+impl Section {
+    /// Every section, in the order of the help.
+    pub const ALL: &'static [Self] = &[
+        Self::Io,
+        Self::Model,
+        Self::Data,
+        Self::Media,
+        Self::Prompt,
+        Self::Rewards,
+        Self::Rollout,
+        Self::Loss,
+        Self::Optimizer,
+        Self::Run,
+        Self::Evaluation,
+        Self::Logging,
+        Self::Program,
+    ];
+
+    /// Its settings.
+    pub fn rows(self) -> &'static [Flag] {
+        TABLE.iter().find(|(section, _)| *section == self).map_or(&[], |(_, rows)| rows)
+    }
+
+    /// The heading.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::Io => "Input and output",
+            Self::Model => "Model",
+            Self::Data => "Data",
+            Self::Media => "Images and videos",
+            Self::Prompt => "Prompt",
+            Self::Rewards => "Rewards",
+            Self::Rollout => "Rollout",
+            Self::Loss => "Loss",
+            Self::Optimizer => "Optimizer",
+            Self::Run => "Run and checkpoints",
+            Self::Evaluation => "Evaluation",
+            Self::Logging => "Logging",
+            Self::Program => "Program",
+        }
+    }
+}
+
+/// Where the value of a setting goes.
+#[derive(Clone, Copy)]
+pub struct Place {
+    /// Puts it there.
+    pub set: fn(&mut Settings, &Value) -> Result<(), Problem>,
+    /// What is there; `None` where nothing is.
+    pub get: fn(&Settings) -> Option<Value>,
+}
+
+/// The place of a setting that is a field.
+macro_rules! at {
+    ($($field:ident).+) => {
+        Place {
+            set: |settings, value| {
+                settings.$($field).+ = crate::values::take(value)?;
+                Ok(())
+            },
+            get: |settings| crate::values::Field::value(&settings.$($field).+),
+        }
+    };
+}
+use at;
+
+/// The place of what acts before there are settings, or together with others at the end.
+const NOWHERE: Place = Place { set: |_, _| Ok(()), get: |_| None };
+
+/// A setting as a name.
+fn text(name: &str) -> Option<Value> {
+    Some(Value::Text(name.to_owned()))
+}
+
+/// Why a setting has no effect in a run of that verb, if it has none.
+///
+/// Given by flag or file with a value other than its default it is an error then: the user expects something that
+/// will not happen. From a preset it is dropped.
+pub type Idle = fn(&Settings, Verb) -> Option<&'static str>;
+
+/// One setting.
+#[derive(Clone, Copy)]
+pub struct Flag {
+    /// Canonical name, with underscores and without dashes in front.
+    pub name: &'static str,
+    /// Other accepted names.
+    pub aliases: &'static [&'static str],
+    /// What it holds.
+    pub kind: Kind,
+    /// Where it goes.
+    pub place: Place,
+    /// What happens where nobody gives it and it has no value then.
+    pub unset: Option<&'static str>,
+    /// Other defaults for some verbs.
+    pub verb_defaults: &'static [(Verb, &'static str)],
+    /// What it does, in which unit, and why.
+    pub help: &'static str,
+    /// The verbs that take it.
+    pub verbs: &'static [Verb],
+    /// The verbs that cannot run without it.
+    pub required: &'static [Verb],
+    /// A word in its place instead of `--name`.
+    pub positional: bool,
+    /// Meaningful on the command line only, not as a key of a file.
+    pub command_line_only: bool,
+    /// It comes before the others, since defaults of theirs depend on it.
+    pub first: bool,
+    /// Where nobody gives it, it is the recipe's.
+    pub of_recipe: bool,
+    /// The verbs whose work can go on after it has changed: it says where inputs lie (which are told apart by what they
+    /// hold), how much is done at a time, or how long a run is, not what comes out.
+    pub free: &'static [Verb],
+    /// Why it has no effect, if it has none.
+    pub idle: Idle,
+    /// As `idle`, where another setting overrides it in `transformers`, whose scripts give both: a note instead of an
+    /// error.
+    pub overridden: Idle,
+}
+
+impl std::fmt::Debug for Flag {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Flag").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// The value of a setting nobody gave.
+pub enum Fallback {
+    /// This one.
+    Is(Value),
+    /// No value; the words say what happens then.
+    Unset(&'static str),
+}
+
+impl Flag {
+    /// The default for a verb.
+    pub fn default_for(&self, verb: Verb) -> Fallback {
+        let own = self.verb_defaults.iter().find(|(of, _)| *of == verb);
+        match own.and_then(|(_, text)| explain::default_value(&self.kind, text)) {
+            Some(value) => Fallback::Is(value),
+            None => self.default(),
+        }
+    }
+
+    /// The default, which is the library's.
+    pub fn default(&self) -> Fallback {
+        match (self.unset, (self.place.get)(&Settings::default())) {
+            (None, Some(value)) => Fallback::Is(value),
+            (words, _) => Fallback::Unset(words.unwrap_or_default()),
+        }
+    }
+
+    const fn help(mut self, help: &'static str) -> Self {
+        self.help = help;
+        self
+    }
+
+    const fn alias(mut self, aliases: &'static [&'static str]) -> Self {
+        self.aliases = aliases;
+        self
+    }
+
+    const fn unset(mut self, words: &'static str) -> Self {
+        self.unset = Some(words);
+        self
+    }
+
+    const fn per_verb(mut self, defaults: &'static [(Verb, &'static str)]) -> Self {
+        self.verb_defaults = defaults;
+        self
+    }
+
+    const fn required(mut self, verbs: &'static [Verb]) -> Self {
+        self.required = verbs;
+        self
+    }
+
+    const fn positional(mut self) -> Self {
+        self.positional = true;
+        self
+    }
+
+    const fn command_line_only(mut self) -> Self {
+        self.command_line_only = true;
+        self
+    }
+
+    const fn first(mut self) -> Self {
+        self.first = true;
+        self
+    }
+
+    const fn of_recipe(mut self) -> Self {
+        self.of_recipe = true;
+        self
+    }
+
+    const fn free(mut self, verbs: &'static [Verb]) -> Self {
+        self.free = verbs;
+        self
+    }
+
+    const fn idle(mut self, when: Idle) -> Self {
+        self.idle = when;
+        self
+    }
+
+    const fn overridden(mut self, when: Idle) -> Self {
+        self.overridden = when;
+        self
+    }
+}
+
+/// A row; its help and what is special about it follow.
+const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb]) -> Flag {
+    Flag {
+        name,
+        aliases: &[],
+        kind,
+        place,
+        unset: None,
+        verb_defaults: &[],
+        help: "",
+        verbs,
+        required: &[],
+        positional: false,
+        command_line_only: false,
+        first: false,
+        of_recipe: false,
+        free: &[],
+        idle: |_, _| None,
+        overridden: |_, _| None,
+    }
+}
+
+const fn int(min: i64, max: i64) -> Kind {
+    Kind::Int { min, max }
+}
+
+const fn float(min: f64, max: f64) -> Kind {
+    Kind::Float { min, max }
+}
+
+/// The bound of sizes and counts that have no natural one: far above use, below overflow.
+pub(super) const MANY: i64 = 1 << 40;
+/// The bound of counts held in 32 bits.
+pub(super) const COUNT: i64 = 1 << 30;
+/// The bound of rates and weights that have no natural one.
+pub(super) const BIG: f64 = 1e9;
+
+/// Verbs with settings worth a file: all but the last ones, which show runs or write files for shells.
+pub(super) const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 4).0;
+/// Verbs that load a model, or its processor if it is given.
+pub(super) const MODEL: &[Verb] =
+    &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
+/// Verbs that run a model.
+pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
+/// Verbs that take a model with an adapter.
+pub(super) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export];
+/// Verbs that hold a model for use.
+pub(super) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval];
+/// Verbs that train a model of the user's.
+pub(super) const TUNES: &[Verb] = &[Train, Sft];
+/// Verbs that read training rows.
+pub(super) const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
+/// Verbs that read evaluation rows.
+pub(super) const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
+/// Verbs that read rows with media.
+pub(super) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+/// Verbs that read rows of any format.
+pub(super) const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun];
+/// Verbs that decide per row what to do with a bad one.
+pub(super) const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
+/// Verbs with the GRPO objective.
+pub(super) const GRPO: &[Verb] = &[Train, Demo];
+/// The workload of `bench`.
+pub(super) const BENCH: &[Verb] = &[Bench];
+/// Verbs that score completions with rewards.
+pub(super) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
+/// Those, and the one that asks the rewards about rows without completions.
+pub(super) const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
+/// Verbs that sample.
+pub(super) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
+/// Verbs that read or write completions of bounded length.
+pub(super) const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, DataCheck, DataShow, RewardsRun, Demo];
+/// Verbs that take optimizer steps.
+pub(super) const STEPS: &[Verb] = &[Train, Sft, Demo];
+/// Verbs with anything random.
+pub(super) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
+/// Verbs that run the whole loop with checkpoints.
+pub(super) const LOOP: &[Verb] = &[Train, Sft, Demo];
+/// Verbs that sum up scored completions.
+pub(super) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
+/// Verbs that evaluate now and then.
+pub(super) const PERIODIC: &[Verb] = &[Train, Sft];
+
+/// Verbs that hold a rendered prompt against a limit.
+pub(super) const RUNS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::config;
+    use crate::environment::Environment;
+    use crate::values::{Origin, Values};
+
+    #[test]
+    fn names_are_unique_and_lower_case() {
+        let mut seen = BTreeSet::new();
+        for flag in all() {
+            for name in std::iter::once(&flag.name).chain(flag.aliases) {
+                assert!(seen.insert(*name), "`{name}` names two settings");
+                assert!(
+                    name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'),
+                    "{name}"
+                );
+            }
+        }
+        let sections: Vec<Section> = TABLE.iter().map(|(section, _)| *section).collect();
+        assert_eq!(sections, Section::ALL);
+    }
+
+    #[test]
+    fn rows_are_complete_and_every_required_verb_takes_the_flag() {
+        for flag in all() {
+            assert!(flag.required.iter().all(|v| flag.verbs.contains(v)), "{}", flag.name);
+            for (verb, text) in flag.verb_defaults {
+                assert!(flag.verbs.contains(verb), "{}", flag.name);
+                assert!(explain::default_value(&flag.kind, text).is_some(), "{} {text}", flag.name);
+            }
+            assert!(!flag.verbs.is_empty() && flag.help.ends_with('.'), "{}", flag.name);
+        }
+    }
+
+    /// A default that comes from a library is a value of the row's kind, written and read as any other, and goes back to where
+    /// it came from; what has none is said in words.
+    #[test]
+    fn defaults_are_the_libraries_and_fit_their_kind() {
+        let untouched = Settings::default();
+        for verb in Verb::ALL {
+            let values = Values::defaults(*verb);
+            let settings = Settings::from_values(&values, Environment::default()).unwrap();
+            for flag in all().filter(|flag| flag.verb_defaults.iter().all(|(of, _)| of != verb)) {
+                let (name, there) = (flag.name, (flag.place.get)(&untouched));
+                match flag.default() {
+                    Fallback::Is(value) => {
+                        let written =
+                            config::parse(&format!("{name}: {}", explain::yaml(&value)), "", |_| {
+                                Origin::Flag
+                            });
+                        if !flag.command_line_only {
+                            assert_eq!(written.given[0].value, value, "{name}");
+                        }
+                        assert_eq!(Some(value), there, "{name}");
+                        if name != "reward_weights" {
+                            assert_eq!((flag.place.get)(&settings), there, "{name}");
+                        }
+                    }
+                    Fallback::Unset(_) => {
+                        assert!(flag.unset.is_some(), "`{name}` has no default and no words for it")
+                    }
+                }
+            }
+        }
+    }
+
+    /// Every value that a row's kind lets pass can be put where the row says.
+    #[test]
+    fn every_row_takes_the_values_of_its_kind() {
+        for flag in all() {
+            let samples: Vec<String> = match flag.kind {
+                Kind::Bool => vec!["true".into(), "false".into()],
+                Kind::Int { min, max } => vec![min.to_string(), max.to_string()],
+                Kind::Float { min, max } => vec![min.to_string(), max.to_string()],
+                Kind::Fraction => vec!["0".into(), "5%".into()],
+                Kind::Choice(names) | Kind::Choices(names) => {
+                    names().into_iter().map(|(name, _)| name.to_owned()).collect()
+                }
+                Kind::Floats => vec!["1 2.5".into()],
+                Kind::Object => vec!["{\"a\": 1}".into()],
+                _ if flag.name == "keep" => vec!["best".into(), "0.5".into()],
+                Kind::Words => vec!["some words".into()],
+                _ => vec!["some".into()],
+            };
+            for text in samples {
+                let value = explain::default_value(&flag.kind, &text).unwrap();
+                (flag.place.set)(&mut Settings::default(), &value)
+                    .unwrap_or_else(|e| panic!("{} {text}: {e}", flag.name));
+            }
+        }
+    }
+
+    #[test]
+    fn presets_use_canonical_names_and_say_where_each_value_comes_from() {
+        for (name, _) in crate::presets::words() {
+            for text in crate::presets::texts(name) {
+                let layer = config::parse(text, name, |_| Origin::Preset(name.to_string()));
+                assert!(layer.problems.is_empty() && layer.dropped.is_empty(), "{name}: {layer:?}");
+                for line in text.lines().filter(|line| !line.starts_with('#')) {
+                    let (key, rest) = line.split_once(':').unwrap();
+                    assert_eq!(find(key).unwrap().name, key, "{name}");
+                    assert!(rest.contains(" # "), "{name}: `{key}` has no source");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_reference_page_is_current() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");
+        let page = crate::explain::reference();
+        if std::env::var_os("WRITE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        let found = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(found == page, "docs/flags.md is out of date: run the tests once with WRITE_DOCS=1");
+    }
+}

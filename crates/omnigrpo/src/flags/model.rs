@@ -1,0 +1,108 @@
+//! The checkpoint, its precision, its memory.
+
+use super::*;
+use crate::names::words;
+use crate::values::Field as _;
+use Kind::{Bool, Choice, Path, Text};
+use omnigrpo_models::WeightDtype;
+
+/// How a checkpoint is written, where its family is published in two layouts.
+fn layouts() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("hf", "For transformers, vLLM and TRL."),
+        ("original", "For the code of the model's own repository."),
+    ]
+}
+
+/// The settings.
+pub const FLAGS: &[Flag] = &[
+    row("model_name_or_path", Text, at!(model.name), MODEL)
+        .help(
+            "Checkpoint directory in the published Hugging Face layout, or the name of a model of the \
+             hub; one that is not in the local cache is fetched.",
+        )
+        .alias(&["model", "model_path"])
+        .unset("")
+        .required(&[Train, Sft, Generate, Score, Eval, Export])
+        .free(LOOP),
+    row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), RUNS_MODEL)
+        .help(
+            "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the \
+             optimizer keeps float32 masters, and products on AMX tiles round activations too.",
+        )
+        .alias(&["dtype"]),
+    row(
+        "adapter_name_or_path",
+        Path,
+        Place {
+            set: |s, v| {
+                s.model.adapter = Some(take(v)?);
+                s.train_adapters();
+                Ok(())
+            },
+            get: |s| s.model.adapter.value(),
+        },
+        ADAPTED,
+    )
+    .help(
+        "LoRA adapter in PEFT's format, made for the checkpoint: training goes on from it, with \
+             its rank and scale; other commands use it.",
+    )
+    .alias(&["adapter_path"])
+    .unset("none")
+    .first()
+    .free(LOOP),
+    row("merge", Bool, at!(model.merge), &[Export])
+        .help("Add the adapter to the weights and write a whole checkpoint."),
+    row("layout", Choice(layouts), at!(model.layout), &[Export])
+        .help("Layout to write, for families that are published in two (InternVL).")
+        .unset("as it is"),
+    row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(
+        "Hold frozen linear weights in 8 bits (8.5 with scales), quantised tensor by tensor as \
+             they are read. Training then needs adapters.",
+    ),
+    row("load_in_4bit", Bool, at!(model.load_in_4bit), QUANTISED).help(
+        "The same in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the rounding \
+             error of 8 bits.",
+    ),
+    row("init_weights", int(0, i64::MAX), at!(model.init_weights), &[Train, Sft])
+        .help(
+            "Start from random weights with this seed instead; the directory then needs no weight \
+             files.",
+        )
+        .unset("the checkpoint's weights"),
+    row("vision_tower", Text, at!(humanomni.vision_tower), MODEL)
+        .help(
+            "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face \
+             cache. Weights in the checkpoint itself win.",
+        )
+        .unset("config.json's mm_vision_tower")
+        .free(LOOP),
+    row("audio_tower", Text, at!(humanomni.audio_tower), MODEL)
+        .help("The same for its Whisper encoder.")
+        .unset("config.json's mm_audio_tower")
+        .free(LOOP),
+    row("bert", Text, at!(humanomni.bert), MODEL)
+        .help("The same for the BERT that reads the question; its tokenizer is always taken from here.")
+        .unset("config.json's mm_text_tower, else bert-base-uncased")
+        .free(LOOP),
+    row("mm_dynamic_compressor", Bool, at!(humanomni.dynamic_compressor), MODEL)
+        .help("Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is.")
+        .unset("config.json's, else false"),
+    row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)
+        .help(
+            "Update bfloat16 weights without float32 masters. Saves memory, but at small learning \
+             rates most updates round to nothing.",
+        )
+        .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
+    row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
+        .help(
+            "Most tokens in one forward pass; a larger group is split over passes that share its \
+             prompt, with the same result.",
+        )
+        .unset("4096; a whole group in `score`")
+        .free(LOOP),
+    row("gradient_checkpointing", Bool, at!(algorithm.recompute), &[Train, Sft, Demo, Bench])
+        .help("Recompute blocks in the backward pass: less memory, about a third more time.")
+        .free(LOOP),
+];

@@ -1,0 +1,161 @@
+//! Names of values: those of the libraries' choices, which they know as types, and the choices that are the program's own.
+
+use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RECIPES, RatioLevel, Recipe};
+use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
+use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
+use omnigrpo_train::ScheduleKind;
+
+/// A type whose values have names on the command line.
+pub trait Named: Copy + PartialEq + 'static {
+    /// Name, value and one line of help, in the order of the help.
+    fn table() -> Vec<(&'static str, Self, &'static str)>;
+}
+
+/// Name and help of every value of a type, for the flag table.
+pub fn words<T: Named>() -> Vec<(&'static str, &'static str)> {
+    T::table().into_iter().map(|(name, _, help)| (name, help)).collect()
+}
+
+/// The name of a value.
+pub fn name_of<T: Named>(value: T) -> Option<&'static str> {
+    T::table().into_iter().find(|row| row.1 == value).map(|row| row.0)
+}
+
+/// The value of a name.
+pub fn named<T: Named>(name: &str) -> Option<T> {
+    T::table().into_iter().find(|row| row.0 == name).map(|row| row.1)
+}
+
+/// Declares an enum; the first doc line of a variant is its help.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident: $(#[doc = $help:literal] $variant:ident = $text:literal),+ $(,)?) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name { $(#[doc = $help] $variant),+ }
+
+        impl Named for $name {
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                vec![$(($text, Self::$variant, $help)),+]
+            }
+        }
+    };
+}
+
+choice!(
+    /// Which media may be fetched.
+    AllowUrls:
+    /// None.
+    Off = "off",
+    /// Those of hosts on the public network.
+    Public = "public",
+    /// Those of this machine and its network too.
+    All = "all",
+);
+choice!(
+    /// Where metrics go.
+    Tracker:
+    /// No place besides the run directory.
+    None = "none",
+    /// The file `metrics.jsonl` of the run directory.
+    Jsonl = "jsonl",
+    /// Event files in `tensorboard/` of the run directory.
+    Tensorboard = "tensorboard",
+    /// Weights & Biases, through the package `wandb` of `reward_python`.
+    Wandb = "wandb",
+    /// `http://127.0.0.1:PORT/metrics`, for Prometheus.
+    Prometheus = "prometheus",
+    /// All of them.
+    All = "all",
+);
+/// Lists a type of another crate.
+macro_rules! listed {
+    ($name:ty: $($text:literal = $value:expr, $help:literal);+ $(;)?) => {
+        impl Named for $name {
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                vec![$(($text, $value, $help)),+]
+            }
+        }
+    };
+}
+
+listed!(WeightDtype:
+    "auto" = WeightDtype::Auto, "That of the checkpoint.";
+    "float32" = WeightDtype::Float32, "32 bits.";
+    "bfloat16" = WeightDtype::BFloat16, "16 bits with the exponent of float32.";
+);
+listed!(FrameRule:
+    "qwen_vl_utils" = FrameRule::Qwen, "By rate, as the package qwen-vl-utils.";
+    "base_interval" = FrameRule::BaseInterval, "By interval, as qwen-vl-finetune.";
+    "meta" = FrameRule::Segments, "Per segment, from the row's `meta`.";
+);
+listed!(MissingAudio:
+    "error" = MissingAudio::Error, "A bad row.";
+    "silence" = MissingAudio::Silence, "Silence.";
+);
+listed!(ScheduleKind:
+    "constant" = ScheduleKind::Constant, "Flat from the first step.";
+    "constant_with_warmup" = ScheduleKind::ConstantWithWarmup, "Flat after warm-up.";
+    "linear" = ScheduleKind::Linear, "Falling to 0 in a line.";
+    "cosine" = ScheduleKind::Cosine, "Falling to 0 in half a cosine.";
+);
+listed!(AdvantageKind:
+    "group_std" = AdvantageKind::GroupStd, "centred, over the sample deviation of the group";
+    "batch_std" = AdvantageKind::Batch, "centred per group, over the sample deviation of the batch";
+    "group_center" = AdvantageKind::GroupCenter, "centred per group";
+    "group_std_clamped" = AdvantageKind::GroupStdClamped, "centred, over the population deviation, at least 0.01";
+);
+listed!(Kl:
+    "k3" = Kl::K3, "per token, never negative";
+    "k1_seq" = Kl::K1, "signed difference of whole completions";
+);
+listed!(Aggregation:
+    "seq_mean" = Aggregation::SequenceMean, "mean over completions of their token means";
+    "token_mean" = Aggregation::TokenMeanGlobal, "mean over all tokens of the step";
+    "token_mean_local" = Aggregation::TokenMeanLocal, "mean over the tokens of each batch";
+    "constant_length" = Aggregation::ConstantLength, "sum over completions times the length limit";
+    "token_sum" = Aggregation::TokenSum, "sum over tokens, mean over completions";
+);
+listed!(RatioLevel:
+    "token" = RatioLevel::Token, "a ratio per token";
+    "sequence" = RatioLevel::Sequence, "a ratio per completion";
+);
+
+/// Lists a type with a table of its own in another crate.
+macro_rules! listed_there {
+    ($($name:ty),+) => { $(
+        impl Named for $name {
+            fn table() -> Vec<(&'static str, Self, &'static str)> {
+                <$name as omnigrpo_rewards::Named>::ALL.to_vec()
+            }
+        }
+    )+ };
+}
+listed_there!(FormatMode, AccuracyMode, AnswerPolicy, Compat);
+
+impl Named for &'static Recipe {
+    fn table() -> Vec<(&'static str, Self, &'static str)> {
+        RECIPES.iter().map(|recipe| (recipe.name, recipe, recipe.summary)).collect()
+    }
+}
+
+impl Named for &'static QuestionTemplate {
+    fn table() -> Vec<(&'static str, Self, &'static str)> {
+        QUESTION_TEMPLATES.iter().map(|template| (template.name, template, template.doc)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_choice_of_a_recipe_has_a_name() {
+        for recipe in RECIPES {
+            assert!(name_of(recipe.advantage).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.kl).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.aggregation).is_some(), "{}", recipe.name);
+            assert!(name_of(recipe.loss.ratio).is_some(), "{}", recipe.name);
+        }
+    }
+}
