@@ -9,7 +9,7 @@
 
 import assert from 'node:assert/strict';
 import { execFileSync, spawn } from 'node:child_process';
-import { appendFileSync, cpSync, linkSync, mkdirSync, mkdtempSync, readFileSync, realpathSync, statSync, writeFileSync } from 'node:fs';
+import { appendFileSync, cpSync, linkSync, mkdirSync, mkdtempSync, readFileSync, realpathSync, rmSync, statSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { createRequire } from 'node:module';
@@ -56,8 +56,15 @@ function withBadBytes(text) {
   return Buffer.concat(parts.flatMap((part, at) => (at ? [Buffer.from([0xff]), part] : [part])));
 }
 
+const made = [];
+
+function temporary(name) {
+  made.push(realpathSync(mkdtempSync(join(tmpdir(), name))));
+  return made.at(-1);
+}
+
 function madeUp() {
-  const dir = realpathSync(mkdtempSync(join(tmpdir(), 'omnigrpo-page-')));
+  const dir = temporary('omnigrpo-page-');
   ['rollouts', 'tokens', 'eval'].forEach((name) => mkdirSync(join(dir, name)));
   writeFileSync(join(dir, 'dot.png'), PNG);
   writeFileSync(join(dir, 'tone.wav'), wav(0.5));
@@ -95,7 +102,7 @@ function clips(dir) {
 
 /// 10,000 completions in 41 steps, one of them with 2,000; the first prompt has clips.
 function large() {
-  const dir = realpathSync(mkdtempSync(join(tmpdir(), 'omnigrpo-large-')));
+  const dir = temporary('omnigrpo-large-');
   mkdirSync(join(dir, 'rollouts'));
   const media = clips(dir);
   const times = media.map((_, at) => (at ? [1] : TIMES));
@@ -232,7 +239,7 @@ try {
   console.log('evaluations and settings are there');
 
   // Two runs, one with another setting.
-  const other = `${dir}-other`;
+  const other = temporary('omnigrpo-page-');
   cpSync(dir, other, { recursive: true });
   writeFileSync(join(other, 'config.yaml'), 'run_name: other    # flag\nlearning_rate: 2e-6    # flag\nmax_steps: 80    # flag\n');
   const [second, both] = await serve([dir, other]);
@@ -321,4 +328,5 @@ try {
 } finally {
   children.forEach((child) => child.kill());
   await browser.close();
+  made.forEach((own) => rmSync(own, { recursive: true }));
 }
