@@ -264,7 +264,7 @@ def render(name, text, media, video_side=SMALL):
 
 def features(model, media):
     parts = [
-        model.model.get_image_features(pixels.to(model.dtype), pixel_mask=mask).pooler_output.flatten(0, 1)
+        model.get_image_features(pixels.to(model.dtype), pixel_mask=mask).pooler_output.flatten(0, 1)
         for pixels, mask in media
     ]
     return torch.cat(parts) if parts else None

@@ -2,6 +2,7 @@
 
 import shutil
 
+import make_aria
 import make_internvl
 import torch
 from fixtures import OUT, extend, family_of, load_model, position_ids, published, save_tensors, sketch
@@ -35,6 +36,17 @@ INTERNVL = {
 }
 
 
+# Attention, the shared experts and the fused ones, whose tensors are no modules.
+ARIA = {
+    "experts": (
+        "aria", "C",
+        dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "shared_experts.down_proj"],
+             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ),
+    "experts_down": ("aria", "C", dict(r=2, lora_alpha=4, target_parameters=["experts.down_proj"])),
+}
+
+
 def short(name: str) -> str:
     """A parameter of the wrapped model -> its name in the model, without the wrapper's words."""
     name = name.removeprefix("base_model.model.").replace(".default", "")
@@ -43,7 +55,8 @@ def short(name: str) -> str:
 
 def wrap(model, settings):
     """The adapted model with random A and B, and its trained parameters."""
-    wrapped = get_peft_model(model, LoraConfig(lora_dropout=0.1, **settings)).eval()
+    dropout = 0.0 if "target_parameters" in settings else 0.1
+    wrapped = get_peft_model(model, LoraConfig(lora_dropout=dropout, **settings)).eval()
     generator = torch.Generator().manual_seed(11)
     trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -56,15 +69,16 @@ def wrap(model, settings):
     return wrapped, trained
 
 
-def write(adapter, name, wrapped, trained, logp, coefficients, published):
+def write(adapter, name, wrapped, trained, logp, coefficients, published, layout=lambda _, x: x):
     loss = (coefficients * logp).sum()
     loss.backward()
     out = {"logp": logp, "loss": loss.reshape(1)}
     for n, p in trained.items():
         assert p.grad is not None and torch.isfinite(p.grad).all(), n
-        out[f"sketch.{published(short(n))}"] = sketch(p.grad)
+        grad = layout(n, p.grad)
+        out[f"sketch.{published(short(n))}"] = sketch(grad)
         if "lora_" in n:
-            out[f"grad.{published(short(n))}"] = p.grad
+            out[f"grad.{published(short(n))}"] = grad
     save_tensors(LORA / f"{adapter}.safetensors", out)
     directory = LORA / adapter
     shutil.rmtree(directory, ignore_errors=True)
@@ -100,12 +114,38 @@ def run_internvl(adapter: str):
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], names)
 
 
+def run_aria(adapter: str):
+    name, case, settings = ARIA[adapter]
+    inputs = load_file(make_aria.ROOT / f"{case}.safetensors")
+    prompt = load_file(make_aria.ROOT / f"{case}.{name}.safetensors")["prompt_ids"].tolist()
+    wrapped, trained = wrap(make_aria.new_model(name), settings)
+    squares = [make_aria.pictures_of(name, medium) for medium in make_aria.CASES[case][1]]
+    # Through the wrapper: adapters of parameters are there only while it runs.
+    _, logp = make_aria.logp_of(wrapped, prompt, inputs["completion_ids"].tolist(), squares)
+    experts = make_aria.CHECKPOINTS[name][1]
+    def published(n):
+        n = n.replace(".experts.base_layer.lora", ".experts.fc1.lora").replace(".experts.lora", ".experts.fc2.lora")
+        return make_aria.published_name(n)
+
+    def layout(n, x):
+        """The factors of experts as `[e, k, r]` and `[e, r, n]`."""
+        if ".mlp.experts." not in n:
+            return x
+        if "lora_A" in n:
+            return x.reshape(experts, -1, x.shape[1]).transpose(1, 2)
+        return x.reshape(x.shape[0], -1, experts).permute(2, 1, 0)
+
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], published, layout)
+
+
 def main():
     cases = build_inputs()
     for adapter in ADAPTERS:
         run(adapter, cases)
     for adapter in INTERNVL:
         run_internvl(adapter)
+    for adapter in ARIA:
+        run_aria(adapter)
 
 
 if __name__ == "__main__":

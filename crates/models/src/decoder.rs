@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeRows, ExpertLinear, GroupCache, Host, Index, Layout, Norm, Param,
-    Part, Pass, RopeTable, Rows, Scores, Tape, Targets, Var, embed, embed_backward,
+    AttentionHeads, AttentionLayout, DecodeRows, ExpertLinear, GroupCache, Host, Index, Layout, Linear, Norm,
+    Param, Part, Pass, RopeTable, Rows, Scores, Tape, Targets, Var, embed, embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
@@ -239,7 +239,13 @@ impl Decoder {
                     Some(ExpertsConfig { count, topk, intermediate }) => {
                         let (fc1, fc2) = ([count, h, 2 * intermediate], [count, intermediate, h]);
                         Some(Experts {
-                            router: layer.linear("mlp.router", count, h, false)?,
+                            // A parameter rather than a layer in `transformers`: it takes no adapter.
+                            router: Linear::reshaped(
+                                layer.get("mlp.router.weight", &[count, h], Init::Normal)?,
+                                None,
+                                count,
+                                h,
+                            )?,
                             fc1: ExpertLinear::new(layer.get(
                                 "mlp.experts.fc1.weight",
                                 &fc1,

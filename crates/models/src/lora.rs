@@ -26,7 +26,8 @@ pub struct LoraConfig {
     /// Scale by `alpha / √rank` instead.
     pub rslora: bool,
     /// Which linear layers: `all-linear` for those of the language model, ends of module names, or regular expressions
-    /// over whole module names. An end is looked up in the language model first, and elsewhere only if that has none.
+    /// over whole module names. An end is looked up in the language model first, and elsewhere only if that has none. What
+    /// names no linear layer may name experts: `experts`, or the end of a parameter's name such as `experts.down_proj`.
     pub targets: Vec<String>,
     /// Keys the initial values of `A`; `B` starts at 0.
     pub seed: u64,
@@ -76,9 +77,14 @@ impl Model {
         let layers = self.targets(&config.targets)?;
         for base in layers {
             let stem = module_of(base.name()).to_owned();
-            let (n, k) = (base.shape()[0], base.shape()[1]);
-            let (a, b) = (kaiming(config.seed, &stem, config.rank, k), vec![0.0; n * config.rank]);
-            self.adapt(&base, config, (config.rank, a, b))?;
+            let [a, b] = factors(base.shape(), config.rank);
+            if base.is_experts() && config.dropout > 0.0 {
+                let what = format!("adapters of experts ({stem}) drop nothing, in PEFT neither; set it to 0");
+                return Err(wrong("lora_dropout", &config.dropout.to_string(), what));
+            }
+            let (a, b) = (a.iter().product(), b.iter().product());
+            let a = kaiming(config.seed, &stem, a, inputs(&base));
+            self.adapt(&base, config, (config.rank, a, vec![0.0; b]))?;
         }
         self.lora = Some(config.clone());
         Ok(())
@@ -90,7 +96,8 @@ impl Model {
     /// A target that names no linear layer.
     pub fn adapter_len(&self, config: &LoraConfig) -> Result<usize> {
         let layers = self.targets(&config.targets)?;
-        Ok(layers.iter().map(|base| config.rank * base.shape().iter().sum::<usize>()).sum())
+        let shapes = layers.iter().flat_map(|base| factors(base.shape(), config.rank));
+        Ok(shapes.map(|shape| shape.iter().product::<usize>()).sum())
     }
 
     pub(crate) fn adapt(
@@ -100,20 +107,23 @@ impl Model {
         (rank, a, b): (usize, Vec<f32>, Vec<f32>),
     ) -> Result<()> {
         let (stem, part) = (module_of(base.name()), base.part());
-        let (n, k) = (base.shape()[0], base.shape()[1]);
-        let param = |name: &str, data: Vec<f32>, shape: [usize; 2]| -> Result<Arc<Param>> {
-            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, &shape, Values::F32(data))?))
+        let param = |name: &str, data: Vec<f32>, shape: &[usize]| -> Result<Arc<Param>> {
+            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, shape, Values::F32(data))?))
         };
-        let (a, b) = (param("lora_A", a, [rank, k])?, param("lora_B", b, [n, rank])?);
+        let [of_a, of_b] = factors(base.shape(), rank);
+        let (a, b) = (param("lora_A", a, &of_a)?, param("lora_B", b, &of_b)?);
         let (scale, rate) = (config.scale(rank), config.dropout as f32);
-        let adapter = Adapter::new(Arc::clone(&a), Arc::clone(&b), scale, rate)?;
+        let adapter = match base.is_experts() {
+            false => Adapter::new(Arc::clone(&a), Arc::clone(&b), scale, rate)?,
+            true => Adapter::of_experts(Arc::clone(&a), Arc::clone(&b), scale)?,
+        };
         base.attach(Arc::new(adapter))?;
         self.push_adapter_param(a);
         self.push_adapter_param(b);
         Ok(())
     }
 
-    /// The linear layers that the targets name, in building order.
+    /// The linear layers and experts that the targets name, in building order.
     fn targets(&self, targets: &[String]) -> Result<Vec<Arc<Param>>> {
         let linear: Vec<(&Arc<Param>, String)> = self
             .base_params()
@@ -121,7 +131,13 @@ impl Model {
             .filter(|p| p.is_linear() && p.name().ends_with(".weight"))
             .map(|p| (p, self.family().format().module_name(module_of(p.name()))))
             .collect();
-        let mut chosen = BTreeSet::new();
+        let experts: Vec<(&Arc<Param>, String)> = self
+            .base_params()
+            .iter()
+            .filter(|p| p.is_experts())
+            .map(|p| (p, self.family().format().module_name(p.name())))
+            .collect();
+        let (mut chosen, mut of_experts) = (BTreeSet::new(), BTreeSet::new());
         for target in targets {
             let in_llm = |i: &usize| linear[*i].0.part() == Part::Llm;
             let all = 0..linear.len();
@@ -145,6 +161,17 @@ impl Model {
                 if own.is_empty() { found } else { own }
             };
             if found.is_empty() {
+                let ends = |name: &str| {
+                    name.strip_suffix(target.as_str())
+                        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+                };
+                let named =
+                    |i: &usize| [experts[*i].1.as_str(), module_of(&experts[*i].1)].into_iter().any(ends);
+                let own: Vec<usize> = (0..experts.len()).filter(named).collect();
+                if !own.is_empty() {
+                    of_experts.extend(own);
+                    continue;
+                }
                 let head = target.ends_with("lm_head");
                 let mut ends: BTreeSet<&str> =
                     linear.iter().filter_map(|(_, name)| name.rsplit('.').next()).collect();
@@ -165,7 +192,8 @@ impl Model {
             }
             chosen.extend(found);
         }
-        Ok(chosen.into_iter().map(|i| Arc::clone(linear[i].0)).collect())
+        let linear = chosen.into_iter().map(|i| linear[i].0);
+        Ok(linear.chain(of_experts.into_iter().map(|i| experts[i].0)).map(Arc::clone).collect())
     }
 
     /// The frozen weights that carry an adapter, with it.
@@ -189,8 +217,22 @@ impl Model {
     }
 }
 
-/// Uniform in `±1/√k`, as `peft` starts `A` (Kaiming's rule with a = √5), from a stream keyed by seed and layer.
-fn kaiming(seed: u64, stem: &str, rank: usize, k: usize) -> Vec<f32> {
+/// Shapes of `A` and `B` for a weight: `[r, k]` and `[n, r]` of a linear layer, `[e, k, r]` and `[e, r, n]` of experts.
+pub(crate) fn factors(shape: &[usize], rank: usize) -> [Vec<usize>; 2] {
+    match *shape {
+        [experts, k, n] => [vec![experts, k, rank], vec![experts, rank, n]],
+        [n, k] => [vec![rank, k], vec![n, rank]],
+        _ => [Vec::new(), Vec::new()],
+    }
+}
+
+/// Inputs of a linear layer or an expert.
+fn inputs(base: &Param) -> usize {
+    base.shape().get(1).copied().unwrap_or(1)
+}
+
+/// Uniform in `±1/√k`, as `peft` starts `A` (Kaiming's rule with a = √5), from a stream keyed by seed and layer: `len` numbers.
+fn kaiming(seed: u64, stem: &str, len: usize, k: usize) -> Vec<f32> {
     let mut key = [0u8; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     for (i, byte) in stem.bytes().enumerate() {
@@ -200,5 +242,5 @@ fn kaiming(seed: u64, stem: &str, rank: usize, k: usize) -> Vec<f32> {
     let mut rng = ChaCha8Rng::from_seed(key);
     let bound = 1.0 / (k as f64).sqrt();
     let uniform = |_| ((f64::from(rng.next_u32()) + 0.5) / 2f64.powi(31) - 1.0) * bound;
-    (0..rank * k).map(uniform).map(|x| x as f32).collect()
+    (0..len).map(uniform).map(|x| x as f32).collect()
 }

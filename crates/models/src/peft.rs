@@ -5,6 +5,11 @@
 //! `base_model.model.{tensor}` every tensor that was trained whole; `adapter_config.json` says how they are meant. Module
 //! names are those of the class that `transformers` builds.
 //!
+//! Experts of a layer are one tensor, so PEFT names them in `target_parameters` and wraps their module once for each tensor, the
+//! wrapper of the first one innermost: `{module}.base_layer.lora_A.weight` is of the first, `{module}.lora_A.weight` of the
+//! last. Factors of all experts are one matrix: row `i·r + j` of `A [e·r, k]` and column `j·e + i` of `B [n, r·e]` are of
+//! expert `i` and rank `j`.
+//!
 //! Ranks and alphas of single layers (`rank_pattern`, `alpha_pattern`) are read and written, under whole module names.
 //!
 //! Refused: pickled adapters, other methods than LoRA, and variants whose sum is not `W + s·BA` (DoRA, biases, repeated
@@ -15,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_ops::Param;
+use omnigrpo_ops::{Adapter, Param};
 use regex::Regex;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView, View};
@@ -58,8 +63,21 @@ impl Model {
         std::fs::create_dir_all(dir).map_err(ModelError::io(dir))?;
         let format = self.family().format();
         let mut tensors: Vec<(String, Owned)> = Vec::new();
-        let mut modules = Vec::new();
+        let (mut modules, mut parameters) = (Vec::new(), Vec::new());
         for (base, adapter) in self.adapted() {
+            if base.is_experts() {
+                let parameter = format.module_name(base.name());
+                let module = module_of(&parameter);
+                let later = self.adapted().skip_while(|(other, _)| !Arc::ptr_eq(other, base)).skip(1);
+                let beside = |other: &Arc<Param>| module_of(&format.module_name(other.name())) == module;
+                let depth = later.filter(|(other, _)| other.is_experts() && beside(other)).count();
+                let wrapper = format!("{PREFIX}{module}{}", ".base_layer".repeat(depth));
+                for (name, (shape, data)) in ["lora_A", "lora_B"].into_iter().zip(packed_experts(adapter)) {
+                    tensors.push((format!("{wrapper}.{name}.weight"), Owned::new(shape, &data)));
+                }
+                parameters.push(parameter);
+                continue;
+            }
             let module = format.module_name(module_of(base.name()));
             for (name, param) in [("lora_A", adapter.a()), ("lora_B", adapter.b())] {
                 tensors.push((format!("{PREFIX}{module}.{name}.weight"), Owned::of(param)?));
@@ -79,8 +97,11 @@ impl Model {
         let alpha = |alpha: f64| if alpha.fract() == 0.0 { json!(alpha as i64) } else { json!(alpha) };
         let (mut ranks, mut alphas) = (Map::new(), Map::new());
         for (base, adapter) in self.adapted() {
-            let (stem, rank) = (module_of(base.name()), adapter.a().shape()[0]);
-            let module = format.module_name(stem);
+            let (stem, rank) = (module_of(base.name()), adapter.rank());
+            let module = match base.is_experts() {
+                true => format.module_name(base.name()),
+                false => format.module_name(stem),
+            };
             if let Some(&own) = self.alphas.get(stem) {
                 alphas.insert(module.clone(), alpha(own));
             }
@@ -114,6 +135,7 @@ impl Model {
             "fan_in_fan_out": false,
             "init_lora_weights": true,
             "target_modules": modules,
+            "target_parameters": if parameters.is_empty() { Value::Null } else { json!(parameters) },
             "modules_to_save": if whole.is_empty() { Value::Null } else { json!(whole) },
         });
         let path = dir.join(CONFIG);
@@ -133,25 +155,18 @@ impl Model {
             self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
         for (stem, pair) in &file.pairs {
             let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
-            let Some(base) = by_name.remove(&format!("{stem}.weight")).filter(|p| p.is_linear()) else {
+            let base = by_name.remove(&format!("{stem}.weight"));
+            let Some(base) = base.filter(|p| p.is_linear() || p.is_experts()) else {
                 return Err(fail(format!(
                     "the adapter is for {stem}, which is no linear layer of this model"
                 )));
             };
-            let (n, k) = (base.shape()[0], base.shape()[1]);
-            let (Some((a_shape, a)), Some((b_shape, b))) = pair else {
-                return Err(fail(format!("the adapter of {stem} lacks lora_A or lora_B")));
-            };
-            let rank = a_shape.first().copied().unwrap_or_default();
-            if rank == 0 || rank > MAX_RANK || *a_shape != [rank, k] || *b_shape != [n, rank] {
-                return Err(fail(format!(
-                    "the adapter of {stem} is {a_shape:?} and {b_shape:?}, expected [r, {k}] and [{n}, r]"
-                )));
-            }
+            let (rank, a, b) =
+                own_factors(&base, pair).map_err(|what| fail(format!("the adapter of {stem} {what}")))?;
             let module = file.modules.get(stem).unwrap_or(stem);
             let own = alpha_of.iter().find(|(pattern, _)| pattern.is_match(module)).map(|(_, alpha)| *alpha);
             let layer = LoraConfig { alpha: own.unwrap_or(lora.alpha), ..lora.clone() };
-            self.adapt(&base, &layer, (rank, a.clone(), b.clone()))?;
+            self.adapt(&base, &layer, (rank, a, b))?;
             if layer.alpha != lora.alpha {
                 self.alphas.insert(stem.clone(), layer.alpha);
             }
@@ -178,17 +193,19 @@ impl Model {
         }
         for (base, adapter) in self.adapted() {
             let stem = module_of(base.name());
-            let Some((Some((a_shape, a)), Some((b_shape, b)))) = file.pairs.get(stem) else {
+            let Some(pair) = file.pairs.get(stem) else {
                 return Err(fail(format!("no adapter of {stem}")));
             };
-            if *a_shape != adapter.a().shape() || *b_shape != adapter.b().shape() {
+            let (rank, a, b) =
+                own_factors(base, pair).map_err(|what| fail(format!("the adapter of {stem} {what}")))?;
+            if rank != adapter.rank() {
                 return Err(fail(format!(
-                    "the adapter of {stem} is {a_shape:?}, expected {:?}",
-                    adapter.a().shape()
+                    "the adapter of {stem} has rank {rank}, expected {}",
+                    adapter.rank()
                 )));
             }
-            adapter.a().store(a)?;
-            adapter.b().store(b)?;
+            adapter.a().store(&a)?;
+            adapter.b().store(&b)?;
         }
         if let Some(p) =
             self.base_params().iter().find(|p| p.trainable() && !file.whole.contains_key(p.name()))
@@ -251,14 +268,13 @@ fn read_config(dir: &Path) -> Result<ConfigJson> {
 }
 
 /// Variants that add something else than `s·BA`, or to other tensors.
-const VARIANTS: [&str; 12] = [
+const VARIANTS: [&str; 11] = [
     "use_dora",
     "lora_bias",
     "use_qalora",
     "use_bdlora",
     "layer_replication",
     "alora_invocation_tokens",
-    "target_parameters",
     "trainable_token_indices",
     "arrow_config",
     "kasa_config",
@@ -310,6 +326,88 @@ fn lora_config(config: &ConfigJson) -> Result<LoraConfig> {
     Ok(LoraConfig { rank, alpha, dropout, rslora, targets: Vec::new(), seed: 0 })
 }
 
+/// The parameters that `target_parameters` names.
+fn target_parameters(dir: &Path) -> Result<Vec<String>> {
+    if !dir.join(CONFIG).is_file() {
+        return Ok(Vec::new());
+    }
+    let config = read_config(dir)?;
+    match config.get("target_parameters") {
+        None => Ok(Vec::new()),
+        Some(value) => serde_json::from_value(value.clone())
+            .map_err(|_| config.error(format!("target_parameters is {value}; expected names of parameters"))),
+    }
+}
+
+/// Tensors of experts in the order in which modules define them, and PEFT wraps them.
+const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
+
+/// The parameter that the adapter of a module of experts is for, with its module: of those that are targeted, as many from
+/// the last as there are `.base_layer` behind the module's name.
+fn expert_parameter(wrapper: &str, targets: &[String]) -> Option<String> {
+    let (mut module, mut depth) = (wrapper, 0);
+    while let Some(inner) = module.strip_suffix(".base_layer") {
+        (module, depth) = (inner, depth + 1);
+    }
+    let names = EXPERT_PARAMETERS.map(|parameter| format!("{module}.{parameter}"));
+    let targeted = |name: &String| {
+        let end = |target: &String| name.strip_suffix(target.as_str());
+        targets.iter().filter_map(end).any(|rest| rest.is_empty() || rest.ends_with('.'))
+    };
+    names.into_iter().filter(targeted).rev().nth(depth)
+}
+
+/// Adapters of experts as PEFT lays them out: shape and numbers of `A` and `B`.
+fn packed_experts(adapter: &Adapter) -> [Dense; 2] {
+    let (&[experts, k, rank], &[_, _, n]) = (adapter.a().shape(), adapter.b().shape()) else {
+        return [(Vec::new(), Vec::new()), (Vec::new(), Vec::new())];
+    };
+    let (a, b) = (adapter.a().read(), adapter.b().read());
+    let (mut packed_a, mut packed_b) = (vec![0.0; experts * rank * k], vec![0.0; n * rank * experts]);
+    let (a, b) = (a.f32(), b.f32());
+    for e in 0..experts {
+        for r in 0..rank {
+            (0..k).for_each(|i| packed_a[(e * rank + r) * k + i] = a[(e * k + i) * rank + r]);
+            (0..n).for_each(|o| packed_b[(o * rank + r) * experts + e] = b[(e * rank + r) * n + o]);
+        }
+    }
+    [(vec![rank * experts, k], packed_a), (vec![n, rank * experts], packed_b)]
+}
+
+/// Rank, `A` and `B` of a file as the weight's adapter holds them; the error is what is wrong.
+fn own_factors(
+    base: &Param,
+    (a, b): &(Option<Dense>, Option<Dense>),
+) -> std::result::Result<(usize, Vec<f32>, Vec<f32>), String> {
+    let (Some((a_shape, a)), Some((b_shape, b))) = (a, b) else {
+        return Err("lacks lora_A or lora_B".into());
+    };
+    let rows = a_shape.first().copied().unwrap_or_default();
+    let fits = |rank: usize, k: usize, n: usize, experts: usize| {
+        let fits = (1..=MAX_RANK).contains(&rank)
+            && *a_shape == [rank * experts, k]
+            && *b_shape == [n, rank * experts];
+        let of = if experts > 1 { format!("{experts}·r") } else { "r".into() };
+        let wrong = || format!("is {a_shape:?} and {b_shape:?}, expected [{of}, {k}] and [{n}, {of}]");
+        fits.then_some(rank).ok_or_else(wrong)
+    };
+    match *base.shape() {
+        [experts, k, n] => {
+            let rank = fits(rows / experts.max(1), k, n, experts)?;
+            let (mut own_a, mut own_b) = (vec![0.0; a.len()], vec![0.0; b.len()]);
+            for e in 0..experts {
+                for r in 0..rank {
+                    (0..k).for_each(|i| own_a[(e * k + i) * rank + r] = a[(e * rank + r) * k + i]);
+                    (0..n).for_each(|o| own_b[(e * rank + r) * n + o] = b[(o * rank + r) * experts + e]);
+                }
+            }
+            Ok((rank, own_a, own_b))
+        }
+        [n, k] => Ok((fits(rows, k, n, 1)?, a.clone(), b.clone())),
+        ref other => Err(format!("is for a weight of {other:?}")),
+    }
+}
+
 /// The alphas of single layers, by the ends of their modules' names. Ranks are told by the tensors.
 fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
@@ -348,10 +446,15 @@ impl AdapterFile {
         let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
         let file = SafeTensors::deserialize(&bytes)
             .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let targets = target_parameters(dir)?;
         let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };
         for (key, view) in file.tensors() {
             let inner = key.strip_prefix(PREFIX).unwrap_or(&key).replace(".default", "");
-            let inner = inner.replace(".modules_to_save", "").replace(".base_layer", "");
+            let inner = inner.replace(".modules_to_save", "");
+            let (end_a, end_b) = (".lora_A.weight", ".lora_B.weight");
+            let wrapper = inner.strip_suffix(end_a).or_else(|| inner.strip_suffix(end_b));
+            let parameter = wrapper.and_then(|wrapper| expert_parameter(wrapper, &targets));
+            let inner = inner.replace(".base_layer", "");
             let published = |name: &str| {
                 format
                     .published_name(name)
@@ -359,7 +462,6 @@ impl AdapterFile {
             };
             let dense =
                 (view.shape().to_vec(), widened(&view).map_err(|what| fail(format!("{key}: {what}")))?);
-            let (end_a, end_b) = (".lora_A.weight", ".lora_B.weight");
             let stem = inner.strip_suffix(end_a).or_else(|| inner.strip_suffix(end_b));
             let Some(stem) = stem else {
                 if inner.contains("lora_") {
@@ -370,8 +472,8 @@ impl AdapterFile {
                 this.whole.insert(published(&inner)?, dense);
                 continue;
             };
-            let module = stem.to_owned();
-            let stem = published(&format!("{stem}.weight"))?;
+            let module = parameter.clone().unwrap_or_else(|| stem.to_owned());
+            let stem = published(&parameter.unwrap_or_else(|| format!("{stem}.weight")))?;
             this.modules.insert(module_of(&stem).to_owned(), module);
             let pair = this.pairs.entry(module_of(&stem).to_owned()).or_default();
             *(if inner.ends_with(end_a) { &mut pair.0 } else { &mut pair.1 }) = Some(dense);
@@ -403,6 +505,10 @@ struct Owned {
 }
 
 impl Owned {
+    fn new(shape: Vec<usize>, data: &[f32]) -> Self {
+        Self { dtype: Dtype::F32, shape, bytes: data.iter().flat_map(|x| x.to_le_bytes()).collect() }
+    }
+
     fn of(param: &Param) -> Result<Self> {
         use omnigrpo_kernels::Stored;
         let (dtype, bytes) = match param.read().stored() {

@@ -21,11 +21,13 @@ use support::{
 };
 
 /// Adapter, checkpoint, trained tensors.
-const ADAPTERS: [(&str, &str, usize); 4] = [
+const ADAPTERS: [(&str, &str, usize); 6] = [
     ("everywhere", "qwen2_5_vl_tied", 44),
     ("attention", "qwen2_vl_untied", 14),
     ("tiles_hf", "internvl_hf", 26),
     ("tiles_original", "internvl_original", 14),
+    ("experts", "aria", 32),
+    ("experts_down", "aria", 4),
 ];
 
 fn load(name: &str) -> Model {
@@ -66,9 +68,10 @@ fn train_adapters(model: &Model) {
 const COMPLETIONS: [&[u32]; 3] = [&[5, 9, 200, 31], &[5, 9, 17], &[88]];
 
 fn prompt_of(model: &Model, case: &str) -> Prompt {
-    match model.family().name().starts_with("internvl") {
-        true => rows::prompt(model.dir(), case),
-        false => case_prompt(case, model),
+    match model.family().name() {
+        "aria" => rows::prompt_of("aria", model.dir(), case),
+        name if name.starts_with("internvl") => rows::prompt(model.dir(), case),
+        _ => case_prompt(case, model),
     }
 }
 
@@ -124,7 +127,11 @@ fn values_and_gradients_equal_peft() {
         model.load_adapter(dir.path()).unwrap();
         assert_eq!(model.lora().unwrap().dropout, 0.0);
         let expected = Golden::read(&format!("lora/{adapter}.safetensors"));
-        let (folder, case) = if name.starts_with("internvl") { ("internvl", "C") } else { ("cases", "E") };
+        let (folder, case) = match name {
+            "aria" => ("aria", "C"),
+            name if name.starts_with("internvl") => ("internvl", "C"),
+            _ => ("cases", "E"),
+        };
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
         let prompt = prompt_of(&model, case);
         let completion = inputs.ids("completion_ids");
@@ -314,6 +321,42 @@ fn packed_equals_separate_and_masks_belong_to_rows() {
         let other = pass_of(&model, &prompt, true, false, 1);
         assert_eq!(dropout == 0.0, max_diff(&other.0, &separate.0) <= 1e-5);
     }
+}
+
+/// Experts that are named get adapters, each of them; without a name they get none, and they drop nothing.
+#[test]
+fn experts_get_adapters_where_they_are_named() {
+    let adapted = |targets: &[&str], dropout: f64| {
+        let mut model = load("aria");
+        let config = LoraConfig { dropout, ..config(targets) };
+        let parameters = model.adapter_len(&config);
+        model.add_lora(&config)?;
+        let own: usize = model.adapter_params().iter().map(|p| p.len()).sum();
+        assert_eq!(own, parameters.unwrap());
+        Ok::<_, omnigrpo_models::ModelError>(model)
+    };
+    let names = |model: &Model, of: &str| model.adapted().filter(|(p, _)| p.name().contains(of)).count();
+    let plain = adapted(&["all-linear"], 0.3).unwrap();
+    assert_eq!(
+        (names(&plain, ".experts."), names(&plain, "router"), names(&plain, "shared_experts")),
+        (0, 0, 6)
+    );
+    for (target, count) in [("experts", 4), ("experts.down_proj", 2), ("gate_up_proj", 2)] {
+        let model = adapted(&["all-linear", target], 0.0).unwrap();
+        assert_eq!(names(&model, ".experts."), count, "{target}");
+        fill(&model);
+        train_adapters(&model);
+        let prompt = prompt_of(&model, "E");
+        let separate = pass(&model, &prompt, false, false);
+        for recompute in [false, true] {
+            let packed = pass(&model, &prompt, true, recompute);
+            assert!(max_diff(&packed.0, &separate.0) <= 1e-5, "{target}");
+            assert_close(&packed.1, &separate.1, 5e-5, target);
+        }
+        assert_eq!(separate.1.len(), model.adapter_params().len(), "{target}");
+    }
+    let error = adapted(&["experts"], 0.05).err().unwrap().to_string();
+    assert!(error.contains("lora_dropout") && error.contains("set it to 0"), "{error}");
 }
 
 /// Adapters of towers and projectors drop inputs too, the same ones forward and backward.

@@ -563,13 +563,13 @@ fn doctor_says_once_what_an_unknown_family_is() {
     place.write(
         "other/config.json",
         config
-            .replace("qwen2_5_vl", "aria")
-            .replace("Qwen2_5_VLForConditionalGeneration", "AriaForConditionalGeneration"),
+            .replace("qwen2_5_vl", "llava_next")
+            .replace("Qwen2_5_VLForConditionalGeneration", "LlavaNextForConditionalGeneration"),
     );
     let ran = place.run("doctor --model other").fails(
         1,
         &[
-            "model_type \"aria\"",
+            "model_type \"llava_next\"",
             "use a checkpoint of one of these: ",
             "qwen2_5_vl (such as Qwen/Qwen2.5-VL-3B-Instruct)",
         ],

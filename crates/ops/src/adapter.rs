@@ -1,4 +1,4 @@
-//! Low-rank adapters on frozen linear layers.
+//! Low-rank adapters on frozen linear layers, and on frozen layers of experts.
 //!
 //! `y += s · B A drop(x)` with `A [r, k]`, `B [n, r]` in f32 whatever the frozen weight is stored in; `s` is `alpha / r`, or
 //! `alpha / √r` for rank-stabilised LoRA. Source: Hu et al., arXiv 2106.09685; Kalajdzievski, arXiv 2312.03732; the module
@@ -10,10 +10,14 @@
 //! Difference: a dropout mask is a function of (key of the update, adapter, row, column) and of nothing else. A recomputed
 //! block therefore sees the same mask, and a row sees it wherever it stands in a packed stream. Keys come with the
 //! [`Pass`](crate::Pass); without them nothing is dropped.
+//!
+//! Experts have an adapter each: `y += s · x A B` with `A [e, k, r]`, `B [e, r, n]`, in the layout of their weights. They drop
+//! nothing, as `peft`'s `ParamWrapper`.
 
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::experts::{ExpertLinear, Routes};
 use crate::linear::{Linear, Order};
 use crate::param::{Param, ParamDtype};
 use crate::pass::Dropout;
@@ -22,15 +26,41 @@ use crate::rows::Rows;
 /// A low-rank update of one linear layer.
 #[derive(Debug)]
 pub struct Adapter {
-    a: Linear,
-    b: Linear,
+    factors: Factors,
     scale: f32,
     rate: f32,
     /// Keys the mask, so that layers drop independently.
     id: u64,
 }
 
+/// `A` and `B`.
+#[derive(Debug)]
+enum Factors {
+    Linear(Linear, Linear),
+    Experts(ExpertLinear, ExpertLinear),
+}
+
 impl Adapter {
+    /// Adapters of experts from `A [e, k, r]` and `B [e, r, n]`.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, weights that are not f32.
+    pub fn of_experts(a: Arc<Param>, b: Arc<Param>, scale: f32) -> Result<Self> {
+        let refuse = |what: String| Err(Error::Weight { name: a.name().to_owned(), what });
+        let (&[experts, _, rank], &[own, inner, _]) = (a.shape(), b.shape()) else {
+            return refuse(format!("adapters of {:?} and {:?}; expected rank 3", a.shape(), b.shape()));
+        };
+        if rank == 0 || (experts, rank) != (own, inner) {
+            let expected = "expected [e, k, r] and [e, r, n]";
+            return refuse(format!("adapters of {:?} and {:?}; {expected}", a.shape(), b.shape()));
+        }
+        if [&a, &b].iter().any(|p| p.dtype() != ParamDtype::F32) {
+            return refuse(format!("adapters in {:?} and {:?}; expected f32", a.dtype(), b.dtype()));
+        }
+        let factors = Factors::Experts(ExpertLinear::new(a)?, ExpertLinear::new(b)?);
+        Ok(Self { factors, scale, rate: 0.0, id: 0 })
+    }
+
     /// An adapter from `A [r, k]` and `B [n, r]`. `rate` is the share of inputs dropped where a pass drops.
     ///
     /// # Errors
@@ -54,19 +84,35 @@ impl Adapter {
             return refuse(format!("dropout {rate}; expected 0 or more and below 1"));
         }
         let id = a.name().bytes().fold(0xcbf2_9ce4_8422_2325, |h, byte| mix(h ^ u64::from(byte)));
-        Ok(Self { a: Linear::plain(&a, rank, k), b: Linear::plain(&b, n, rank), scale, rate, id })
+        let factors = Factors::Linear(Linear::plain(&a, rank, k), Linear::plain(&b, n, rank));
+        Ok(Self { factors, scale, rate, id })
     }
 
-    /// `A [r, k]`.
+    /// `A`: `[r, k]`, of experts `[e, k, r]`.
     #[must_use]
     pub fn a(&self) -> &Arc<Param> {
-        self.a.weight()
+        match &self.factors {
+            Factors::Linear(a, _) => a.weight(),
+            Factors::Experts(a, _) => a.weight(),
+        }
     }
 
-    /// `B [n, r]`.
+    /// `B`: `[n, r]`, of experts `[e, r, n]`.
     #[must_use]
     pub fn b(&self) -> &Arc<Param> {
-        self.b.weight()
+        match &self.factors {
+            Factors::Linear(_, b) => b.weight(),
+            Factors::Experts(_, b) => b.weight(),
+        }
+    }
+
+    /// `r`.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        match &self.factors {
+            Factors::Linear(a, _) => a.n(),
+            Factors::Experts(a, _) => a.n(),
+        }
     }
 
     /// What `B A` is multiplied with.
@@ -75,24 +121,95 @@ impl Adapter {
         self.scale
     }
 
-    /// `(n, k)` of the layer it fits.
+    /// The shape of the weight it fits.
     #[must_use]
-    pub fn shape(&self) -> (usize, usize) {
-        (self.b.n(), self.a.k())
+    pub fn shape(&self) -> Vec<usize> {
+        match &self.factors {
+            Factors::Linear(a, b) => vec![b.n(), a.k()],
+            Factors::Experts(a, b) => vec![a.experts(), a.k(), b.n()],
+        }
     }
 
-    /// Adds `s · B A` to `w [n, k]`, row by row: merging.
+    /// Adds the product of the factors to the numbers of a weight: merging.
     ///
     /// # Errors
-    /// A length that differs from `n · k`.
+    /// Another length than the weight's.
     pub fn merge_into(&self, w: &mut [f32]) -> Result<()> {
-        let (n, k) = self.shape();
-        if w.len() != n * k {
-            let what = format!("merging into {} values, expected {n}×{k}", w.len());
+        let shape = self.shape();
+        if w.len() != shape.iter().product::<usize>() {
+            let what = format!("merging into {} values, expected {shape:?}", w.len());
             return Err(Error::Weight { name: self.a().name().to_owned(), what });
         }
-        crate::cpu::merge(w, self.a(), self.b(), self.scale);
+        let (a, b) = (self.a().read(), self.b().read());
+        match &self.factors {
+            Factors::Linear(a_layer, b_layer) => {
+                let (b, rank) = (b.f32(), a_layer.n());
+                // The product takes B by columns.
+                let mut by_columns = vec![0.0; b.len()];
+                for (i, row) in b.chunks_exact(rank).enumerate() {
+                    row.iter().enumerate().for_each(|(r, &x)| by_columns[r * b_layer.n() + i] = x);
+                }
+                crate::cpu::merge(w, &by_columns, &a.f32(), rank, self.scale);
+            }
+            Factors::Experts(a_layer, b_layer) => {
+                let (k, rank, n) = (a_layer.k(), a_layer.n(), b_layer.n());
+                let (a, b) = (a.f32(), b.f32());
+                let mut by_columns = vec![0.0; k * rank];
+                let experts = w.chunks_exact_mut((k * n).max(1)).zip(a.chunks_exact((k * rank).max(1)));
+                for ((w, a), b) in experts.zip(b.chunks_exact((rank * n).max(1))) {
+                    for (i, row) in a.chunks_exact(rank).enumerate() {
+                        row.iter().enumerate().for_each(|(r, &x)| by_columns[r * k + i] = x);
+                    }
+                    crate::cpu::merge(w, &by_columns, b, rank, self.scale);
+                }
+            }
+        }
         Ok(())
+    }
+
+    /// The factors of a linear layer.
+    fn linear(&self) -> Result<(&Linear, &Linear)> {
+        match &self.factors {
+            Factors::Linear(a, b) => Ok((a, b)),
+            Factors::Experts(a, _) => Err(self.misplaced(a.weight())),
+        }
+    }
+
+    /// The factors of experts.
+    fn experts(&self) -> Result<(&ExpertLinear, &ExpertLinear)> {
+        match &self.factors {
+            Factors::Experts(a, b) => Ok((a, b)),
+            Factors::Linear(a, _) => Err(self.misplaced(a.weight())),
+        }
+    }
+
+    fn misplaced(&self, a: &Param) -> Error {
+        let what = format!("an adapter for {:?} on a layer of another kind", self.shape());
+        Error::Weight { name: a.name().to_owned(), what }
+    }
+
+    /// Adds `s · x A B` to each place of `y`.
+    pub(crate) fn forward_experts(
+        &self,
+        y: &mut Rows,
+        x: &Rows,
+        routes: &Routes,
+        order: Order,
+    ) -> Result<()> {
+        let (a, b) = self.experts()?;
+        let mut u = a.forward(x, routes, order)?;
+        u.scale(self.scale);
+        y.add(&b.forward(&u, routes, order)?)
+    }
+
+    /// Adds the gradients of `A` and `B` to their buffers and that of the input to `dx`.
+    pub(crate) fn backward_experts(&self, dx: &mut Rows, dy: &Rows, x: &Rows, routes: &Routes) -> Result<()> {
+        let (a, b) = self.experts()?;
+        let mut u = a.forward(x, routes, Order::Blocked)?;
+        u.scale(self.scale);
+        let mut t = b.backward(&u, dy, routes)?;
+        t.scale(self.scale);
+        dx.add(&a.backward(x, &t, routes)?)
     }
 
     /// The mask of a call, or `None` where nothing is dropped.
@@ -111,8 +228,8 @@ impl Adapter {
     }
 
     /// `u = s · A x̃ [t, r]`
-    fn inner(&self, x: &Rows, order: Order) -> Rows {
-        let mut u = x.device().backend().linear(x, std::slice::from_ref(&self.a), None, order);
+    fn inner(&self, a: &Linear, x: &Rows, order: Order) -> Rows {
+        let mut u = x.device().backend().linear(x, std::slice::from_ref(a), None, order);
         u.scale(self.scale);
         u
     }
@@ -127,8 +244,9 @@ impl Adapter {
         dropout: Option<&Dropout>,
     ) -> Result<()> {
         let dropped = self.mask(dropout, x.rows())?.map(|mask| x.device().backend().dropout(x, &mask));
-        let u = self.inner(dropped.as_ref().unwrap_or(x), order);
-        u.device().backend().linear_add(y, col, &u, &self.b, order);
+        let (a, b) = self.linear()?;
+        let u = self.inner(a, dropped.as_ref().unwrap_or(x), order);
+        u.device().backend().linear_add(y, col, &u, b, order);
         Ok(())
     }
 
@@ -144,18 +262,19 @@ impl Adapter {
     ) -> Result<Rows> {
         let device = x.device();
         let backend = device.backend();
+        let (a, b) = self.linear()?;
         let mask = self.mask(dropout, x.rows())?;
         let dropped = mask.as_ref().map(|mask| backend.dropout(x, mask));
         let x = dropped.as_ref().unwrap_or(x);
-        let mut t = backend.linear_dx_of(None, dy, col, &self.b);
+        let mut t = backend.linear_dx_of(None, dy, col, b);
         t.scale(self.scale);
-        if self.b().trainable() {
-            let u = self.inner(x, Order::Blocked);
-            backend.linear_dw(&u, dy, col, std::slice::from_ref(&self.b));
+        if b.weight().trainable() {
+            let u = self.inner(a, x, Order::Blocked);
+            backend.linear_dw(&u, dy, col, std::slice::from_ref(b));
         }
-        backend.linear_dw(x, &t, 0, std::slice::from_ref(&self.a));
-        let Some(mask) = &mask else { return Ok(backend.linear_dx_of(Some(dx), &t, 0, &self.a)) };
-        let own = backend.linear_dx_of(None, &t, 0, &self.a);
+        backend.linear_dw(x, &t, 0, std::slice::from_ref(a));
+        let Some(mask) = &mask else { return Ok(backend.linear_dx_of(Some(dx), &t, 0, a)) };
+        let own = backend.linear_dx_of(None, &t, 0, a);
         dx.add(&backend.dropout(&own, mask))?;
         Ok(dx)
     }

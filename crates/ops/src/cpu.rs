@@ -98,18 +98,13 @@ fn accumulate(param: &Param, f: impl FnOnce(&mut [f32])) {
     }
 }
 
-/// `w [n, k] += s · B A`
-pub(crate) fn merge(w: &mut [f32], a: &Param, b: &Param, scale: f32) {
-    let (&[rank, k], &[n, _]) = (a.shape(), b.shape()) else { return };
-    let (a, b) = (a.read(), b.read());
-    // dW += Bᵀᵀ A is the weight gradient's product with the rank as rows.
-    let mut b_rn = vec![0.0; n * rank];
-    for (i, row) in b.f32().chunks_exact(rank).enumerate() {
-        row.iter().enumerate().for_each(|(r, &x)| b_rn[r * n + i] = x * scale);
-    }
+/// `w [n, k] += s · leftᵀ right` of factors with `rank` rows.
+pub(crate) fn merge(w: &mut [f32], left: &[f32], right: &[f32], rank: usize, scale: f32) {
+    let (n, k) = (left.len() / rank, right.len() / rank);
+    let left: Vec<f32> = left.iter().map(|x| x * scale).collect();
     let dw = MatMut::new(w, n, k);
-    let (b_rn, a) = (Mat::new(&b_rn, rank, n), a.f32());
-    product::backward_weight(b_rn, Mat::new(&a, rank, k), &mut [Gradient { dw, col: 0, bf16: false }]);
+    let (left, right) = (Mat::new(&left, rank, n), Mat::new(right, rank, k));
+    product::backward_weight(left, right, &mut [Gradient { dw, col: 0, bf16: false }]);
 }
 
 impl Backend for Cpu {

@@ -185,7 +185,8 @@ impl Routes {
     }
 }
 
-/// A layer of which each expert has its own: weights `[experts, k, n]`, `y = x W`.
+/// A layer of which each expert has its own: weights `[experts, k, n]`, `y = x W`; an [`Adapter`](crate::Adapter) on the weight
+/// adds its low-rank term.
 #[derive(Clone, Debug)]
 pub struct ExpertLinear {
     weight: Arc<Param>,
@@ -203,6 +204,7 @@ impl ExpertLinear {
             let what = format!("a layer of experts of shape {:?}; expected rank 3", weight.shape());
             return Err(Error::Weight { name: weight.name().to_owned(), what });
         };
+        weight.mark_experts();
         Ok(Self { weight, k, n })
     }
 
@@ -236,7 +238,11 @@ impl ExpertLinear {
     /// An input that is not one row of width `k` for each place, routes among another number of experts.
     pub fn forward(&self, x: &Rows, routes: &Routes, order: Order) -> Result<Rows> {
         self.check(x, routes)?;
-        Ok(x.device().backend().experts(x, self, routes, order))
+        let mut y = x.device().backend().experts(x, self, routes, order);
+        if let Some(adapter) = self.weight.adapter() {
+            adapter.forward_experts(&mut y, x, routes, order)?;
+        }
+        Ok(y)
     }
 
     /// `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`; the weight's gradient is added to its buffer.
@@ -249,9 +255,12 @@ impl ExpertLinear {
         if dy.dims() != (x.rows(), self.n) {
             return Err(self.error(format!("a gradient of {:?} for {} places", dy.dims(), x.rows())));
         }
-        let dx = dy.device().backend().experts_dx(dy, self, routes);
+        let mut dx = dy.device().backend().experts_dx(dy, self, routes);
         if self.weight.trainable() && x.rows() > 0 {
             dy.device().backend().experts_dw(x, dy, self, routes);
+        }
+        if let Some(adapter) = self.weight.adapter() {
+            adapter.backward_experts(&mut dx, dy, x, routes)?;
         }
         Ok(dx)
     }

@@ -171,6 +171,7 @@ pub struct Param {
     /// As wide as the device computes whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
     grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
+    experts: AtomicBool,
     adapter: OnceLock<Arc<Adapter>>,
 }
 
@@ -277,6 +278,7 @@ impl Param {
             trainable: AtomicBool::new(false),
             grad: Mutex::new(None),
             linear: AtomicBool::new(false),
+            experts: AtomicBool::new(false),
             adapter: OnceLock::new(),
         }
     }
@@ -395,22 +397,33 @@ impl Param {
         self.linear.store(true, Ordering::Relaxed);
     }
 
+    /// Whether this is the weight of a layer of experts `[e, k, n]`, and so can carry an adapter for each of them.
+    #[must_use]
+    pub fn is_experts(&self) -> bool {
+        self.experts.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn mark_experts(&self) {
+        self.experts.store(true, Ordering::Relaxed);
+    }
+
     /// The adapter that is added to this weight's product.
     #[must_use]
     pub fn adapter(&self) -> Option<&Arc<Adapter>> {
         self.adapter.get()
     }
 
-    /// Gives a linear layer's frozen weight an adapter.
+    /// Gives the frozen weight of a linear layer, or of experts, an adapter.
     ///
     /// # Errors
-    /// A weight that is no linear layer's, is trained itself, has an adapter, or has another shape than the adapter's.
+    /// A weight that is neither a linear layer's nor of experts, is trained itself, has an adapter, or has another shape than the adapter's.
     pub fn attach(&self, adapter: Arc<Adapter>) -> Result<()> {
-        let (n, k) = adapter.shape();
+        let shape = adapter.shape();
         let refuse = |what: String| Err(Error::Weight { name: self.name.clone(), what });
-        if !self.is_linear() || self.shape != [n, k] {
+        if !(self.is_linear() || self.is_experts()) || self.shape != shape {
+            let size = shape.iter().map(ToString::to_string).collect::<Vec<_>>().join("×");
             return refuse(format!(
-                "an adapter {n}×{k} on {:?}; expected the weight of a linear layer of that size",
+                "an adapter {size} on {:?}; expected the weight of a linear layer, or of experts, of that size",
                 self.shape
             ));
         }

@@ -46,13 +46,19 @@ pub struct Quantization<'a> {
 }
 
 impl Quantization<'_> {
-    /// Whether a tensor is a linear layer's weight worth quantising: embeddings, output heads and routers are not, as in
+    /// Whether a tensor is the weight of a linear layer or of experts worth quantising: embeddings, output heads and routers are not, as in
     /// `bitsandbytes`' integration, and rows shorter than a group would gain nothing.
     fn takes(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         let plain = |component: &str| {
             !(component.contains("embed") || ["lm_head", "head", "router", "gate"].contains(&component))
         };
-        let linear = matches!(*shape, [_, k] if k >= GROUP) && name.ends_with(".weight");
+        let experts = name.split('.').any(|component| component == "experts");
+        let matrix = match *shape {
+            [_, k] => k >= GROUP,
+            [_, _, k] => k >= GROUP && experts,
+            _ => false,
+        };
+        let linear = matrix && name.ends_with(".weight");
         linear && name.split('.').all(plain) && !(self.keep)(name, part)
     }
 }
@@ -66,9 +72,11 @@ fn hold(
     quantization: Option<&Quantization>,
 ) -> Result<std::result::Result<Param, String>> {
     let dense = Param::new(name, part, shape, values)?;
-    let (Some(q), &[n, k]) = (quantization.filter(|q| q.takes(name, part, shape)), shape) else {
+    let (Some(q), Some((&k, n))) = (quantization.filter(|q| q.takes(name, part, shape)), shape.split_last())
+    else {
         return Ok(Ok(dense));
     };
+    let n = n.iter().product();
     let guard = dense.read();
     let weight = guard.weight(n, k);
     let matrix = QuantMatrix::from_rows(q.bits, n, k, |i, row| match weight.rows(i..i + 1).stored() {

@@ -7,10 +7,10 @@ use omnigrpo_data::MediumInfo;
 use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, load_image};
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream,
-    Prompt, Training, WeightDtype, probe_medium,
+    Checkpoint, Features, GroupStream, Limits, LoadOptions, LoraConfig, MediaSettings, MediumShape, Memories,
+    Model, PackedStream, Prompt, Quantization, Training, WeightDtype, probe_medium,
 };
-use omnigrpo_ops::Part;
+use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
@@ -328,6 +328,63 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
     assert!(weight_bits(&again) == weight_bits(&own));
     let (prompt, completion) = (prompt("aria_own", "E"), inputs("E").ids("completion_ids"));
     assert_eq!(logprobs(&again, &prompt, &completion), logprobs(&own, &prompt, &completion));
+}
+
+/// Frozen experts of 8 and 4 bits: a model with them is that of the same weights widened, in values and in the gradients of
+/// adapters, and an outline says what it will take.
+#[test]
+fn experts_of_few_bits() {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("aria"), dir.path());
+    let path = dir.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["text_config"]["hidden_size"] = 64.into();
+    config["text_config"]["intermediate_size"] = 72.into();
+    config["text_config"]["initializer_range"] = 0.1.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let opened = Checkpoint::open(dir.path()).unwrap();
+    let prompt = prompt("aria", "B");
+    let completions: [&[u32]; 2] = [&[7, 100, 200, 31, 5], &[44]];
+    for bits in [QuantBits::Eight, QuantBits::Four] {
+        let keep = |_: &str, _: Part| false;
+        let quantization = Some(Quantization { bits, keep: &keep });
+        let options = LoadOptions { quantization, ..LoadOptions::default() };
+        let mut few = Model::random(&opened, 5, &options).unwrap();
+        let mut wide = Model::random(&opened, 5, &LoadOptions::default()).unwrap();
+        let outline = Model::outline(&opened, &options, true).unwrap();
+        let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes()).sum::<usize>();
+        assert_eq!(bytes(&outline), bytes(&few));
+        for (few, wide) in few.params().iter().zip(wide.params()) {
+            let is_expert = few.name().contains(".experts.");
+            let is_quantised = few.dtype() == ParamDtype::Quantised(bits);
+            assert!(is_quantised || !is_expert, "{}", few.name());
+            assert!(!is_quantised || !few.name().contains("router"), "{}", few.name());
+            if is_expert {
+                // 8.5 or 4.5 bits a weight, and what fills rows up to whole blocks.
+                assert!(few.num_bytes() * 8 <= few.len() * (2 * bits.bits() + 1), "{}", few.name());
+            }
+            wide.store(&few.read().f32()).unwrap();
+        }
+        let run = |model: &mut Model| {
+            let targets = ["all-linear", "experts"].map(str::to_owned).to_vec();
+            let lora = LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, targets, seed: 3 };
+            model.add_lora(&lora).unwrap();
+            model.params().iter().for_each(|p| p.set_trainable(false));
+            for param in model.adapter_params() {
+                param.set_trainable(true);
+                param.update(|w| w.iter_mut().for_each(|w| *w += 0.01)).unwrap();
+            }
+            let groups = [GroupStream { prompt: &prompt, completions: completions.to_vec() }];
+            let stream = PackedStream::new(&groups).unwrap();
+            let pass = model.train_pass(&stream, &[Vec::new()], 1.0, Training::default()).unwrap();
+            let logprobs = pass.logprobs.clone();
+            pass.backward(&[1.0, -0.5, 0.25, 2.0, -1.0, 0.75], None).unwrap();
+            (logprobs, take_gradients(model))
+        };
+        let ((got, few_grads), (want, wide_grads)) = (run(&mut few), run(&mut wide));
+        assert!(max_diff(&got, &want) <= 1e-4, "{bits:?}: {}", max_diff(&got, &want));
+        assert_close(&few_grads, &wide_grads, 1e-3, "quantised");
+    }
 }
 
 #[test]

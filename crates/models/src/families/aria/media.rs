@@ -82,11 +82,11 @@ impl MediaReader {
         if medium.kind == MediumKind::Video {
             // The smallest squares, as the model's authors show frames to it.
             let max_pixels = medium.options.or(&settings.video).max_pixels.unwrap_or(0);
-            own.side_px = self.side(max_pixels.into());
+            own.side_px = self.side(max_pixels);
             own.split.clear();
         } else {
             if let Some(max_pixels) = medium.options.or(&settings.image).max_pixels {
-                own.side_px = self.side(max_pixels.into());
+                own.side_px = self.side(max_pixels);
             }
             match settings.max_tiles {
                 None if self.splits => {}
