@@ -10,6 +10,8 @@ mod blocks;
 mod decoders;
 #[path = "support/differences.rs"]
 mod differences;
+#[path = "parity/emulated.rs"]
+mod emulated;
 #[path = "parity/networks.rs"]
 mod networks;
 #[path = "support/rows.rs"]

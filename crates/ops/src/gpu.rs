@@ -714,8 +714,10 @@ impl Backend for Card {
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let dims: [usize; 2] = x.dims().into();
-        let [cos, sin] = [&table.cos, &table.sin].map(|angles| self.gpu.upload(angles));
-        self.change(x, |x| self.gpu.rotate(x, dims, &cos, &sin, heads, inverse));
+        let copy =
+            table.copies.on(self.device, |()| [&table.cos, &table.sin].map(|angles| self.gpu.upload(angles)));
+        let [cos, sin] = &*copy;
+        self.change(x, |x| self.gpu.rotate(x, dims, cos, sin, heads, inverse));
     }
 
     fn activation(&self, x: &Rows, act: Activation) -> Rows {

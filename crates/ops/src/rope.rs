@@ -1,5 +1,7 @@
 //! Rotary position tables.
 
+use crate::host::Host;
+
 /// The angles of every row of a stream: `cos` and `sin` are `[rows, half]`, `half = head width / 2`.
 ///
 /// One table serves all layers and heads. The rotation is the "rotate half" form: the pair of element `i` is
@@ -12,6 +14,8 @@ pub struct RopeTable {
     pub cos: Vec<f32>,
     /// `[rows, half]`
     pub sin: Vec<f32>,
+    /// What devices have of the table.
+    pub(crate) copies: Host<()>,
 }
 
 impl RopeTable {
@@ -24,7 +28,7 @@ impl RopeTable {
         // As PyTorch: the angle is rounded to f32, its cosine is exact to f32.
         let cos = angles.iter().map(|&a| f64::from(a).cos() as f32).collect();
         let sin = angles.iter().map(|&a| f64::from(a).sin() as f32).collect();
-        Self { half, cos, sin }
+        Self { half, cos, sin, copies: Host::default() }
     }
 
     /// The table of a rotation that stretches by `factor` besides; its transpose stretches as well.
@@ -32,6 +36,7 @@ impl RopeTable {
     pub fn scaled(mut self, factor: f32) -> Self {
         if factor != 1.0 {
             self.cos.iter_mut().chain(&mut self.sin).for_each(|x| *x *= factor);
+            self.copies = Host::default();
         }
         self
     }

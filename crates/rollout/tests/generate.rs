@@ -225,6 +225,28 @@ fn generation_on_every_device() {
     }
 }
 
+/// bf16 weights with the kernels of a GPU, on the emulator: records are those of scoring up to bf16's rounding, and completions
+/// do not depend on the batch to the bit.
+#[test]
+fn rollouts_in_bf16_on_the_emulator() {
+    let dir = checkpoint("qwen2_5_vl_tied");
+    let options =
+        LoadOptions { dtype: WeightDtype::BFloat16, device: Device::Emulated, ..LoadOptions::default() };
+    let setup = Setup {
+        model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
+        tokenizer: Tokenizer::from_dir(&dir).unwrap(),
+    };
+    let rows = [setup.row("E", 3), setup.row("A", 4)];
+    let rows: Vec<&Row> = rows.iter().collect();
+    let groups = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 8);
+    let far = max_diff(&recorded(&groups), &scored(&setup.model, &rows, &groups, 1.0));
+    assert!(far <= 6e-2, "records differ from scores by {far}");
+    let alone = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 1);
+    for (one, all) in alone.iter().flatten().zip(groups.iter().flatten()) {
+        assert_eq!((&one.ids, &one.logprobs), (&all.ids, &all.logprobs), "the batch decides");
+    }
+}
+
 /// Eight rows: images, videos, text, several media, two of them the same prompt under another row.
 fn mixed(setup: &Setup) -> Vec<Row> {
     let cases = ["C", "D2", "B", "E", "A", "D1", "B", "C"];
