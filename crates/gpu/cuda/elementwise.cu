@@ -148,21 +148,24 @@ KERNEL(dropout, (Array y, Array x, const u64* row_keys, u64 key, u64 threshold, 
 }
 
 struct AdamW { float lr, beta1, beta2, eps, decay, correction1, correction2, scale; };
-/// One AdamW step. A bf16 weight is rounded to nearest from an f32 value of which `rest` keeps the lower half (null: the
-/// weight itself is the value). `master = (weight << 16) + rest − 0x8000`, so weight is master rounded, half away up.
-KERNEL(adamw, (Array weight, u16* rest, float* m, float* v, const float* grad, i64 n, AdamW c)) {
+/// One AdamW step. A bf16 weight is rounded to nearest even from an f32 value of which `rest` keeps the difference of bits (null:
+/// the weight itself is the value): `master = (weight << 16) + rest`. 16 bits cannot tell a tie that was rounded down, so such a
+/// value goes down to its neighbour.
+KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad, i64 n, AdamW c)) {
     i64 i = thread_index();
     if (i >= n) return;
     float g = grad[i] * c.scale;
     float mi = m[i] = c.beta1 * m[i] + (1 - c.beta1) * g;
     float vi = v[i] = c.beta2 * v[i] + (1 - c.beta2) * g * g;
-    float w = rest ? from_bits((u32(((u16*)weight.at)[i]) << 16) + rest[i] - 0x8000u) : load(weight, i);
+    float w = rest ? from_bits((u32(((u16*)weight.at)[i]) << 16) + (u32)(int)rest[i]) : load(weight, i);
     w -= c.lr * c.decay * w;
     w -= c.lr * (mi * c.correction1) / (sqrt_(vi * c.correction2) + c.eps);
     if (rest) {
-        u32 whole = bits(w) + 0x8000u;
-        ((u16*)weight.at)[i] = u16(whole >> 16);
-        rest[i] = u16(whole);
+        u32 whole = bits(w);
+        whole -= (whole & 0x1ffffu) == 0x8000u;
+        u32 upper = (whole + 0x7fffu + (whole >> 16 & 1)) >> 16;
+        ((u16*)weight.at)[i] = u16(upper);
+        rest[i] = (short)(whole - (upper << 16));
     } else {
         store(weight, i, w);
     }

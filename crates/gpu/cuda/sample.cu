@@ -6,7 +6,7 @@
 #include "prim.cuh"
 
 struct Sampling { float temperature, top_p, min_p, scoring; int top_k; u32 vocab; };
-struct Drawn { u32 id; float logp, sampler_logp, none; };
+struct Drawn { u32 id; float logp, sampler_logp, entropy; };
 /// Tokens up to a place in the order.
 struct Cut { u32 key, id; };
 
@@ -67,8 +67,8 @@ KERNEL(penalise, (float* logits, float* raw, const u32* offsets, const u32* ids,
 KERNEL(forbid, (float* logits, const u32* rows, const u32* ids, int count, u32 vocab)) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) logits[(i64)rows[blockIdx.x] * vocab + ids[i]] = -INFINITY;
 }
-/// `lse` is that of the scoring temperature, before penalties.
-KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, const u32* offsets, const u32* ids, const double* uniforms, const float* lse, Sampling p)) {
+/// `lse` and `entropy` are those of the scoring temperature, before penalties.
+KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, const u32* offsets, const u32* ids, const double* uniforms, const float* lse, const float* entropy, Sampling p)) {
     SHARED(double, red, 32);
     SHARED(float, red32, 32);
     SHARED(u32, counts, 256);
@@ -137,6 +137,6 @@ KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, cons
     if (threadIdx.x == 0) {
         float logit = z[id];
         if (raw) for (u32 i = offsets[blockIdx.x]; i < offsets[blockIdx.x + 1]; i++) if (ids[i] == id) logit = raw[i];
-        out[blockIdx.x] = {id, logit / p.scoring - lse[blockIdx.x], p.temperature == 0 ? 0 : log_((float)(weight / mass)), 0};
+        out[blockIdx.x] = {id, logit / p.scoring - lse[blockIdx.x], p.temperature == 0 ? 0 : log_((float)(weight / mass)), entropy[blockIdx.x]};
     }
 }

@@ -1,5 +1,7 @@
 //! AdamW.
 
+use half::bf16;
+
 use crate::device::{Arg, Array, Dtype, Gpu};
 
 /// What one step needs besides the arrays (`torch.optim.AdamW`).
@@ -20,8 +22,8 @@ pub struct Step {
 }
 
 impl Gpu {
-    /// One step in place. A bf16 weight with `rest` is updated as the f32 number of which it is the rounded upper half and `rest`
-    /// (16 bits an element) the lower half; without, it is rounded after each step.
+    /// One step in place. A bf16 weight with `rest` (16 bits an element) is updated as the f32 number from which it is rounded,
+    /// see [`Self::split_master`]; without, it is rounded after each step.
     pub fn adamw(
         &self,
         weight: &mut Array,
@@ -47,24 +49,26 @@ impl Gpu {
         self.each("elementwise/adamw", weight.len(), &args);
     }
 
-    /// The lower halves for which [`Self::adamw`] sees f32 numbers in bf16 weights: `(weight, rest)`.
+    /// The parts of f32 numbers that [`Self::adamw`] keeps of a bf16 weight: the weight, rounded to nearest even, and the
+    /// difference of bits. A number half-way that is rounded down becomes its lower neighbour.
     #[must_use]
     pub fn split_master(&self, master: &[f32]) -> (Array, Array) {
-        let whole = |x: &f32| x.to_bits().wrapping_add(0x8000);
-        let half = |bits: u32| half::bf16::from_bits(bits as u16);
-        let upper: Vec<_> = master.iter().map(|x| half(whole(x) >> 16)).collect();
-        let lower: Vec<_> = master.iter().map(|x| half(whole(x) & 0xffff)).collect();
-        (self.upload_bf16(&upper), self.upload_bf16(&lower))
+        let exact = |x: &f32| x.to_bits() - u32::from(x.to_bits() & 0x1_ffff == 0x8000);
+        let upper = |bits: u32| bf16::from_f32(f32::from_bits(bits));
+        let rest = |bits: u32| bits.wrapping_sub(u32::from(upper(bits).to_bits()) << 16) as u16;
+        let uppers: Vec<_> = master.iter().map(|x| upper(exact(x))).collect();
+        let rests: Vec<_> = master.iter().map(|x| bf16::from_bits(rest(exact(x)))).collect();
+        (self.upload_bf16(&uppers), self.upload_bf16(&rests))
     }
 
-    /// The f32 numbers that [`Self::adamw`] sees in a bf16 weight and its lower half.
+    /// The f32 numbers that [`Self::adamw`] sees in a bf16 weight and the rest.
     #[must_use]
     pub fn join_master(&self, weight: &Array, rest: &Array) -> Vec<f32> {
         debug_assert_eq!(weight.dtype(), Dtype::Bf16);
-        let (upper, lower): (Vec<u16>, Vec<u16>) = (weight.words(), rest.words());
-        let join = |(upper, lower): (u16, u16)| {
-            f32::from_bits((u32::from(upper) << 16).wrapping_add(u32::from(lower)).wrapping_sub(0x8000))
+        let (upper, rest): (Vec<u16>, Vec<i16>) = (weight.words(), rest.words());
+        let join = |(upper, rest): (u16, i16)| {
+            f32::from_bits((u32::from(upper) << 16).wrapping_add_signed(i32::from(rest)))
         };
-        upper.into_iter().zip(lower).map(join).collect()
+        upper.into_iter().zip(rest).map(join).collect()
     }
 }

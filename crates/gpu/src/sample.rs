@@ -96,17 +96,16 @@ impl Gpu {
             ids.pointer(),
             uniforms.pointer(),
             lse.pointer(),
+            entropy.pointer(),
             Arg::fields(&[temperature, top_p, min_p, scoring, top_k as u32, vocab as u32]),
         ];
         self.launch(block("sample/draw", rows.len()), &args);
-        let drawn = out.words::<[u32; 4]>();
-        let drawn = drawn.into_iter().zip(entropy.to_vec());
-        drawn
-            .map(|([id, logp, sampler, _], entropy)| Drawn {
-                id,
-                logprob: f32::from_bits(logp),
-                sampler_logprob: f32::from_bits(sampler),
-                entropy,
+        // The one copy to the host.
+        out.words::<[u32; 4]>()
+            .into_iter()
+            .map(|[id, rest @ ..]| {
+                let [logprob, sampler_logprob, entropy] = rest.map(f32::from_bits);
+                Drawn { id, logprob, sampler_logprob, entropy }
             })
             .collect()
     }

@@ -300,9 +300,37 @@ fn adamw_in_two_halves_is_adamw_in_f32() {
     let joined = gpu.join_master(&weight, &rest);
     assert_eq!(joined, single.to_vec());
     assert!(error(&wide(&joined), &wide_weight) < 1e-6);
-    // To nearest, except that a tie goes up.
     let rounded: Vec<f32> = joined.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
     assert_eq!(weight.to_vec(), rounded);
+}
+
+/// Every kind of lower half below even and odd upper halves: the weight is rounded to nearest even as on the CPU, and the value is
+/// kept to the bit, but for a tie that is rounded down. A step with a rate of 0 in the kernel says the same as the host.
+#[test]
+fn masters_round_to_even() {
+    let gpu = gpu(0);
+    let mut master = Vec::new();
+    for upper in [0x3f80u32, 0x3f81, 0xbf7f, 0xc002, 0x0001, 0x0080] {
+        let lowers = [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+        master.extend(lowers.map(|lower| f32::from_bits(upper << 16 | lower)));
+    }
+    let kept: Vec<f32> = master
+        .iter()
+        .map(|x| f32::from_bits(x.to_bits() - u32::from(x.to_bits() & 0x1_ffff == 0x8000)))
+        .collect();
+    let rounded: Vec<u16> = master.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+    let (mut weight, mut rest) = gpu.split_master(&master);
+    let [mut m, mut v] = [(); 2].map(|()| gpu.zeros(master.len(), Dtype::F32));
+    let zeros = gpu.zeros(master.len(), Dtype::F32);
+    let step = Step { lr: 0.0, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, grad_scale: 1.0, count: 1 };
+    for _ in 0..2 {
+        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&gpu.join_master(&weight, &rest)), bits(&kept));
+        let got: Vec<u16> = weight.to_bf16().iter().map(|x| x.to_bits()).collect();
+        assert_eq!(got, rounded);
+        gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], &zeros, &step);
+        gpu.check().unwrap();
+    }
 }
 
 /// Norms of rows shorter and longer than a block of threads handles at a time, f32 and bf16.
@@ -806,6 +834,7 @@ const FAULTS: &[Fault] = &[
     fault("conv", "all gradients of a patch go to its first tap", "entries[e] % taps", "0"),
     fault("elementwise", "rows of a copy are not chosen", "from_rows ? from_rows[row] : row", "row"),
     fault("elementwise", "a rotation is not turned back", "sign * sines", "sines"),
+    fault("elementwise", "ties are rounded up", "0x7fffu + (whole >> 16 & 1)", "0x8000u"),
 ];
 
 /// A test of the tests: every fault makes one of them fail. Compiles changed kernels with g++ and runs this program again.
@@ -864,7 +893,7 @@ fn slow_planted_faults_are_found() {
             "head" => &["the_head"],
             "sample" => &["draws_are_those_of_a_sorted_row"],
             "conv" => &["convolutions"],
-            "elementwise" => &["elements"],
+            "elementwise" => &["elements", "masters_round_to_even"],
             _ => &["norms", "sums"],
         };
         let mut child = Command::new(std::env::current_exe().unwrap())

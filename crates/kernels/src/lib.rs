@@ -55,6 +55,7 @@ pub mod probe;
 pub mod profile;
 pub mod quant;
 pub mod rope;
+pub mod sample;
 pub mod scale;
 pub mod twin;
 

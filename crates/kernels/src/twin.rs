@@ -12,6 +12,7 @@ use crate::conv::{OUTSIDE, RowMix};
 use crate::experts::{Choices, Groups};
 use crate::logprob::{Gradient, Scores, Targets};
 use crate::optim::AdamW;
+use crate::sample::{Draw, DrawFrom, Sampler};
 
 type Mat64<'a> = Mat<'a, f64>;
 type Qkv64<'a> = Qkv<'a, f64>;
@@ -205,6 +206,74 @@ pub fn swiglu_backward(dy: Mat64, gate_up: Mat64) -> Vec<f64> {
         }
     }
     d
+}
+
+/// A token drawn from one row of logits, step by step as [`crate::sample::draw`] does it.
+#[must_use]
+pub fn draw(logits: &[f64], how: &Sampler, from: &DrawFrom) -> Option<Draw> {
+    let largest = |z: &[f64]| z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if logits.iter().any(|z| z.is_nan()) || !largest(logits).is_finite() {
+        return None;
+    }
+    let t = f64::from(how.scoring_temperature);
+    let lse =
+        logits.iter().map(|z| ((z - largest(logits)) / t).exp()).sum::<f64>().ln() + largest(logits) / t;
+    let scored = |id: usize| logits[id] / t - lse;
+    let possible = (0..logits.len()).map(scored).filter(|l| l.is_finite());
+    let entropy = possible.map(|l| -l * l.exp()).sum::<f64>();
+    let (mut z, penalty) = (logits.to_vec(), f64::from(how.repetition_penalty));
+    for id in from.present() {
+        if let Some(z) = z.get_mut(id as usize) {
+            *z = if *z > 0.0 { *z / penalty } else { *z * penalty };
+        }
+    }
+    for &id in from.forbidden(how) {
+        if let Some(z) = z.get_mut(id as usize) {
+            *z = f64::NEG_INFINITY;
+        }
+    }
+    if largest(&z) == f64::NEG_INFINITY {
+        return None;
+    }
+    let mut ids: Vec<usize> = (0..z.len()).collect();
+    if how.temperature == 0.0 || how.truncates() {
+        ids.sort_by(|&a, &b| z[b].total_cmp(&z[a]).then(a.cmp(&b)));
+    }
+    let drawn = |id: usize, sampler_logprob: f64| Draw {
+        id: id as u32,
+        logprob: scored(id) as f32,
+        sampler_logprob: sampler_logprob as f32,
+        entropy: entropy as f32,
+    };
+    if how.temperature == 0.0 {
+        return Some(drawn(ids[0], 0.0));
+    }
+    if how.top_k > 0 {
+        ids.truncate(how.top_k);
+    }
+    let t = f64::from(how.temperature);
+    let weight = |&id: &usize| ((z[id] - largest(&z)) / t).exp();
+    if how.top_p < 1.0 {
+        let bound = f64::from(how.top_p) * ids.iter().map(weight).sum::<f64>();
+        let mut sum = 0.0;
+        ids.retain(|id| {
+            let kept = sum < bound;
+            sum += weight(id);
+            kept
+        });
+    }
+    if how.min_p > 0.0 {
+        ids.retain(|id| weight(id) >= f64::from(how.min_p));
+    }
+    let total: f64 = ids.iter().map(weight).sum();
+    let mut sum = 0.0;
+    let mut possible = ids.iter().filter(|id| weight(id) > 0.0);
+    let reached = possible.clone().find(|id| {
+        sum += weight(id);
+        sum > from.uniform * total
+    });
+    let id = reached.or_else(|| possible.next_back())?;
+    Some(drawn(*id, (weight(id) / total).ln()))
 }
 
 /// For every query row of `layout`: the query row and the key rows it sees, in order.

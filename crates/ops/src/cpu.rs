@@ -8,8 +8,9 @@ use memmap2::MmapMut;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
+use omnigrpo_kernels::sample::{self, Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{
-    Mat, MatMut, Stored, Weight, buffer, conv, embedding, experts as grouped, logprob, norm as norms, optim,
+    Mat, MatMut, Stored, Weight, buffer, conv, embedding, experts as grouped, logprob, norm as norms, optim, parallel, profile,
     rope, scale,
 };
 
@@ -508,6 +509,13 @@ impl Backend for Cpu {
     fn logits(&self, normed: &Rows, head: &Param) -> Rows {
         let logits = with_table(head, normed.cols(), |head| logprob::logits_rows(normed.mat(), head));
         Rows::on_cpu(logits, normed.rows(), head.len() / normed.cols().max(1))
+    }
+
+    fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>> {
+        let (work, vocab) = (logits.len(), logits.cols());
+        let _span = profile::span(profile::Op::Sampler, || (0, 4 * work));
+        let rows = logits.cpu_mut().chunks_mut(vocab.max(1)).zip(from);
+        parallel::map(rows, work, |(logits, from)| sample::draw(logits, how, from))
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {

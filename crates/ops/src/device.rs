@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use omnigrpo_kernels::activation::Activation;
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::conv::{Mix, Patches};
@@ -275,6 +276,8 @@ pub(crate) trait Backend: Sync {
     ) -> Rows;
     /// `[t, vocabulary]`, each row by itself.
     fn logits(&self, normed: &Rows, head: &Param) -> Rows;
+    /// Draws a token from each row of logits, which are changed. `None`: a logit is NaN or +∞, or no token can be drawn.
+    fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>>;
 
     // The optimizer.
 

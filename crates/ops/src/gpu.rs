@@ -11,10 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Array, Cached, Codes, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Unfolding, Weight,
+    Array, Cached, Codes, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Row,
+    Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::quant::QuantMatrix;
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
@@ -714,8 +716,9 @@ impl Backend for Card {
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let dims: [usize; 2] = x.dims().into();
-        let copy =
-            table.copies.on(self.device, |()| [&table.cos, &table.sin].map(|angles| self.gpu.upload(angles)));
+        let copy = table
+            .copies
+            .on(self.device(), |()| [&table.cos, &table.sin].map(|angles| self.gpu.upload(angles)));
         let [cos, sin] = &*copy;
         self.change(x, |x| self.gpu.rotate(x, dims, cos, sin, heads, inverse));
     }
@@ -889,6 +892,28 @@ impl Backend for Card {
         let x = self.of(normed);
         self.gpu.linear_rows(&mut y, [0, vocab], x, weights.weight(), [vocab, h], Plus::default());
         self.rows(y, rows, vocab)
+    }
+
+    fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>> {
+        let vocab = logits.cols();
+        let sampling = Sampling {
+            temperature: how.temperature,
+            top_p: how.top_p,
+            top_k: how.top_k,
+            min_p: how.min_p,
+            repetition_penalty: how.repetition_penalty,
+            scoring_temperature: how.scoring_temperature,
+        };
+        let row =
+            |from: &DrawFrom| Row { uniform: from.uniform, seen: from.present(), forbids: from.forbids };
+        let rows: Vec<Row> = from.iter().map(row).collect();
+        let mut drawn = Vec::new();
+        self.change(logits, |logits| drawn = self.gpu.sample(logits, vocab, &sampling, &rows, how.forbidden));
+        let sound =
+            |d: &Drawn| d.logprob.is_finite() && d.sampler_logprob.is_finite() && d.entropy.is_finite();
+        let draw =
+            |Drawn { id, logprob, sampler_logprob, entropy }| Draw { id, logprob, sampler_logprob, entropy };
+        drawn.into_iter().map(|d| Some(d).filter(sound).map(draw)).collect()
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {

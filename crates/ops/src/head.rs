@@ -1,6 +1,7 @@
 //! The output head: log-probabilities of targets, without a matrix of logits.
 
 use omnigrpo_kernels::logprob;
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
 use crate::Param;
 use crate::error::{Error, Result};
@@ -121,5 +122,18 @@ fn check(normed: &Rows, head: &Param) -> Result<()> {
             format!("head {}", head.name()),
             format!("rows of {} for a weight of {shape:?}", normed.cols()),
         )),
+    }
+}
+
+impl Rows {
+    /// Draws a token from each row of logits. `None`: a logit of the row is NaN or +∞, or no token of it can be drawn.
+    ///
+    /// # Errors
+    /// Another number of draws than rows.
+    pub fn draw(mut self, how: &Sampler, from: &[DrawFrom]) -> Result<Vec<Option<Draw>>> {
+        if from.len() != self.rows() {
+            return Err(Error::shape("draw", format!("{} draws from {} rows", from.len(), self.rows())));
+        }
+        Ok(self.device().backend().draw(&mut self, how, from))
     }
 }

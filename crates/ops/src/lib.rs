@@ -54,6 +54,7 @@ pub use norm::Norm;
 pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
+pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 pub use optim::{Moments, Step};
 pub use param::{Param, ParamDtype, Part, Values, WeightGuard};
 pub use pass::{Dropout, Pass};

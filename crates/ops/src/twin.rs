@@ -6,6 +6,7 @@ use std::sync::Arc;
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::logprob::Gradient;
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{Mat, twin};
 
 use crate::adapter::Mask;
@@ -473,6 +474,11 @@ impl Backend for Twin {
         let (n, h) = normed.dims();
         let (weight, vocab) = (values(head), head.len() / h.max(1));
         Rows::on_twin(twin::linear_forward(normed.mat64(), Mat::new(&weight, vocab, h), None), n, vocab)
+    }
+
+    fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>> {
+        let rows = logits.twin().chunks(logits.cols().max(1)).zip(from);
+        rows.map(|(logits, from)| twin::draw(logits, how, from)).collect()
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, Adapter, AttentionHeads, AttentionLayout, DecodeRows, Device, Dropout, ExpertLinear,
+    Activation, Adapter, AttentionHeads, AttentionLayout, DecodeRows, Device, DrawFrom, Dropout, ExpertLinear,
     GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype, Part, Pass,
-    Patches, QuantBits, QuantMatrix, Result, RopeTable, Routes, RowMix, Rows, Step, Tape, Targets, Values,
+    Patches, QuantBits, QuantMatrix, Result, RopeTable, Routes, RowMix, Rows, Sampler, Step, Tape, Targets, Values,
     Var, embed, embed_backward,
 };
 
@@ -982,4 +982,73 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     let outline = Param::outline("head", Part::Llm, &[5, 2], ParamDtype::F32);
     let message = omnigrpo_ops::score(&rows(2, 2), &outline, &good, 1.0).unwrap_err().to_string();
     assert!(message.contains("only its outline is here"), "{message}");
+}
+
+/// The same uniform number draws the same token on every device.
+#[test]
+fn tokens_are_drawn() {
+    let plain = Sampler {
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+        forbidden: &[5, 6],
+    };
+    let ways = [
+        plain,
+        Sampler { temperature: 0.0, ..plain },
+        Sampler { temperature: 0.7, scoring_temperature: 1.3, ..plain },
+        Sampler { top_k: 7, ..plain },
+        Sampler { top_p: 0.6, ..plain },
+        Sampler { min_p: 0.1, repetition_penalty: 1.7, ..plain },
+        Sampler { temperature: 1.4, top_k: 30, top_p: 0.9, min_p: 0.02, repetition_penalty: 0.8, ..plain },
+    ];
+    let seen: Vec<u32> = (0..40).step_by(3).collect();
+    for vocab in [1, 2, 37, 1500] {
+        let numbers: Vec<f32> = noise(5 * vocab, 3).iter().map(|x| 5.0 * x).collect();
+        for how in &ways {
+            let draws = |device: Device| {
+                let logits = Rows::upload(device, numbers.clone(), 5, vocab).unwrap();
+                let from = [0.0, 0.123, 0.5, 0.789, 0.999].map(|uniform| DrawFrom {
+                    seen: [&seen, &[1]],
+                    forbids: uniform > 0.7,
+                    uniform,
+                });
+                logits.draw(how, &from).unwrap()
+            };
+            let expected = draws(Device::Twin);
+            for device in Device::all() {
+                for (got, want) in draws(device).into_iter().zip(&expected) {
+                    let (got, want) = (got.unwrap(), want.unwrap());
+                    assert_eq!(got.id, want.id, "{device}, {vocab}, {how:?}");
+                    for (a, b) in [
+                        (got.logprob, want.logprob),
+                        (got.sampler_logprob, want.sampler_logprob),
+                        (got.entropy, want.entropy),
+                    ] {
+                        assert!(
+                            (a - b).abs() <= 1e-5 * (1.0 + b.abs()),
+                            "{device}, {vocab}, {how:?}: {a} for {b}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+    for device in Device::all() {
+        let draw = |numbers: [f32; 3], forbidden: &[u32]| {
+            let logits = Rows::upload(device, numbers.to_vec(), 1, 3).unwrap();
+            let from = DrawFrom { seen: [&[], &[]], forbids: true, uniform: 0.5 };
+            logits.draw(&Sampler { forbidden, ..plain }, &[from]).unwrap()[0]
+        };
+        assert_eq!(draw([0.0, f32::NAN, 1.0], &[]), None, "{device}");
+        assert_eq!(draw([0.0, f32::INFINITY, 1.0], &[]), None, "{device}");
+        assert_eq!(draw([0.0, 2.0, 1.0], &[0, 1, 2]), None, "{device}");
+        let only = draw([0.0, 2.0, -200.0], &[1]).unwrap();
+        assert_eq!((only.id, only.sampler_logprob), (0, 0.0), "{device}");
+        let two = Rows::upload(device, vec![0.0; 6], 2, 3).unwrap();
+        assert!(two.draw(&plain, &[]).unwrap_err().to_string().contains("0 draws from 2 rows"));
+    }
 }

@@ -1,13 +1,12 @@
 //! The generator: prefill per prompt, decode in one batch.
 
-use omnigrpo_kernels::parallel;
-use omnigrpo_kernels::profile::{self, Op, span};
+use omnigrpo_kernels::profile;
 use omnigrpo_models::{Features, Model, Prompt, PromptBuilder};
-use omnigrpo_ops::{DecodeRows, GroupCache};
+use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache, Rows};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
-use crate::error::Result;
-use crate::sample::{Draw, SampleKey, SamplingParams, draw};
+use crate::error::{Result, RolloutError};
+use crate::sample::{SampleKey, SamplingParams};
 
 /// A prompt to complete.
 #[derive(Clone, Copy, Debug)]
@@ -183,22 +182,20 @@ impl<'a> Generator<'a> {
         let mut cache = decoder.cache(prompt.ids.len(), request.num_samples, slot_rows, &pass)?;
         let x = self.model.embed_prompt(prompt, request.features)?;
         let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
-        let logits = decoder.logits(&hidden)?.into_vec();
-        let mut sequences = Vec::with_capacity(request.num_samples);
-        for slot in 0..request.num_samples {
+        let logits = decoder.logits(&hidden)?;
+        let sequence = |slot: usize| {
             let Request { rollout, row, first_sample, .. } = *request;
-            let key = SampleKey { rollout, row, sample: first_sample + slot as u32 };
-            let mut sequence = Sequence {
+            Sequence {
                 slot,
-                key,
+                key: SampleKey { rollout, row, sample: first_sample + slot as u32 },
                 done: Completion::recorded(Vec::new(), FinishReason::Length, String::new()),
                 matcher: StopMatcher::new(self.stops),
-            };
-            let drawn = draw(&mut logits.clone(), self.params, key, 0, &[&prompt.ids], &self.stops.ids)?;
-            let id = drawn.id;
-            self.append(&mut sequence, drawn);
-            on_token(TokenEvent { request: index, sample: slot, id, last: self.is_over(&sequence) });
-            sequences.push(sequence);
+            }
+        };
+        let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
+        for sequences in sequences.chunks_mut(LOGIT_ROWS) {
+            let logits = logits.select(&vec![0; sequences.len()].into())?;
+            self.draw(logits, sequences.iter_mut().map(|s| (index, prompt, s)).collect(), on_token)?;
         }
         Ok(Live { request: index, prompt, cache, sequences })
     }
@@ -206,7 +203,7 @@ impl<'a> Generator<'a> {
     /// Draws one token for every live completion.
     fn step(&self, live: &mut [Live], on_token: &mut impl FnMut(TokenEvent)) -> Result<()> {
         let decoder = self.model.decoder();
-        let (vocab, pass) = (decoder.config().vocab, self.model.pass());
+        let pass = self.model.pass();
         let mut ids = Vec::new();
         let mut positions = Vec::new();
         for group in live.iter() {
@@ -223,30 +220,42 @@ impl<'a> Generator<'a> {
             .collect();
         let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass)?;
         drop(rows);
-        let mut sequences: Vec<(usize, &Prompt, &mut Sequence)> = live
-            .iter_mut()
-            .flat_map(|g| {
-                let (request, prompt) = (g.request, g.prompt);
-                g.sequences.iter_mut().map(move |s| (request, prompt, s))
-            })
-            .collect();
-        for (chunk, sequences) in sequences.chunks_mut(LOGIT_ROWS).enumerate() {
-            let first = chunk * LOGIT_ROWS;
-            let mut logits = decoder.logits(&hidden.row_range(first..first + sequences.len())?)?.into_vec();
-            let counted = span(Op::Sampler, || (0, 4 * logits.len()));
-            let work = logits.len();
-            let rows = logits.chunks_mut(vocab).zip(&*sequences);
-            let drawn: Vec<Result<Draw>> = parallel::map(rows, work, |(logits, (_, prompt, s))| {
-                let seen = [prompt.ids.as_slice(), &s.done.ids];
-                draw(logits, self.params, s.key, s.done.ids.len(), &seen, &self.stops.ids)
+        let mut sequences = live.iter_mut().flat_map(|g| {
+            let (request, prompt) = (g.request, g.prompt);
+            g.sequences.iter_mut().map(move |s| (request, prompt, s))
+        });
+        for first in (0..hidden.rows()).step_by(LOGIT_ROWS) {
+            let last = (first + LOGIT_ROWS).min(hidden.rows());
+            let logits = decoder.logits(&hidden.row_range(first..last)?)?;
+            self.draw(logits, sequences.by_ref().take(last - first).collect(), on_token)?;
+        }
+        Ok(())
+    }
+
+    /// Draws the next token of each of these completions from its row of logits.
+    fn draw(
+        &self,
+        logits: Rows,
+        sequences: Vec<(usize, &Prompt, &mut Sequence)>,
+        on_token: &mut impl FnMut(TokenEvent),
+    ) -> Result<()> {
+        let mut from = Vec::with_capacity(sequences.len());
+        for (_, prompt, s) in &sequences {
+            let token = s.done.ids.len();
+            from.push(DrawFrom {
+                seen: [prompt.ids.as_slice(), s.done.ids.as_slice()],
+                forbids: token < self.params.min_completion_length,
+                uniform: s.key.uniform(self.params.seed, token),
             });
-            drop(counted);
-            for ((request, _, sequence), drawn) in sequences.iter_mut().zip(drawn) {
-                let drawn = drawn?;
-                let (request, sample, id) = (*request, sequence.slot, drawn.id);
-                self.append(sequence, drawn);
-                on_token(TokenEvent { request, sample, id, last: self.is_over(sequence) });
-            }
+        }
+        let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+        for ((request, _, sequence), drawn) in sequences.into_iter().zip(drawn) {
+            let SampleKey { row, sample, .. } = sequence.key;
+            let token = sequence.done.ids.len();
+            let drawn = drawn.ok_or(RolloutError::NonFinite { row, sample, token })?;
+            self.append(sequence, drawn);
+            let (sample, last) = (sequence.slot, self.is_over(sequence));
+            on_token(TokenEvent { request, sample, id: drawn.id, last });
         }
         Ok(())
     }

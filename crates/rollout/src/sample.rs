@@ -1,10 +1,6 @@
-//! Drawing one token from one row of logits.
-//!
-//! The order of the steps is that of `transformers`' generation: repetition penalty, minimum length, temperature,
-//! top-k, top-p, min-p. The recorded log-probability is that of `softmax(logits / temperature)` before penalties and
-//! truncation, the distribution whose gradient training takes.
+//! How completions are sampled, and the random number of every token.
 
-use omnigrpo_kernels::logprob::{WEIGHTS_CHUNK, Weights};
+use omnigrpo_ops::Sampler;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -79,6 +75,19 @@ impl SamplingParams {
         check(finite(l, l > 0.0), "logprob_temperature", l.to_string(), "a number above 0")
     }
 
+    /// What a device needs to know of them; completions below the minimum length cannot draw `forbidden`.
+    pub(crate) fn sampler<'a>(&self, forbidden: &'a [u32]) -> Sampler<'a> {
+        Sampler {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            scoring_temperature: self.scoring_temperature(),
+            forbidden,
+        }
+    }
+
     /// Temperature of the recorded log-probabilities.
     #[must_use]
     pub fn scoring_temperature(&self) -> f32 {
@@ -99,7 +108,7 @@ pub struct SampleKey {
 
 impl SampleKey {
     /// The uniform number in [0, 1) for token `token`.
-    fn uniform(self, seed: u64, token: usize) -> f64 {
+    pub(crate) fn uniform(self, seed: u64, token: usize) -> f64 {
         let mut key = [0u8; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..16].copy_from_slice(&self.rollout.to_le_bytes());
@@ -111,154 +120,28 @@ impl SampleKey {
     }
 }
 
-/// A drawn token.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Draw {
-    pub id: u32,
-    /// Of softmax(logits / scoring temperature), nats.
-    pub logprob: f32,
-    /// Of the distribution that was sampled from, nats; 0 when greedy.
-    pub sampler_logprob: f32,
-    /// Entropy of softmax(logits / scoring temperature), nats.
-    pub entropy: f32,
-}
-
-/// Draws token number `token` of a completion from its logits. `seen` are the ids so far, prompt included.
-pub(crate) fn draw(
-    logits: &mut [f32],
-    params: &SamplingParams,
-    key: SampleKey,
-    token: usize,
-    seen: &[&[u32]],
-    stops: &[u32],
-) -> Result<Draw> {
-    let scoring = params.scoring_temperature();
-    let broken = || RolloutError::NonFinite { row: key.row, sample: key.sample, token };
-    let scored = Weights::new(logits, scoring).ok_or_else(broken)?;
-    let (lse, scale, entropy) = (scored.lse, scored.scale, scored.entropy as f32);
-    // Only the few logits that penalties touch are remembered, for the chosen token's record.
-    let mut raw: Vec<(u32, f32)> = Vec::new();
-    if params.repetition_penalty != 1.0 {
-        let mut ids: Vec<u32> = seen.iter().flat_map(|ids| ids.iter().copied()).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        for id in ids {
-            if let Some(x) = logits.get_mut(id as usize) {
-                raw.push((id, *x));
-                *x = if *x > 0.0 { *x / params.repetition_penalty } else { *x * params.repetition_penalty };
-            }
-        }
-    }
-    if token < params.min_completion_length {
-        for &id in stops {
-            if let Some(x) = logits.get_mut(id as usize) {
-                *x = f32::NEG_INFINITY;
-            }
-        }
-    }
-    if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
-        return Err(broken());
-    }
-    let (id, sampler_logprob) = if params.temperature == 0.0 {
-        (argmax(logits), 0.0)
-    } else {
-        let truncated = params.top_p < 1.0 || params.top_k > 0 || params.min_p > 0.0;
-        let u = key.uniform(params.seed, token);
-        let changed = !raw.is_empty() || token < params.min_completion_length;
-        if truncated {
-            from_truncated(logits, params, u)
-        } else if !changed && params.temperature == scoring {
-            from_all(&scored, u)
-        } else {
-            from_all(&Weights::new(logits, params.temperature).ok_or_else(broken)?, u)
-        }
-    };
-    let logit = raw.iter().find(|(i, _)| *i == id).map_or(logits[id as usize], |(_, x)| *x);
-    let logprob = (f64::from(logit) * f64::from(scale) - lse) as f32;
-    Ok(Draw { id, logprob, sampler_logprob, entropy })
-}
-
-/// The first of the largest logits.
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, &x) in logits.iter().enumerate() {
-        if x > logits[best] {
-            best = i;
-        }
-    }
-    best as u32
-}
-
-fn from_all(weights: &Weights, u: f64) -> (u32, f32) {
-    let bound = u * weights.total;
-    let (mut sum, mut last) = (0.0, 0);
-    // First the chunk of the vocabulary, then the token in it; rounding may leave the last of either.
-    for (chunk, (w, own)) in weights.weights.chunks(WEIGHTS_CHUNK).zip(&weights.sums).enumerate() {
-        if sum + own <= bound && chunk + 1 < weights.sums.len() {
-            sum += own;
-            continue;
-        }
-        for (i, &w) in w.iter().enumerate().filter(|(_, w)| **w > 0.0) {
-            sum += f64::from(w);
-            last = chunk * WEIGHTS_CHUNK + i;
-            if sum > bound {
-                break;
-            }
-        }
-        if sum > bound {
-            break;
-        }
-    }
-    (last as u32, (f64::from(weights.weights[last]) / weights.total).ln() as f32)
-}
-
-fn from_truncated(logits: &[f32], params: &SamplingParams, u: f64) -> (u32, f32) {
-    let t = f64::from(params.temperature);
-    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
-    let order = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let keep = if params.top_k > 0 { params.top_k.min(ids.len()) } else { ids.len() };
-    if keep < ids.len() {
-        ids.select_nth_unstable_by(keep - 1, order);
-        ids.truncate(keep);
-    }
-    ids.sort_unstable_by(order);
-    let max = f64::from(logits[ids[0] as usize]) / t;
-    let mut weights: Vec<f64> =
-        ids.iter().map(|&i| (f64::from(logits[i as usize]) / t - max).exp()).collect();
-    if params.top_p < 1.0 {
-        let total: f64 = weights.iter().sum();
-        let (mut sum, mut n) = (0.0, 0);
-        // The token that crosses the bound is kept.
-        while n < weights.len() && (n == 0 || sum < f64::from(params.top_p) * total) {
-            sum += weights[n];
-            n += 1;
-        }
-        weights.truncate(n);
-    }
-    if params.min_p > 0.0 {
-        let n = weights.iter().take_while(|&&w| w >= f64::from(params.min_p)).count();
-        weights.truncate(n.max(1));
-    }
-    let total: f64 = weights.iter().sum();
-    let mut sum = 0.0;
-    let mut chosen = 0;
-    for (i, &w) in weights.iter().enumerate() {
-        if w > 0.0 {
-            chosen = i;
-            sum += w;
-            if sum > u * total {
-                break;
-            }
-        }
-    }
-    (ids[chosen], (weights[chosen] / total).ln() as f32)
-}
-
 #[cfg(test)]
 mod tests {
+    use omnigrpo_ops::{Draw, DrawFrom, Rows};
+
     use super::*;
 
     const KEY: SampleKey = SampleKey { rollout: 3, row: 7, sample: 1 };
+
+    /// Token `token` of a completion from a row of logits on the CPU.
+    fn draw(
+        logits: &mut [f32],
+        params: &SamplingParams,
+        key: SampleKey,
+        token: usize,
+        seen: &[u32],
+        stops: &[u32],
+    ) -> Option<Draw> {
+        let forbids = token < params.min_completion_length;
+        let from = DrawFrom { seen: [seen, &[]], forbids, uniform: key.uniform(params.seed, token) };
+        let rows = Rows::from_vec(logits.to_vec(), 1, logits.len()).unwrap();
+        rows.draw(&params.sampler(stops), &[from]).unwrap()[0]
+    }
 
     fn params() -> SamplingParams {
         SamplingParams { seed: 11, ..SamplingParams::default() }
@@ -294,43 +177,12 @@ mod tests {
         }
     }
 
-    /// A vocabulary of several chunks: the inverse of the cumulative distribution, as summed one by one.
     #[test]
-    fn any_chunk_can_be_drawn_from() {
-        let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 977) as f32 / 100.0).collect();
-        let total: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
-        let weights = Weights::new(&logits, 1.0).unwrap();
-        assert!((weights.lse - total.ln()).abs() < 1e-6);
-        let mean: f64 = logits.iter().map(|&x| f64::from(x) * f64::from(x).exp() / total).sum();
-        assert!((weights.entropy - (total.ln() - mean)).abs() < 1e-5);
-        let mut below = 0.0;
-        for (id, x) in logits.iter().enumerate() {
-            let own = f64::from(*x).exp() / total;
-            let (drawn, logprob) = from_all(&weights, below + own / 2.0);
-            assert_eq!(drawn as usize, id);
-            assert!((f64::from(logprob) - own.ln()).abs() < 1e-5);
-            below += own;
-        }
-        assert_eq!(from_all(&weights, 1.0).0, 4999);
-    }
-
-    /// Tokens of weight 0 are never drawn, wherever they stand; whole chunks of them too.
-    #[test]
-    fn a_token_without_weight_is_not_drawn() {
-        for (len, only) in [(3072, 2000), (3072, 0), (3072, 3071), (1025, 3), (2048, 1024)] {
-            let mut logits = vec![f32::NEG_INFINITY; len];
-            logits[only] = 3.0;
-            let weights = Weights::new(&logits, 1.0).unwrap();
-            assert_eq!(weights.entropy, 0.0);
-            for u in [0.0, 0.5, 1.0 - f64::EPSILON / 2.0] {
-                assert_eq!(from_all(&weights, u), (only as u32, 0.0), "{len} {u}");
-            }
-        }
+    fn where_every_token_is_a_stop_token_none_is_drawn() {
         let params = SamplingParams { min_completion_length: 2, max_completion_length: 4, ..params() };
         for temperature in [0.0, 1.0] {
             let params = SamplingParams { temperature, ..params.clone() };
-            let drawn = draw(&mut [1.0, 2.0], &params, KEY, 0, &[], &[0, 1]);
-            assert!(drawn.unwrap_err().to_string().contains("token 0"), "every token is a stop token");
+            assert_eq!(draw(&mut [1.0, 2.0], &params, KEY, 0, &[], &[0, 1]), None);
         }
     }
 
@@ -376,7 +228,7 @@ mod tests {
             ..params()
         };
         // Token 0 is penalised to 0.2 and stop token 1 is masked, so 0.2 beats 0.0 and 0 is drawn.
-        let d = draw(&mut logits.clone(), &p, KEY, 0, &[&[0]], &[1]).unwrap();
+        let d = draw(&mut logits.clone(), &p, KEY, 0, &[0], &[1]).unwrap();
         assert_eq!(d.id, 0);
         let z: f64 = logits.iter().map(|&x| f64::from(x / t).exp()).sum();
         assert!((f64::from(d.logprob) - (f64::from(2.0 / t) - z.ln())).abs() < 1e-6);
@@ -387,9 +239,8 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_are_no_numbers_are_an_error() {
-        let error = draw(&mut [0.0, f32::NAN], &params(), KEY, 4, &[], &[]).unwrap_err();
-        assert!(error.to_string().contains("token 4 of sample 1 of row 7"), "{error}");
+    fn nothing_is_drawn_from_logits_that_are_no_numbers() {
+        assert_eq!(draw(&mut [0.0, f32::NAN], &params(), KEY, 4, &[], &[]), None);
     }
 
     #[test]

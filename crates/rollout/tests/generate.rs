@@ -231,7 +231,7 @@ fn generation_on_every_device() {
 fn rollouts_in_bf16_on_the_emulator() {
     let dir = checkpoint("qwen2_5_vl_tied");
     let options =
-        LoadOptions { dtype: WeightDtype::BFloat16, device: Device::Emulated, ..LoadOptions::default() };
+        LoadOptions { dtype: WeightDtype::BFloat16, device: Device::emulated(), ..LoadOptions::default() };
     let setup = Setup {
         model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
         tokenizer: Tokenizer::from_dir(&dir).unwrap(),

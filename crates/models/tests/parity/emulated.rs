@@ -59,7 +59,7 @@ impl Run {
 
 /// Two steps on both devices. `bounds` are of log-probabilities (absolute), gradients and weights (relative).
 fn compare(name: &str, dtype: WeightDtype, prompt: impl Fn(&Model) -> Prompt, bounds: [f64; 3]) {
-    let [mut cpu, mut gpu] = [Device::Cpu, Device::Emulated].map(|device| Run::new(name, dtype, device));
+    let [mut cpu, mut gpu] = [Device::Cpu, Device::emulated()].map(|device| Run::new(name, dtype, device));
     for step in 0..2 {
         let want = cpu.step(&prompt(&cpu.model));
         let got = gpu.step(&prompt(&gpu.model));
