@@ -78,6 +78,17 @@ impl Device {
         }
     }
 
+    /// Rows whose logits are best formed and drawn from at once: on a card the token of every row in flight comes to the host in
+    /// one copy, on a CPU logits stay in its cache.
+    #[must_use]
+    pub fn logit_rows(self) -> usize {
+        match self {
+            #[cfg(feature = "gpu")]
+            Self::Gpu(_) => 128,
+            _ => 16,
+        }
+    }
+
     /// Fails where `rows` lives elsewhere.
     pub(crate) fn check(self, op: &'static str, rows: &Rows) -> Result<()> {
         match rows.device() {

@@ -399,6 +399,102 @@ fn norms() {
     }
 }
 
+/// Relative difference in the root mean square; that of the twin's numbers is at least 1e-3.
+fn far(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let square: f64 = got.iter().zip(want).map(|(a, b)| (a - b) * (a - b)).sum();
+    let size: f64 = want.iter().map(|b| b * b).sum();
+    assert!(!square.is_nan(), "not a number");
+    (square / size.max(1e-6 * want.len() as f64)).sqrt()
+}
+
+fn bf16_param(name: &str, shape: &[usize], seed: u32) -> Arc<Param> {
+    let values = Values::F32(noise(shape.iter().product(), seed)).into_bf16();
+    let param = Param::new(name, Part::Llm, shape, values).unwrap();
+    param.set_trainable(true);
+    Arc::new(param)
+}
+
+/// Two norms with bf16 weights, the first of f32 rows, the second of what the first makes, which on a card is bf16.
+#[test]
+fn norms_with_bf16_weights() {
+    for (t, h) in [(1, 5), (3, 40), (9, 257), (2, 1030)] {
+        let [a, b, c, d] = [1, 2, 3, 4].map(|seed| bf16_param("w", &[h], seed));
+        let rms = |weight: &Arc<Param>| Norm::Rms { weight: Arc::clone(weight), eps: 1e-2 };
+        let layer = |weight: &Arc<Param>, bias: &Arc<Param>| Norm::Layer {
+            weight: Arc::clone(weight),
+            bias: Arc::clone(bias),
+            eps: 1e-1,
+        };
+        for (kind, first, second) in [
+            ("rms", rms(&a), rms(&b)),
+            ("layer", layer(&a, &c), layer(&b, &d)),
+            ("both", layer(&a, &c), rms(&b)),
+        ] {
+            let run = |device: Device| {
+                [&a, &b, &c, &d].map(|param| param.clear_grad());
+                let x = Rows::upload(device, noise(t * h, 5), t, h).unwrap();
+                let (y, stats_y) = first.forward(&x).unwrap();
+                let (z, stats_z) = second.forward(&y).unwrap();
+                let dz = Rows::upload(device, noise(t * h, 6), t, h).unwrap();
+                let (mut dy, mut dx) = (Rows::zeros(device, t, h), Rows::zeros(device, t, h));
+                second.backward(&mut dy, &y, &stats_z, &dz).unwrap();
+                first.backward(&mut dx, &x, &stats_y, &dy).unwrap();
+                device.finish().unwrap();
+                let sizes = [&y, &z, &dx].map(|rows| rows.num_bytes() / rows.len());
+                let weights =
+                    [&a, &b, &c, &d].into_iter().filter_map(|p| p.with_grad(|g| g.map(|g| g.to_f64())));
+                let results =
+                    [&y, &z, &dy, &dx].map(Rows::to_f64).into_iter().chain(weights).collect::<Vec<_>>();
+                (sizes, results)
+            };
+            let (_, want) = run(Device::Twin);
+            for device in Device::all() {
+                let (sizes, got) = run(device);
+                let narrow = matches!(device, Device::Gpu(_));
+                if narrow {
+                    assert_eq!(sizes, [2, 2, 4], "bytes of a number");
+                }
+                let bound = if narrow { 8e-3 } else { 1e-5 };
+                for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                    let far = far(got, want);
+                    assert!(far <= bound, "{kind} norms of {t}×{h} on {device}, result {i}: {far}");
+                }
+            }
+        }
+    }
+}
+
+/// Rows of a bf16 table are its numbers exactly, and sums of gradients are f32.
+#[test]
+fn bf16_tables() {
+    for h in [1, 3, 40, 257] {
+        let table = bf16_param("table", &[7, h], 1);
+        let (ids, taps) =
+            ([6u32, 0, 6, 3], vec![vec![(0, 0.5), (5, -1.25)], vec![], vec![(2, 1.0)], vec![(2, 3.0)]]);
+        let some = Arc::new(vec![Some(3), None, Some(5), Some(3)].into());
+        let taps = Arc::new(taps.into());
+        let run = |device: Device| {
+            table.clear_grad();
+            let mut tape = Tape::recording(false);
+            let x = tape.input(embed(device, &table, &ids).unwrap());
+            let y = tape.add_rows(&x, &table, &some).unwrap();
+            let z = tape.add_mixed(&y, &table, &taps).unwrap();
+            let dz = Rows::upload(device, noise(4 * h, 2), 4, h).unwrap();
+            let dx = tape.backward(&z, dz).unwrap().take(&x).unwrap();
+            embed_backward(&table, &ids, &dx).unwrap();
+            device.finish().unwrap();
+            [x.rows().to_f64(), z.rows().to_f64(), table.with_grad(|g| g.unwrap().to_f64())]
+        };
+        let want = run(Device::Twin);
+        for device in Device::all() {
+            let got = run(device);
+            assert_eq!(got[0], want[0], "{device}");
+            assert!(far(&got[1], &want[1]) < 1e-6 && far(&got[2], &want[2]) < 1e-6, "{h} on {device}");
+        }
+    }
+}
+
 /// Attention with rotation as an operation of the tape.
 #[derive(Clone)]
 struct Attend {
@@ -670,6 +766,46 @@ fn the_head() {
     }
     let head = param("head", &[37, 9], 1);
     assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, 9), &head, &Targets::default(), 1.0).is_err());
+}
+
+/// The same of a bf16 head below a bf16 norm, so that on a card all factors are bf16; central differences are those of the test
+/// above, since the twin computes alike.
+#[test]
+fn a_bf16_head() {
+    for (rows, h, vocab) in [(1, 8, 1), (3, 9, 37), (5, 72, 700)] {
+        let (weight, head) = (bf16_param("w", &[h], 1), bf16_param("head", &[vocab, h], 2));
+        let norm = Norm::Rms { weight: Arc::clone(&weight), eps: 1e-2 };
+        let (offsets, tokens) =
+            ((0..=rows).collect(), (0..rows).map(|i| (i * 31 + 5) as u32 % vocab as u32).collect());
+        let targets = Targets { rows: (0..rows).collect(), offsets, tokens };
+        let run = |device: Device| {
+            head.clear_grad();
+            let x = Rows::upload(device, noise(rows * h, 3), rows, h).unwrap();
+            let (normed, _) = norm.forward(&x).unwrap();
+            let scores = omnigrpo_ops::score(&normed, &head, &targets, 0.75).unwrap();
+            let (dlogp, dentropy) = (noise(rows, 4), noise(rows, 5));
+            let back =
+                omnigrpo_ops::score_backward(&normed, &head, &targets, &scores, &dlogp, Some(&dentropy));
+            let logits = omnigrpo_ops::logits(&normed, &head).unwrap();
+            device.finish().unwrap();
+            let dhead = head.with_grad(|g| g.unwrap().to_f64());
+            [
+                scores.logprobs.to_f64(),
+                scores.entropies.to_f64(),
+                back.unwrap().to_f64(),
+                dhead,
+                logits.to_f64(),
+            ]
+        };
+        let want = run(Device::Twin);
+        for device in Device::all() {
+            let bound = if device == Device::Cpu && !omnigrpo_kernels::has_tiles() { 1e-5 } else { 1.5e-2 };
+            for (i, (got, want)) in run(device).iter().zip(&want).enumerate() {
+                let far = far(got, want);
+                assert!(far <= bound, "head of {rows}×{h}×{vocab} on {device}, result {i}: {far}");
+            }
+        }
+    }
 }
 
 fn check_head(rows: usize, h: usize, vocab: usize) {

@@ -89,9 +89,6 @@ pub struct Generator<'a> {
     pub max_live: usize,
 }
 
-/// Rows whose logits are formed at once.
-const LOGIT_ROWS: usize = 16;
-
 struct Live<'a> {
     request: usize,
     prompt: &'a Prompt,
@@ -193,7 +190,7 @@ impl<'a> Generator<'a> {
             }
         };
         let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
-        for sequences in sequences.chunks_mut(LOGIT_ROWS) {
+        for sequences in sequences.chunks_mut(pass.device.logit_rows()) {
             let logits = logits.select(&vec![0; sequences.len()].into())?;
             self.draw(logits, sequences.iter_mut().map(|s| (index, prompt, s)).collect(), on_token)?;
         }
@@ -224,8 +221,9 @@ impl<'a> Generator<'a> {
             let (request, prompt) = (g.request, g.prompt);
             g.sequences.iter_mut().map(move |s| (request, prompt, s))
         });
-        for first in (0..hidden.rows()).step_by(LOGIT_ROWS) {
-            let last = (first + LOGIT_ROWS).min(hidden.rows());
+        let at_once = pass.device.logit_rows();
+        for first in (0..hidden.rows()).step_by(at_once) {
+            let last = (first + at_once).min(hidden.rows());
             let logits = decoder.logits(&hidden.row_range(first..last)?)?;
             self.draw(logits, sequences.by_ref().take(last - first).collect(), on_token)?;
         }

@@ -1,8 +1,6 @@
 //! Whole tiny networks with the kernels of a GPU, on the emulator: two training steps of each family are those of the CPU.
 
-use omnigrpo_models::{
-    Checkpoint, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt, WeightDtype,
-};
+use omnigrpo_models::{Checkpoint, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype};
 use omnigrpo_ops::{Device, Moments, Step};
 
 use crate::support::{
