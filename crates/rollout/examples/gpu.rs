@@ -1,0 +1,245 @@
+//! Times a random model on a device: products and attention alone, a training pass with its optimizer step, and decoding. Writes a
+//! line of JSON for each; `bench/gpu/run.py` makes a page of them.
+//!
+//! `gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS`, with `cuda:N`, `cpu` or `emulated` as device and a directory
+//! with the `config.json` of a family; no weights are needed.
+#![allow(clippy::print_stdout, missing_docs)]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use omnigrpo_models::{
+    Checkpoint, GroupStream, LoadOptions, Model, PackedStream, Prompt, Training, WeightDtype,
+};
+use omnigrpo_ops::{
+    AttentionLayout, Card, DecodeRows, Device, DrawFrom, Linear, Moments, Norm, PackedLinear, Param, Part,
+    Rows, Sampler, Step, Values,
+};
+use serde_json::{Value, json};
+
+type Error = Box<dyn std::error::Error>;
+
+fn device(name: &str) -> Result<Device, Error> {
+    match name.strip_prefix("cuda:") {
+        Some(ordinal) => {
+            let roots = ["CUDA_HOME", "VIRTUAL_ENV"].iter().filter_map(std::env::var_os).map(PathBuf::from);
+            let roots: Vec<_> =
+                roots.chain(["/usr/local/cuda", "/usr/local", "/usr"].map(PathBuf::from)).collect();
+            Ok(Device::Gpu(Card::open(
+                ordinal.parse()?,
+                &roots,
+                &std::env::temp_dir().join("omnigrpo-kernels"),
+            )?))
+        }
+        None if name == "emulated" => Device::emulator().ok_or_else(|| "this build has no emulator".into()),
+        None => Ok(Device::Cpu),
+    }
+}
+
+/// The least of several times, seconds, after one that compiles kernels and fills pools of memory.
+fn least(device: Device, runs: usize, mut f: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    let mut best = f64::INFINITY;
+    for run in 0..=runs {
+        device.finish()?;
+        let started = Instant::now();
+        f()?;
+        device.finish()?;
+        if run > 0 {
+            best = best.min(started.elapsed().as_secs_f64());
+        }
+    }
+    Ok(best)
+}
+
+fn numbers(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect()
+}
+
+/// Rows as a norm with a bf16 weight leaves them: bf16 on a card.
+fn normed(device: Device, rows: usize, cols: usize) -> Result<Rows, Error> {
+    let weight = Param::new("norm", Part::Llm, &[cols], Values::F32(vec![1.0; cols]).into_bf16())?;
+    let x = Rows::upload(device, numbers(rows * cols), rows, cols)?;
+    Ok(Norm::Rms { weight: Arc::new(weight), eps: 1e-6 }.forward(&x)?.0)
+}
+
+fn told(what: &str, value: Value) {
+    println!("{}", json!({ "what": what, "is": value }));
+}
+
+fn main() -> Result<(), Error> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [name, config, sizes @ ..] = &args[..] else {
+        return Err("usage: gpu DEVICE CONFIG_DIR PROMPT_TOKENS COMPLETIONS COMPLETION_TOKENS".into());
+    };
+    let sizes = sizes.iter().map(|size| size.parse()).collect::<Result<Vec<usize>, _>>()?;
+    let &[prompt_tokens, group, tokens] = &sizes[..] else { return Err("three sizes are wanted".into()) };
+    let device = device(name)?;
+    let options = LoadOptions { dtype: WeightDtype::BFloat16, device, ..LoadOptions::default() };
+    let model = Model::random(&Checkpoint::open(config.as_ref())?, 1, &options)?;
+    let card = match device {
+        Device::Gpu(card) => card.name(),
+        other => other.to_string(),
+    };
+    let count: usize = model.params().iter().map(|p| p.len()).sum();
+    told(
+        "machine",
+        json!({ "device": card, "parameters": count, "prompt": prompt_tokens, "group": group, "tokens": tokens }),
+    );
+    parts(&model, prompt_tokens + group * (tokens - 1), group)?;
+    decode(&model, prompt_tokens, group, tokens)?;
+    train(&model, prompt_tokens, group, tokens)
+}
+
+/// Products and attention of one layer at the rows of a packed stream, and products of a decoding batch.
+fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
+    let (device, pass) = (model.device(), model.pass());
+    let layers = model.params().iter().filter(|p| p.name().contains(".layers.0.") && p.part() == Part::Llm);
+    for param in layers.filter(|p| p.shape().len() == 2) {
+        let &[n, k] = param.shape() else { continue };
+        let layer = Linear::new(Arc::clone(param), None)?;
+        for (rows, pass) in [(rows, pass.clone()), (batch, pass.clone().per_row())] {
+            let packed = PackedLinear::new(&[&layer], &pass);
+            let x = normed(device, rows, k)?;
+            let dy = packed.forward(&x)?;
+            let forward = least(device, 5, || Ok(drop(packed.forward(&x)?)))?;
+            let flops = 2.0 * (rows * n * k) as f64;
+            let bytes = 2.0 * (n * k) as f64;
+            told(
+                "product",
+                json!({ "name": param.name(), "rows": rows, "n": n, "k": k, "secs": forward, "flops": flops, "bytes": bytes }),
+            );
+            if rows != batch {
+                param.set_trainable(true);
+                let backward = least(device, 5, || Ok(drop(packed.backward(&x, &dy)?)))?;
+                param.clear_grad();
+                param.set_trainable(false);
+                told(
+                    "product, backward",
+                    json!({ "name": param.name(), "rows": rows, "n": n, "k": k, "secs": backward, "flops": 2.0 * flops }),
+                );
+            }
+        }
+    }
+    let heads = model.decoder().config().heads;
+    let width = heads.packed_width();
+    let qkv = normed(device, rows, width)?;
+    let layout = Arc::new(AttentionLayout::causal(rows).into());
+    let (out, lse) = heads.forward(&qkv, &layout)?;
+    let forward = least(device, 5, || Ok(drop(heads.forward(&qkv, &layout)?)))?;
+    let backward = least(device, 5, || Ok(drop(heads.backward(&qkv, &out, &lse, &out, &layout)?)))?;
+    let flops = 2.0 * (rows * rows * heads.q * heads.dim) as f64;
+    told("attention", json!({ "rows": rows, "secs": forward, "flops": flops }));
+    told("attention, backward", json!({ "rows": rows, "secs": backward, "flops": 2.5 * flops }));
+    Ok(())
+}
+
+fn prompt(tokens: usize) -> Prompt {
+    Prompt {
+        ids: (0..tokens as u32).map(|i| 3 + i % 50).collect(),
+        spans: Vec::new(),
+        positions: (0..tokens as u32).map(|i| [i; 3]).collect(),
+        next_position: tokens as u32,
+        media: Vec::new(),
+        instruction: Vec::new(),
+        text: String::new(),
+    }
+}
+
+/// Decoding of a group, a token each in a step: prefill, and the steps behind the first few.
+fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Result<(), Error> {
+    let (decoder, pass, prompt) = (model.decoder(), model.pass(), prompt(prompt_tokens));
+    let sampler = Sampler {
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+        forbidden: &[],
+    };
+    let mut cache = decoder.cache(prompt_tokens, group, tokens, &pass)?;
+    let started = Instant::now();
+    let x = decoder.embed(&prompt.ids, &pass)?;
+    decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+    model.device().finish()?;
+    told("prefill", json!({ "rows": prompt_tokens, "secs": started.elapsed().as_secs_f64() }));
+    let (mut ids, mut times) = (vec![7; group], Vec::new());
+    for step in 0..tokens {
+        let started = Instant::now();
+        let positions = vec![[(prompt_tokens + step) as u32; 3]; group];
+        let x = decoder.embed(&ids, &pass)?;
+        let mut rows = [DecodeRows { slots: (0..group).collect(), cache: &mut cache }];
+        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass)?;
+        let from: Vec<_> = (0..group)
+            .map(|row| DrawFrom {
+                seen: [&[], &[]],
+                forbids: false,
+                uniform: (row as f64 + 0.5) / group as f64,
+            })
+            .collect();
+        let drawn = decoder.logits(&hidden)?.draw(&sampler, &from)?;
+        ids = drawn.iter().map(|draw| draw.map_or(0, |draw| draw.id)).collect();
+        times.push(started.elapsed().as_secs_f64());
+    }
+    model.device().finish()?;
+    times.sort_by(f64::total_cmp);
+    let weights: usize = model.params().iter().filter(|p| p.part() == Part::Llm).map(|p| p.num_bytes()).sum();
+    let embedding = if decoder.tied() { 0 } else { decoder.embedding().num_bytes() };
+    let config = decoder.config();
+    // Keys and values in bf16, the prompt's once; half of the completions' on average.
+    let cached = 4 * config.heads.kv_width() * config.layers * (prompt_tokens + group * tokens / 2);
+    told(
+        "decode",
+        json!({ "rows": group, "steps": tokens, "median_secs": times[times.len() / 2], "bytes": weights - embedding + cached }),
+    );
+    Ok(())
+}
+
+/// A policy pass over the packed group, forward and backward, and an optimizer step of all weights of the language model.
+fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Result<(), Error> {
+    let (device, prompt) = (model.device(), prompt(prompt_tokens));
+    let llm: Vec<_> = model.params().iter().filter(|p| p.part() == Part::Llm).collect();
+    llm.iter().for_each(|p| p.set_trainable(true));
+    let completion: Vec<u32> = (0..tokens as u32).map(|i| 5 + i % 40).collect();
+    let groups = [GroupStream { prompt: &prompt, completions: vec![&completion[..]; group] }];
+    let stream = PackedStream::new(&groups)?;
+    let training = Training { recompute: false, dropout_key: 0 };
+    let dlogp: Vec<f32> = (0..group * tokens).map(|i| (i as f32).sin() / (group * tokens) as f32).collect();
+    let pass = || -> Result<(), Error> {
+        model.train_pass(&stream, &[Vec::new()], 1.0, training)?.backward(&dlogp, None)?;
+        Ok(())
+    };
+    let secs = least(device, 2, pass)?;
+    let rows = prompt_tokens + group * (tokens - 1);
+    let (config, decoder) = (model.decoder().config(), model.decoder());
+    let linear: usize = llm.iter().filter(|p| p.shape().len() == 2).map(|p| p.len()).sum();
+    let products =
+        6.0 * ((linear - if decoder.tied() { 0 } else { decoder.embedding().len() }) * rows) as f64;
+    // A row sees the prompt and half of its completion, forward two products, backward five.
+    let seen = (prompt_tokens * prompt_tokens / 2 + group * tokens * (prompt_tokens + tokens / 2)) as f64;
+    let attention = 14.0 * seen * (config.heads.q * config.heads.dim * config.layers) as f64;
+    told("policy", json!({ "rows": rows, "secs": secs, "flops": products + attention }));
+    let mut moments: Vec<Moments> = llm.iter().map(|_| Moments::default()).collect();
+    let step = Step {
+        lr: 1e-6,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        grad_scale: 1.0,
+        master: true,
+        offload: false,
+    };
+    let started = Instant::now();
+    let mut updated = 0;
+    for (param, moments) in llm.iter().zip(&mut moments) {
+        updated += if param.adamw(moments, &step)? { param.len() } else { 0 };
+    }
+    device.finish()?;
+    // Read: weight, its rest, two moments, gradient; written: all but the gradient.
+    told(
+        "optimizer",
+        json!({ "weights": updated, "secs": started.elapsed().as_secs_f64(), "bytes": 28 * updated }),
+    );
+    Ok(())
+}
