@@ -19,6 +19,9 @@ pub struct Environment {
     pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
+    /// Where CUDA's libraries may be: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`, `CONDA_PREFIX` and the user,
+    /// and where systems have them.
+    pub cuda_folders: Vec<PathBuf>,
     /// What belongs to the Hugging Face hub.
     pub hub: HubEnvironment,
     /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
@@ -92,6 +95,13 @@ impl Environment {
                 .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
             cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
+            cuda_folders: ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"]
+                .into_iter()
+                .filter_map(&get)
+                .map(PathBuf::from)
+                .chain(get("HOME").map(|home| PathBuf::from(home).join(".local")))
+                .chain(["/usr/local/cuda", "/usr/local", "/usr"].map(PathBuf::from))
+                .collect(),
             hub: HubEnvironment::read(&get, &user_cache),
             cache_dir: user_cache.join("omnigrpo"),
             judge_api_key: get("OPENAI_API_KEY"),

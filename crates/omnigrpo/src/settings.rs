@@ -50,6 +50,52 @@ impl Keep {
     }
 }
 
+/// Where a model is asked to run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first GPU there is, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of this number among the driver's.
+    Cuda(u16),
+    /// The kernels of a GPU on the CPU, in builds for tests.
+    Emulated,
+}
+
+impl DeviceChoice {
+    /// What `--device` and its like say.
+    ///
+    /// # Errors
+    /// No device's name.
+    pub fn parse(text: &str, flag: &str) -> Result<Self, Problem> {
+        let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+        match (text, number) {
+            ("auto", _) => Ok(Self::Auto),
+            ("cpu", _) => Ok(Self::Cpu),
+            ("emulated", _) => Ok(Self::Emulated),
+            ("cuda", _) => Ok(Self::Cuda(0)),
+            (_, Some(number)) => Ok(Self::Cuda(number)),
+            _ => Err(Problem::usage("no device has this name")
+                .got(format!("`{text}`"))
+                .expected("`auto`, `cpu`, `cuda`, or `cuda:N` with the number of a GPU")
+                .at(format!("--{flag}"))),
+        }
+    }
+}
+
+impl std::fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Emulated => f.write_str("emulated"),
+        }
+    }
+}
+
 /// What a verb reads and writes.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
@@ -96,6 +142,9 @@ pub struct ModelSource {
     /// `model_name_or_path`.
     pub name: Option<String>,
     pub dtype: WeightDtype,
+    pub device: DeviceChoice,
+    /// `None`: where the model runs.
+    pub reference_device: Option<DeviceChoice>,
     pub adapter: Option<PathBuf>,
     pub merge: bool,
     pub layout: Option<String>,

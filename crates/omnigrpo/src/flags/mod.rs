@@ -392,6 +392,8 @@ pub(super) const MODEL: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
 pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
+/// Verbs whose model runs where it is told to.
+pub(super) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
 /// Verbs that take a model with an adapter.
 pub(super) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export];
 /// Verbs that hold a model for use.
@@ -517,6 +519,7 @@ mod tests {
                 }
                 Kind::Floats => vec!["1 2.5".into()],
                 Kind::Object => vec!["{\"a\": 1}".into()],
+                _ if flag.name.ends_with("device") => vec!["cpu".into(), "cuda".into(), "cuda:7".into()],
                 _ if flag.name == "keep" => vec!["best".into(), "0.5".into()],
                 Kind::Words => vec!["some words".into()],
                 _ => vec!["some".into()],

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::names::words;
+use crate::settings::DeviceChoice;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::WeightDtype;
@@ -31,6 +32,43 @@ pub const FLAGS: &[Flag] = &[
              optimizer keeps float32 masters, and products on AMX tiles round activations too.",
         )
         .alias(&["dtype"]),
+    row(
+        "device",
+        Text,
+        Place {
+            set: |s, v| {
+                s.model.device = DeviceChoice::parse(&take::<String>(v)?, "device")?;
+                Ok(())
+            },
+            get: |s| text(&s.model.device.to_string()),
+        },
+        PLACED,
+    )
+    .help(
+        "Where the model runs: `cpu`, or `cuda:N` for an NVIDIA GPU by the driver's number (`cuda` is the \
+             first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU there is, else the CPU, and \
+             says which and why.",
+    )
+    .free(LOOP),
+    row(
+        "reference_device",
+        Text,
+        Place {
+            set: |s, v| {
+                let choice = DeviceChoice::parse(&take::<String>(v)?, "reference_device")?;
+                s.model.reference_device = Some(choice);
+                Ok(())
+            },
+            get: |s| s.model.reference_device.and_then(|choice| text(&choice.to_string())),
+        },
+        GRPO,
+    )
+    .help(
+        "Where the reference of the KL term runs; `cpu` leaves the memory of a GPU to the policy.",
+    )
+    .unset("`device`")
+    .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
+    .free(LOOP),
     row(
         "adapter_name_or_path",
         Path,

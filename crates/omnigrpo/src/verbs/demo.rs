@@ -73,7 +73,7 @@ fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result
     let mut trained = settings.clone();
     trained.model.name = settings.io.output_dir.as_ref().map(|d| d.display().to_string());
     let checkpoint = setup::checkpoint(&trained)?;
-    let model = setup::model(&trained, &checkpoint)?;
+    let model = setup::model(&trained, &checkpoint, context.device()?)?;
     let prompts = setup::prompts(&trained, &checkpoint, false)?;
     let specs = DatasetSpec::from_files(&[data.join("eval_permuted.jsonl")], &Roots::default())?;
     let dataset = Arc::new(Dataset::open(&specs, &setup::read_options(&trained))?);

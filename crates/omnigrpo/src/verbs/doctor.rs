@@ -25,7 +25,9 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     }
     line("memory", system_memory().unwrap_or_else(|| "unknown".into()));
     line("ffmpeg", program("ffmpeg", "needed for video files; GIF, WebP and frame folders work without it"));
-    line("device", "CPU (this build has no GPU kernels)".into());
+    for (name, value) in gpu(settings) {
+        line(&name, value);
+    }
     let families: Vec<_> = FAMILIES.iter().map(|f| f.name).collect();
     line("families", families.join(", "));
     let mut problems = Vec::new();
@@ -58,6 +60,45 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
         return Ok(());
     }
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
+}
+
+/// The driver, its cards, and the libraries that kernels need.
+fn gpu(settings: &Settings) -> Vec<(String, String)> {
+    let mut lines = Vec::new();
+    let took = match omnigrpo_gpu::survey() {
+        Err(error) => {
+            lines.push(("GPU driver".to_owned(), error.to_string()));
+            "cpu"
+        }
+        Ok(survey) => {
+            let (major, minor) = (survey.supports / 1000, survey.supports % 1000 / 10);
+            lines.push(("GPU driver".to_owned(), format!("NVIDIA, supports CUDA {major}.{minor}")));
+            for (ordinal, card) in survey.cards.iter().enumerate() {
+                let [major, minor] = card.capability;
+                let size = memory::size(card.memory as u64);
+                let usable =
+                    survey.usable(ordinal).map_or_else(|error| error.to_string(), |_| "can be used".into());
+                let text = format!("{}, {size}, compute capability {major}.{minor}: {usable}", card.name);
+                lines.push((format!("  cuda:{ordinal}"), text));
+            }
+            if survey.cards.is_empty() {
+                lines.push(("  GPUs".to_owned(), setup::no_cards(settings)));
+            }
+            if survey.cards.is_empty() { "cpu" } else { "cuda:0" }
+        }
+    };
+    for library in omnigrpo_gpu::libraries(&settings.env.cuda_folders) {
+        let value = match (&library.path, library.found) {
+            (Some(path), _) => path.display().to_string(),
+            (None, true) => "found by the loader".to_owned(),
+            (None, false) => {
+                omnigrpo_gpu::Error::Library { library: library.name, package: library.package }.to_string()
+            }
+        };
+        lines.push((format!("  {}", library.name), value));
+    }
+    lines.push(("device".to_owned(), format!("{took}, which `--device auto` takes")));
+    lines
 }
 
 fn family(checkpoint: &Checkpoint) -> String {

@@ -85,7 +85,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let output = output(settings)?;
     let dataset = input(settings)?;
     let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint)?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
     // No room is kept for new tokens: what counts is how long the given completions are.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
@@ -173,7 +173,7 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let output = output(settings)?;
     let dataset = input(settings)?;
     let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint)?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let algorithm = &settings.algorithm;
     let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
@@ -260,7 +260,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
     let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint)?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
     let features = model.encode_prompt(&row.prompt)?;
@@ -298,7 +298,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
         can_write(output)?;
     }
     let checkpoint = context.checkpoint()?;
-    let model = setup::model(settings, checkpoint)?;
+    let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let corpus = setup::Corpus::of(settings, &dataset, 0..dataset.len()).or_of_run(model.dir())?;
     let rewards = setup::rewards(settings, &corpus)?;

@@ -21,12 +21,13 @@ mod watch;
 
 use std::cell::OnceCell;
 use std::io::IsTerminal as _;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
+use omnigrpo_ops::Device;
 
 use crate::flags::Verb;
 use crate::settings::Settings;
@@ -41,16 +42,44 @@ pub struct Context {
     /// These name the checkpoint.
     settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
+    device: Arc<OnceLock<Device>>,
 }
 
 impl Context {
     fn new(settings: &Settings, console: Console, stop: Arc<AtomicBool>) -> Self {
-        Self { console, stop, settings: settings.clone(), checkpoint: OnceCell::new() }
+        let (checkpoint, device) = (OnceCell::new(), Arc::default());
+        Self { console, stop, settings: settings.clone(), checkpoint, device }
     }
 
-    /// That of a command inside of this one, with settings and hence a checkpoint of its own.
+    /// That of a command inside of this one, with settings and hence a checkpoint of its own, on the same device.
     fn with(&self, settings: &Settings) -> Self {
-        Self::new(settings, self.console.clone(), Arc::clone(&self.stop))
+        let device = Arc::clone(&self.device);
+        Self { device, ..Self::new(settings, self.console.clone(), Arc::clone(&self.stop)) }
+    }
+
+    /// Where the model of the command runs. It is opened, and told, at the first call.
+    pub fn device(&self) -> Result<Device> {
+        if let Some(opened) = self.device.get() {
+            return Ok(*opened);
+        }
+        let (opened, why) = setup::open_device(self.settings.model.device, "--device", &self.settings)?;
+        self.console.line(&format!("device {opened}: {why}"));
+        Ok(*self.device.get_or_init(|| opened))
+    }
+
+    /// Where the reference runs.
+    pub fn reference_device(&self) -> Result<Device> {
+        let model = &self.settings.model;
+        let device = self.device()?;
+        let Some(choice) = model.reference_device.filter(|choice| *choice != model.device) else {
+            return Ok(device);
+        };
+        if setup::is_at(device, choice) {
+            return Ok(device);
+        }
+        let (opened, why) = setup::open_device(choice, "--reference_device", &self.settings)?;
+        self.console.line(&format!("the reference on device {opened}: {why}"));
+        Ok(opened)
     }
 
     /// The checkpoint that the settings of the command name. It is opened at the first call.

@@ -141,6 +141,7 @@ fn run_logged(
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
+    let device = context.device()?;
     find_checkpoint(settings, lock.root())?;
     let checkpoint = context.checkpoint()?;
     if let Some(path) = &settings.io.deepspeed {
@@ -217,6 +218,7 @@ fn run_logged(
     let model = setup::trained_model(
         settings,
         checkpoint,
+        device,
         objective == Objective::Reinforce && settings.algorithm.loss.needs_reference(),
     )?;
     let selection = setup::selection(settings, checkpoint.family());
@@ -247,6 +249,7 @@ fn run_logged(
         algorithm: settings.algorithm.clone(),
         optimizer: settings.optimizer.clone(),
         selection,
+        reference_device: context.reference_device()?,
         run,
         trackers: watch::trackers(resolved, lock.root(), context),
         lock,

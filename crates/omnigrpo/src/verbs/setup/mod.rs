@@ -1,11 +1,13 @@
 //! Settings to plans: what several commands build alike.
 
+mod device;
 mod hub;
 mod model;
 mod prompts;
 mod rewards;
 mod rows;
 
+pub use device::{is_at, no_cards, open_device};
 pub use hub::{cached, named_dir};
 pub use model::{checkpoint, checkpoint_dir, model, selection, trained_model};
 pub use prompts::{prompts, shuffled_prompts};

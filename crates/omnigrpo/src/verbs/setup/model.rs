@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use omnigrpo_models::{Checkpoint, Family, LoadOptions, Model, Part, QuantBits, Quantization, whole_tensors};
+use omnigrpo_ops::Device;
 use omnigrpo_train::{MemoryPlan, Selection};
 
 use super::super::humanomni::overrides;
@@ -39,13 +40,18 @@ pub fn selection(settings: &Settings, family: &Family) -> Selection {
 }
 
 /// Loads the model with its adapter, or makes a random one from its configuration.
-pub fn model(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
-    load(settings, checkpoint, &Selection::NONE, &|_| Ok(()))
+pub fn model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
+    load(settings, checkpoint, &Selection::NONE, device, &|_| Ok(()))
 }
 
 /// The model to train: as [`model`], with a new adapter where one is asked for. What will not fit into memory is a warning,
 /// before anything is loaded.
-pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, with_reference: bool) -> Result<Model> {
+pub fn trained_model(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    device: Device,
+    with_reference: bool,
+) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
     let lora = settings.model.use_peft.then_some(&settings.lora);
     let plan = MemoryPlan {
@@ -56,7 +62,7 @@ pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, with_referenc
         stream_rows: settings.algorithm.stream_rows(),
         recompute: settings.algorithm.recompute,
     };
-    let mut model = load(settings, checkpoint, &selection, &|outline| {
+    let mut model = load(settings, checkpoint, &selection, device, &|outline| {
         memory::warn(&omnigrpo_train::memory(outline, &plan)?);
         Ok(())
     })?;
@@ -71,6 +77,7 @@ fn load(
     settings: &Settings,
     checkpoint: &Checkpoint,
     trained: &Selection,
+    device: Device,
     before: &dyn Fn(&Model) -> Result<()>,
 ) -> Result<Model> {
     let adapter = settings.model.adapter.as_deref();
@@ -88,7 +95,7 @@ fn load(
     let options = LoadOptions {
         dtype: settings.model.dtype,
         quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
-        ..LoadOptions::default()
+        device,
     };
     let outline = Model::outline(checkpoint, &options, settings.model.init_weights.is_some())?;
     memory::weights_fit(&outline)?;
