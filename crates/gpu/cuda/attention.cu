@@ -94,6 +94,20 @@ template <int D> DEVICE void store_rows(u16* to, const float (&acc)[PADDED<D> / 
     }
 }
 
+/// A step of the online softmax: scores become weights, and what was summed under a smaller maximum `m` (in units of `factor`) shrinks.
+template <int D, int N> DEVICE void softmax_step(float (&s)[N][4], float (&acc)[PADDED<D> / 8][4], float (&m)[2], float (&l)[2], float factor) {
+    UNROLL for (int h = 0; h < 2; h++) {
+        float top = m[h];
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) top = s[j][e] * factor > top ? s[j][e] * factor : top;
+        top = quad_max(top);
+        float safe = top == -INFINITY ? 0.0f : top, decay = exp2_(m[h] - safe), sum = 0;
+        m[h] = top;
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) sum += s[j][e] = exp2_(s[j][e] * factor - safe);
+        l[h] = l[h] * decay + sum;
+        UNROLL for (int d = 0; d < PADDED<D> / 8; d++) { acc[d][2 * h] *= decay; acc[d][2 * h + 1] *= decay; }
+    }
+}
+
 template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh) {
     constexpr int LD = LINE<D>, N = ROWS / 8;
     DYNAMIC_SHARED(shared);
@@ -126,16 +140,7 @@ template <int D> DEVICE void forward(u16* out, float* lse, const u16* q, const u
                 int key = c.at + j * 8 + 2 * t + e % 2;
                 if (key >= it.k1 || key >= row + e / 2 * 8 + it.off) s[j][e] = -INFINITY;
             }
-        UNROLL for (int h = 0; h < 2; h++) {
-            float top = m[h];
-            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) top = s[j][e] * factor > top ? s[j][e] * factor : top;
-            top = quad_max(top);
-            float safe = top == -INFINITY ? 0.0f : top, decay = exp2_(m[h] - safe), sum = 0;
-            m[h] = top;
-            UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) sum += s[j][e] = exp2_(s[j][e] * factor - safe);
-            l[h] = l[h] * decay + sum;
-            UNROLL for (int d = 0; d < PADDED<D> / 8; d++) { acc[d][2 * h] *= decay; acc[d][2 * h + 1] *= decay; }
-        }
+        softmax_step<D, N>(s, acc, m, l, factor);
         accumulate<D, N>(acc, s, sv + stage * ROWS * LD);
         sync_block();
         c = next;
@@ -226,6 +231,61 @@ template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, cons
     store_rows<D>(dv + kv * D, acc_v, 1, 1, sh.stride, tile.row0 + own, tile.row1);
 }
 
+/// See plain_attention.cu.
+struct Decode { char* prompt; int prompt_rows, length, page, none; };
+/// Up to 64 pairs of a row in `row0..row1`, which continue one prompt, and a query head: pair i is row `row0 + i / group`, from
+/// `first` on.
+struct Pairs { int row0, row1, first, none; };
+constexpr int SPLIT = 256;
+
+/// Part `blockIdx.z` of a prompt's keys, for the rows that continue it: they read its keys and values once. What is written is that of
+/// `decode` in plain_attention.cu.
+template <int D> DEVICE void decode_prompt(float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh) {
+    constexpr int LD = LINE<D>, N = ROWS / 8, CHUNKS = PADDED<D> / 8;
+    DYNAMIC_SHARED(shared);
+    u16 *sq = (u16*)shared, *sk = sq + ROWS * LD, *sv = sk + 2 * ROWS * LD;
+    Pairs tile = tiles[blockIdx.x];
+    Decode it = rows[tile.row0];
+    int kv = blockIdx.y, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    int pairs = (tile.row1 - tile.row0) * sh.group, width = sh.heads / sh.group * D;
+    int begin = blockIdx.z * SPLIT, end = begin + SPLIT < it.prompt_rows ? begin + SPLIT : it.prompt_rows;
+    const u16* k = (const u16*)it.prompt + (i64)layer * it.prompt_rows * 2 * width + kv * D;
+    auto fetch = [&](int at, int stage) {
+        load_rows<D, ROWS>(sk + stage * ROWS * LD, k, 2 * width, at, end);
+        load_rows<D, ROWS>(sv + stage * ROWS * LD, k + width, 2 * width, at, end);
+    };
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS * 8, pair = tile.first + r;
+        bool in = pair < pairs && c < D;
+        i64 from = (i64)(tile.row0 + pair / sh.group) * sh.stride + (kv * sh.group + pair % sh.group) * D + c;
+        copy_async(sq + r * LD + c, q + (in ? from : 0), in);
+    }
+    if (begin < end) fetch(begin, 0);
+    commit_copies();
+    float acc[PADDED<D> / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, factor = sh.scale * LOG2E;
+    for (int at = begin, stage = 0; at < end; at += ROWS, stage ^= 1) {
+        if (at + ROWS < end) fetch(at + ROWS, stage ^ 1);
+        commit_copies();
+        wait_copies<1>();
+        sync_block();
+        float s[N][4];
+        products<D, N>(s, sq, own, sk + stage * ROWS * LD);
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int e = 0; e < 4; e++)
+            if (at + j * 8 + 2 * t + e % 2 >= end) s[j][e] = -INFINITY;
+        softmax_step<D, N>(s, acc, m, l, factor);
+        accumulate<D, N>(acc, s, sv + stage * ROWS * LD);
+        sync_block();
+    }
+    UNROLL for (int h = 0; h < 2; h++) {
+        l[h] = quad_sum(l[h]);
+        int pair = tile.first + own + g + 8 * h, row = tile.row0 + pair / sh.group, head = kv * sh.group + pair % sh.group;
+        if (pair >= pairs) continue;
+        float* to = partial + (((i64)row * sh.heads + head) * parts + blockIdx.z) * (2 + D);
+        if (t == 0) to[0] = m[h] * LN2, to[1] = l[h];
+        UNROLL for (int c = 0; c < D / 8; c++) UNROLL for (int e = 0; e < 2; e++) to[2 + c * 8 + 2 * t + e] = acc[c][2 * h + e];
+    }
+}
+
 /// `delta[row, head] = Σ dout · out`, a warp for each.
 KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)) {
     i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -241,7 +301,9 @@ KERNEL_OF(128, 4, delta, (float* delta, Array dout, Array out, i64 count, int d)
     KERNEL_OF(THREADS, 2, backward_q_##D, (u16* dq, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
         backward_q<D>(dq, dout, lse, delta, q, k, v, tiles, items, sh); } \
     KERNEL_OF(THREADS, 2, backward_kv_##D, (u16* dk, u16* dv, const u16* dout, const float* lse, const float* delta, const u16* q, const u16* k, const u16* v, const Tile* tiles, const Item* items, Shape sh)) { \
-        backward_kv<D>(dk, dv, dout, lse, delta, q, k, v, tiles, items, sh); }
+        backward_kv<D>(dk, dv, dout, lse, delta, q, k, v, tiles, items, sh); } \
+    KERNEL_OF(THREADS, 2, decode_prompt_##D, (float* partial, const u16* q, const Decode* rows, const Pairs* tiles, int layer, int parts, Shape sh)) { \
+        decode_prompt<D>(partial, q, rows, tiles, layer, parts, sh); }
 OF_WIDTH(64)
 OF_WIDTH(72)
 OF_WIDTH(80)

@@ -127,36 +127,40 @@ KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse
     }
 }
 
-/// A row that decodes: its cache (rows of `[keys | values]`), the prompt's rows, and the first row and length of its own
-/// region.
-struct Decode { char* cache; int prompt, start, length, none; };
-constexpr int SPLIT = 256;
+/// A row that decodes: keys and values of its prompt (`[layer, row, keys | values]`), its own tokens, this one included, and its first
+/// page among `pages` (`[layer, PAGE rows, keys | values]` each).
+struct Decode { char* prompt; int prompt_rows, length, page, none; };
+constexpr int SPLIT = 256, PAGE = 64;
 
-/// Writes the keys and values of each row to the last place of its own region.
-KERNEL(append, (const Decode* rows, int cache_bf16, Array qkv, int stride, int width)) {
+/// Writes the keys and values of each row behind its earlier tokens.
+KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
     Decode it = rows[blockIdx.x];
-    i64 to = (i64)(it.start + it.length - 1) * width, from = (i64)(blockIdx.x + 1) * stride - width;
+    int own = it.length - 1;
+    i64 to = (i64)(layer * PAGE + own % PAGE) * width, from = (i64)(blockIdx.x + 1) * stride - width;
     for (int j = threadIdx.x * 4; j < width; j += blockDim.x * 4)
-        store4({it.cache, cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
+        store4({pages[it.page + own / PAGE], cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
 }
 
-/// Part `blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`: the online softmax's `{top, sum}` and sums of
-/// values `[row, head, part, 2 + d]`. Parts are cut by position alone, so a row's bits do not depend on the others.
-KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, int cache_bf16, int heads, int group, int stride, int d, float scale)) {
+/// Part `first + blockIdx.z` of the keys of row `blockIdx.x`, for query head `blockIdx.y`: the online softmax's `{top, sum}` and sums
+/// of values `[row, head, part, 2 + d]`. The first `prompt_parts` of all `parts` are the prompt's. Parts are cut by position in prompt
+/// or completion alone, so a row's bits do not depend on the others.
+KERNEL_OF(128, 4, decode, (float* partial, Array q, const Decode* rows, char* const* pages, int cache_bf16, int layer, int first, int prompt_parts, int parts, int heads, int group, int stride, int d, float scale)) {
     SHARED(float, p, THREADS);
     SHARED(float, red, 32);
     Decode it = rows[blockIdx.x];
-    int head = blockIdx.y, width = heads / group * d, kv = head / group * d, total = it.prompt + it.length;
-    int begin = blockIdx.z * SPLIT, end = begin + SPLIT < total ? begin + SPLIT : total;
-    Array cache = {it.cache, cache_bf16};
-    auto place = [&](int key) { return (i64)(key < it.prompt ? key : key - it.prompt + it.start) * 2 * width + kv; };
+    int head = blockIdx.y, width = heads / group * d, kv = head / group * d, part = first + blockIdx.z;
+    bool of_prompt = part < prompt_parts;
+    int total = of_prompt ? it.prompt_rows : it.length, begin = (of_prompt ? part : part - prompt_parts) * SPLIT;
+    int end = begin + SPLIT < total ? begin + SPLIT : total;
+    auto cache = [&](int key) { return Array{of_prompt ? it.prompt : pages[it.page + key / PAGE], cache_bf16}; };
+    auto place = [&](int key) { return (i64)(of_prompt ? layer * it.prompt_rows + key : layer * PAGE + key % PAGE) * 2 * width + kv; };
     Softmax s;
     for (int at = begin; at < end; at += THREADS) {
         int key = at + threadIdx.x, count = end - at < THREADS ? end - at : THREADS;
-        float score = key < end ? scale * dot(q, (i64)blockIdx.x * stride + head * d, cache, place(key), d) : -INFINITY;
-        s.chunk(score, p, red, count, d, [&](int i, int j) { return load(cache, place(at + i) + width + j); });
+        float score = key < end ? scale * dot(q, (i64)blockIdx.x * stride + head * d, cache(key), place(key), d) : -INFINITY;
+        s.chunk(score, p, red, count, d, [&](int i, int j) { return load(cache(at + i), place(at + i) + width + j); });
     }
-    float* to = partial + (((i64)blockIdx.x * heads + head) * gridDim.z + blockIdx.z) * (2 + d);
+    float* to = partial + (((i64)blockIdx.x * heads + head) * parts + part) * (2 + d);
     if (threadIdx.x == 0) to[0] = s.top, to[1] = s.sum;
     UNROLL for (int c = 0; c < COLUMNS; c++)
         if (int j = threadIdx.x + c * THREADS; j < d) to[2 + j] = s.acc[c];

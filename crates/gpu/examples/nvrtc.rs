@@ -55,7 +55,7 @@ fn reports(log: &str) -> Vec<Report> {
 
 fn main() -> ExitCode {
     let folders: Vec<_> = std::env::args_os().skip(1).map(Into::into).collect();
-    nvrtc::find(&folders);
+    let _ = omnigrpo_gpu::libraries(&folders);
     match nvrtc::version() {
         Ok([major, minor]) => println!("NVRTC {major}.{minor}"),
         Err(error) => {

@@ -31,20 +31,32 @@ impl Heads {
     }
 
     /// The kernels for tensor cores, and the padded width of a head in shared memory.
-    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 3], usize)> {
+    fn tensor_cores(self, dtype: Dtype) -> Option<([&'static str; 4], usize)> {
         let names = match (dtype, self.d) {
-            (Dtype::Bf16, 64) => {
-                ["attention/forward_64", "attention/backward_q_64", "attention/backward_kv_64"]
-            }
-            (Dtype::Bf16, 72) => {
-                ["attention/forward_72", "attention/backward_q_72", "attention/backward_kv_72"]
-            }
-            (Dtype::Bf16, 80) => {
-                ["attention/forward_80", "attention/backward_q_80", "attention/backward_kv_80"]
-            }
-            (Dtype::Bf16, 128) => {
-                ["attention/forward_128", "attention/backward_q_128", "attention/backward_kv_128"]
-            }
+            (Dtype::Bf16, 64) => [
+                "attention/forward_64",
+                "attention/backward_q_64",
+                "attention/backward_kv_64",
+                "attention/decode_prompt_64",
+            ],
+            (Dtype::Bf16, 72) => [
+                "attention/forward_72",
+                "attention/backward_q_72",
+                "attention/backward_kv_72",
+                "attention/decode_prompt_72",
+            ],
+            (Dtype::Bf16, 80) => [
+                "attention/forward_80",
+                "attention/backward_q_80",
+                "attention/backward_kv_80",
+                "attention/decode_prompt_80",
+            ],
+            (Dtype::Bf16, 128) => [
+                "attention/forward_128",
+                "attention/backward_q_128",
+                "attention/backward_kv_128",
+                "attention/decode_prompt_128",
+            ],
             _ => return None,
         };
         Some((names, self.d.next_multiple_of(16)))
@@ -145,17 +157,81 @@ impl Pattern {
     }
 }
 
-/// A row that decodes: its cache, rows `[keys | values]` of all tokens in the dtype of the packed rows.
-#[derive(Clone, Copy, Debug)]
-pub struct Cached<'a> {
-    /// The cache of one layer.
-    pub cache: &'a Array,
-    /// Rows of the prompt, which come first.
-    pub prompt: usize,
-    /// First row of the completion's own region.
-    pub start: usize,
-    /// Rows of it, that of this token included.
-    pub len: usize,
+/// Rows of a page of a cache.
+pub const PAGE: usize = 64;
+
+/// Completions that continue one prompt. Caches are in the dtype of the packed rows, a row of one layer is `[keys | values]`.
+#[derive(Clone, Debug)]
+pub struct CachedGroup<'a> {
+    /// `[layer, prompt_rows, keys | values]`
+    pub prompt: &'a Array,
+    /// Rows of the prompt.
+    pub prompt_rows: usize,
+    /// Of each completion its pages, `[layer, PAGE, keys | values]` each, and its tokens, the one that is decoded included.
+    pub completions: Vec<(Vec<&'a Array>, usize)>,
+}
+
+/// A row that decodes, as kernels read it.
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Row {
+    /// Low and high word of an address.
+    prompt: [u32; 2],
+    prompt_rows: u32,
+    length: u32,
+    page: u32,
+    none: u32,
+}
+
+/// Up to 64 pairs of a row and a query head that read the same keys.
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Pairs {
+    rows: [u32; 2],
+    first: u32,
+    none: u32,
+}
+
+/// What the rows of a decoding step read, on a device: made once for a step and read by every layer.
+#[derive(Debug)]
+pub struct Decoding {
+    rows: Array,
+    pages: Array,
+    tiles: Array,
+    /// Rows, tiles, parts of the longest prompt, and parts of the longest completion.
+    counts: [usize; 4],
+}
+
+impl Decoding {
+    /// For rows in the order of groups and their completions.
+    #[must_use]
+    pub fn new(gpu: &Gpu, groups: &[CachedGroup], heads: Heads) -> Self {
+        let words = |at: u64| [at as u32, (at >> 32) as u32];
+        let (mut rows, mut pages, mut tiles) = (Vec::new(), Vec::new(), Vec::new());
+        for group in groups {
+            let first = rows.len();
+            for (own, length) in &group.completions {
+                rows.push(Row {
+                    prompt: words(group.prompt.place(0)),
+                    prompt_rows: group.prompt_rows as u32,
+                    length: *length as u32,
+                    page: pages.len() as u32,
+                    none: 0,
+                });
+                pages.extend(own.iter().map(|page| page.place(0)));
+            }
+            let pairs = group.completions.len() * (heads.q / heads.kv.max(1));
+            let rows = [first as u32, rows.len() as u32];
+            tiles.extend((0..pairs as u32).step_by(ROWS).map(|first| Pairs { rows, first, none: 0 }));
+        }
+        let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
+        let prompts = parts(&mut groups.iter().map(|group| group.prompt_rows));
+        let own = parts(&mut groups.iter().flat_map(|group| group.completions.iter().map(|(_, len)| *len)));
+        let counts = [rows.len(), tiles.len(), prompts, own];
+        let [rows, pages, tiles] =
+            [gpu.upload_words(&rows), gpu.upload_words(&pages), gpu.upload_words(&tiles)];
+        Self { rows, pages, tiles, counts }
+    }
 }
 
 /// Keys of a part of a decoding row's sum.
@@ -223,7 +299,7 @@ impl Gpu {
         self.launch(delta_launch, &[delta.pointer(), dout.arg(), out.arg(), count, width]);
         let stats = [lse.pointer(), delta.pointer()];
         let of = |tiles: &Tiles| [tiles.tiles.pointer(), tiles.items.pointer(), shape];
-        if let Some(([_, to_q, to_kv], padded)) = heads.tensor_cores(qkv.dtype()) {
+        if let Some(([_, to_q, to_kv, _], padded)) = heads.tensor_cores(qkv.dtype()) {
             let dout = self.held(dout, Dtype::Bf16);
             let line = (padded + 8) * 2;
             let inputs = parts.map(|col| Arg::Pointer(qkv.place(col)));
@@ -253,52 +329,59 @@ impl Gpu {
         dqkv
     }
 
-    /// Appends keys and values of each packed row to its cache, and gives its attention over prompt and own region. A row's bits
+    /// Appends keys and values of each packed row to its last page, and gives its attention over prompt and own tokens. A row's bits
     /// do not depend on the others.
     #[must_use]
-    pub fn attend_cached(&self, qkv: &Array, rows: &[Cached], heads: Heads) -> Array {
+    pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
-        let table: Vec<[u32; 6]> = rows
-            .iter()
-            .map(|row| {
-                let at = row.cache.place(0);
-                let [prompt, start, len] = [row.prompt, row.start, row.len].map(|n| n as u32);
-                [at as u32, (at >> 32) as u32, prompt, start, len, 0]
-            })
-            .collect();
-        let table = self.upload_words(&table);
-        let low = Arg::Int(i32::from(qkv.dtype() == Dtype::Bf16));
-        let stride = Arg::Int(heads.packed() as i32);
-        let width = 2 * kv * d;
-        let args = [table.pointer(), low, qkv.arg(), stride, Arg::Int(width as i32)];
-        self.each_row("plain_attention/append", rows.len(), width, &args);
-        let longest = rows.iter().map(|row| row.prompt + row.len).max().unwrap_or(0);
-        let parts = longest.div_ceil(SPLIT);
-        let partial = self.alloc(rows.len() * q * parts * (2 + d), Dtype::F32);
-        let launch = Launch {
-            kernel: "plain_attention/decode",
-            grid: [rows.len(), q, parts],
-            threads: 128,
-            shared: 0,
-        };
-        self.launch(
-            launch,
-            &[
+        let [rows, tiles, prompt_parts, own_parts] = decoding.counts;
+        let parts = prompt_parts + own_parts;
+        let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
+        let int = |n: usize| Arg::Int(n as i32);
+        let low = int(usize::from(qkv.dtype() == Dtype::Bf16));
+        let (stride, width) = (int(heads.packed()), 2 * kv * d);
+        let args = [table, pages, low, qkv.arg(), stride, int(width), int(layer)];
+        self.each_row("plain_attention/append", rows, width, &args);
+        let partial = self.alloc(rows * q * parts * (2 + d), Dtype::F32);
+        // Tensor cores read the keys of a shared prompt once for all its completions; the rest is the plain kernel's.
+        let shared = heads.tensor_cores(qkv.dtype());
+        if let Some(([.., kernel], width)) = shared {
+            let shape = heads.shape(heads.scale());
+            let args = [
                 partial.pointer(),
-                qkv.arg(),
-                table.pointer(),
-                low,
-                Arg::Int(q as i32),
-                Arg::Int((q / kv.max(1)) as i32),
-                stride,
-                Arg::Int(d as i32),
-                Arg::Float(heads.scale()),
-            ],
-        );
-        let out = self.alloc(rows.len() * q * d, qkv.dtype());
-        let count = Arg::Long((rows.len() * q) as i64);
-        let args = [out.arg(), partial.pointer(), count, Arg::Int(parts as i32), Arg::Int(d as i32)];
-        self.each("plain_attention/decode_join", rows.len() * q * d, &args);
+                qkv.pointer(),
+                table,
+                decoding.tiles.pointer(),
+                int(layer),
+                int(parts),
+                shape,
+            ];
+            let shared = 5 * ROWS * (width + 8) * 2;
+            self.launch(Launch { kernel, grid: [tiles, kv, prompt_parts], threads: 128, shared }, &args);
+        }
+        let first = if shared.is_some() { prompt_parts } else { 0 };
+        let grid = [rows, q, parts - first];
+        let args = [
+            partial.pointer(),
+            qkv.arg(),
+            table,
+            pages,
+            low,
+            int(layer),
+            int(first),
+            int(prompt_parts),
+            int(parts),
+            int(q),
+            int(q / kv.max(1)),
+            stride,
+            int(d),
+            Arg::Float(heads.scale()),
+        ];
+        self.launch(Launch { kernel: "plain_attention/decode", grid, threads: 128, shared: 0 }, &args);
+        let out = self.alloc(rows * q * d, qkv.dtype());
+        let count = Arg::Long((rows * q) as i64);
+        let args = [out.arg(), partial.pointer(), count, int(parts), int(d)];
+        self.each("plain_attention/decode_join", rows * q * d, &args);
         out
     }
 }

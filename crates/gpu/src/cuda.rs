@@ -10,7 +10,7 @@ use cudarc::driver::{result, sys};
 use crate::blas::Blas;
 use crate::device::{Args, Launch};
 use crate::error::{Error, Result};
-use crate::libraries::{folders, preload};
+use crate::libraries;
 use crate::nvrtc;
 use crate::product::Product;
 use crate::sources::FILES;
@@ -40,28 +40,85 @@ fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
     move |error| Error::Driver { call, what: error.to_string() }
 }
 
-/// How many cards the driver sees.
+/// A card, as the driver describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Its name.
+    pub name: String,
+    /// Its compute capability.
+    pub capability: [i32; 2],
+    /// Its memory, bytes.
+    pub memory: usize,
+}
+
+/// What the driver sees.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// The newest CUDA it supports, `1000 · major + 10 · minor`.
+    pub supports: i32,
+    /// Its cards, in its order; `CUDA_VISIBLE_DEVICES` hides others.
+    pub cards: Vec<Found>,
+}
+
+/// Asks the driver.
 ///
 /// # Errors
-/// No driver.
-pub fn count() -> Result<usize> {
+/// No driver, or one that answers with an error.
+pub fn survey() -> Result<Survey> {
     // SAFETY: loading the driver's library has no conditions.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::NoDriver);
     }
-    match result::init() {
-        Ok(()) => {}
-        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => return Ok(0),
+    let mut supports = 0;
+    // SAFETY: the driver is loaded and the address valid; this call needs no initialisation.
+    unsafe { sys::cuDriverGetVersion(&raw mut supports) }.result().map_err(said("cuDriverGetVersion"))?;
+    let count = match result::init() {
+        Ok(()) => result::device::get_count().map_err(said("cuDeviceGetCount"))?,
+        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => 0,
         Err(error) => return Err(said("cuInit")(error)),
+    };
+    let cards = (0..count).map(describe).collect::<Result<_>>()?;
+    Ok(Survey { supports, cards })
+}
+
+fn describe(ordinal: i32) -> Result<Found> {
+    use sys::CUdevice_attribute_enum as Attribute;
+    let device = result::device::get(ordinal).map_err(said("cuDeviceGet"))?;
+    let name = result::device::get_name(device).map_err(said("cuDeviceGetName"))?;
+    // SAFETY: the device is one of the driver's.
+    unsafe {
+        let attribute =
+            |which| result::device::get_attribute(device, which).map_err(said("cuDeviceGetAttribute"));
+        Ok(Found {
+            name,
+            capability: [
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ],
+            memory: result::device::total_mem(device).map_err(said("cuDeviceTotalMem"))?,
+        })
     }
-    let mut got = 0;
-    // SAFETY: the driver is loaded and the address valid.
-    unsafe { sys::cuDriverGetVersion(&raw mut got) }.result().map_err(said("cuDriverGetVersion"))?;
-    if got < OLDEST_DRIVER {
-        return Err(Error::OldDriver { got, expected: OLDEST_DRIVER });
+}
+
+impl Survey {
+    /// The card of this number, if kernels can run on it.
+    ///
+    /// # Errors
+    /// No such card, one that is too old, a driver that is too old.
+    pub fn usable(&self, ordinal: usize) -> Result<&Found> {
+        let count = self.cards.len();
+        let card = self.cards.get(ordinal).ok_or(Error::NoDevice { ordinal, count })?;
+        if self.supports < OLDEST_DRIVER {
+            return Err(Error::OldDriver { got: self.supports, expected: OLDEST_DRIVER });
+        }
+        match card.capability {
+            [..8, _] => {
+                let [major, minor] = card.capability;
+                Err(Error::OldDevice { name: card.name.clone(), major, minor })
+            }
+            _ => Ok(card),
+        }
     }
-    let count = result::device::get_count().map_err(said("cuDeviceGetCount"))?;
-    Ok(usize::try_from(count).unwrap_or(0))
 }
 
 /// The architecture whose code a card of this compute capability runs best.
@@ -72,26 +129,12 @@ fn arch(major: i32, minor: i32) -> String {
 }
 
 impl Cuda {
-    pub(crate) fn open(ordinal: usize, libraries: &[PathBuf], cache: &Path) -> Result<Self> {
-        let count = count()?;
-        if ordinal >= count {
-            return Err(Error::NoDevice { ordinal, count });
-        }
-        nvrtc::find(libraries);
-        nvrtc::version()?;
-        preload("cublasLt", &folders(libraries));
+    pub(crate) fn open(ordinal: usize, given: &[PathBuf], cache: &Path) -> Result<Self> {
+        let Found { name, capability: [major, minor], .. } = survey()?.usable(ordinal)?.clone();
+        libraries::check(given)?;
         let device = result::device::get(ordinal as i32).map_err(said("cuDeviceGet"))?;
-        let name = result::device::get_name(device).map_err(said("cuDeviceGetName"))?;
-        use sys::CUdevice_attribute_enum as Attribute;
         // SAFETY: the device is one of the driver's, as is every handle below.
         unsafe {
-            let attribute =
-                |which| result::device::get_attribute(device, which).map_err(said("cuDeviceGetAttribute"));
-            let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-            let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-            if major < 8 {
-                return Err(Error::OldDevice { name, major, minor });
-            }
             let context = result::primary_ctx::retain(device).map_err(said("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(said("cuCtxSetCurrent"))?;
             // Freed memory stays with the program, so that the next step takes it without asking the system.

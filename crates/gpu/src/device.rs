@@ -115,6 +115,10 @@ impl Arg {
 /// The arguments of a launch, as `cuLaunchKernel` takes them.
 pub(crate) struct Args {
     values: Vec<[u64; 4]>,
+    #[cfg_attr(
+        not(feature = "emulator"),
+        expect(dead_code, reason = "the emulator compares them with parameters")
+    )]
     pub(crate) sizes: Vec<usize>,
 }
 
@@ -158,7 +162,14 @@ impl Gpu {
     #[cfg(feature = "emulator")]
     #[must_use]
     pub fn emulated(schedule: u64) -> Self {
-        Self::over(Driver::Emulated(Emulated::linked(schedule)))
+        Self::emulated_with(schedule, usize::MAX)
+    }
+
+    /// The same with so many bytes of memory.
+    #[cfg(feature = "emulator")]
+    #[must_use]
+    pub fn emulated_with(schedule: u64, memory: usize) -> Self {
+        Self::over(Driver::Emulated(Emulated::linked(schedule, memory)))
     }
 
     /// The emulator with kernels from a shared library, for tests that plant faults in kernels.
@@ -198,9 +209,11 @@ impl Gpu {
     /// # Errors
     /// The first failure of this device.
     pub fn check(&self) -> Result<()> {
-        if let Driver::Cuda(cuda) = &self.0.driver {
-            self.note(cuda.synchronize());
-        }
+        match &self.0.driver {
+            Driver::Cuda(cuda) => self.note(cuda.synchronize()),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => None,
+        };
         self.failure().clone().map_or(Ok(()), Err)
     }
 

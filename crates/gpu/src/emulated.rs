@@ -4,7 +4,7 @@
 //! is freed.
 
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::device::{Args, Dtype, Launch};
 use crate::error::{Error, Result};
@@ -58,6 +58,9 @@ unsafe extern "C" {
 
 pub(crate) struct Emulated {
     schedule: u64,
+    /// Bytes there are, and bytes in use.
+    memory: usize,
+    used: AtomicUsize,
     launches: AtomicU64,
     launch: LaunchFn,
     product: ProductFn,
@@ -75,9 +78,11 @@ fn room(bytes: usize) -> usize {
 }
 
 impl Emulated {
-    pub(crate) fn linked(schedule: u64) -> Self {
+    pub(crate) fn linked(schedule: u64, memory: usize) -> Self {
         Self {
             schedule,
+            memory,
+            used: AtomicUsize::new(0),
             launches: AtomicU64::new(0),
             launch: emulated_launch,
             product: emulated_product,
@@ -92,12 +97,21 @@ impl Emulated {
             let library = libloading::Library::new(path).map_err(failed)?;
             let launch = *library.get::<LaunchFn>(b"emulated_launch\0").map_err(failed)?;
             let product = *library.get::<ProductFn>(b"emulated_product\0").map_err(failed)?;
-            Ok(Self { launch, product, _library: Some(library), ..Self::linked(schedule) })
+            Ok(Self { launch, product, _library: Some(library), ..Self::linked(schedule, usize::MAX) })
         }
     }
 
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
         let room = room(bytes);
+        let used = self.used.fetch_add(bytes, Ordering::Relaxed);
+        if bytes > self.memory.saturating_sub(used) {
+            self.used.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(Error::Memory {
+                wanted: bytes,
+                free: self.memory.saturating_sub(used),
+                total: self.memory,
+            });
+        }
         // SAFETY: a fresh mapping of room plus a page at either end; only its own bytes are written.
         unsafe {
             let base = libc::mmap(
@@ -124,6 +138,7 @@ impl Emulated {
     }
 
     pub(crate) fn free(&self, at: u64, bytes: usize) -> Result<()> {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
         let tail = bytes.next_multiple_of(ALIGN) - bytes;
         let end = at as usize + bytes;
         // SAFETY: `at` is from `alloc` with as many bytes, so the tail is mapped and the mapping begins where computed.

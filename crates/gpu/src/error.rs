@@ -6,11 +6,14 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
     /// There is no NVIDIA driver.
-    #[error("no NVIDIA driver was found (libcuda); install the driver of the card, or use the CPU")]
+    #[error(
+        "no NVIDIA driver was found (libcuda); install the card's (Ubuntu: `sudo ubuntu-drivers install`, Debian: `sudo apt install \
+         nvidia-driver`), or use the CPU"
+    )]
     NoDriver,
     /// The driver is older than the kernels need.
     #[error(
-        "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer; update the driver",
+        "the NVIDIA driver supports CUDA {}.{}, expected {}.{} or newer (driver 580); update the driver, or use the CPU",
         got / 1000, got % 1000 / 10, expected / 1000, expected % 1000 / 10
     )]
     OldDriver {
@@ -41,7 +44,8 @@ pub enum Error {
     },
     /// A library of CUDA that is not installed.
     #[error(
-        "{library} was not found; install it with `pip install {package}` or the CUDA toolkit, and name its folder in CUDA_HOME or LD_LIBRARY_PATH"
+        "{library} was not found; install it with `pip install '{package}>=13,<14'` or the CUDA toolkit 13, in the active Python \
+         environment or with its folder in CUDA_HOME or LD_LIBRARY_PATH"
     )]
     Library {
         /// As files are called.
@@ -51,8 +55,9 @@ pub enum Error {
     },
     /// No memory of the device.
     #[error(
-        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower the tokens of a micro-batch, use LoRA or \
-         a smaller dtype, or recompute activations"
+        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), recompute \
+         activations (gradient_checkpointing), keep the optimizer's state or the reference in main memory (offload_optimizer, \
+         reference_device cpu), or train adapters (use_peft) on weights in bfloat16 or fewer bits"
     )]
     Memory {
         /// Bytes of the array that did not fit.

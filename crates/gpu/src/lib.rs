@@ -30,14 +30,14 @@ mod sample;
 pub mod sources;
 mod sums;
 
-pub use attention::{Cached, Heads, Pattern};
+pub use attention::{CachedGroup, Decoding, Heads, PAGE, Pattern};
 pub use conv::Unfolding;
-pub use cuda::count;
+pub use cuda::{Found, Survey, survey};
 pub use device::{Array, Dtype, Gpu};
 pub use elementwise::Place;
 pub use error::{Error, Result};
 pub use head::{Head, Marks};
-pub use libraries::folders;
+pub use libraries::{Library, folders, libraries};
 pub use linear::{Codes, Plus, Weight};
 pub use optim::Step;
 pub use sample::{Drawn, Row, Sampling};

@@ -2,24 +2,72 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::error::{Error, Result};
+
+/// A library that a card's operations need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    /// As its file is called.
+    pub name: &'static str,
+    /// The Python package that brings it.
+    pub package: &'static str,
+    /// Whether it can be loaded.
+    pub found: bool,
+    /// Its file, where that is known.
+    pub path: Option<PathBuf>,
+}
+
+/// The libraries of CUDA that a card's operations need, loaded from folders where they may be (see [`folders`]), else by the loader.
+#[must_use]
+pub fn libraries(given: &[PathBuf]) -> [Library; 2] {
+    let folders = folders(given);
+    // NVRTC opens this one by its name while it compiles.
+    preload("nvrtc-builtins", &folders);
+    let library = |name, stem, package, is_present: unsafe fn() -> bool| {
+        let path = preload(stem, &folders);
+        // SAFETY: loading a library of CUDA runs its initialisers, which have no conditions.
+        let found = path.is_some() || unsafe { is_present() };
+        Library { name, package, found, path }
+    };
+    [
+        library("libnvrtc", "nvrtc", "nvidia-cuda-nvrtc", cudarc::nvrtc::sys::is_culib_present),
+        library("libcublasLt", "cublasLt", "nvidia-cublas", cudarc::cublaslt::sys::is_culib_present),
+    ]
+}
+
+/// Loads all of them.
+pub(crate) fn check(given: &[PathBuf]) -> Result<()> {
+    let missing = libraries(given).into_iter().find(|library| !library.found);
+    missing.map_or(Ok(()), |Library { name, package, .. }| Err(Error::Library { library: name, package }))
+}
+
 /// Folders in which CUDA's libraries may be: those given, their `lib64` and `lib`, and the folders `nvidia/*/lib` that Python
-/// packages make below them.
+/// packages make below them or below the packages of a Python that is installed there.
 #[must_use]
 pub fn folders(given: &[PathBuf]) -> Vec<PathBuf> {
+    let below = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
     let mut all = Vec::new();
     for folder in given {
         all.push(folder.clone());
         all.extend(["lib64", "lib"].map(|name| folder.join(name)));
-        let packages = std::fs::read_dir(folder.join("nvidia")).into_iter().flatten().flatten();
-        all.extend(packages.map(|package| package.path().join("lib")));
+        let pythons = below(folder.join("lib"))
+            .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python")));
+        let sites =
+            pythons.flat_map(|python| ["site-packages", "dist-packages"].map(|name| python.join(name)));
+        for site in std::iter::once(folder.clone()).chain(sites) {
+            let mut packages: Vec<_> =
+                below(site.join("nvidia")).map(|package| package.join("lib")).collect();
+            packages.sort();
+            all.extend(packages);
+        }
     }
     all.retain(|folder| folder.is_dir());
     all
 }
 
-/// Loads a library by its full path, so that loading it by name finds it. Whether one was found.
-pub(crate) fn preload(stem: &str, folders: &[PathBuf]) -> bool {
-    folders.iter().any(|folder| newest(stem, folder).is_some_and(|path| keep(&path)))
+/// Loads a library by its full path, so that loading it by name finds it. The file, where one was found.
+pub(crate) fn preload(stem: &str, folders: &[PathBuf]) -> Option<PathBuf> {
+    folders.iter().filter_map(|folder| newest(stem, folder)).find(|path| keep(path))
 }
 
 /// `lib<stem>.so.<number>` of the highest number.
@@ -59,8 +107,12 @@ mod tests {
             folders(&[dir.path().into(), "/nowhere/at/all".into()]),
             [dir.path().to_path_buf(), lib.clone()]
         );
+        let site = dir.path().join("env/lib/python3.12/site-packages/nvidia/cublas/lib");
+        std::fs::create_dir_all(&site).unwrap();
+        let env = dir.path().join("env");
+        assert_eq!(folders(std::slice::from_ref(&env)), [env.clone(), env.join("lib"), site]);
         assert_eq!(newest("nvrtc", &lib), Some(lib.join("libnvrtc.so.13")));
         assert_eq!(newest("cublasLt", &lib), None);
-        assert!(!preload("nvrtc", &[lib]), "an empty file is no library");
+        assert_eq!(preload("nvrtc", &[lib]), None, "an empty file is no library");
     }
 }

@@ -8,7 +8,6 @@ use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
-use crate::libraries::preload;
 use crate::sources::PRIMITIVES;
 
 /// Machine code and the assembler's report (registers, shared memory, spills of each kernel; empty from the cache).
@@ -18,14 +17,6 @@ pub struct Compiled {
     pub cubin: Vec<u8>,
     /// What the compiler and the assembler said.
     pub log: String,
-}
-
-/// Loads NVRTC from folders where CUDA's libraries may be (see [`crate::folders`]), so that it is found by name. Whether one of
-/// them has it.
-pub fn find(folders: &[std::path::PathBuf]) -> bool {
-    let folders = crate::folders(folders);
-    // The other library is opened by name while a program compiles.
-    preload("nvrtc-builtins", &folders) & preload("nvrtc", &folders)
 }
 
 /// Whether NVRTC can be loaded.

@@ -3,8 +3,8 @@
 
 use half::bf16;
 use omnigrpo_gpu::{
-    Array, Cached, Codes, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Row,
-    Sampling, Step, Unfolding, Weight,
+    Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, PAGE, Pattern,
+    Place, Plus, Row, Sampling, Step, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
@@ -15,8 +15,16 @@ use omnigrpo_kernels::{Mat, logprob, twin};
 /// Schedules: all threads together, and two in which warps run ahead and copies come early or late.
 const SCHEDULES: [u64; 3] = [0, 1, 2];
 
-/// The emulator, with kernels in which a fault has been planted where the test of the tests asks for it.
+/// The emulator, with kernels in which a fault has been planted where the test of the tests asks for it; or the card that
+/// `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
 fn gpu(schedule: u64) -> Gpu {
+    if let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") {
+        static OPEN: std::sync::OnceLock<Gpu> = std::sync::OnceLock::new();
+        let folders = ["/usr/local/cuda", "/usr/local", "/usr"].map(Into::into);
+        let cache = std::env::temp_dir().join("omnigrpo-kernels");
+        let open = || Gpu::cuda(card.parse().unwrap(), &folders, &cache).unwrap();
+        return OPEN.get_or_init(open).clone();
+    }
     match std::env::var_os("OMNIGRPO_PLANTED_KERNELS") {
         Some(library) => Gpu::emulated_from(library.as_ref(), schedule).unwrap(),
         None => Gpu::emulated(schedule),
@@ -189,53 +197,102 @@ fn plain_attention_of_any_width() {
     attention(3, &AttentionLayout::causal(20), 20, Heads { q: 1, kv: 1, d: 24 }, Dtype::Bf16);
 }
 
-/// Decoding over caches: as attention over prompt and own rows, and the same bits in every batch.
+/// Decoding over caches in pages, of completions that share prompts: as attention over prompt and own tokens, and the same bits in every
+/// batch. Widths with a kernel for tensor cores and without, more pairs of rows and heads than a tile has, prompts and completions of
+/// several parts, pages that are just full.
 #[test]
 fn decoding_does_not_depend_on_the_batch() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
-        let heads = Heads { q: 4, kv: 2, d: 40 };
-        let (stride, width) = (8 * 40, 4 * 40);
-        let run = |rows: &[usize], schedule: u64| {
-            let gpu = gpu(schedule);
-            // Row r: a prompt of 300 − 100 r rows, the own region after 10 unused rows, 3 + r tokens.
-            let caches: Vec<(Array, Vec<f64>)> =
-                (0..3).map(|r| numbers(&gpu, 400 * width, dtype, 20 + r)).collect();
-            let packed: Vec<f32> = rows.iter().flat_map(|&r| noise(stride, 30 + r as u64)).collect();
-            let qkv = gpu.cast(&gpu.upload(&packed), dtype);
-            let cached: Vec<Cached> = rows
-                .iter()
-                .map(|&r| Cached {
-                    cache: &caches[r].0,
-                    prompt: 300 - 100 * r,
-                    start: 310 - 100 * r,
-                    len: 3 + r,
-                })
-                .collect();
-            let out = gpu.attend_cached(&qkv, &cached, heads).to_vec();
-            gpu.check().unwrap();
-            let qkv = wide(&qkv.to_vec());
-            for (i, &r) in rows.iter().enumerate() {
-                let (prompt, start, len) = (300 - 100 * r, 310 - 100 * r, 3 + r);
-                let mut all = caches[r].1.clone();
-                all[(start + len - 1) * width..(start + len) * width]
-                    .copy_from_slice(&qkv[(i + 1) * stride - width..(i + 1) * stride]);
-                assert_eq!(wide(&caches[r].0.to_vec()), all, "the token is appended, and nothing else");
-                let keys = vec![0..prompt, start..start + len];
-                let layout =
-                    AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
-                let shape = Shape { q_heads: 4, kv_heads: 2, head_dim: 40 };
-                let q = Mat::new(&qkv[i * stride..][..160], 1, 160);
-                let cached = Mat::new(&all, all.len() / width, width);
-                let parts = Qkv { q, k: cached.columns(0..80), v: cached.columns(80..160) };
-                let want = twin::attention_forward(parts, &layout, shape, 1.0 / 40f64.sqrt()).0;
-                let bound = if dtype == Dtype::Bf16 { 4e-3 } else { 1e-5 };
-                assert!(error(&wide(&out[i * 160..][..160]), &want) < bound);
+    let cases = [
+        (Dtype::F32, Heads { q: 4, kv: 2, d: 40 }),
+        (Dtype::Bf16, Heads { q: 4, kv: 2, d: 40 }),
+        (Dtype::Bf16, Heads { q: 32, kv: 2, d: 64 }),
+        (Dtype::Bf16, Heads { q: 2, kv: 2, d: 72 }),
+    ];
+    for (dtype, heads) in cases {
+        decoding(dtype, heads);
+    }
+}
+
+#[test]
+#[ignore = "slow"]
+fn slow_decoding_of_every_width() {
+    for heads in [Heads { q: 6, kv: 2, d: 80 }, Heads { q: 7, kv: 1, d: 128 }, Heads { q: 16, kv: 2, d: 128 }]
+    {
+        decoding(Dtype::Bf16, heads);
+    }
+}
+
+fn decoding(dtype: Dtype, heads: Heads) {
+    let Heads { q, kv, d } = heads;
+    let (stride, width, layers, layer) = ((q + 2 * kv) * d, 2 * kv * d, 2, 1);
+    // Rows of each prompt, and tokens of each of its completions.
+    let groups: [(usize, &[usize]); 3] = [(300, &[3, 130, 1, 2, 64]), (64, &[65]), (1, &[300, 7])];
+    let run = |chosen: &[(usize, &[usize])], schedule: u64| {
+        let gpu = gpu(schedule);
+        let array = |rows: usize, seed: u64| numbers(&gpu, layers * rows * width, dtype, seed);
+        let prompts: Vec<_> = (0..3).map(|g| array(groups[g].0, 20 + g as u64)).collect();
+        let pages: Vec<Vec<Vec<(Array, Vec<f64>)>>> = (0..3)
+            .map(|g| {
+                let completion = |(c, len): (usize, &usize)| {
+                    let page = |i: usize| array(PAGE, (1000 * g + 100 * c + i) as u64);
+                    (0..len.div_ceil(PAGE)).map(page).collect()
+                };
+                groups[g].1.iter().enumerate().map(completion).collect()
+            })
+            .collect();
+        let rows: Vec<(usize, usize)> =
+            chosen.iter().flat_map(|&(g, slots)| slots.iter().map(move |&slot| (g, slot))).collect();
+        let packed: Vec<f32> =
+            rows.iter().flat_map(|&(g, slot)| noise(stride, (40 + 10 * g + slot) as u64)).collect();
+        let qkv = gpu.cast(&gpu.upload(&packed), dtype);
+        let cached: Vec<CachedGroup> = chosen
+            .iter()
+            .map(|&(g, slots)| CachedGroup {
+                prompt: &prompts[g].0,
+                prompt_rows: groups[g].0,
+                completions: slots
+                    .iter()
+                    .map(|&slot| (pages[g][slot].iter().map(|page| &page.0).collect(), groups[g].1[slot]))
+                    .collect(),
+            })
+            .collect();
+        let decoding = Decoding::new(&gpu, &cached, heads);
+        let out = gpu.attend_cached(&qkv, &decoding, layer, heads).to_vec();
+        gpu.check().unwrap();
+        let qkv = wide(&qkv.to_vec());
+        for (i, &(g, slot)) in rows.iter().enumerate() {
+            let (prompt_rows, len) = (groups[g].0, groups[g].1[slot]);
+            let new = &qkv[(i + 1) * stride - width..(i + 1) * stride];
+            let mut all = prompts[g].1[layer * prompt_rows * width..].to_vec();
+            for (p, (page, before)) in pages[g][slot].iter().enumerate() {
+                let mut after = before.clone();
+                if (len - 1) / PAGE == p {
+                    let at = (layer * PAGE + (len - 1) % PAGE) * width;
+                    after[at..at + width].copy_from_slice(new);
+                }
+                assert_eq!(wide(&page.to_vec()), after, "the token is appended, and nothing else");
+                let rows = (len - p * PAGE).min(PAGE);
+                all.extend_from_slice(&after[layer * PAGE * width..][..rows * width]);
             }
-            out
-        };
-        let all = run(&[0, 1, 2], 0);
-        assert_eq!(run(&[2, 0], 1), [&all[320..], &all[..160]].concat());
-        assert_eq!(run(&[1], 2), all[160..320]);
+            let keys = vec![0..prompt_rows + len];
+            let layout = AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
+            let shape = Shape { q_heads: q, kv_heads: kv, head_dim: d };
+            let own = Mat::new(&qkv[i * stride..][..q * d], 1, q * d);
+            let cached = Mat::new(&all, all.len() / width, width);
+            let parts = Qkv { q: own, k: cached.columns(0..kv * d), v: cached.columns(kv * d..width) };
+            let want = twin::attention_forward(parts, &layout, shape, 1.0 / (d as f64).sqrt()).0;
+            let far = error(&wide(&out[i * q * d..][..q * d]), &want);
+            assert!(far < if dtype == Dtype::Bf16 { 4e-3 } else { 1e-5 }, "{heads:?}, row {i}: {far}");
+        }
+        out.chunks(q * d).map(<[f32]>::to_vec).zip(rows).map(|(out, row)| (row, out)).collect::<Vec<_>>()
+    };
+    let all = run(&[(0, &[0, 1, 2, 3, 4]), (1, &[0]), (2, &[0, 1])], 0);
+    for (chosen, schedule) in [(&[(2, &[1][..]), (0, &[4, 1])][..], 1), (&[(1, &[0])], 2), (&[(0, &[2])], 1)]
+    {
+        for (row, out) in run(chosen, schedule) {
+            let (_, among) = all.iter().find(|(other, _)| *other == row).unwrap();
+            assert_eq!(&out, among, "{heads:?}, {row:?}");
+        }
     }
 }
 
@@ -666,7 +723,8 @@ fn draws_are_those_of_a_sorted_row() {
 /// What fails stays with the device, and nothing is computed after it.
 #[test]
 fn a_failure_is_told_once_and_read_as_nan() {
-    let gpu = gpu(0);
+    // A device of its own: the failure stays with it.
+    let gpu = Gpu::emulated(0);
     let x = gpu.upload(&[1.0, 2.0]);
     assert_eq!(x.to_vec(), [1.0, 2.0]);
     let _huge = gpu.alloc(usize::MAX / 8, Dtype::F32);
@@ -812,8 +870,27 @@ const FAULTS: &[Fault] = &[
     fault(
         "plain_attention",
         "own rows are read from the prompt",
-        "key - it.prompt + it.start",
-        "key - it.prompt",
+        "of_prompt ? it.prompt : pages",
+        "true ? it.prompt : pages",
+    ),
+    fault(
+        "plain_attention",
+        "a token is written behind its place",
+        "own % PAGE) * width",
+        "it.length % PAGE) * width",
+    ),
+    fault("attention", "keys behind a part are seen", "if (at + j * 8 + 2 * t + e % 2 >= end)", "if (false)"),
+    fault(
+        "attention",
+        "another completion's part",
+        "tile.row0 + pair / sh.group, head",
+        "tile.row0 + pair % sh.group, head",
+    ),
+    fault(
+        "attention",
+        "a first layer's keys",
+        "(i64)layer * it.prompt_rows * 2",
+        "(i64)0 * it.prompt_rows * 2",
     ),
     fault(
         "plain_attention",
@@ -887,7 +964,11 @@ fn slow_planted_faults_are_found() {
         let status = Command::new("g++").args(["-shared", "-o"]).arg(&library).args(parts).status();
         assert!(status.unwrap().success());
         let tests: &[&str] = match file {
-            "attention" => &["attention_with_shared_prefixes", "attention_in_windows"],
+            "attention" => &[
+                "attention_with_shared_prefixes",
+                "attention_in_windows",
+                "decoding_does_not_depend_on_the_batch",
+            ],
             "linear" => &["a_row_has_the_same_bits_in_every_batch", "quantised_weights_are_widened"],
             "plain_attention" => &["plain_attention_of_any_width", "decoding_does_not_depend_on_the_batch"],
             "head" => &["the_head"],

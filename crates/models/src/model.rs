@@ -495,6 +495,7 @@ impl Model {
         let (rows, pass, mut tape) = (&stream.targets.rows, self.pass(), Tape::off());
         let hidden = decoder.forward(Var::constant(x), &rope, &stream.layout, rows, &pass, &mut tape)?;
         let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
+        self.device.finish()?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
     }
 
@@ -519,6 +520,7 @@ impl Model {
         let rows = &stream.targets.rows;
         let hidden = decoder.forward(input.clone(), &rope, &stream.layout, rows, &pass, &mut tape)?;
         let scored = decoder.score(hidden.rows().clone(), &stream.targets, temperature)?;
+        self.device.finish()?;
         Ok(StreamPass {
             logprobs: stream.by_completion(&scored.logprobs),
             entropies: stream.by_completion(&scored.entropies),

@@ -299,7 +299,6 @@ impl Mask {
     }
 
     /// The keys of rows, if they are not their indices, and the key of the call.
-    #[cfg(feature = "gpu")]
     pub(crate) fn keys(&self) -> (Option<&[u64]>, u64) {
         (self.rows.as_deref(), self.key)
     }

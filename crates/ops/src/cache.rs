@@ -23,9 +23,7 @@ pub(crate) enum Store {
     /// until rows are written.
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
-    /// Rows of each layer, and the layers, made when they are first written to, in the dtype of what is written.
-    #[cfg(feature = "gpu")]
-    Gpu(usize, Vec<Option<omnigrpo_gpu::Array>>),
+    Gpu(crate::gpu::Pages),
 }
 
 impl GroupCache {
@@ -41,7 +39,7 @@ impl GroupCache {
         slots: usize,
         slot_rows: usize,
     ) -> std::io::Result<Self> {
-        let store = device.backend().cache(layers, prompt_rows + slots * slot_rows, heads)?;
+        let store = device.backend().cache(layers, slots, prompt_rows + slots * slot_rows, heads)?;
         Ok(Self { store, prompt_rows, slot_rows, lengths: vec![0; slots] })
     }
 

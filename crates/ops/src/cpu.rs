@@ -10,8 +10,8 @@ use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
 use omnigrpo_kernels::sample::{self, Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{
-    Mat, MatMut, Stored, Weight, buffer, conv, embedding, experts as grouped, logprob, norm as norms, optim, parallel, profile,
-    rope, scale,
+    Mat, MatMut, Stored, Weight, buffer, conv, embedding, experts as grouped, logprob, norm as norms, optim,
+    parallel, profile, rope, scale,
 };
 
 use crate::adapter::Mask;
@@ -26,7 +26,7 @@ use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::moves;
 use crate::norm::Norm;
-use crate::optim::{Moments, Step};
+use crate::optim::{Moments, Numbers, Step};
 use crate::param::{GradGuard, Param, ParamDtype, Values, WeightGuard};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
@@ -311,7 +311,7 @@ impl Backend for Cpu {
         Rows::on_cpu(dqkv, qkv.rows(), qkv.cols())
     }
 
-    fn cache(&self, layers: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
+    fn cache(&self, layers: usize, _: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
         let bytes = rows * 2 * heads.kv_width() * size_of::<f32>();
         Ok(Store::Cpu((0..layers).map(|_| MmapMut::map_anon(bytes.max(1))).collect::<std::io::Result<_>>()?))
     }
@@ -524,7 +524,7 @@ impl Backend for Cpu {
 
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         let by = step.kernel(moments.step);
-        let Moments { m, v, master, .. } = moments;
+        let Numbers { m, v, master } = moments.on_host(param);
         let mut update = |weight: &mut [f32]| optim::adamw(grad.cpu(), &by, weight, m, v);
         if param.dtype() == ParamDtype::F32 {
             return param.write(|values| {

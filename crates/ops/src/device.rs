@@ -33,7 +33,6 @@ pub enum Device {
     /// f64 in main memory, with plain loops: what the other devices are compared with.
     Twin,
     /// An NVIDIA card, or its emulator: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
-    #[cfg(feature = "gpu")]
     Gpu(crate::gpu::Card),
 }
 
@@ -41,26 +40,22 @@ impl Device {
     /// Every device of this build that every machine has. The emulator among them is a new one.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        vec![
-            Self::Cpu,
-            Self::Twin,
-            #[cfg(feature = "emulator")]
-            Self::emulated(),
-        ]
+        [Self::Cpu, Self::Twin].into_iter().chain(Self::emulator()).collect()
     }
 
-    /// A new emulator of a card, under a schedule in which warps run ahead of each other.
-    #[cfg(feature = "emulator")]
+    /// A new emulator of a card, in builds for tests.
     #[must_use]
-    pub fn emulated() -> Self {
-        Self::Gpu(crate::gpu::Card::emulated(1))
+    pub fn emulator() -> Option<Self> {
+        #[cfg(feature = "emulator")]
+        return Some(Self::Gpu(crate::gpu::Card::emulated(None)));
+        #[cfg(not(feature = "emulator"))]
+        None
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
         match self {
             Self::Cpu => &cpu::Cpu,
             Self::Twin => &twin::Twin,
-            #[cfg(feature = "gpu")]
             Self::Gpu(card) => card,
         }
     }
@@ -72,7 +67,6 @@ impl Device {
     /// The first failure of the device, such as memory that did not suffice.
     pub fn finish(self) -> Result<()> {
         match self {
-            #[cfg(feature = "gpu")]
             Self::Gpu(card) => card.finish(),
             _ => Ok(()),
         }
@@ -83,7 +77,6 @@ impl Device {
     #[must_use]
     pub fn logit_rows(self) -> usize {
         match self {
-            #[cfg(feature = "gpu")]
             Self::Gpu(_) => 128,
             _ => 16,
         }
@@ -103,7 +96,6 @@ impl fmt::Display for Device {
         match self {
             Self::Cpu => f.write_str("cpu"),
             Self::Twin => f.write_str("twin"),
-            #[cfg(feature = "gpu")]
             Self::Gpu(card) => card.fmt(f),
         }
     }
@@ -192,10 +184,11 @@ pub(crate) trait Backend: Sync {
         layout: &Layout,
         heads: AttentionHeads,
     ) -> Rows;
-    /// Room for the keys and values of `rows` tokens in each layer.
+    /// Room for the keys and values of `rows` tokens in each layer: of a prompt and of `slots` completions of one length.
     fn cache(
         &self,
         layers: usize,
+        slots: usize,
         rows: usize,
         heads: AttentionHeads,
     ) -> std::io::Result<crate::cache::Store>;

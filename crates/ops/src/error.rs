@@ -30,7 +30,6 @@ pub enum Error {
         what: String,
     },
     /// A failure of a card or its driver.
-    #[cfg(feature = "gpu")]
     #[error(transparent)]
     Gpu(#[from] omnigrpo_gpu::Error),
     /// A tape that was used against its order.

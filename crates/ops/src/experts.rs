@@ -101,19 +101,16 @@ impl Routes {
     }
 
     /// Bounds of the experts' places.
-    #[cfg(feature = "gpu")]
     pub(crate) fn offsets(&self) -> &[usize] {
         &self.offsets
     }
 
     /// The places of all rows, row by row.
-    #[cfg(feature = "gpu")]
     pub(crate) fn of_rows(&self) -> &Mix {
         &self.sums
     }
 
     /// The expert of each place.
-    #[cfg(feature = "gpu")]
     pub(crate) fn experts(&self) -> &Host<Vec<u32>> {
         &self.experts
     }

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use omnigrpo_gpu::{
-    Array, Cached, Codes, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, Pattern, Place, Plus, Row,
-    Sampling, Unfolding, Weight,
+    Array, CachedGroup, Codes, Decoding, Drawn, Dtype, Gpu, Head, Heads, Marks, Mixture, PAGE, Pattern,
+    Place, Plus, Row, Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::quant::QuantMatrix;
@@ -29,7 +29,7 @@ use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
 use crate::linear::{Linear, Order};
 use crate::norm::Norm;
-use crate::optim::{Moments, Step};
+use crate::optim::{Moments, Numbers, Step};
 use crate::param::{Param, ParamDtype, Values};
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
@@ -54,11 +54,12 @@ impl Card {
         Ok(Self::over(Gpu::cuda(ordinal, libraries, cache)?, Some(ordinal)))
     }
 
-    /// The emulator: kernels on the CPU, for tests. `schedule` draws the order in which threads run.
+    /// The emulator: kernels on the CPU, for tests, under a schedule in which warps run ahead of each other. `memory`: bytes that it
+    /// has; as many as the system gives where nothing is said.
     #[cfg(feature = "emulator")]
     #[must_use]
-    pub fn emulated(schedule: u64) -> Self {
-        Self::over(Gpu::emulated(schedule), None)
+    pub fn emulated(memory: Option<usize>) -> Self {
+        Self::over(Gpu::emulated_with(1, memory.unwrap_or(usize::MAX)), None)
     }
 
     fn over(gpu: Gpu, ordinal: Option<usize>) -> Self {
@@ -396,17 +397,43 @@ impl Card {
     fn marks(&self, targets: &Targets) -> Marks {
         Marks::new(self.gpu, &words(&targets.offsets), &targets.tokens)
     }
+}
 
-    /// A layer of a cache, made at first use.
-    fn layer_cache<'a>(
-        &self,
-        cache: &'a mut GroupCache,
-        layer: usize,
-        width: usize,
-        dtype: Dtype,
-    ) -> Option<&'a mut Array> {
-        let Store::Gpu(rows, layers) = &mut cache.store else { return None };
-        Some(layers.get_mut(layer)?.get_or_insert_with(|| self.gpu.alloc(*rows * width, dtype)))
+/// A group's keys and values on a card, of all layers: the prompt's, and pages of each completion, made as it grows, in the dtype of
+/// what is written.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    layers: usize,
+    prompt: Option<Arc<Array>>,
+    own: Vec<Vec<Array>>,
+    /// What the rows of the step under way read; in the first of its groups. Prompts, slots and lengths tell it from another's.
+    step: Option<(StepKey, Arc<Decoding>)>,
+}
+
+type StepKey = Vec<(Arc<Array>, Vec<[usize; 2]>)>;
+
+impl Pages {
+    fn new(layers: usize, slots: usize) -> Self {
+        Self { layers, prompt: None, own: (0..slots).map(|_| Vec::new()).collect(), step: None }
+    }
+
+    fn of<'a>(group: &'a DecodeRows) -> Option<&'a Self> {
+        match &group.cache.store {
+            Store::Gpu(pages) => Some(pages),
+            _ => None,
+        }
+    }
+
+    /// The prompt's rows of `width` numbers in all layers.
+    fn prompt(&mut self, gpu: &Gpu, rows: usize, width: usize, dtype: Dtype) -> &mut Arc<Array> {
+        self.prompt.get_or_insert_with(|| Arc::new(gpu.alloc(self.layers * rows * width, dtype)))
+    }
+
+    /// Makes room for `len` tokens of a slot.
+    fn grow(&mut self, gpu: &Gpu, slot: usize, len: usize, width: usize, dtype: Dtype) {
+        while self.own[slot].len() * PAGE < len {
+            self.own[slot].push(gpu.alloc(self.layers * PAGE * width, dtype));
+        }
     }
 }
 
@@ -682,15 +709,21 @@ impl Backend for Card {
         self.rows(dqkv, rows, heads.packed_width())
     }
 
-    fn cache(&self, layers: usize, rows: usize, _: AttentionHeads) -> std::io::Result<Store> {
-        Ok(Store::Gpu(rows, (0..layers).map(|_| None).collect()))
+    fn cache(&self, layers: usize, slots: usize, _: usize, _: AttentionHeads) -> std::io::Result<Store> {
+        Ok(Store::Gpu(Pages::new(layers, slots)))
     }
 
     fn cache_prompt(&self, cache: &mut GroupCache, layer: usize, qkv: &Rows, heads: AttentionHeads) {
-        let (from, width) = (self.of(qkv), 2 * heads.kv_width());
-        if let Some(to) = self.layer_cache(cache, layer, width, from.dtype()) {
-            let source = Place::new(heads.q_width(), heads.packed_width());
-            self.gpu.copy_rows(to, Place::new(0, width), from, source, [qkv.rows(), width]);
+        let (from, width, rows) = (self.of(qkv), 2 * heads.kv_width(), qkv.rows());
+        if let Store::Gpu(pages) = &mut cache.store {
+            let prompt = pages.prompt(self.gpu, rows, width, from.dtype());
+            if Arc::get_mut(prompt).is_none() {
+                *prompt = Arc::new(self.gpu.cast(prompt, prompt.dtype()));
+            }
+            let Some(to) = Arc::get_mut(prompt) else { return };
+            let (target, source) =
+                (Place::new(layer * rows * width, width), Place::new(heads.q_width(), heads.packed_width()));
+            self.gpu.copy_rows(to, target, from, source, [rows, width]);
         }
     }
 
@@ -702,15 +735,43 @@ impl Backend for Card {
         heads: AttentionHeads,
     ) -> Rows {
         let (packed, width) = (self.of(qkv), 2 * heads.kv_width());
-        let mut rows = Vec::with_capacity(qkv.rows());
-        for group in groups {
-            let prompt = group.cache.prompt_rows;
-            let slots: Vec<_> = group.slots.iter().map(|&slot| group.cache.slot(slot)).collect();
-            let Some(cache) = self.layer_cache(group.cache, layer, width, packed.dtype()) else { continue };
-            let cache = &*cache;
-            rows.extend(slots.into_iter().map(|(start, len)| Cached { cache, prompt, start, len: len + 1 }));
+        let mut key: StepKey = Vec::with_capacity(groups.len());
+        for group in groups.iter_mut() {
+            let (lengths, prompt_rows) = (&group.cache.lengths, group.cache.prompt_rows);
+            let slots: Vec<_> = group.slots.iter().map(|&slot| [slot, lengths[slot] + 1]).collect();
+            let Store::Gpu(pages) = &mut group.cache.store else { continue };
+            let prompt = Arc::clone(pages.prompt(self.gpu, prompt_rows, width, packed.dtype()));
+            slots.iter().for_each(|&[slot, len]| pages.grow(self.gpu, slot, len, width, packed.dtype()));
+            key.push((prompt, slots));
         }
-        let out = self.gpu.attend_cached(packed, &rows, heads_of(heads));
+        let same = |(of, _): &&(StepKey, _)| {
+            of.len() == key.len() && of.iter().zip(&key).all(|(a, b)| Arc::ptr_eq(&a.0, &b.0) && a.1 == b.1)
+        };
+        let known = groups.first().and_then(Pages::of).and_then(|pages| pages.step.as_ref()).filter(same);
+        let decoding = match known {
+            Some((_, decoding)) => Arc::clone(decoding),
+            None => {
+                let cached: Vec<CachedGroup> = groups
+                    .iter()
+                    .zip(&key)
+                    .filter_map(|(group, (prompt, slots))| {
+                        let own = &Pages::of(group)?.own;
+                        let completion = |&[slot, len]: &[usize; 2]| (own[slot].iter().collect(), len);
+                        let prompt_rows = group.cache.prompt_rows;
+                        Some(CachedGroup {
+                            prompt,
+                            prompt_rows,
+                            completions: slots.iter().map(completion).collect(),
+                        })
+                    })
+                    .collect();
+                Arc::new(Decoding::new(self.gpu, &cached, heads_of(heads)))
+            }
+        };
+        if let Some(Store::Gpu(pages)) = groups.first_mut().map(|group| &mut group.cache.store) {
+            pages.step = Some((key, Arc::clone(&decoding)));
+        }
+        let out = self.gpu.attend_cached(packed, &decoding, layer, heads_of(heads));
         self.rows(out, qkv.rows(), heads.q_width())
     }
 
@@ -920,32 +981,72 @@ impl Backend for Card {
         self.gpu.sum_of_squares(self.of(x))
     }
 
-    /// Moments live on the host and travel for each step; the weight stays on the card.
+    /// The weight stays on the card; moments and master do too, or travel.
     fn adamw(&self, param: &Param, grad: &Rows, moments: &mut Moments, step: &Step) -> Result<()> {
         if matches!(param.dtype(), ParamDtype::Quantised(_)) {
             return param.write(|_| ());
         }
-        let Step { lr, betas, eps, weight_decay, grad_scale, master } = *step;
+        let Step { lr, betas, eps, weight_decay, grad_scale, .. } = *step;
         let count = moments.step;
         let own = omnigrpo_gpu::Step { lr, betas, eps, weight_decay, grad_scale, count };
-        let gpu = self.gpu;
-        let [mut m, mut v] = [&moments.m, &moments.v].map(|data| gpu.upload(data));
-        let keeps = master && param.dtype() == ParamDtype::Bf16;
-        let weight = if keeps {
-            if moments.master.is_empty() {
-                moments.master = param.read().f32().into_owned();
-            }
-            let (mut weight, mut rest) = gpu.split_master(&moments.master);
-            gpu.adamw(&mut weight, Some(&mut rest), [&mut m, &mut v], self.of(grad), &own);
-            moments.master = gpu.join_master(&weight, &rest);
-            weight
-        } else {
-            let mut weight = self.vector(param, |weight| gpu.cast(weight, weight.dtype()));
-            gpu.adamw(&mut weight, None, [&mut m, &mut v], self.of(grad), &own);
-            weight
-        };
-        (moments.m, moments.v) = (m.to_vec(), v.to_vec());
+        let (state, mut weight) =
+            self.state(param, moments, step.master && param.dtype() == ParamDtype::Bf16);
+        let State { mut m, mut v, mut rest, .. } = state;
+        self.gpu.adamw(&mut weight, rest.as_mut(), [&mut m, &mut v], self.of(grad), &own);
         param.replace_on_gpu(self.device(), weight);
-        Ok(gpu.check()?)
+        moments.put(State { card: *self, m, v, rest }, param, step.offload);
+        Ok(())
+    }
+}
+
+/// The optimizer's state of a weight, on the card that updates the weight.
+#[derive(Debug)]
+pub(crate) struct State {
+    card: Card,
+    pub m: Array,
+    pub v: Array,
+    /// What a bf16 weight lacks of its master.
+    pub rest: Option<Array>,
+}
+
+impl State {
+    /// The master, where there is one.
+    pub fn master(&self, param: &Param) -> Vec<f32> {
+        match (&*self.card.weights(param), &self.rest) {
+            (Weights::Dense(weight), Some(rest)) => self.card.gpu.join_master(weight, rest),
+            _ => Vec::new(),
+        }
+    }
+
+    /// All of it, for main memory.
+    pub fn numbers(&self, param: &Param) -> Numbers {
+        Numbers { m: self.m.to_vec(), v: self.v.to_vec(), master: self.master(param) }
+    }
+}
+
+impl Card {
+    /// The state of a weight on this card, from wherever it is, and a copy of the weight to update.
+    fn state(&self, param: &Param, moments: &mut Moments, with_master: bool) -> (State, Array) {
+        let copy = || self.vector(param, |weight| self.gpu.cast(weight, weight.dtype()));
+        let numbers = match moments.take() {
+            (Some(state), _) if state.card == *self => return (state, copy()),
+            // Another card's comes by way of main memory.
+            (Some(state), _) => state.numbers(param),
+            (None, numbers) => numbers,
+        };
+        let part = |data: &[f32]| match data.is_empty() {
+            true => self.gpu.zeros(param.len(), Dtype::F32),
+            false => self.gpu.upload(data),
+        };
+        let (weight, rest) = match (with_master, numbers.master.is_empty()) {
+            (true, false) => {
+                let (weight, rest) = self.gpu.split_master(&numbers.master);
+                (weight, Some(rest))
+            }
+            // The first step: the weight is its own master.
+            (true, true) => (copy(), Some(self.gpu.zeros(param.len(), Dtype::Bf16))),
+            (false, _) => (copy(), None),
+        };
+        (State { card: *self, m: part(&numbers.m), v: part(&numbers.v), rest }, weight)
     }
 }

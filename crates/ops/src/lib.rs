@@ -21,7 +21,6 @@ mod device;
 mod embedding;
 mod error;
 mod experts;
-#[cfg(feature = "gpu")]
 mod gpu;
 mod head;
 mod host;
@@ -45,7 +44,6 @@ pub use device::Device;
 pub use embedding::{Ids, Taps, embed, embed_backward};
 pub use error::{Error, Result};
 pub use experts::{ExpertLinear, Routes};
-#[cfg(feature = "gpu")]
 pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;
@@ -55,7 +53,7 @@ pub use omnigrpo_kernels::activation::Activation;
 pub use omnigrpo_kernels::attention::{AttentionLayout, QueryRange};
 pub use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 pub use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
-pub use optim::{Moments, Step};
+pub use optim::{Moments, Numbers, Step};
 pub use param::{Param, ParamDtype, Part, Values, WeightGuard};
 pub use pass::{Dropout, Pass};
 pub use rope::RopeTable;

@@ -130,17 +130,12 @@ enum Data {
 #[derive(Debug)]
 struct Storage<T> {
     host: T,
-    #[cfg(feature = "gpu")]
     copy: crate::gpu::Copy,
 }
 
 impl<T> Storage<T> {
     fn new(host: T) -> Arc<Self> {
-        Arc::new(Self {
-            host,
-            #[cfg(feature = "gpu")]
-            copy: crate::gpu::Copy::default(),
-        })
+        Arc::new(Self { host, copy: crate::gpu::Copy::default() })
     }
 }
 
@@ -151,7 +146,6 @@ impl Storage<RwLock<Values>> {
 
     /// For reading; what a card has changed is fetched first.
     fn read(&self) -> RwLockReadGuard<'_, Values> {
-        #[cfg(feature = "gpu")]
         self.copy.fetch(&self.host);
         self.host.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -516,7 +510,6 @@ impl Param {
         self.loaded()?;
         match &self.data {
             Data::Dense(values) => {
-                #[cfg(feature = "gpu")]
                 values.copy.fetch_and_forget(&values.host);
                 Ok(f(&mut values.host.write().unwrap_or_else(PoisonError::into_inner)))
             }
@@ -528,7 +521,6 @@ impl Param {
     }
 
     /// The weight in the memory of a card, copied there at first use.
-    #[cfg(feature = "gpu")]
     pub(crate) fn on_gpu(&self, gpu: &omnigrpo_gpu::Gpu, device: Device) -> Arc<crate::gpu::Weights> {
         use crate::gpu::Weights;
         match &self.data {
@@ -540,7 +532,6 @@ impl Param {
     }
 
     /// Replaces the numbers by those in the memory of a card.
-    #[cfg(feature = "gpu")]
     pub(crate) fn replace_on_gpu(&self, device: Device, array: omnigrpo_gpu::Array) {
         if let Data::Dense(values) = &self.data {
             values.copy.replace(device, array);
@@ -568,7 +559,6 @@ impl GradGuard<'_> {
     }
 
     /// The gradient wherever it lives.
-    #[cfg(feature = "gpu")]
     pub(crate) fn rows(&mut self) -> Option<&mut Rows> {
         self.0.as_mut()
     }

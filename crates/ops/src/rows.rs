@@ -21,7 +21,6 @@ pub struct Rows {
 pub(crate) enum Data {
     Cpu(Arc<Vec<f32>>),
     Twin(Arc<Vec<f64>>),
-    #[cfg(feature = "gpu")]
     Gpu(crate::gpu::Card, Arc<omnigrpo_gpu::Array>),
 }
 
@@ -39,7 +38,6 @@ impl Rows {
         Self { data: Data::Twin(Arc::new(data)), rows, cols }
     }
 
-    #[cfg(feature = "gpu")]
     pub(crate) fn on_gpu(
         card: crate::gpu::Card,
         data: omnigrpo_gpu::Array,
@@ -81,7 +79,6 @@ impl Rows {
         match &self.data {
             Data::Cpu(_) => Device::Cpu,
             Data::Twin(_) => Device::Twin,
-            #[cfg(feature = "gpu")]
             Data::Gpu(card, _) => Device::Gpu(*card),
         }
     }
@@ -122,7 +119,6 @@ impl Rows {
         match &self.data {
             Data::Cpu(data) => size_of_val(&data[..]),
             Data::Twin(data) => size_of_val(&data[..]),
-            #[cfg(feature = "gpu")]
             Data::Gpu(_, data) => data.len() * data.dtype().size(),
         }
     }

@@ -284,7 +284,7 @@ impl Backend for Twin {
         dqkv
     }
 
-    fn cache(&self, layers: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
+    fn cache(&self, layers: usize, _: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
         Ok(Store::Twin(vec![vec![0.0; rows * 2 * heads.kv_width()]; layers]))
     }
 
@@ -490,16 +490,18 @@ impl Backend for Twin {
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let round = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
         let keeps = step.master && param.dtype() != ParamDtype::F32;
-        let mut weight = match keeps && !moments.master.is_empty() {
-            true => wide(&moments.master),
+        let by = step.kernel(moments.step).wide();
+        let numbers = moments.on_host(param);
+        let mut weight = match keeps && !numbers.master.is_empty() {
+            true => wide(&numbers.master),
             false => values(param),
         };
-        let (mut m, mut v) = (wide(&moments.m), wide(&moments.v));
-        twin::adamw(grad.twin(), &step.kernel(moments.step).wide(), &mut weight, &mut m, &mut v);
-        (moments.m, moments.v) = (round(&m), round(&v));
+        let (mut m, mut v) = (wide(&numbers.m), wide(&numbers.v));
+        twin::adamw(grad.twin(), &by, &mut weight, &mut m, &mut v);
+        (numbers.m, numbers.v) = (round(&m), round(&v));
         let weight = round(&weight);
         if keeps {
-            moments.master.clone_from(&weight);
+            numbers.master.clone_from(&weight);
         }
         param.store(&weight)
     }

@@ -247,6 +247,8 @@ impl<'a> Generator<'a> {
             });
         }
         let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+        // Tells why, where a card could not compute the logits.
+        self.model.device().finish()?;
         for ((request, _, sequence), drawn) in sequences.into_iter().zip(drawn) {
             let SampleKey { row, sample, .. } = sequence.key;
             let token = sequence.done.ids.len();

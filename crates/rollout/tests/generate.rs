@@ -13,11 +13,12 @@ use std::sync::Arc;
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype,
 };
-use omnigrpo_ops::Device;
+use omnigrpo_ops::{Card, Device};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
-    CHECKPOINTS, Golden, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff, omni_prompt,
+    CHECKPOINTS, Golden, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff,
+    omni_prompt,
 };
 
 struct Setup {
@@ -230,8 +231,7 @@ fn generation_on_every_device() {
 #[test]
 fn rollouts_in_bf16_on_the_emulator() {
     let dir = checkpoint("qwen2_5_vl_tied");
-    let options =
-        LoadOptions { dtype: WeightDtype::BFloat16, device: Device::emulated(), ..LoadOptions::default() };
+    let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
     let setup = Setup {
         model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
         tokenizer: Tokenizer::from_dir(&dir).unwrap(),
@@ -245,6 +245,36 @@ fn rollouts_in_bf16_on_the_emulator() {
     for (one, all) in alone.iter().flatten().zip(groups.iter().flatten()) {
         assert_eq!((&one.ids, &one.logprobs), (&all.ids, &all.logprobs), "the batch decides");
     }
+}
+
+/// A card whose memory does not suffice says so, and not that the model's numbers are not finite.
+#[test]
+fn a_card_out_of_memory_says_so() {
+    let dir = checkpoint("qwen2_5_vl_tied");
+    let device = Device::Gpu(Card::emulated(Some(900_000)));
+    let options = LoadOptions { device, ..LoadOptions::default() };
+    let setup = Setup {
+        model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
+        tokenizer: Tokenizer::from_dir(&dir).unwrap(),
+    };
+    let row = setup.row("A", 0);
+    let (params, stops) = (sampled(64), StopSet::default());
+    let requests = vec![
+        Request {
+            prompt: &row.prompt,
+            features: &row.features,
+            num_samples: 8,
+            rollout: 0,
+            row: 0,
+            first_sample: 0,
+        };
+        40
+    ];
+    let Setup { model, tokenizer } = &setup;
+    let generator = Generator { model, tokenizer, stops: &stops, params: &params, max_live: 320 };
+    let error = generator.generate(&requests, |_| {}).unwrap_err().to_string();
+    assert!(error.contains("out of GPU memory") && error.contains("of 900000 free"), "{error}");
+    assert!(error.contains("max_stream_tokens") && !error.contains("not finite"), "{error}");
 }
 
 /// Eight rows: images, videos, text, several media, two of them the same prompt under another row.

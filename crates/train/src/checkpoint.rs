@@ -16,6 +16,7 @@ use std::path::{Component, Path, PathBuf};
 use omnigrpo_data::OrderState;
 use omnigrpo_models::Model;
 use omnigrpo_observe::sync_directory;
+use omnigrpo_ops::{Numbers, Param};
 use rayon::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, View};
@@ -78,7 +79,7 @@ pub fn save(
         }
         model.save_trained(&temporary)?;
         if let Some(optimizer) = optimizer {
-            state.optimizer_steps = save_moments(&temporary, optimizer.state())?;
+            state.optimizer_steps = save_moments(&temporary, optimizer)?;
         }
         let path = temporary.join(STATE);
         let text = serde_json::to_vec(&state).map_err(|e| TrainError::Checkpoint { what: e.to_string() })?;
@@ -267,15 +268,10 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     };
     let mut moments = HashMap::new();
     for (name, &step) in &state.optimizer_steps {
-        let entry = Moments {
-            step,
-            m: floats(&format!("{name}.m"))?,
-            v: floats(&format!("{name}.v"))?,
-            master: floats(&format!("{name}.master"))?,
-        };
-        moments.insert(name.clone(), entry);
+        let [m, v, master] = ["m", "v", "master"].map(|part| floats(&format!("{name}.{part}")));
+        moments.insert(name.clone(), Moments::new(step, Numbers { m: m?, v: v?, master: master? }));
     }
-    let known = moments.values().map(|m| 2 + usize::from(!m.master.is_empty())).sum::<usize>();
+    let known = moments.values().map(|m| 2 + usize::from(m.has_master())).sum::<usize>();
     if file.len() != known {
         return Err(damaged(&format!(
             "{} tensors, expected the {known} of the weights that {STATE} names",
@@ -285,9 +281,12 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     optimizer.restore(moments)
 }
 
-fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<BTreeMap<String, u64>> {
+fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> {
+    /// A part of a weight's state, which comes from a card when it is written.
     struct Named<'a> {
-        data: &'a [f32],
+        param: &'a Param,
+        moments: &'a Moments,
+        part: StatePart,
         shape: [usize; 1],
     }
     impl View for Named<'_> {
@@ -298,18 +297,22 @@ fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<BTreeMap
             &self.shape
         }
         fn data(&self) -> Cow<'_, [u8]> {
-            Cow::Borrowed(bytemuck::cast_slice(self.data))
+            match (self.part.of)(self.moments, self.param) {
+                Cow::Borrowed(data) => bytemuck::cast_slice(data).into(),
+                Cow::Owned(data) => bytemuck::cast_slice(&data).to_vec().into(),
+            }
         }
         fn data_len(&self) -> usize {
-            4 * self.data.len()
+            4 * self.param.len()
         }
     }
     let mut tensors = Vec::new();
-    for (name, moments) in state {
-        for (suffix, data) in [("m", &moments.m), ("v", &moments.v), ("master", &moments.master)] {
-            if !data.is_empty() {
-                tensors.push((format!("{name}.{suffix}"), Named { data, shape: [data.len()] }));
-            }
+    let mut steps = BTreeMap::new();
+    for (param, moments) in optimizer.state() {
+        steps.insert(param.name().to_owned(), moments.step);
+        for part in state_parts(moments) {
+            let name = format!("{}.{}", param.name(), part.name);
+            tensors.push((name, Named { param, moments, part, shape: [param.len()] }));
         }
     }
     let path = dir.join(OPTIMIZER);
@@ -318,7 +321,7 @@ fn save_moments(dir: &Path, state: &HashMap<String, Moments>) -> Result<BTreeMap
         other => TrainError::Checkpoint { what: other.to_string() },
     })?;
     omnigrpo_models::share(&dir.join(OPTIMIZER))?;
-    Ok(state.iter().map(|(name, m)| (name.clone(), m.step)).collect())
+    Ok(steps)
 }
 
 /// Syncs the files of a directory and then their names.
@@ -432,15 +435,31 @@ fn check_weights(model: &Model) -> Result<()> {
 
 /// As [`check_weights`]: a checkpoint with such moments could not be loaded.
 fn check_moments(optimizer: &AdamW) -> Result<()> {
-    for (name, Moments { m, v, master, .. }) in optimizer.state() {
-        for (what, values) in [("the first moment", m), ("the second moment", v), ("the master copy", master)]
-        {
-            if !values.iter().all(|x| x.is_finite()) {
-                return Err(TrainError::NonFiniteState { name: name.clone(), what });
+    for (param, moments) in optimizer.state() {
+        for StatePart { what, of, .. } in state_parts(moments) {
+            if !of(moments, param).iter().all(|x| x.is_finite()) {
+                return Err(TrainError::NonFiniteState { name: param.name().to_owned(), what });
             }
         }
     }
     Ok(())
+}
+
+/// A part of the optimizer's state of a weight.
+struct StatePart {
+    /// At the end of its tensor's name.
+    name: &'static str,
+    what: &'static str,
+    of: for<'a> fn(&'a Moments, &'a Param) -> Cow<'a, [f32]>,
+}
+
+fn state_parts(moments: &Moments) -> impl Iterator<Item = StatePart> {
+    let all = [
+        StatePart { name: "m", what: "the first moment", of: |moments, _| moments.m() },
+        StatePart { name: "v", what: "the second moment", of: |moments, _| moments.v() },
+        StatePart { name: "master", what: "the master copy", of: |moments, param| moments.master(param) },
+    ];
+    all.into_iter().take(if moments.has_master() { 3 } else { 2 })
 }
 
 /// Removes what was being written or removed when an earlier process ended, and names it.

@@ -6,13 +6,14 @@
 //! reach has no gradient and is skipped, as PyTorch skips `grad = None`; one that was reached with advantages of 0 has
 //! a gradient of 0, and momentum, decay and its count of updates go on.
 //!
-//! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16.
+//! Memory per trained weight: gradient 4 B, two moments 8 B, and 4 B of master for bf16. On a card the master is the bf16 weight and
+//! the 2 B that it lacks, so weight, gradient, moments and master take 16 B; with `offload` the card has 6 B of them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use omnigrpo_ops::Moments;
-use omnigrpo_ops::{Param, ParamDtype, Part, Step};
+use omnigrpo_ops::{Device, Param, ParamDtype, Part, Step};
 
 use crate::error::{Result, TrainError};
 use crate::selection::decayed_names;
@@ -38,6 +39,8 @@ pub struct AdamWConfig {
     pub max_grad_norm: f64,
     /// Update bf16 weights without an f32 master.
     pub pure_bf16: bool,
+    /// Keep moments and masters of weights on a card in main memory.
+    pub offload: bool,
 }
 
 impl Default for AdamWConfig {
@@ -53,6 +56,7 @@ impl Default for AdamWConfig {
             weight_decay: 0.0,
             max_grad_norm: 1.0,
             pure_bf16: false,
+            offload: false,
         }
     }
 }
@@ -100,12 +104,17 @@ impl AdamW {
     pub fn step(&mut self, factor: f64) -> Result<Update> {
         let mut squares = 0.0;
         let mut skipped = 0;
+        let mut device = Device::Cpu;
         for (param, ..) in &self.params {
-            let sum = param.with_grad(|grad| grad.map(|grad| grad.sum_of_squares()));
+            let sum = param.with_grad(|grad| grad.map(|grad| (grad.device(), grad.sum_of_squares())));
             match sum {
                 None => skipped += 1,
-                Some(sum) if sum.is_finite() => squares += sum,
-                Some(_) => return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() }),
+                Some((on, sum)) if sum.is_finite() => (device, squares) = (on, squares + sum),
+                Some((on, _)) => {
+                    // What a card could not compute is NaN.
+                    on.finish()?;
+                    return Err(TrainError::NonFiniteGradient { name: param.name().to_owned() });
+                }
             }
         }
         let grad_norm = squares.sqrt();
@@ -125,9 +134,11 @@ impl AdamW {
                 weight_decay: *decay as f32,
                 grad_scale: scale as f32,
                 master: !c.pure_bf16,
+                offload: c.offload,
             };
             param.adamw(self.state.entry(param.name().to_owned()).or_default(), &step)?;
         }
+        device.finish()?;
         Ok(Update { grad_norm, skipped })
     }
 
@@ -144,10 +155,9 @@ impl AdamW {
         }
     }
 
-    /// The state of each weight that has had an update, by name.
-    #[must_use]
-    pub fn state(&self) -> &HashMap<String, Moments> {
-        &self.state
+    /// Each weight that has had an update, and its state.
+    pub fn state(&self) -> impl Iterator<Item = (&Param, &Moments)> {
+        self.params.iter().filter_map(|(param, ..)| Some((&**param, self.state.get(param.name())?)))
     }
 
     /// Names of trained weights that no update has reached so far.
@@ -166,14 +176,14 @@ impl AdamW {
             let param = self.params.iter().find(|(p, ..)| p.name() == name);
             match param {
                 Some((p, ..))
-                    if moments.m.len() == p.len()
-                        && moments.v.len() == p.len()
-                        && moments.master.len() == if self.has_master(p) { p.len() } else { 0 } => {}
+                    if moments.m().len() == p.len()
+                        && moments.v().len() == p.len()
+                        && moments.master(p).len() == if self.has_master(p) { p.len() } else { 0 } => {}
                 _ => {
                     return Err(TrainError::Checkpoint {
                         what: format!(
                             "the optimizer state of {name} ({} values) belongs to no trained weight of that size",
-                            moments.m.len()
+                            moments.m().len()
                         ),
                     });
                 }

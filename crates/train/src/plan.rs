@@ -7,6 +7,7 @@ use std::time::Duration;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{DebugLog, Report, RunLock, Trackers};
+use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
 
@@ -183,6 +184,8 @@ pub struct TrainSetup {
     pub optimizer: AdamWConfig,
     /// What is trained.
     pub selection: Selection,
+    /// Where the reference runs.
+    pub reference_device: Device,
     /// Length, records, checkpoints.
     pub run: RunPlan,
     /// The run directory, which no other process may write meanwhile.

@@ -174,6 +174,7 @@ impl Loop {
             run,
             lock,
             trackers,
+            reference_device,
         } = setup;
         let dir = lock.root();
         for name in checkpoint::remove_leftovers(dir)? {
@@ -182,8 +183,11 @@ impl Loop {
         selection.apply(&model)?;
         console.line(summary(&model).trim_end());
         let imitate = run.objective == Objective::Imitate;
-        let reference =
-            if algorithm.loss.needs_reference() && !imitate { Some(model.reference()?) } else { None };
+        let reference = if algorithm.loss.needs_reference() && !imitate {
+            Some(model.reference_on(reference_device)?)
+        } else {
+            None
+        };
         let mut optimizer = AdamW::new(optimizer, model.params());
 
         let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();

@@ -14,7 +14,7 @@ use std::time::Instant;
 use omnigrpo_grpo::Aggregation;
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_ops::Device;
+use omnigrpo_ops::{Device, Numbers, Param};
 use omnigrpo_train::{
     AdamW, Algorithm, Moments, PreparedRow, ResumeFrom, Rollouts, ScheduleKind, Selection, StepOutcome,
     decayed_names, replay,
@@ -301,10 +301,11 @@ fn the_gradient_of_a_step_equals_pytorch() {
         golden.iter().filter_map(|(k, v)| Some((k.strip_prefix("step0.sketch.")?, v))).collect();
     let squares: f64 = wanted.values().map(|s| f64::from(s[0]).powi(2)).sum();
     let rms = (squares / wanted.len() as f64).sqrt();
-    assert_eq!(adamw.state().len(), wanted.len());
+    assert_eq!(adamw.state().count(), wanted.len());
     for (weight, state) in adamw.state() {
-        let gradient: Vec<f32> = state.m.iter().map(|m| m * 10.0).collect();
-        let want = wanted[weight.as_str()];
+        let weight = weight.name();
+        let gradient: Vec<f32> = state.m().iter().map(|m| m * 10.0).collect();
+        let want = wanted[weight];
         let bound = 1e-3 * f64::from(want[0]) + 1e-6 * rms;
         for (i, (a, b)) in sketch(&gradient).iter().zip(want).enumerate() {
             let bound = if i == 0 { bound } else { 4.0 * bound };
@@ -334,7 +335,8 @@ struct Trained {
     metrics: Vec<BTreeMap<String, Option<f64>>>,
     grad_norms: Vec<f64>,
     without_grad: Vec<usize>,
-    moments: BTreeMap<String, Moments>,
+    /// Updates, moments and master of each weight.
+    moments: BTreeMap<String, (u64, Numbers)>,
     weights: BTreeMap<String, Vec<f32>>,
 }
 
@@ -359,7 +361,13 @@ fn trained(steps: &[Vec<PreparedRow>], change: impl Fn(&mut Algorithm)) -> Train
             without_grad.push(outcome.params_without_grad);
         }
     }
-    let moments = adamw.state().iter().map(|(name, m)| (name.clone(), m.clone())).collect();
+    let numbers = |param: &Param, m: &Moments| Numbers {
+        m: m.m().into_owned(),
+        v: m.v().into_owned(),
+        master: m.master(param).into_owned(),
+    };
+    let state = adamw.state().map(|(param, m)| (param.name().to_owned(), (m.step, numbers(param, m))));
+    let moments = state.collect();
     Trained { metrics, grad_norms, without_grad, moments, weights: weights(&model) }
 }
 
@@ -388,7 +396,7 @@ fn groups_without_variance_count_as_if_they_had_run() {
             }
         }
         // Momentum and decay go on where no group has variance: every weight has had six updates.
-        assert!(skipped.moments.values().all(|m| m.step == 6));
+        assert!(skipped.moments.values().all(|(step, _)| *step == 6));
     }
     // Only what media reach is left alone in a step without any.
     let text: Vec<Vec<PreparedRow>> = steps.iter().map(|rows| vec![rows[0].clone()]).collect();
@@ -420,8 +428,10 @@ fn packing_does_not_change_a_step_with_groups_without_variance() {
                 assert!(close(a, b), "{what}: {key} is {a}, expected {b}");
             }
         }
-        let first: support::Gradients = parts.moments.iter().map(|(n, s)| (n.clone(), s.m.clone())).collect();
-        let want: support::Gradients = whole.moments.iter().map(|(n, s)| (n.clone(), s.m.clone())).collect();
+        let first: support::Gradients =
+            parts.moments.iter().map(|(n, (_, s))| (n.clone(), s.m.clone())).collect();
+        let want: support::Gradients =
+            whole.moments.iter().map(|(n, (_, s))| (n.clone(), s.m.clone())).collect();
         support::assert_close(&first, &want, 1e-2, &what);
     }
 }
@@ -494,7 +504,7 @@ fn accumulated_equals_one_batch() {
             let outcome = update(&model, &reference, &mut adamw, &algorithm, &mut rollouts);
             let metrics: BTreeMap<String, Option<f64>> = outcome.sums.metrics().into_iter().collect();
             let moments: support::Gradients =
-                adamw.state().iter().map(|(name, s)| (name.clone(), s.m.clone())).collect();
+                adamw.state().map(|(param, s)| (param.name().to_owned(), s.m().into_owned())).collect();
             (metrics["loss"].unwrap(), metrics["kl"].unwrap(), outcome.grad_norm, moments)
         };
         let whole = gradients(3, 4096);

