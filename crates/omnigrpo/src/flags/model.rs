@@ -63,9 +63,7 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help(
-        "Where the reference of the KL term runs; `cpu` leaves the memory of a GPU to the policy.",
-    )
+    .help("Where the reference of the KL term runs; `cpu` leaves the memory of a GPU to the policy.")
     .unset("`device`")
     .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
     .free(LOOP),

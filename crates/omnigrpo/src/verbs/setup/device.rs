@@ -8,7 +8,11 @@ use crate::settings::{DeviceChoice, Settings};
 
 /// Opens a device; with it a few words on what it is, or why it was taken. A device that was asked for and cannot be had is an
 /// error, and so is a GPU that is there and cannot be used: nothing else is taken in its place.
-pub fn open_device(choice: DeviceChoice, flag: &str, settings: &Settings) -> Result<(Device, String), Problem> {
+pub fn open_device(
+    choice: DeviceChoice,
+    flag: &str,
+    settings: &Settings,
+) -> Result<(Device, String), Problem> {
     match choice {
         DeviceChoice::Cpu => Ok((Device::Cpu, "as the settings say".into())),
         DeviceChoice::Cuda(ordinal) => {
@@ -47,7 +51,8 @@ pub fn no_cards(settings: &Settings) -> String {
 }
 
 fn open(ordinal: u16, settings: &Settings) -> omnigrpo_ops::Result<(Device, String)> {
-    let card = Card::open(ordinal.into(), &settings.env.cuda_folders, &settings.env.cache_dir.join("kernels"))?;
+    let card =
+        Card::open(ordinal.into(), &settings.env.cuda_folders, &settings.env.cache_dir.join("kernels"))?;
     Ok((Device::Gpu(card), card.name()))
 }
 
