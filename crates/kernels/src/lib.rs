@@ -65,7 +65,7 @@ use half::bf16;
 
 pub use mat::{Mat, MatMut};
 pub use simd::{Instructions, limit_instructions};
-pub use tiles::available as has_tiles;
+pub use tiles::rounds_bf16;
 
 /// The elements of a weight, row by row, in their storage dtype.
 #[derive(Clone, Copy, Debug)]

@@ -4,10 +4,15 @@
 //! computed with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
 //! order. Attention and decoding use these, where they do not use matrix tiles.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
 use std::ops::Range;
 
 use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use pulp::WithSimd;
+#[cfg(target_arch = "x86_64")]
+use pulp::x86::V4;
 
 use crate::mat::Mat;
 use crate::simd::{self, Simd, load_ptr, prefetch, store_ptr};
@@ -134,6 +139,8 @@ impl WithSimd for Product {
 pub(crate) enum WeightPtr {
     F32(*const f32),
     Bf16(*const bf16),
+    /// bf16 that is multiplied as such, where [`crate::tiles::pairs`] says so.
+    Pairs(*const bf16),
 }
 
 /// `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` contiguous.
@@ -180,9 +187,30 @@ fn side<S: Simd>(rest: usize) -> usize {
 /// beyond `m` and `k`.
 ///
 /// For bf16 weights every block of two vectors has its even elements first, since two neighbouring bf16 are widened as
-/// the low and the high half of one 32-bit lane.
+/// the low and the high half of one 32-bit lane. For [`WeightPtr::Pairs`] see [`round_rows`].
 pub(crate) fn pack_rows(x: Mat, bf16: bool, to: &mut [f32]) {
     simd::arch().dispatch(PackRows { to, x, bf16 });
+}
+
+/// [`pack_rows`] for bf16 weights that are multiplied as such: rounded, 32 elements a vector. Half of `to` is used.
+pub(crate) fn round_rows(x: Mat, to: &mut [f32]) {
+    let (m, k) = x.dims();
+    let padded = k.next_multiple_of(PAD);
+    // SAFETY: two bf16 in the place of each f32; any bits are valid for both.
+    let to = unsafe { std::slice::from_raw_parts_mut(to.as_mut_ptr().cast::<bf16>(), 2 * to.len()) };
+    let mut i = 0;
+    while i < m {
+        let rows = if m - i > 4 { ROWS } else { 4 };
+        for (at, to) in to[i * padded..(i + rows) * padded].chunks_exact_mut(rows * PAD).enumerate() {
+            for (r, to) in to.chunks_exact_mut(PAD).enumerate() {
+                let x = if i + r < m { &x.row(i + r)[at * PAD..k.min((at + 1) * PAD)] } else { &[] };
+                let (whole, rest) = to.split_at_mut(x.len());
+                whole.convert_from_f32_slice(x);
+                rest.fill(bf16::ZERO);
+            }
+        }
+        i += rows;
+    }
 }
 
 struct PackRows<'a> {
@@ -263,15 +291,48 @@ struct Place {
     ahead: usize,
 }
 
-/// Storage of a weight, as [`Dots`] reads it: two vectors of a row at a time.
+/// Storage of a weight, as [`Dots`] reads it: so many elements of a row at a time as two vectors of f32 have.
 trait Stored: Copy {
-    /// Two vectors of columns from `w` on.
-    unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2];
-    /// The first `width` columns, fewer than two vectors, the others zero.
-    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> [S::f32s; 2];
+    /// These elements in registers.
+    type Vecs<S: Simd>: Copy;
+    /// Vectors of a packed row of `x` that go with them.
+    const OF_X: usize;
+    /// The elements from `w` on.
+    unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> Self::Vecs<S>;
+    /// The first `width` of them, the others zero.
+    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> Self::Vecs<S>;
+    /// Adds the products with `R` packed rows from `x` on.
+    unsafe fn add<S: Simd, const R: usize, const N: usize>(
+        simd: S,
+        acc: &mut [[S::f32s; N]; R],
+        x: *const f32,
+        w: [Self::Vecs<S>; N],
+    );
+}
+
+/// [`Stored::add`] for widened weights.
+#[inline(always)]
+unsafe fn add_wide<S: Simd, const R: usize, const N: usize>(
+    simd: S,
+    acc: &mut [[S::f32s; N]; R],
+    x: *const f32,
+    w: [[S::f32s; 2]; N],
+) {
+    for half in 0..2 {
+        for r in 0..R {
+            // SAFETY: packed rows hold two vectors of every row.
+            let x = unsafe { x.add((half * R + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
+            for c in 0..N {
+                acc[r][c] = simd.mul_add_e_f32s(x, w[c][half], acc[r][c]);
+            }
+        }
+    }
 }
 
 impl Stored for f32 {
+    type Vecs<S: Simd> = [S::f32s; 2];
+    const OF_X: usize = 2;
+
     #[inline(always)]
     unsafe fn whole<S: Simd>(_: S, w: *const Self) -> [S::f32s; 2] {
         // SAFETY: two readable vectors.
@@ -286,9 +347,23 @@ impl Stored for f32 {
         // SAFETY: `width` readable elements.
         unsafe { [load_ptr(simd, w, first), load_ptr(simd, w.wrapping_add(first), width - first)] }
     }
+
+    #[inline(always)]
+    unsafe fn add<S: Simd, const R: usize, const N: usize>(
+        simd: S,
+        acc: &mut [[S::f32s; N]; R],
+        x: *const f32,
+        w: [[S::f32s; 2]; N],
+    ) {
+        // SAFETY: by the contract.
+        unsafe { add_wide(simd, acc, x, w) }
+    }
 }
 
 impl Stored for bf16 {
+    type Vecs<S: Simd> = [S::f32s; 2];
+    const OF_X: usize = 2;
+
     #[inline(always)]
     unsafe fn whole<S: Simd>(simd: S, w: *const Self) -> [S::f32s; 2] {
         // SAFETY: two vectors of 16-bit elements are one of 32-bit lanes.
@@ -307,30 +382,99 @@ impl Stored for bf16 {
             Self::whole(simd, tail.as_ptr())
         }
     }
+
+    #[inline(always)]
+    unsafe fn add<S: Simd, const R: usize, const N: usize>(
+        simd: S,
+        acc: &mut [[S::f32s; N]; R],
+        x: *const f32,
+        w: [[S::f32s; 2]; N],
+    ) {
+        // SAFETY: by the contract.
+        unsafe { add_wide(simd, acc, x, w) }
+    }
+}
+
+/// A bf16 that is multiplied as such. Vectors have 16 lanes, each a pair of neighbours, on both sides.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Paired(bf16);
+
+#[cfg(target_arch = "x86_64")]
+impl Stored for Paired {
+    type Vecs<S: Simd> = __m512bh;
+    const OF_X: usize = 1;
+
+    #[inline(always)]
+    unsafe fn whole<S: Simd>(_: S, w: *const Self) -> __m512bh {
+        // SAFETY: 32 readable elements.
+        unsafe { w.cast::<__m512bh>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn partial<S: Simd>(simd: S, w: *const Self, width: usize) -> __m512bh {
+        let mut tail = [Self(bf16::ZERO); PAD];
+        // SAFETY: `width` readable elements, fewer than PAD.
+        unsafe {
+            w.copy_to_nonoverlapping(tail.as_mut_ptr(), width);
+            Self::whole(simd, tail.as_ptr())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add<S: Simd, const R: usize, const N: usize>(
+        _: S,
+        acc: &mut [[S::f32s; N]; R],
+        x: *const f32,
+        w: [__m512bh; N],
+    ) {
+        for r in 0..R {
+            // SAFETY: packed rows hold a vector of every row; this code runs in `Dots::run_pairs` alone, where vectors of
+            // `S` are those of AVX-512 and the instruction exists.
+            unsafe {
+                let x = x.add(r * S::F32_LANES).cast::<__m512bh>().read_unaligned();
+                for c in 0..N {
+                    let sum = std::mem::transmute_copy::<S::f32s, __m512>(&acc[r][c]);
+                    let sum = _mm512_dpbf16_ps(sum, x, w[c]);
+                    acc[r][c] = std::mem::transmute_copy::<__m512, S::f32s>(&sum);
+                }
+            }
+        }
+    }
 }
 
 impl Dots<'_> {
     /// # Safety
     /// All elements named by the strides and sizes are in bounds, those of `y` are not referenced elsewhere.
     pub(crate) unsafe fn run(self) {
+        #[cfg(target_arch = "x86_64")]
+        if let (WeightPtr::Pairs(w), Some(simd)) = (self.w, V4::try_new()) {
+            // SAFETY: by the contract; such weights are chosen where the instruction exists.
+            return unsafe { self.run_pairs(simd, w.cast()) };
+        }
         simd::arch().dispatch(self);
     }
 
-    /// Adds the products of two vectors of columns.
+    /// Products of bf16.
+    ///
+    /// # Safety
+    /// That of [`Self::run`], and the instructions exist.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
+    unsafe fn run_pairs(&self, simd: V4, w: *const Paired) {
+        // SAFETY: by the contract.
+        unsafe { self.blocks::<V4, Paired, ROWS, 3>(simd, w) }
+    }
+
+    /// All blocks of the inner dimension and all groups of weights.
     #[inline(always)]
-    unsafe fn step<S: Simd, const R: usize, const N: usize>(
-        simd: S,
-        acc: &mut [[S::f32s; N]; R],
-        x: *const f32,
-        w: [[S::f32s; 2]; N],
-    ) {
-        for half in 0..2 {
-            for r in 0..R {
-                // SAFETY: packed rows hold two vectors of every row.
-                let x = unsafe { x.add((half * R + r) * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
-                for c in 0..N {
-                    acc[r][c] = simd.mul_add_e_f32s(x, w[c][half], acc[r][c]);
-                }
+    unsafe fn blocks<S: Simd, T: Stored, const R: usize, const N: usize>(&self, simd: S, w: *const T) {
+        for start in (0..self.k.max(1)).step_by(DEPTH) {
+            let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
+            for j in (0..self.n).step_by(GROUP) {
+                // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
+                unsafe { self.group::<S, T, R, N>(simd, w, part, j, GROUP.min(self.n - j)) };
             }
         }
     }
@@ -348,7 +492,7 @@ impl Dots<'_> {
         // Elements that are asked for at every step, and those of a cache line.
         let (asked, line) = (AHEAD * both, 64 / size_of::<T>());
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
-        let mut x = self.x.wrapping_add(i * self.k.next_multiple_of(PAD) + part.start * R);
+        let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
         let mut ahead = w.wrapping_add(ahead * self.k + part.start);
         let mut wait = part.len;
         let mut w = w.wrapping_add(j * self.k + part.start);
@@ -365,24 +509,26 @@ impl Dots<'_> {
                     wait = wait.wrapping_add(part.len);
                 }
             }
-            let mut w_vec = [[simd.splat_f32s(0.0); 2]; N];
-            for c in 0..N {
-                // SAFETY: row j + c < n, two whole vectors of it.
-                w_vec[c] = unsafe { T::whole(simd, w.wrapping_add(c * self.k)) };
+            // SAFETY: row j + c < n, that many elements of it; x is packed.
+            unsafe {
+                let mut w_vec = [T::whole(simd, w); N];
+                for c in 1..N {
+                    w_vec[c] = T::whole(simd, w.wrapping_add(c * self.k));
+                }
+                T::add(simd, &mut acc, x, w_vec);
             }
-            // SAFETY: x is packed.
-            unsafe { Self::step(simd, &mut acc, x, w_vec) };
-            x = x.wrapping_add(both * R);
+            x = x.wrapping_add(T::OF_X * S::F32_LANES * R);
             w = w.wrapping_add(both);
         }
         if !part.len.is_multiple_of(both) {
-            let mut w_vec = [[simd.splat_f32s(0.0); 2]; N];
-            for c in 0..N {
-                // SAFETY: row j + c < n, what remains of it.
-                w_vec[c] = unsafe { T::partial(simd, w.wrapping_add(c * self.k), part.len % both) };
+            // SAFETY: row j + c < n, what remains of it; x is packed.
+            unsafe {
+                let mut w_vec = [T::partial(simd, w, part.len % both); N];
+                for c in 1..N {
+                    w_vec[c] = T::partial(simd, w.wrapping_add(c * self.k), part.len % both);
+                }
+                T::add(simd, &mut acc, x, w_vec);
             }
-            // SAFETY: x is packed.
-            unsafe { Self::step(simd, &mut acc, x, w_vec) };
         }
         // Apart from the rest, else the accumulators would live in memory.
         let mut dots = [[0.0; N]; R];
@@ -472,21 +618,17 @@ impl WithSimd for Dots<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        for start in (0..self.k.max(1)).step_by(DEPTH) {
-            let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
-            for j in (0..self.n).step_by(GROUP) {
-                let count = GROUP.min(self.n - j);
-                // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
-                unsafe {
-                    // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2, 8 × 3 most of the
-                    // 32 of AVX-512; widening needs more.
-                    match (self.w, S::F32_LANES >= 16) {
-                        (WeightPtr::F32(w), true) => self.group::<S, f32, ROWS, 3>(simd, w, part, j, count),
-                        (WeightPtr::F32(w), false) => self.group::<S, f32, 4, 3>(simd, w, part, j, count),
-                        (WeightPtr::Bf16(w), true) => self.group::<S, bf16, ROWS, 2>(simd, w, part, j, count),
-                        (WeightPtr::Bf16(w), false) => self.group::<S, bf16, 4, 2>(simd, w, part, j, count),
-                    }
-                }
+        // SAFETY: the contract of `run`.
+        unsafe {
+            // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2, 8 × 3 most of the 32 of AVX-512;
+            // widening needs more.
+            match (self.w, S::F32_LANES >= 16) {
+                (WeightPtr::F32(w), true) => self.blocks::<S, f32, ROWS, 3>(simd, w),
+                (WeightPtr::F32(w), false) => self.blocks::<S, f32, 4, 3>(simd, w),
+                (WeightPtr::Bf16(w), true) => self.blocks::<S, bf16, ROWS, 2>(simd, w),
+                (WeightPtr::Bf16(w), false) => self.blocks::<S, bf16, 4, 2>(simd, w),
+                // They have their own.
+                (WeightPtr::Pairs(_), _) => {}
             }
         }
     }

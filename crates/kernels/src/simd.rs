@@ -13,6 +13,8 @@ pub enum Instructions {
     /// All that the CPU has.
     Best,
     /// All but matrix tiles.
+    Pairs,
+    /// Those too without products of bf16.
     Vectors,
     /// Those of every CPU of its kind.
     Portable,

@@ -21,7 +21,7 @@ use omnigrpo_kernels::logprob::{Head, Scores, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{
-    Mat, MatMut, Stored, Weight, embedding, has_tiles, linear, logprob, norm, optim, rope, scale, twin,
+    Mat, MatMut, Stored, Weight, embedding, linear, logprob, norm, optim, rope, rounds_bf16, scale, twin,
 };
 
 const ACTIVATIONS: [Activation; 4] =
@@ -56,9 +56,9 @@ fn unspread(y: &[f32], rows: usize, width: usize, stride: usize) -> Vec<f32> {
     (0..rows).flat_map(|r| y[r * stride..r * stride + width].to_vec()).collect()
 }
 
-/// The numbers that a product with such a weight multiplies: tiles take bf16 alone.
+/// The numbers that a product with such a weight multiplies: instructions for bf16 take bf16 alone.
 fn factor(x: &[f32], bf16_weight: bool) -> Vec<f64> {
-    if bf16_weight && has_tiles() {
+    if bf16_weight && rounds_bf16() {
         return x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect();
     }
     wide(x)
@@ -550,7 +550,7 @@ fn log_probabilities_match_their_twin() {
                 let gradient = logprob::Gradient { logp: &dlogp64, entropy: own };
                 let mut dlogits = twin::logit_gradients(gradient, hidden64, head64, targets, t64);
                 let mut bound = 5e-6;
-                if bf16 && has_tiles() {
+                if bf16 && rounds_bf16() {
                     // A factor as well. Some of them lie so near the middle of two bf16 that the kernel takes the other.
                     dlogits = factor(&narrow(&dlogits), true);
                     bound = 2e-4;

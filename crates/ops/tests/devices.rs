@@ -363,7 +363,7 @@ fn frozen_weights_of_every_dtype() {
     let bf16 = Param::new("w", Part::Llm, &[n, k], Values::F32(values.clone()).into_bf16()).unwrap();
     // A GPU rounds both factors to bf16, whatever of less than 32 bits the weight is stored in; a CPU may where the weight is bf16.
     let rounds = |device: Device, param: &Param| match device {
-        Device::Cpu => param.dtype() == ParamDtype::Bf16 && omnigrpo_kernels::has_tiles(),
+        Device::Cpu => param.dtype() == ParamDtype::Bf16 && omnigrpo_kernels::rounds_bf16(),
         Device::Twin => false,
         _ => true,
     };

@@ -35,7 +35,6 @@ fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
         });
         return;
     }
-    let widths: Vec<usize> = layers.iter().map(Layer::n).collect();
     let mut at = 0;
     let rights = layers.iter().map(|layer| {
         let (from, columns, bias) = (layer.w.stored(), layer.n(), layer.bias);
@@ -45,27 +44,28 @@ fn write_forward(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatMut) {
     let (narrow, wide): (Vec<Right>, Vec<Right>) =
         rights.partition(|right| matches!(right.from, Stored::Bf16(_)));
     let left = [tiles::Left { from: x.data, outer: x.stride, inner: 1, rows: m, c: y.data }];
-    // SAFETY: the check above bounds rows and columns.
-    let multiply = |rights: &[Right], rounded| unsafe {
-        tiles::multiply(&left, rights, k, y.stride, accumulate, rounded)
-    };
-    if multiply(&wide, false) && multiply(&narrow, true) {
-        return;
+    let mut rest = Vec::new();
+    for (rights, rounded) in [(wide, false), (narrow, true)] {
+        // SAFETY: the check above bounds rows and columns.
+        if !unsafe { tiles::multiply(&left, &rights, k, y.stride, accumulate, rounded) } {
+            rest.extend(rights);
+        }
     }
+    let widths: Vec<usize> = rest.iter().map(|right| right.columns).collect();
+    let n = widths.iter().sum();
     let strips = Strips::new(&widths, m, gemm::tile_shape().1);
     tasks(strips.len(), work(m, k, n), |i| {
         let (at, columns, row_part) = strips.get(i);
-        let Layer { w, bias } = layers[at];
+        let Right { from: w, bias, at, .. } = rest[at];
         let rows = part(m, strips.row_parts, row_part);
-        let offset = widths[..at].iter().sum::<usize>() + columns.start;
-        let (c, ldc) = (y.data.ptr(rows.start * y.stride + offset), y.stride);
+        let (c, ldc) = (y.data.ptr(rows.start * y.stride + at + columns.start), y.stride);
         let (m, n) = (rows.len(), columns.len());
         let mut scratch = PANELS.take();
         let mut old = accumulate;
         // An empty sum still writes the bias.
         for block in gemm::blocks(k, gemm::STEP, gemm::DEPTH).chain((k == 0).then_some(0..0)) {
             let depth = block.len();
-            let from = w.stored().from(columns.start * k + block.start);
+            let from = w.from(columns.start * k + block.start);
             let panels = Pack { from, inner: 1, column: k, depth, width: n }.run(&mut scratch);
             let bias = bias.filter(|_| block.start == 0).map(|bias| &bias[columns.clone()]);
             let data = x.data.as_ptr().wrapping_add(rows.start * x.stride + block.start);

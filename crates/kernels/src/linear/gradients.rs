@@ -60,21 +60,23 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
         });
         return;
     }
-    let (mut col, mut old, mut done) = (0, accumulate, true);
+    let (mut col, mut old, mut rest) = (0, accumulate, Vec::new());
     for layer in layers.iter().filter(|layer| layer.n() > 0) {
         let (from, n) = (layer.w.stored(), layer.n());
         let left = tiles::Left { from: &dy.data[col..], outer: dy.stride, inner: 1, rows: m, c: dx.data };
         let right = Right { from, outer: 1, inner: k, columns: k, at: 0, bias: None };
         // SAFETY: the check above bounds rows and columns.
-        done = unsafe { tiles::multiply(&[left], &[right], n, dx.stride, old, layer.w.is_bf16()) };
-        (col, old) = (col + n, true);
-        if !done {
-            break;
+        if unsafe { tiles::multiply(&[left], &[right], n, dx.stride, old, layer.w.is_bf16()) } {
+            old = true;
+        } else {
+            rest.push((col, layer));
         }
+        col += n;
     }
-    if done {
+    if rest.is_empty() {
         return;
     }
+    let accumulate = old;
     let widths = [k];
     let strips = Strips::new(&widths, m, gemm::tile_shape().1);
     tasks(strips.len(), work(m, k, n), |i| {
@@ -83,8 +85,8 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
         let (c, ldc) = (dx.data.ptr(rows.start * dx.stride + columns.start), dx.stride);
         let (m, n) = (rows.len(), columns.len());
         let mut scratch = PANELS.take();
-        let (mut old, mut col) = (accumulate, 0);
-        for layer in layers {
+        let mut old = accumulate;
+        for &(col, layer) in &rest {
             for block in gemm::blocks(layer.n(), gemm::STEP, gemm::DEPTH) {
                 let depth = block.len();
                 let from = layer.w.stored().from(block.start * k + columns.start);
@@ -95,7 +97,6 @@ fn write_backward(dy: Mat, layers: &[Layer], accumulate: bool, mut dx: MatMut) {
                 unsafe { Multiply { c, ldc, left, panels, m, depth, n, old, bias: None }.run() };
                 old = true;
             }
-            col += layer.n();
         }
         PANELS.set(scratch);
     });
@@ -113,7 +114,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
     }
     let right =
         [Right { from: Stored::F32(x.data), outer: 1, inner: x.stride, columns: k, at: 0, bias: None }];
-    let multiply = |rounded: bool| {
+    let done = [false, true].map(|rounded| {
         let mut lefts = Vec::new();
         for g in gradients.iter().filter(|g| g.bf16 == rounded) {
             let (from, rows, c) = (&dy.data[g.col..], g.dw.rows, g.dw.data);
@@ -121,15 +122,13 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         }
         // SAFETY: the check above bounds rows and columns.
         unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
-    };
-    if multiply(false) && multiply(true) {
-        return;
-    }
+    });
     let (side, panel) = gemm::tile_shape();
     // What a task writes: where, first column of dy, groups of a tile's rows, groups before it.
     let mut before = 0;
     let outputs: Vec<(Shared, usize, usize, usize)> = gradients
         .iter()
+        .filter(|g| !done[usize::from(g.bf16)])
         .map(|g| {
             let groups = g.dw.rows.div_ceil(side);
             before += groups;
@@ -137,9 +136,12 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         })
         .collect();
     let total = before;
+    if total == 0 {
+        return;
+    }
     let blocks: Vec<Range<usize>> = gemm::blocks(m, gemm::STEP, gemm::DEPTH).collect();
     let widths = [k];
-    let strips = Strips::new(&widths, n, panel);
+    let strips = Strips::new(&widths, total * side, panel);
     let mut groups = GROUPS.take();
     let mut rest = &blocks[..];
     while let Some(first) = rest.first() {

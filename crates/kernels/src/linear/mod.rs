@@ -5,8 +5,9 @@
 //! row of the weight and the inner size, never on the other rows or columns of the call; weight gradients sum over the
 //! rows in order.
 //!
-//! Sums are `f32`. Where products run on matrix tiles ([`crate::has_tiles`]), those with a bf16 weight round the other
-//! factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing is rounded.
+//! Sums are `f32`. Where the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), products with
+//! a bf16 weight round the other factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing
+//! is rounded. A bf16 number below 2⁻¹²⁶ counts as zero there.
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 

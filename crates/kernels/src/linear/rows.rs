@@ -43,6 +43,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     let mut scratch = GROUPS.take();
     let dtypes = [false, true].map(|bf16| layers.iter().any(|layer| layer.w.is_bf16() == bf16));
     let tiled = dtypes[1] && k > 0 && tiles::available();
+    let paired = dtypes[1] && tiles::pairs();
     let plain_len = microkernel::packed_len(m, k);
     let narrow_len = if tiled { tiles::packed_len(m, k) } else { plain_len };
     let (plain, narrow) = reserve(&mut scratch, plain_len + narrow_len).split_at_mut(plain_len);
@@ -51,6 +52,8 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     }
     if tiled {
         tiles::pack_rows(x, narrow);
+    } else if paired {
+        microkernel::round_rows(x, narrow);
     } else if dtypes[1] {
         microkernel::pack_rows(x, true, narrow);
     }
@@ -76,6 +79,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
         }
         let (w, x) = match w.rows(columns.clone()).stored() {
             Stored::F32(w) => (WeightPtr::F32(w.as_ptr()), plain.as_ptr()),
+            Stored::Bf16(w) if paired => (WeightPtr::Pairs(w.as_ptr()), narrow.as_ptr()),
             Stored::Bf16(w) => (WeightPtr::Bf16(w.as_ptr()), narrow.as_ptr()),
             Stored::Quantised(_) => return,
         };

@@ -14,7 +14,7 @@ pub(super) const STEP: usize = 32;
 /// Rows or columns of a tile.
 pub(super) const SIDE: usize = 16;
 /// 32-bit words of a tile, each a pair of bf16.
-const TILE: usize = SIDE * SIDE;
+pub(super) const TILE: usize = SIDE * SIDE;
 /// Rows of a group and columns of a panel: two tiles of either, which makes four tiles of the output.
 pub(crate) const GROUP: usize = 2 * SIDE;
 /// Parts of an `f32`.

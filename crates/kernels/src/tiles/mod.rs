@@ -12,7 +12,9 @@
 //! as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence
 //! Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
-//! A bf16 weight is one number, and the factor beside it is rounded to one: one product.
+//! A bf16 weight is one number, and the factor beside it is rounded to one: one product. CPUs without tiles may still have
+//! vectors that add up products of bf16 pairs at twice the rate of `f32` ([`pairs`]): the same operands, packed in the same
+//! way, go through them.
 //!
 //! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
 //! and `p + 16` of 32 neighbours of the inner dimension, on both sides.
@@ -29,6 +31,8 @@ pub(crate) mod amx;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod dots;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod pairs;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod product;
 
 use std::ops::Range;
@@ -41,11 +45,26 @@ use crate::parallel::Shared;
 
 /// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
 #[must_use]
-pub fn available() -> bool {
+pub(crate) fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     return amx::available();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
+}
+
+/// Whether vectors multiply bf16, and there are no tiles, which do it faster.
+#[must_use]
+pub(crate) fn pairs() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return !amx::available() && pairs::available();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
+/// Whether products with a bf16 weight round the other factor to bf16, because instructions of this CPU multiply only that.
+#[must_use]
+pub fn rounds_bf16() -> bool {
+    available() || pairs()
 }
 
 /// Rows of the left operand, and where their products go.
@@ -60,6 +79,7 @@ pub(crate) struct Left<'a> {
 }
 
 /// Columns of the right operand, and which columns of the output they make.
+#[derive(Clone, Copy)]
 pub(crate) struct Right<'a> {
     /// Element `(p, j)` is `from[p · inner + j · outer]`; one of the two is 1. Not quantised.
     pub from: Stored<'a>,
@@ -73,7 +93,8 @@ pub(crate) struct Right<'a> {
 }
 
 /// `c = left · right (+ bias)` for every left and every right operand, with `k` the inner size; plus what `c` held if
-/// `old`. If `rounded`, both factors are rounded to bf16. Returns whether this CPU can; if not, nothing has been written.
+/// `old`. If `rounded`, both factors are rounded to bf16. Returns whether it is done; if not, this CPU cannot, and
+/// nothing has been written.
 ///
 /// # Safety
 /// The operands have all elements that sizes and strides name, and so have the outputs, which do not overlap. All left
@@ -88,7 +109,7 @@ pub(crate) unsafe fn multiply(
     rounded: bool,
 ) -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if k > 0 && amx::available() {
+    if k > 0 && (amx::available() || rounded && pairs::available()) {
         debug_assert!(lefts.windows(2).all(|w| (w[0].outer, w[0].inner) == (w[1].outer, w[1].inner)));
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;

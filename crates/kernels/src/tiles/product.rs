@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::amx::{
-    Element, GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len,
-    store, words,
+    self, Element, GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack,
+    panel_len, store, words,
 };
-use super::{Left, Right};
+use super::{Left, Right, pairs};
 use crate::Stored;
 use crate::gemm;
 use crate::parallel::{Strips, part, tasks};
@@ -104,7 +104,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                 let right = &rights[at];
                 let mut scratch = RIGHT.take();
                 // SAFETY: the instructions exist.
-                let tiles = unsafe { Tiles::new() };
+                let tiles = amx::available().then(|| unsafe { Tiles::new() });
                 let mut output = Output([0.0; GROUP * GROUP]);
                 for block in now {
                     let len = panel_len(N, block.len());
@@ -152,10 +152,10 @@ pub(super) unsafe fn multiply<const N: usize>(
                             let (to, stride) = if whole { (c, ldc) } else { (output.0.as_mut_ptr(), GROUP) };
                             // SAFETY: packed above; tasks write different columns or rows of the outputs.
                             unsafe {
-                                if N == 1 {
-                                    multiply_rounded(to, stride, a, b, steps);
-                                } else {
-                                    multiply_wide(to, stride, a, b, steps);
+                                match (N, &tiles) {
+                                    (1, None) => pairs::multiply(to, stride, a, b, steps),
+                                    (1, Some(_)) => multiply_rounded(to, stride, a, b, steps),
+                                    _ => multiply_wide(to, stride, a, b, steps),
                                 }
                                 if !whole {
                                     store(c, ldc, &output, rows, count, bias, old);

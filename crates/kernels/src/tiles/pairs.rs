@@ -1,0 +1,60 @@
+//! Packed operands in vectors that multiply pairs of bf16 (AVX512-BF16).
+//!
+//! An instruction adds two products to each of 16 sums, one rounding after the other, to nearest; numbers below 2⁻¹²⁶
+//! count as zero.
+
+use std::arch::x86_64::*;
+
+use super::amx::{GROUP, PART, SIDE, TILE};
+use crate::probe;
+use crate::simd::{self, Instructions};
+
+/// Rows of the output that are kept in registers.
+const ROWS: usize = 8;
+
+/// Whether the instructions work here and are not switched off. They bring all that packing needs.
+pub(crate) fn available() -> bool {
+    let works =
+        probe::bf16().works && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
+    works && simd::allowed(Instructions::Pairs)
+}
+
+/// `c [32, 32] = a · b` for a packed group and a packed panel of `steps` steps, rows of `c` being `ldc` apart.
+///
+/// # Safety
+/// All of them are there, and the instructions are.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) unsafe fn multiply(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
+    for first in (0..GROUP).step_by(ROWS) {
+        let mut acc = [[_mm512_setzero_ps(); GROUP / SIDE]; ROWS];
+        let mut a = a.wrapping_add(first / SIDE * TILE + first % SIDE * SIDE);
+        let mut b = b;
+        for _ in 0..steps {
+            for pair in 0..SIDE {
+                // SAFETY: line `pair` of both tiles of the panel, word `pair` of the rows; vectors of 64 bytes.
+                unsafe {
+                    let b = b.add(pair * SIDE);
+                    let right: [__m512bh; GROUP / SIDE] = [
+                        std::mem::transmute(_mm512_loadu_si512(b.cast())),
+                        std::mem::transmute(_mm512_loadu_si512(b.add(TILE).cast())),
+                    ];
+                    for r in 0..ROWS {
+                        let left = _mm512_set1_epi32(*a.add(r * SIDE + pair) as i32);
+                        let left: __m512bh = std::mem::transmute(left);
+                        for v in 0..GROUP / SIDE {
+                            acc[r][v] = _mm512_dpbf16_ps(acc[r][v], left, right[v]);
+                        }
+                    }
+                }
+            }
+            a = a.wrapping_add(PART);
+            b = b.wrapping_add(PART);
+        }
+        for r in 0..ROWS {
+            for v in 0..GROUP / SIDE {
+                // SAFETY: row `first + r` of the output.
+                unsafe { _mm512_storeu_ps(c.add((first + r) * ldc + v * SIDE), acc[r][v]) };
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! The tests of the kernels once more, on the code for CPUs that multiply bf16 in vectors alone.
+// The same helpers are part of both files, which are read as they are.
+#![allow(missing_docs, clippy::duplicate_mod)]
+
+#[path = "kernels.rs"]
+mod kernel_tests;
+
+pub fn choose_instructions() -> f64 {
+    use omnigrpo_kernels::{Instructions, limit_instructions};
+    limit_instructions(Instructions::Pairs);
+    // Without tiles, sums are chains of roundings.
+    2.0
+}
