@@ -165,12 +165,16 @@ pub(crate) struct Dots<'a> {
 
 /// Rows of `x` that are multiplied together at most.
 const ROWS: usize = 8;
+/// Longest block of the inner dimension. Shorter ones would leave more of `x` in the first-level cache, but weights come from
+/// memory, and do so at half the rate when each row is read in pieces smaller than a page.
+const DEPTH: usize = 2048;
 /// Columns of `w` are padded to this in packed rows: two of the widest vectors.
 const PAD: usize = 32;
+/// How far ahead weights are asked for that are read once, bytes. Memory is 100 to 150 ns away; what comes long before it is
+/// needed has left the first-level cache by then.
+const NEAR: usize = 1024;
 /// Weight rows that are multiplied with all rows of `x` before the next: they stay in the first-level cache.
 const GROUP: usize = 6;
-/// Longest block of the inner dimension, so that a group of weights and a few rows of `x` fit that cache.
-const DEPTH: usize = 512;
 
 /// Elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
@@ -479,7 +483,8 @@ impl Dots<'_> {
         }
     }
 
-    /// `R` rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`.
+    /// `R` rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`: for those that are needed
+    /// [`NEAR`] bytes later in the same rows if these are `N`, else for a part of the rows from `ahead` on.
     #[inline(always)]
     unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const AHEAD: usize>(
         &self,
@@ -493,20 +498,37 @@ impl Dots<'_> {
         let (asked, line) = (AHEAD * both, 64 / size_of::<T>());
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
-        let mut ahead = w.wrapping_add(ahead * self.k + part.start);
-        let mut wait = part.len;
         let mut w = w.wrapping_add(j * self.k + part.start);
+        // What is asked for next, and how many elements are left of its row.
+        let near = NEAR / size_of::<T>();
+        let (mut next, mut left) = if AHEAD == N {
+            let (rows, at) = (near / part.len.max(1), near % part.len.max(1));
+            (w.wrapping_add(rows * N * self.k + at), part.len - at)
+        } else {
+            (w.wrapping_sub(j * self.k).wrapping_add(ahead * self.k), part.len)
+        };
         for _ in 0..part.len / both {
-            if AHEAD > 0 {
+            if AHEAD == N {
+                for c in 0..N {
+                    for at in (0..both).step_by(line) {
+                        prefetch(next.wrapping_add(c * self.k + at));
+                    }
+                }
+                next = next.wrapping_add(both);
+                left = left.saturating_sub(both);
+                if left == 0 {
+                    (next, left) = (next.wrapping_add(N * self.k - part.len), part.len);
+                }
+            } else if AHEAD > 0 {
                 // In the order of memory, which the hardware follows: a row, then the next.
                 for c in 0..asked.div_ceil(line) {
-                    prefetch(ahead.wrapping_add(c * line));
+                    prefetch(next.wrapping_add(c * line));
                 }
-                ahead = ahead.wrapping_add(asked);
-                wait = wait.wrapping_sub(asked);
-                if wait == 0 || wait > part.len {
-                    ahead = ahead.wrapping_add(self.k - part.len);
-                    wait = wait.wrapping_add(part.len);
+                next = next.wrapping_add(asked);
+                left = left.wrapping_sub(asked);
+                if left == 0 || left > part.len {
+                    next = next.wrapping_add(self.k - part.len);
+                    left = left.wrapping_add(part.len);
                 }
             }
             // SAFETY: row j + c < n, that many elements of it; x is packed.

@@ -129,24 +129,30 @@ fn linear_cases(all: &mut Vec<Case>) {
             }
         }));
     }
-    // All layers of a decoder in turn, so that weights come from memory as they do in decoding.
-    let sizes = [(768, 512), (512, 512), (2816, 512), (512, 1408)];
-    let per: usize = sizes.iter().map(|(n, k)| n * k).sum();
-    for (dtype, narrow) in DTYPES {
-        for m in [1, 8, 16, 32] {
-            let bytes = Amount::Bytes((8 * per * if narrow { 2 } else { 4 }) as f64);
-            all.push(case(format!("linear decode, 8 layers, {m} rows {dtype}"), bytes, move || {
-                let layers: Vec<Own> =
-                    (0..8).flat_map(|_| sizes.map(|(n, k)| Own::new(n, k, narrow))).collect();
-                let (x, mut y) = (noise(m * 1408, 1), vec![0.0; m * 2816]);
+    // All layers of a decoder in turn, so that weights come from memory as they do in decoding: a small one, and two layers of
+    // 3B parameters.
+    let small = [(768, 512), (512, 512), (2816, 512), (512, 1408)];
+    let large = [(2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)];
+    for (sizes, count, name) in [(small, 8, ""), (large, 2, " of 3B")] {
+        let per: usize = sizes.iter().map(|(n, k)| n * k).sum();
+        for ((dtype, narrow), m) in DTYPES.into_iter().flat_map(|dtype| [1, 8, 16, 32].map(|m| (dtype, m))) {
+            let bytes = Amount::Bytes((count * per * if narrow { 2 } else { 4 }) as f64);
+            all.push(case(
+                format!("linear decode, {count} layers{name}, {m} rows {dtype}"),
+                bytes,
                 move || {
-                    for layer in &layers {
-                        let (n, k) = layer.dims;
-                        let (x, y) = (Mat::new(&x[..m * k], m, k), MatMut::new(&mut y[..m * n], m, n));
-                        linear::forward_rows_into(x, &[Layer::new(layer.weight())], false, y);
+                    let layers: Vec<Own> =
+                        (0..count).flat_map(|_| sizes.map(|(n, k)| Own::new(n, k, narrow))).collect();
+                    let (x, mut y) = (noise(m * 11008, 1), vec![0.0; m * 22016]);
+                    move || {
+                        for layer in &layers {
+                            let (n, k) = layer.dims;
+                            let (x, y) = (Mat::new(&x[..m * k], m, k), MatMut::new(&mut y[..m * n], m, n));
+                            linear::forward_rows_into(x, &[Layer::new(layer.weight())], false, y);
+                        }
                     }
-                }
-            }));
+                },
+            ));
         }
     }
     let len = 94 << 18;
