@@ -24,7 +24,8 @@ pub mod recipe;
 pub use advantage::{AdvantageKind, Advantages};
 pub use error::Error;
 pub use loss::{
-    Aggregation, Batch, EntropyGate, Kl, LossOutput, LossPlan, Normalizer, RatioLevel, Surrogate, evaluate,
+    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Kl, LossOutput, LossPlan, Normalizer,
+    RatioLevel, Surrogate, evaluate,
 };
 pub use metrics::{Metric, MetricSums};
 pub use recipe::{RECIPES, Recipe, recipe};

@@ -7,7 +7,9 @@
 //! d_it  = lp_it - old_it                                  (0 when on-policy, with derivative 1)
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
-//! l_it  = surrogate(c, A_i, lp_it)
+//! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it
+//! g_it  = 1 for the `top_entropy` share of tokens with the highest entropy, else 0
+//! v_it  = weight of the difference between sampler and policy, see Correction
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
 //! ```
@@ -93,6 +95,76 @@ pub enum Aggregation {
     TokenSum,
 }
 
+/// What is done about tokens whose probability was another where they were sampled than where they are trained on: decoding
+/// has other kernels, and perhaps other weights (quantised ones). With `smp` the log-probability that the sampler computed,
+/// `d = old - smp`, and `w` the weight of [`CorrectionKind`]:
+///
+/// ```text
+/// truncate: v = min(w, max), not below min        mask: v = w between min and max, else 0
+/// ```
+///
+/// The weight is a constant of the gradient. Source: TRL 1.16 `vllm_importance_sampling_mode`; truncation is that of Espeholt
+/// et al. (arXiv 1802.01561), masking that of IcePop (Ling team 2025).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Correction {
+    /// The weight.
+    pub kind: CorrectionKind,
+    /// Its upper bound, above 0.
+    pub max: f64,
+    /// Its lower bound; none, or below `max`.
+    pub min: Option<f64>,
+}
+
+/// Over what a [`Correction`] takes its weight, and what happens beyond the bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CorrectionKind {
+    /// No correction.
+    #[default]
+    Off,
+    /// `exp(d_t)` for each token, cut to the bounds (TIS).
+    TokenTruncate,
+    /// `exp(d_t)` for each token; tokens beyond the bounds teach nothing (MIS).
+    TokenMask,
+    /// `exp(sum_t d_t)` for a completion, cut to the bounds.
+    SequenceTruncate,
+    /// `exp(sum_t d_t)` for a completion; completions beyond the bounds teach nothing.
+    SequenceMask,
+}
+
+impl Correction {
+    /// None.
+    pub const OFF: Self = Self { kind: CorrectionKind::Off, max: 3.0, min: None };
+
+    /// Whether log-probabilities of the sampler are needed.
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        self.kind != CorrectionKind::Off
+    }
+
+    /// The weight of each token of a completion, from `d`.
+    fn weights(&self, d: impl Iterator<Item = f64>) -> Vec<f64> {
+        use CorrectionKind::{Off, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate};
+        let bounded = |d: f64| {
+            let weight = d.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp();
+            let min = self.min.unwrap_or(0.0);
+            match self.kind {
+                Off => 1.0,
+                TokenTruncate | SequenceTruncate => weight.max(min).min(self.max),
+                TokenMask | SequenceMask if (min..=self.max).contains(&weight) => weight,
+                TokenMask | SequenceMask => 0.0,
+            }
+        };
+        match self.kind {
+            SequenceTruncate | SequenceMask => {
+                let each: Vec<f64> = d.collect();
+                vec![bounded(each.iter().sum()); each.len()]
+            }
+            Off | TokenTruncate | TokenMask => d.map(bounded).collect(),
+        }
+    }
+}
+
 /// The per-token penalty for leaving the reference policy, times `beta`. With `x = ref - lp`:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -124,6 +196,11 @@ pub struct LossPlan {
     pub beta: f64,
     /// Weight of the entropy bonus (mean entropy per token, in nats); 0 needs no entropies.
     pub entropy_coef: f64,
+    /// Share of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest entropy. The
+    /// step's [`EntropyGate`] holds the bound.
+    pub top_entropy: f64,
+    /// For the difference between sampler and policy.
+    pub correction: Correction,
     /// Leave completions that ran into the length limit out of policy term, KL and entropy. They stay in the number of
     /// completions that [`Aggregation::SequenceMean`] and the like divide by, as in TRL.
     pub mask_truncated_completions: bool,
@@ -168,7 +245,16 @@ impl LossPlan {
             Surrogate::Ratio | Surrogate::LogProb => {}
         }
         require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
-        require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")
+        require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")?;
+        let share = self.top_entropy > 0.0 && self.top_entropy <= 1.0;
+        require(share, "top_entropy_quantile", self.top_entropy, "a number in (0, 1]")?;
+        let Correction { max, min, .. } = self.correction;
+        require(positive(max), "importance_sampling_clip_max", max, "a finite ratio > 0")?;
+        if let Some(min) = min {
+            let below = min.is_finite() && (0.0..max).contains(&min);
+            require(below, "importance_sampling_clip_min", min, "a ratio from 0 up, below the largest")?;
+        }
+        Ok(())
     }
 }
 
@@ -183,6 +269,8 @@ pub struct Batch<'a> {
     pub logp: &'a [f64],
     /// The same under the policy that sampled; `None` if that is the current one (on-policy, ratio exactly 1).
     pub old: Option<&'a [f64]>,
+    /// The same as the sampler computed it, for [`Correction`].
+    pub sampler: Option<&'a [f64]>,
     /// The same under the reference policy.
     pub reference: Option<&'a [f64]>,
     /// Entropy of the current policy at each token, in nats.
@@ -195,7 +283,7 @@ pub struct Batch<'a> {
 
 /// Restricts policy term and entropy bonus to the tokens where the policy is undecided (arXiv 2506.01939, TRL
 /// `top_entropy_quantile`). The KL term keeps all tokens.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EntropyGate {
     /// Tokens with at least this entropy pass, in nats.
     pub threshold: f64,
@@ -386,6 +474,13 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             (Some(gate), Some(entropy)) => entropy[span.start + t] >= gate.threshold,
             _ => true,
         };
+        let corrected = batch.sampler.filter(|_| plan.correction.is_on()).map(|sampler| {
+            let old = batch.old.map_or(logp, |old| &old[span.clone()]);
+            let weights =
+                plan.correction.weights(old.iter().zip(&sampler[span.clone()]).map(|(old, smp)| old - smp));
+            out.sums.add_corrected(plan.correction.kind, &weights);
+            weights
+        });
         // Derivative of the loss by the completion's one ratio; spread over its tokens below.
         let mut d_sequence = 0.0;
 
@@ -398,7 +493,9 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
                 continue;
             }
             let term = policy_term(plan.surrogate, ratio.value, advantage, logp[t]);
-            policy += term.value;
+            let v = corrected.as_ref().map_or(1.0, |weights| weights[t]);
+            let weight = weight * v;
+            policy += v * term.value;
             dlogp[t] += weight * term.d_logp;
             match plan.ratio {
                 RatioLevel::Token => dlogp[t] += weight * term.d_ratio * ratio.d_exponent,
@@ -615,10 +712,19 @@ fn check_batch<'a>(
         });
     }
 
+    if batch.sampler.is_none() && plan.correction.is_on() {
+        return Err(Error::MissingInput {
+            what: "log-probabilities of the sampler",
+            needed_by: "importance_sampling_correction",
+            remedy: "sample the completions here, or turn the setting off",
+        });
+    }
+
     let per_token = [
         ("logp", Some(batch.logp)),
         ("old logp", batch.old),
         ("reference logp", reference),
+        ("sampler logp", batch.sampler),
         ("entropy", batch.entropy),
     ];
     for (what, values) in per_token {

@@ -11,7 +11,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::loss::{Clipped, RatioLevel};
+use crate::loss::{Clipped, CorrectionKind, RatioLevel};
 
 /// A metric's name and value; `None` if nothing was there to measure (written as `null`).
 pub type Metric = (String, Option<f64>);
@@ -115,6 +115,9 @@ pub struct MetricSums {
     clip_high: f64,
     clip_low_min: Option<f64>,
     clip_high_max: Option<f64>,
+    corrected: Moments,
+    corrected_min: Option<f64>,
+    corrected_max: Option<f64>,
     // From the rollout.
     lengths: Lengths,
     terminated: Lengths,
@@ -143,6 +146,16 @@ impl MetricSums {
     pub(crate) fn add_kl(&mut self, sum: f64, tokens: usize) {
         self.kl_token_sum += sum;
         self.kl_tokens += tokens as u64;
+    }
+
+    /// The weights of a completion's tokens; one for the completion where they are the same by definition.
+    pub(crate) fn add_corrected(&mut self, kind: CorrectionKind, weights: &[f64]) {
+        let whole = matches!(kind, CorrectionKind::SequenceTruncate | CorrectionKind::SequenceMask);
+        for &weight in &weights[..if whole { weights.len().min(1) } else { weights.len() }] {
+            self.corrected.push(weight);
+            self.corrected_min = extreme(self.corrected_min, Some(weight), f64::min);
+            self.corrected_max = extreme(self.corrected_max, Some(weight), f64::max);
+        }
     }
 
     pub(crate) fn add_clipped(&mut self, clipped: &Clipped, level: RatioLevel, tokens: usize) {
@@ -245,6 +258,9 @@ impl MetricSums {
         self.clip_high += other.clip_high;
         self.clip_low_min = extreme(self.clip_low_min, other.clip_low_min, f64::min);
         self.clip_high_max = extreme(self.clip_high_max, other.clip_high_max, f64::max);
+        self.corrected.merge(&other.corrected);
+        self.corrected_min = extreme(self.corrected_min, other.corrected_min, f64::min);
+        self.corrected_max = extreme(self.corrected_max, other.corrected_max, f64::max);
         self.lengths.merge(&other.lengths);
         self.terminated.merge(&other.terminated);
         for sums in &other.rewards {
@@ -288,6 +304,11 @@ impl MetricSums {
                 let region = mean(self.clip_low + self.clip_high, self.clip_units);
                 put("clip_ratio/region_mean", region);
                 put("clip_ratio", region);
+            }
+            if self.corrected.count > 0 {
+                put("sampling/importance_sampling_ratio/min", self.corrected_min);
+                put("sampling/importance_sampling_ratio/mean", self.corrected.mean());
+                put("sampling/importance_sampling_ratio/max", self.corrected_max);
             }
             put("advantage_abs", mean(self.advantage_abs, self.loss_completions));
         }

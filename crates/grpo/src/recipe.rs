@@ -4,7 +4,7 @@
 //! of a recipe says otherwise.
 
 use crate::advantage::AdvantageKind;
-use crate::loss::{Aggregation, Kl, LossPlan, RatioLevel, Surrogate};
+use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 
 /// One row of [`RECIPES`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,6 +32,8 @@ const GRPO: LossPlan = LossPlan {
     kl: Kl::K3,
     beta: 0.04,
     entropy_coef: 0.0,
+    top_entropy: 1.0,
+    correction: Correction::OFF,
     mask_truncated_completions: false,
 };
 

@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, EntropyGate, Kl, LossPlan, Normalizer, RatioLevel, Surrogate, evaluate,
+    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Kl, LossPlan, Normalizer, RatioLevel,
+    Surrogate, evaluate,
 };
 use serde::Deserialize;
 
@@ -16,6 +17,7 @@ struct Golden {
     old: Vec<f64>,
     reference: Vec<f64>,
     entropy: Vec<f64>,
+    sampler: Vec<f64>,
     cases: Vec<Case>,
 }
 
@@ -32,6 +34,9 @@ struct Case {
     mask_truncated: bool,
     top_entropy: f64,
     entropy_coef: f64,
+    correction: CorrectionKind,
+    correction_max: f64,
+    correction_min: Option<f64>,
     loss: f64,
     kl_value: f64,
     dlogp: Vec<f64>,
@@ -65,6 +70,8 @@ fn plan(case: &Case) -> LossPlan {
         kl: case.kl,
         beta: case.beta,
         entropy_coef: case.entropy_coef,
+        top_entropy: case.top_entropy,
+        correction: Correction { kind: case.correction, max: case.correction_max, min: case.correction_min },
         mask_truncated_completions: case.mask_truncated,
     }
 }
@@ -99,6 +106,7 @@ fn every_loss_and_gradient_equals_torch_autograd() {
             lengths: &golden.lengths,
             logp: &golden.logp,
             old: case.off_policy.then_some(&golden.old),
+            sampler: Some(&golden.sampler),
             reference: Some(&golden.reference),
             entropy: Some(&golden.entropy),
             advantages: &golden.advantages,
@@ -115,5 +123,5 @@ fn every_loss_and_gradient_equals_torch_autograd() {
         assert_eq!(kl.is_some(), expected.is_some());
         assert_close("kl", case, &[kl.unwrap_or(0.0)], &[expected.unwrap_or(0.0)]);
     }
-    assert_eq!(golden.cases.len(), 132);
+    assert_eq!(golden.cases.len(), 212);
 }

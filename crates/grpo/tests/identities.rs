@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, EntropyGate, Error, Kl, LossOutput, LossPlan, MetricSums, Normalizer, RECIPES,
-    RatioLevel, Surrogate, evaluate, recipe,
+    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Error, Kl, LossOutput, LossPlan, MetricSums,
+    Normalizer, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
 };
 use proptest::prelude::*;
 
@@ -13,6 +13,7 @@ struct Data {
     lengths: Vec<usize>,
     logp: Vec<f64>,
     old: Option<Vec<f64>>,
+    sampler: Vec<f64>,
     reference: Vec<f64>,
     entropy: Vec<f64>,
     advantages: Vec<f64>,
@@ -33,10 +34,11 @@ impl Data {
         let logp: Vec<f64> = (0..tokens).map(|_| -3.0 * uniform()).collect();
         let mut near =
             |spread: f64| logp.iter().map(|lp| lp + spread * (uniform() - 0.5)).collect::<Vec<_>>();
-        let (old, reference) = (near(1.2), near(2.0));
+        let (old, reference, sampler) = (near(1.2), near(2.0), near(0.5));
         Self {
             lengths: lengths.to_vec(),
             old: off_policy.then_some(old),
+            sampler,
             reference,
             entropy: (0..tokens).map(|_| 2.0 * uniform()).collect(),
             advantages: lengths.iter().map(|_| 3.0 * uniform() - 1.5).collect(),
@@ -50,6 +52,7 @@ impl Data {
             lengths: &self.lengths,
             logp: &self.logp,
             old: self.old.as_deref(),
+            sampler: Some(&self.sampler),
             reference: Some(&self.reference),
             entropy: Some(&self.entropy),
             advantages: &self.advantages,
@@ -73,6 +76,7 @@ impl Data {
             lengths: self.lengths[from..to].to_vec(),
             logp: self.logp[start..end].to_vec(),
             old: self.old.as_ref().map(|old| old[start..end].to_vec()),
+            sampler: self.sampler[start..end].to_vec(),
             reference: self.reference[start..end].to_vec(),
             entropy: self.entropy[start..end].to_vec(),
             advantages: self.advantages[from..to].to_vec(),
@@ -158,6 +162,72 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
             );
         }
     }
+}
+
+#[test]
+fn a_correction_weighs_what_the_sampler_saw_differently() {
+    // d = ln 2, ln 1/4 and 0 in one completion; 3/4 and 0 in another: token weights 2, 1/4, 1 and 3/4, 1; of completions 1/2, 3/4.
+    let d = [2.0_f64.ln(), 0.25_f64.ln(), 0.0, 0.75_f64.ln(), 0.0];
+    let data = Data {
+        lengths: vec![3, 2],
+        logp: vec![-1.0; 5],
+        old: None,
+        sampler: d.iter().map(|d| -1.0 - d).collect(),
+        reference: vec![-1.0; 5],
+        entropy: vec![0.0; 5],
+        advantages: vec![3.0, -2.0],
+        truncated: vec![false; 2],
+    };
+    let at = |kind, max, min| {
+        let correction = Correction { kind, max, min };
+        let out = data.evaluate(&LossPlan {
+            correction,
+            aggregation: Aggregation::TokenSum,
+            ..recipe("grpo").unwrap().loss
+        });
+        let metrics = out.sums.metrics();
+        let get = |name: &str| {
+            let name = format!("sampling/importance_sampling_ratio/{name}");
+            metrics.iter().find(|(key, _)| *key == name).and_then(|(_, value)| *value)
+        };
+        (out.dlogp, [get("min"), get("mean"), get("max")])
+    };
+    // Each token's gradient is minus its weight times the advantage, over two completions.
+    let check = |kind, max, min, weights: [f64; 5], seen: [f64; 3]| {
+        let (dlogp, metrics) = at(kind, max, min);
+        for (t, weight) in weights.into_iter().enumerate() {
+            let expected = -weight * if t < 3 { 3.0 } else { -2.0 } / 2.0;
+            assert!(close(dlogp[t], expected, 1e-14), "{kind:?} token {t}: {} {expected}", dlogp[t]);
+        }
+        for (got, expected) in metrics.into_iter().zip(seen) {
+            assert!(close(got.unwrap(), expected, 1e-14), "{kind:?}: {got:?} {expected}");
+        }
+    };
+    use CorrectionKind::{Off, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate};
+    check(TokenTruncate, 3.0, None, [2.0, 0.25, 1.0, 0.75, 1.0], [0.25, 1.0, 2.0]);
+    check(TokenTruncate, 1.5, Some(0.5), [1.5, 0.5, 1.0, 0.75, 1.0], [0.5, 0.95, 1.5]);
+    check(TokenMask, 1.5, Some(0.5), [0.0, 0.0, 1.0, 0.75, 1.0], [0.0, 0.55, 1.0]);
+    check(SequenceTruncate, 0.6, None, [0.5, 0.5, 0.5, 0.6, 0.6], [0.5, 0.55, 0.6]);
+    check(SequenceMask, 3.0, Some(0.6), [0.0, 0.0, 0.0, 0.75, 0.75], [0.0, 0.375, 0.75]);
+    let (dlogp, metrics) = at(Off, 3.0, None);
+    assert!(dlogp.iter().take(3).all(|d| close(*d, -1.5, 1e-15)));
+    assert_eq!(metrics, [None; 3]);
+
+    let plan = |max, min| LossPlan {
+        correction: Correction { kind: TokenMask, max, min },
+        ..recipe("grpo").unwrap().loss
+    };
+    for (max, min, setting) in [
+        (0.0, None, "importance_sampling_clip_max"),
+        (2.0, Some(2.0), "importance_sampling_clip_min"),
+        (2.0, Some(-0.1), "importance_sampling_clip_min"),
+    ] {
+        let error = evaluate(&data.batch(), &plan(max, min), &data.normalizer(&plan(3.0, None))).unwrap_err();
+        assert!(matches!(error, Error::Setting { setting: got, .. } if got == setting), "{error}");
+    }
+    let missing = Batch { sampler: None, ..data.batch() };
+    let error = evaluate(&missing, &plan(3.0, None), &data.normalizer(&plan(3.0, None))).unwrap_err();
+    assert!(error.to_string().contains("log-probabilities of the sampler"), "{error}");
 }
 
 #[test]
@@ -293,6 +363,7 @@ fn documented_sequence_loss_of_one_completion() {
         lengths: vec![3],
         logp: vec![-1.0, -2.0, -0.5],
         old: None,
+        sampler: vec![-1.0, -2.0, -0.5],
         reference: vec![-1.2, -1.5, -0.5],
         entropy: vec![0.0; 3],
         advantages: vec![1.0],
@@ -307,6 +378,7 @@ fn documented_sequence_loss_of_one_completion() {
         let part = Data {
             lengths: vec![1],
             logp: vec![one.logp[t]],
+            sampler: vec![one.sampler[t]],
             reference: vec![one.reference[t]],
             entropy: vec![0.0],
             ..one
@@ -326,6 +398,7 @@ fn clip_stops_the_gradient_only_on_the_side_of_the_advantage() {
         lengths: vec![1; 4],
         logp: ratio.iter().map(|r| r.ln() - 2.0).collect(),
         old: Some(vec![-2.0; 4]),
+        sampler: vec![-2.0; 4],
         reference: vec![-2.0; 4],
         entropy: vec![0.0; 4],
         advantages: vec![1.0, -1.0, 1.0, -1.0],
@@ -389,6 +462,7 @@ fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
                 lengths: &[1],
                 logp: &logp,
                 old: old.as_ref().map(<[f64; 1]>::as_slice),
+                sampler: None,
                 reference: Some(&[logp[0] + x]),
                 entropy: None,
                 advantages: &[0.0],

@@ -184,6 +184,7 @@ fn groups_equal_transformers_on_separate_sequences() {
                 lengths: stream.lengths(),
                 logp: &logp,
                 old: Some(&old),
+                sampler: None,
                 reference: Some(&reference),
                 entropy: None,
                 advantages: &advantages,

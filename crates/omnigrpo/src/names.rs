@@ -1,7 +1,7 @@
 //! Names of values: those of the libraries' choices, which they know as types, and the choices that are the program's own.
 
 use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
-use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RECIPES, RatioLevel, Recipe};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
 use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
 use omnigrpo_train::ScheduleKind;
@@ -115,6 +115,13 @@ listed!(Aggregation:
     "token_mean_local" = Aggregation::TokenMeanLocal, "mean over the tokens of each batch";
     "constant_length" = Aggregation::ConstantLength, "sum over completions times the length limit";
     "token_sum" = Aggregation::TokenSum, "sum over tokens, mean over completions";
+);
+listed!(CorrectionKind:
+    "none" = CorrectionKind::Off, "none";
+    "token_truncate" = CorrectionKind::TokenTruncate, "a weight for each token, cut to the bounds (TIS)";
+    "token_mask" = CorrectionKind::TokenMask, "a weight for each token, 0 beyond the bounds (MIS)";
+    "sequence_truncate" = CorrectionKind::SequenceTruncate, "a weight for each completion, cut to the bounds";
+    "sequence_mask" = CorrectionKind::SequenceMask, "a weight for each completion, 0 beyond the bounds";
 );
 listed!(RatioLevel:
     "token" = RatioLevel::Token, "a ratio per token";

@@ -1,6 +1,7 @@
 //! A rollout in the middle of its updates, as a checkpoint keeps it.
 
 use omnigrpo_data::Dataset;
+use omnigrpo_grpo::EntropyGate;
 use omnigrpo_models::{Memories, Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -28,6 +29,12 @@ pub struct BufferState {
     pub truncated: Vec<Vec<bool>>,
     /// Old log-probabilities per row, completion and token; f32 survives JSON exactly.
     pub old: Vec<Vec<Vec<f32>>>,
+    /// Log-probabilities as they were sampled, likewise; empty for recorded completions.
+    #[serde(default)]
+    pub sampled: Vec<Vec<Vec<f32>>>,
+    /// Which tokens the policy term keeps.
+    #[serde(default)]
+    pub entropy_gate: Option<EntropyGate>,
     /// Reward names.
     pub reward_names: Vec<String>,
     /// Reward weights.
@@ -52,6 +59,8 @@ impl BufferState {
             texts: each(rollouts, |c| c.completion.text.clone()),
             truncated: each(rollouts, Scored::is_truncated),
             old: each(rollouts, |c| c.old.clone().unwrap_or_default()),
+            sampled: each(rollouts, |c| c.completion.logprobs.clone()),
+            entropy_gate: rollouts.entropy_gate,
             reward_names: rollouts.rewards.names.clone(),
             reward_weights: rollouts.rewards.weights.clone(),
             reward_values: rollouts.rewards.values.clone(),
@@ -73,7 +82,11 @@ impl BufferState {
         };
         let lists =
             [self.epochs.len(), self.ids.len(), self.texts.len(), self.truncated.len(), self.old.len()];
+        let sampled = self.sampled.is_empty()
+            || self.sampled.len() == rows
+                && self.sampled.iter().zip(&self.ids).all(|(own, ids)| own.len() == ids.len());
         lists.iter().all(|&n| n == rows)
+            && sampled
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions
             && self.reward_values.len() == self.reward_names.len()
@@ -98,9 +111,12 @@ impl BufferState {
                 what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
+            let mut sampled = self.sampled.get(r).into_iter().flatten();
             let completions = each.map(|((ids, text), (&cut, old))| {
                 let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
-                Scored::new(Completion::recorded(ids.clone(), reason, text.clone()), Some(old.clone()))
+                let mut completion = Completion::recorded(ids.clone(), reason, text.clone());
+                completion.logprobs = sampled.next().cloned().unwrap_or_default();
+                Scored::new(completion, Some(old.clone()))
             });
             let features = model.encode_prompt(&row.prompt)?;
             groups.push(Group { features, completions: completions.collect(), row });
@@ -112,6 +128,7 @@ impl BufferState {
             total: self.reward_totals.clone(),
             logged: Logged::default(),
         };
-        Rollouts::new(algorithm, groups, Memories::default(), rewards)
+        let rollouts = Rollouts::new(algorithm, groups, Memories::default(), rewards)?;
+        Ok(Rollouts { entropy_gate: self.entropy_gate, ..rollouts })
     }
 }

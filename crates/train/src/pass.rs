@@ -63,7 +63,8 @@ impl<'a> Pass<'a> {
         let lengths: Vec<usize> = rollouts.completions().map(|c| c.completion.ids.len()).collect();
         let truncated: Vec<bool> = rollouts.completions().map(Scored::is_truncated).collect();
         let longest = algorithm.sampling.max_completion_length;
-        let normalizer = Normalizer::for_step(&algorithm.loss, &lengths, &truncated, longest)?;
+        let normalizer = Normalizer::for_step(&algorithm.loss, &lengths, &truncated, longest)?
+            .with_entropy_gate(rollouts.entropy_gate);
         let mut sums = MetricSums::default();
         sums.add_completions(&lengths, &truncated)?;
         let rewards = &rollouts.rewards;
@@ -163,6 +164,9 @@ impl<'a> Pass<'a> {
         };
         let old = rollouts.members(parts).filter_map(|c| c.old.as_deref()).flatten();
         let old: Vec<f64> = old.map(|&x| f64::from(x)).collect();
+        let sampled = rollouts.members(parts).all(|c| c.completion.logprobs.len() == c.completion.ids.len());
+        let sampler = rollouts.members(parts).flat_map(|c| &c.completion.logprobs);
+        let sampler: Vec<f64> = sampler.map(|&x| f64::from(x)).collect();
         let truncated: Vec<bool> = rollouts.members(parts).map(Scored::is_truncated).collect();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
         let (logp, entropy) = (wide(&logprobs), wide(&entropies));
@@ -171,6 +175,7 @@ impl<'a> Pass<'a> {
                 lengths: stream.lengths(),
                 logp: &logp,
                 old: (!self.passed.on_policy).then_some(&old),
+                sampler: sampled.then_some(&sampler),
                 reference: reference.as_deref(),
                 entropy: Some(&entropy),
                 advantages: &advantages,

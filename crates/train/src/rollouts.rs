@@ -1,11 +1,11 @@
 //! What an update learns from: groups of completions with their advantages.
 
-use omnigrpo_grpo::advantage;
+use omnigrpo_grpo::{EntropyGate, LossPlan, advantage};
 use omnigrpo_models::{Features, GroupStream, Memories};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason};
 
-use crate::error::Result;
+use crate::error::{Result, TrainError};
 use crate::rows::PreparedRow;
 use crate::step::Algorithm;
 use crate::streams::Part;
@@ -62,8 +62,32 @@ pub struct Rollouts {
     pub(crate) zero_std: Vec<bool>,
     /// What the towers computed for the features, until the first update takes it.
     pub(crate) memories: Memories,
+    /// Which tokens the policy term keeps, by their entropy when they were sampled.
+    pub(crate) entropy_gate: Option<EntropyGate>,
     /// Whether the weights have changed since the features were computed.
     pub(crate) updated: bool,
+}
+
+/// The gate of a plan that keeps a share of the tokens. Completions that do not count in the loss do not count here.
+///
+/// # Errors
+/// Recorded completions, whose entropies nobody knows.
+fn entropy_gate(plan: &LossPlan, groups: &[Group]) -> Result<Option<EntropyGate>> {
+    if plan.top_entropy == 1.0 {
+        return Ok(None);
+    }
+    let counts = |c: &&Scored| !(plan.mask_truncated_completions && c.is_truncated());
+    let completions =
+        || groups.iter().flat_map(|group| &group.completions).filter(counts).map(|c| &c.completion);
+    if completions().any(|c| c.entropies.len() != c.ids.len()) {
+        return Err(TrainError::setting(
+            "top_entropy_quantile",
+            &plan.top_entropy.to_string(),
+            "the entropies of recorded completions are not known; leave it at 1".into(),
+        ));
+    }
+    let entropies: Vec<f64> = completions().flat_map(|c| &c.entropies).map(|&h| f64::from(h)).collect();
+    Ok(EntropyGate::top(&entropies, plan.top_entropy)?)
 }
 
 impl Rollouts {
@@ -83,7 +107,17 @@ impl Rollouts {
         };
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
-        Ok(Self { groups, rewards, zero_std: advantages.zero_std, memories, updated: false })
+        let zero_std = advantages.zero_std;
+        Ok(Self { groups, rewards, zero_std, memories, entropy_gate: None, updated: false })
+    }
+
+    /// Finds the tokens of sampled completions that the policy term keeps.
+    ///
+    /// # Errors
+    /// Recorded completions, whose entropies nobody knows.
+    pub(crate) fn gated(mut self, plan: &LossPlan) -> Result<Self> {
+        self.entropy_gate = entropy_gate(plan, &self.groups)?;
+        Ok(self)
     }
 
     /// All completions, group by group.

@@ -22,6 +22,8 @@
 //! | Dr. GRPO, arXiv 2503.20783 | Aᵢ = Rᵢ − mean R; one constant, the longest completion allowed, in place of each \|oᵢ\| | `Advantages`, `Normalizer` |
 //! | DAPO, arXiv 2503.14476 | Σᵢ Σₜ over the tokens of the whole step, divided by their number; clip from 1−ε to 1+ε_high | `Normalizer`, `LossPlan` |
 //! | GSPO, arXiv 2507.18071 | one ratio per completion: rᵢ = exp(1/\|oᵢ\| Σₜ log rᵢₜ) | `LossPlan` |
+//! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps the share of tokens with the highest entropy | `EntropyGate` |
+//! | TIS, MIS | each token weighs what the training pass found it to be likelier than the sampler did | `Correction` |
 //! | CISPO, arXiv 2506.13585 | min(rᵢₜ, cap) is a constant weight on Aᵢ log π(oᵢₜ) | `LossPlan` |
 //!
 //! L is a function of log-probabilities alone, so `omnigrpo_grpo::evaluate` gives L and dL/dlog π in closed form and the
@@ -218,7 +220,7 @@ impl Collector<'_> {
             features,
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
-        Rollouts::new(algorithm, groups.collect(), memories, matrix)
+        Rollouts::new(algorithm, groups.collect(), memories, matrix)?.gated(&algorithm.loss)
     }
 }
 

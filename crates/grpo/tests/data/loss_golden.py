@@ -24,6 +24,7 @@ LOGP = -torch.rand(B, T, dtype=F64) * 3
 OLD = LOGP + torch.randn(B, T, dtype=F64) * 0.4  # ratios on both sides of the clip range
 REF = LOGP + torch.randn(B, T, dtype=F64) * 0.6
 ENTROPY = torch.rand(B, T, dtype=F64) * 2
+SAMPLER = OLD + torch.randn(B, T, dtype=F64) * 0.3
 
 
 def policy(kind, c, a, lp, s):
@@ -60,6 +61,17 @@ def loss(case, lp, entropy):
         threshold = torch.quantile(ENTROPY[mask.bool()], 1 - case["top_entropy"])
         bonus_mask = mask * (ENTROPY >= threshold)
         ell = ell * bonus_mask
+
+    if case["correction"] != "off":
+        d = (old.detach() - SAMPLER) * mask
+        if case["correction"].startswith("sequence"):
+            d = d.sum(-1, keepdim=True)
+        v, low, high = torch.exp(d), case["correction_min"] or 0.0, case["correction_max"]
+        if case["correction"].endswith("truncate"):
+            v = torch.clamp(v, min=low, max=high)
+        else:
+            v = v * ((v >= low) & (v <= high))
+        ell = ell * v
 
     x = REF - lp
     k3 = torch.exp(x) - x - 1
@@ -107,7 +119,15 @@ for name, surrogate, settings, ratio, aggregation in ALGORITHMS:
             for mask_truncated, top_entropy, entropy_coef in [(False, 1.0, 0.0), (True, 0.5, 0.01)][: 1 + off_policy]:
                 cases.append(dict(name=name, surrogate=surrogate, settings=settings, ratio=ratio, aggregation=aggregation,
                                   kl=kl, beta=beta, off_policy=off_policy, mask_truncated=mask_truncated,
-                                  top_entropy=top_entropy, entropy_coef=entropy_coef))
+                                  top_entropy=top_entropy, entropy_coef=entropy_coef, correction="off",
+                                  correction_max=3.0, correction_min=None))
+for name, surrogate, settings, ratio, aggregation in [ALGORITHMS[i] for i in (0, 4, 5, 6, 10)]:
+    for correction in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        for low, high in [(None, 1.25), (0.8, 1.3)]:
+            for off_policy in (False, True):
+                cases.append(dict(name=name, surrogate=surrogate, settings=settings, ratio=ratio, aggregation=aggregation,
+                                  kl="k3", beta=0.04, off_policy=off_policy, mask_truncated=off_policy, top_entropy=1.0,
+                                  entropy_coef=0.0, correction=correction, correction_max=high, correction_min=low))
 for case in cases:
     lp = LOGP.clone().requires_grad_()
     entropy = ENTROPY.clone().requires_grad_()
@@ -118,7 +138,8 @@ for case in cases:
     case["dentropy"] = flat(entropy.grad) if case["entropy_coef"] else []
 
 out = dict(lengths=LENGTHS, truncated=TRUNCATED, advantages=ADVANTAGES, max_completion_length=MAX_LENGTH,
-           logp=flat(LOGP), old=flat(OLD), reference=flat(REF), entropy=flat(ENTROPY), cases=cases)
+           logp=flat(LOGP), old=flat(OLD), reference=flat(REF), entropy=flat(ENTROPY), sampler=flat(SAMPLER),
+           cases=cases)
 path = pathlib.Path(__file__).with_name("loss_golden.json")
 head = {k: v for k, v in out.items() if k != "cases"}
 body = ",\n".join(json.dumps(c) for c in cases)

@@ -5,7 +5,7 @@ use crate::names::words;
 use crate::settings::Settings;
 use crate::values::Field as _;
 use Kind::{Bool, Choice};
-use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Recipe, Surrogate};
+use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
 
 /// Deviations that centred rewards are divided by.
 fn deviations() -> Vec<(&'static str, &'static str)> {
@@ -33,6 +33,10 @@ fn no_kl(s: &Settings) -> Option<&'static str> {
 fn each_reward_alone(s: &Settings) -> Option<&'static str> {
     (s.algorithm.normalize_then_sum)
         .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward by itself")
+}
+
+fn uncorrected(s: &Settings) -> Option<&'static str> {
+    (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is none")
 }
 
 /// The settings.
@@ -207,6 +211,20 @@ pub const FLAGS: &[Flag] = &[
         .help("Optimizer passes over each batch of completions."),
     row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
         .help("Leave completions that hit the length limit out of the loss."),
+    row("top_entropy_quantile", float(0.0, 1.0), at!(algorithm.loss.top_entropy), GRPO)
+        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term keeps."),
+    row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
+        .help("Weigh what decoding, with other kernels or fewer bits, thought likelier or less likely than training does.")
+        .alias(&["vllm_importance_sampling_mode"]),
+    row("importance_sampling_clip_max", float(0.0, BIG), at!(algorithm.loss.correction.max), GRPO)
+        .help("Largest weight of the correction.")
+        .alias(&["vllm_importance_sampling_clip_max"])
+        .idle(|s, _| uncorrected(s)),
+    row("importance_sampling_clip_min", float(0.0, BIG), at!(algorithm.loss.correction.min), GRPO)
+        .help("Smallest weight of the correction.")
+        .unset("none")
+        .alias(&["vllm_importance_sampling_clip_min"])
+        .idle(|s, _| uncorrected(s)),
     row("entropy_coef", float(-BIG, BIG), at!(algorithm.loss.entropy_coef), GRPO)
         .help("Weight of an entropy bonus."),
 ];
