@@ -30,7 +30,7 @@ pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};
 pub use omnigrpo_text::{MediumKind, Part, Role, Turn};
-pub use order::{Order, OrderError, OrderState, split};
+pub use order::{Curriculum, Lessons, Order, OrderError, OrderState, split};
 #[cfg(feature = "parquet")]
 pub use parquet::convert_parquet;
 pub use question::{QUESTION_TEMPLATES, QuestionTemplate};

@@ -4,7 +4,7 @@
 //! does not depend on what was drawn before and is the same on every machine. An epoch that ends inside a batch goes
 //! on with the next epoch: every row is drawn equally often.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -35,8 +35,31 @@ pub enum OrderError {
     },
 }
 
+/// How the rewards of one pass over the rows decide what the next one draws.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Lessons {
+    /// Rows that earned less on average are left out.
+    pub low: Option<f64>,
+    /// Rows that earned more on average are left out.
+    pub high: Option<f64>,
+    /// What comes first.
+    pub curriculum: Curriculum,
+}
+
+/// Which rows of a pass come first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Curriculum {
+    /// No ones: the order is drawn.
+    #[default]
+    None,
+    /// Those that earned most in the pass before.
+    EasyFirst,
+    /// Those that earned least.
+    HardFirst,
+}
+
 /// Everything that a checkpoint must keep to draw the same rows again.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct OrderState {
     /// Epoch of the next row, from 0.
     pub epoch: u64,
@@ -44,6 +67,12 @@ pub struct OrderState {
     pub index: u64,
     /// Rows that are never drawn.
     pub skipped: BTreeSet<u64>,
+    /// What each row earned when it was last drawn, where that matters.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub earned: BTreeMap<u64, f64>,
+    /// The same at the start of the epoch, whose order it decides.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub judged: BTreeMap<u64, f64>,
 }
 
 /// Draws rows, epoch after epoch.
@@ -52,6 +81,7 @@ pub struct Order {
     rows: Vec<u64>,
     seed: u64,
     shuffle: bool,
+    lessons: Lessons,
     state: OrderState,
     permutation: Vec<u64>,
 }
@@ -60,10 +90,26 @@ impl Order {
     /// An order over `rows` (row indices of a dataset, see [`split`]), at the start of epoch 0. Without `shuffle`, every epoch goes through
     /// `rows` as they stand. `skipped` rows are never drawn.
     pub fn new(rows: Vec<u64>, seed: u64, shuffle: bool, skipped: BTreeSet<u64>) -> Self {
-        let state = OrderState { epoch: 0, index: 0, skipped };
-        let mut order = Self { rows, seed, shuffle, state, permutation: Vec::new() };
+        let state = OrderState { skipped, ..OrderState::default() };
+        let lessons = Lessons::default();
+        let mut order = Self { rows, seed, shuffle, lessons, state, permutation: Vec::new() };
         order.shuffle_epoch();
         order
+    }
+
+    /// The same order with passes that learn from those before.
+    #[must_use]
+    pub fn learning(mut self, lessons: Lessons) -> Self {
+        self.lessons = lessons;
+        self.shuffle_epoch();
+        self
+    }
+
+    /// Notes what a row has earned. It counts from the next pass on.
+    pub fn earned(&mut self, row: u64, reward: f64) {
+        if self.lessons != Lessons::default() {
+            self.state.earned.insert(row, reward);
+        }
     }
 
     /// Goes on where `state` was taken.
@@ -96,7 +142,7 @@ impl Order {
 
     /// Epochs drawn so far, with fraction.
     pub fn epochs_done(&self) -> f64 {
-        self.state.epoch as f64 + self.state.index as f64 / self.rows.len().max(1) as f64
+        self.state.epoch as f64 + self.state.index as f64 / self.permutation.len().max(1) as f64
     }
 
     /// The next row.
@@ -109,6 +155,7 @@ impl Order {
             if self.state.index >= self.permutation.len() as u64 {
                 self.state.index = 0;
                 self.state.epoch += 1;
+                self.state.judged.clone_from(&self.state.earned);
                 self.shuffle_epoch();
             }
             let Some(&row) = self.permutation.get(self.state.index as usize) else { break };
@@ -133,6 +180,36 @@ impl Order {
         if self.shuffle {
             let mut rng = stream(self.seed, Use::Epoch, self.state.epoch);
             shuffle(&mut rng, &mut self.permutation);
+        }
+        self.learn();
+    }
+
+    /// Leaves rows out and sorts the others by what they earned; those that nobody knows yet come first. A pass from which all
+    /// would be left out has them all.
+    fn learn(&mut self) {
+        let (judged, Lessons { low, high, curriculum }) = (&self.state.judged, self.lessons);
+        let kept = |row: &u64| {
+            judged
+                .get(row)
+                .is_none_or(|&r| low.is_none_or(|low| r >= low) && high.is_none_or(|high| r <= high))
+        };
+        let usable = |row: &u64| !self.state.skipped.contains(row);
+        if self.permutation.iter().any(|row| usable(row) && kept(row)) {
+            self.permutation.retain(kept);
+        }
+        let known = |row: &u64| judged.get(row).copied();
+        match curriculum {
+            Curriculum::None => {}
+            Curriculum::HardFirst => {
+                self.permutation.sort_by(|a, b| {
+                    known(a).unwrap_or(f64::NEG_INFINITY).total_cmp(&known(b).unwrap_or(f64::NEG_INFINITY))
+                });
+            }
+            Curriculum::EasyFirst => {
+                self.permutation.sort_by(|a, b| {
+                    known(b).unwrap_or(f64::INFINITY).total_cmp(&known(a).unwrap_or(f64::INFINITY))
+                });
+            }
         }
     }
 }
@@ -257,6 +334,59 @@ mod tests {
         assert!(!whole[6..].contains(&broken));
     }
 
+    /// Six rows of which row `r` earns `r / 5`.
+    fn learner(lessons: Lessons) -> Order {
+        order(6, 3).learning(lessons)
+    }
+
+    fn pass(order: &mut Order, rows: usize) -> Vec<u64> {
+        let each = (0..rows).map(|_| {
+            let row = order.draw().unwrap();
+            order.earned(row, row as f64 / 5.0);
+            row
+        });
+        each.collect()
+    }
+
+    #[test]
+    fn a_pass_leaves_out_what_the_one_before_found_too_easy_or_too_hard() {
+        let plain = order(6, 3).draw_batch(12).unwrap();
+        let mut filtered = learner(Lessons { low: Some(0.3), high: Some(0.9), ..Lessons::default() });
+        assert_eq!(pass(&mut filtered, 6), plain[..6], "nothing is known in the first pass");
+        let second: Vec<u64> = plain[6..].iter().copied().filter(|row| (2..=4).contains(row)).collect();
+        assert_eq!(pass(&mut filtered, 3), second);
+        assert_eq!(filtered.epochs_done(), 2.0);
+        // What was left out keeps what it earned, so it stays out.
+        assert!(pass(&mut filtered, 9).iter().all(|row| (2..=4).contains(row)));
+
+        let mut hopeless = learner(Lessons { low: Some(2.0), ..Lessons::default() });
+        pass(&mut hopeless, 6);
+        assert_eq!(pass(&mut hopeless, 6), plain[6..], "a pass is never empty");
+        let mut only = learner(Lessons { high: Some(0.0), ..Lessons::default() });
+        only.skip(0);
+        pass(&mut only, 5);
+        assert_eq!(pass(&mut only, 5).len(), 5, "the row that would be left can not be used");
+    }
+
+    #[test]
+    fn a_curriculum_sorts_by_what_was_earned_and_resumes_exactly() {
+        let lessons = |curriculum| Lessons { curriculum, ..Lessons::default() };
+        let mut easy = learner(lessons(Curriculum::EasyFirst));
+        let first = pass(&mut easy, 6);
+        assert_eq!(first, order(6, 3).draw_batch(6).unwrap());
+        assert_eq!(pass(&mut easy, 6), [5, 4, 3, 2, 1, 0]);
+        let mut hard = learner(lessons(Curriculum::HardFirst));
+        pass(&mut hard, 6);
+        assert_eq!(pass(&mut hard, 4), [0, 1, 2, 3]);
+        // In the middle of a pass, after rewards that will change the next one.
+        hard.earned(0, 9.0);
+        let saved = serde_json::to_string(hard.state()).unwrap();
+        let mut again = learner(lessons(Curriculum::HardFirst));
+        again.resume(serde_json::from_str(&saved).unwrap()).unwrap();
+        assert_eq!(again.draw_batch(8).unwrap(), hard.draw_batch(8).unwrap());
+        assert_eq!(again.draw_batch(4).unwrap(), [1, 2, 3, 4]);
+    }
+
     #[test]
     fn the_next_row_takes_the_place_of_a_skipped_one() {
         let plain = order(10, 5).draw_batch(4).unwrap();
@@ -271,7 +401,7 @@ mod tests {
         assert_eq!(order(0, 0).draw(), Err(OrderError::Empty { num_rows: 0, num_skipped: 0 }));
         let mut order = Order::new(vec![1, 2], 0, true, BTreeSet::from([1, 2]));
         assert_eq!(order.draw(), Err(OrderError::Empty { num_rows: 2, num_skipped: 2 }));
-        let beyond = OrderState { epoch: 0, index: 3, skipped: BTreeSet::new() };
+        let beyond = OrderState { index: 3, ..OrderState::default() };
         assert_eq!(order.resume(beyond), Err(OrderError::Position { index: 3, num_rows: 2 }));
     }
 

@@ -1,6 +1,6 @@
 //! Names of values: those of the libraries' choices, which they know as types, and the choices that are the program's own.
 
-use omnigrpo_data::{QUESTION_TEMPLATES, QuestionTemplate};
+use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
 use omnigrpo_models::{FrameRule, MissingAudio, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, AnswerPolicy, Compat, FormatMode};
@@ -98,6 +98,11 @@ listed!(ScheduleKind:
     "constant_with_warmup" = ScheduleKind::ConstantWithWarmup, "Flat after warm-up.";
     "linear" = ScheduleKind::Linear, "Falling to 0 in a line.";
     "cosine" = ScheduleKind::Cosine, "Falling to 0 in half a cosine.";
+);
+listed!(Curriculum:
+    "none" = Curriculum::None, "as drawn";
+    "easy_first" = Curriculum::EasyFirst, "those that earned most";
+    "hard_first" = Curriculum::HardFirst, "those that earned least";
 );
 listed!(AdvantageKind:
     "group_std" = AdvantageKind::GroupStd, "centred, over the sample deviation of the group";

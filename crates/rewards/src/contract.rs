@@ -5,6 +5,7 @@
 //! they are never turned into 0, since a silent 0 would be learned from.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
@@ -131,6 +132,33 @@ impl RewardMatrix {
         self.names.push(name.to_owned());
         self.values.push(values);
         self.weights.push(1.0);
+    }
+
+    /// Some of its completions, without what the rewards want recorded.
+    #[must_use]
+    pub fn part(&self, completions: Range<usize>) -> Self {
+        Self {
+            names: self.names.clone(),
+            values: self.values.iter().map(|row| row[completions.clone()].to_vec()).collect(),
+            weights: self.weights.clone(),
+            total: self.total[completions].to_vec(),
+            logged: Logged::default(),
+        }
+    }
+
+    /// Puts completions of a matrix of the same rewards in the place of those from `at` on, with their columns.
+    pub fn replace(&mut self, at: usize, other: &Self, completions: Range<usize>) {
+        let to = at..at + completions.len();
+        for (own, row) in self.values.iter_mut().zip(&other.values) {
+            own[to.clone()].copy_from_slice(&row[completions.clone()]);
+        }
+        self.total[to.clone()].copy_from_slice(&other.total[completions.clone()]);
+        for (name, own) in &mut self.logged.columns {
+            let row = other.logged.columns.get(name);
+            for (to, from) in to.clone().zip(completions.clone()) {
+                own[to] = row.map_or(Value::Null, |row| row[from].clone());
+            }
+        }
     }
 
     /// Mean and population standard deviation of each reward over the completions it applies to; `None` where it

@@ -12,7 +12,7 @@ use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::prepare;
 use crate::step::Algorithm;
 
-/// A rollout in the middle of its `num_iterations` updates.
+/// A rollout in the middle of its updates.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BufferState {
     /// Updates done with it.
@@ -32,9 +32,9 @@ pub struct BufferState {
     /// Log-probabilities as they were sampled, likewise; empty for recorded completions.
     #[serde(default)]
     pub sampled: Vec<Vec<Vec<f32>>>,
-    /// Which tokens the policy term keeps.
+    /// Which tokens the policy term keeps, for each part of the rollout.
     #[serde(default)]
-    pub entropy_gate: Option<EntropyGate>,
+    pub entropy_gates: Vec<Option<EntropyGate>>,
     /// Reward names.
     pub reward_names: Vec<String>,
     /// Reward weights.
@@ -46,25 +46,33 @@ pub struct BufferState {
 }
 
 impl BufferState {
-    /// The state of a rollout after `iteration` of its updates.
-    pub(crate) fn of(rollouts: &Rollouts, iteration: usize) -> Self {
-        fn each<T>(rollouts: &Rollouts, what: impl Fn(&Scored) -> T) -> Vec<Vec<T>> {
-            rollouts.groups.iter().map(|group| group.completions.iter().map(&what).collect()).collect()
+    /// The state of a rollout, which may be in parts, after `iteration` of its updates.
+    pub(crate) fn of(rollouts: &[Rollouts], iteration: usize) -> Self {
+        fn each<T>(rollouts: &[Rollouts], what: impl Fn(&Scored) -> T) -> Vec<Vec<T>> {
+            let groups = rollouts.iter().flat_map(|part| &part.groups);
+            groups.map(|group| group.completions.iter().map(&what).collect()).collect()
         }
+        let groups = || rollouts.iter().flat_map(|part| &part.groups);
+        let (names, weights) = rollouts
+            .first()
+            .map(|part| (part.rewards.names.clone(), part.rewards.weights.clone()))
+            .unwrap_or_default();
+        let values =
+            |reward: usize| rollouts.iter().flat_map(|part| part.rewards.values[reward].clone()).collect();
         Self {
             iteration,
-            rows: rollouts.groups.iter().map(|group| group.row.sample.row).collect(),
-            epochs: rollouts.groups.iter().map(|group| group.row.epoch).collect(),
+            rows: groups().map(|group| group.row.sample.row).collect(),
+            epochs: groups().map(|group| group.row.epoch).collect(),
             ids: each(rollouts, |c| c.completion.ids.clone()),
             texts: each(rollouts, |c| c.completion.text.clone()),
             truncated: each(rollouts, Scored::is_truncated),
             old: each(rollouts, |c| c.old.clone().unwrap_or_default()),
             sampled: each(rollouts, |c| c.completion.logprobs.clone()),
-            entropy_gate: rollouts.entropy_gate,
-            reward_names: rollouts.rewards.names.clone(),
-            reward_weights: rollouts.rewards.weights.clone(),
-            reward_values: rollouts.rewards.values.clone(),
-            reward_totals: rollouts.rewards.total.clone(),
+            entropy_gates: rollouts.iter().map(|part| part.entropy_gate).collect(),
+            reward_values: (0..names.len()).map(values).collect(),
+            reward_names: names,
+            reward_weights: weights,
+            reward_totals: rollouts.iter().flat_map(|part| part.rewards.total.clone()).collect(),
         }
     }
 
@@ -94,7 +102,8 @@ impl BufferState {
             && self.reward_values.iter().all(|values| values.len() == completions)
     }
 
-    /// The rollout again. Prompts and features are made anew: they are functions of the rows and the weights.
+    /// The rollout again, in parts of so many prompts. Prompts and features are made anew: they are functions of the rows and
+    /// the weights.
     ///
     /// # Errors
     /// Rows that cannot be read any more.
@@ -104,7 +113,8 @@ impl BufferState {
         model: &Model,
         prompts: &PromptBuilder,
         dataset: &Dataset,
-    ) -> Result<Rollouts> {
+        prompts_per_step: usize,
+    ) -> Result<Vec<Rollouts>> {
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
             let row = prepare(dataset, prompts, None, row, epoch).map_err(|e| TrainError::Checkpoint {
@@ -129,6 +139,10 @@ impl BufferState {
             logged: Logged::default(),
         };
         let rollouts = Rollouts::new(algorithm, groups, Memories::default(), rewards)?;
-        Ok(Rollouts { entropy_gate: self.entropy_gate, ..rollouts })
+        let mut parts = rollouts.split(prompts_per_step);
+        for (part, gate) in parts.iter_mut().zip(&self.entropy_gates) {
+            part.entropy_gate = *gate;
+        }
+        Ok(parts)
     }
 }

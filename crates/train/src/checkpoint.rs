@@ -4,8 +4,8 @@
 //! tensor that is trained whole beside it; the base is where the run found it), `optimizer.safetensors` (moments and
 //! masters by weight name), `trainer_state.json`, and `SHA256SUMS` over all of them, which `sha256sum -c` reads. It is
 //! written under a temporary name, synced, and renamed, so a directory of that name with a `trainer_state.json` is always
-//! complete; a file that does not match its sum is refused before anything is loaded. The reference model is not stored:
-//! it is the checkpoint the run started from. Random numbers need no state; they are keyed by seed and step.
+//! complete; a file that does not match its sum is refused before anything is loaded. The reference model is not stored,
+//! as it is the checkpoint the run started from, but where it moves: then it lies in `reference/`. Random numbers need no state; they are keyed by seed and step.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -29,6 +29,7 @@ use crate::optimizer::{AdamW, Moments};
 
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
+const REFERENCE: &str = "reference";
 const SUMS: &str = "SHA256SUMS";
 /// Names that checkpoints and models have while they are written or removed.
 const UNFINISHED: [&str; 3] = ["tmp-checkpoint-", "tmp-old-checkpoint-", "tmp-final"];
@@ -56,14 +57,24 @@ pub struct TrainerState {
     pub buffer: Option<BufferState>,
 }
 
+/// What a checkpoint holds beside the state.
+#[derive(Clone, Copy)]
+pub struct Parts<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// The optimizer, of a checkpoint that another start can go on from.
+    pub optimizer: Option<&'a AdamW>,
+    /// The reference, where it moves.
+    pub reference: Option<&'a Model>,
+}
+
 /// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`.
 ///
 /// # Errors
 /// A weight or moment that is not finite; a full or read-only disk. No incomplete checkpoint is left under its final name.
 pub fn save(
     output_dir: &Path,
-    model: &Model,
-    optimizer: Option<&AdamW>,
+    Parts { model, optimizer, reference }: Parts,
     mut state: TrainerState,
     limit: Option<usize>,
     keep: Option<u64>,
@@ -78,6 +89,9 @@ pub fn save(
             fs::remove_dir_all(&temporary).map_err(TrainError::io(&temporary))?;
         }
         model.save_trained(&temporary)?;
+        if let Some(reference) = reference {
+            reference.save_trained(&temporary.join(REFERENCE))?;
+        }
         if let Some(optimizer) = optimizer {
             state.optimizer_steps = save_moments(&temporary, optimizer)?;
         }
@@ -108,6 +122,19 @@ pub fn save(
         }
     }
     Ok(target)
+}
+
+/// Gives a reference that moves the weights it had at a checkpoint. One of a run whose reference stood still has none; the
+/// reference then begins anew.
+///
+/// # Errors
+/// Weights that cannot be read or do not fit.
+pub(crate) fn load_reference(checkpoint: &Path, reference: &Model) -> Result<()> {
+    let dir = checkpoint.join(REFERENCE);
+    if dir.is_dir() {
+        reference.load_weights(&dir)?;
+    }
+    Ok(())
 }
 
 /// Writes the trained model into `to`, beside a run's records: complete in a temporary directory first, then file by

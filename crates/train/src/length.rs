@@ -7,7 +7,8 @@ use crate::schedule::Schedule;
 /// The length of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Length {
-    per_step: u64,
+    /// Rows of a rollout.
+    per_rollout: u64,
     /// Rows of all epochs.
     rows: u64,
     by_epochs: bool,
@@ -32,14 +33,15 @@ impl Length {
         let total = run
             .max_steps
             .unwrap_or_else(|| rows.div_ceil(per_step).saturating_mul(run.num_iterations as u64));
-        Ok(Self { per_step, rows, by_epochs: run.max_steps.is_none(), total })
+        let per_rollout = per_step * run.steps_per_generation as u64;
+        Ok(Self { per_rollout, rows, by_epochs: run.max_steps.is_none(), total })
     }
 
     /// Rows of the rollout or batch with this number. A run that went on with changed settings can have more of them than the
     /// epochs need; none is empty.
     pub(crate) fn num_rows(self, index: u64) -> usize {
-        let left = self.rows.saturating_sub(index.saturating_mul(self.per_step));
-        (if self.by_epochs && left > 0 { self.per_step.min(left) } else { self.per_step }) as usize
+        let left = self.rows.saturating_sub(index.saturating_mul(self.per_rollout));
+        (if self.by_epochs && left > 0 { self.per_rollout.min(left) } else { self.per_rollout }) as usize
     }
 
     pub(crate) fn schedule(self, run: &RunPlan) -> Schedule {

@@ -36,7 +36,7 @@ pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, e
 pub use imitate::{ImitationOutcome, imitate};
 pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
-pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, TrainSetup};
+pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup};
 pub use replay::replay;
 pub use resume::say_incomplete;
 pub use rollouts::{Group, Rollouts, Scored};

@@ -259,3 +259,24 @@ impl<'a> Pass<'a> {
         ))
     }
 }
+
+/// Has the weights that sampled score the completions, for updates that come when the weights have changed.
+///
+/// # Errors
+/// As [`Model::score`].
+pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+    let temperature = algorithm.sampling.scoring_temperature();
+    let shapes: Vec<_> = rollouts.groups.iter().map(Group::shape).collect();
+    for parts in pack(&shapes, algorithm.stream_rows()) {
+        let stream = PackedStream::new(&rollouts.stream(&parts))?;
+        let seen: Vec<Vec<Features>> =
+            parts.iter().map(|part| rollouts.groups[part.group].features.clone()).collect();
+        let (logprobs, _) = model.score(&stream, &seen, temperature)?;
+        let mut each = stream.each(&logprobs);
+        for part in &parts {
+            let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];
+            completions.iter_mut().for_each(|c| c.old = each.next().map(<[f32]>::to_vec));
+        }
+    }
+    Ok(())
+}

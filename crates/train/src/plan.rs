@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use omnigrpo_data::Dataset;
+use omnigrpo_data::{Dataset, Lessons};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{DebugLog, Report, RunLock, Trackers};
 use omnigrpo_ops::Device;
@@ -64,6 +64,22 @@ pub enum Objective {
     Imitate,
 }
 
+/// A reference that follows the policy.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SyncReference {
+    /// Updates between two moves.
+    pub every: u64,
+    /// Share of the policy in the weights after a move.
+    pub mixup: f64,
+}
+
+impl Default for SyncReference {
+    /// TRL's numbers.
+    fn default() -> Self {
+        Self { every: 512, mixup: 0.6 }
+    }
+}
+
 /// A run's length, records and checkpoints.
 #[derive(Clone, Debug)]
 pub struct RunPlan {
@@ -75,8 +91,14 @@ pub struct RunPlan {
     pub num_epochs: f64,
     /// Prompts per update.
     pub prompts_per_step: usize,
-    /// Updates per rollout.
+    /// Updates of each prompt of a rollout.
     pub num_iterations: usize,
+    /// Updates that share a rollout, each with prompts of its own.
+    pub steps_per_generation: usize,
+    /// How the reference follows the policy; `None`: not at all.
+    pub sync_reference: Option<SyncReference>,
+    /// How rewards of earlier passes decide which rows come, and in which order.
+    pub lessons: Lessons,
     /// The learning-rate schedule's shape.
     pub schedule: ScheduleKind,
     /// Warm-up as a share of all updates.
@@ -135,6 +157,9 @@ impl Default for RunPlan {
             num_epochs: 1.0,
             prompts_per_step: 8,
             num_iterations: 1,
+            steps_per_generation: 1,
+            sync_reference: None,
+            lessons: Lessons::default(),
             schedule: ScheduleKind::default(),
             warmup_ratio: 0.0,
             warmup_steps: 0,

@@ -141,7 +141,7 @@ impl Records {
     pub(crate) fn tokens(
         &mut self,
         step: u64,
-        rollouts: &Rollouts,
+        (first_group, rollouts): (usize, &Rollouts),
         numbers: Vec<TokenNumbers>,
         tokenizer: &Tokenizer,
     ) -> Result<()> {
@@ -164,7 +164,7 @@ impl Records {
                 // A later update compares with the numbers of the first, and one that is resumed knows no others.
                 let is_first = own.old.is_empty();
                 Tokens {
-                    group,
+                    group: first_group + group,
                     sample,
                     tokens,
                     logprobs: own.logprobs,

@@ -82,7 +82,7 @@ pub fn replay(
     let weights = vec![1.0; names.len()];
     let total = advantage::weighted_sum(&values, &weights)?;
     let rewards = RewardMatrix { names, values, weights, total, logged: Logged::default() };
-    Rollouts::new(algorithm, groups, memories, rewards)?.gated(&algorithm.loss)
+    Rollouts::new(algorithm, groups, memories, rewards)
 }
 
 /// A completion up to its first stop token, with its log-probabilities where it has them.

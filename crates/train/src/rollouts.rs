@@ -1,6 +1,8 @@
 //! What an update learns from: groups of completions with their advantages.
 
-use omnigrpo_grpo::{EntropyGate, LossPlan, advantage};
+use std::mem::{replace, take};
+
+use omnigrpo_grpo::{Advantages, EntropyGate, LossPlan, advantage};
 use omnigrpo_models::{Features, GroupStream, Memories};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -52,7 +54,7 @@ impl Group {
     }
 }
 
-/// The groups of one rollout, in drawing order: the input of `num_iterations` updates.
+/// The groups of a rollout, in drawing order, or a part of them: the input of an update, or of one in each iteration.
 pub struct Rollouts {
     /// The groups.
     pub groups: Vec<Group>,
@@ -90,6 +92,21 @@ fn entropy_gate(plan: &LossPlan, groups: &[Group]) -> Result<Option<EntropyGate>
     Ok(EntropyGate::top(&entropies, plan.top_entropy)?)
 }
 
+/// How much better each completion is than the others of its group.
+fn compare(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Advantages> {
+    let (size, alpha) = (algorithm.num_generations, algorithm.alpha);
+    Ok(if algorithm.normalize_then_sum {
+        advantage::normalize_then_sum(&rewards.values, &rewards.weights, size, alpha)?
+    } else {
+        advantage::advantages(&rewards.total, size, algorithm.advantage, alpha)?
+    })
+}
+
+/// Whether the rewards of each group do not tell its completions apart.
+pub(crate) fn alike(algorithm: &Algorithm, rewards: &RewardMatrix) -> Result<Vec<bool>> {
+    Ok(compare(algorithm, rewards)?.zero_std)
+}
+
 impl Rollouts {
     /// Turns rewards into advantages.
     pub(crate) fn new(
@@ -98,13 +115,7 @@ impl Rollouts {
         memories: Memories,
         rewards: RewardMatrix,
     ) -> Result<Self> {
-        let (kind, alpha) = (algorithm.advantage, algorithm.alpha);
-        let size = algorithm.num_generations;
-        let advantages = if algorithm.normalize_then_sum {
-            advantage::normalize_then_sum(&rewards.values, &rewards.weights, size, alpha)?
-        } else {
-            advantage::advantages(&rewards.total, size, kind, alpha)?
-        };
+        let advantages = compare(algorithm, &rewards)?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
         let zero_std = advantages.zero_std;
@@ -115,9 +126,38 @@ impl Rollouts {
     ///
     /// # Errors
     /// Recorded completions, whose entropies nobody knows.
-    pub(crate) fn gated(mut self, plan: &LossPlan) -> Result<Self> {
+    pub(crate) fn gate(&mut self, plan: &LossPlan) -> Result<()> {
         self.entropy_gate = entropy_gate(plan, &self.groups)?;
-        Ok(self)
+        Ok(())
+    }
+
+    /// Cuts it into parts of so many groups, each for an update of its own; all but the first are updated from when the weights
+    /// have already changed.
+    pub(crate) fn split(mut self, groups: usize) -> Vec<Self> {
+        if self.groups.len() <= groups {
+            return vec![self];
+        }
+        let (mut parts, mut completions): (Vec<Self>, usize) = (Vec::new(), 0);
+        let mut rest = take(&mut self.groups);
+        while !rest.is_empty() {
+            let later = rest.split_off(groups.min(rest.len()));
+            let (own, first) = (replace(&mut rest, later), completions);
+            completions += own.iter().map(|group| group.completions.len()).sum::<usize>();
+            let before = parts.len() * groups;
+            parts.push(Self {
+                rewards: self.rewards.part(first..completions),
+                zero_std: self.zero_std[before..before + own.len()].to_vec(),
+                groups: own,
+                // They are of all groups together.
+                memories: Memories::default(),
+                entropy_gate: None,
+                updated: !parts.is_empty(),
+            });
+        }
+        if let Some(first) = parts.first_mut() {
+            first.rewards.logged = self.rewards.logged;
+        }
+        parts
     }
 
     /// All completions, group by group.

@@ -18,6 +18,7 @@ use crate::imitate::{self, ImitationOutcome};
 use crate::length::Length;
 use crate::model_card;
 use crate::optimizer::AdamW;
+use crate::pass::old_logprobs;
 use crate::plan::{EvalWhen, Objective, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
 use crate::replay::replay;
@@ -51,6 +52,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             Objective::Imitate => (this.imitate(at, &mut timer)?, None),
             Objective::Reinforce => this.reinforce(at, &mut timer)?,
         };
+        this.move_reference(step + 1)?;
         metrics.push(("learning_rate".into(), Some(this.optimizer.learning_rate() * factor)));
         metrics.push(("data/skipped".into(), Some(this.source.num_skipped() as f64)));
         let ahead = this.source.take_ahead_time().as_secs_f64();
@@ -110,8 +112,8 @@ struct Place {
     /// Rollouts drawn.
     rollout: u64,
     epochs_seen: u64,
-    /// A rollout in progress, and the updates made from it.
-    buffer: Option<(Rollouts, usize)>,
+    /// A rollout in progress: its parts, each for an update, and the updates made from it.
+    buffer: Option<(Vec<Rollouts>, usize)>,
     /// The best evaluation and its step.
     best: Option<(f64, u64)>,
     /// The step whose evaluation is in the records.
@@ -188,10 +190,18 @@ impl Loop {
         } else {
             None
         };
+        if run.sync_reference.is_some() && !model.adapter_params().is_empty() {
+            return Err(TrainError::setting(
+                "sync_ref_model",
+                "true",
+                "with adapters the reference is the model without them, whose weights do not move; turn one of the two off"
+                    .into(),
+            ));
+        }
         let mut optimizer = AdamW::new(optimizer, model.params());
 
         let bad = run.bad_rows.iter().map(|(row, ..)| *row).collect();
-        let order = Order::new(rows, run.data_seed, !run.replay, bad);
+        let order = Order::new(rows, run.data_seed, !run.replay, bad).learning(run.lessons);
         let length = Length::of(&run, order.num_usable())?;
         let rewards = Arc::new(rewards);
         // Supervised examples and recorded rewards are not scored.
@@ -202,6 +212,9 @@ impl Loop {
         let start = Start::find(&run, dir, length.total, &model, &mut optimizer, console)?;
         let mut place = Place::default();
         if let Start::From(resumed) = &start {
+            if let (Some(reference), Some(_)) = (&reference, run.sync_reference) {
+                checkpoint::load_reference(&resumed.path, reference)?;
+            }
             place = Place::of(resumed, dir);
             if resumed.keeps_position() {
                 source
@@ -210,8 +223,8 @@ impl Loop {
                     .map_err(|e| TrainError::Data { what: e.to_string() })?;
             }
             if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
-                let rollouts = saved.restore(&algorithm, &model, &prompts, &dataset)?;
-                place.buffer = Some((rollouts, saved.iteration));
+                let parts = saved.restore(&algorithm, &model, &prompts, &dataset, run.prompts_per_step)?;
+                place.buffer = Some((parts, saved.iteration));
             }
         }
         // Everything that can be wrong with the checkpoint has been seen: now things may move.
@@ -270,37 +283,62 @@ impl Loop {
 
     /// An update from the rollout in progress or a new one, and the mean reward.
     fn reinforce(&mut self, at: UpdateAt, timer: &mut PhaseTimer) -> Result<(Vec<Metric>, Option<f64>)> {
-        let (mut rollouts, iteration) = match self.place.buffer.take() {
+        let (mut parts, done) = match self.place.buffer.take() {
             Some(buffered) => buffered,
             None => (self.rollout(at.step, timer)?, 0),
         };
+        let (part, updates) = (done % parts.len(), parts.len() * self.run.num_iterations);
+        let first_group = parts[..part].iter().map(|part| part.groups.len()).sum();
+        let rollouts = &mut parts[part];
         let outcome = update(
             &self.model,
             self.reference.as_ref(),
             &mut self.optimizer,
             at,
             &self.algorithm,
-            &mut rollouts,
+            rollouts,
             timer,
         )
-        .map_err(|error| self.records.offending_rows(at.step + 1, &rollouts, error))?;
+        .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
         let mut metrics = reinforcement_metrics(&outcome);
         let reward = outcome.sums.reward();
         timed(timer, "records", || {
-            self.records.tokens(at.step + 1, &rollouts, outcome.tokens, self.prompts.tokenizer())
+            let places = (first_group, &*rollouts);
+            self.records.tokens(at.step + 1, places, outcome.tokens, self.prompts.tokenizer())
         })?;
-        if iteration == 0 {
+        if done == 0 {
             let logged = &rollouts.rewards.logged.metrics;
             metrics.extend(logged.iter().map(|(name, value)| (name.clone(), Some(*value))));
         }
-        if iteration + 1 < self.run.num_iterations {
-            self.place.buffer = Some((rollouts, iteration + 1));
+        if done + 1 < updates {
+            self.place.buffer = Some((parts, done + 1));
         }
         Ok((metrics, reward))
     }
 
-    /// The next rollout.
-    fn rollout(&mut self, step: u64, timer: &mut PhaseTimer) -> Result<Rollouts> {
+    /// Moves the reference towards the policy where that is due after so many updates: `α π + (1 − α) π_ref` of the weights
+    /// (TR-DPO, arXiv 2404.09656).
+    fn move_reference(&self, step: u64) -> Result<()> {
+        let (Some(reference), Some(sync)) = (&self.reference, self.run.sync_reference) else { return Ok(()) };
+        if !step.is_multiple_of(sync.every) {
+            return Ok(());
+        }
+        for (own, policy) in reference.params().iter().zip(self.model.params()) {
+            if own.shares_storage(policy) {
+                continue;
+            }
+            let mut weights = own.read().f32().into_owned();
+            let mixup = sync.mixup as f32;
+            for (own, policy) in weights.iter_mut().zip(policy.read().f32().iter()) {
+                *own = mixup * policy + (1.0 - mixup) * *own;
+            }
+            own.store(&weights)?;
+        }
+        Ok(())
+    }
+
+    /// The next rollout, in a part for each update of an iteration.
+    fn rollout(&mut self, step: u64, timer: &mut PhaseTimer) -> Result<Vec<Rollouts>> {
         let (index, length) = (self.place.rollout, self.length);
         let drawn = timed(timer, "data", || self.source.draw(length.num_rows(index)));
         for row in self.source.take_skipped() {
@@ -308,12 +346,31 @@ impl Loop {
         }
         let epoch = self.source.order().epochs_done();
         let drawn = drawn?;
-        if step + (self.run.num_iterations as u64) < length.total {
+        let updates = drawn.len().div_ceil(self.run.prompts_per_step) * self.run.num_iterations;
+        if step + (updates as u64) < length.total {
             self.source.prepare_ahead(length.num_rows(index + 1), Making::Prompt);
         }
         let collected = self.collect(drawn, step, epoch, timer)?;
+        for row in self.source.take_skipped() {
+            self.records.skipped(step + 1, &row)?;
+        }
+        let rewards = collected.rewards.total.chunks(self.algorithm.num_generations);
+        for (group, rewards) in collected.groups.iter().zip(rewards) {
+            let known: Vec<f64> = rewards.iter().copied().flatten().collect();
+            if !known.is_empty() {
+                let mean = known.iter().sum::<f64>() / known.len() as f64;
+                self.source.order_mut().earned(group.row.sample.row, mean);
+            }
+        }
         self.place.rollout += 1;
-        Ok(collected)
+        let mut parts = collected.split(self.run.prompts_per_step);
+        for (at, part) in parts.iter_mut().enumerate() {
+            part.gate(&self.algorithm.loss)?;
+            if at > 0 && part.completions().any(|c| c.old.is_none()) {
+                timed(timer, "old", || old_logprobs(&self.model, &self.algorithm, part))?;
+            }
+        }
+        Ok(parts)
     }
 
     fn collect(
@@ -333,8 +390,9 @@ impl Loop {
                 rewards: &self.rewards,
                 algorithm: &self.algorithm,
             };
+            let source = &mut self.source;
             collector
-                .collect(rows, self.place.rollout, timer)
+                .collect(rows, self.place.rollout, &mut |count| source.draw(count), timer)
                 .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
         timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts))?;
@@ -387,10 +445,13 @@ impl Loop {
             buffer: place.buffer.as_ref().map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
             ..TrainerState::default()
         };
-        let optimizer = whole.then_some(&self.optimizer);
+        let parts = checkpoint::Parts {
+            model: &self.model,
+            optimizer: whole.then_some(&self.optimizer),
+            reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
+        };
         let keep = place.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
-        let path =
-            checkpoint::save(self.lock.root(), &self.model, optimizer, state, self.run.save_limit, keep)?;
+        let path = checkpoint::save(self.lock.root(), parts, state, self.run.save_limit, keep)?;
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
         if whole {

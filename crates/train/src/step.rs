@@ -30,9 +30,9 @@
 //! model carries the derivative back. Streams of a step add their gradients: the `Normalizer` is made for all of it first.
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{Model, PromptBuilder, Training};
+use omnigrpo_models::{Memories, Model, PromptBuilder, Training};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_rewards::RewardSet;
+use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Generator, SamplingParams};
 
 use crate::error::{Result, TrainError};
@@ -40,7 +40,7 @@ use crate::features;
 use crate::gap::Gap;
 use crate::optimizer::AdamW;
 use crate::pass::Pass;
-use crate::rollouts::{Group, Rollouts, Scored};
+use crate::rollouts::{Group, Rollouts, Scored, alike};
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
 use crate::temporal;
@@ -72,6 +72,8 @@ pub struct Algorithm {
     pub prompts_per_micro_batch: usize,
     /// Keys all random numbers.
     pub seed: u64,
+    /// How often groups whose rewards are all the same give their places to others; 0 keeps them.
+    pub max_resample_times: usize,
     /// Give each token's numbers with the outcome of an update.
     pub token_stats: bool,
 }
@@ -100,6 +102,7 @@ impl Algorithm {
             recompute: false,
             prompts_per_micro_batch: 1,
             seed,
+            max_resample_times: 0,
             token_stats: false,
         }
     }
@@ -187,12 +190,62 @@ pub struct Collector<'a> {
     pub algorithm: &'a Algorithm,
 }
 
+/// Sampled and scored completions before they are compared.
+struct Sampled {
+    groups: Vec<Group>,
+    memories: Memories,
+    rewards: RewardMatrix,
+}
+
+/// Added to a rollout's number for each time that groups of it are sampled again.
+const AGAIN: u64 = 1 << 48;
+
 impl Collector<'_> {
     /// Samples completions for `rows` and scores them. `rollout` numbers the rollout, for its random numbers.
     ///
+    /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2) a group whose rewards are all the same, from which nothing can be
+    /// learned, gives its place to one of the rows that `draw` gives, as often as the algorithm allows.
+    ///
     /// # Errors
     /// As the rollout and the rewards.
-    pub fn collect(&self, rows: Vec<PreparedRow>, rollout: u64, timer: &mut PhaseTimer) -> Result<Rollouts> {
+    pub fn collect(
+        &self,
+        rows: Vec<PreparedRow>,
+        rollout: u64,
+        draw: &mut dyn FnMut(usize) -> Result<Vec<PreparedRow>>,
+        timer: &mut PhaseTimer,
+    ) -> Result<Rollouts> {
+        let (algorithm, size) = (self.algorithm, self.algorithm.num_generations);
+        let mut sampled = self.sample(rows, rollout, timer)?;
+        let mut dropped = 0;
+        for round in 1..=algorithm.max_resample_times as u64 {
+            let idle = alike(algorithm, &sampled.rewards)?;
+            let idle: Vec<usize> = (0..idle.len()).filter(|&group| idle[group]).collect();
+            if idle.is_empty() {
+                break;
+            }
+            let rows = timed(timer, "data", || draw(idle.len()))?;
+            let others = self.sample(rows, rollout + round * AGAIN, timer)?;
+            let alike = alike(algorithm, &others.rewards)?;
+            let telling = others.groups.into_iter().enumerate().filter(|(group, _)| !alike[*group]);
+            for (to, (from, group)) in idle.into_iter().zip(telling) {
+                sampled.groups[to] = group;
+                sampled.rewards.replace(to * size, &others.rewards, from * size..(from + 1) * size);
+                dropped += 1;
+            }
+        }
+        let Sampled { groups, mut memories, mut rewards } = sampled;
+        if algorithm.max_resample_times > 0 {
+            rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
+        }
+        if dropped > 0 {
+            // They are of the prompts that were there first.
+            memories = Memories::default();
+        }
+        Rollouts::new(algorithm, groups, memories, rewards)
+    }
+
+    fn sample(&self, rows: Vec<PreparedRow>, rollout: u64, timer: &mut PhaseTimer) -> Result<Sampled> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
         let (features, memories) = timed(timer, "encode", || {
@@ -220,7 +273,7 @@ impl Collector<'_> {
             features,
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
-        Rollouts::new(algorithm, groups.collect(), memories, matrix)?.gated(&algorithm.loss)
+        Ok(Sampled { groups: groups.collect(), memories, rewards: matrix })
     }
 }
 

@@ -1080,7 +1080,7 @@ fn one_update(setup: &TrainSetup, reference: &Model) -> u64 {
     let media: usize = rows.iter().map(|row| row.prompt.media.len()).sum();
     let (rewards, algorithm) = (&setup.rewards, &setup.algorithm);
     let collector = Collector { model, prompts, shuffled: None, rewards, algorithm };
-    let mut rollouts = collector.collect(rows, 0, &mut timer).unwrap();
+    let mut rollouts = collector.collect(rows, 0, &mut |_| Ok(Vec::new()), &mut timer).unwrap();
     update(model, Some(reference), &mut adamw, AT, &setup.algorithm, &mut rollouts, &mut timer).unwrap();
     media as u64
 }

@@ -2,8 +2,14 @@
 
 use super::*;
 use crate::names::{AllowUrls, words};
+use crate::settings::Settings;
 use Kind::{Bool, Choice, Fraction, Path, Paths, Text, Words};
+use omnigrpo_data::Curriculum;
 use omnigrpo_models::MissingAudio;
+
+fn one_pass(s: &Settings) -> Option<&'static str> {
+    (s.run.max_steps.is_none() && s.run.num_epochs <= 1.0).then_some("there is one pass over the data")
+}
 
 /// The settings.
 pub const FLAGS: &[Flag] = &[
@@ -32,6 +38,17 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["data_paths"])
         .free(LOOP)
         .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
+    row("filter_low", float(-BIG, BIG), at!(run.lessons.low), GRPO)
+        .help("Leave rows out of a pass over the data whose completions earned less on average in the pass before.")
+        .unset("off")
+        .idle(|s, _| one_pass(s)),
+    row("filter_high", float(-BIG, BIG), at!(run.lessons.high), GRPO)
+        .help("The same for rows whose completions earned more.")
+        .unset("off")
+        .idle(|s, _| one_pass(s)),
+    row("curriculum", Choice(words::<Curriculum>), at!(run.lessons.curriculum), GRPO)
+        .help("Which rows of a pass over the data come first, by what they earned in the pass before.")
+        .idle(|s, _| one_pass(s)),
     row("eval_file", Paths, at!(data.eval_file), EVAL_ROWS)
         .help("JSON, JSONL or parquet files of evaluation rows.")
         .free(LOOP),

@@ -6,6 +6,7 @@ use crate::settings::Settings;
 use crate::values::Field as _;
 use Kind::{Bool, Choice};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
+use omnigrpo_train::SyncReference;
 
 /// Deviations that centred rewards are divided by.
 fn deviations() -> Vec<(&'static str, &'static str)> {
@@ -33,6 +34,10 @@ fn no_kl(s: &Settings) -> Option<&'static str> {
 fn each_reward_alone(s: &Settings) -> Option<&'static str> {
     (s.algorithm.normalize_then_sum)
         .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward by itself")
+}
+
+fn still(s: &Settings) -> Option<&'static str> {
+    s.run.sync_reference.is_none().then_some("`sync_ref_model` is false")
 }
 
 fn uncorrected(s: &Settings) -> Option<&'static str> {
@@ -208,7 +213,55 @@ pub const FLAGS: &[Flag] = &[
     .unset("off")
     .idle(|s, _| no_lower_clip(s)),
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
-        .help("Optimizer passes over each batch of completions."),
+        .help("Optimizer passes over the completions of each rollout."),
+    row("steps_per_generation", int(1, 1024), at!(run.steps_per_generation), GRPO)
+        .help("Optimizer steps that share one rollout of as many times the prompts, each with prompts of its own."),
+    row(
+        "sync_ref_model",
+        Bool,
+        Place {
+            set: |s, v| {
+                s.run.sync_reference = take::<bool>(v)?.then(SyncReference::default);
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.is_some().value(),
+        },
+        GRPO,
+    )
+    .help("Let the reference follow the policy (TR-DPO); without adapters.")
+    .idle(|s, _| no_kl(s)),
+    row(
+        "ref_model_sync_steps",
+        int(1, COUNT),
+        Place {
+            set: |s, v| {
+                if let Some(sync) = &mut s.run.sync_reference {
+                    sync.every = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.unwrap_or_default().every.value(),
+        },
+        GRPO,
+    )
+    .help("Steps between two moves of the reference.")
+    .idle(|s, _| still(s)),
+    row(
+        "ref_model_mixup_alpha",
+        float(0.0, 1.0),
+        Place {
+            set: |s, v| {
+                if let Some(sync) = &mut s.run.sync_reference {
+                    sync.mixup = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| s.run.sync_reference.unwrap_or_default().mixup.value(),
+        },
+        GRPO,
+    )
+    .help("Share of the policy in the reference's weights after a move.")
+    .idle(|s, _| still(s)),
     row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
         .help("Leave completions that hit the length limit out of the loss."),
     row("top_entropy_quantile", float(0.0, 1.0), at!(algorithm.loss.top_entropy), GRPO)

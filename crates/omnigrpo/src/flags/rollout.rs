@@ -23,6 +23,11 @@ pub const FLAGS: &[Flag] = &[
     )
     .alias(&["grpo_sample_size", "num_samples", "g"])
     .per_verb(&[(Generate, "1"), (Eval, "1")]),
+    row("max_resample_times", int(0, 64), at!(algorithm.max_resample_times), GRPO)
+        .help(
+            "Dynamic sampling (DAPO): how often groups whose completions all earned the same give their places to other rows; \
+             0 keeps them.",
+        ),
     row("temperature", float(0.0, 100.0), at!(algorithm.sampling.temperature), SAMPLES)
         .help("Sampling temperature; 0 takes the most likely token.")
         .alias(&["generation_temperature"])

@@ -84,7 +84,8 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
             rewards: &rewards,
             algorithm: &algorithm,
         };
-        let mut rollouts = collector.collect(rows.clone(), index as u64, &mut timer)?;
+        let mut rollouts =
+            collector.collect(rows.clone(), index as u64, &mut |_| Ok(Vec::new()), &mut timer)?;
         let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
         update(&model, reference.as_ref(), &mut optimizer, at, &algorithm, &mut rollouts, &mut timer)?;
         if index > 0 {

@@ -337,8 +337,8 @@ fn numbers_that_are_not_finite_are_not_saved() {
     let norm = setup.model.params().iter().find(|p| p.name() == "model.norm.weight").unwrap();
     norm.store(&vec![f32::NAN; norm.len()]).unwrap();
     let out = place.out("run");
-    let error =
-        checkpoint::save(&out, &setup.model, Some(&adamw), Default::default(), None, None).unwrap_err();
+    let parts = checkpoint::Parts { model: &setup.model, optimizer: Some(&adamw), reference: None };
+    let error = checkpoint::save(&out, parts, Default::default(), None, None).unwrap_err();
     assert!(error.to_string().starts_with("the value of model.norm.weight is not finite"), "{error}");
     assert!(checkpoint::save_final(&setup.model, &out).is_err());
     assert_eq!(names(&out), BTreeSet::from([".lock".to_owned()]));
