@@ -4,6 +4,8 @@
 #[path = "../../models/tests/support/mod.rs"]
 mod support;
 
+#[path = "run/algorithms.rs"]
+mod algorithms;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
