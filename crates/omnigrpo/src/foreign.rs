@@ -105,16 +105,18 @@ const TABLE: &[Row] = &[
     (&["per_device_eval_batch_size", "eval_accumulation_steps"], |_| {
         Dropped("evaluation takes as many rows at a time as it has room for, with the same result")
     }),
-    (&["generation_batch_size", "steps_per_generation"], |_| {
-        Refused("use `per_device_train_batch_size` (prompts) and `gradient_accumulation_steps`")
+    (&["generation_batch_size"], |_| {
+        Refused(
+            "use `per_device_train_batch_size` (prompts), `gradient_accumulation_steps` and `steps_per_generation`",
+        )
+    }),
+    (&["vllm_importance_sampling_correction"], |v| match on(v) {
+        Some(false) => Dropped("`importance_sampling_correction` is off by itself"),
+        _ => Becomes("importance_sampling_correction", "sequence_mask".to_owned()),
     }),
     (&["num_beams", "generation_num_beams"], |v| match v {
         "1" => Dropped("completions are sampled"),
         _ => Refused("leave it out: completions are sampled, there is no beam search"),
-    }),
-    (&["sync_ref_model"], |v| match on(v) {
-        Some(false) => Dropped("the reference is the starting model"),
-        _ => Refused("leave it out: the reference is always the starting model"),
     }),
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
         Some(false) => Dropped("rewards are those of `reward_funcs`"),

@@ -100,7 +100,7 @@ listed!(ScheduleKind:
     "cosine" = ScheduleKind::Cosine, "Falling to 0 in half a cosine.";
 );
 listed!(Curriculum:
-    "none" = Curriculum::None, "as drawn";
+    "off" = Curriculum::None, "as drawn";
     "easy_first" = Curriculum::EasyFirst, "those that earned most";
     "hard_first" = Curriculum::HardFirst, "those that earned least";
 );
@@ -122,7 +122,7 @@ listed!(Aggregation:
     "token_sum" = Aggregation::TokenSum, "sum over tokens, mean over completions";
 );
 listed!(CorrectionKind:
-    "none" = CorrectionKind::Off, "none";
+    "off" = CorrectionKind::Off, "none";
     "token_truncate" = CorrectionKind::TokenTruncate, "a weight for each token, cut to the bounds (TIS)";
     "token_mask" = CorrectionKind::TokenMask, "a weight for each token, 0 beyond the bounds (MIS)";
     "sequence_truncate" = CorrectionKind::SequenceTruncate, "a weight for each completion, cut to the bounds";

@@ -41,7 +41,7 @@ fn still(s: &Settings) -> Option<&'static str> {
 }
 
 fn uncorrected(s: &Settings) -> Option<&'static str> {
-    (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is none")
+    (!s.algorithm.loss.correction.is_on()).then_some("`importance_sampling_correction` is off")
 }
 
 /// The settings.
@@ -264,7 +264,7 @@ pub const FLAGS: &[Flag] = &[
     .idle(|s, _| still(s)),
     row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
         .help("Leave completions that hit the length limit out of the loss."),
-    row("top_entropy_quantile", float(0.0, 1.0), at!(algorithm.loss.top_entropy), GRPO)
+    row("top_entropy_quantile", float(1e-6, 1.0), at!(algorithm.loss.top_entropy), GRPO)
         .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term keeps."),
     row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
         .help("Weigh what decoding, with other kernels or fewer bits, thought likelier or less likely than training does.")
