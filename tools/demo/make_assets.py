@@ -1,6 +1,6 @@
 """Configuration, tokenizer and processor of the embedded checkpoint: crates/demo/assets/model/ without the weights.
 
-    cargo run -p omnigrpo-demo --example generate -- runs/demo-data
+    cargo run -p omnigrpo-demo --example task -- runs/demo-data
     python tools/demo/make_assets.py runs/demo-data/sft.jsonl
 
 Needs the package `tokenizers` (0.22 was used); nothing of it runs in the product. The weights come from `omnigrpo sft`

@@ -231,8 +231,50 @@ impl Dataset {
             start += part.len();
             parts.push(part);
         }
-        if start == 0 {
-            let files: Vec<_> = specs.iter().map(|spec| spec.file.display().to_string()).collect();
+        Self::of_parts(parts, options)
+    }
+
+    /// Rows that come from anywhere: JSON objects with the columns that rows of files have. Relative paths of media begin in
+    /// `folder`; absolute ones are taken as they are. The rows are kept in a nameless file in the system's temporary folder,
+    /// so they may be more than memory holds.
+    ///
+    /// ```
+    /// use std::path::Path;
+    ///
+    /// use omnigrpo_data::{Dataset, ReadOptions};
+    /// use serde_json::json;
+    ///
+    /// let sums = (0..100).map(|n| json!({ "prompt": format!("What is {n} + 1?"), "solution": format!("{}", n + 1) }));
+    /// let rows = Dataset::from_rows("sums", sums, Path::new("."), &ReadOptions::default())?;
+    /// assert_eq!(rows.len(), 100);
+    /// # Ok::<(), omnigrpo_data::DataError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A folder or a temporary file that cannot be used, or no row.
+    pub fn from_rows(
+        name: &str,
+        rows: impl IntoIterator<Item = Value>,
+        folder: &Path,
+        options: &ReadOptions,
+    ) -> Result<Self, DataError> {
+        let spec = DatasetSpec { name: name.to_owned(), ..DatasetSpec::file(name, Roots::default()) };
+        let part = DatasetPart {
+            name: name.into(),
+            chosen: None,
+            start: 0,
+            resolver: Resolver::in_folder(folder, options).map_err(DataError::io("find", folder))?,
+            think: options.think.unwrap_or_else(|| spec.think_mode()),
+            format: None,
+            columns: Map::new(),
+            file: RowFile::of(rows, Path::new(name))?,
+        };
+        Self::of_parts(vec![part], options)
+    }
+
+    fn of_parts(parts: Vec<DatasetPart>, options: &ReadOptions) -> Result<Self, DataError> {
+        if parts.iter().all(|part| part.len() == 0) {
+            let files: Vec<_> = parts.iter().map(|part| part.file.path.display().to_string()).collect();
             let files = if files.is_empty() { "no file".to_owned() } else { files.join(", ") };
             return Err(DataError::Empty { files });
         }

@@ -6,7 +6,7 @@
 //! read, not mapped: a file that shrinks while in use is an error of a row and not a crash.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -72,6 +72,26 @@ impl RowFile {
             let got = "no regular file and no pipe".to_owned();
             return Err(DataError::UnknownFile { path: path.to_owned(), got });
         }
+        Self::indexed(file, path, piped)
+    }
+
+    /// Rows that stand in no file, which are kept in one without a name. Messages call them `path`.
+    pub(crate) fn of(rows: impl IntoIterator<Item = Value>, path: &Path) -> Result<Self, DataError> {
+        let keep = || -> std::io::Result<File> {
+            let mut file = BufWriter::new(tempfile::tempfile()?);
+            for row in rows {
+                serde_json::to_writer(&mut file, &row)?;
+                file.write_all(b"\n")?;
+            }
+            let mut file = file.into_inner()?;
+            file.rewind()?;
+            Ok(file)
+        };
+        let file = keep().map_err(DataError::io("keep the rows of", path))?;
+        Self::indexed(file, path, true)
+    }
+
+    fn indexed(file: File, path: &Path, piped: bool) -> Result<Self, DataError> {
         let mut reader = BufReader::with_capacity(1 << 20, file);
         let rows = index(&mut reader, path)?;
         let file = Mutex::new(reader.into_inner());

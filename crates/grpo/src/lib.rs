@@ -15,6 +15,7 @@
 //! combinations.
 
 pub mod advantage;
+mod custom;
 mod error;
 pub mod loss;
 pub mod mask;
@@ -22,6 +23,7 @@ pub mod metrics;
 pub mod recipe;
 
 pub use advantage::{AdvantageKind, Advantages};
+pub use custom::{CustomTerm, Dual, PolicyToken};
 pub use error::Error;
 pub use loss::{
     Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Kl, LossOutput, LossPlan, Normalizer,

@@ -30,6 +30,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::custom::{CustomTerm, Dual, PolicyToken};
 use crate::metrics::MetricSums;
 
 /// Largest exponent of a probability ratio; `exp(20)` is 5e8.
@@ -65,6 +66,9 @@ pub enum Surrogate {
     },
     /// `-A lp`: the policy gradient without a ratio (REINFORCE). Its token sum is `-A log pi(completion)`.
     LogProb,
+    /// A function of the caller's, for tokens whose completion has an advantage. It is not written to files.
+    #[serde(skip)]
+    Custom(CustomTerm),
 }
 
 /// Over what the probability ratio is taken.
@@ -242,7 +246,7 @@ impl LossPlan {
                 require(positive(pos), "sapo_temperature_pos", pos, "a finite number > 0")?;
                 require(positive(neg), "sapo_temperature_neg", neg, "a finite number > 0")?;
             }
-            Surrogate::Ratio | Surrogate::LogProb => {}
+            Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
         }
         require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
         require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")?;
@@ -631,6 +635,11 @@ fn policy_term(surrogate: Surrogate, c: f64, a: f64, logp: f64) -> Term {
             Term { value: -gate * (4.0 / tau) * a, d_logp: 0.0, d_ratio: -4.0 * gate * (1.0 - gate) * a }
         }
         Surrogate::LogProb => Term { value: -a * logp, d_logp: -a, d_ratio: 0.0 },
+        Surrogate::Custom(CustomTerm(term)) => {
+            let token = PolicyToken { ratio: Dual::ratio(c), logp: Dual::logp(logp), advantage: a };
+            let Dual { value, d_ratio, d_logp } = term(token);
+            Term { value, d_logp, d_ratio }
+        }
     }
 }
 
@@ -667,7 +676,9 @@ impl Clipped {
         let (low, high) = match surrogate {
             Surrogate::Clip { low, high, .. } => (c < 1.0 - low && a < 0.0, c > 1.0 + high && a > 0.0),
             Surrogate::Cispo { cap } => (false, c > cap && a > 0.0),
-            Surrogate::Ratio | Surrogate::Sapo { .. } | Surrogate::LogProb => return,
+            Surrogate::Ratio | Surrogate::Sapo { .. } | Surrogate::LogProb | Surrogate::Custom(_) => {
+                return;
+            }
         };
         self.applies = true;
         self.low += usize::from(low);

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Error, Kl, LossOutput, LossPlan, MetricSums,
-    Normalizer, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
+    Aggregation, Batch, Correction, CorrectionKind, CustomTerm, Dual, EntropyGate, Error, Kl, LossOutput,
+    LossPlan, MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
 };
 use proptest::prelude::*;
 
@@ -388,6 +388,47 @@ fn documented_sequence_loss_of_one_completion() {
     for (t, expected) in [0.018731, 0.148721, 0.0].into_iter().enumerate() {
         assert!((k3(t) - expected).abs() < 5e-7, "token {t}: {}", k3(t));
     }
+}
+
+/// PPO's clipped term written out as a function of one token: value and gradient are those of the built-in one, whose
+/// gradient is written by hand.
+#[test]
+fn a_term_of_ones_own_is_its_own_gradient() {
+    let clipped = CustomTerm(|PolicyToken { ratio, advantage, .. }| {
+        let (free, bounded) = (ratio * advantage, ratio.clamp(0.8, 1.3) * advantage);
+        -free.min(bounded)
+    });
+    let reinforce = CustomTerm(|token| -token.logp * token.advantage);
+    let clip = Surrogate::Clip { low: 0.2, high: 0.3, delta: None };
+    for (surrogate, own) in [(clip, clipped), (Surrogate::LogProb, reinforce)] {
+        for ratio in [RatioLevel::Token, RatioLevel::Sequence] {
+            let data = Data::new(&[3, 1, 5, 4], true, 11);
+            let plan = LossPlan { surrogate, ratio, ..recipe("grpo").unwrap().loss };
+            let (known, own) = (data.evaluate(&plan), LossPlan { surrogate: Surrogate::Custom(own), ..plan });
+            let own = data.evaluate(&own);
+            assert!(close(own.loss, known.loss, 1e-12) && known.policy != 0.0, "{} {}", own.loss, known.loss);
+            for (got, expected) in own.dlogp.iter().zip(&known.dlogp) {
+                assert!(close(*got, *expected, 1e-12), "{surrogate:?} {ratio:?}: {got} {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn dual_numbers_follow_the_rules_of_derivatives() {
+    let term = |r: f64, l: f64| {
+        let (r, l) = (Dual::ratio(r), Dual::logp(l));
+        let bent = (r * 2.0 - l / r).tanh() + (l * r).exp() / (r + 3.0);
+        bent + r.ln() * r.detach() - r.max(Dual::constant(0.5)) * l.min(Dual::constant(-0.1))
+    };
+    let (r, l, h) = (1.3, -0.7, 1e-6);
+    let found = term(r, l);
+    let by = |up: Dual, down: Dual| (up.value - down.value) / (2.0 * h);
+    // The detached factor moves with the ratio in the difference: its share is ln r.
+    let by_ratio = by(term(r + h, l), term(r - h, l)) - r.ln();
+    assert!(close(found.d_ratio, by_ratio, 1e-6), "{} {by_ratio}", found.d_ratio);
+    let by_logp = by(term(r, l + h), term(r, l - h));
+    assert!(close(found.d_logp, by_logp, 1e-6), "{} {by_logp}", found.d_logp);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::families::{Family, family_of};
+use crate::families::{Family, FamilyRow, family_of};
 
 /// A checkpoint directory with its configuration. `config.json` is read when it is opened and never again, so everything
 /// made from one value speaks of the same model, whatever becomes of the file.
@@ -21,10 +21,33 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Reads `config.json` and finds the family by its `model_type` and `architectures`.
     ///
+    /// ```no_run
+    /// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
+    ///
+    /// let checkpoint = Checkpoint::open("Qwen2.5-VL-3B-Instruct".as_ref())?;
+    /// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+    /// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
+    /// # let sample: omnigrpo_data::Sample = unimplemented!();
+    /// let prompt = prompts.build(&sample)?;
+    /// let features = model.encode_prompt(&prompt)?;
+    /// assert_eq!(features.len(), sample.media.len());
+    /// # Ok::<(), omnigrpo_models::ModelError>(())
+    /// ```
+    ///
     /// # Errors
     /// No readable `config.json`, a model this program does not know, a configuration or processor that is impossible.
     pub fn open(dir: &Path) -> Result<Self> {
         Self::open_with(dir, |_| Ok(Map::new()))
+    }
+
+    /// As [`Self::open`], of a family that is not in the table, or not by this checkpoint's `model_type`.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
+        let config = ConfigJson::read(&dir.join("config.json"))?;
+        let family = Arc::new(Family::open(row, dir, &config)?);
+        Ok(Self { dir: dir.to_path_buf(), config, family })
     }
 
     /// As [`Self::open`], with the keys that `replace` gives in the place of the file's.

@@ -375,22 +375,71 @@ pub(crate) fn row_name(index: usize, input: &RewardInput<'_>) -> String {
     format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample)
 }
 
+/// What the function of a [`reward`] may return.
+pub trait Score {
+    /// A number, nothing where the reward does not apply, or what is wrong with the row.
+    ///
+    /// # Errors
+    /// What is wrong with the row.
+    fn score(self) -> Result<Option<f64>, String>;
+}
+
+impl Score for f64 {
+    fn score(self) -> Result<Option<f64>, String> {
+        Ok(Some(self))
+    }
+}
+
+impl Score for Option<f64> {
+    fn score(self) -> Result<Option<f64>, String> {
+        Ok(self)
+    }
+}
+
+impl Score for Result<Option<f64>, String> {
+    fn score(self) -> Result<Option<f64>, String> {
+        self
+    }
+}
+
+/// A reward from a function of one completion: a number between the ends of `range` (which may be infinite), `None` where it
+/// does not apply, or an error that says what is wrong with the row.
+///
+/// ```
+/// use omnigrpo_rewards::{RewardSet, reward};
+///
+/// let polite = reward("polite", (0.0, 1.0), |row| f64::from(row.completion.contains("please")));
+/// let short = reward("short", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
+/// // Weights stand in the same order.
+/// let rewards = RewardSet::new(vec![polite, short], &[1.0, 0.01])?;
+/// assert_eq!(rewards.names(), ["polite", "short"]);
+/// # Ok::<(), omnigrpo_rewards::RewardError>(())
+/// ```
+pub fn reward<S: Score>(
+    name: impl Into<String>,
+    range: (f64, f64),
+    score: impl Fn(&RewardInput<'_>) -> S + Send + Sync + 'static,
+) -> Box<dyn Reward> {
+    Box::new(PerRow { name: name.into(), range, score: move |row: &RewardInput<'_>| score(row).score() })
+}
+
 /// A reward that is a pure function of one completion.
-pub(crate) struct PerRow<F> {
+pub(crate) struct PerRow<N, F> {
     /// Name in metrics and errors.
-    pub name: &'static str,
+    pub name: N,
     /// Declared range.
     pub range: (f64, f64),
     /// The function; its error is what is wrong with the row.
     pub score: F,
 }
 
-impl<F> Reward for PerRow<F>
+impl<N, F> Reward for PerRow<N, F>
 where
+    N: AsRef<str> + Send + Sync,
     F: Fn(&RewardInput<'_>) -> Result<Option<f64>, String> + Send + Sync,
 {
     fn name(&self) -> &str {
-        self.name
+        self.name.as_ref()
     }
 
     fn range(&self) -> (f64, f64) {
@@ -400,7 +449,7 @@ where
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         let score = |(index, input): (usize, &RewardInput<'_>)| {
             (self.score)(input).map_err(|what| RewardError::Row {
-                reward: self.name.to_owned(),
+                reward: self.name().to_owned(),
                 row: row_name(index, input),
                 what,
             })

@@ -34,7 +34,7 @@ mod weighted_sum;
 mod yes_no;
 
 pub use cider::{DocumentFrequencies, explanation, references};
-pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
+pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, reward};
 pub use error::RewardError;
 pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,

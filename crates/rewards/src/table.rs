@@ -170,7 +170,7 @@ static TABLE: &[RewardRow] = &[
 ///
 /// # Errors
 /// Unknown names, settings a reward cannot work with, weights that do not fit.
-pub fn build(specs: &[String], options: &RewardOptions) -> Result<RewardSet, RewardError> {
+pub fn build<S: AsRef<str>>(specs: &[S], options: &RewardOptions) -> Result<RewardSet, RewardError> {
     build_with(specs, options, Vec::new())
 }
 
@@ -179,13 +179,13 @@ pub fn build(specs: &[String], options: &RewardOptions) -> Result<RewardSet, Rew
 ///
 /// # Errors
 /// As [`build`].
-pub fn build_with(
-    specs: &[String],
+pub fn build_with<S: AsRef<str>>(
+    specs: &[S],
     options: &RewardOptions,
     mut made: Vec<Box<dyn Reward>>,
 ) -> Result<RewardSet, RewardError> {
     let mut rewards = Vec::with_capacity(specs.len());
-    for spec in specs.iter().map(|spec| spec.trim()) {
+    for spec in specs.iter().map(|spec| spec.as_ref().trim()) {
         rewards.push(match made.iter().position(|reward| reward.name() == spec) {
             Some(at) => made.swap_remove(at),
             None => one(spec, options)?,

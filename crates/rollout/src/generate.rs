@@ -26,6 +26,14 @@ pub struct Request<'a> {
     pub first_sample: u32,
 }
 
+impl<'a> Request<'a> {
+    /// Asks for one completion of a prompt that stands in no dataset.
+    #[must_use]
+    pub fn new(prompt: &'a Prompt, features: &'a [Features]) -> Self {
+        Self { prompt, features, num_samples: 1, rollout: 0, row: 0, first_sample: 0 }
+    }
+}
+
 /// Why a completion ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -76,6 +84,21 @@ pub struct TokenEvent {
 }
 
 /// Samples completions from a model.
+///
+/// ```no_run
+/// use omnigrpo_models::{Model, Prompt, PromptBuilder};
+/// use omnigrpo_rollout::{Generator, Request, SamplingParams};
+///
+/// fn answers(model: &Model, prompts: &PromptBuilder, prompt: &Prompt) -> Result<(), Box<dyn std::error::Error>> {
+///     let params = SamplingParams { temperature: 0.7, ..SamplingParams::default() };
+///     let features = model.encode_prompt(prompt)?;
+///     let four = Request { num_samples: 4, ..Request::new(prompt, &features) };
+///     for completion in Generator::new(model, prompts, &params, 64).generate(&[four], |_| {})?.concat() {
+///         println!("{} ({:?})", completion.text, completion.finish_reason);
+///     }
+///     Ok(())
+/// }
+/// ```
 pub struct Generator<'a> {
     /// The model.
     pub model: &'a Model,

@@ -285,9 +285,8 @@ fn explanation_knows_rows_it_can_not_judge() {
     assert!(got[1].is_some() && got[2].is_none());
 
     let broken = Row { media: vec![picture("missing.png")], ..Row::new("con mèo", ITEMS[1], "noise.png") };
-    let set =
-        build_with(&["explanation".into()], &RewardOptions::default(), vec![make("explanation", &options())])
-            .unwrap();
+    let set = build_with(&["explanation"], &RewardOptions::default(), vec![make("explanation", &options())])
+        .unwrap();
     let error = set.score(&[rows[3].input(0), broken.input(1)]).unwrap_err().to_string();
     assert!(error.contains("row 1 (dataset row 7, sample 1)") && error.contains("missing.png"), "{error}");
 }

@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use omnigrpo_data::{Dataset, Sample};
-use omnigrpo_models::{Features, Model, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_rewards::{EvalRow, Measures, RewardMatrix, RewardSet, Summary, answer, references, summarize};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, SamplingParams};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Result;
-use crate::rows::{SkippedRow, Unusable, media_paths, prepare, requests};
+use crate::rows::{SkippedRow, Unusable, media_paths, prepare_all, requests};
 use crate::scoring;
 use crate::step::MAX_LIVE;
 
@@ -27,6 +27,15 @@ pub struct EvalPlan {
     pub rows: Vec<u64>,
     /// How.
     pub options: EvalOptions,
+}
+
+impl EvalPlan {
+    /// All rows of a dataset, one greedy completion each.
+    #[must_use]
+    pub fn new(prompts: Arc<PromptBuilder>, dataset: Arc<Dataset>) -> Self {
+        let rows = (0..dataset.len()).collect();
+        Self { prompts, dataset, rows, options: EvalOptions::default() }
+    }
 }
 
 /// How completions are sampled in an evaluation and what is measured.
@@ -111,7 +120,24 @@ impl Judged {
     }
 }
 
-/// Evaluates a model. `progress` is called with the number of rows just done.
+/// Evaluates a model.
+///
+/// ```no_run
+/// use std::sync::Arc;
+///
+/// use omnigrpo_data::Dataset;
+/// use omnigrpo_models::{Model, PromptBuilder};
+/// use omnigrpo_rewards::{RewardOptions, build};
+/// use omnigrpo_train::{EvalPlan, TrainError, evaluate};
+///
+/// fn accuracy(model: &Model, prompts: PromptBuilder, rows: Dataset) -> Result<Option<f64>, TrainError> {
+///     let rewards = build(&["accuracy"], &RewardOptions::default())?;
+///     let plan = EvalPlan::new(Arc::new(prompts), Arc::new(rows));
+///     Ok(evaluate(model, &rewards, &plan, &mut |_| {})?.metric("eval_rewards/accuracy/mean"))
+/// }
+/// ```
+///
+/// `progress` is called with the number of rows just done.
 ///
 /// # Errors
 /// As the rollout and the rewards; a row that cannot be used is left out and reported.
@@ -151,17 +177,9 @@ pub fn evaluate_rest(
     let mut out = Evaluation::default();
     let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
     for batch in rest.chunks(options.batch_rows.max(1)) {
-        let mut rows = Vec::with_capacity(batch.len());
-        for &row in batch {
-            match prepare(&plan.dataset, prompts, Some(rewards), row, 0) {
-                Ok(prepared) => rows.push(prepared),
-                Err(Unusable { id, reason }) => {
-                    out.skipped.push(SkippedRow { row, id, reason, replaced_by: None })
-                }
-            }
-        }
-        let features: Vec<Vec<Features>> =
-            rows.iter().map(|r| model.encode_prompt(&r.prompt)).collect::<omnigrpo_models::Result<_>>()?;
+        let (rows, features, unusable) = prepare_all(model, prompts, &plan.dataset, Some(rewards), batch);
+        let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
+        out.skipped.extend(unusable.into_iter().map(skip));
         let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);
         let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
         let completions = generator.generate(&requests, |_| {})?;

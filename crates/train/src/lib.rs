@@ -10,6 +10,7 @@ mod evaluate;
 mod features;
 mod gap;
 mod imitate;
+mod infer;
 mod length;
 mod memory;
 mod model_card;
@@ -34,9 +35,12 @@ pub use buffer::BufferState;
 pub use error::{Result, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use imitate::{ImitationOutcome, imitate};
+pub use infer::{Generated, generate, logprobs};
 pub use memory::{Memory, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
-pub use plan::{EvalWhen, Objective, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup};
+pub use plan::{
+    EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
+};
 pub use replay::replay;
 pub use resume::say_incomplete;
 pub use rollouts::{Group, Rollouts, Scored};

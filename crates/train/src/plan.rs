@@ -1,18 +1,20 @@
 //! What a run is asked to do, and what it leaves to say.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use omnigrpo_data::{Dataset, Lessons};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{DebugLog, Report, RunLock, Trackers};
+use omnigrpo_observe::{DebugLog, Metric, Report, RunLock, Trackers};
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 use serde_json::{Map, Value};
 
 use crate::evaluate::{EvalPlan, Evaluation};
 use crate::optimizer::AdamWConfig;
+use crate::rollouts::Rollouts;
 use crate::rows::SkipPolicy;
 use crate::schedule::ScheduleKind;
 use crate::selection::Selection;
@@ -187,6 +189,29 @@ impl Default for RunPlan {
     }
 }
 
+/// Looks on while a run trains, from inside its process. Every method does nothing unless it is written.
+pub trait Observer {
+    /// The scored completions that the update after `step` others learns from, when they are new.
+    fn rollout(&mut self, step: u64, rollouts: &Rollouts) {
+        let _ = (step, rollouts);
+    }
+
+    /// The `step`th update is done; its numbers are those of the line in `metrics.jsonl`. `Break` ends the run here, with a
+    /// checkpoint to go on from.
+    fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
+        let _ = (step, metrics);
+        ControlFlow::Continue(())
+    }
+
+    /// The model after `step` updates has been evaluated.
+    fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
+        let _ = (step, evaluation);
+    }
+}
+
+/// Nobody looks on.
+impl Observer for () {}
+
 /// Everything a run needs.
 pub struct TrainSetup {
     /// The policy.
@@ -215,6 +240,8 @@ pub struct TrainSetup {
     pub run: RunPlan,
     /// The run directory, which no other process may write meanwhile.
     pub lock: RunLock,
+    /// Who looks on.
+    pub observer: Box<dyn Observer>,
     /// Starts those who else are told the numbers, once what an earlier run left is out of their way.
     pub trackers: Box<dyn FnOnce() -> Trackers>,
 }

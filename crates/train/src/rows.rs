@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
-use omnigrpo_models::{Features, Prompt, PromptBuilder, SftExample};
+use omnigrpo_models::{Features, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
 
@@ -106,6 +106,33 @@ pub fn prepare(
     let sample = read(dataset, rewards, row)?;
     let id = sample.id.clone();
     PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: e.to_string() })
+}
+
+/// The way from rows of a dataset to the features of their media: rows with their prompts, the features of each, and rows that
+/// cannot be used, by number.
+pub(crate) fn prepare_all(
+    model: &Model,
+    prompts: &PromptBuilder,
+    dataset: &Dataset,
+    rewards: Option<&RewardSet>,
+    rows: &[u64],
+) -> (Vec<PreparedRow>, Vec<Vec<Features>>, Vec<(u64, Unusable)>) {
+    let (mut ready, mut features, mut unusable) = (Vec::new(), Vec::new(), Vec::new());
+    for &row in rows {
+        let made = prepare(dataset, prompts, rewards, row, 0).and_then(|prepared| {
+            let encoded = model.encode_prompt(&prepared.prompt);
+            let id = || prepared.sample.id.clone();
+            encoded.map_err(|e| Unusable { id: id(), reason: e.to_string() }).map(|own| (prepared, own))
+        });
+        match made {
+            Ok((prepared, own)) => {
+                ready.push(prepared);
+                features.push(own);
+            }
+            Err(why) => unusable.push((row, why)),
+        }
+    }
+    (ready, features, unusable)
 }
 
 /// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that

@@ -19,7 +19,7 @@ use crate::length::Length;
 use crate::model_card;
 use crate::optimizer::AdamW;
 use crate::pass::old_logprobs;
-use crate::plan::{EvalWhen, Objective, RunPlan, RunSummary, SaveWhen, TrainSetup};
+use crate::plan::{EvalWhen, Objective, Observer, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
 use crate::replay::replay;
 use crate::resume::{Resumed, Start};
@@ -44,7 +44,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     }
     let mut last_save = Instant::now();
     let shown = console.steps(step, total);
-    while step < total && !stop.load(Ordering::Relaxed) {
+    let mut asked_to_stop = false;
+    while step < total && !asked_to_stop && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
         let factor = this.schedule.factor(step);
         let at = UpdateAt { step, learning_rate_factor: factor };
@@ -62,6 +63,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         this.place.step = step;
         let epoch = this.source.order().epochs_done();
         shown.advance(&metrics);
+        asked_to_stop |= this.observer.step(step, &metrics).is_break();
         this.records.step(step, epoch, metrics, reward, timer)?;
 
         // What an epoch's last rows have to teach is learned with the last update of their rollout.
@@ -86,7 +88,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
             summary.after = evaluation.filter(|_| step == total);
         }
         // A stop on the last step leaves nothing to go on with.
-        let interrupted = step < total && stop.load(Ordering::Relaxed);
+        let interrupted = step < total && (asked_to_stop || stop.load(Ordering::Relaxed));
         let save_now = interrupted
             || this.run.save_every.is_some_and(|time| last_save.elapsed() >= time)
             || match this.run.save {
@@ -154,6 +156,7 @@ struct Loop {
     eval: Option<EvalPlan>,
     place: Place,
     records: Records,
+    observer: Box<dyn Observer>,
     console: Console,
     /// Let go after all else.
     lock: RunLock,
@@ -175,6 +178,7 @@ impl Loop {
             selection,
             run,
             lock,
+            observer,
             trackers,
             reference_device,
         } = setup;
@@ -261,6 +265,7 @@ impl Loop {
             eval,
             place,
             records,
+            observer,
             lock,
         })
     }
@@ -395,6 +400,7 @@ impl Loop {
                 .collect(rows, self.place.rollout, &mut |count| source.draw(count), timer)
                 .map_err(|error| self.records.keep_unscored(step + 1, error))?
         };
+        self.observer.rollout(step, &rollouts);
         timed(timer, "records", || self.records.rollouts(step + 1, epoch, &rollouts))?;
         Ok(rollouts)
     }
@@ -406,6 +412,7 @@ impl Loop {
         let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         self.console.activity().leave();
+        self.observer.evaluation(step, &evaluation);
         if self.place.evaluated_at != Some(step) {
             self.records.evaluation(step, epoch, &evaluation)?;
             self.place.evaluated_at = Some(step);

@@ -11,6 +11,7 @@ mod resume;
 mod setup;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -19,12 +20,12 @@ use std::time::Instant;
 use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
 use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
-use omnigrpo_observe::{Console, DebugLog, Event, PhaseTimer, Tracker, Trackers};
+use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, PreparedRow,
-    ResumeFrom, RowSource, SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
+    AdamW, AdamWConfig, Collector, EvalOptions, EvalPlan, EvalWhen, Making, Objective, Observer, PreparedRow,
+    ResumeFrom, Rollouts, RowSource, SaveWhen, Selection, TrainError, TrainSetup, replay, train, update,
 };
 use serde_json::{Value, json};
 use setup::{
@@ -998,6 +999,50 @@ fn a_reward_that_can_be_earned_rises() {
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (first, last) = (mean(&rewards[..5]), mean(&rewards[25..]));
     assert!(last > first + 0.2, "{first} → {last}");
+}
+
+/// What an observer is told: every rollout before the update that learns from it, every update with the numbers of
+/// `metrics.jsonl`, every evaluation. Its `Break` leaves a checkpoint that another run goes on from.
+#[test]
+fn an_observer_sees_the_run_and_can_end_it() {
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<Vec<String>>>, Option<u64>);
+    impl Observer for Seen {
+        fn rollout(&mut self, step: u64, rollouts: &Rollouts) {
+            let completions: usize = rollouts.groups.iter().map(|group| group.completions.len()).sum();
+            self.0.lock().unwrap().push(format!("rollout {step} {completions}"));
+        }
+        fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
+            let reward = metrics.iter().find(|(name, _)| name == "reward").and_then(|(_, value)| *value);
+            self.0.lock().unwrap().push(format!("step {step} {}", reward.unwrap()));
+            if self.1 == Some(step) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        }
+        fn evaluation(&mut self, step: u64, evaluation: &omnigrpo_train::Evaluation) {
+            self.0.lock().unwrap().push(format!("evaluation {step} {}", evaluation.rows.len()));
+        }
+    }
+    let place = Place::new();
+    let start = |ends_at: Option<u64>| {
+        let mut setup = place.setup("run");
+        setup.run.max_steps = Some(3);
+        setup.run.num_iterations = 2;
+        setup.eval = Some(greedy_eval(&setup));
+        let seen = Seen(Arc::default(), ends_at);
+        setup.observer = Box::new(seen.clone());
+        let summary = run(setup).unwrap();
+        let told = seen.0.lock().unwrap().clone();
+        (summary, told)
+    };
+    let (summary, told) = start(Some(2));
+    assert_eq!((summary.steps, summary.interrupted), (2, true));
+    let rows = lines(&place.out("run").join("metrics.jsonl"));
+    let step = |step: usize| format!("step {step} {}", number(&rows[step - 1], "reward"));
+    assert_eq!(told, ["rollout 0 6".to_owned(), step(1), step(2)]);
+    let (summary, told) = start(None);
+    assert_eq!((summary.steps, summary.steps_here, summary.interrupted), (3, 1, false));
+    let rows = lines(&place.out("run").join("metrics.jsonl"));
+    let last = format!("step 3 {}", number(&rows[2], "reward"));
+    assert_eq!(told, ["rollout 2 6".to_owned(), last, "evaluation 3 3".to_owned()]);
 }
 
 /// Three rows, one greedy completion each.

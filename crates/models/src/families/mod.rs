@@ -16,6 +16,7 @@ mod settings;
 pub mod sound;
 mod table;
 
+use std::path::Path;
 use std::sync::Arc;
 
 pub use architecture::{Architecture, Encoder, Network};
@@ -25,6 +26,7 @@ pub use processor::Processor;
 pub use settings::{FrameRule, IdleSettings, MediaSettings, MissingAudio};
 pub use table::{FAMILIES, FamilyRow};
 
+use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 pub(crate) use table::family_of;
 
@@ -45,6 +47,10 @@ pub struct Family {
 }
 
 impl Family {
+    pub(crate) fn open(row: &'static FamilyRow, dir: &Path, json: &ConfigJson) -> Result<Self> {
+        Ok(Self { row, roles: (row.open)(dir, json)? })
+    }
+
     /// Its row in the table.
     #[must_use]
     pub fn row(&self) -> &'static FamilyRow {
@@ -92,8 +98,6 @@ impl Family {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
     use omnigrpo_text::MediumKind;
 

@@ -109,7 +109,7 @@ pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
         .find(|row| row.model_types.contains(&model_type))
         .or_else(|| FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a))));
     match row {
-        Some(row) => Ok(Family { row, roles: (row.open)(dir, json)? }),
+        Some(row) => Family::open(row, dir, json),
         None => {
             let known: Vec<_> =
                 FAMILIES.iter().map(|row| format!("{} (such as {})", row.name, row.published)).collect();

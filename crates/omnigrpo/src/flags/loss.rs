@@ -19,6 +19,7 @@ fn no_clip(s: &Settings) -> Option<&'static str> {
         Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
         Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
         Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
+        Surrogate::Custom(_) => Some("the loss is a function of its own"),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, Resolved};
 
 /// The settings of the run, a file any user could pass to `train --config`.
-const RECIPE: &str = include_str!("../../../../examples/demo/train.yaml");
+const RECIPE: &str = include_str!("../../assets/demo.yaml");
 /// Seed of the generated data. The seeds of training are the user's.
 const DATA_SEED: u64 = 1;
 

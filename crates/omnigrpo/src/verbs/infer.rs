@@ -7,11 +7,13 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
-use omnigrpo_models::{GroupStream, Model, PackedStream, PromptBuilder};
+use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
-use omnigrpo_train::{EvalOptions, EvalPlan, PreparedRow, Unusable, evaluate_rest, prepare, requests};
+use omnigrpo_train::{
+    Algorithm, EvalOptions, EvalPlan, PreparedRow, Unusable, evaluate_rest, logprobs, requests,
+};
 use serde_json::{Value, json};
 
 use super::{Context, print, print_data, resume, setup};
@@ -112,34 +114,10 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
 
 fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<Value> {
     let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
-    let mut ids = Vec::with_capacity(recorded.len());
-    for completion in recorded {
-        ids.push(prompts.recorded_ids(completion)?);
-    }
+    let ids = recorded.iter().map(|c| prompts.recorded_ids(c)).collect::<Result<Vec<_>, _>>()?;
     let prompt = prompts.build(sample)?;
-    let (tokens, longest) = (prompt.ids.len(), ids.iter().map(Vec::len).max().unwrap_or(0));
-    let positions = model.decoder().config().max_positions;
-    anyhow::ensure!(
-        tokens + longest <= positions,
-        "the prompt has {tokens} tokens with its media and a completion {longest}, the model has {positions} positions"
-    );
-    let features = vec![model.encode_prompt(&prompt)?];
-    let temperature = settings.algorithm.sampling.scoring_temperature();
-    let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(ids.len());
-    let lengths = ids.iter().map(Vec::len).collect();
-    let limit = settings.algorithm.max_stream_tokens.unwrap_or(usize::MAX);
-    for parts in omnigrpo_train::pack(&[(prompt.ids.len(), lengths)], limit) {
-        for part in parts {
-            let completions: Vec<&[u32]> = ids[part.completions].iter().map(Vec::as_slice).collect();
-            let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions }])?;
-            let (flat, _) = model.score(&stream, &features, temperature)?;
-            anyhow::ensure!(
-                flat.iter().all(|x| x.is_finite()),
-                "the model gives log-probabilities that are no numbers"
-            );
-            logprobs.extend(stream.each(&flat).map(<[f32]>::to_vec));
-        }
-    }
+    let Algorithm { sampling, max_stream_tokens, .. } = &settings.algorithm;
+    let logprobs = logprobs(model, &prompt, &ids, sampling.scoring_temperature(), *max_stream_tokens)?;
     let mut completions = Vec::with_capacity(ids.len());
     for ((ids, logprobs), recorded) in ids.iter().zip(&logprobs).zip(recorded) {
         completions.push(json!({
@@ -175,50 +153,51 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
-    let algorithm = &settings.algorithm;
-    let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
     // Rows that fail are not kept: a second try may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
-    for batch in rows.chunks(settings.eval.batch_rows.max(1)) {
-        let (mut ready, mut features) = (Vec::new(), Vec::new());
-        for &index in batch {
-            let made = prepare(&dataset, &prompts, None, index, 0).and_then(|row| {
-                match model.encode_prompt(&row.prompt) {
-                    Ok(features) => Ok((row, features)),
-                    Err(e) => Err(Unusable { id: row.sample.id, reason: e.to_string() }),
-                }
+    let activity = context.console.activity();
+    omnigrpo_train::generate(
+        &model,
+        &prompts,
+        (&dataset, &rows),
+        &sampled(settings),
+        &mut |event| activity.token(event.last),
+        &mut |done| {
+            let lines = done.rows.iter().zip(done.completions).map(|(row, completions)| {
+                let made = json!({
+                    "id": row.sample.id,
+                    "prompt_tokens": row.prompt.ids.len(),
+                    "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
+                });
+                (row.sample.row, with_columns(&dataset, &row.sample, &[], made).to_string())
             });
-            match made {
-                Ok((row, own)) => {
-                    ready.push(row);
-                    features.push(own);
-                }
-                Err(Unusable { id, reason }) => {
-                    failed.insert(index, json!({ "id": id, "error": reason }).to_string());
-                }
+            partial.add(lines)?;
+            for (row, Unusable { id, reason }) in done.unusable {
+                failed.insert(*row, json!({ "id": id, "error": reason }).to_string());
             }
-        }
-        let requests = requests(&ready, &features, settings.algorithm.num_generations, 0);
-        let generated = generator.generate(&requests, |event| progress.activity().token(event.last))?;
-        partial.add(generated.iter().zip(&ready).map(|(completions, row)| {
-            let made = json!({
-                "id": row.sample.id,
-                "prompt_tokens": row.prompt.ids.len(),
-                "completions": completions.iter().map(completion_line).collect::<Vec<_>>(),
-            });
-            (row.sample.row, with_columns(&dataset, &row.sample, &[], made).to_string())
-        }))?;
-        progress.advance(batch.len() as u64);
-    }
+            progress.advance((done.rows.len() + done.unusable.len()) as u64);
+            Ok(())
+        },
+    )?;
     drop(progress);
     let lines: BTreeMap<&u64, &String> = partial.done().iter().chain(&failed).collect();
     write_lines(output, lines.into_values())?;
     partial.remove()?;
     all_rows(failed.len() as u64, dataset.len())
+}
+
+/// How these commands sample: as their flags say.
+fn sampled(settings: &Settings) -> EvalOptions {
+    EvalOptions {
+        num_generations: settings.algorithm.num_generations,
+        sampling: settings.algorithm.sampling.clone(),
+        max_live: settings.algorithm.max_live,
+        ..settings.eval.clone()
+    }
 }
 
 fn completion_line(c: &Completion) -> Value {
@@ -311,11 +290,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
         prompts: Arc::new(prompts),
         rows,
         dataset: Arc::clone(&dataset),
-        options: EvalOptions {
-            num_generations: settings.algorithm.num_generations,
-            sampling: settings.algorithm.sampling.clone(),
-            ..settings.eval.clone()
-        },
+        options: sampled(settings),
     };
     let output = settings.io.output.as_deref();
     let mut partial = match output {

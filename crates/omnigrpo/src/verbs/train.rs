@@ -251,6 +251,7 @@ fn run_logged(
         selection,
         reference_device: context.reference_device()?,
         run,
+        observer: Box::new(()),
         trackers: watch::trackers(resolved, lock.root(), context),
         lock,
     };

@@ -432,7 +432,7 @@ mod tests {
 
     #[test]
     fn several_samples_give_pass_at_k_and_means() {
-        let rewards = build(&["accuracy".into(), "format".into()], &RewardOptions::default()).unwrap();
+        let rewards = build(&["accuracy", "format"], &RewardOptions::default()).unwrap();
         let good = "<think>t</think><answer>cat</answer>";
         let rows = rows(
             &rewards,
@@ -469,7 +469,7 @@ mod tests {
 
     #[test]
     fn a_threshold_makes_overlaps_right() {
-        let rewards = build(&["iou".into()], &RewardOptions::default()).unwrap();
+        let rewards = build(&["iou"], &RewardOptions::default()).unwrap();
         let rows = rows(
             &rewards,
             &[
@@ -489,7 +489,7 @@ mod tests {
 
     #[test]
     fn labels_and_explanations_are_measured_where_there_are_any() {
-        let rewards = build(&["emotion".into()], &RewardOptions::default()).unwrap();
+        let rewards = build(&["emotion"], &RewardOptions::default()).unwrap();
         let rows = rows(
             &rewards,
             &[
@@ -519,7 +519,7 @@ mod tests {
     /// An answer without its tag is what the accuracy takes for one, for every number alike.
     #[test]
     fn accuracy_and_recall_read_answers_alike() {
-        let rewards = build(&["accuracy".into()], &RewardOptions::default()).unwrap();
+        let rewards = build(&["accuracy"], &RewardOptions::default()).unwrap();
         let rows = rows(
             &rewards,
             &[

@@ -27,7 +27,7 @@ const STDERR_LINES: usize = 20;
 /// Of a line of stderr the rest is dropped.
 const STDERR_LINE_BYTES: usize = 4096;
 /// Serves a function of a Python file: `python3 -c HELPER FILE.py:FUNCTION`.
-const PYTHON_HELPER: &str = include_str!("../../../../examples/rewards/omnigrpo_reward.py");
+const PYTHON_HELPER: &str = include_str!("../../assets/omnigrpo_reward.py");
 /// How long a process may take to end after its stdin is closed.
 const GOODBYE: Duration = Duration::from_millis(300);
 

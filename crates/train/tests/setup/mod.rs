@@ -77,6 +77,7 @@ pub fn setup(name: &str, file: &Path, root: &Path, output_dir: &Path) -> TrainSe
             ..RunPlan::default()
         },
         lock: RunLock::acquire(output_dir, "this test").unwrap(),
+        observer: Box::new(()),
         trackers: Box::new(|| Trackers::none(&Console::plain(std::io::sink()))),
     }
 }

@@ -1,4 +1,4 @@
-//! Writes the demo's dataset: `cargo run -p omnigrpo-demo --example generate -- DIR [SEED [SFT TRAIN EVAL]]`.
+//! Writes the demo's dataset: `cargo run -p omnigrpo-demo --example task -- DIR [SEED [SFT TRAIN EVAL]]`.
 
 use std::path::Path;
 

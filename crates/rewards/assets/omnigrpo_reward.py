@@ -1,0 +1,1 @@
+../../../examples/rewards/omnigrpo_reward.py
