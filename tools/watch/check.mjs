@@ -70,7 +70,10 @@ function madeUp() {
   writeFileSync(join(dir, 'tone.wav'), wav(0.5));
   writeFileSync(join(dir, 'config.yaml'), 'run_name: made up    # flag\nlearning_rate: 1e-6    # default\nmax_steps: 80    # flag\n');
   const all = Array.from({ length: 60 }, (_, at) => at + 1);
-  writeFileSync(join(dir, 'metrics.jsonl'), all.map((step) => `${metrics(step)}\n`).join(''));
+  // Lines that are no rows hide none.
+  writeFileSync(join(dir, 'metrics.jsonl'), `null\n[1]\n5\n{"step":"7"}\n${all.map((step) => `${metrics(step)}\n`).join('')}`);
+  // An evaluation that was cut off.
+  writeFileSync(join(dir, 'eval/step-000030.jsonl'), '{}\n');
   for (const step of all) {
     const media = [join(dir, 'dot.png'), join(dir, 'tone.wav')];
     const lines = [0, 1, 2].flatMap((group) => [0, 1, 2, 3].map((sample) => rollout(step, group, sample,
@@ -248,6 +251,16 @@ try {
   await pair.goto(`${both}#/settings`);
   await pair.waitForSelector('.settings tbody tr');
   assert.deepEqual(await pair.$$eval('.settings tbody th', (own) => own.map((cell) => cell.textContent)), ['run_name', 'learning_rate']);
+  assert.deepEqual(await pair.$$eval('.chip', (own) => own.map((chip) => chip.textContent)), ['made up', 'other']);
+  // Runs that share a name are told apart by their directories; one that cannot be read does not hide the other.
+  writeFileSync(join(other, 'config.yaml'), 'run_name: made up    # flag\nlearning_rate: 2e-6    # flag\nmax_steps: 80    # flag\n');
+  writeFileSync(join(other, 'eval/step-000060.summary.json'), '{');
+  await pair.goto(`${both}?again#/evaluations`);
+  await pair.waitForSelector('.pair');
+  assert.match(await pair.$eval('.page .error', (own) => own.textContent), /step-000060\.summary\.json, byte 0/);
+  assert.deepEqual(await pair.$$eval('.chip', (own) => own.map((chip) => chip.textContent)), [dir, other].map((own) => `made up (${own.split('/').at(-1)})`));
+  // The browser names the answer that failed.
+  complaints.splice(0, complaints.length, ...complaints.filter((own) => !own.includes('status of 500')));
   await pair.goto(`${both}#/charts`);
   await pair.waitForSelector('.chart canvas');
   assert.equal(await pair.$$eval('.chart:first-child .said i', (own) => own.length), 2);

@@ -21,6 +21,7 @@ pub struct Board {
 
 #[derive(Debug)]
 struct Shown {
+    name: String,
     run: Run,
     total: Option<u64>,
     file: u64,
@@ -38,11 +39,14 @@ impl Board {
     /// # Errors
     /// A directory without a run.
     pub fn open(directories: &[PathBuf]) -> Result<Self, Error> {
-        let shown = |run: Run| {
+        let runs = Run::find(directories)?;
+        let names = Run::names(&runs);
+        let shown = |(run, name): (Run, String)| {
             let settings = run.settings();
             let total = settings.iter().find(|setting| setting.name == "max_steps");
             let total = total.and_then(|setting| setting.value.parse().ok());
             Shown {
+                name,
                 run,
                 total,
                 file: 0,
@@ -52,7 +56,7 @@ impl Board {
                 latest: Latest::default(),
             }
         };
-        Ok(Self { runs: Run::find(directories)?.into_iter().map(shown).collect() })
+        Ok(Self { runs: runs.into_iter().zip(names).map(shown).collect() })
     }
 
     /// Reads what is new, and gives a line for each run that has taken a step since the last time.
@@ -66,7 +70,7 @@ impl Board {
             if shown.read()? {
                 let total = shown.total.unwrap_or(shown.step);
                 let line = summary_line(shown.step, total, shown.latest.metrics(), shown.left());
-                lines.push(if several { format!("{}: {line}", shown.run.name) } else { line });
+                lines.push(if several { format!("{}: {line}", shown.name) } else { line });
             }
         }
         Ok(lines)
@@ -78,7 +82,7 @@ impl Board {
         let row = |shown: &Shown| {
             let total = shown.total.map_or(String::new(), |total| format!("/{total}"));
             let left = shown.left().map_or("-".to_owned(), omnigrpo_observe::span);
-            vec![shown.run.name.clone(), format!("{}{total}", shown.step), left]
+            vec![shown.name.clone(), format!("{}{total}", shown.step), left]
         };
         let rows: Vec<_> = self.runs.iter().map(|shown| (row(shown), &shown.latest)).collect();
         latest_table(&["run", "step", "left"], &rows, width)

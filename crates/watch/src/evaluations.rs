@@ -1,7 +1,6 @@
 //! Evaluations of a run: their numbers, and the same question before and after.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::io::Read as _;
 use std::path::PathBuf;
 
@@ -87,8 +86,12 @@ impl Evaluations {
         let mut out = Vec::new();
         for step in run.steps(DIRECTORY)? {
             let path = run.dir.join(DIRECTORY).join(format!("step-{step:06}.summary.json"));
+            // It is written behind the rows: an evaluation without it is not complete.
+            if !path.exists() {
+                continue;
+            }
             let mut text = Vec::new();
-            let file = File::open(&path).map_err(Error::io("open", &path))?;
+            let file = run.open(&path)?;
             file.take(MAX_SUMMARY_BYTES).read_to_end(&mut text).map_err(Error::io("read", &path))?;
             let damaged =
                 |error: serde_json::Error| Error::Damaged { path, offset: 0, reason: error.to_string() };
@@ -100,7 +103,7 @@ impl Evaluations {
 
     fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {
         let path = run.step_file(DIRECTORY, step);
-        let index = self.0.of(&path, |line| {
+        let index = self.0.of(run, &path, |line| {
             let row = parsed(line).ok()?;
             let scored: Vec<f64> = row.reward.iter().copied().flatten().collect();
             let reward = (!scored.is_empty()).then(|| scored.iter().sum::<f64>() / scored.len() as f64);
@@ -152,8 +155,8 @@ impl Evaluations {
         for (earlier, later, gain, change) in
             pairs.into_iter().skip(asked.from).take(asked.limit.clamp(1, 100))
         {
-            let old = row_at(&before_path, &before[earlier])?;
-            let new = row_at(&after_path, &after[later])?;
+            let old = row_at(run, &before_path, &before[earlier])?;
+            let new = row_at(run, &after_path, &after[later])?;
             rows.push(json!({
                 "id": new.id,
                 "row": later,
@@ -174,7 +177,7 @@ impl Evaluations {
     pub(crate) fn medium(&self, run: &Run, step: u64, row: usize, at: usize) -> Result<Medium, Error> {
         let (path, index) = self.index(run, step)?;
         let entry = index.get(row).ok_or_else(|| Error::missing("no such row"))?;
-        media::open(&row_at(&path, entry)?.media, at)
+        media::open(&row_at(run, &path, entry)?.media, at)
     }
 }
 
@@ -182,13 +185,13 @@ fn parsed(line: &[u8]) -> Result<Row, serde_json::Error> {
     serde_json::from_str(&String::from_utf8_lossy(line))
 }
 
-fn row_at(path: &std::path::Path, entry: &Entry<Brief>) -> Result<Row, Error> {
+fn row_at(run: &Run, path: &std::path::Path, entry: &Entry<Brief>) -> Result<Row, Error> {
     let damaged = |error: serde_json::Error| Error::Damaged {
         path: path.to_owned(),
         offset: entry.offset,
         reason: error.to_string(),
     };
-    parsed(&line_at(path, entry)?).map_err(damaged)
+    parsed(&line_at(run, path, entry)?).map_err(damaged)
 }
 
 fn side(row: &Row) -> Value {

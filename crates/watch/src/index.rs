@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use crate::Error;
+use crate::run::Run;
 
 /// A longer line is passed over.
 pub(crate) const MAX_LINE_BYTES: u64 = 32 << 20;
@@ -61,8 +62,13 @@ impl<T> Default for Indices<T> {
 
 impl<T> Indices<T> {
     /// The lines of a file that `brief` makes something of.
-    pub(crate) fn of(&self, path: &Path, brief: impl Fn(&[u8]) -> Option<T>) -> Result<Index<T>, Error> {
-        let file = File::open(path).map_err(Error::io("open", path))?;
+    pub(crate) fn of(
+        &self,
+        run: &Run,
+        path: &Path,
+        brief: impl Fn(&[u8]) -> Option<T>,
+    ) -> Result<Index<T>, Error> {
+        let file = run.open(path)?;
         let stamp = Stamp::of(&file.metadata().map_err(Error::io("look at", path))?);
         let kept = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((.., entries)) = kept().iter().find(|(own, at, _)| own == path && *at == stamp) {
@@ -89,8 +95,8 @@ impl<T> Indices<T> {
 }
 
 /// One line of a file.
-pub(crate) fn line_at<T>(path: &Path, entry: &Entry<T>) -> Result<Vec<u8>, Error> {
-    let mut file = File::open(path).map_err(Error::io("open", path))?;
+pub(crate) fn line_at<T>(run: &Run, path: &Path, entry: &Entry<T>) -> Result<Vec<u8>, Error> {
+    let mut file = run.open(path)?;
     file.seek(SeekFrom::Start(entry.offset)).map_err(Error::io("read", path))?;
     let mut line = Vec::new();
     file.take(entry.bytes.min(MAX_LINE_BYTES)).read_to_end(&mut line).map_err(Error::io("read", path))?;
@@ -168,15 +174,16 @@ mod tests {
     #[test]
     fn an_index_is_made_anew_when_the_file_grows() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("log.jsonl");
+        let run = Run { dir: std::fs::canonicalize(directory.path()).unwrap() };
+        let path = run.dir.join("log.jsonl");
         std::fs::write(&path, "1\nx\n3\n").unwrap();
         let indices = Indices::default();
         let number = |line: &[u8]| std::str::from_utf8(line).ok()?.parse::<u32>().ok();
-        let first = indices.of(&path, number).unwrap();
+        let first = indices.of(&run, &path, number).unwrap();
         assert_eq!(first.iter().map(|entry| entry.brief).collect::<Vec<_>>(), [1, 3]);
-        assert_eq!(line_at(&path, &first[1]).unwrap(), b"3");
-        assert!(Arc::ptr_eq(&first, &indices.of(&path, number).unwrap()));
+        assert_eq!(line_at(&run, &path, &first[1]).unwrap(), b"3");
+        assert!(Arc::ptr_eq(&first, &indices.of(&run, &path, number).unwrap()));
         std::fs::write(&path, "1\nx\n3\n4\n").unwrap();
-        assert_eq!(indices.of(&path, number).unwrap().len(), 3);
+        assert_eq!(indices.of(&run, &path, number).unwrap().len(), 3);
     }
 }

@@ -74,14 +74,17 @@ pub fn report(directory: &Path) -> Result<PathBuf, Error> {
 /// The rows of steps, and those of evaluations. A step that was written again counts as it was last.
 fn metrics(run: &Run) -> Result<(Vec<Row>, Vec<Row>), Error> {
     let path = run.dir.join("metrics.jsonl");
-    let mut lines = Lines::new(std::fs::File::open(&path).map_err(Error::io("open", &path))?);
+    let mut lines = Lines::new(run.open(&path)?);
     let (mut rows, mut evaluations) = (Vec::<Row>::new(), Vec::<Row>::new());
     while let Some((_, line)) = lines.next().map_err(Error::io("read", &path))? {
         let Ok(all) = serde_json::from_slice::<Map<String, Value>>(line) else { continue };
         let row: Row = all.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect();
+        let Some(&step) = row.get("step") else { continue };
         let kept =
             if all.keys().any(|name| name.starts_with("eval_")) { &mut evaluations } else { &mut rows };
-        kept.retain(|own: &Row| own.get("step") < row.get("step"));
+        while kept.last().is_some_and(|own| own["step"] >= step) {
+            kept.pop();
+        }
         kept.push(row);
     }
     Ok((rows, evaluations))
@@ -139,7 +142,7 @@ fn plots(rows: &[Row], evaluations: &[Row]) -> Vec<Plot> {
 
 fn page(run: &Run, rows: &[Row], plots: &[(String, String)]) -> Result<String, Error> {
     let mut out = String::new();
-    let name = escaped(&run.name);
+    let name = escaped(&run.name());
     let last = rows.last().and_then(|row| row.get("step")).copied().unwrap_or(0.0);
     let seconds: f64 = rows.iter().filter_map(|row| row.get("step_time")).sum();
     // Writing to a string cannot fail.
@@ -375,7 +378,7 @@ fn timing(out: &mut String, rows: &[Row]) {
 /// The beginning of the log, where the run says what it runs on.
 fn log(run: &Run) -> String {
     let mut text = Vec::new();
-    let Ok(file) = std::fs::File::open(run.dir.join("log.txt")) else { return String::new() };
+    let Ok(file) = run.open(&run.dir.join("log.txt")) else { return String::new() };
     if file.take(1 << 18).read_to_end(&mut text).is_err() {
         return String::new();
     }
@@ -431,7 +434,8 @@ mod tests {
                 step / 4.0
             )
         };
-        std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat()).unwrap();
+        let other = "null\n[1]\n{\"reward\":7}\n{\"step\":\"x\"}\n";
+        std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat() + other).unwrap();
         std::fs::write(root.join("config.yaml"), "run_name: <i>mine</i>   # flag\nseed: 7   # default\n")
             .unwrap();
         std::fs::create_dir(root.join("rollouts")).unwrap();

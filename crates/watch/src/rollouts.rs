@@ -1,7 +1,6 @@
 //! The records of completions: which prompts a step has, one prompt with its completions, and the search for some.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -90,7 +89,8 @@ impl Records {
     fn index(&self, run: &Run, step: u64) -> Result<(PathBuf, Index<Brief>), Error> {
         let path = run.step_file("rollouts", step);
         let column = category_column(run);
-        let index = self.rollouts.of(&path, |line| Some(brief(&parsed(line).ok()?, column.as_deref())))?;
+        let index =
+            self.rollouts.of(run, &path, |line| Some(brief(&parsed(line).ok()?, column.as_deref())))?;
         Ok((path, index))
     }
 
@@ -123,7 +123,7 @@ impl Records {
         let (path, index) = self.index(run, step)?;
         let mut records = Vec::new();
         for entry in index.iter().filter(|entry| entry.brief.group == group).take(MAX_SAMPLES) {
-            let line = line_at(&path, entry)?;
+            let line = line_at(run, &path, entry)?;
             let damaged = |reason| Error::Damaged { path: path.clone(), offset: entry.offset, reason };
             records.push(parsed(&line).map_err(|error| damaged(error.to_string()))?);
         }
@@ -201,7 +201,7 @@ impl Records {
 
     fn token_lines(&self, run: &Run, step: u64) -> Vec<(u64, Place)> {
         let path = run.step_file("tokens", step);
-        let index = self.tokens.of(&path, |line| serde_json::from_slice(line).ok());
+        let index = self.tokens.of(run, &path, |line| serde_json::from_slice(line).ok());
         index.map_or_else(
             |_| Vec::new(),
             |index| {
@@ -214,12 +214,12 @@ impl Records {
     /// The numbers of a completion's tokens, as the update of this step saw them, verbatim.
     pub(crate) fn tokens(&self, run: &Run, step: u64, group: usize, sample: usize) -> Result<Vec<u8>, Error> {
         let path = run.step_file("tokens", step);
-        let index = self.tokens.of(&path, |line| serde_json::from_slice(line).ok())?;
+        let index = self.tokens.of(run, &path, |line| serde_json::from_slice(line).ok())?;
         let entry = index.iter().find(|entry| (entry.brief.group, entry.brief.sample) == (group, sample));
         let entry = entry.ok_or_else(|| {
             Error::missing("no numbers of these tokens: `train --log_token_stats` writes them")
         })?;
-        line_at(&path, entry)
+        line_at(run, &path, entry)
     }
 
     /// Completions that a filter lets through, from its place on, and the place to go on from.
@@ -232,7 +232,7 @@ impl Records {
         let mut found = Vec::new();
         for &step in steps.iter().filter(|&&step| step >= filter.step) {
             let path = run.step_file("rollouts", step);
-            let file = File::open(&path).map_err(Error::io("open", &path))?;
+            let file = run.open(&path)?;
             let from = if step == filter.step { filter.byte } else { 0 };
             let mut lines = Lines::from(file, from).map_err(Error::io("read", &path))?;
             // The row stands with the first completion of its prompt, which may lie before.

@@ -1,5 +1,6 @@
 //! A run directory as the page sees it: its name, settings, metrics and steps.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use crate::Error;
 use crate::index::Stamp;
 
 const METRICS: &str = "metrics.jsonl";
+const CONFIG: &str = "config.yaml";
 /// Bytes of rows in one answer, but for a row that is longer.
 const SLICE_BYTES: u64 = 4 << 20;
 /// A longer row is an error.
@@ -23,8 +25,7 @@ const MAX_RUNS: usize = 256;
 /// A run directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
-    /// The directory's name, or `run_name`.
-    pub(crate) name: String,
+    /// Without links.
     pub(crate) dir: PathBuf,
 }
 
@@ -61,14 +62,18 @@ pub(crate) struct Slice {
 }
 
 impl Run {
-    /// The runs that directories hold: each itself, or those in it. One directory may be that of a run that is about to begin.
+    /// The runs that directories hold, each once: the directory itself, which may be that of a run before its first step, or
+    /// those in it.
     pub(crate) fn find(directories: &[PathBuf]) -> Result<Vec<Self>, Error> {
         let mut runs = Vec::new();
         for path in directories {
             let dir = fs::canonicalize(path).map_err(Error::io("open", path))?;
-            if is_run(&dir) {
-                runs.push(Self::named(dir));
+            if is_run(&dir) || dir.join(CONFIG).is_file() {
+                runs.push(Self { dir });
                 continue;
+            }
+            if !dir.is_dir() {
+                return Err(Error::NoRun { path: path.clone() });
             }
             let entries = fs::read_dir(&dir).map_err(Error::io("read", path))?;
             let mut inside: Vec<PathBuf> =
@@ -78,20 +83,58 @@ impl Run {
             if inside.is_empty() {
                 return Err(Error::NoRun { path: path.clone() });
             }
-            runs.extend(inside.into_iter().map(Self::named));
+            let inside = inside.iter().map(fs::canonicalize).collect::<Result<Vec<_>, _>>();
+            let inside = inside.map_err(Error::io("open", path))?;
+            runs.extend(inside.into_iter().map(|dir| Self { dir }));
         }
+        let mut seen = HashSet::new();
+        runs.retain(|run| seen.insert(run.dir.clone()));
         Ok(runs)
     }
 
-    /// A run of this directory, whatever is in it.
-    pub(crate) fn named(dir: PathBuf) -> Self {
-        let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
-        let mut run = Self { name, dir };
-        let named = run.settings().into_iter().find(|setting| setting.name == "run_name");
-        if let Some(named) = named.map(|s| unquoted(&s.value).to_owned()).filter(|name| !name.is_empty()) {
-            run.name = named;
+    /// `run_name` as far as it is known, else the directory's name.
+    pub(crate) fn name(&self) -> String {
+        let named = self.settings().into_iter().find(|setting| setting.name == "run_name");
+        let named = named.map(|setting| unquoted(&setting.value).to_owned()).filter(|name| !name.is_empty());
+        named.unwrap_or_else(|| {
+            self.dir.file_name().unwrap_or(self.dir.as_os_str()).to_string_lossy().into_owned()
+        })
+    }
+
+    /// The names of runs; those that share one have their directory with it.
+    pub(crate) fn names(runs: &[Self]) -> Vec<String> {
+        let names: Vec<String> = runs.iter().map(Self::name).collect();
+        let common = runs.iter().filter_map(|run| run.dir.parent()).reduce(|common, other| {
+            common.ancestors().find(|above| other.starts_with(above)).unwrap_or(Path::new(""))
+        });
+        let told = |(run, name): (&Self, &String)| {
+            if names.iter().filter(|own| *own == name).count() == 1 {
+                return name.clone();
+            }
+            let place = common.and_then(|common| run.dir.strip_prefix(common).ok()).unwrap_or(&run.dir);
+            format!("{name} ({})", place.display())
+        };
+        runs.iter().zip(&names).map(told).collect()
+    }
+
+    /// Opens one of the run's own files.
+    ///
+    /// # Errors
+    /// A link that leads out of the run directory, what is not a file (to open a pipe would wait for its other end), or one
+    /// that cannot be opened.
+    pub(crate) fn open(&self, path: &Path) -> Result<File, Error> {
+        let real = fs::canonicalize(path).map_err(Error::io("open", path))?;
+        if !real.starts_with(&self.dir) {
+            return Err(Error::missing(format!(
+                "{} is not read: it leads to {}, which is not in the run directory",
+                path.display(),
+                real.display()
+            )));
         }
-        run
+        if !real.is_file() {
+            return Err(Error::missing(format!("{} is not a file", path.display())));
+        }
+        File::open(&real).map_err(Error::io("open", path))
     }
 
     fn metrics_path(&self) -> PathBuf {
@@ -112,13 +155,10 @@ impl Run {
     /// Whole rows from an offset, as they stand in the file.
     pub(crate) fn metrics(&self, from: u64) -> Result<Slice, Error> {
         let path = self.metrics_path();
-        let mut file = match File::open(&path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Slice { id: 0, rows: Vec::new(), next: 0 });
-            }
-            Err(error) => return Err(Error::io("open", &path)(error)),
-        };
+        if !path.exists() {
+            return Ok(Slice { id: 0, rows: Vec::new(), next: 0 });
+        }
+        let mut file = self.open(&path)?;
         let id = Stamp::of(&file.metadata().map_err(Error::io("look at", &path))?).id;
         file.seek(SeekFrom::Start(from)).map_err(Error::io("read", &path))?;
         let mut rows = Vec::new();
@@ -142,7 +182,7 @@ impl Run {
     /// Every setting of `config.yaml`; none where there is no such file.
     pub(crate) fn settings(&self) -> Vec<Setting> {
         let mut text = Vec::new();
-        let Ok(file) = File::open(self.dir.join("config.yaml")) else { return Vec::new() };
+        let Ok(file) = self.open(&self.dir.join(CONFIG)) else { return Vec::new() };
         if file.take(MAX_CONFIG_BYTES).read_to_end(&mut text).is_err() {
             return Vec::new();
         }
@@ -156,8 +196,10 @@ impl Run {
             return Ok(Vec::new());
         }
         let files = step_files(&path).map_err(|error| Error::missing(error.to_string()))?;
-        let mut steps: Vec<u64> = files.into_iter().map(|(step, _)| step).collect();
-        steps.dedup();
+        // Other spellings of a step's name are none of ours.
+        let is_ours = |step: &u64, path: PathBuf| path == self.step_file(directory, *step) && path.is_file();
+        let steps =
+            files.into_iter().filter_map(|(step, path)| is_ours(&step, path).then_some(step)).collect();
         Ok(steps)
     }
 
@@ -230,7 +272,17 @@ mod tests {
         fs::write(directory.path().join("b/metrics.jsonl"), "").unwrap();
         fs::write(directory.path().join("b/config.yaml"), "run_name: \"of mine\"   # flag\n").unwrap();
         let runs = Run::find(&[directory.path().to_owned()]).unwrap();
-        assert_eq!(runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>(), ["a", "of mine"]);
+        assert_eq!(Run::names(&runs), ["a", "of mine"]);
+        let again = Run::find(&[directory.path().to_owned(), directory.path().join("no-run/../a")]).unwrap();
+        assert_eq!(again.len(), 2, "each once");
+        fs::write(directory.path().join("a/config.yaml"), "run_name: of mine   # flag\n").unwrap();
+        assert_eq!(Run::names(&runs), ["of mine (a)", "of mine (b)"]);
+        // Before its first step a run is found by its own directory.
+        fs::remove_file(directory.path().join("b/metrics.jsonl")).unwrap();
+        assert_eq!(Run::find(&[directory.path().to_owned()]).unwrap().len(), 1);
+        assert_eq!(Run::find(&[directory.path().join("b")]).unwrap()[0].name(), "of mine");
+        let file = Run::find(&[directory.path().join("b/config.yaml")]).unwrap_err().to_string();
+        assert!(file.contains("config.yaml holds no run: expected a run directory"), "{file}");
         let error = Run::find(&[directory.path().join("no-run")]).unwrap_err().to_string();
         assert!(
             error.contains("no-run holds no run: expected a run directory with `metrics.jsonl`"),
@@ -238,6 +290,30 @@ mod tests {
         );
         let error = Run::find(&[directory.path().join("x")]).unwrap_err().to_string();
         assert!(error.ends_with("x is not there"), "{error}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn only_files_of_the_run_directory_are_read() {
+        let outside = tempfile::tempdir().unwrap();
+        fs::write(outside.path().join("secret"), "{\"step\":1}\n").unwrap();
+        let (directory, run) = run(b"");
+        let rollouts = directory.path().join("rollouts");
+        fs::create_dir(&rollouts).unwrap();
+        let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, rollouts.join(name)).unwrap();
+        link(&outside.path().join("secret"), "step-000001.jsonl");
+        link(Path::new("/nowhere"), "step-000002.jsonl");
+        fs::create_dir(rollouts.join("step-000003.jsonl")).unwrap();
+        fs::write(rollouts.join("step-4.jsonl"), "").unwrap();
+        let pipe = rollouts.join("step-000005.jsonl");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        fs::write(rollouts.join("step-000006.jsonl"), "").unwrap();
+        assert_eq!(run.steps("rollouts").unwrap(), [1, 6]);
+        let told = |step| run.open(&run.step_file("rollouts", step)).unwrap_err().to_string();
+        assert!(told(1).contains("secret, which is not in the run directory"), "{}", told(1));
+        assert!(told(3).ends_with("step-000003.jsonl is not a file"), "{}", told(3));
+        assert!(told(5).ends_with("step-000005.jsonl is not a file"), "{}", told(5));
+        assert!(run.open(&run.step_file("rollouts", 6)).is_ok());
     }
 
     #[test]

@@ -75,12 +75,12 @@ impl Server {
         Self::serve(Run::find(directories)?, port)
     }
 
-    /// Serves a run that is about to begin in this directory, which exists.
+    /// Serves a run that is about to begin in this directory, which exists, named without links.
     ///
     /// # Errors
     /// A port that is taken.
     pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
-        Self::serve(vec![Run::named(directory)], port)
+        Self::serve(vec![Run { dir: directory }], port)
     }
 
     fn serve(runs: Vec<Run>, port: u16) -> Result<Self, Error> {
@@ -256,7 +256,7 @@ impl App {
         let run = run.ok_or_else(|| Error::missing(format!("there is no run {}", given.run)))?;
         let group = given.group.unwrap_or(0);
         let value = match path {
-            "api/runs" => self.runs.iter().map(described).collect(),
+            "api/runs" => self.runs.iter().zip(Run::names(&self.runs)).map(described).collect(),
             "api/metrics" => return rows(run, given.from),
             "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
             "api/groups" => {
@@ -289,8 +289,8 @@ impl App {
     }
 }
 
-fn described(run: &Run) -> Value {
-    json!({ "name": run.name, "dir": run.dir, "settings": run.settings(), "metrics": run.metrics_now() })
+fn described((run, name): (&Run, String)) -> Value {
+    json!({ "name": name, "dir": run.dir, "settings": run.settings(), "metrics": run.metrics_now() })
 }
 
 fn rows(run: &Run, from: u64) -> Result<Answer, Error> {
@@ -601,7 +601,10 @@ mod tests {
 
     #[test]
     fn questions_are_compared_before_and_after() {
-        let (_directory, server) = run();
+        let (directory, server) = run();
+        // The rows of one whose summary is still to come.
+        fs::write(directory.path().join("eval/step-000003.jsonl"), "{}\n").unwrap();
+        assert_eq!(value(&server, "evaluations?run=0").as_array().unwrap().len(), 2);
         assert_eq!(
             value(&server, "evaluations?run=0")[1],
             json!({ "step": 2, "summary": { "eval_reward": 1 } })
@@ -613,6 +616,19 @@ mod tests {
         let worse = value(&server, "compare?run=0&before=2&after=1&change=worse&from=1&limit=5");
         assert_eq!(worse["rows"][0]["gain"], -1.0);
         assert_eq!(value(&server, "compare?run=0&before=1&after=2&category=other")["all"], 0);
+    }
+
+    #[test]
+    fn a_run_that_begins_after_its_page_gets_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(directory.path()).unwrap();
+        let server = Server::start_live(root.clone(), 0).unwrap();
+        let own = root.file_name().unwrap().to_str().unwrap();
+        assert_eq!(value(&server, "runs")[0]["name"], own);
+        assert_eq!(get(&format!("{}api/metrics?run=0", server.url()), &[]), (200, Vec::new()));
+        fs::write(root.join("config.yaml"), "run_name: mine   # flag\n").unwrap();
+        assert_eq!(value(&server, "runs")[0]["name"], "mine");
+        assert_eq!(value(&server, "runs")[0]["settings"].as_array().unwrap().len(), 1);
     }
 
     #[test]

@@ -8,6 +8,7 @@ import * as evaluations from './evaluations.js';
 const VIEWS = { charts, rollouts, evaluations, settings: { show: showSettings } };
 const COLOURS = 8;
 const main = document.getElementById('main');
+const failures = el('div');
 const state = { runs: [], view: null, shown: null };
 
 class Run {
@@ -31,6 +32,8 @@ class Run {
       if (!line) continue;
       let row;
       try { row = JSON.parse(line); } catch { continue; }
+      // Whatever else a damaged file has as lines.
+      if (typeof row?.step !== 'number') continue;
       const kept = Object.keys(row).some((name) => name.startsWith('eval_')) ? this.evals : this.rows;
       this.seconds += row.step_time ?? 0;
       row['\0seconds'] = this.seconds;
@@ -75,8 +78,8 @@ export const shownRuns = () => state.runs.filter((run) => run.shown);
 
 async function start() {
   state.runs = (await apiJson('runs')).map((given, at) => new Run(at, given));
-  if (state.runs.length === 1) document.title = `${state.runs[0].name} · omnigrpo`;
-  chips();
+  named();
+  main.before(failures);
   addEventListener('hashchange', route);
   addEventListener('keydown', keys);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => VIEWS.charts.repaint());
@@ -99,15 +102,35 @@ function listen() {
 }
 
 async function arrived(metrics) {
-  const news = await Promise.all(state.runs.map((run, at) => {
+  if (state.runs.some((run) => !run.settings.length && !run.rows.length)) await describe();
+  const news = await Promise.all(state.runs.map(async (run, at) => {
     run.seen = Date.now();
-    return run.fetch(metrics[at]);
+    run.failure = null;
+    try { return await run.fetch(metrics[at]); } catch (error) {
+      // The other runs are shown all the same.
+      run.failure = error;
+      return false;
+    }
   }));
+  failures.replaceChildren(...state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`)));
   status();
   if (news.some(Boolean) || !state.drawn) {
     state.drawn = true;
     state.view?.update?.(state.runs.filter((_, at) => news[at]));
   }
+}
+
+/// A run that is about to begin has its settings later than its page.
+async function describe() {
+  const told = await apiJson('runs');
+  state.runs.forEach((run, at) => Object.assign(run, { name: told[at].name, settings: told[at].settings }));
+  named();
+  if (state.view === VIEWS.settings) state.view.update();
+}
+
+function named() {
+  if (state.runs.length === 1) document.title = `${state.runs[0].name} · omnigrpo`;
+  chips();
 }
 
 function status() {

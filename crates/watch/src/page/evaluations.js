@@ -22,10 +22,13 @@ export function update(news) {
 
 async function draw() {
   const of = runs.filter((run) => run.shown);
-  const all = await Promise.all(of.map((run) => apiJson('evaluations', { run: run.at })));
+  const all = await Promise.all(of.map((run) => apiJson('evaluations', { run: run.at }).catch((error) => error)));
   of.forEach((run) => { run.drawnEvals = run.evals.length; });
   if (!root) return;
-  const parts = of.flatMap((run, at) => (all[at].length ? [sectionOf(run, all[at])] : []));
+  const parts = of.flatMap((run, at) => {
+    if (all[at] instanceof Error) return [failure(`${run.name}: ${all[at].message}`)];
+    return all[at].length ? [sectionOf(run, all[at])] : [];
+  });
   body.replaceChildren(...(parts.length ? parts : [el('p', { class: 'quiet' }, 'No evaluation yet. Runs with `--eval_file` are evaluated at their end, with `--eval_on_start` at their beginning too.')]));
 }
 
