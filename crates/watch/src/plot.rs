@@ -3,6 +3,8 @@
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (480, 260);
+/// Larger values, and smaller distances between them, are none that axes could be laid out for.
+const MAX_VALUE: f64 = 1e30;
 /// More points than a plot is wide say nothing.
 const MAX_POINTS: usize = 600;
 const COLOURS: [RGBColor; 8] = [
@@ -48,7 +50,10 @@ impl Plot {
         let range = |values: &mut dyn Iterator<Item = f64>, room: f64| {
             let (low, high) =
                 values.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), v| (a.min(v), b.max(v)));
-            let by = if high > low { (high - low) * room } else { high.abs().max(1.0) * 0.1 };
+            // Means of equal numbers differ by rounding.
+            let size = low.abs().max(high.abs());
+            let is_wide = high - low > (1e-9 * size).max(1.0 / MAX_VALUE);
+            let by = if is_wide { (high - low) * room } else { size.max(1.0) * 0.1 };
             low - by..high + by
         };
         let x = range(&mut lines.iter().flatten().map(|point| point.0), 0.0);
@@ -102,7 +107,10 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     points
         .chunks(points.len().div_ceil(MAX_POINTS).max(1))
         .map(|some| {
-            let mean = |of: fn(&(f64, f64)) -> f64| some.iter().map(of).sum::<f64>() / some.len() as f64;
+            let bounded = |value: f64| value.clamp(-MAX_VALUE, MAX_VALUE);
+            let mean = |of: fn(&(f64, f64)) -> f64| {
+                some.iter().map(|point| bounded(of(point))).sum::<f64>() / some.len() as f64
+            };
             (mean(|point| point.0), mean(|point| point.1))
         })
         .collect()
@@ -119,5 +127,26 @@ mod tests {
         assert_eq!((thin.len(), thin[0]), (600, (0.5, 0.5)));
         assert_eq!(thinned(&points[..3]), &points[..3]);
         assert!(thinned(&[]).is_empty());
+    }
+
+    #[test]
+    fn every_number_can_be_drawn() {
+        let ends = [
+            [1e308, -1.7e308],
+            [1e-320, 2e-320],
+            [5.0, 5.000_000_000_000_001],
+            [0.0, 0.0],
+            [-1e300, -1e300],
+            [3.6e-17, -2e-17],
+        ];
+        for [first, last] in ends {
+            for points in [vec![(1.0, first), (2.0, last)], vec![(first, 1.0), (last, 2.0)]] {
+                let plot = Plot {
+                    title: "Any".to_owned(),
+                    lines: vec![Line { label: "any".to_owned(), points: points.clone() }],
+                };
+                assert!(plot.svg().contains("polyline"), "{points:?}");
+            }
+        }
     }
 }
