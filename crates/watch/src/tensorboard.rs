@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crc::{CRC_32_ISCSI, Crc};
 use omnigrpo_observe::{Event, Rollout, Tracker};
+use serde_json::{Map, Value};
 
 use crate::media;
 
@@ -22,23 +23,29 @@ const MAX_CELL_CHARS: usize = 4000;
 /// Writes `tensorboard/events.out.tfevents.*` in a run directory.
 pub struct TensorBoard {
     out: BufWriter<File>,
-    /// Whether the step that the events begin with is written.
-    begun: bool,
+    /// What is written before the first event: the table of settings.
+    first: Option<Message>,
 }
 
 impl TensorBoard {
-    /// Begins a file in a directory, which is made if it is not there.
+    /// Begins a file in a directory, which is made if it is not there. TensorBoard lists runs by their directories; the name
+    /// stands above the settings.
     ///
     /// # Errors
     /// A directory that cannot be written.
-    pub fn begin(directory: &Path) -> Result<Self, String> {
+    pub fn begin(directory: &Path, name: &str, settings: &Map<String, Value>) -> Result<Self, String> {
         let failed = |error| format!("{} cannot be written: {error}", directory.display());
         create_dir_all(directory).map_err(failed)?;
         let now = now();
         // TensorBoard knows its files by `tfevents` and reads those of a directory in the order of their names.
-        let name = format!("events.out.tfevents.{:010}.{}.omnigrpo", now as u64, std::process::id());
-        let file = File::options().create_new(true).write(true).open(directory.join(name)).map_err(failed)?;
-        let mut board = Self { out: BufWriter::new(file), begun: false };
+        let file = format!("events.out.tfevents.{:010}.{}.omnigrpo", now as u64, std::process::id());
+        let file = File::options().create_new(true).write(true).open(directory.join(file)).map_err(failed)?;
+        let mut cells = vec!["run".to_owned(), plain(name)];
+        for (name, value) in settings.iter().filter(|(name, _)| *name != "run_name") {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            cells.extend([plain(name), plain(&value)]);
+        }
+        let mut board = Self { out: BufWriter::new(file), first: Some(texts("settings", 2, &cells)) };
         let mut version = Message::default();
         version.f64(1, now).bytes(3, b"brain.Event:2");
         board.write(&version)?;
@@ -55,17 +62,18 @@ impl TensorBoard {
         self.out.write_all(&record).map_err(failed)
     }
 
-    /// Writes a summary, and before the first one that what an earlier part of the run wrote from this step on is void.
+    /// Writes a summary; before the first one, that what an earlier part of the run wrote from this step on is void, and the
+    /// settings.
     fn summary(&mut self, step: u64, values: &[Message]) -> Result<(), String> {
-        if !self.begun {
-            self.begun = true;
+        let first = self.first.take();
+        if first.is_some() {
             let (mut start, mut event) = (Message::default(), Message::default());
             start.int(1, 1);
             event.f64(1, now()).int(2, step).bytes(7, &start.0);
             self.write(&event)?;
         }
         let (mut summary, mut event) = (Message::default(), Message::default());
-        for value in values {
+        for value in first.iter().chain(values) {
             summary.bytes(1, &value.0);
         }
         event.f64(1, now()).int(2, step).bytes(5, &summary.0);
@@ -150,6 +158,11 @@ fn table(rollouts: &[Rollout]) -> Message {
         ]);
         cells.extend(rewards.iter().map(|name| number(own.rewards.get(*name).copied().flatten())));
     }
+    texts("completions", columns, &cells)
+}
+
+/// A table of texts, whose first row is its header.
+fn texts(tag: &str, columns: usize, cells: &[String]) -> Message {
     let (mut shape, mut tensor, mut plugin, mut metadata, mut out) =
         (Message::default(), Message::default(), Message::default(), Message::default(), Message::default());
     for size in [cells.len() / columns, columns] {
@@ -159,7 +172,7 @@ fn table(rollouts: &[Rollout]) -> Message {
     }
     const DT_STRING: u64 = 7;
     tensor.int(1, DT_STRING).bytes(2, &shape.0);
-    for cell in &cells {
+    for cell in cells {
         tensor.bytes(8, cell.as_bytes());
     }
     let mut data = Message::default();
@@ -168,7 +181,7 @@ fn table(rollouts: &[Rollout]) -> Message {
     const DATA_CLASS_TENSOR: u64 = 2;
     metadata.0.extend(&plugin.0);
     metadata.int(4, DATA_CLASS_TENSOR);
-    out.bytes(1, b"completions").bytes(8, &tensor.0).bytes(9, &metadata.0);
+    out.bytes(1, tag.as_bytes()).bytes(8, &tensor.0).bytes(9, &metadata.0);
     out
 }
 
@@ -261,21 +274,27 @@ mod tests {
     #[test]
     fn scalars_are_records_of_events() {
         let directory = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::begin(directory.path()).unwrap();
+        let settings =
+            Map::from_iter([("beta".to_owned(), 0.5.into()), ("run_name".to_owned(), "a_b".into())]);
+        let mut board = TensorBoard::begin(directory.path(), "a_b", &settings).unwrap();
+        board.take(&Event::Metrics { step: 300, epoch: 0.5, metrics: Vec::new() }).unwrap();
         let metrics = vec![("loss".to_owned(), Some(0.25)), ("kl".to_owned(), None)];
         board.take(&Event::Metrics { step: 300, epoch: 0.5, metrics }).unwrap();
         board.finish().unwrap();
         let records = records(directory.path());
-        assert_eq!(records.len(), 3);
+        assert_eq!(records.len(), 4);
         assert!(records[0].ends_with(b"\x1a\x0dbrain.Event:2"));
         // Step 300, a session that starts: what was written from there on is void.
         assert!(records[1].ends_with(b"\x10\xac\x02\x3a\x02\x08\x01"));
+        // The name of the run and its settings, as a tensor of strings of 2 × 2.
+        let table = b"\x08\x07\x12\x08\x12\x02\x08\x02\x12\x02\x08\x02\x42\x03run\x42\x04a\\_b\x42\x04beta\x42\x030.5";
+        assert!(records[2].windows(table.len()).any(|own| own == table), "{:?}", records[2]);
         let loss = b"\x0a\x0b\x0a\x04loss\x15\x00\x00\x80\x3e";
         let epoch = b"\x0a\x0c\x0a\x05epoch\x15\x00\x00\x00\x3f";
         assert!(
-            records[2].ends_with(&[&b"\x10\xac\x02\x2a\x1b"[..], loss, epoch].concat()),
+            records[3].ends_with(&[&b"\x10\xac\x02\x2a\x1b"[..], loss, epoch].concat()),
             "{:?}",
-            records[2]
+            records[3]
         );
     }
 

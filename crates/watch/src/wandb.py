@@ -23,7 +23,7 @@ def follow():
             init = told["init"]
             run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "omnigrpo",
-                name=os.environ.get("WANDB_NAME") or init["name"],
+                name=init["name"] or os.environ.get("WANDB_NAME") or init["directory_name"],
                 dir=init["dir"],
                 config=init["config"],
                 tags=["grpo", "multimodal"],

@@ -27,8 +27,8 @@ pub struct WandbRun {
     pub python: String,
     /// The run directory: the package keeps its files in `wandb/` there.
     pub directory: PathBuf,
-    /// The run's name.
-    pub name: String,
+    /// The run's name, where one is given; else `WANDB_NAME` or the directory's name is.
+    pub name: Option<String>,
     /// Every setting.
     pub settings: Map<String, Value>,
     /// The key, which is shown nowhere.
@@ -50,6 +50,9 @@ impl Wandb {
     pub fn start(run: WandbRun) -> Result<Self, String> {
         let mut command = Command::new(&run.python);
         command.args(["-c", HELPER]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // An interrupt at the terminal is for this program, which still tells how the run ends.
+        #[cfg(unix)]
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn().map_err(|error| {
             format!("`{}` cannot be started: {error}; `--reward_python` names another Python", run.python)
         })?;
@@ -61,7 +64,10 @@ impl Wandb {
             thread.spawn(move || keep(stderr, &log, secret.as_deref())).ok()
         });
         let mut this = Self { child: Arc::new(Mutex::new(child)), stdin, stderr };
-        this.tell(&json!({ "init": { "dir": run.directory, "name": run.name, "config": run.settings } }))?;
+        let own = run.directory.file_name().unwrap_or_default().to_string_lossy();
+        this.tell(&json!({
+            "init": { "dir": run.directory, "name": run.name, "directory_name": own, "config": run.settings }
+        }))?;
         Ok(this)
     }
 
@@ -187,7 +193,7 @@ mod tests {
         let run = WandbRun {
             python: "/nowhere/python3".to_owned(),
             directory: PathBuf::from("."),
-            name: "x".to_owned(),
+            name: None,
             settings: Map::new(),
             secret: None,
         };

@@ -56,14 +56,14 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
     use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
     let chosen = settings.log.report_to.clone();
-    let name = settings.run.run_name.clone();
-    let name =
-        name.unwrap_or_else(|| directory.file_name().unwrap_or_default().to_string_lossy().into_owned());
+    let given = settings.run.run_name.clone();
+    let own = || directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = given.clone().unwrap_or_else(own);
     let (port, may_send) = (settings.log.prometheus_port, !settings.env.wandb_disabled);
     let run = WandbRun {
         python: settings.rewards.options.external.python.clone(),
         directory: directory.to_owned(),
-        name: name.clone(),
+        name: given,
         settings: resolved.values.plain().map(|(flag, value)| (flag.name.to_owned(), value)).collect(),
         secret: settings.env.wandb_api_key.clone(),
     };
@@ -76,7 +76,7 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
             Err(why) => console.warning(&format!("{name} is told nothing: {why}")),
         };
         if wanted(Tensorboard) {
-            let made = TensorBoard::begin(&run.directory.join("tensorboard"));
+            let made = TensorBoard::begin(&run.directory.join("tensorboard"), &name, &run.settings);
             add("tensorboard", made.map(|one| Box::new(one) as _));
         }
         if wanted(Scraped) {
