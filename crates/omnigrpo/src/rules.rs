@@ -7,6 +7,7 @@ use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
 use crate::explain::nearest;
 use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
+use crate::names::Tracker;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings};
 use crate::values::Value;
@@ -210,6 +211,12 @@ const RULES: &[Rule] = &[
             Problem::usage("the vision tower can not be both frozen and trained")
                 .got("`freeze_vision_modules` and `tune_mm_vision` both true")
                 .expected("one of them")
+        })
+    }),
+    rule(|s| {
+        let chosen = &s.log.report_to;
+        when(chosen.contains(&Tracker::None) && chosen.iter().any(|one| *one != Tracker::None), || {
+            Problem::usage("`report_to` none together with trackers").expected("`none`, or the trackers")
         })
     }),
     rule(|s| {

@@ -124,6 +124,7 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["train", "--max_steps", "3", "--num_train_epochs", "2"],
         &["train", "--category_column", "kind"],
         &["train", "--replay", "r.jsonl", "--reward_funcs", "random"],
+        &["train", "--report_to", "none", "tensorboard"],
         &["sft", "--accuracy_mode", "mcq_iou"],
         &["generate", "--prompt", "Hm?", "--batch_size", "2"],
         &["generate", "--prompt", "Hm?", "--output", "o.jsonl"],
