@@ -162,8 +162,9 @@ KERNEL(adamw, (Array weight, short* rest, float* m, float* v, const float* grad,
     w -= c.lr * (mi * c.correction1) / (sqrt_(vi * c.correction2) + c.eps);
     if (rest) {
         u32 whole = bits(w);
+        // A tie above an even half; the others go up.
         whole -= (whole & 0x1ffffu) == 0x8000u;
-        u32 upper = (whole + 0x7fffu + (whole >> 16 & 1)) >> 16;
+        u32 upper = (whole + 0x8000u) >> 16;
         ((u16*)weight.at)[i] = u16(upper);
         rest[i] = (short)(whole - (upper << 16));
     } else {

@@ -175,6 +175,13 @@ impl Cuda {
         unsafe { result::stream::synchronize(self.stream) }.map_err(said("cuStreamSynchronize"))
     }
 
+    /// Free and in all. What the pool holds for later counts as taken.
+    pub(crate) fn memory(&self) -> Result<[usize; 2]> {
+        self.enter()?;
+        let (free, total) = result::mem_get_info().map_err(said("cuMemGetInfo"))?;
+        Ok([free, total])
+    }
+
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.

@@ -195,6 +195,16 @@ impl Gpu {
         }
     }
 
+    /// Bytes of memory, free and in all; `None` where that is not known.
+    #[must_use]
+    pub fn memory(&self) -> Option<[usize; 2]> {
+        match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.memory().ok(),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.memory(),
+        }
+    }
+
     /// Rows and elements of a piece of logits: 64 MiB of f32 on a card, little enough to be in pieces on the emulator.
     pub(crate) fn piece(&self) -> [usize; 2] {
         match &self.0.driver {

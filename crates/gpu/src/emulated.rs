@@ -101,6 +101,11 @@ impl Emulated {
         }
     }
 
+    pub(crate) fn memory(&self) -> Option<[usize; 2]> {
+        let free = self.memory.saturating_sub(self.used.load(Ordering::Relaxed));
+        (self.memory != usize::MAX).then_some([free, self.memory])
+    }
+
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
         let room = room(bytes);
         let used = self.used.fetch_add(bytes, Ordering::Relaxed);

@@ -79,6 +79,12 @@ impl Card {
         self.gpu.name()
     }
 
+    /// Bytes of its memory, free and in all; `None` where it does not say.
+    #[must_use]
+    pub fn memory(self) -> Option<[usize; 2]> {
+        self.gpu.memory()
+    }
+
     pub(crate) fn finish(self) -> Result<()> {
         Ok(self.gpu.check()?)
     }

@@ -38,12 +38,12 @@ fn device(name: &str) -> Result<Device, Error> {
 }
 
 /// The least of several times, seconds, after one that compiles kernels and fills pools of memory.
-fn least(device: Device, runs: usize, mut f: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+fn least<T>(device: Device, runs: usize, mut f: impl FnMut() -> Result<T, Error>) -> Result<f64, Error> {
     let mut best = f64::INFINITY;
     for run in 0..=runs {
         device.finish()?;
         let started = Instant::now();
-        f()?;
+        drop(f()?);
         device.finish()?;
         if run > 0 {
             best = best.min(started.elapsed().as_secs_f64());
@@ -102,7 +102,7 @@ fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
             let packed = PackedLinear::new(&[&layer], &pass);
             let x = normed(device, rows, k)?;
             let dy = packed.forward(&x)?;
-            let forward = least(device, 5, || Ok(drop(packed.forward(&x)?)))?;
+            let forward = least(device, 5, || Ok(packed.forward(&x)?))?;
             let flops = 2.0 * (rows * n * k) as f64;
             let bytes = 2.0 * (n * k) as f64;
             told(
@@ -111,7 +111,7 @@ fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
             );
             if rows != batch {
                 param.set_trainable(true);
-                let backward = least(device, 5, || Ok(drop(packed.backward(&x, &dy)?)))?;
+                let backward = least(device, 5, || Ok(packed.backward(&x, &dy)?))?;
                 param.clear_grad();
                 param.set_trainable(false);
                 told(
@@ -126,8 +126,8 @@ fn parts(model: &Model, rows: usize, batch: usize) -> Result<(), Error> {
     let qkv = normed(device, rows, width)?;
     let layout = Arc::new(AttentionLayout::causal(rows).into());
     let (out, lse) = heads.forward(&qkv, &layout)?;
-    let forward = least(device, 5, || Ok(drop(heads.forward(&qkv, &layout)?)))?;
-    let backward = least(device, 5, || Ok(drop(heads.backward(&qkv, &out, &lse, &out, &layout)?)))?;
+    let forward = least(device, 5, || Ok(heads.forward(&qkv, &layout)?))?;
+    let backward = least(device, 5, || Ok(heads.backward(&qkv, &out, &lse, &out, &layout)?))?;
     let flops = 2.0 * (rows * rows * heads.q * heads.dim) as f64;
     told("attention", json!({ "rows": rows, "secs": forward, "flops": flops }));
     told("attention, backward", json!({ "rows": rows, "secs": backward, "flops": 2.5 * flops }));

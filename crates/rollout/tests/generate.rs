@@ -251,7 +251,9 @@ fn rollouts_in_bf16_on_the_emulator() {
 #[test]
 fn a_card_out_of_memory_says_so() {
     let dir = checkpoint("qwen2_5_vl_tied");
-    let device = Device::Gpu(Card::emulated(Some(900_000)));
+    let card = Card::emulated(Some(900_000));
+    assert_eq!(card.memory(), Some([900_000; 2]));
+    let device = Device::Gpu(card);
     let options = LoadOptions { device, ..LoadOptions::default() };
     let setup = Setup {
         model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),

@@ -36,7 +36,7 @@ pub use error::{Result, TrainError};
 pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, evaluate, evaluate_rest};
 pub use imitate::{ImitationOutcome, imitate};
 pub use infer::{Generated, generate, logprobs};
-pub use memory::{Memory, MemoryPlan, memory};
+pub use memory::{Memory, MemoryOf, MemoryPlan, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,

@@ -6,6 +6,18 @@ use omnigrpo_ops::ParamDtype;
 use crate::error::Result;
 use crate::selection::Selection;
 
+/// Whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryOf {
+    /// The machine's, with everything in it.
+    Host,
+    /// A card's that holds weights and gradients, and the optimizer's state unless that is offloaded.
+    Card {
+        /// Whether it is.
+        offload: bool,
+    },
+}
+
 /// What is trained, as far as memory depends on it.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
@@ -15,8 +27,10 @@ pub struct MemoryPlan<'a> {
     pub lora: Option<&'a LoraConfig>,
     /// Whether bf16 weights are trained without masters.
     pub pure_bf16: bool,
-    /// Whether a reference is kept.
+    /// Whether a reference is kept there.
     pub reference: bool,
+    /// Where the model is.
+    pub of: MemoryOf,
     /// Rows of a packed stream at most.
     pub stream_rows: usize,
     /// Whether activations are computed again in the backward pass.
@@ -47,9 +61,16 @@ impl Memory {
     }
 }
 
-/// Bytes that training adds for each value of a weight: gradient and two moments in f32, and a master of a bf16 weight.
-fn training_bytes(dtype: ParamDtype, pure_bf16: bool) -> u64 {
-    if dtype == ParamDtype::Bf16 && !pure_bf16 { 16 } else { 12 }
+/// Bytes that training adds for each value of a weight: gradient and two moments in f32, and a master of a bf16 weight, of which a
+/// card keeps the half that the weight lacks.
+fn training_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
+    let has_master = dtype == ParamDtype::Bf16 && !plan.pure_bf16;
+    match (plan.of, has_master) {
+        (MemoryOf::Card { offload: true }, _) => 4,
+        (MemoryOf::Card { offload: false }, true) => 14,
+        (MemoryOf::Host, true) => 16,
+        (_, false) => 12,
+    }
 }
 
 /// The memory of a model, of which an outline is enough.
@@ -63,14 +84,14 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
         out.weights = out.weights.saturating_add(bytes);
         if trained.as_ref().is_some_and(|trained| trained(param.name(), param.part())) {
-            out.training = out.training.saturating_add(len * training_bytes(param.dtype(), plan.pure_bf16));
+            out.training = out.training.saturating_add(len * training_bytes(param.dtype(), plan));
             out.reference += if plan.reference { bytes } else { 0 };
         }
     }
     if let Some(lora) = plan.lora {
         let len = model.adapter_len(lora)? as u64;
         out.weights += 4 * len;
-        out.training += len * training_bytes(ParamDtype::F32, false);
+        out.training += len * training_bytes(ParamDtype::F32, plan);
     }
     if plan.selection.is_some() {
         let c = model.decoder().config();
@@ -78,7 +99,10 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         // Of a block: its input, the normed rows, queries, keys, values, attention's output, and three of the feed-forward.
         let block = 3 * c.hidden + 2 * q + 2 * kv + 3 * c.intermediate;
         let kept = if plan.recompute { c.layers * c.hidden + block } else { c.layers * block };
-        out.activations = 4 * (plan.stream_rows * kept) as u64;
+        let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
+        // Between bf16 weights a card keeps most of them in bf16.
+        let bytes = if plan.of == MemoryOf::Host || !bf16 { 4 } else { 2 };
+        out.activations = bytes * (plan.stream_rows * kept) as u64;
     }
     Ok(out)
 }

@@ -6,8 +6,9 @@ use std::process::Command;
 use anyhow::Result;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, WeightFiles};
+use omnigrpo_ops::Device;
 use omnigrpo_text::{StopSet, Tokenizer};
-use omnigrpo_train::{MemoryPlan, STREAM_ROWS, Selection};
+use omnigrpo_train::{MemoryOf, MemoryPlan, STREAM_ROWS, Selection};
 
 use super::{Context, memory, print, setup};
 use crate::problem::Problem;
@@ -121,7 +122,7 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let bytes: usize = files.names().filter_map(|n| files.num_bytes(n)).sum();
     drop(files);
     let options = LoadOptions { dtype: settings.model.dtype, ..LoadOptions::default() };
-    memory::weights_fit(&Model::outline(checkpoint, &options, false)?)?;
+    memory::weights_fit(&Model::outline(checkpoint, &options, false)?, Device::Cpu)?;
     let model = Model::load_with(checkpoint, &options)?;
     let params: usize = model.params().iter().map(|p| p.len()).sum();
     Ok(format!(
@@ -157,6 +158,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             lora,
             pure_bf16: false,
             reference: true,
+            of: MemoryOf::Host,
             stream_rows: STREAM_ROWS,
             recompute: false,
         };

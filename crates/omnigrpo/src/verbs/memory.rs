@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use omnigrpo_models::Model;
+use omnigrpo_ops::Device;
 use omnigrpo_train::Memory;
 
 use crate::problem::Problem;
@@ -14,11 +15,24 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// An error where the weights alone are larger than what is free.
-pub fn weights_fit(model: &Model) -> Result<()> {
+/// Bytes that are free where a model runs, and whose they are.
+fn free_on(device: Device) -> Option<(u64, &'static str)> {
+    match device {
+        Device::Gpu(card) => Some((card.memory()?[0] as u64, "the GPU's memory")),
+        _ => Some((free()?, "memory")),
+    }
+}
+
+/// An error where the weights alone are larger than what is free: in main memory, through which they come, and where they are used.
+pub fn weights_fit(model: &Model, device: Device) -> Result<()> {
+    weights_fit_on(model, Device::Cpu)?;
+    weights_fit_on(model, device)
+}
+
+fn weights_fit_on(model: &Model, device: Device) -> Result<()> {
     let weights: u64 = model.params().iter().map(|param| param.num_bytes() as u64).sum();
-    match free() {
-        Some(free) if weights > free => Err(Problem::failure("the model does not fit into memory")
+    match free_on(device) {
+        Some((free, whose)) if weights > free => Err(Problem::failure(format!("the model does not fit into {whose}"))
             .at(model.dir().display().to_string())
             .got(format!("{} of weights", size(weights)))
             .expected(format!("at most the {} that are free", size(free)))
@@ -32,11 +46,12 @@ pub fn weights_fit(model: &Model) -> Result<()> {
 }
 
 /// A warning where training will take more than what is free.
-pub fn warn(memory: &Memory) {
-    if let Some(free) = free().filter(|free| memory.total() > *free) {
+pub fn warn(memory: &Memory, device: Device) {
+    if let Some((free, whose)) = free_on(device).filter(|(free, _)| memory.total() > *free) {
+        let on_a_card = if device == Device::Cpu { "" } else { "offload_optimizer, " };
         tracing::warn!(
-            "this run takes about {} ({}), and {} are free; use_peft, load_in_4bit, gradient_checkpointing or a smaller \
-             max_stream_tokens need less",
+            "this run takes about {} of {whose} ({}), and {} are free; {on_a_card}use_peft, load_in_4bit, gradient_checkpointing or \
+             a smaller max_stream_tokens need less",
             size(memory.total()),
             parts(memory),
             size(free)

@@ -141,7 +141,7 @@ fn run_logged(
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
-    let device = context.device()?;
+    let devices = [context.device()?, context.reference_device()?];
     find_checkpoint(settings, lock.root())?;
     let checkpoint = context.checkpoint()?;
     if let Some(path) = &settings.io.deepspeed {
@@ -218,7 +218,7 @@ fn run_logged(
     let model = setup::trained_model(
         settings,
         checkpoint,
-        device,
+        devices,
         objective == Objective::Reinforce && settings.algorithm.loss.needs_reference(),
     )?;
     let selection = setup::selection(settings, checkpoint.family());
@@ -249,7 +249,7 @@ fn run_logged(
         algorithm: settings.algorithm.clone(),
         optimizer: settings.optimizer.clone(),
         selection,
-        reference_device: context.reference_device()?,
+        reference_device: devices[1],
         run,
         observer: Box::new(()),
         trackers: watch::trackers(resolved, lock.root(), context),

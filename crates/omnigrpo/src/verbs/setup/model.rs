@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use omnigrpo_models::{Checkpoint, Family, LoadOptions, Model, Part, QuantBits, Quantization, whole_tensors};
 use omnigrpo_ops::Device;
-use omnigrpo_train::{MemoryPlan, Selection};
+use omnigrpo_train::{MemoryOf, MemoryPlan, Selection};
 
 use super::super::humanomni::overrides;
 use super::super::memory;
@@ -49,7 +49,7 @@ pub fn model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Re
 pub fn trained_model(
     settings: &Settings,
     checkpoint: &Checkpoint,
-    device: Device,
+    [device, reference_device]: [Device; 2],
     with_reference: bool,
 ) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
@@ -58,12 +58,16 @@ pub fn trained_model(
         selection: Some(&selection),
         lora,
         pure_bf16: settings.optimizer.pure_bf16,
-        reference: with_reference,
+        reference: with_reference && reference_device == device,
+        of: match device {
+            Device::Gpu(_) => MemoryOf::Card { offload: settings.optimizer.offload },
+            _ => MemoryOf::Host,
+        },
         stream_rows: settings.algorithm.stream_rows(),
         recompute: settings.algorithm.recompute,
     };
     let mut model = load(settings, checkpoint, &selection, device, &|outline| {
-        memory::warn(&omnigrpo_train::memory(outline, &plan)?);
+        memory::warn(&omnigrpo_train::memory(outline, &plan)?, device);
         Ok(())
     })?;
     if let Some(lora) = lora.filter(|_| settings.model.adapter.is_none()) {
@@ -98,7 +102,7 @@ fn load(
         device,
     };
     let outline = Model::outline(checkpoint, &options, settings.model.init_weights.is_some())?;
-    memory::weights_fit(&outline)?;
+    memory::weights_fit(&outline, device)?;
     before(&outline)?;
     drop(outline);
     let mut model = match settings.model.init_weights {
