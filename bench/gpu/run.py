@@ -29,7 +29,7 @@ ATTENTION = 250e12  # FLOP/s of our attention: a guess from FlashAttention-2, wh
 PEAK = 989e12  # FLOP/s of the data sheet, for MFU
 KERNEL = 2.0e-6  # seconds between kernels, launch included
 # Kernels of a decoder layer in a decoding step; there are no CUDA graphs.
-KERNELS = 21
+KERNELS = 22
 
 
 class Model:
