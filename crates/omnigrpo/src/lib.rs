@@ -77,12 +77,12 @@
 mod training;
 
 pub use omnigrpo_data::{
-    ColumnNames, DataError, Dataset, DatasetSpec, MediumOptions, QUESTION_TEMPLATES, QuestionTemplate,
-    ReadOptions, Registry, Roots, RowError, Sample, ThinkMode,
+    ColumnNames, Curriculum, DataError, Dataset, DatasetSpec, Lessons, MediumOptions, QUESTION_TEMPLATES,
+    QuestionTemplate, ReadOptions, Registry, Roots, RowError, Sample, ThinkMode,
 };
 pub use omnigrpo_grpo::{
-    AdvantageKind, Aggregation, CustomTerm, Dual, Kl, LossPlan, PolicyToken, RECIPES, RatioLevel, Recipe,
-    Surrogate, recipe,
+    AdvantageKind, Aggregation, Correction, CorrectionKind, CustomTerm, Dual, Kl, LossPlan, PolicyToken,
+    RECIPES, RatioLevel, Recipe, Surrogate, recipe,
 };
 pub use omnigrpo_models::{
     Checkpoint, Features, FrameRule, Limits, LoadOptions, LoraConfig, MediaSettings, Model, ModelError,
@@ -101,7 +101,7 @@ pub use omnigrpo_text::{RenderOptions, Tokenizer};
 pub use omnigrpo_train::{
     AdamWConfig, Algorithm, EvalOptions, EvalPlan, EvalWhen, Evaluation, Generated, Group, Objective,
     PreparedRow, ResumeFrom, Rollouts, RunPlan, RunSummary, SaveWhen, ScheduleKind, Scored, Selection,
-    SkipPolicy, TrainError, evaluate, generate, logprobs,
+    SkipPolicy, SyncReference, TrainError, evaluate, generate, logprobs,
 };
 pub use training::{StepReport, TrainPlan, train};
 
