@@ -35,8 +35,8 @@ pub(super) unsafe fn multiply(c: *mut f32, ldc: usize, a: *const u32, b: *const 
                 unsafe {
                     let b = b.add(pair * SIDE);
                     let right: [__m512bh; GROUP / SIDE] = [
-                        std::mem::transmute(_mm512_loadu_si512(b.cast())),
-                        std::mem::transmute(_mm512_loadu_si512(b.add(TILE).cast())),
+                        b.cast::<__m512bh>().read_unaligned(),
+                        b.add(TILE).cast::<__m512bh>().read_unaligned(),
                     ];
                     for r in 0..ROWS {
                         let left = _mm512_set1_epi32(*a.add(r * SIDE + pair) as i32);
