@@ -74,12 +74,14 @@ impl StepReport<'_> {
 }
 
 type OnStep = Box<dyn FnMut(&StepReport<'_>) -> ControlFlow<()>>;
+type OnRollout = Box<dyn FnMut(&Rollouts)>;
+type OnEvaluation = Box<dyn FnMut(u64, &Evaluation)>;
 
 #[derive(Default)]
 struct Hooks {
     step: Vec<OnStep>,
-    rollout: Vec<Box<dyn FnMut(&Rollouts)>>,
-    evaluation: Vec<Box<dyn FnMut(u64, &Evaluation)>>,
+    rollout: Vec<OnRollout>,
+    evaluation: Vec<OnEvaluation>,
 }
 
 impl Observer for Hooks {
@@ -247,8 +249,7 @@ mod tests {
                     *counted.lock().unwrap() += rollouts.completions().count();
                 });
             let summary = train(model, prompts, rows, rewards, plan).unwrap();
-            let out = (summary.steps, steps.lock().unwrap().clone(), *completions.lock().unwrap());
-            out
+            (summary.steps, steps.lock().unwrap().clone(), *completions.lock().unwrap())
         };
         assert_eq!(start(2, 1e-3), (2, vec![1, 2], 12));
         let weights = || std::fs::read(place.path().join("run/model.safetensors")).unwrap();

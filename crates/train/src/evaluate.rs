@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Result;
-use crate::rows::{SkippedRow, Unusable, media_paths, prepare_all, requests};
+use crate::rows::{Ready, SkippedRow, Unusable, media_paths, prepare_all, requests};
 use crate::scoring;
 use crate::step::MAX_LIVE;
 
@@ -177,7 +177,8 @@ pub fn evaluate_rest(
     let mut out = Evaluation::default();
     let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
     for batch in rest.chunks(options.batch_rows.max(1)) {
-        let (rows, features, unusable) = prepare_all(model, prompts, &plan.dataset, Some(rewards), batch);
+        let Ready { rows, features, unusable } =
+            prepare_all(model, prompts, &plan.dataset, Some(rewards), batch);
         let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
         out.skipped.extend(unusable.into_iter().map(skip));
         let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);

@@ -6,7 +6,7 @@ use omnigrpo_rollout::{Completion, Generator, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::evaluate::EvalOptions;
-use crate::rows::{PreparedRow, Unusable, prepare_all, requests};
+use crate::rows::{PreparedRow, Ready, Unusable, prepare_all, requests};
 use crate::streams::pack;
 
 /// Log-probability of each token of completions that are there already, in nats, under softmax(logits / `temperature`).
@@ -73,7 +73,7 @@ pub fn generate(
 ) -> Result<()> {
     let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
     for batch in rows.chunks(options.batch_rows.max(1)) {
-        let (rows, features, unusable) = prepare_all(model, prompts, dataset, None, batch);
+        let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch);
         let requests = requests(&rows, &features, options.num_generations, 0);
         let completions = generator.generate(&requests, &mut *token)?;
         each(Generated { rows: &rows, completions: &completions, unusable: &unusable })?;

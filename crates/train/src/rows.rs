@@ -108,16 +108,25 @@ pub fn prepare(
     PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: e.to_string() })
 }
 
-/// The way from rows of a dataset to the features of their media: rows with their prompts, the features of each, and rows that
-/// cannot be used, by number.
+/// Rows that are ready for a generator, and those that cannot be used.
+#[derive(Default)]
+pub(crate) struct Ready {
+    pub(crate) rows: Vec<PreparedRow>,
+    /// Features of each row's media.
+    pub(crate) features: Vec<Vec<Features>>,
+    /// By number.
+    pub(crate) unusable: Vec<(u64, Unusable)>,
+}
+
+/// The way from rows of a dataset to the features of their media.
 pub(crate) fn prepare_all(
     model: &Model,
     prompts: &PromptBuilder,
     dataset: &Dataset,
     rewards: Option<&RewardSet>,
     rows: &[u64],
-) -> (Vec<PreparedRow>, Vec<Vec<Features>>, Vec<(u64, Unusable)>) {
-    let (mut ready, mut features, mut unusable) = (Vec::new(), Vec::new(), Vec::new());
+) -> Ready {
+    let mut ready = Ready::default();
     for &row in rows {
         let made = prepare(dataset, prompts, rewards, row, 0).and_then(|prepared| {
             let encoded = model.encode_prompt(&prepared.prompt);
@@ -126,13 +135,13 @@ pub(crate) fn prepare_all(
         });
         match made {
             Ok((prepared, own)) => {
-                ready.push(prepared);
-                features.push(own);
+                ready.rows.push(prepared);
+                ready.features.push(own);
             }
-            Err(why) => unusable.push((row, why)),
+            Err(why) => ready.unusable.push((row, why)),
         }
     }
-    (ready, features, unusable)
+    ready
 }
 
 /// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that
