@@ -5,7 +5,9 @@
 //!
 //! Shapes: `n` rows, `e` experts, `p = n · topk` places, `h` width, `i` width of an expert.
 
-use omnigrpo_ops::{ExpertLinear, Linear, Order, PackedLinear, Pass, Result, Routes, Rows};
+use std::sync::Arc;
+
+use omnigrpo_ops::{ExpertLinear, Linear, Order, PackedLinear, Pass, Result, RouterLoss, Routes, Rows};
 
 /// Experts and their router.
 pub struct Experts {
@@ -33,10 +35,29 @@ impl KeptExperts {
     }
 }
 
+/// How much routers' losses weigh beside that of the policy; see [`RouterLoss`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RouterPlan {
+    /// Of the use of experts.
+    pub aux: f64,
+    /// Of the size of logits.
+    pub z: f64,
+}
+
+impl RouterPlan {
+    /// Whether nothing is added.
+    #[must_use]
+    pub fn is_off(self) -> bool {
+        self == Self::default()
+    }
+}
+
 /// Experts in one pass.
 pub(crate) struct ExpertsPass {
     router: PackedLinear,
     order: Order,
+    loss: Option<Arc<RouterLoss>>,
+    rows: Option<Vec<usize>>,
 }
 
 impl ExpertsPass {
@@ -47,7 +68,7 @@ impl ExpertsPass {
             Some(rows) => router.of_rows(rows),
             None => router,
         };
-        Self { router, order: pass.order }
+        Self { router, order: pass.order, loss: pass.router.clone(), rows: rows.map(<[usize]>::to_vec) }
     }
 
     /// `x [n, h]` to the sum of its experts' answers, `[n, h]`.
@@ -68,8 +89,11 @@ impl ExpertsPass {
             let weighed = routes.weigh(&inner, &logits)?;
             experts.fc2.backward(&weighed, &routes.scatter(dy)?, &routes)?
         };
-        let [dinner, dlogits] = routes.weigh_back(&inner, &logits, &dweighed)?;
+        let [dinner, mut dlogits] = routes.weigh_back(&inner, &logits, &dweighed)?;
         drop((inner, dweighed));
+        if let Some(loss) = &self.loss {
+            dlogits.add(&loss.gradient(&logits, &routes, self.rows.as_deref())?)?;
+        }
         wide.swiglu_back(&dinner)?;
         let mut dx = routes.gather(&experts.fc1.backward(&routes.scatter(x)?, &wide, &routes)?)?;
         dx.add(&self.router.backward(x, &dlogits)?)?;

@@ -30,7 +30,7 @@ pub use checkpoint::Checkpoint;
 pub use config_json::ConfigJson;
 pub use decoder::{Decoder, DecoderConfig, DecoderNames, ExpertsConfig, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};
-pub use experts::Experts;
+pub use experts::{Experts, RouterPlan};
 pub use export::COMPANIONS;
 pub use families::humanomni;
 pub use families::{

@@ -6,12 +6,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, Rows, Tape, Var};
+use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, RouterLoss, Rows, Tape, Var};
 use omnigrpo_text::MediumKind;
 
 use crate::checkpoint::Checkpoint;
 use crate::decoder::{Decoder, Scored};
 use crate::error::{ModelError, Result};
+use crate::experts::RouterPlan;
 use crate::families::{Family, MediumInput, Network};
 use crate::lora::LoraConfig;
 use crate::prompt::Prompt;
@@ -67,13 +68,18 @@ pub struct Features {
 pub struct Memories(BTreeMap<(usize, usize), Memory>);
 
 /// What holds for a pass of one update beside weights and rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Training {
     /// Whether activations inside blocks are computed again in the backward pass instead of being kept: less memory, more
     /// time.
     pub recompute: bool,
     /// Names the update, for the dropout masks of adapters: masks differ between updates with different names.
     pub dropout_key: u64,
+    /// Losses of the routers of experts.
+    pub router: RouterPlan,
+    /// Tokens of the whole update, a prompt counted once for each of its completions, and those of them that are scored: what
+    /// a stream's share of the routers' losses goes by.
+    pub step_tokens: [usize; 2],
 }
 
 /// A stream that has run forward with a tape.
@@ -88,6 +94,7 @@ pub struct StreamPass<'a> {
     pub logprobs: Vec<f32>,
     /// Entropy at each scored token, in nats.
     pub entropies: Vec<f32>,
+    router: Option<Arc<RouterLoss>>,
 }
 
 /// Gradients of media features, `[tokens, h]` each, by (group, medium): what a [`StreamPass`] leaves for towers and
@@ -516,7 +523,12 @@ impl Model {
         let rope = decoder.rope_table(&stream.positions);
         let mut tape = Tape::recording(training.recompute);
         let input = tape.input(x);
-        let pass = self.training_pass(training, Some(&stream.keys), 0);
+        let router = (!training.router.is_off()).then(|| {
+            let RouterPlan { aux, z } = training.router;
+            Arc::new(RouterLoss::new(aux, z, training.step_tokens, stream.copies.clone()))
+        });
+        let mut pass = self.training_pass(training, Some(&stream.keys), 0);
+        pass.router.clone_from(&router);
         let rows = &stream.targets.rows;
         let hidden = decoder.forward(input.clone(), &rope, &stream.layout, rows, &pass, &mut tape)?;
         let scored = decoder.score(hidden.rows().clone(), &stream.targets, temperature)?;
@@ -530,6 +542,7 @@ impl Model {
             input,
             hidden,
             scored,
+            router,
         })
     }
 
@@ -598,6 +611,12 @@ impl Model {
 }
 
 impl StreamPass<'_> {
+    /// The losses of routers, which the backward pass fills in; `None` where none are asked for.
+    #[must_use]
+    pub fn router(&self) -> Option<Arc<RouterLoss>> {
+        self.router.clone()
+    }
+
     /// What the decoder computed of the targets, in the stream's order.
     #[must_use]
     pub fn scored(&self) -> &Scored {

@@ -105,16 +105,7 @@ impl PromptBuilder {
         let (dir, family) = (checkpoint.dir(), Arc::clone(checkpoint.family()));
         let tokenizer = Tokenizer::from_dir(dir)?;
         let template = family.processor().chat_template(dir)?;
-        let mut stops = StopSet::from_dir(dir, &tokenizer, &settings.stop_strings)?;
-        for &stop in family.processor().stop_tokens() {
-            match tokenizer.token_id(stop) {
-                Some(id) => stops.ids.push(id),
-                None if stops.strings.iter().any(|known| known == stop) => {}
-                None => stops.strings.push(stop.to_owned()),
-            }
-        }
-        stops.ids.sort_unstable();
-        stops.ids.dedup();
+        let stops = family.stops(dir, &tokenizer, &settings.stop_strings)?;
         family.check_settings(&settings.media)?;
         Ok(Self { family, tokenizer, template, stops, settings })
     }

@@ -40,6 +40,8 @@ pub struct PackedStream {
     /// A hash of each row's prompt and of its tokens up to the row: the row's name wherever it is packed, which keys dropout.
     pub(crate) keys: Vec<u64>,
     pub(crate) positions: Vec<Position>,
+    /// How many completions each row belongs to.
+    pub(crate) copies: Vec<f32>,
     pub(crate) layout: Arc<Layout>,
     pub(crate) features: Vec<FeatureRows>,
     pub(crate) targets: Targets,
@@ -64,6 +66,7 @@ impl PackedStream {
             ids: Vec::new(),
             keys: Vec::new(),
             positions: Vec::new(),
+            copies: Vec::new(),
             layout: Arc::default(),
             features: Vec::new(),
             targets: Targets { offsets: vec![0], ..Targets::default() },
@@ -83,6 +86,8 @@ impl PackedStream {
                 )));
             }
             stream.ids.extend_from_slice(&prompt.ids);
+            let copies = group.completions.iter().filter(|c| !c.is_empty()).count();
+            stream.copies.resize(stream.ids.len(), copies as f32);
             let mut key = prompt.key();
             for &id in &prompt.ids {
                 key = next_key(key, id);
@@ -133,6 +138,7 @@ impl PackedStream {
                 self.targets.tokens.push(target);
                 self.targets.offsets.push(self.targets.tokens.len());
                 self.ids.push(input);
+                self.copies.push(1.0);
                 key = next_key(key, input);
                 self.keys.push(key);
                 self.positions.push([prompt.next_position + t as u32; 3]);

@@ -99,7 +99,7 @@ fn pass_of(
     let streams: Vec<Vec<&[u32]>> =
         if packed { vec![COMPLETIONS.to_vec()] } else { COMPLETIONS.iter().map(|c| vec![*c]).collect() };
     let plain = model.encode_prompt(prompt).unwrap();
-    let training = Training { recompute, dropout_key };
+    let training = Training { recompute, dropout_key, ..Training::default() };
     let features = [model.features_in_training(prompt, &plain, training).unwrap()];
     let mut logprobs = Vec::new();
     for completions in streams {

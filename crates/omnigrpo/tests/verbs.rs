@@ -160,6 +160,85 @@ fn sft_and_train_leave_a_model_that_runs() {
     assert_eq!(place.lines("made.jsonl").len(), 3);
 }
 
+/// A family with experts, whose turns end in a string: every command, on rows with one image, several, and a clip as frames.
+#[test]
+fn every_command_runs_on_aria() {
+    let place = Place::new();
+    place.write(
+        "rows.jsonl",
+        r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
+{"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
+{"id": "clip", "video": "clip.gif", "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
+"#,
+    );
+    let aria = golden("checkpoints/aria").display().to_string();
+    place.run(&format!("data check --train_file rows.jsonl --model {aria}")).ok();
+    place
+        .run(&format!("generate --model {aria} --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6"))
+        .ok();
+    let made = place.lines("made.jsonl");
+    // A square of 8 tokens, two of them, and eight frames of 4.
+    let prompts: Vec<u64> = made.iter().map(|row| row["prompt_tokens"].as_u64().unwrap()).collect();
+    assert!(prompts[1] > prompts[0] && prompts[2] > prompts[0], "{prompts:?}");
+    let mut rows = place.lines("rows.jsonl");
+    for (row, made) in rows.iter_mut().zip(&made) {
+        row["completion_ids"] = json!([made["completions"][0]["completion_ids"]]);
+    }
+    place.write("again.jsonl", rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    place.run(&format!("score --model {aria} --input again.jsonl --output scored.jsonl")).ok();
+    for (made, scored) in made.iter().zip(place.lines("scored.jsonl")) {
+        let [a, b] = [made, &scored].map(|row| numbers(&row["completions"][0]["logprobs"]));
+        assert!(a.len() == b.len() && a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4), "{a:?} {b:?}");
+    }
+    place
+        .run(&format!(
+            "eval --model {aria} --eval_file rows.jsonl --output e.jsonl --max_completion_length 4"
+        ))
+        .ok();
+    assert_eq!(place.lines("e.jsonl").len(), 3);
+
+    // Losses of routers: two blocks, and 1 each where all experts are used alike.
+    let losses = "--router_aux_loss_coef 0.01 --router_z_loss_coef 0.001";
+    place
+        .run(&format!("sft --model {aria} --train_file rows.jsonl --gradient_accumulation_steps 1 --max_steps 2 --learning_rate 1e-3 --output_dir sft {losses}"))
+        .ok();
+    let line = format!(
+        "train --model sft --train_file rows.jsonl --output_dir run {SMALL} --reward_funcs format {losses}"
+    );
+    place.run(&line).ok();
+    for step in ["sft", "run"].iter().flat_map(|run| place.lines(&format!("{run}/metrics.jsonl"))) {
+        let [balance, z] = ["router_aux_loss", "router_z_loss"].map(|name| step[name].as_f64().unwrap());
+        assert!((1.5..8.0).contains(&balance) && z > 0.0, "{step}");
+        // No answer has the format, so no advantage says anything: routers learn all the same.
+        assert!(step["grad_norm"].as_f64().unwrap() > 0.0, "{step}");
+    }
+    place.write("sum.jsonl", r#"{"problem": "What is 2+3?", "solution": "<answer>5</answer>"}"#);
+    let line = line.replace("--model sft --train_file rows", "--model M --train_file sum");
+    place.run(&line).fails(2, &["router_aux_loss_coef", "no experts"]);
+
+    // Adapters on experts, merged.
+    let lora = "--use_peft true --lora_dropout 0 --lora_r 2 --lora_target_modules all-linear experts";
+    place
+        .run(&format!(
+            "train --model sft --train_file rows.jsonl --output_dir lora {SMALL} --reward_funcs random {lora}"
+        ))
+        .ok();
+    let config: Value = serde_json::from_str(&place.text("lora/adapter_config.json")).unwrap();
+    assert_eq!(config["target_parameters"].as_array().unwrap().len(), 4);
+    place.run("export --model sft --adapter_name_or_path lora --merge --output_dir merged").ok();
+    for (model, out) in [("sft --adapter_name_or_path lora", "a.jsonl"), ("merged", "b.jsonl")] {
+        place.run(&format!("score --model {model} --input again.jsonl --output {out}")).ok();
+    }
+    for (a, b) in place.lines("a.jsonl").iter().zip(place.lines("b.jsonl")) {
+        let [a, b] = [a, &b].map(|row| numbers(&row["completions"][0]["logprobs"]));
+        assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4), "{a:?} {b:?}");
+    }
+    let shown = place.run(&format!("doctor --model {aria}")).ok().stdout;
+    for part in ["aria: 2 layers, width 32", "LoRA, 4 bit: ", "<|im_end|>"] {
+        assert!(shown.contains(part), "`{part}` is not in\n{shown}");
+    }
+}
+
 /// Rows held out by share or named by a registry are evaluated as the run goes, with the frames that `eval` takes, and
 /// the best checkpoint is kept.
 #[test]

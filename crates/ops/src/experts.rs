@@ -11,7 +11,7 @@
 //!
 //! Shapes: `t` rows, `e` experts, `p = t · topk` places, `k`/`n` inputs and outputs of an expert.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use omnigrpo_kernels::conv::RowMix;
 use omnigrpo_kernels::experts::{Choices, Groups};
@@ -179,6 +179,91 @@ impl Routes {
     fn error(&self, op: &'static str, x: &Rows) -> Error {
         let what = format!("{:?} for {} places of {} rows", x.dims(), self.places(), self.rows());
         Error::shape(op, what)
+    }
+}
+
+/// Losses of routers in one pass: what makes them use all experts alike, and keeps logits small. Each router adds to both.
+///
+/// Over the rows `r` that a router sees, with weights `w` that sum to `W`, probabilities `p = softmax(logits)`, `k` experts of a row
+/// of `e`, the share `f_j = Σ w_r [r uses j] / (k W)` of expert `j` and its mean probability `P_j = Σ w_r p_rj / W`:
+///
+/// ```text
+/// balance = e Σ_j f_j P_j                 1 where all experts are used alike
+/// z       = Σ w_r logsumexp(logits_r)² / W
+/// ```
+///
+/// The gradient added is that of `share · (aux · balance + z · z-loss)`, where the share is `W` as a part of what this router
+/// sees in a whole step; the choice `f` is a constant in it. A row that stands
+/// for several sequences, as a shared prompt does, weighs as many. Source: rhymes-ai/Aria `moe_lm.py`; Switch Transformers,
+/// arXiv 2101.03961 §2.2; ST-MoE, arXiv 2202.08906 §2.
+#[derive(Debug)]
+pub struct RouterLoss {
+    aux: f64,
+    z: f64,
+    step: [f64; 2],
+    weights: Vec<f32>,
+    sums: Mutex<[f64; 2]>,
+}
+
+impl RouterLoss {
+    /// Losses with these coefficients. `step` has what the weights of all rows of a step sum to, and those of the rows that are
+    /// scored, to which the last block is limited; `weights` say how many sequences each row of this pass stands for.
+    #[must_use]
+    pub fn new(aux: f64, z: f64, step: [usize; 2], weights: Vec<f32>) -> Self {
+        let step = step.map(|tokens| tokens.max(1) as f64);
+        Self { aux, z, step, weights, sums: Mutex::default() }
+    }
+
+    /// Balance and z-loss so far, summed over routers and times their shares, without coefficients.
+    #[must_use]
+    pub fn losses(&self) -> [f64; 2] {
+        *self.sums.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The gradient of a router's logits, whose losses are added to the sums. `rows` are the rows of the pass that were routed,
+    /// if not all were.
+    ///
+    /// # Errors
+    /// Other rows than the pass has.
+    pub fn gradient(&self, logits: &Rows, routes: &Routes, rows: Option<&[usize]>) -> Result<Rows> {
+        let (t, e) = logits.dims();
+        let weight = |r: usize| self.weights.get(rows.map_or(Some(r), |rows| rows.get(r).copied())?);
+        let weights: Option<Vec<f64>> = (0..t).map(|r| Some(f64::from(*weight(r)?))).collect();
+        let counted = rows.is_some() || self.weights.len() == t;
+        let Some(weights) = weights.filter(|_| counted && routes.rows() == t) else {
+            let what = format!("{t} routed rows of a pass of {}", self.weights.len());
+            return Err(Error::shape("router loss", what));
+        };
+        let total: f64 = weights.iter().sum();
+        if total <= 0.0 {
+            return Ok(Rows::zeros(logits.device(), t, e));
+        }
+        let share = total / self.step[usize::from(rows.is_some())];
+        let mut shares = vec![0.0; e];
+        let each = routes.places() as f64 / t as f64 * total;
+        for (place, &expert) in routes.experts.iter().enumerate() {
+            shares[expert as usize] += weights[routes.rows[place]] / each;
+        }
+        let logits_f64 = logits.to_f64();
+        let (mut gradient, mut sums) = (vec![0.0f32; t * e], [0.0; 2]);
+        for (r, row) in logits_f64.chunks_exact(e).enumerate() {
+            let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = row.iter().map(|l| (l - max).exp()).sum();
+            let lse = max + sum.ln();
+            let p = |j: usize| (row[j] - lse).exp();
+            let mean: f64 = (0..e).map(|j| shares[j] * p(j)).sum();
+            let part = weights[r] / total;
+            sums[0] += e as f64 * part * mean;
+            sums[1] += part * lse * lse;
+            for j in 0..e {
+                let balance = self.aux * e as f64 * (shares[j] - mean);
+                gradient[r * e + j] = (share * part * p(j) * (balance + 2.0 * self.z * lse)) as f32;
+            }
+        }
+        let mut all = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter_mut().zip(sums).for_each(|(all, own)| *all += share * own);
+        drop(all);
+        Rows::upload(logits.device(), gradient, t, e)
     }
 }
 

@@ -43,7 +43,7 @@ pub use conv::{Mix, OUTSIDE, Patches, RowMix};
 pub use device::Device;
 pub use embedding::{Ids, Taps, embed, embed_backward};
 pub use error::{Error, Result};
-pub use experts::{ExpertLinear, Routes};
+pub use experts::{ExpertLinear, RouterLoss, Routes};
 pub use gpu::Card;
 pub use head::{Scores, Targets, logits, score, score_backward};
 pub use host::Host;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::device::Device;
+use crate::experts::RouterLoss;
 use crate::linear::Order;
 
 /// One pass through a model.
@@ -14,6 +15,8 @@ pub struct Pass {
     pub order: Order,
     /// What adapters drop; `None` for nothing.
     pub dropout: Option<Dropout>,
+    /// Losses of routers of experts; `None` for none.
+    pub router: Option<Arc<RouterLoss>>,
 }
 
 impl Pass {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use omnigrpo_ops::{
     Activation, Adapter, AttentionHeads, AttentionLayout, Card, DecodeRows, Device, DrawFrom, Dropout,
     ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype,
-    Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, Routes, RowMix, Rows, Sampler, Step,
-    Tape, Targets, Values, Var, embed, embed_backward,
+    Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows,
+    Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
 };
 
 /// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
@@ -294,6 +294,64 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
     for topk in [0, 5] {
         assert!(Routes::choose(&nan, topk).unwrap_err().to_string().contains("of 4 experts"));
     }
+}
+
+/// Two rows that stand for three sequences and one, computed by hand; and gradients with the choice held fixed.
+#[test]
+fn losses_of_routers() {
+    // Half of what a step has.
+    let logits = [0.0, 3f32.ln(), 3f32.ln(), 0.0];
+    for device in devices() {
+        let x = Rows::upload(device.clone(), logits.to_vec(), 2, 2).unwrap();
+        let routes = Routes::choose(&x, 1).unwrap();
+        // f = [1/4, 3/4], P = [(3·1/4 + 3/4) / 4, (3·3/4 + 1/4) / 4] = [3/8, 5/8]; 2 (1/4 · 3/8 + 3/4 · 5/8) = 9/8.
+        let lse = 4f64.ln();
+        let of = |aux, z| {
+            let loss = RouterLoss::new(aux, z, [8, 1], vec![3.0, 1.0]);
+            let gradient = loss.gradient(&x, &routes, None).unwrap().to_f64();
+            let [balance, own] = loss.losses();
+            assert!(
+                (balance - 0.5 * 9.0 / 8.0).abs() < 1e-6 && (own - 0.5 * lse * lse).abs() < 1e-6,
+                "{device}"
+            );
+            gradient
+        };
+        // d balance / d logit: e · w/W · p (f − Σ f p), for row 0: 2 · 3/4 · 1/4 (1/4 − 5/8); times the share.
+        let row_0 = 0.5 * 2.0 * 0.75 * 0.25 * (0.25 - 0.625);
+        let row_1 = 0.5 * 2.0 * 0.25 * 0.75 * (0.25 - 0.375);
+        let z = |w: f64, p: f64| 0.5 * 2.0 * lse * w * p;
+        for (got, want) in [
+            (of(1.0, 0.0), [row_0, -row_0, row_1, -row_1]),
+            (of(0.0, 1.0), [z(0.75, 0.25), z(0.75, 0.75), z(0.25, 0.75), z(0.25, 0.25)]),
+        ] {
+            let far = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(far < 1e-6, "{device}: {got:?} for {want:?}");
+        }
+    }
+    // Rows by index, and central differences of the losses with the routes of the middle.
+    let (t, e, data) = (5, 6, noise(30, 3));
+    let at = |data: &[f32]| Rows::upload(Device::Twin, data.to_vec(), t, e).unwrap();
+    let routes = Routes::choose(&at(&data), 2).unwrap();
+    let rows = [0, 2, 3, 6, 7];
+    let loss = |data: &[f32]| {
+        let loss = RouterLoss::new(0.7, 0.3, [1, 92], (0..8).map(|i| 1.0 + i as f32).collect());
+        let gradient = loss.gradient(&at(data), &routes, Some(&rows)).unwrap().to_f64();
+        let [balance, z] = loss.losses();
+        (0.7 * balance + 0.3 * z, gradient)
+    };
+    let gradient = loss(&data).1;
+    for i in 0..data.len() {
+        let want = slope(|by| {
+            let mut data = data.clone();
+            data[i] += by;
+            loss(&data).0
+        });
+        assert!((gradient[i] - want).abs() < 1e-6, "{i}: {} for {want}", gradient[i]);
+    }
+    assert!(RouterLoss::new(1.0, 1.0, [1, 1], vec![1.0; 4]).gradient(&at(&data), &routes, None).is_err());
+    assert!(
+        RouterLoss::new(1.0, 1.0, [1, 1], vec![1.0; 4]).gradient(&at(&data), &routes, Some(&rows)).is_err()
+    );
 }
 
 /// Frozen experts of every dtype: devices agree with the twin, no gradient is made for them, and the bits of a place do not

@@ -26,7 +26,10 @@ pub fn imitate(
         examples.iter().map(|e| (e.prompt.ids.len(), vec![e.target.len()])).collect();
     let tokens: usize = examples.iter().map(|e| e.target.len()).sum();
     let weight = 1.0 / tokens.max(1) as f64;
-    let training = at.training(algorithm);
+    let each = examples.iter().filter(|e| !e.target.is_empty());
+    let step_tokens = [each.map(|e| e.prompt.ids.len() + e.target.len() - 1).sum(), tokens];
+    let training = omnigrpo_models::Training { step_tokens, ..at.training(algorithm) };
+    let mut router = [0.0; 2];
     let (mut loss, mut entropy, mut num_tokens) = (0.0, 0.0, 0);
     for parts in pack(&shapes, algorithm.stream_rows()) {
         let done = parts.first().map_or(0, |part| part.group);
@@ -48,7 +51,11 @@ pub fn imitate(
         entropy += weight * pass.entropies.iter().map(|&x| f64::from(x)).sum::<f64>();
         let dlogp = vec![-weight as f32; stream.num_targets()];
         timed(timer, "backward", || {
+            let losses = pass.router();
             let gradients = pass.backward(&dlogp, None)?;
+            if let Some(losses) = losses {
+                router.iter_mut().zip(losses.losses()).for_each(|(sum, own)| *sum += own);
+            }
             model.backward_media(&prompts, &features, memories, gradients, training)
         })?;
     }
@@ -59,6 +66,7 @@ pub fn imitate(
         grad_norm: update.grad_norm,
         params_without_grad: update.skipped,
         num_tokens,
+        router: (!algorithm.router.is_off()).then_some(router),
     })
 }
 
@@ -75,4 +83,6 @@ pub struct ImitationOutcome {
     pub params_without_grad: usize,
     /// Rows that went through the decoder.
     pub num_tokens: u64,
+    /// As of a [`StepOutcome`](crate::StepOutcome).
+    pub router: Option<[f64; 2]>,
 }

@@ -98,6 +98,9 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         let (q, kv) = (c.heads.q * c.heads.dim, c.heads.kv * c.heads.dim);
         // Of a block: its input, the normed rows, queries, keys, values, attention's output, and three of the feed-forward.
         let block = 3 * c.hidden + 2 * q + 2 * kv + 3 * c.intermediate;
+        // Of experts: logits, and of each that a row uses its input, its answer and three of its feed-forward layer.
+        let experts = c.experts.map_or(0, |e| e.count + e.topk * (2 * c.hidden + 3 * e.intermediate));
+        let block = block + experts;
         let kept = if plan.recompute { c.layers * c.hidden + block } else { c.layers * block };
         let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
         // Between bf16 weights a card keeps most of them in bf16.

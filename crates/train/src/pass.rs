@@ -46,6 +46,8 @@ pub(crate) struct Passed {
     /// Between log-probabilities of rollout and pass.
     pub(crate) gap: Gap,
     pub(crate) num_tokens: u64,
+    /// Losses of routers.
+    pub(crate) router: [f64; 2],
     /// Log-probabilities of each completion, in the order of the rollout.
     pub(crate) logprobs: Vec<Vec<f32>>,
     /// All numbers of each, where the algorithm asks for them.
@@ -70,6 +72,12 @@ impl<'a> Pass<'a> {
         let rewards = &rollouts.rewards;
         let named = rewards.names.iter().map(String::as_str).zip(rewards.values.iter().map(Vec::as_slice));
         sums.add_rewards(&named.collect::<Vec<_>>(), &rewards.total, &rollouts.zero_std)?;
+        let of_prompt = |group: &Group| {
+            let each = group.completions.iter().map(|c| c.completion.ids.len()).filter(|&len| len > 0);
+            each.map(|len| group.row.prompt.ids.len() + len - 1).sum::<usize>()
+        };
+        let step_tokens = [rollouts.groups.iter().map(of_prompt).sum(), lengths.iter().sum()];
+        let training = Training { step_tokens, ..training };
         Ok(Self {
             model,
             reference,
@@ -82,6 +90,7 @@ impl<'a> Pass<'a> {
                 sums,
                 gap: Gap::default(),
                 num_tokens: 0,
+                router: [0.0; 2],
                 logprobs: Vec::with_capacity(lengths.len()),
                 tokens: Vec::new(),
             },
@@ -137,7 +146,10 @@ impl<'a> Pass<'a> {
         let temperature = self.algorithm.sampling.scoring_temperature();
         let advantages: Vec<f64> = rollouts.members(parts).map(|c| c.advantage).collect();
         // No term of the loss depends on these completions, so there is nothing to carry back; they count as all others do.
-        let idle = advantages.iter().all(|&a| a == 0.0) && !plan.needs_reference() && !plan.needs_entropy();
+        let idle = advantages.iter().all(|&a| a == 0.0)
+            && !plan.needs_reference()
+            && !plan.needs_entropy()
+            && self.training.router.is_off();
         let stream = PackedStream::new(&rollouts.stream(parts))?;
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {
@@ -208,7 +220,11 @@ impl<'a> Pass<'a> {
         let dentropy = plan.needs_entropy().then(|| narrow(&out.dentropy));
         timed(timer, "backward", || {
             let groups: Vec<usize> = parts.iter().map(|p| p.group).collect();
+            let router = pass.router();
             let gradients = pass.backward(&narrow(&out.dlogp), dentropy.as_deref())?;
+            if let Some(router) = router {
+                self.passed.router.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
+            }
             self.gradients.add(gradients, &groups)
         })?;
         Ok(())

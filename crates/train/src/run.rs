@@ -536,6 +536,10 @@ fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
     put("grad_norm", outcome.grad_norm);
     put("num_tokens", outcome.num_tokens as f64);
     put("params_without_grad", outcome.params_without_grad as f64);
+    if let Some([balance, z]) = outcome.router {
+        put("router_aux_loss", balance);
+        put("router_z_loss", z);
+    }
     if let Some((max, mean)) = outcome.rollout_gap {
         put("sampling/sampling_logp_difference/max", max);
         put("sampling/sampling_logp_difference/mean", mean);
@@ -555,5 +559,7 @@ fn imitation_metrics(outcome: &ImitationOutcome) -> Vec<Metric> {
         ("num_tokens", outcome.num_tokens as f64),
         ("params_without_grad", outcome.params_without_grad as f64),
     ];
-    each.into_iter().map(|(name, value)| (name.to_owned(), Some(value))).collect()
+    let router = outcome.router.into_iter().flatten();
+    let router = ["router_aux_loss", "router_z_loss"].into_iter().zip(router);
+    each.into_iter().chain(router).map(|(name, value)| (name.to_owned(), Some(value))).collect()
 }

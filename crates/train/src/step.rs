@@ -30,7 +30,7 @@
 //! model carries the derivative back. Streams of a step add their gradients: the `Normalizer` is made for all of it first.
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{Memories, Model, PromptBuilder, Training};
+use omnigrpo_models::{Memories, Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Generator, SamplingParams};
@@ -63,6 +63,8 @@ pub struct Algorithm {
     pub normalize_then_sum: bool,
     /// The loss.
     pub loss: LossPlan,
+    /// Losses of the routers of experts.
+    pub router: RouterPlan,
     /// Rows of one packed stream at most; a larger group is split over streams that share its prompt. `None`: 4096, room
     /// for several short groups or one of a long prompt.
     pub max_stream_tokens: Option<usize>,
@@ -98,6 +100,7 @@ impl Algorithm {
             alpha: recipe.alpha,
             normalize_then_sum: false,
             loss: recipe.loss,
+            router: RouterPlan::default(),
             max_stream_tokens: None,
             recompute: false,
             prompts_per_micro_batch: 1,
@@ -137,7 +140,12 @@ pub struct UpdateAt {
 impl UpdateAt {
     pub(crate) fn training(self, algorithm: &Algorithm) -> Training {
         let dropout_key = algorithm.seed.rotate_left(32) ^ self.step;
-        Training { recompute: algorithm.recompute, dropout_key }
+        Training {
+            recompute: algorithm.recompute,
+            dropout_key,
+            router: algorithm.router,
+            ..Training::default()
+        }
     }
 }
 
@@ -158,6 +166,8 @@ pub struct StepOutcome {
     pub sampler_gap: Option<(f64, f64)>,
     /// Prompt and completion tokens that went through the model.
     pub num_tokens: u64,
+    /// Balance and z-loss of the routers of experts, summed over blocks, where they are asked for.
+    pub router: Option<[f64; 2]>,
     /// Numbers of each completion's tokens in the order of the rollout, where the algorithm asks for them.
     pub tokens: Vec<TokenNumbers>,
 }
@@ -315,6 +325,7 @@ pub fn update(
         rollout_gap: passed.gap.finish(),
         sampler_gap: sampler_gap.finish(),
         num_tokens: passed.num_tokens,
+        router: (!algorithm.router.is_off()).then_some(passed.router),
         tokens: passed.tokens,
     })
 }

@@ -19,6 +19,8 @@ mod table;
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_text::{StopSet, Tokenizer};
+
 pub use architecture::{Architecture, Encoder, Network};
 pub use format::{Companion, Converted, Format};
 pub use medium::{MediumInput, MediumPlan, MediumShape, probe_medium};
@@ -79,6 +81,25 @@ impl Family {
     #[must_use]
     pub fn format(&self) -> &dyn Format {
         self.roles.format.as_ref()
+    }
+
+    /// What ends a completion of the checkpoint in `dir`: what its files say, the family's tokens, which stop as strings where
+    /// the vocabulary does not have them, and further strings.
+    ///
+    /// # Errors
+    /// Malformed files, an empty string.
+    pub fn stops(&self, dir: &Path, tokenizer: &Tokenizer, strings: &[String]) -> Result<StopSet> {
+        let mut stops = StopSet::from_dir(dir, tokenizer, strings)?;
+        for &stop in self.processor().stop_tokens() {
+            match tokenizer.token_id(stop) {
+                Some(id) => stops.ids.push(id),
+                None if stops.strings.iter().any(|known| known == stop) => {}
+                None => stops.strings.push(stop.to_owned()),
+            }
+        }
+        stops.ids.sort_unstable();
+        stops.ids.dedup();
+        Ok(stops)
     }
 
     /// Whether these settings can be followed; checked once, before any medium is read.

@@ -8,7 +8,7 @@ use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, load_image};
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, Limits, LoadOptions, LoraConfig, MediaSettings, MediumShape, Memories,
-    Model, PackedStream, Prompt, Quantization, Training, WeightDtype, probe_medium,
+    Model, PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype, probe_medium,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
@@ -252,6 +252,49 @@ fn a_group_equals_separate_sequences() {
         }
         assert_close(&packed_grads, &separate_grads, 5e-5, name);
     }
+}
+
+/// Losses of routers in a packed group: a prompt's token weighs as many as it stands for. The z-loss is a mean over tokens, so
+/// it is that of separate sequences; the use of experts is compared where the sequences are equal.
+#[test]
+fn losses_of_routers_count_a_prompt_for_each_completion() {
+    let (model, prompt) = (load("aria"), prompt("aria", "E"));
+    train_all(&model);
+    let run = |streams: &[Vec<&[u32]>], router: RouterPlan, recompute: bool| {
+        let tokens = |c: &&[u32]| prompt.ids.len() + c.len() - 1;
+        let all = || streams.iter().flatten();
+        let step_tokens = [all().map(tokens).sum(), all().map(|c| c.len()).sum()];
+        let training = Training { router, step_tokens, recompute, ..Training::default() };
+        let mut losses = [0.0; 2];
+        for completions in streams {
+            let groups = [GroupStream { prompt: &prompt, completions: completions.clone() }];
+            let stream = PackedStream::new(&groups).unwrap();
+            let features = [model.encode_prompt(&prompt).unwrap()];
+            let pass = model.train_pass(&stream, &features, 1.0, training).unwrap();
+            let router = pass.router().unwrap();
+            let gradients = pass.backward(&vec![0.0; stream.num_targets()], None).unwrap();
+            losses.iter_mut().zip(router.losses()).for_each(|(sum, own)| *sum += own);
+            model.backward_media(&[&prompt], &features, Memories::default(), gradients, training).unwrap();
+        }
+        (losses, take_gradients(&model))
+    };
+    let (z, aux) = (RouterPlan { aux: 0.0, z: 1.0 }, RouterPlan { aux: 1.0, z: 0.0 });
+    let (a, b, c): (&[u32], &[u32], &[u32]) = (&[7, 100, 200, 31, 5], &[44, 8], &[9, 8, 250]);
+    let (packed, packed_grads) = run(&[vec![a, b, c]], z, false);
+    let (separate, separate_grads) = run(&[vec![a], vec![b], vec![c]], z, false);
+    assert!((packed[1] - separate[1]).abs() < 1e-5 * packed[1], "{packed:?} {separate:?}");
+    assert_close(&packed_grads, &separate_grads, 5e-5, "z");
+    let (thrice, thrice_grads) = run(&[vec![a, a, a]], aux, false);
+    let (once, once_grads) = run(&[vec![a]], aux, false);
+    assert!(thrice.iter().zip(once).all(|(a, b)| (a - b).abs() < 1e-4), "{thrice:?} {once:?}");
+    assert_close(&thrice_grads, &once_grads, 5e-5, "aux");
+    // Counted once, whether blocks are recomputed or not.
+    let (again, again_grads) = run(&[vec![a, a, a]], aux, true);
+    assert!(again == thrice && again_grads == thrice_grads);
+    // Without them nothing is asked of a pass.
+    let stream = PackedStream::new(&[GroupStream { prompt: &prompt, completions: vec![a] }]).unwrap();
+    let features = [model.encode_prompt(&prompt).unwrap()];
+    assert!(model.train_pass(&stream, &features, 1.0, Training::default()).unwrap().router().is_none());
 }
 
 /// A copy of a checkpoint whose tensors have other names.

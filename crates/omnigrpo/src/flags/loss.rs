@@ -137,6 +137,15 @@ pub const FLAGS: &[Flag] = &[
     .idle(|s, _| {
         no_kl(s).or_else(|| (s.algorithm.loss.kl == Kl::K1).then_some("`kl k1_seq` has no ratio to correct"))
     }),
+    row("router_aux_loss_coef", float(0.0, BIG), at!(algorithm.router.aux), &[Train, Sft, Demo])
+        .help(
+            "Weight of the loss that makes a model's routers use all experts alike, which is 1 where \
+             they do; for families with experts.",
+        )
+        .alias(&["moe_aux_loss_coeff"]),
+    row("router_z_loss_coef", float(0.0, BIG), at!(algorithm.router.z), &[Train, Sft, Demo])
+        .help("Weight of the loss on the size of routers' logits (their squared log-sum-exp).")
+        .alias(&["moe_z_loss_coeff"]),
     row("loss_agg", Choice(words::<Aggregation>), at!(algorithm.loss.aggregation), GRPO)
         .help("How token losses become one number.")
         .unset("the recipe's; seq_mean for grpo")

@@ -153,7 +153,8 @@ pub const FLAGS: &[Flag] = &[
         .help(
             "Layers that get an adapter: `all-linear` for those of the language model, or ends of \
              module names (looked up there first, then in tower and projector), or regular \
-             expressions over whole names. Never the head.",
+             expressions over whole names; `experts` for every expert of a mixture, each with an adapter \
+             of its own (`lora_dropout 0`). Never the head.",
         )
         .alias(&["lora_targets"])
         .idle(|s, _| no_new_adapter(s)),

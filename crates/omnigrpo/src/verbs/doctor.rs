@@ -42,7 +42,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
                 line(name, "PROBLEM, see below".into());
             }
         };
-        check("tokenizer", tokenizer(&dir));
+        check("tokenizer", tokenizer(&dir, context.checkpoint().ok()));
         match context.checkpoint() {
             Ok(opened) => {
                 check("family", Ok(family(opened)));
@@ -168,11 +168,15 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     Ok(lines.join("\n                   "))
 }
 
-fn tokenizer(dir: &Path) -> Result<String> {
+fn tokenizer(dir: &Path, checkpoint: Option<&Checkpoint>) -> Result<String> {
     let tokenizer = Tokenizer::from_dir(dir)?;
-    let stops = StopSet::from_dir(dir, &tokenizer, &[])?;
-    let names: Vec<String> =
+    let stops = match checkpoint {
+        Some(checkpoint) => checkpoint.family().stops(dir, &tokenizer, &[])?,
+        None => StopSet::from_dir(dir, &tokenizer, &[])?,
+    };
+    let mut names: Vec<String> =
         stops.ids.iter().map(|&id| tokenizer.decode(&[id], false)).collect::<Result<_, _>>()?;
+    names.extend(stops.strings);
     Ok(format!("{} ids, stops at {}", tokenizer.vocab_size(), names.join(" ")))
 }
 

@@ -52,6 +52,16 @@ pub fn trained_model(
     [device, reference_device]: [Device; 2],
     with_reference: bool,
 ) -> Result<Model> {
+    let experts = checkpoint.family().architecture().decoder_config().experts;
+    if experts.is_none() && !settings.algorithm.router.is_off() {
+        let name = checkpoint.family().name();
+        return Err(Problem::usage(
+            "router_aux_loss_coef and router_z_loss_coef have no effect on this model",
+        )
+        .got(format!("{name}, which has no experts"))
+        .expected("a family with experts, such as aria; or remove the two")
+        .into());
+    }
     let selection = selection(settings, checkpoint.family());
     let lora = settings.model.use_peft.then_some(&settings.lora);
     let plan = MemoryPlan {
