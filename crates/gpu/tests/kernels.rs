@@ -222,6 +222,9 @@ fn slow_decoding_of_every_width() {
     }
 }
 
+/// The pages of a completion, and what they hold.
+type Pages = Vec<(Array, Vec<f64>)>;
+
 fn decoding(dtype: Dtype, heads: Heads) {
     let Heads { q, kv, d } = heads;
     let (stride, width, layers, layer) = ((q + 2 * kv) * d, 2 * kv * d, 2, 1);
@@ -231,7 +234,7 @@ fn decoding(dtype: Dtype, heads: Heads) {
         let gpu = gpu(schedule);
         let array = |rows: usize, seed: u64| numbers(&gpu, layers * rows * width, dtype, seed);
         let prompts: Vec<_> = (0..3).map(|g| array(groups[g].0, 20 + g as u64)).collect();
-        let pages: Vec<Vec<Vec<(Array, Vec<f64>)>>> = (0..3)
+        let pages: Vec<Vec<Pages>> = (0..3)
             .map(|g| {
                 let completion = |(c, len): (usize, &usize)| {
                     let page = |i: usize| array(PAGE, (1000 * g + 100 * c + i) as u64);
@@ -274,7 +277,7 @@ fn decoding(dtype: Dtype, heads: Heads) {
                 let rows = (len - p * PAGE).min(PAGE);
                 all.extend_from_slice(&after[layer * PAGE * width..][..rows * width]);
             }
-            let keys = vec![0..prompt_rows + len];
+            let keys = vec![0..prompt_rows, prompt_rows..prompt_rows + len];
             let layout = AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
             let shape = Shape { q_heads: q, kv_heads: kv, head_dim: d };
             let own = Mat::new(&qkv[i * stride..][..q * d], 1, q * d);
