@@ -302,7 +302,7 @@ fn losses_of_routers() {
     // Half of what a step has.
     let logits = [0.0, 3f32.ln(), 3f32.ln(), 0.0];
     for device in devices() {
-        let x = Rows::upload(device.clone(), logits.to_vec(), 2, 2).unwrap();
+        let x = Rows::upload(device, logits.to_vec(), 2, 2).unwrap();
         let routes = Routes::choose(&x, 1).unwrap();
         // f = [1/4, 3/4], P = [(3·1/4 + 3/4) / 4, (3·3/4 + 1/4) / 4] = [3/8, 5/8]; 2 (1/4 · 3/8 + 3/4 · 5/8) = 9/8.
         let lse = 4f64.ln();

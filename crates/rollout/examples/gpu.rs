@@ -204,7 +204,7 @@ fn train(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Re
     let completion: Vec<u32> = (0..tokens as u32).map(|i| 5 + i % 40).collect();
     let groups = [GroupStream { prompt: &prompt, completions: vec![&completion[..]; group] }];
     let stream = PackedStream::new(&groups)?;
-    let training = Training { recompute: false, dropout_key: 0 };
+    let training = Training::default();
     let dlogp: Vec<f32> = (0..group * tokens).map(|i| (i as f32).sin() / (group * tokens) as f32).collect();
     let pass = || -> Result<(), Error> {
         model.train_pass(&stream, &[Vec::new()], 1.0, training)?.backward(&dlogp, None)?;

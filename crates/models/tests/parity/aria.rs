@@ -430,6 +430,28 @@ fn experts_of_few_bits() {
     }
 }
 
+/// What the published size takes, known from its configuration: 4.5 or 8.5 bits for each weight of a linear layer or an expert.
+#[test]
+fn the_published_size_fits_where_it_is_quantised() {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&checkpoint("aria"), dir.path());
+    std::fs::copy(golden("published/aria_25B/config.json"), dir.path().join("config.json")).unwrap();
+    let path = dir.path().join("preprocessor_config.json");
+    let text = std::fs::read_to_string(&path).unwrap().replace(": 112", ": 980");
+    std::fs::write(&path, text).unwrap();
+    let opened = Checkpoint::open(dir.path()).unwrap();
+    let bytes = |bits: Option<QuantBits>| {
+        let keep = |_: &str, _: Part| false;
+        let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
+        let options = LoadOptions { dtype: WeightDtype::BFloat16, quantization, ..LoadOptions::default() };
+        let outline = Model::outline(&opened, &options, true).unwrap();
+        outline.params().iter().map(|p| p.num_bytes()).sum::<usize>() as f64 / 1e9
+    };
+    let [bf16, eight, four] = [None, Some(QuantBits::Eight), Some(QuantBits::Four)].map(bytes);
+    assert!((50.6..50.7).contains(&bf16), "{bf16} GB");
+    assert!((27.0..28.5).contains(&eight) && (14.5..15.5).contains(&four), "{eight} and {four} GB");
+}
+
 #[test]
 fn parts_are_told_apart() {
     for (name, _) in ARIA {
