@@ -69,7 +69,7 @@ impl ConfigJson {
 
     /// Another object in this one's place: for constants that stand in for a file, under this file's name.
     #[must_use]
-    pub fn with_object(&self, value: Value) -> Self {
+    pub(crate) fn with_object(&self, value: Value) -> Self {
         let object = match value {
             Value::Object(object) => object,
             _ => Map::new(),

@@ -48,6 +48,6 @@ pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
 pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};
 pub use weights::{
-    FileSource, Init, Quantization, RandomSource, Scope, SourceDigest, WeightDtype, WeightFiles,
-    WeightSource, save_weights, share, source_digest,
+    FileSource, Init, Quantization, Scope, SourceDigest, WeightDtype, WeightFiles, WeightSource, share,
+    source_digest,
 };

@@ -53,8 +53,8 @@ pub struct LoadOptions<'a> {
 /// Bytes that may be kept of towers for each trained weight.
 const KEPT_BYTES: usize = 8;
 
-/// What a tower made of one medium. Shared by every pass whose tower is the same. A clone shares the numbers, but what the
-/// blocks computed stays with the original: it serves one backward pass, and a copy must not take it away.
+/// What a tower made of one medium. Shared by every pass whose tower is the same; a clone shares the numbers. What the blocks
+/// computed is kept in [`Memories`].
 #[derive(Clone, Debug)]
 pub struct Features {
     /// Output of the tower, before the projector.

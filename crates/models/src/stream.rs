@@ -48,7 +48,6 @@ pub struct PackedStream {
     /// Place in `targets.tokens` of each scored token, completion by completion.
     pub(crate) order: Vec<usize>,
     lengths: Vec<usize>,
-    num_groups: usize,
 }
 
 /// The hash of a sequence that goes on with `id`.
@@ -72,7 +71,6 @@ impl PackedStream {
             targets: Targets { offsets: vec![0], ..Targets::default() },
             order: Vec::new(),
             lengths: Vec::new(),
-            num_groups: groups.len(),
         };
         let mut shapes = Vec::with_capacity(groups.len());
         for (g, group) in groups.iter().enumerate() {
@@ -162,12 +160,6 @@ impl PackedStream {
     #[must_use]
     pub fn num_targets(&self) -> usize {
         self.order.len()
-    }
-
-    /// Groups in the stream.
-    #[must_use]
-    pub fn num_groups(&self) -> usize {
-        self.num_groups
     }
 
     /// Numbers per scored token, cut into those of each completion.

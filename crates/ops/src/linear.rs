@@ -192,7 +192,7 @@ impl PackedLinear {
     ///
     /// # Errors
     /// As there.
-    pub fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
+    fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
         if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
             return self.backward(x, dy).map(drop);
         }

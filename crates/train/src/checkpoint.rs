@@ -229,7 +229,7 @@ fn step_of(checkpoint: &Path) -> Option<u64> {
 ///
 /// # Errors
 /// No checkpoint, or one that is damaged or contradicts itself.
-pub fn read_state(checkpoint: &Path) -> Result<TrainerState> {
+pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     let path = checkpoint.join(STATE);
     if !path.is_file() {
         return Err(TrainError::Checkpoint {
@@ -493,7 +493,7 @@ fn state_parts(moments: &Moments) -> impl Iterator<Item = StatePart> {
 ///
 /// # Errors
 /// Something that cannot be removed.
-pub fn remove_leftovers(output_dir: &Path) -> Result<Vec<String>> {
+pub(crate) fn remove_leftovers(output_dir: &Path) -> Result<Vec<String>> {
     let mut removed = Vec::new();
     for dir in [output_dir.to_owned(), output_dir.join("eval")] {
         if !dir.is_dir() {

@@ -42,7 +42,6 @@ pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,
 };
 pub use replay::replay;
-pub use resume::say_incomplete;
 pub use rollouts::{Group, Rollouts, Scored};
 pub use rows::{
     Making, PreparedRow, RowSource, SkipPolicy, SkippedRow, Unusable, media_paths, prepare, requests,

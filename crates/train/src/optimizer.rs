@@ -162,7 +162,7 @@ impl AdamW {
 
     /// Names of trained weights that no update has reached so far.
     #[must_use]
-    pub fn never_reached(&self) -> Vec<&str> {
+    pub(crate) fn never_reached(&self) -> Vec<&str> {
         let names = self.params.iter().map(|(p, ..)| p.name());
         names.filter(|name| !self.state.contains_key(*name)).collect()
     }
@@ -171,7 +171,7 @@ impl AdamW {
     ///
     /// # Errors
     /// A state for a weight that is not trained, or of another size.
-    pub fn restore(&mut self, state: HashMap<String, Moments>) -> Result<()> {
+    pub(crate) fn restore(&mut self, state: HashMap<String, Moments>) -> Result<()> {
         for (name, moments) in &state {
             let param = self.params.iter().find(|(p, ..)| p.name() == name);
             match param {

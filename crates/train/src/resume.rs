@@ -302,7 +302,7 @@ fn is_weights(name: &str) -> bool {
 ///
 /// # Errors
 /// An unreadable directory.
-pub fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
+pub(crate) fn say_incomplete(dir: &Path, console: &Console) -> Result<()> {
     for (_, path) in checkpoint::incomplete(dir)? {
         console.line(&format!(
             "{} is passed over: there is no trainer_state.json in it, so it is not a whole checkpoint (was a copy cut off?)",

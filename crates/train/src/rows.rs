@@ -270,7 +270,7 @@ impl RowSource {
     }
 
     /// The order, for resuming.
-    pub fn order_mut(&mut self) -> &mut Order {
+    pub(crate) fn order_mut(&mut self) -> &mut Order {
         &mut self.order
     }
 
@@ -293,7 +293,7 @@ impl RowSource {
     ///
     /// # Errors
     /// As [`Self::draw`].
-    pub fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
+    pub(crate) fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
         let each = |made| if let Made::Example(example) = made { Some(example) } else { None };
         Ok(self.draw_made(count, Making::Example)?.into_iter().filter_map(each).collect())
     }

@@ -75,7 +75,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// As [`Self::open`]; a tower that is nowhere.
-    pub fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
+    pub(crate) fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
         let mut added = HashSet::new();
         for companion in companions {
             if self.tensors.keys().any(|name| name.starts_with(companion.prefix)) {
