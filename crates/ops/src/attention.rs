@@ -97,7 +97,7 @@ impl AttentionHeads {
     /// are those of the groups one after the other.
     ///
     /// # Errors
-    /// Another width, another number of rows than slots, a full slot.
+    /// Another width, another number of rows than slots, a full slot, a cache of another device or without this layer.
     pub fn attend_cached(self, qkv: &Rows, layer: usize, groups: &mut [DecodeRows]) -> Result<Rows> {
         self.check(qkv)?;
         let rows: usize = groups.iter().map(|group| group.slots.len()).sum();
@@ -108,6 +108,7 @@ impl AttentionHeads {
             ));
         }
         for group in groups.iter() {
+            group.cache.check(layer, qkv, self)?;
             group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
         }
         Ok(qkv.device().backend().attend_cached(qkv, layer, groups, self))

@@ -11,6 +11,9 @@ use crate::rows::Rows;
 /// and then the values of one token, `2 · kv_width` numbers.
 pub struct GroupCache {
     pub(crate) store: Store,
+    device: Device,
+    layers: usize,
+    heads: AttentionHeads,
     pub(crate) prompt_rows: usize,
     pub(crate) slot_rows: usize,
     /// Rows written so far in each slot.
@@ -40,19 +43,31 @@ impl GroupCache {
         slot_rows: usize,
     ) -> std::io::Result<Self> {
         let store = device.backend().cache(layers, slots, prompt_rows + slots * slot_rows, heads)?;
-        Ok(Self { store, prompt_rows, slot_rows, lengths: vec![0; slots] })
+        Ok(Self { store, device, layers, heads, prompt_rows, slot_rows, lengths: vec![0; slots] })
     }
 
     /// Writes the keys and values of a prompt's packed rows.
     ///
     /// # Errors
-    /// More rows than the prompt has, another width.
+    /// Another number of rows than the prompt has, another width, device or layer.
     pub fn write_prompt(&mut self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
         if qkv.rows() != self.prompt_rows || qkv.cols() != heads.packed_width() {
             let what = format!("{:?} for a prompt of {} rows", qkv.dims(), self.prompt_rows);
             return Err(Error::shape("key-value cache", what));
         }
+        self.check(layer, qkv, heads)?;
         qkv.device().backend().cache_prompt(self, layer, qkv, heads);
+        Ok(())
+    }
+
+    /// Fails unless the cache is on the device of `qkv` and has this layer of these heads.
+    pub(crate) fn check(&self, layer: usize, qkv: &Rows, heads: AttentionHeads) -> Result<()> {
+        self.device.check("key-value cache", qkv)?;
+        if layer >= self.layers || heads != self.heads {
+            let what =
+                format!("layer {layer} of {heads:?} in a cache of {} of {:?}", self.layers, self.heads);
+            return Err(Error::shape("key-value cache", what));
+        }
         Ok(())
     }
 

@@ -40,6 +40,7 @@ pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
 }
 
 fn check(table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
+    table.loaded()?;
     let op = || format!("embedding {}", table.name());
     if h == 0 || !table.len().is_multiple_of(h) {
         return Err(Error::shape(op(), format!("{} elements are no whole rows of {h}", table.len())));

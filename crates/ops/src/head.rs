@@ -80,7 +80,7 @@ pub fn score(normed: &Rows, head: &Param, targets: &Targets, temperature: f32) -
 /// per row.
 ///
 /// # Errors
-/// Lengths that differ from the targets'.
+/// Lengths that differ from the targets', scores on another device.
 pub fn score_backward(
     normed: &Rows,
     head: &Param,
@@ -91,6 +91,9 @@ pub fn score_backward(
 ) -> Result<Rows> {
     check(normed, head)?;
     targets.check()?;
+    for operand in [&scores.lse, &scores.entropies] {
+        normed.device().check("score backward", operand)?;
+    }
     if normed.rows() != targets.rows.len()
         || scores.lse.len() != targets.rows.len()
         || scores.entropies.len() != targets.rows.len()

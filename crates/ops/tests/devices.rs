@@ -1237,10 +1237,37 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     let scores = omnigrpo_ops::score(&rows(2, 2), &head, &good, 1.0).unwrap();
     assert!(omnigrpo_ops::score_backward(&rows(2, 2), &head, &good, &scores, &[0.0; 3], None).is_ok());
     assert!(omnigrpo_ops::score_backward(&rows(1, 2), &head, &good, &scores, &[0.0; 3], None).is_err());
-    // A weight of which only the outline is here.
-    let outline = Param::outline("head", Part::Llm, &[5, 2], ParamDtype::F32);
-    let message = omnigrpo_ops::score(&rows(2, 2), &outline, &good, 1.0).unwrap_err().to_string();
-    assert!(message.contains("only its outline is here"), "{message}");
+    // Scores, or a cache, on another device than the rows; a layer that the cache does not have, or not with these heads.
+    let there = Rows::zeros(Device::Twin, 2, 2);
+    let message = omnigrpo_ops::score_backward(&there, &head, &good, &scores, &[0.0; 3], None);
+    assert!(message.unwrap_err().to_string().contains("one operand is on cpu"));
+    let mut cache = GroupCache::new(Device::Twin, 2, heads, 3, 1, 1).unwrap();
+    let twin = |n: usize| Rows::zeros(Device::Twin, n, 16);
+    let message = cache.write_prompt(0, &rows(3, 16), heads).unwrap_err().to_string();
+    assert!(message.contains("one operand is on cpu, the others are on twin"), "{message}");
+    let message = cache.write_prompt(2, &twin(3), heads).unwrap_err().to_string();
+    assert!(message.contains("layer 2") && message.contains("a cache of 2"), "{message}");
+    cache.write_prompt(1, &twin(3), heads).unwrap();
+    let other = AttentionHeads { q: 2, kv: 3, dim: 2 };
+    for (heads, layer, x) in [(heads, 0, rows(1, 16)), (heads, 2, twin(1)), (other, 1, twin(1))] {
+        let mut group = [DecodeRows { cache: &mut cache, slots: vec![0] }];
+        assert!(heads.attend_cached(&x, layer, &mut group).is_err(), "layer {layer} of {heads:?}");
+    }
+    // Weights of which only the outline is here.
+    let outline = |shape: &[usize]| Arc::new(Param::outline("w", Part::Llm, shape, ParamDtype::F32));
+    let (x, matrix, vector) = (rows(2, 2), outline(&[5, 2]), outline(&[2]));
+    let ids = Arc::new(vec![Some(1), None].into());
+    let depthwise = Tape::off().depthwise3(&Var::constant(x.clone()), &outline(&[2, 1, 3, 3]), [1, 2]);
+    for message in [
+        omnigrpo_ops::score(&x, &matrix, &good, 1.0).unwrap_err(),
+        embed(Device::Cpu, &matrix, &[1]).unwrap_err(),
+        Norm::Rms { weight: Arc::clone(&vector), eps: 0.0 }.forward(&x).unwrap_err(),
+        x.scaled_onto(&x, &vector).unwrap_err(),
+        Tape::off().add_rows(&Var::constant(x.clone()), &matrix, &ids).unwrap_err(),
+        depthwise.unwrap_err(),
+    ] {
+        assert!(message.to_string().contains("only its outline is here"), "{message}");
+    }
 }
 
 /// The same uniform number draws the same token on every device.

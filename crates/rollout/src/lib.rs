@@ -12,4 +12,4 @@ mod sample;
 
 pub use error::{Result, RolloutError};
 pub use generate::{Completion, FinishReason, Generator, Request, TokenEvent};
-pub use sample::{SampleKey, SamplingParams};
+pub use sample::SamplingParams;

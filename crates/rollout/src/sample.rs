@@ -97,7 +97,7 @@ impl SamplingParams {
 
 /// What a completion's random numbers depend on, besides the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SampleKey {
+pub(crate) struct SampleKey {
     /// Which rollout of the run (the optimizer step that asked for it).
     pub rollout: u64,
     /// Dataset row.

@@ -158,6 +158,30 @@ pub(crate) fn run_blocks(
     Ok(x)
 }
 
+/// Pixels of pictures `[channels, side, side]` as rows of patches, each `[channels, patch, patch]`, a picture after the other;
+/// `lead` rows of zeros stand before the patches of each.
+pub(crate) fn patch_rows(
+    pixels: &[f32],
+    [channels, side]: [usize; 2],
+    patch: usize,
+    lead: usize,
+) -> Vec<f32> {
+    let (cells, width) = (side / patch, channels * patch * patch);
+    let mut rows = Vec::with_capacity(pixels.len());
+    for picture in pixels.chunks_exact((channels * side * side).max(1)) {
+        rows.resize(rows.len() + lead * width, 0.0);
+        for cell in 0..cells * cells {
+            let (y0, x0) = (cell / cells * patch, cell % cells * patch);
+            for channel in picture.chunks_exact(side * side) {
+                for y in y0..y0 + patch {
+                    rows.extend_from_slice(&channel[y * side + x0..][..patch]);
+                }
+            }
+        }
+    }
+    rows
+}
+
 /// Numbers of the host as a value without a gradient.
 pub(crate) fn constant(data: Vec<f32>, rows: usize, cols: usize, pass: &Pass) -> Result<Var> {
     Ok(Var::constant(Rows::upload(pass.device, data, rows, cols)?))
@@ -225,7 +249,7 @@ impl PictureConfig {
     /// Pixels `[n, channels, side, side]` as rows of patches, each `[channels, patch, patch]`, a picture after the other;
     /// `lead` rows of zeros stand before the patches of each.
     fn patch_rows(&self, pixels: &[f32], n: usize, lead: usize) -> Result<Vec<f32>> {
-        let (side, patch, cells) = (self.side_px, self.patch_px, self.side_px / self.patch_px);
+        let side = self.side_px;
         let picture = self.channels * side * side;
         if n == 0 || pixels.len() != n * picture {
             return Err(ModelError::shape(format!(
@@ -235,18 +259,6 @@ impl PictureConfig {
                 n * picture
             )));
         }
-        let mut rows = Vec::with_capacity(n * (lead + self.num_patches()) * self.patch_len());
-        for picture in pixels.chunks_exact(picture) {
-            rows.resize(rows.len() + lead * self.patch_len(), 0.0);
-            for cell in 0..self.num_patches() {
-                let (y0, x0) = (cell / cells * patch, cell % cells * patch);
-                for channel in picture.chunks_exact(side * side) {
-                    for y in y0..y0 + patch {
-                        rows.extend_from_slice(&channel[y * side + x0..][..patch]);
-                    }
-                }
-            }
-        }
-        Ok(rows)
+        Ok(patch_rows(pixels, [self.channels, side], self.patch_px, lead))
     }
 }

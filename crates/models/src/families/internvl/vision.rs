@@ -11,7 +11,7 @@ use omnigrpo_ops::{AttentionLayout, Ids, Index, Linear, Norm, Param, Part, Pass,
 
 use super::config::{InternVlConfig, Layout};
 use crate::block::{Block, Mlp, NormOrder, QkNorm};
-use crate::encoders::{constant, run_blocks};
+use crate::encoders::{constant, patch_rows, run_blocks};
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -175,7 +175,7 @@ impl VisionTower {
         }
         let grid = self.grid(height_px);
         let patches = grid * grid;
-        let rows = patch_rows(pixels, count, height_px, v.patch);
+        let rows = patch_rows(pixels, [3, height_px], v.patch, 0);
         let x = constant(rows, count * patches, 3 * v.patch * v.patch, pass)?;
         let all = count * (1 + patches);
         let classes: Ids =
@@ -222,24 +222,6 @@ impl VisionTower {
 
 fn norm(weights: &mut Scope, name: &str, dim: usize, eps: f32, rms: bool) -> Result<Norm> {
     if rms { weights.rms_norm(name, dim, eps) } else { weights.layer_norm(name, dim, eps) }
-}
-
-/// Tiles as rows of patches, each `(channel, y, x)`.
-fn patch_rows(pixels: &[f32], count: usize, side: usize, patch: usize) -> Vec<f32> {
-    let grid = side / patch;
-    let mut rows = Vec::with_capacity(pixels.len());
-    for tile in 0..count {
-        for cell in 0..grid * grid {
-            let (y0, x0) = (cell / grid * patch, cell % grid * patch);
-            for channel in 0..3 {
-                for y in y0..y0 + patch {
-                    let start = ((tile * 3 + channel) * side + y) * side + x0;
-                    rows.extend_from_slice(&pixels[start..start + patch]);
-                }
-            }
-        }
-    }
-    rows
 }
 
 /// Row of the tower's output at each place of the projector's input: the patches of a token one after the other.
@@ -308,7 +290,7 @@ mod tests {
     #[test]
     fn patches_are_cut_in_reading_order() {
         let pixels: Vec<f32> = (0..48).map(|x| x as f32).collect();
-        let rows = patch_rows(&pixels, 1, 4, 2);
+        let rows = patch_rows(&pixels, [3, 4], 2, 0);
         assert_eq!(rows[..12], [0., 1., 4., 5., 16., 17., 20., 21., 32., 33., 36., 37.]);
         assert_eq!(rows[12..16], [2., 3., 6., 7.]);
     }
