@@ -210,7 +210,7 @@ pub enum RowProblem {
 #[non_exhaustive]
 pub enum PathProblem {
     /// `..`, a link or an absolute path leads out of the roots.
-    #[error("the path leaves its root {}; give the folder it lies in as --{kind}_folders", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
+    #[error("the path leaves its root {}; give the folder it lies in as Roots::{kind}s", roots.iter().map(|root| root.display().to_string()).collect::<Vec<_>>().join(" or "))]
     LeavesRoot {
         /// Which kind's roots.
         kind: MediumKind,
@@ -218,7 +218,7 @@ pub enum PathProblem {
         roots: Vec<PathBuf>,
     },
     /// A folder of frames has a link out of the root.
-    #[error("its link {} leads out of {}; copy the file, or give a folder around both as --{kind}_folders", link.display(), root.display())]
+    #[error("its link {} leads out of {}; copy the file, or give a folder around both as Roots::{kind}s", link.display(), root.display())]
     LinkLeavesRoot {
         /// Which kind's root.
         kind: MediumKind,
@@ -237,14 +237,14 @@ pub enum PathProblem {
     #[error("{0}")]
     Io(std::io::Error),
     /// By address, which the run does not allow.
-    #[error("media by address are off; --allow_urls public fetches them, or download the file")]
+    #[error("media by address are off; ReadOptions::fetch fetches them, or download the file")]
     UrlNotAllowed,
     /// By address or as bytes, and there is no file of it.
     #[error("{0}")]
     Fetch(String),
     /// `data:`, `s3:` and the like, or bytes inside the row.
     #[error(
-        "got {got}, expected a path, an http(s) address with --allow_urls, or `data:` with base64; write the medium to a file"
+        "got {got}, expected a path, an http(s) address with ReadOptions::fetch, or `data:` with base64; write the medium to a file"
     )]
     Unsupported {
         /// What it is instead.

@@ -1,6 +1,6 @@
 //! Paths in rows → files that exist, inside their root.
 //!
-//! - Relative paths belong to a root of their kind (`--image_folders`, …), tried in order; without such roots, to the
+//! - Relative paths belong to a root of their kind ([`Roots`]), tried in order; without such roots, to the
 //!   folder of the annotation file.
 //! - A path that leaves its root by `..` or through a link is refused, and so is a folder with a link out of it.
 //! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
@@ -315,7 +315,7 @@ mod tests {
         }
         assert_eq!(image(&resolver, "link/b.png").unwrap(), place.base.join("data/in/b.png"));
         let message = image(&resolver, "../secret.png").unwrap_err().to_string();
-        assert!(message.contains("--image_folders") && message.contains("data"), "{message}");
+        assert!(message.contains("Roots::images") && message.contains("data"), "{message}");
     }
 
     #[cfg(unix)]
@@ -335,7 +335,7 @@ mod tests {
         for (resolver, path) in [(&near, "frames"), (&given, "frames"), (&given, absolute)] {
             let problem = resolver.path(MediumKind::Video, path).unwrap_err().to_string();
             assert!(
-                problem.contains("frames/1.png leads out of") && problem.contains("--video_folders"),
+                problem.contains("frames/1.png leads out of") && problem.contains("Roots::videos"),
                 "{problem}"
             );
         }

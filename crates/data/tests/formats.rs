@@ -561,7 +561,7 @@ fn bad_rows_say_what_where_and_what_was_expected() {
         (json!({"prompt": "Q", "image": 3}), "column `image`: got number 3"),
         (json!({"prompt": "Q", "image": "a.png", "images": ["a.png"]}), "only one of the two"),
         (json!({"prompt": "Q", "image": {"bytes": "iVBOR", "path": "a.png"}}), "bytes inside the row"),
-        (json!({"prompt": "Q", "image": "https://example.org/a.png"}), "--allow_urls"),
+        (json!({"prompt": "Q", "image": "https://example.org/a.png"}), "ReadOptions::fetch"),
         (json!({"prompt": "Q", "image": "data:image/png;base64,AAAA"}), "write the medium to a file"),
         (
             json!({"prompt": "Q", "image": "a.png", "max_pixels": "many"}),

@@ -16,7 +16,9 @@ pub enum FetchError {
         what: String,
     },
     /// A host that is not on the public network.
-    #[error("`{host}` is {address}, an address of this machine or its network; --allow_urls all allows it")]
+    #[error(
+        "`{host}` is {address}, an address of this machine or its network; UrlOptions::allow_private allows it"
+    )]
     NotPublic {
         /// The host that was asked for, or that an answer led to.
         host: String,

@@ -103,6 +103,22 @@ impl Entry {
     }
 }
 
+/// The directory of a model in a cache that `huggingface_hub` shares, as its reference `main` has it; of any program's making.
+#[must_use]
+pub fn cached(cache: &Path, name: &str) -> Option<PathBuf> {
+    let repo = cache.join(format!("models--{}", name.replace('/', "--")));
+    let revision = std::fs::read_to_string(repo.join("refs/main")).ok()?;
+    Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
+}
+
+/// Whether a directory has weights: another program may have fetched only a tokenizer.
+#[must_use]
+pub fn has_weights(dir: &Path) -> bool {
+    let is_weights =
+        |file: std::fs::DirEntry| file.path().extension().is_some_and(|end| end == "safetensors");
+    std::fs::read_dir(dir).is_ok_and(|mut files| files.any(|file| file.is_ok_and(is_weights)))
+}
+
 /// Whether `text` can name a model of the hub: `NAME` or `ORG/NAME`.
 #[must_use]
 pub fn is_model_name(text: &str) -> bool {
@@ -674,5 +690,21 @@ mod tests {
         for name in ["", "a/b/c", "./a", "../a", "/a", "a/", "a b", "a/..", "-a", "a..b", "~/x"] {
             assert!(!is_model_name(name), "{name}");
         }
+    }
+
+    #[test]
+    fn a_cache_is_looked_up_as_the_python_library_keeps_it() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(cached(folder.path(), "me/tiny"), None);
+        let repo = folder.path().join("models--me--tiny");
+        let snapshot = repo.join("snapshots/abc");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::create_dir_all(repo.join("refs")).unwrap();
+        assert_eq!(cached(folder.path(), "me/tiny"), None);
+        std::fs::write(repo.join("refs/main"), "abc\n").unwrap();
+        assert_eq!(cached(folder.path(), "me/tiny"), Some(snapshot.clone()));
+        assert!(!has_weights(&snapshot) && !has_weights(&snapshot.join("none")));
+        std::fs::write(snapshot.join("model.safetensors"), b"").unwrap();
+        assert!(has_weights(&snapshot));
     }
 }

@@ -14,7 +14,7 @@ mod public;
 mod testing;
 
 pub use error::FetchError;
-pub use hub::{Hub, HubOptions, Step, is_model_name};
+pub use hub::{Hub, HubOptions, Step, cached, has_weights, is_model_name};
 pub use media::{UrlMedia, UrlOptions};
 
 use std::time::Duration;

@@ -198,7 +198,7 @@ mod tests {
         let inner = server(|_| Answer::new(200, b"secret"));
         let refused = client(folder.path(), false).fetch(&format!("http://{inner}/")).unwrap_err();
         assert!(matches!(refused, FetchError::NotPublic { .. }), "{refused}");
-        assert!(refused.to_string().contains("--allow_urls all"), "{refused}");
+        assert!(refused.to_string().contains("UrlOptions::allow_private"), "{refused}");
         for host in ["localhost", "127.1", "2130706433", "0x7f000001", "[::1]", "[::ffff:127.0.0.1]"] {
             let url = format!("http://{host}:{}/", inner.port());
             assert!(client(folder.path(), false).fetch(&url).is_err(), "{host}");

@@ -34,9 +34,9 @@ pub use experts::{Experts, RouterPlan};
 pub use export::COMPANIONS;
 pub use families::humanomni;
 pub use families::{
-    Architecture, Companion, Converted, Encoder, FAMILIES, Family, FamilyRow, Format, FrameRule,
-    IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, MissingAudio, Network, Processor,
-    Roles, probe_medium, sound,
+    Architecture, Companion, Converted, Encoder, FAMILIES, Family, FamilyOption, FamilyRow, Format,
+    FrameRule, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, MissingAudio, Network,
+    OptionKind, Processor, Roles, probe_medium, sound,
 };
 pub use lora::LoraConfig;
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};

@@ -72,7 +72,11 @@ impl Model {
     /// A target that names no linear layer, a layer that is trained whole, settings out of range.
     pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
         if config.rank == 0 || config.rank > MAX_RANK {
-            return Err(wrong("lora_r", &config.rank.to_string(), format!("expected 1 to {MAX_RANK}")));
+            return Err(wrong(
+                "LoraConfig::rank",
+                &config.rank.to_string(),
+                format!("expected 1 to {MAX_RANK}"),
+            ));
         }
         let layers = self.targets(&config.targets)?;
         for base in layers {
@@ -145,7 +149,7 @@ impl Model {
                 all.filter(in_llm).collect()
             } else if target.contains(|c: char| r"*+?()[]{}|\^$".contains(c)) {
                 let pattern = Regex::new(&format!("^(?:{target})$"))
-                    .map_err(|e| wrong("lora_target_modules", target, e.to_string()))?;
+                    .map_err(|e| wrong("LoraConfig::targets", target, e.to_string()))?;
                 all.filter(|&i| {
                     pattern.is_match(&linear[i].1) || pattern.is_match(module_of(linear[i].0.name()))
                 })
@@ -177,10 +181,10 @@ impl Model {
                     linear.iter().filter_map(|(_, name)| name.rsplit('.').next()).collect();
                 ends.retain(|end| end.chars().any(char::is_alphabetic));
                 return Err(wrong(
-                    "lora_target_modules",
+                    "LoraConfig::targets",
                     target,
                     if head {
-                        "the output head takes no adapter; train it whole with tune_mm_llm and trainable_patterns"
+                        "the output head takes no adapter; train it whole with Selection::llm and Selection::patterns"
                             .to_owned()
                     } else {
                         format!(

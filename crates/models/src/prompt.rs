@@ -309,9 +309,14 @@ impl PromptBuilder {
         };
         let limit = self.max_prompt_tokens();
         let (which, or) = match self.settings.max_prompt_length {
-            Some(given) if given == limit => ("--max_prompt_length", ", or raise --max_prompt_length"),
+            Some(given) if given == limit => {
+                ("PromptSettings::max_prompt_length", ", or raise PromptSettings::max_prompt_length")
+            }
             _ if self.settings.max_completion_length == 0 => ("the model's positions", ""),
-            _ => ("the model's positions less --max_completion_length", ", or lower --max_completion_length"),
+            _ => (
+                "the model's positions less PromptSettings::max_completion_length",
+                ", or lower PromptSettings::max_completion_length",
+            ),
         };
         ModelError::prompt(format!(
             "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: \

@@ -413,15 +413,15 @@ fn refused(change: &dyn Fn(&Path)) -> String {
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
     let cases = [
-        ("mm_vision_tower", json!("nowhere/at-all"), "--vision_tower"),
-        ("mm_vision_tower", json!("../secret"), "--vision_tower"),
+        ("mm_vision_tower", json!("nowhere/at-all"), "FamilyOption::vision_tower"),
+        ("mm_vision_tower", json!("../secret"), "FamilyOption::vision_tower"),
         ("mm_projector_type", json!("stc_connector"), "all_in_one_small"),
         ("mm_projector_type", json!("all_in_one_small"), "face branch"),
         ("mm_hidden_size", json!(13), "mm_hidden_size"),
         ("mm_vision_select_layer", json!(-9), "hidden state -9"),
         ("prompt_form", json!("other"), "r1omni_grpo"),
         // The published sizes are known, but the weights have to be somewhere.
-        ("mm_audio_tower", json!("openai/whisper-large-v3"), "--audio_tower"),
+        ("mm_audio_tower", json!("openai/whisper-large-v3"), "FamilyOption::audio_tower"),
     ];
     for (key, value, expected) in cases {
         let message = refused(&|dir| {

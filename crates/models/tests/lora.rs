@@ -459,7 +459,7 @@ fn targets_are_found_by_their_ends_in_the_language_model_first() {
     fails(&["q_proj", "query"], "\"query\": names no linear layer");
     fails(&["query"], "q_proj");
     fails(&["lm_head"], "output head");
-    fails(&["(q_proj"], "lora_target_modules");
+    fails(&["(q_proj"], "LoraConfig::targets");
     fails(&["embed_tokens"], "names no linear layer");
     let mut model = load("qwen2_5_vl_tied");
     let layer = model.base_params().iter().find(|p| p.name().ends_with("q_proj.weight")).unwrap();

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions, create_dir_all};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,7 @@ struct Inner {
     last_line: Mutex<Instant>,
     plain_every: Duration,
     activity: Activity,
+    words: OnceLock<fn(&str) -> String>,
 }
 
 enum Sink {
@@ -92,7 +93,8 @@ impl Console {
 
     fn new(sink: Sink, colour: bool, plain_every: Duration) -> Self {
         let (log, last_line) = (Mutex::new(None), Mutex::new(Instant::now()));
-        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity: Activity::default() }))
+        let (activity, words) = (Activity::default(), OnceLock::new());
+        Self(Arc::new(Inner { sink, colour, log, last_line, plain_every, activity, words }))
     }
 
     /// From now on lines are also appended to this file, each with the time it was written.
@@ -105,6 +107,19 @@ impl Console {
         let file = OpenOptions::new().create(true).append(true).open(path);
         *locked(&self.0.log) = Some(file.map_err(|e| Error::io("open the log", path, e))?);
         Ok(())
+    }
+
+    /// From now on every line goes through a function first: a program names what its libraries speak of as its users know
+    /// it. The first such function stays.
+    pub fn word_by(&self, words: fn(&str) -> String) {
+        // See above: there is one already.
+        let _ = self.0.words.set(words);
+    }
+
+    /// A text in the words of [`Self::word_by`], for records that people read, too.
+    #[must_use]
+    pub fn worded<'t>(&self, text: &'t str) -> Cow<'t, str> {
+        self.0.words.get().map_or(Cow::Borrowed(text), |words| Cow::Owned(words(text)))
     }
 
     /// Columns of the terminal; 80 where there is none.
@@ -127,7 +142,8 @@ impl Console {
     pub fn log(&self, text: &str) {
         if let Some(log) = locked(&self.0.log).as_mut() {
             let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
-            let lines: String = escape(text).lines().map(|line| format!("{now} {line}\n")).collect();
+            let lines: String =
+                escape(&self.worded(text)).lines().map(|line| format!("{now} {line}\n")).collect();
             // See the type: output is best effort.
             let _ = log.write_all(lines.as_bytes());
         }
@@ -150,7 +166,8 @@ impl Console {
 
     /// Writes text, and in colour the first place of each mark in its style.
     fn say(&self, text: &str, marks: &[(&str, Style)]) {
-        let text = escape(text);
+        let text = self.worded(text);
+        let text = escape(&text);
         self.log(&text);
         *locked(&self.0.last_line) = Instant::now();
         // See the type: output is best effort.

@@ -28,6 +28,7 @@ const LLAMA: FamilyRow = FamilyRow {
         Ok(Roles { processor: Box::new(TextOnly), architecture: Arc::clone(&config) as _, format: config })
     },
     vision_modules: &[Part::Vision],
+    options: &[],
 };
 
 struct Llama {

@@ -116,8 +116,9 @@ pub mod family {
     pub use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
     pub use omnigrpo_models::{
         Architecture, Block, Companion, ConfigJson, Converted, Decoder, DecoderConfig, DecoderNames, Encoder,
-        FAMILIES, Family, FamilyRow, Format, IdleSettings, Init, MediumInput, MediumPlan, MediumShape,
-        ModelError, Network, Part, Position, Processor, Result, Roles, Scope, TextDefaults, WeightSource,
+        FAMILIES, Family, FamilyOption, FamilyRow, Format, IdleSettings, Init, MediumInput, MediumPlan,
+        MediumShape, ModelError, Network, OptionKind, Part, Position, Processor, Result, Roles, Scope,
+        TextDefaults, WeightSource,
     };
     pub use omnigrpo_ops::{Pass, Tape, Var};
     pub use omnigrpo_text::{MediumKind, MediumTokens, Span, Turn};

@@ -16,6 +16,7 @@ mod rules;
 mod settings;
 mod values;
 mod verbs;
+mod wording;
 
 use std::fmt::{Debug, Write as _};
 use std::io::{IsTerminal as _, Write as _};
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
     quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
     let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));
+    console.word_by(wording::worded);
     show_warnings(&console);
     let problem = match cli::parse(std::env::args_os(), env) {
         Ok(Parsed::Print(text)) => {

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use omnigrpo_train::TrainError;
+
 /// The exit code of a command line or file of settings that cannot be used.
 pub const EXIT_USAGE: u8 = 2;
 /// The exit code of a run that failed.
@@ -63,12 +65,24 @@ impl Problem {
         if let Some(problem) = error.downcast_ref::<Self>() {
             return problem.clone();
         }
+        let kept = match error.downcast_ref() {
+            Some(TrainError::UnscoredKept { rows, .. }) => Some(rows),
+            _ => None,
+        };
         let what = error.to_string();
         let mut causes = error.chain().skip(1).map(ToString::to_string).collect::<Vec<_>>();
         causes.dedup();
         // Many errors tell their cause themselves.
         causes.retain(|cause| !what.contains(cause));
         let problem = Self::failure(what);
+        let problem = match kept {
+            Some(rows) => problem.help(format!(
+                "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores it, with the media \
+                 folders of this run where a reward looks at media",
+                rows.display()
+            )),
+            None => problem,
+        };
         if causes.is_empty() { problem } else { problem.got(causes.join(": ")) }
     }
 

@@ -15,6 +15,8 @@ use omnigrpo_rewards::{AccuracyMode, RewardOptions};
 use omnigrpo_scorers::ScorerOptions;
 use omnigrpo_train::{AdamWConfig, Algorithm, EvalOptions, EvalWhen, RunPlan, Selection};
 
+use serde_json::{Map, Value as Json};
+
 use crate::environment::Environment;
 use crate::flags;
 use crate::names::{AllowUrls, Tracker};
@@ -156,17 +158,6 @@ pub struct ModelSource {
     pub freeze_vision_modules: bool,
 }
 
-/// What is replaced in the configuration of a HumanOmni checkpoint.
-#[derive(Clone, Debug, Default)]
-#[allow(missing_docs)]
-pub struct HumanOmni {
-    pub vision_tower: Option<String>,
-    pub audio_tower: Option<String>,
-    pub bert: Option<String>,
-    pub dynamic_compressor: Option<bool>,
-    pub prompt_form: Option<String>,
-}
-
 /// The registry that is taken where none is given.
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
@@ -240,8 +231,8 @@ pub struct Settings {
     pub io: Io,
     /// The checkpoint.
     pub model: ModelSource,
-    /// What is different about it.
-    pub humanomni: HumanOmni,
+    /// What is different about it: options of its family, by name.
+    pub family: Map<String, Json>,
     /// Where rows come from.
     pub data: Rows,
     /// How they are read.
@@ -298,7 +289,7 @@ impl Default for Settings {
                 deepspeed: None,
             },
             model: ModelSource::default(),
-            humanomni: HumanOmni::default(),
+            family: Map::new(),
             data: Rows {
                 train_file: Vec::new(),
                 dataset_use: Vec::new(),
@@ -507,16 +498,14 @@ fn plain_name(name: &str) -> Result<(), Problem> {
 mod tests {
     use std::time::Duration;
 
-    use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Surrogate};
-    use omnigrpo_rewards::{Compat, FormatMode};
-    use omnigrpo_train::{ResumeFrom, ScheduleKind};
-    use serde_json::Value as Json;
-
     use super::*;
     use crate::cli;
     use crate::config;
     use crate::flags::Verb;
     use crate::values::{Origin, Resolved};
+    use omnigrpo_grpo::{AdvantageKind, Aggregation, Kl, RatioLevel, Surrogate};
+    use omnigrpo_rewards::{Compat, FormatMode};
+    use omnigrpo_train::{ResumeFrom, ScheduleKind};
 
     fn resolved(verb: Verb, yaml: &str) -> Result<Resolved, Problem> {
         let given = config::parse(yaml, "test", |_| Origin::Flag);

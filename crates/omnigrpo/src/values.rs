@@ -28,6 +28,21 @@ pub enum Value {
     Object(Map<String, Json>),
 }
 
+impl Value {
+    /// The value as JSON.
+    pub fn json(&self) -> Json {
+        match self {
+            Self::Bool(v) => (*v).into(),
+            Self::Int(v) => (*v).into(),
+            Self::Float(v) => (*v).into(),
+            Self::Text(v) => v.as_str().into(),
+            Self::Texts(v) => v.clone().into(),
+            Self::Floats(v) => v.clone().into(),
+            Self::Object(v) => Json::Object(v.clone()),
+        }
+    }
+}
+
 /// Text as it came, before its kind is known.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Raw {
@@ -277,18 +292,7 @@ impl Values {
     /// Every value that is set, as JSON; without the secrets of rewards.
     pub fn plain(&self) -> impl Iterator<Item = (&'static Flag, Json)> {
         let set = flags::all().filter_map(|flag| Some((flag, &self.lookup(flag.name)?.0)));
-        set.map(|(flag, value)| {
-            let json = match explain::without_secrets(flag, value) {
-                Value::Bool(v) => v.into(),
-                Value::Int(v) => v.into(),
-                Value::Float(v) => v.into(),
-                Value::Text(v) => v.into(),
-                Value::Texts(v) => v.into(),
-                Value::Floats(v) => v.into(),
-                Value::Object(v) => Json::Object(v),
-            };
-            (flag, json)
-        })
+        set.map(|(flag, value)| (flag, explain::without_secrets(flag, value).json()))
     }
 
     /// What the result of a verb's work depends on: those of them that are not free to change.

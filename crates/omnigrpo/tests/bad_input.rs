@@ -117,7 +117,7 @@ fn a_truncated_picture() {
     let reason = ["cut.png: cannot decode", "the file is damaged or incomplete, replace it"];
     let four = TRAIN.replace("--max_steps 2", "--max_steps 4");
     let over = place.run(&format!("{four} --train_file with.jsonl")).fails(1, &reason);
-    assert!(over.stderr.contains("1 of 4 rows cannot be used, more than max_skipped"), "{}", over.stderr);
+    assert!(over.stderr.contains("1 of 4 rows cannot be used, more than --max_skipped"), "{}", over.stderr);
     assert!(!place.exists("run/model.safetensors"));
     assert_eq!(place.lines("run/skipped.jsonl")[0]["id"], "bad");
     place

@@ -80,7 +80,7 @@ impl Scorer {
         };
         if range(mode).1 > range(self.mode).1 {
             return Err(format!(
-                "column `{column}` is `{name}`, whose scores reach {}; set --accuracy_mode {name} so that the range is declared",
+                "column `{column}` is `{name}`, whose scores reach {}; set RewardOptions::accuracy_mode to {name} so that the range is declared",
                 range(mode).1
             ));
         }
@@ -210,7 +210,7 @@ mod tests {
         let error = row(json!("yesno")).try_score("accuracy", &options).unwrap_err().to_string();
         assert!(error.contains("row 0") && error.contains("did you mean `yes_no`"), "{error}");
         let error = row(json!("short_text")).try_score("accuracy", &options).unwrap_err().to_string();
-        assert!(error.contains("--accuracy_mode short_text"), "{error}");
+        assert!(error.contains("RewardOptions::accuracy_mode to short_text"), "{error}");
         assert!(row(json!(3)).try_score("accuracy", &options).is_err());
     }
 

@@ -30,8 +30,19 @@ pub enum RewardError {
         /// What there is.
         known: String,
     },
+    /// A file that keeps the counts of a run's references cannot be read.
+    #[error(
+        "the run's document frequencies cannot be read: {}: {source}; remove the file to count the references of the \
+         evaluated rows instead", path.display()
+    )]
+    Corpus {
+        /// The file.
+        path: std::path::PathBuf,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// No reward was named.
-    #[error("no reward given; name at least one, for example `--reward_funcs accuracy format`")]
+    #[error("no reward given; name at least one, for example `accuracy`")]
     NoRewards,
     /// Two rewards would share a metric name.
     #[error("reward `{name}` is given twice; give one of them another name with `name=spec`")]

@@ -38,7 +38,7 @@ fn make(
     if limit == 0 {
         return Err(RewardError::Setting {
             reward: name.to_owned(),
-            what: "max_completion_length is 0; it must be at least 1".to_owned(),
+            what: "RewardOptions::max_completion_tokens is 0; it must be at least 1".to_owned(),
         });
     }
     let accuracy = Scorer::new(options);

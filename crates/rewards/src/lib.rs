@@ -10,6 +10,7 @@ mod boxes;
 mod choice;
 mod cider;
 mod contract;
+mod corpus;
 mod detection;
 mod emotion;
 mod error;
@@ -35,6 +36,7 @@ mod yes_no;
 
 pub use cider::{DocumentFrequencies, explanation, references};
 pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, reward};
+pub use corpus::Corpus;
 pub use error::RewardError;
 pub use evaluation::{
     Category, Confusion, EvalRow, Explained, ExplanationReport, LabelSet, Labels, MEASURES, Measures,

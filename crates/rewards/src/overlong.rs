@@ -12,7 +12,7 @@ pub(crate) fn reward(options: &RewardOptions) -> Result<Box<dyn Reward>, RewardE
         return Err(RewardError::Setting {
             reward: "overlong".to_owned(),
             what: format!(
-                "the ramp of {ramp} tokens is longer than max_completion_length {limit}; make it shorter"
+                "the ramp of {ramp} tokens is longer than RewardOptions::max_completion_tokens {limit}; make it shorter"
             ),
         });
     }

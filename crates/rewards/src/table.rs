@@ -27,13 +27,13 @@ pub fn table() -> &'static [RewardRow] {
 static TABLE: &[RewardRow] = &[
     RewardRow {
         name: "accuracy",
-        doc: "is the answer right, compared as --accuracy_mode or the row's column says; 0..1 (short_text 0..3)",
+        doc: "is the answer right, compared as RewardOptions::accuracy_mode or the row's column says; 0..1 (short_text 0..3)",
         source: "R1-V, qwen-vl-finetune, VLM-R1",
         make: accuracy::reward,
     },
     RewardRow {
         name: "format",
-        doc: "does the completion have the tags asked for, as --format_mode says; 0..1 (tags3 0..3)",
+        doc: "does the completion have the tags asked for, as RewardOptions::format_mode says; 0..1 (tags3 0..3)",
         source: "R1-V, qwen-vl-finetune, ViVQA-X",
         make: format::reward,
     },

@@ -226,7 +226,8 @@ struct BertScoreReward(BertScorer);
 
 pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
     let Some(dir) = &options.bertscore_model else {
-        let what = "it needs a text encoder: give its directory with `--bertscore_model DIR`".to_owned();
+        let what =
+            "it needs a text encoder: give its directory with ScorerOptions::bertscore_model".to_owned();
         return Err(ScorerError::Setting { reward: NAME, what });
     };
     let mut scorer = BertScorer::load(dir, options.bertscore_layer, options.dtype)?;

@@ -44,7 +44,7 @@ pub(crate) fn reward(options: &ScorerOptions) -> Result<Box<dyn Reward>> {
         Some(dir) => Some(ClipScorer::load(dir, options.clip_text_model.as_deref(), options.dtype)?),
         None => {
             return Err(setting(
-                "it needs a CLIP: give its directory with `--clip_model DIR`, or `--explanation_clip_weight 0` for CIDEr \
+                "it needs a CLIP: give its directory with ScorerOptions::clip_model, or 0 as ScorerOptions::explanation_clip_weight for CIDEr \
                  alone",
             ));
         }

@@ -23,7 +23,7 @@ pub enum TrainError {
     },
     /// A gradient overflowed.
     #[error(
-        "the gradient of {name} is not finite; the step was not taken and weights are unchanged. Lower learning_rate or set max_grad_norm"
+        "the gradient of {name} is not finite; the step was not taken and weights are unchanged. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
     )]
     NonFiniteGradient {
         /// The weight.
@@ -41,7 +41,7 @@ pub enum TrainError {
     },
     /// A weight or a moment of it overflowed.
     #[error(
-        "{what} of {name} is not finite; nothing was saved, and the last checkpoint stays the newest. Lower learning_rate or set max_grad_norm"
+        "{what} of {name} is not finite; nothing was saved, and the last checkpoint stays the newest. Lower AdamWConfig::learning_rate or set AdamWConfig::max_grad_norm"
     )]
     NonFiniteState {
         /// The weight.
@@ -82,9 +82,7 @@ pub enum TrainError {
     },
     /// A reward failed; the completions it was asked about are kept.
     #[error(
-        "{source}; what was sampled is kept in {file}: `omnigrpo rewards run --input {file} --output scored.jsonl \
-         --reward_funcs …` scores it, with the media folders of this run where a reward looks at media",
-        file = rows.display()
+        "{source}; what was sampled is kept in {}", rows.display()
     )]
     UnscoredKept {
         /// What it failed with.

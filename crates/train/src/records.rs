@@ -85,6 +85,7 @@ impl Records {
     pub(crate) fn skipped(&mut self, step: u64, row: &SkippedRow) -> Result<()> {
         self.console.line(&row.to_string());
         let SkippedRow { id, reason, replaced_by, .. } = row.clone();
+        let reason = self.console.worded(&reason).into_owned();
         let in_place = self.dir.append_skipped(&Skipped { step, id, reason, replaced_by })?;
         self.notice(in_place, "skipped.jsonl");
         Ok(())

@@ -89,11 +89,11 @@ impl Start {
         let mut load = |path: PathBuf, state: TrainerState| -> Result<Self> {
             if state.global_step > total_steps {
                 return Err(TrainError::setting(
-                    "max_steps",
+                    "RunPlan::max_steps",
                     &total_steps.to_string(),
                     format!(
                         "{} is at step {} already; ask for more steps, name an earlier checkpoint, or start anew with \
-                         --resume_from_checkpoint never",
+                         RunPlan::resume ResumeFrom::Start",
                         path.display(),
                         state.global_step
                     ),
@@ -111,7 +111,7 @@ impl Start {
         let anew = |why: &str| Ok(Self::Anew { why: why.to_owned() });
         let newest_first = checkpoint::list(dir)?.into_iter().rev();
         let named = match &run.resume {
-            ResumeFrom::Start => return anew("resume_from_checkpoint is never"),
+            ResumeFrom::Start => return anew("RunPlan::resume is ResumeFrom::Start"),
             ResumeFrom::Path(path) => Some(path.clone()),
             ResumeFrom::Newest | ResumeFrom::Must => {
                 say_incomplete(dir, console)?;
@@ -129,7 +129,7 @@ impl Start {
                 return Err(TrainError::Checkpoint {
                     what: format!(
                         "{} was written with other settings ({differing}); change them back, go on with the new ones \
-                         with --allow_changed_settings, or start anew with --resume_from_checkpoint never",
+                         with RunPlan::allow_changed, or start anew with RunPlan::resume ResumeFrom::Start",
                         path.display()
                     ),
                 });
@@ -148,14 +148,14 @@ impl Start {
                 }
             };
             if state.model_only {
-                why = "its checkpoints have no optimizer state (save_only_model)";
+                why = "its checkpoints have no optimizer state (RunPlan::save_only_model)";
                 continue;
             }
             let differing = describe(run, &state).filter(|_| !run.allow_changed);
             // Where a load failed, the model may have weights of that checkpoint: it cannot begin anew.
             if let (Some(differing), None) = (&differing, &failed) {
                 return anew(&format!(
-                    "its settings differ ({differing}; --allow_changed_settings goes on with the new ones)"
+                    "its settings differ ({differing}; RunPlan::allow_changed goes on with the new ones)"
                 ));
             }
             if differing.is_some() {
@@ -213,7 +213,7 @@ impl Start {
             |path: &&PathBuf| real(path).zip(real(model)).is_some_and(|(a, b)| b.starts_with(a));
         if let Some(path) = paths.iter().find(holds_model) {
             return Err(TrainError::setting(
-                "output_dir",
+                "TrainSetup::lock",
                 &dir.display().to_string(),
                 format!(
                     "{} would be moved, and the model comes from there; name another directory",
@@ -361,7 +361,7 @@ fn earlier_run(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
         && !all.iter().any(|(name, _)| name == "config.yaml" || name == "metrics.jsonl")
     {
         return Err(TrainError::setting(
-            "output_dir",
+            "TrainSetup::lock",
             &dir.display().to_string(),
             format!("there is a model ({name}) that no run made; name another directory"),
         ));

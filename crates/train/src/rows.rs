@@ -340,7 +340,7 @@ impl RowSource {
         if self.policy.strict {
             return Err(TrainError::Data {
                 what: format!(
-                    "row {row} ({id}) cannot be used: {reason}; without strict_media it would be skipped"
+                    "row {row} ({id}) cannot be used: {reason}; without SkipPolicy::strict it would be skipped"
                 ),
             });
         }
@@ -358,7 +358,7 @@ pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()
     if skipped as f64 > max_share * total as f64 {
         return Err(TrainError::Data {
             what: format!(
-                "{skipped} of {total} rows cannot be used, more than max_skipped ({max_share}) allows; the rows and \
+                "{skipped} of {total} rows cannot be used, more than SkipPolicy::max_share ({max_share}) allows; the rows and \
                  reasons are in skipped.jsonl of the run directory"
             ),
         });

@@ -425,7 +425,7 @@ impl Loop {
         let Some(value) = evaluation.metric(&self.run.best_metric) else {
             let known: Vec<&str> = evaluation.summary.metrics.iter().map(|(name, _)| name.as_str()).collect();
             return Err(TrainError::setting(
-                "metric_for_best_model",
+                "RunPlan::best_metric",
                 &self.run.best_metric,
                 format!("the evaluation has no such metric; it has {}", known.join(", ")),
             ));
@@ -477,7 +477,7 @@ impl Loop {
                 self.save(true)?;
             }
             self.console
-                .line(&format!("stopped after step {step}; resume with --resume_from_checkpoint auto"));
+                .line(&format!("stopped after step {step}; resume with RunPlan::resume ResumeFrom::Newest"));
         } else {
             if summary.after.is_none() {
                 // Resumed at the last step.

@@ -66,7 +66,7 @@ impl Selection {
 
     fn compiled(&self) -> Result<Vec<Regex>> {
         let setting = |p: &String| {
-            Regex::new(p).map_err(|e| TrainError::setting("trainable_patterns", p, e.to_string()))
+            Regex::new(p).map_err(|e| TrainError::setting("Selection::patterns", p, e.to_string()))
         };
         self.patterns.iter().map(setting).collect()
     }
@@ -95,17 +95,15 @@ impl Selection {
                 let names: Vec<&str> = own().map(|p| p.name()).take(4).collect();
                 let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
                 return Err(TrainError::setting(
-                    "trainable_patterns",
+                    "Selection::patterns",
                     pattern.as_str(),
-                    format!(
-                        "matches no weight of the parts that tune_mm_* select; those weights are {names}, …"
-                    ),
+                    format!("matches no weight of the parts that are selected; those weights are {names}, …"),
                 ));
             }
         }
         if self.gate.is_some() && !model.base_params().iter().any(|p| is_gate(p.name())) {
             return Err(TrainError::setting(
-                "tune_gate",
+                "Selection::gate",
                 "true or false",
                 "has no effect: the projector of this family has no gate; leave it out".into(),
             ));
@@ -117,7 +115,7 @@ impl Selection {
             let on = selected(param.name(), param.part());
             if on && adapted.contains(module(param.name())) {
                 return Err(TrainError::setting(
-                    "lora_target_modules",
+                    "LoraConfig::targets",
                     param.name(),
                     "is selected to be trained whole and carries an adapter; leave it out of one of the two"
                         .into(),
@@ -125,7 +123,7 @@ impl Selection {
             }
             if on && matches!(param.dtype(), ParamDtype::Quantised(_)) {
                 return Err(TrainError::setting(
-                    "load_in_8bit, load_in_4bit",
+                    "LoadOptions::quantization",
                     param.name(),
                     "is selected to be trained whole; quantised weights stay as they are".into(),
                 ));
@@ -138,7 +136,7 @@ impl Selection {
             Ok(())
         } else {
             Err(TrainError::setting(
-                "tune_mm_llm, tune_mm_mlp, tune_mm_vision",
+                "Selection::llm, Selection::projector, Selection::towers",
                 "false",
                 "nothing is left to train; turn one of them on".into(),
             ))

@@ -33,9 +33,10 @@ pub fn add_order_bonus(
     let Collector { model, rewards, algorithm, .. } = *collector;
     let Some((name, best)) = answer_reward(rewards) else {
         return Err(TrainError::setting(
-            "temporal_order_bonus",
-            "true",
-            "no reward of the run looks at answers; add `accuracy` to reward_funcs".into(),
+            "TrainSetup::shuffled",
+            "given",
+            "no reward of the run looks at answers, so none can need the order of frames; add `accuracy`"
+                .into(),
         ));
     };
     let group = algorithm.num_generations;

@@ -191,7 +191,7 @@ fn patterns_select_within_parts_and_must_match() {
         &Selection { patterns: vec!["visual".into()], projector: false, towers: false, ..Selection::ALL },
         &["matches no weight"],
     );
-    fails(&pick(&["("]), &["trainable_patterns"]);
+    fails(&pick(&["("]), &["Selection::patterns"]);
     fails(&Selection::NONE, &["nothing is left to train"]);
 
     let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
@@ -281,5 +281,5 @@ fn a_gate_is_trained_apart_from_its_projector() {
     assert_eq!(trained(Selection { projector: true, ..none.clone() }).len(), gate.len() + rest.len());
     let qwen = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     let error = Selection { gate: Some(true), ..Selection::ALL }.apply(&qwen).unwrap_err().to_string();
-    assert!(error.contains("tune_gate") && error.contains("no gate"), "{error}");
+    assert!(error.contains("Selection::gate") && error.contains("no gate"), "{error}");
 }

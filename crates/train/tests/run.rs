@@ -723,7 +723,10 @@ fn a_broken_row_stops_a_strict_run() {
     let mut setup = place.setup("share");
     setup.run.skip.max_share = 0.05;
     let message = run(setup).unwrap_err().to_string();
-    assert!(message.contains("1 of 6 rows cannot be used") && message.contains("max_skipped"), "{message}");
+    assert!(
+        message.contains("1 of 6 rows cannot be used") && message.contains("SkipPolicy::max_share"),
+        "{message}"
+    );
 
     // Known beforehand, it is never drawn and does not count against the limit of the run.
     let mut setup = place.setup("known");

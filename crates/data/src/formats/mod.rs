@@ -257,7 +257,7 @@ fn raw_turns(columns: &Map<String, Value>, context: &Context) -> Result<Vec<RawT
     if let Some(name) = &context.names.prompt {
         let value = inside(columns, name).ok_or_else(|| RowProblem::UnknownFormat {
             columns: shorten(&columns.keys().cloned().collect::<Vec<_>>().join(", ")),
-            expected: format!("{name} (--prompt_column)"),
+            expected: format!("{name} (ColumnNames::prompt)"),
         })?;
         return text_or_conversation(value, name);
     }

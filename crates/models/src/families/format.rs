@@ -52,8 +52,8 @@ pub trait Format: Send + Sync {
 pub struct Companion {
     /// That directory, if one was found.
     pub dir: Option<PathBuf>,
-    /// The flag that gives it.
-    pub flag: &'static str,
+    /// The option that gives it.
+    pub option: &'static str,
     /// What its tensors are called in the checkpoint, before [`Self::published`].
     pub prefix: &'static str,
     /// The name of a tensor of that directory below the prefix, or `None` for what is not part of the tower.

@@ -26,7 +26,7 @@ pub use format::{Companion, Converted, Format};
 pub use medium::{MediumInput, MediumPlan, MediumShape, probe_medium};
 pub use processor::Processor;
 pub use settings::{FrameRule, IdleSettings, MediaSettings, MissingAudio};
-pub use table::{FAMILIES, FamilyRow};
+pub use table::{FAMILIES, FamilyOption, FamilyRow, OptionKind};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};

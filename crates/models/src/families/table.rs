@@ -26,6 +26,43 @@ pub struct FamilyRow {
     pub open: fn(&Path, &ConfigJson) -> Result<Roles>,
     /// What `freeze_vision_modules` freezes: VLM-R1 tells these modules by a part of their names.
     pub vision_modules: &'static [Part],
+    /// What a user may set about a checkpoint besides its files.
+    pub options: &'static [FamilyOption],
+}
+
+/// A key of `config.json` that a user may replace.
+#[derive(Clone, Copy, Debug)]
+pub struct FamilyOption {
+    /// Its name among settings.
+    pub name: &'static str,
+    /// The key.
+    pub key: &'static str,
+    /// What it holds.
+    pub holds: OptionKind,
+}
+
+/// What an option of a family holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptionKind {
+    /// A value that is taken as it is.
+    Value,
+    /// The directory of a part, or the name of a model; with the name that stands for it where `config.json` has none.
+    Directory(Option<&'static str>),
+}
+
+impl FamilyRow {
+    /// The row of a configuration, if its `model_type` or `architectures` are of a family of the table.
+    #[must_use]
+    pub fn of(json: &ConfigJson) -> Option<&'static Self> {
+        let architectures = json.get("architectures").and_then(|v| v.as_array());
+        let architectures: Vec<&str> =
+            architectures.into_iter().flatten().filter_map(|v| v.as_str()).collect();
+        let model_type = json.get("model_type").and_then(|v| v.as_str()).unwrap_or_default();
+        let by_type = FAMILIES.iter().find(|row| row.model_types.contains(&model_type));
+        by_type.or_else(|| {
+            FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a)))
+        })
+    }
 }
 
 /// Every family this program knows.
@@ -39,6 +76,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["Qwen2VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen2),
         vision_modules: &[Part::Vision, Part::Projector],
+        options: &[],
     },
     FamilyRow {
         name: "qwen2_5_vl",
@@ -49,6 +87,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["Qwen2_5_VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen25),
         vision_modules: &[Part::Vision, Part::Projector],
+        options: &[],
     },
     FamilyRow {
         name: "internvl",
@@ -60,6 +99,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Original),
         // `vision_model` names the tower alone.
         vision_modules: &[Part::Vision],
+        options: &[],
     },
     FamilyRow {
         name: "internvl_hf",
@@ -70,6 +110,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["InternVLForConditionalGeneration"],
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Hf),
         vision_modules: &[Part::Vision],
+        options: &[],
     },
     FamilyRow {
         name: "aria",
@@ -80,6 +121,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["AriaForConditionalGeneration"],
         open: aria::open,
         vision_modules: &[Part::Vision],
+        options: &[],
     },
     FamilyRow {
         name: "humanomni",
@@ -90,6 +132,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         architectures: &["HumanOmniQwen2ForCausalLM"],
         open: humanomni::open,
         vision_modules: &[Part::Vision, Part::Audio, Part::Projector],
+        options: humanomni::OPTIONS,
     },
 ];
 
@@ -104,11 +147,7 @@ pub(crate) fn family_of(dir: &Path, json: &ConfigJson) -> Result<Family> {
         .and_then(|v| v.as_array())
         .map(|list| list.iter().filter_map(|v| v.as_str()).collect())
         .unwrap_or_default();
-    let row = FAMILIES
-        .iter()
-        .find(|row| row.model_types.contains(&model_type))
-        .or_else(|| FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a))));
-    match row {
+    match FamilyRow::of(json) {
         Some(row) => Family::open(row, dir, json),
         None => {
             let known: Vec<_> =

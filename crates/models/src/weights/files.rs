@@ -85,8 +85,8 @@ impl WeightFiles {
                 return Err(ModelError::Checkpoint {
                     dir: self.dir.clone(),
                     what: format!(
-                        "no tensor below {} in this checkpoint, and no directory of that tower was found; give one with {}",
-                        companion.prefix, companion.flag
+                        "no tensor below {} in this checkpoint, and no directory of that tower was found; give one with FamilyOption::{}",
+                        companion.prefix, companion.option
                     ),
                 });
             };

@@ -32,6 +32,7 @@ pub const FLAGS: &[Flag] = &[
         "eval_strategy",
         Choice(evaluations),
         Place {
+            field: "run.eval",
             set: |s, v| {
                 s.run.eval = match take::<String>(v)?.as_str() {
                     "no" => EvalWhen::Never,
@@ -53,6 +54,7 @@ pub const FLAGS: &[Flag] = &[
         "eval_steps",
         int(1, COUNT),
         Place {
+            field: "",
             set: |s, v| {
                 s.run.eval = EvalWhen::Steps(take(v)?);
                 Ok(())
@@ -98,6 +100,7 @@ pub const FLAGS: &[Flag] = &[
         "label_set",
         Words,
         Place {
+            field: "eval.measures.labels",
             set: |s, v| {
                 s.eval.measures.labels = labels(&take::<Vec<String>>(v)?)?;
                 Ok(())

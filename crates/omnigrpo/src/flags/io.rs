@@ -77,6 +77,7 @@ pub const FLAGS: &[Flag] = &[
         "keep",
         Text,
         Place {
+            field: "io.keep",
             set: |s, v| {
                 s.io.keep = Some(Keep::parse(&take::<String>(v)?)?);
                 Ok(())

@@ -12,6 +12,7 @@ pub const FLAGS: &[Flag] = &[
         "logging_steps",
         int(1, COUNT),
         Place {
+            field: "run.logging_steps",
             set: |s, v| {
                 s.run.logging_steps = take(v)?;
                 s.run.grpo_logging_steps = s.run.logging_steps;

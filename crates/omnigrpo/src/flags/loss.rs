@@ -50,7 +50,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "loss_type",
         Choice(words::<&'static Recipe>),
-        Place {
+        Place { field: "recipe",
             set: |s, v| {
                 s.recipe = take(v)?;
                 s.algorithm.follow(s.recipe);
@@ -73,7 +73,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "scale_rewards",
         Choice(deviations),
-        Place {
+        Place { field: "",
             set: |s, v| {
                 s.algorithm.advantage = match take::<String>(v)?.as_str() {
                     "batch" => AdvantageKind::Batch,
@@ -97,7 +97,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "kl",
         Choice(words::<Kl>),
-        Place {
+        Place { field: "algorithm.loss.kl",
             set: |s, v| {
                 s.algorithm.loss.kl = take(v)?;
                 Ok(())
@@ -122,7 +122,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "use_bias_correction_kl",
         Bool,
-        Place {
+        Place { field: "",
             set: |s, v| {
                 if take(v)? && s.algorithm.loss.kl == Kl::K3 {
                     s.algorithm.loss.kl = Kl::K3Corrected;
@@ -161,7 +161,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "epsilon",
         float(0.0, BIG),
-        Place {
+        Place { field: "algorithm.loss.surrogate.low",
             set: |s, v| {
                 let epsilon = take(v)?;
                 // One given bound stands for both, as in TRL.
@@ -184,7 +184,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "epsilon_high",
         float(0.0, BIG),
-        Place {
+        Place { field: "algorithm.loss.surrogate.high",
             set: |s, v| {
                 match &mut s.algorithm.loss.surrogate {
                     Surrogate::Clip { high: bound, .. } | Surrogate::Cispo { cap: bound } => {
@@ -208,7 +208,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "delta",
         float(1.0, BIG),
-        Place {
+        Place { field: "algorithm.loss.surrogate.delta",
             set: |s, v| {
                 if let Surrogate::Clip { delta, .. } = &mut s.algorithm.loss.surrogate {
                     *delta = Some(take(v)?);
@@ -229,7 +229,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "sync_ref_model",
         Bool,
-        Place {
+        Place { field: "",
             set: |s, v| {
                 s.run.sync_reference = take::<bool>(v)?.then(SyncReference::default);
                 Ok(())
@@ -243,7 +243,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "ref_model_sync_steps",
         int(1, COUNT),
-        Place {
+        Place { field: "",
             set: |s, v| {
                 if let Some(sync) = &mut s.run.sync_reference {
                     sync.every = take(v)?;
@@ -259,7 +259,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "ref_model_mixup_alpha",
         float(0.0, 1.0),
-        Place {
+        Place { field: "",
             set: |s, v| {
                 if let Some(sync) = &mut s.run.sync_reference {
                     sync.mixup = take(v)?;

@@ -41,6 +41,7 @@ pub const FLAGS: &[Flag] = &[
         "nframes",
         int(1, COUNT),
         Place {
+            field: "prompts.media.video.nframes",
             set: |s, v| {
                 s.prompts.media.video.nframes = Some(take(v)?);
                 s.prompts.media.video.fps = None;

@@ -182,6 +182,8 @@ impl Section {
 /// Where the value of a setting goes.
 #[derive(Clone, Copy)]
 pub struct Place {
+    /// The field of [`Settings`] that it is, or begins with; empty where it is more than one.
+    pub field: &'static str,
     /// Puts it there.
     pub set: fn(&mut Settings, &Value) -> Result<(), Problem>,
     /// What is there; `None` where nothing is.
@@ -192,6 +194,7 @@ pub struct Place {
 macro_rules! at {
     ($($field:ident).+) => {
         Place {
+            field: stringify!($($field).+),
             set: |settings, value| {
                 settings.$($field).+ = crate::values::take(value)?;
                 Ok(())
@@ -202,8 +205,23 @@ macro_rules! at {
 }
 use at;
 
+/// The place of an option of the model's family ([`omnigrpo_models::FamilyRow::options`]).
+macro_rules! of_family {
+    ($name:literal) => {
+        Place {
+            field: "",
+            set: |settings, value| {
+                settings.family.insert($name.to_owned(), value.json());
+                Ok(())
+            },
+            get: |_| None,
+        }
+    };
+}
+use of_family;
+
 /// The place of what acts before there are settings, or together with others at the end.
-const NOWHERE: Place = Place { set: |_, _| Ok(()), get: |_| None };
+const NOWHERE: Place = Place { field: "", set: |_, _| Ok(()), get: |_| None };
 
 /// A setting as a name.
 fn text(name: &str) -> Option<Value> {

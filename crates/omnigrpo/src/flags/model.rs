@@ -36,6 +36,7 @@ pub const FLAGS: &[Flag] = &[
         "device",
         Text,
         Place {
+            field: "",
             set: |s, v| {
                 s.model.device = DeviceChoice::parse(&take::<String>(v)?, "device")?;
                 Ok(())
@@ -54,6 +55,7 @@ pub const FLAGS: &[Flag] = &[
         "reference_device",
         Text,
         Place {
+            field: "",
             set: |s, v| {
                 let choice = DeviceChoice::parse(&take::<String>(v)?, "reference_device")?;
                 s.model.reference_device = Some(choice);
@@ -71,6 +73,7 @@ pub const FLAGS: &[Flag] = &[
         "adapter_name_or_path",
         Path,
         Place {
+            field: "model.adapter",
             set: |s, v| {
                 s.model.adapter = Some(take(v)?);
                 s.train_adapters();
@@ -107,22 +110,22 @@ pub const FLAGS: &[Flag] = &[
              files.",
         )
         .unset("the checkpoint's weights"),
-    row("vision_tower", Text, at!(humanomni.vision_tower), MODEL)
+    row("vision_tower", Text, of_family!("vision_tower"), MODEL)
         .help(
             "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face \
              cache. Weights in the checkpoint itself win.",
         )
         .unset("config.json's mm_vision_tower")
         .free(LOOP),
-    row("audio_tower", Text, at!(humanomni.audio_tower), MODEL)
+    row("audio_tower", Text, of_family!("audio_tower"), MODEL)
         .help("The same for its Whisper encoder.")
         .unset("config.json's mm_audio_tower")
         .free(LOOP),
-    row("bert", Text, at!(humanomni.bert), MODEL)
+    row("bert", Text, of_family!("bert"), MODEL)
         .help("The same for the BERT that reads the question; its tokenizer is always taken from here.")
         .unset("config.json's mm_text_tower, else bert-base-uncased")
         .free(LOOP),
-    row("mm_dynamic_compressor", Bool, at!(humanomni.dynamic_compressor), MODEL)
+    row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
         .help("Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is.")
         .unset("config.json's, else false"),
     row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)

@@ -89,7 +89,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "freeze_vision_modules",
         Bool,
-        Place {
+        Place { field: "model.freeze_vision_modules",
             set: |s, v| {
                 s.model.freeze_vision_modules = take(v)?;
                 s.selection.towers = !s.model.freeze_vision_modules && !s.model.use_peft;
@@ -119,7 +119,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "use_peft",
         Bool,
-        Place {
+        Place { field: "model.use_peft",
             set: |s, v| {
                 if take(v)? {
                     s.train_adapters();
@@ -166,7 +166,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "gradient_accumulation_steps",
         int(1, 65_536),
-        Place {
+        Place { field: "run.prompts_per_step",
             set: |s, v| {
                 s.run.prompts_per_step = s.algorithm.prompts_per_micro_batch * take::<usize>(v)?;
                 Ok(())

@@ -20,7 +20,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "print_config",
         Bool,
-        Place { set: |_, v| take::<bool>(v).map(drop), get: |_| Some(Value::Bool(false)) },
+        Place { field: "", set: |_, v| take::<bool>(v).map(drop), get: |_| Some(Value::Bool(false)) },
         SET,
     )
     .help(

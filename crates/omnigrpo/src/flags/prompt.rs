@@ -17,7 +17,7 @@ fn prompt_forms() -> Vec<(&'static str, &'static str)> {
 pub const FLAGS: &[Flag] = &[
     row("question_template", Choice(words::<&'static QuestionTemplate>), at!(read.template), ROWS)
         .help("Sentence added to each question that asks for thinking and answer tags."),
-    row("prompt_form", Choice(prompt_forms), at!(humanomni.prompt_form), ROWS)
+    row("prompt_form", Choice(prompt_forms), of_family!("prompt_form"), ROWS)
         .help(
             "How HumanOmni prompts are written: as in its supervised training and inference, or as \
              the original GRPO trainer did.",

@@ -76,6 +76,7 @@ pub const FLAGS: &[Flag] = &[
         "accuracy_mode",
         Choices(words::<AccuracyMode>),
         Place {
+            field: "rewards.options.accuracy_mode",
             set: |s, v| {
                 s.rewards.accuracy_modes = take(v)?;
                 s.rewards.options.accuracy_mode = match s.rewards.accuracy_modes[..] {
@@ -104,6 +105,7 @@ pub const FLAGS: &[Flag] = &[
         "answer_policy",
         Choice(words::<AnswerPolicy>),
         Place {
+            field: "rewards.options.answer_policy",
             set: |s, v| {
                 s.rewards.options.answer_policy = take(v)?;
                 s.eval.measures.answer_policy = s.rewards.options.answer_policy;
@@ -119,6 +121,7 @@ pub const FLAGS: &[Flag] = &[
         "think",
         Choice(thinking),
         Place {
+            field: "read.think",
             set: |s, v| {
                 s.read.think = match take::<String>(v)?.as_str() {
                     "on" => Some(ThinkMode::On),
@@ -136,6 +139,7 @@ pub const FLAGS: &[Flag] = &[
         "multi_objective_aggregation",
         Choice(objectives),
         Place {
+            field: "algorithm.normalize_then_sum",
             set: |s, v| {
                 s.algorithm.normalize_then_sum = take::<String>(v)? == THEN_SUM;
                 Ok(())

@@ -63,7 +63,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "max_completion_length",
         int(1, COUNT),
-        Place {
+        Place { field: "algorithm.sampling.max_completion_length",
             set: |s, v| {
                 s.limit_completions(take(v)?);
                 Ok(())
@@ -91,7 +91,7 @@ pub const FLAGS: &[Flag] = &[
     row(
         "replay",
         Path,
-        Place {
+        Place { field: "run.replay",
             set: |s, v| {
                 s.data.replay = Some(take(v)?);
                 s.run.replay = true;

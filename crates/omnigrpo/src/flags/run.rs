@@ -67,6 +67,7 @@ pub const FLAGS: &[Flag] = &[
         "max_steps",
         int(-1, COUNT),
         Place {
+            field: "run.max_steps",
             set: |s, v| {
                 s.run.max_steps = u64::try_from(take::<i64>(v)?).ok();
                 Ok(())
@@ -81,6 +82,7 @@ pub const FLAGS: &[Flag] = &[
         "seed",
         int(0, i64::MAX),
         Place {
+            field: "algorithm.seed",
             set: |s, v| {
                 s.seed(take(v)?);
                 Ok(())
@@ -94,6 +96,7 @@ pub const FLAGS: &[Flag] = &[
         "data_seed",
         int(0, i64::MAX),
         Place {
+            field: "run.data_seed",
             set: |s, v| {
                 s.data_seed(take(v)?);
                 Ok(())
@@ -108,6 +111,7 @@ pub const FLAGS: &[Flag] = &[
         "save_strategy",
         Choice(savings),
         Place {
+            field: "run.save",
             set: |s, v| {
                 s.run.save = match take::<String>(v)?.as_str() {
                     "no" => SaveWhen::Never,
@@ -127,6 +131,7 @@ pub const FLAGS: &[Flag] = &[
         "save_steps",
         int(1, COUNT),
         Place {
+            field: "",
             set: |s, v| {
                 if let SaveWhen::Steps(steps) = &mut s.run.save {
                     *steps = take(v)?;
@@ -147,6 +152,7 @@ pub const FLAGS: &[Flag] = &[
         "save_minutes",
         float(0.01, 1e6),
         Place {
+            field: "run.save_every",
             set: |s, v| {
                 s.run.save_every = Some(Duration::from_secs_f64(60.0 * take::<f64>(v)?));
                 Ok(())
@@ -177,6 +183,7 @@ pub const FLAGS: &[Flag] = &[
         "resume_from_checkpoint",
         Text,
         Place {
+            field: "run.resume",
             set: |s, v| {
                 s.run.resume = resume(&take::<String>(v)?);
                 Ok(())

@@ -20,6 +20,7 @@ use super::{Context, print, print_data, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
+use crate::wording::worded;
 
 /// Writes JSON lines whole or not at all.
 pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
@@ -104,7 +105,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
         };
         lines.push(line.unwrap_or_else(|(id, e)| {
             failed += 1;
-            json!({ "id": id, "error": format!("{e:#}") })
+            json!({ "id": id, "error": worded(&format!("{e:#}")) })
         }));
         progress.advance(1);
     }
@@ -177,7 +178,7 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
             });
             partial.add(lines)?;
             for (row, Unusable { id, reason }) in done.unusable {
-                failed.insert(*row, json!({ "id": id, "error": reason }).to_string());
+                failed.insert(*row, json!({ "id": id, "error": worded(reason) }).to_string());
             }
             progress.advance((done.rows.len() + done.unusable.len()) as u64);
             Ok(())
@@ -279,8 +280,9 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
-    let corpus = setup::Corpus::of(settings, &dataset, 0..dataset.len()).or_of_run(model.dir())?;
-    let rewards = setup::rewards(settings, &corpus)?;
+    let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
+    let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
+    let rewards = setup::rewards(settings, corpus.as_ref())?;
     let rows: Vec<u64> = (0..dataset.len()).collect();
     if let Some(problem) = super::data::ask_before_evaluation(context, &dataset, &rows, &rewards) {
         return Err(problem.into());

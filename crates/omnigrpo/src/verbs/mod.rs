@@ -6,9 +6,9 @@ mod demo;
 mod doctor;
 mod export;
 mod family;
-mod humanomni;
 mod infer;
 mod memory;
+mod options;
 mod profile;
 mod resume;
 mod rewards;
@@ -32,6 +32,7 @@ use omnigrpo_ops::Device;
 use crate::flags::Verb;
 use crate::settings::Settings;
 use crate::values::Resolved;
+use crate::wording::worded;
 
 /// What every command gets beside its settings.
 pub struct Context {
@@ -136,7 +137,8 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
 
 /// Writes a table or a report to standard output: nothing in it acts on a terminal, and there lines break between words.
 pub(crate) fn print(text: &str) -> Result<()> {
-    let text = escape(text);
+    let text = worded(text);
+    let text = escape(&text);
     match stdout_columns() {
         Some(columns) => {
             let end = if text.ends_with('\n') { "\n" } else { "" };

@@ -11,6 +11,7 @@ use super::infer::with_columns;
 use super::{Context, print, setup};
 use crate::problem::Problem;
 use crate::settings::{Keep, Settings};
+use crate::wording::worded;
 
 /// The table of rewards.
 pub fn list() -> Result<()> {
@@ -44,7 +45,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     // A reward that looks at media says itself what it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
     let keep = settings.io.keep;
-    let rewards = setup::rewards(settings, &setup::Corpus::of(settings, &dataset, 0..dataset.len()))?;
+    let rewards = setup::rewards(settings, setup::corpus(settings, &dataset, 0..dataset.len()).as_ref())?;
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
@@ -92,7 +93,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
                 }
                 Err(error) if keep.is_none() => {
                     let id = dataset.id(number);
-                    lines.push(json!({ "id": id, "error": format!("{error:#}") }).to_string());
+                    lines.push(json!({ "id": id, "error": worded(&format!("{error:#}")) }).to_string());
                 }
                 Err(error) => {
                     context.console.warning(&format!("row {number} (id {}): {error:#}", dataset.id(number)));

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
-use omnigrpo_rewards::answer_reward;
+use omnigrpo_rewards::{Corpus, answer_reward};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     EvalOptions, EvalPlan, MAX_LIVE, Objective, ResumeFrom, RunPlan, RunSummary, TrainSetup,
@@ -159,8 +159,8 @@ fn run_logged(
         None if ratio > 0.0 => split(dataset.len(), ratio, settings.run.data_seed),
         None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
     };
-    let corpus = setup::Corpus::of(settings, &dataset, rows.iter().copied());
-    let rewards = setup::rewards(settings, &corpus)?;
+    let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
+    let rewards = setup::rewards(settings, corpus.as_ref())?;
     let shuffled = if settings.rewards.temporal_order_bonus {
         if answer_reward(&rewards).is_none() {
             return Err(Problem::usage("no reward looks at answers, so none can need the order of frames")
@@ -229,7 +229,9 @@ fn run_logged(
     describe(context, &model, &dataset, usable, &prompts);
     context.console.line(&step_takes(settings, objective));
     install_signals(context)?;
-    let files = [("config.yaml", print_config(resolved).into_bytes())].into_iter().chain(corpus.file()?);
+    let files = [("config.yaml", print_config(resolved).into_bytes())]
+        .into_iter()
+        .chain(corpus.map(|corpus| (Corpus::FILE, corpus.kept())));
     let run = RunPlan {
         objective,
         debug_log: settings.env.debug_log.clone().map(DebugLog::new),
@@ -309,7 +311,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     let mut sources = vec![("the model", model.dir().to_owned())];
     sources.extend(resolved.settings.model.adapter.clone().map(|dir| ("the adapter", dir)));
     for companion in model.family().format().companions() {
-        sources.extend(companion.dir.map(|dir| (companion.flag, dir)));
+        sources.extend(companion.dir.map(|dir| (companion.option, dir)));
     }
     for (name, dir) in sources {
         let digest = source_digest(&dir)?;

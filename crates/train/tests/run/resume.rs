@@ -384,7 +384,7 @@ fn a_checkpoint_without_optimizer_state_starts_a_run_and_does_not_resume_one() {
     // The same command works again.
     let (result, text) = shown(new(2));
     assert_eq!(result.unwrap().steps_here, 2);
-    assert!(text.contains("no optimizer state (save_only_model); starting anew"), "{text}");
+    assert!(text.contains("no optimizer state (RunPlan::save_only_model); starting anew"), "{text}");
     assert_eq!(checkpoints(&out.join("superseded-1")), ["checkpoint-1"]);
 }
 

@@ -204,19 +204,15 @@ fn component<T>(
         Some(sizes) => Ok(Component { config: parse(&json.with_object(sizes))?, dir: None }),
         None => Err(json.error(format!(
             "{key} names {name:?}, which is neither a directory nor one in the checkpoint or beside it; give one with \
-             {}",
-            flag(key)
+             FamilyOption::{}",
+            option(key)
         ))),
     }
 }
 
-/// The flag that gives the directory of an encoder.
-pub(super) fn flag(key: &str) -> &'static str {
-    match key {
-        "mm_vision_tower" => "--vision_tower",
-        "mm_audio_tower" => "--audio_tower",
-        _ => "--bert",
-    }
+/// The option that gives the directory of an encoder.
+pub(super) fn option(key: &str) -> &'static str {
+    super::OPTIONS.iter().find(|option| option.key == key).map_or("", |option| option.name)
 }
 
 /// The directory of an encoder that a configuration names: as it stands where it is absolute, in the checkpoint

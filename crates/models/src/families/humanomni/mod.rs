@@ -23,7 +23,10 @@ use omnigrpo_ops::{Param, Part, Pass, Tape, Var};
 use omnigrpo_text::{MediumKind, Tokenizer};
 use serde_json::{Map, Value};
 
-use super::{Architecture, Companion, Encoder, Format, MediumInput, MediumShape, Network, Roles};
+use super::{
+    Architecture, Companion, Encoder, FamilyOption, Format, MediumInput, MediumShape, Network, OptionKind,
+    Roles,
+};
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::encoders::{bert, siglip, whisper};
@@ -49,6 +52,19 @@ pub const MARKERS: [(MediumKind, [&str; 2]); 3] = [
 /// features hold id 0, whose embedding is never used.
 pub const PLACEHOLDERS: [(MediumKind, &str); 3] =
     [(MediumKind::Image, "<image>"), (MediumKind::Video, "<video>"), (MediumKind::Audio, "<audio>")];
+
+/// Where the encoders are, and two switches.
+pub const OPTIONS: &[FamilyOption] = &[
+    FamilyOption { name: "vision_tower", key: TOWER_KEYS[0], holds: OptionKind::Directory(None) },
+    FamilyOption { name: "audio_tower", key: TOWER_KEYS[1], holds: OptionKind::Directory(None) },
+    FamilyOption {
+        name: "bert",
+        key: TOWER_KEYS[2],
+        holds: OptionKind::Directory(Some("bert-base-uncased")),
+    },
+    FamilyOption { name: "mm_dynamic_compressor", key: "mm_dynamic_compressor", holds: OptionKind::Value },
+    FamilyOption { name: "prompt_form", key: "prompt_form", holds: OptionKind::Value },
+];
 
 /// Frames of a video where the configuration does not say.
 pub const NUM_FRAMES: usize = 8;
@@ -103,7 +119,7 @@ impl Format for HumanOmniConfig {
         let config = self;
         let mut list = Vec::new();
         let mut add = |dir: &Option<PathBuf>, key, prefix, published| {
-            list.push(Companion { dir: dir.clone(), flag: config::flag(key), prefix, published });
+            list.push(Companion { dir: dir.clone(), option: config::option(key), prefix, published });
         };
         add(&config.vision.dir, TOWER_KEYS[0], VISION, siglip::published_name as fn(&str) -> Option<String>);
         if let Some(audio) = &config.audio {

@@ -106,7 +106,7 @@ impl Processor for HumanOmniProcessor {
         let Some(tokenizer) = &self.tokenizer else {
             return Err(ModelError::prompt(
                 "the question cannot be read for the projector: no tokenizer.json or vocab.txt of BERT was found; give \
-                 its directory with --bert",
+                 its directory with FamilyOption::bert",
             ));
         };
         let text: String = turn

@@ -1,9 +1,9 @@
 //! Models by name: a directory, the local cache, the Hugging Face hub.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
-use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, is_model_name};
+use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, has_weights, is_model_name};
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
@@ -25,8 +25,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         return Ok(path);
     }
     let hub = &settings.env.hub;
-    // Another program may have fetched only a tokenizer.
-    if let Some(dir) = cached(name, settings)
+    if let Some(dir) = cached(&hub.cache, name)
         && (hub.offline || has_weights(&dir))
     {
         return Ok(dir);
@@ -84,18 +83,3 @@ fn fetch(name: &str, hub: &HubEnvironment) -> Result<PathBuf, FetchError> {
 }
 
 const MB: u64 = 1_000_000;
-
-/// The directory of a model in the local Hugging Face cache.
-pub fn cached(name: &str, settings: &Settings) -> Option<PathBuf> {
-    let repo = settings.env.hub.cache.join(format!("models--{}", name.replace('/', "--")));
-    let revision = std::fs::read_to_string(repo.join("refs/main")).ok()?;
-    Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
-}
-
-fn has_weights(dir: &Path) -> bool {
-    std::fs::read_dir(dir).is_ok_and(|mut files| {
-        files.any(|file| {
-            file.is_ok_and(|file| file.path().extension().is_some_and(|ending| ending == "safetensors"))
-        })
-    })
-}

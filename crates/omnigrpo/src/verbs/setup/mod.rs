@@ -8,8 +8,8 @@ mod rewards;
 mod rows;
 
 pub use device::{is_at, no_cards, open_device};
-pub use hub::{cached, named_dir};
+pub use hub::named_dir;
 pub use model::{checkpoint, checkpoint_dir, model, selection, trained_model};
 pub use prompts::{prompts, shuffled_prompts};
-pub use rewards::{Corpus, probe_rewards, rewards, text_rewards};
+pub use rewards::{corpus, probe_rewards, rewards, text_rewards};
 pub use rows::{eval_data, input_rows, read_options, train_data};

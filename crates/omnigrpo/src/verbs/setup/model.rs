@@ -8,8 +8,7 @@ use omnigrpo_models::{Checkpoint, Family, LoadOptions, Model, Part, QuantBits, Q
 use omnigrpo_ops::Device;
 use omnigrpo_train::{MemoryOf, MemoryPlan, Selection};
 
-use super::super::humanomni::overrides;
-use super::super::memory;
+use super::super::{memory, options};
 use super::hub::named_dir;
 use crate::problem::Problem;
 use crate::settings::Settings;
@@ -25,7 +24,7 @@ pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
 /// Opens that checkpoint, with what flags change about it.
 pub fn checkpoint(settings: &Settings) -> Result<Checkpoint> {
     let dir = checkpoint_dir(settings)?;
-    Checkpoint::open_with(&dir, |config| overrides(settings, &dir, config))
+    Checkpoint::open_with(&dir, |config| options::replaced(settings, &dir, config))
 }
 
 /// What is trained whole.

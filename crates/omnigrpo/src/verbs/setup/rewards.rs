@@ -4,79 +4,32 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
-use omnigrpo_data::Dataset;
+use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::PromptBuilder;
-use omnigrpo_rewards::{Compat, DocumentFrequencies, RewardSet, references};
+use omnigrpo_rewards::{Compat, Corpus, RewardSet, references};
 use omnigrpo_scorers::ScorerOptions;
 
 use super::hub::named_dir;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Where a run keeps the document frequencies of its training references.
-const FREQUENCIES: &str = "document_frequencies.json";
-
-/// The references that `cider` and `explanation` weigh words by, and `bertscore` tokens if asked.
-#[derive(Default)]
-pub struct Corpus {
-    frequencies: Option<Arc<DocumentFrequencies>>,
-    references: Vec<String>,
-}
-
-impl Corpus {
-    /// Counts the references of these rows; none where no reward asks for them.
-    pub fn of(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Self {
-        let asked = &settings.rewards;
-        let wants = |name: &str| !settings.lacks_reward(name);
-        let weigh_tokens = wants("bertscore") && asked.scorers.bertscore_idf;
-        if !(wants("cider") || wants("explanation") || weigh_tokens) {
-            return Self::default();
-        }
-        let mut frequencies = DocumentFrequencies::default();
-        let mut texts = Vec::new();
-        for row in rows {
-            // A row that cannot be read is reported where it would be used.
-            let Ok(sample) = dataset.get(row) else { continue };
+/// The references of these rows, where a reward asks for them.
+pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
+    let wants = |name: &str| !settings.lacks_reward(name);
+    let weigh_tokens = wants("bertscore") && settings.rewards.scorers.bertscore_idf;
+    (wants("cider") || wants("explanation") || weigh_tokens).then(|| {
+        // A row that cannot be read is reported where it would be used.
+        let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());
+        let own = |sample: Sample| {
             let references = references(&sample.columns, sample.solution.as_deref());
-            // A row without references would make every word look rarer.
-            if references.is_empty() {
-                continue;
-            }
-            frequencies.add_item(&references);
-            if weigh_tokens {
-                texts.extend(references.into_iter().map(str::to_owned));
-            }
-        }
-        Self { frequencies: Some(Arc::new(frequencies)), references: texts }
-    }
-
-    /// With the counts of the run that made the checkpoint in `dir`, where it kept them: a score then means what it
-    /// meant in training.
-    pub fn or_of_run(mut self, dir: &Path) -> Result<Self> {
-        let kept = [Some(dir), dir.parent()].into_iter().flatten().map(|dir| dir.join(FREQUENCIES));
-        if let (Some(_), Some(path)) = (&self.frequencies, kept.into_iter().find(|path| path.is_file())) {
-            let broken = |e: String| {
-                Problem::failure("the run's document frequencies cannot be read")
-                    .at(path.display().to_string())
-                    .got(e)
-                    .help("remove the file to count the references of the evaluated rows instead")
-            };
-            let text = std::fs::read(&path).map_err(|e| broken(e.to_string()))?;
-            let kept = serde_json::from_slice(&text).map_err(|e| broken(e.to_string()))?;
-            self.frequencies = Some(Arc::new(kept));
-        }
-        Ok(self)
-    }
-
-    /// Name and content of the file that keeps the counts in the run directory, for evaluations of its checkpoints.
-    pub fn file(&self) -> Result<Option<(&'static str, Vec<u8>)>> {
-        let Some(frequencies) = &self.frequencies else { return Ok(None) };
-        Ok(Some((FREQUENCIES, serde_json::to_vec(frequencies.as_ref())?)))
-    }
+            references.into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        Corpus::of(samples.map(own), weigh_tokens)
+    })
 }
 
 /// The rewards.
-pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
+pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet> {
     let asked = &settings.rewards;
     let wants = |name: &str| !settings.lacks_reward(name);
     let mut options = asked.options.clone();
@@ -84,7 +37,7 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
     if let Some(path) = &asked.judge_prompt {
         options.external.judge_template = judge_prompt(path)?;
     }
-    options.cider = corpus.frequencies.clone();
+    options.cider = corpus.map(|corpus| Arc::clone(&corpus.frequencies));
     let dir = |flag: &str, wanted: bool, name: &Option<PathBuf>| {
         let name = name.as_ref().filter(|_| wanted).map(|name| name.to_string_lossy());
         name.map(|name| named_dir("the model", &name, settings).map_err(|problem| problem.at(flag)))
@@ -97,7 +50,7 @@ pub fn rewards(settings: &Settings, corpus: &Corpus) -> Result<RewardSet> {
         explanation_compat: options.compat.contains(&Compat::S4Explanation),
         bertscore_model: dir("--bertscore_model", wants("bertscore"), &asked.scorers.bertscore_model)?,
         frequencies: options.cider.clone(),
-        references: corpus.references.clone(),
+        references: corpus.map_or_else(Vec::new, |corpus| corpus.texts.clone()),
         ..asked.scorers.clone()
     };
     let made = omnigrpo_scorers::table()
@@ -142,7 +95,7 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     if asked.funcs.is_empty() {
         return Ok(None);
     }
-    rewards(&textual, &Corpus::of(&textual, dataset, 0..dataset.len())).map(Some)
+    rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
 }
 
 /// Has rewards outside of this process score one made-up completion of the first of the rows that can be read, so that

@@ -1,0 +1,142 @@
+//! What the libraries say, in the words of the program: they speak of fields of their plans, users know flags.
+
+use crate::flags;
+
+/// The plans of the libraries, as their messages call them, and where they stand in [`Settings`](crate::settings::Settings).
+const PLANS: &[(&str, &str)] = &[
+    ("AdamWConfig", "optimizer"),
+    ("Algorithm", "algorithm"),
+    ("ColumnNames", "read.columns"),
+    ("ExternalOptions", "rewards.options.external"),
+    ("LoraConfig", "lora"),
+    ("PromptSettings", "prompts"),
+    ("RewardOptions", "rewards.options"),
+    ("Roots", "data.roots"),
+    ("RunPlan", "run"),
+    ("SamplingParams", "algorithm.sampling"),
+    ("ScorerOptions", "rewards.scorers"),
+    ("Selection", "selection"),
+    ("SkipPolicy", "run.skip"),
+];
+
+/// What is no field of a plan alone.
+const OTHERS: &[(&str, &str)] = &[
+    ("LoadOptions::quantization", "--load_in_8bit, --load_in_4bit"),
+    ("PromptSettings::max_completion_length", "--max_completion_length"),
+    ("ReadOptions::fetch", "--allow_urls public"),
+    ("ResumeFrom::Newest", "auto"),
+    ("ResumeFrom::Start", "never"),
+    ("RewardOptions::max_completion_tokens", "--max_completion_length"),
+    ("TrainSetup::lock", "--output_dir"),
+    ("TrainSetup::shuffled", "--temporal_order_bonus"),
+    ("UrlOptions::allow_private", "--allow_urls all"),
+];
+
+/// A library's message with the flags in the place of the fields that it names.
+pub fn worded(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find("::") {
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let begin = rest[..at].rfind(|c: char| !is_name(c)).map_or(0, |i| i + 1);
+        let end = rest[at + 2..].find(|c: char| !is_name(c)).map_or(rest.len(), |i| at + 2 + i);
+        match flag_of(&rest[begin..at], &rest[at + 2..end]) {
+            Some(flag) => out.extend([&rest[..begin], &flag]),
+            None => out.push_str(&rest[..end]),
+        }
+        rest = &rest[end..];
+    }
+    out + rest
+}
+
+/// How users name a field of a plan.
+fn flag_of(plan: &str, field: &str) -> Option<String> {
+    let whole = format!("{plan}::{field}");
+    if let Some((_, words)) = OTHERS.iter().find(|(name, _)| *name == whole) {
+        return Some((*words).to_owned());
+    }
+    if plan == "FamilyOption" {
+        return flags::find(field).map(|flag| format!("--{}", flag.name));
+    }
+    let (_, place) = PLANS.iter().find(|(name, _)| *name == plan)?;
+    let place = format!("{place}.{field}");
+    flags::all().find(|flag| flag.place.field == place).map(|flag| format!("--{}", flag.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn fields_become_flags_and_other_text_stays() {
+        for (said, told) in [
+            ("LoraConfig::targets \"x\": no layer", "--lora_target_modules \"x\": no layer"),
+            (
+                "lower RunPlan::max_steps, or AdamWConfig::learning_rate",
+                "lower --max_steps, or --learning_rate",
+            ),
+            ("RunPlan::resume ResumeFrom::Start", "--resume_from_checkpoint never"),
+            (
+                "in std::io::Error, Selection::nothing and a::b",
+                "in std::io::Error, Selection::nothing and a::b",
+            ),
+            ("::x Roots::images", "::x --image_folders"),
+            ("give FamilyOption::bert", "give --bert"),
+            ("", ""),
+        ] {
+            assert_eq!(worded(said), told);
+        }
+    }
+
+    /// The sources of the libraries: no message names a flag, and every field that one names has its flag.
+    #[test]
+    fn libraries_speak_of_fields_and_each_has_a_flag() {
+        const LIBRARIES: [&str; 11] = [
+            "data", "fetch", "grpo", "media", "models", "ops", "rewards", "rollout", "scorers", "text",
+            "train",
+        ];
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let mut folders: Vec<_> = LIBRARIES.iter().map(|name| crates.join(name).join("src")).collect();
+        let mut named = 0;
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let text = std::fs::read_to_string(&path).unwrap_or_default();
+                let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+                // Messages stand between quotes; a line of one that goes on has none at its beginning.
+                for line in code.take_while(|line| !line.contains("#[cfg(test)]")) {
+                    for piece in line.split('"').skip(usize::from(!line.trim_start().starts_with('"'))) {
+                        for flag in flags::all().filter(|flag| !flag.positional) {
+                            let spelled = format!("--{}", flag.name);
+                            assert!(!piece.contains(&spelled), "{}: {line}", path.display());
+                        }
+                        for (plan, field) in piece.split_whitespace().filter_map(|word| word.split_once("::"))
+                        {
+                            let plan = plan.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+                            let field = field.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next();
+                            if PLANS.iter().any(|(name, _)| *name == plan) {
+                                let field = field.unwrap_or_default();
+                                // Made when it is said: `Roots::{kind}s`.
+                                if field.is_empty() {
+                                    continue;
+                                }
+                                named += 1;
+                                // Code between two strings of a line looks the same, but begins with a capital or is called.
+                                let known =
+                                    flag_of(plan, field).is_some() || piece.contains(&format!("{field}("));
+                                assert!(known, "{}: {plan}::{field} in {line}", path.display());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(named >= 20, "{named}");
+    }
+}
