@@ -41,6 +41,7 @@ fuzz_target!(|texts: Texts<'_>| {
     columns.insert("explanations".to_owned(), json!([texts.solution, texts.prompt]));
     let input = RewardInput {
         prompt: texts.prompt,
+        turns: &[],
         completion: &completion,
         completion_ids: &[1, 2, 3, 1, 2, 3],
         solution: Some(texts.solution),

@@ -306,6 +306,9 @@ def main():
     for file in GOLDEN.rglob("*"):
         if file.is_file():
             file.chmod(0o644)
+    import make_reward_models  # which takes tokenizers from here
+
+    make_reward_models.main()
 
 
 def check_package(directory, layer, idf, ours):

@@ -231,6 +231,7 @@ fn the_completion_given_earns_everything_and_other_replies_only_the_format() {
         let prompt = row["conversations"][0]["value"].as_str().unwrap().split_once('\n').unwrap().1;
         let input = RewardInput {
             prompt,
+            turns: &[],
             completion,
             completion_ids: &[],
             solution: Some(text(row, "solution")),

@@ -435,12 +435,20 @@ impl Decoder {
         Ok(x)
     }
 
+    /// Hidden rows `[n, h]` behind the final norm, for a head of another kind than the vocabulary's.
+    ///
+    /// # Errors
+    /// Another width.
+    pub fn normed(&self, hidden: &Rows) -> Result<Rows> {
+        Ok(self.final_norm.forward(hidden)?.0)
+    }
+
     /// Logits of hidden rows `[n, h]`, `[n, vocab]`, for sampling. Rows do not influence each other.
     ///
     /// # Errors
     /// Another width.
     pub fn logits(&self, hidden: &Rows) -> Result<Rows> {
-        Ok(omnigrpo_ops::logits(&self.final_norm.forward(hidden)?.0, &self.head)?)
+        Ok(omnigrpo_ops::logits(&self.normed(hidden)?, &self.head)?)
     }
 
     /// Log-probabilities and entropies of `targets`, in vocabulary chunks. `hidden` holds the targets' rows alone, in

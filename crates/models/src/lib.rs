@@ -9,6 +9,7 @@
 
 mod block;
 mod checkpoint;
+mod classifier;
 mod config_json;
 mod decoder;
 pub mod encoders;
@@ -27,6 +28,7 @@ mod weights;
 
 pub use block::{Block, BlockPass, KeptBlock, Mlp, NormOrder, QkNorm};
 pub use checkpoint::Checkpoint;
+pub use classifier::SequenceClassifier;
 pub use config_json::ConfigJson;
 pub use decoder::{Decoder, DecoderConfig, DecoderNames, ExpertsConfig, Position, Scored, TextDefaults};
 pub use error::{ModelError, Result};

@@ -51,7 +51,7 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Words => "words with spaces or commas between them".into(),
         Kind::Floats => "numbers with spaces or commas between them".into(),
         Kind::Paths => "paths with spaces, commas or colons between them".into(),
-        Kind::Specs => "reward names, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`".into(),
+        Kind::Specs => "reward names, `DIR`, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`".into(),
         Kind::Texts => "texts, one per argument".into(),
         Kind::Object => "a JSON object".into(),
     }

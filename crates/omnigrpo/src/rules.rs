@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use omnigrpo_grpo::AdvantageKind;
+use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
 use crate::explain::nearest;
@@ -321,10 +322,12 @@ fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();
     let names =
         || omnigrpo_rewards::table().iter().map(|row| row.name).chain(scorers.iter().map(|row| row.name));
-    let unknown = specs.iter().filter(|spec| !spec.contains(':') && names().all(|name| name != *spec));
+    let unknown = specs.iter().filter(|spec| {
+        !spec.contains(':') && names().all(|name| name != *spec) && RewardModel::spec(spec).is_none()
+    });
     let problem = |spec: &String| {
         let problem = Problem::usage("unknown reward").got(format!("`{spec}`")).expected(format!(
-            "{}, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`",
+            "{}, the directory of a reward model, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`",
             names().collect::<Vec<_>>().join(", ")
         ));
         match nearest(spec, names()) {

@@ -148,3 +148,66 @@ fn the_preset_trains_and_evaluates_with_a_clip() {
         .ok();
     assert!(eval.stdout.contains("rewards/explanation"), "{}", eval.stdout);
 }
+
+/// A reward model by its directory, beside a reward of the table.
+#[test]
+fn a_reward_model_is_named_by_its_directory() {
+    let place = place();
+    let model = scorer("reward_models/qwen2");
+    let run = |more: &str| {
+        place
+            .run(&format!("rewards run --input said.jsonl --output out.jsonl --reward_funcs accuracy {more}"))
+    };
+    // The first rows of the goldens, whose prompts are messages and a text.
+    let goldens: Value =
+        serde_json::from_str(&std::fs::read_to_string(scorer("reward_models/goldens.json")).unwrap())
+            .unwrap();
+    let row = |i: usize| {
+        let completions: Vec<Value> = goldens["completions"][i]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|text| json!({ "text": text }))
+            .collect();
+        json!({ "prompt": goldens["prompts"][i], "solution": "3", "completions": completions }).to_string()
+    };
+    place.write("said.jsonl", [row(0), row(1), row(2)].join("\n"));
+    run(&format!("{model} --reward_weights 1 0.5")).ok();
+    let lines = place.lines("out.jsonl");
+    for (i, group) in goldens["qwen2"].as_array().unwrap().iter().enumerate() {
+        let got = rewards(&lines, i, "qwen2");
+        let want = support::numbers(&group["scores"]);
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4), "{got:?}, transformers {want:?}");
+        let accuracy = rewards(&lines, i, "accuracy");
+        let total = support::numbers(&lines[i]["reward"]);
+        for ((total, accuracy), score) in total.iter().zip(&accuracy).zip(&got) {
+            assert!((total - (accuracy + 0.5 * score)).abs() < 1e-9);
+        }
+    }
+    // Under its name in the local cache, and with a name of its own.
+    let hub = place.path(".cache/huggingface/hub/models--org--judge");
+    std::fs::create_dir_all(hub.join("refs")).unwrap();
+    std::fs::write(hub.join("refs/main"), "abc").unwrap();
+    std::fs::create_dir_all(hub.join("snapshots/abc")).unwrap();
+    for file in std::fs::read_dir(&model).unwrap() {
+        let path = file.unwrap().path();
+        std::fs::copy(&path, hub.join("snapshots/abc").join(path.file_name().unwrap())).unwrap();
+    }
+    run("x=org/judge").ok();
+    assert_eq!(rewards(&place.lines("out.jsonl"), 1, "x"), rewards(&lines, 1, "qwen2"));
+
+    run("nowhere/at/all").fails(1, &["the reward model was not found", "nowhere/at/all", "--reward_funcs"]);
+    run(&scorer("roberta")).fails(1, &["no classifier.out_proj.weight", "num_labels=1"]);
+    run("acuracy").fails(2, &["unknown reward", "did you mean `accuracy`"]);
+
+    // In training, on rows with pictures.
+    place
+        .run(&format!(
+            "train --model M --train_file explained.jsonl --max_steps 1 --max_completion_length 6 --max_pixels 12544 \
+             --save_strategy no --output_dir run --threads 1 --num_generations 2 --gradient_accumulation_steps 1 \
+             --reward_funcs judge={model}"
+        ))
+        .ok();
+    let rollouts = place.lines("run/rollouts/step-000001.jsonl");
+    assert!(rollouts.iter().all(|rollout| rollout["rewards"]["judge"].as_f64().unwrap() != 0.0));
+}

@@ -52,6 +52,7 @@ fn bench(criterion: &mut Criterion) {
     ) -> Vec<RewardInput<'a>> {
         let input = |(i, (completion, solution)): (usize, &'a (String, String))| RewardInput {
             prompt: question,
+            turns: &[],
             completion,
             completion_ids: ids,
             solution: Some(solution),

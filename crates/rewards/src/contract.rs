@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use omnigrpo_text::Turn;
 use serde_json::{Map, Value};
 
 use crate::RewardError;
@@ -40,6 +41,8 @@ pub struct RowKey {
 pub struct RewardInput<'a> {
     /// Text of the last user turn.
     pub prompt: &'a str,
+    /// The conversation that was asked, media included.
+    pub turns: &'a [Turn],
     /// The completion as text, without its stop token.
     pub completion: &'a str,
     /// The completion as token ids.

@@ -8,7 +8,7 @@ use std::time::Duration;
 pub enum RewardError {
     /// A name that no reward has.
     #[error(
-        "unknown reward `{name}`{hint}; known: {known}, or cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…"
+        "unknown reward `{name}`{hint}; known: {known}, or the directory of a reward model, cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…"
     )]
     UnknownReward {
         /// What was asked for.

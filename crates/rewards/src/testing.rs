@@ -50,6 +50,7 @@ impl Row {
     pub fn input(&self) -> RewardInput<'_> {
         RewardInput {
             prompt: &self.prompt,
+            turns: &[],
             completion: &self.completion,
             completion_ids: &self.ids,
             solution: self.solution.as_deref(),

@@ -62,6 +62,7 @@ fn score(
     columns.insert("explanations".to_owned(), json!([solution, "có"]));
     set.score(&[RewardInput {
         prompt,
+        turns: &[],
         completion,
         completion_ids: &[1, 2, 3, 1, 2, 3],
         solution: Some(solution),
@@ -161,6 +162,7 @@ proptest! {
         let completion = format!("<answer>{words}</answer>");
         let input = RewardInput {
             prompt: "", completion: &completion, completion_ids: &[], solution: Some(&words), columns: &columns,
+            turns: &[],
             think: Think::On, media_paths: &[], key: RowKey { seed: 0, step: 0, row: 0, sample: 0 }, truncated: false,
         };
         prop_assert_eq!(&set.score(&[input]).unwrap().total, &vec![Some(2.0)]);

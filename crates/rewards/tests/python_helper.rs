@@ -16,6 +16,7 @@ fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> 
         .enumerate()
         .map(|(i, (completion, solution))| RewardInput {
             prompt: "What colour?",
+            turns: &[],
             completion,
             completion_ids: &[1, 2, 3],
             solution: *solution,

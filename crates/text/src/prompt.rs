@@ -247,6 +247,56 @@ impl<'a> PromptRenderer<'a> {
         Ok(RenderedConversation { prompt, train_mask })
     }
 
+    /// A finished conversation of texts as another model reads it, a reward model for example; media are left out.
+    ///
+    /// A template may rewrite a text (Qwen3's takes an answer's thinking apart). Then its output is encoded as one
+    /// string, and a text's literals of control tokens are broken by a space, so that they still cannot forge structure.
+    ///
+    /// # Errors
+    /// [`TextError::Conversation`] without turns; [`TextError::Template`], [`TextError::Encode`],
+    /// [`TextError::ControlInText`].
+    pub fn render_finished(&self, turns: &[Turn], options: &RenderOptions) -> Result<RenderedPrompt> {
+        let texts = |text: &dyn Fn(&str) -> String| -> Vec<Turn> {
+            let part = |part: &Part| match part {
+                Part::Text(own) => Some(Part::Text(text(own))),
+                Part::Medium { .. } => None,
+            };
+            let turn =
+                |turn: &Turn| Turn { role: turn.role, parts: turn.parts.iter().filter_map(part).collect() };
+            turns.iter().map(turn).collect()
+        };
+        match self.output(&texts(&str::to_owned), &[], options, false) {
+            Err(TextError::TemplateChangesPart { .. }) => {
+                let turns =
+                    with_system(&texts(&|own| self.tokenizer.defused(own)), options.system.as_deref());
+                let variables = self.variables(options);
+                let text = self.template.run(
+                    &self.messages(&turns, &[], &[], None),
+                    false,
+                    &variables,
+                    options.now,
+                )?;
+                Ok(RenderedPrompt {
+                    ids: self.tokenizer.encode_control(&text, &[])?,
+                    spans: Vec::new(),
+                    text,
+                })
+            }
+            output => Ok(self.encode(&output?, &[], &[])?.0),
+        }
+    }
+
+    /// What a template sees beside the messages.
+    fn variables(&self, options: &RenderOptions) -> serde_json::Map<String, Value> {
+        let mut variables: serde_json::Map<String, Value> =
+            self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
+        if options.add_vision_id {
+            variables.insert("add_vision_id".to_owned(), Value::Bool(true));
+        }
+        variables.extend(options.kwargs.iter().map(|(name, value)| (name.clone(), value.clone())));
+        variables
+    }
+
     /// Runs the template and finds every text and medium in what it wrote.
     fn output(
         &self,
@@ -261,12 +311,7 @@ impl<'a> PromptRenderer<'a> {
         let turns = with_system(turns, options.system.as_deref());
         let media_in_order = media_in_order(&turns, media)?;
 
-        let mut variables: serde_json::Map<String, Value> =
-            self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
-        if options.add_vision_id {
-            variables.insert("add_vision_id".to_owned(), Value::Bool(true));
-        }
-        variables.extend(options.kwargs.iter().map(|(name, value)| (name.clone(), value.clone())));
+        let variables = self.variables(options);
         let run =
             |messages: &Value| self.template.run(messages, add_generation_prompt, &variables, options.now);
 

@@ -254,6 +254,25 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// A text whose literals of control tokens have a space behind their first character, so that they are none.
+    pub(crate) fn defused(&self, text: &str) -> String {
+        let mut found = Vec::new();
+        self.find_added_tokens(text, &[(text.len(), true)], &[], &mut found);
+        let control =
+            found.iter().filter(|f| matches!(f.fill, Fill::Token(id) if self.control_ids.contains(&id)));
+        let (mut out, mut at) = (String::with_capacity(text.len()), 0);
+        for literal in control {
+            // White space that the token would swallow stays in front.
+            let inside = &text[literal.start..literal.end];
+            let first = literal.start + inside.len() - inside.trim_start().len();
+            let cut = first + text[first..].chars().next().map_or(0, char::len_utf8);
+            out.push_str(&text[at..cut]);
+            out.push(' ');
+            at = cut;
+        }
+        out + &text[at..]
+    }
+
     /// Encodes consecutive runs as one string, so that a word may begin in one run and end in the next, as it would
     /// if nobody knew where the runs came from. Ids in `excluded` never come from text.
     pub(crate) fn encode_runs(&self, runs: &[Run], excluded: &[u32]) -> Result<EncodedRuns> {

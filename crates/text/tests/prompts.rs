@@ -361,3 +361,37 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_template_that_adds_a_token_to_a_text_reads_strings() {
+    let source = "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim + eos_token }}{% endfor %}";
+    let template = ChatTemplate::from_source(source).unwrap();
+    let kwargs = serde_json::json!({ "bos_token": "<s>", "eos_token": "<|im_end|>" });
+    let options = RenderOptions { kwargs: kwargs.as_object().unwrap().clone(), ..RenderOptions::default() };
+    let turns = [Turn::text(Role::User, " how many? "), Turn::text(Role::Assistant, "3")];
+    let whole = PromptRenderer::new(&TINY, &template).render_finished(&turns, &options).unwrap();
+    assert_eq!(whole.text, "<s>[user]how many?<|im_end|>[assistant]3<|im_end|>");
+    assert_eq!(whole.ids.iter().filter(|&&i| i == id("<|im_end|>")).count(), 2);
+}
+
+/// As a reward model reads it: without media, whatever the template makes of an answer, and never with forged turns.
+#[test]
+fn a_finished_conversation_is_texts() {
+    let turns = [
+        Turn { role: Role::User, parts: vec![image(0), text("how many?")] },
+        Turn::text(Role::Assistant, "a</think>b<|im_end|>c"),
+    ];
+    let kept = plain_template("{{ m.content }}");
+    // Turns thought and answer around.
+    let rewritten = plain_template("{{ m.content.split('</think>') | reverse | join('~') }}");
+    let finished = |template| {
+        PromptRenderer::new(&TINY, template).render_finished(&turns, &RenderOptions::default()).unwrap()
+    };
+    let whole = finished(&kept);
+    assert_eq!(whole.text, "[user]how many?;[assistant]a</think>b<|im_end|>c;");
+    assert!(!whole.ids.contains(&id("<|im_end|>")) && whole.ids.contains(&id("</think>")));
+    let whole = finished(&rewritten);
+    assert_eq!(whole.text, "[user]how many?;[assistant]b< |im_end|>c~a;");
+    assert!(!whole.ids.contains(&id("<|im_end|>")));
+    assert_eq!(whole.ids, TINY.encode_text(&whole.text).unwrap());
+}

@@ -106,6 +106,7 @@ fn with_inputs<T>(
         for (index, completion) in completions.iter().enumerate() {
             inputs.push(RewardInput {
                 prompt: question,
+                turns: &sample.turns,
                 completion: &completion.text,
                 completion_ids: &completion.ids,
                 solution: sample.solution.as_deref(),

@@ -47,8 +47,9 @@ pub const FLAGS: &[Flag] = &[
     row("reward_funcs", Specs, at!(rewards.funcs), ASKS_REWARDS)
         .help(
             "Rewards to add up, by name (`rewards list`), as a function of a Python file \
-             (`my_rewards.py:mine`), as a program (`cmd:python my_reward.py`) or as an address \
-             (`http://…`).",
+             (`my_rewards.py:mine`), as a program (`cmd:python my_reward.py`), as an address \
+             (`http://…`), or as a reward model: the directory or hub name (`ORG/MODEL`) of a \
+             text classifier with one output.",
         )
         .alias(&["rewards"])
         .idle(unscored),

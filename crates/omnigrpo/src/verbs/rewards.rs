@@ -29,7 +29,7 @@ pub fn list() -> Result<()> {
             name = "";
         }
     }
-    let others = "Also `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    let others = "Also the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
     out.push_str(&format!("\n{}\n", wrap(others, columns)));
     print(&out)
 }

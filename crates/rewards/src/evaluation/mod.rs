@@ -393,6 +393,7 @@ mod tests {
                 .iter()
                 .map(|completion| RewardInput {
                     prompt: "q",
+                    turns: &[],
                     completion,
                     completion_ids: &[],
                     solution: Some(solution),

@@ -7,7 +7,7 @@ use anyhow::Result;
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{Compat, Corpus, RewardSet, references};
-use omnigrpo_scorers::ScorerOptions;
+use omnigrpo_scorers::{RewardModel, ScorerOptions};
 
 use super::hub::named_dir;
 use crate::problem::Problem;
@@ -53,12 +53,23 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         references: corpus.map_or_else(Vec::new, |corpus| corpus.texts.clone()),
         ..asked.scorers.clone()
     };
-    let made = omnigrpo_scorers::table()
+    let mut made = omnigrpo_scorers::table()
         .iter()
         .filter(|row| wants(row.name))
         .map(|row| (row.make)(&scorers).map_err(|e| Problem::failure(e.to_string()).at("--reward_funcs")))
         .collect::<Result<Vec<_>, _>>()?;
-    omnigrpo_rewards::build_with(&asked.funcs, &options, made)
+    let mut names = asked.funcs.clone();
+    for spec in &mut names {
+        let Some((name, place)) = RewardModel::spec(spec) else { continue };
+        let at = |problem: Problem| problem.at("--reward_funcs");
+        let dir = named_dir("the reward model", place, settings).map_err(at)?;
+        let render = settings.prompts.render.clone();
+        let model = RewardModel::load(name, &dir, asked.scorers.dtype, render)
+            .map_err(|e| at(Problem::failure(format!("the reward model `{place}` cannot be used: {e}"))))?;
+        made.push(Box::new(model));
+        *spec = name.to_owned();
+    }
+    omnigrpo_rewards::build_with(&names, &options, made)
         .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
 }
 

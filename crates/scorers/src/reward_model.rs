@@ -1,0 +1,129 @@
+//! A reward by path: a sequence-classification checkpoint with one output, with its own tokenizer and chat template.
+//!
+//! The text is TRL's (1.16, `GRPOTrainer._calculate_rewards`). A row whose `prompt` is a text has no roles: the model reads
+//! prompt and completion as one text. Any other row is a conversation: the model's own template renders it with the
+//! completion as the last turn. Media are left out, since these models read text alone.
+//!
+//! Differences by design: literals of control tokens in texts are ordinary text, where TRL lets a completion forge turns; encoders get
+//! the start and end tokens of their tokenizer, since their heads read the row of the first, and without a template of
+//! their own they read the last question and the completion, a line break between them, where TRL fails; what is too long is an error.
+
+use std::path::Path;
+
+use omnigrpo_models::{SequenceClassifier, WeightDtype};
+use omnigrpo_ops::Pass;
+use omnigrpo_rewards::{Reward, RewardError, RewardInput};
+use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
+
+use crate::error::Result;
+
+/// A frozen model that gives prompt and completion one number.
+pub struct RewardModel {
+    name: String,
+    model: SequenceClassifier,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    render: RenderOptions,
+}
+
+impl RewardModel {
+    /// Loads a directory. `name` is that of the reward; `render` holds what prompts are rendered with, such as a system
+    /// text.
+    ///
+    /// # Errors
+    /// Unreadable files, another architecture, a head that is missing or has several outputs, no tokenizer.
+    pub fn load(name: &str, dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
+        // What is small comes first: a missing tokenizer is then found before gigabytes are read.
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        let template = ChatTemplate::from_dir(dir)?;
+        let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);
+        let model = SequenceClassifier::load(dir, dtype)?;
+        Ok(Self { name: name.to_owned(), model, tokenizer, template, render })
+    }
+
+    /// Name and place of the model that a spec of `--reward_funcs` asks for: `DIR` or `ORG/MODEL`, whose last part is the name
+    /// then, or `NAME=` and one of the two. `None` for what is no path and no such name.
+    #[must_use]
+    pub fn spec(spec: &str) -> Option<(&str, &str)> {
+        if spec.contains(':') || spec.ends_with(".py") {
+            return None;
+        }
+        let (name, place) = match spec.split_once('=') {
+            Some((name, place)) => (Some(name.trim()), place.trim()),
+            None => (None, spec.trim()),
+        };
+        let is_model = place.contains('/') || Path::new(place).is_dir();
+        let last = || Path::new(place).file_name().and_then(|name| name.to_str()).unwrap_or("reward_model");
+        is_model.then(|| (name.unwrap_or_else(last), place))
+    }
+
+    /// The tokens of prompt and completion, or what is wrong with them.
+    fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, String> {
+        let is_list = |name: &&str| input.columns.get(*name).is_some_and(serde_json::Value::is_array);
+        let is_text = input.columns.get("prompt").is_some_and(serde_json::Value::is_string)
+            && ["conversations", "messages"].iter().all(|name| !is_list(&name));
+        let encoder = self.model.is_encoder();
+        let ids = match &self.template {
+            Some(template) if !is_text => {
+                let mut turns = input.turns.to_vec();
+                turns.push(Turn::text(Role::Assistant, input.completion));
+                let renderer = PromptRenderer::new(&self.tokenizer, template);
+                renderer.render_finished(&turns, &self.render).map(|prompt| prompt.ids)
+            }
+            None if !is_text && !encoder => {
+                return Err("the row is a conversation, and the reward model has no chat template to write it with: put \
+                            its chat_template.jinja into its directory, or give `prompt` as a text"
+                    .to_owned());
+            }
+            _ => {
+                let between = if is_text { "" } else { "\n" };
+                let text = format!("{}{between}{}", input.prompt, input.completion);
+                if encoder { self.tokenizer.encode_framed(&text) } else { self.tokenizer.encode_text(&text) }
+            }
+        };
+        let ids = ids.map_err(|e| e.to_string())?;
+        let (got, most) = (ids.len(), self.model.max_tokens());
+        match got {
+            0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
+            _ if got > most => Err(format!(
+                "prompt and completion are {got} tokens for the reward model, which reads at most {most}; nothing is cut: \
+                 shorten the prompt, lower --max_completion_length, or take another model"
+            )),
+            _ => Ok(ids),
+        }
+    }
+
+    fn of_row(&self, index: usize, input: &RewardInput<'_>, what: String) -> RewardError {
+        RewardError::Row {
+            reward: self.name.clone(),
+            row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
+            what,
+        }
+    }
+}
+
+impl Reward for RewardModel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn range(&self) -> (f64, f64) {
+        (f64::NEG_INFINITY, f64::INFINITY)
+    }
+
+    fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
+        let ids = |(index, input)| self.ids(input).map_err(|what| self.of_row(index, input, what));
+        let ids: Vec<Vec<u32>> = batch.iter().enumerate().map(ids).collect::<Result<_, _>>()?;
+        let slices: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
+        // TRL pads with the end token where the tokenizer names no padding.
+        let padding = self.tokenizer.pad_token().or_else(|| self.tokenizer.eos_token());
+        let scores = self.model.scores(&slices, padding, &Pass::default());
+        let scores =
+            scores.map_err(|e| RewardError::Setting { reward: self.name.clone(), what: e.to_string() })?;
+        Ok(scores.into_iter().map(|score| Some(f64::from(score))).collect())
+    }
+
+    fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
+        self.ids(row).map(|_| Some(true)).map_err(|what| self.of_row(0, row, what))
+    }
+}
