@@ -87,7 +87,7 @@ impl RewardModel {
             0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
             _ if got > most => Err(format!(
                 "prompt and completion are {got} tokens for the reward model, which reads at most {most}; nothing is cut: \
-                 shorten the prompt, lower --max_completion_length, or take another model"
+                 shorten the prompt, allow shorter completions, or take another model"
             )),
             _ => Ok(ids),
         }

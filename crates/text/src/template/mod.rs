@@ -297,8 +297,10 @@ impl ChatTemplate {
         // (writes the text once, writes a key of the list's items)
         let shows = |messages: serde_json::Value| {
             let now = Some(jiff::civil::DateTime::default());
-            let none = serde_json::Map::new();
-            let output = self.run_within(guard::TRIAL, &messages, false, &none, now).unwrap_or_default();
+            // Added to a text, an undefined token would be an error.
+            let tokens = ["bos_token", "eos_token", "pad_token", "unk_token"];
+            let tokens = tokens.map(|token| (token.to_owned(), serde_json::json!(""))).into_iter().collect();
+            let output = self.run_within(guard::TRIAL, &messages, false, &tokens, now).unwrap_or_default();
             (output.matches(PROBE).count() == 1, output.contains("\"type\"") || output.contains("'type'"))
         };
         let choose = |place: &dyn Fn(&serde_json::Value) -> serde_json::Value| {
