@@ -42,6 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let rewards = build_rewards(&[format!("overlap=http://{address}")], &RewardOptions::default())?;
     let row = RewardInput {
         prompt: "What is in the picture?",
+        turns: &[],
         completion: "a red boat",
         completion_ids: &[],
         solution: Some("a red house"),

@@ -61,7 +61,7 @@ impl RewardModel {
     fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, String> {
         let is_list = |name: &&str| input.columns.get(*name).is_some_and(serde_json::Value::is_array);
         let is_text = input.columns.get("prompt").is_some_and(serde_json::Value::is_string)
-            && ["conversations", "messages"].iter().all(|name| !is_list(&name));
+            && ["conversations", "messages"].iter().all(|name| !is_list(name));
         let encoder = self.model.is_encoder();
         let ids = match &self.template {
             Some(template) if !is_text => {

@@ -551,7 +551,8 @@ fn what_is_no_reward_model_is_said() {
         assert!(text.contains(from), "{text}");
         std::fs::write(path, text.replacen(from, to, 1)).unwrap();
     };
-    let weights = |change: &dyn Fn(&str, Vec<usize>) -> Option<Vec<usize>>| {
+    type Change<'a> = &'a dyn Fn(&str, Vec<usize>) -> Option<Vec<usize>>;
+    let weights = |change: Change| {
         let path = place.join("model.safetensors");
         let bytes = std::fs::read(&path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
