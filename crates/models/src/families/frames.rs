@@ -1,10 +1,33 @@
-//! Which frames of a video are read: the choice that families share.
+//! The files of media, and which frames of a video are read: what families share.
+
+use std::path::Path;
 
 use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
-use omnigrpo_media::{FrameChoice, FrameSampling, LISTED_FPS, QwenSampling, VideoSource};
+use omnigrpo_media::{
+    FrameChoice, FrameSampling, FrameSize, LISTED_FPS, QwenSampling, VideoFrames, VideoRequest, VideoSource,
+    decode_video,
+};
 
 use super::{FrameRule, MediaSettings};
-use crate::error::Result;
+use crate::error::{ModelError, Result};
+
+/// The file of a picture or sound.
+///
+/// # Errors
+/// A list of frames.
+pub(crate) fn file(medium: &MediumRef) -> Result<&Path> {
+    match &medium.source {
+        MediumSource::Path(path) => Ok(path),
+        MediumSource::Frames(_) => {
+            Err(ModelError::prompt(format!("the {} is one file; got a list of frames", medium.kind)))
+        }
+    }
+}
+
+/// What a family without ears says to sound.
+pub(crate) fn no_audio() -> ModelError {
+    ModelError::prompt("this model takes images and videos, not sound; remove the audio from the row")
+}
 
 /// A video and which of its frames to take.
 pub(crate) struct FramePlan {
@@ -62,6 +85,22 @@ impl FramePlan {
             (FrameRule::BaseInterval | FrameRule::Segments, _) => interval(),
         };
         Self { source, sampling, listed_fps: if listed { own.fps } else { None } }
+    }
+
+    /// Reads the frames at a size, in the order that the settings ask for.
+    ///
+    /// # Errors
+    /// An unreadable video, a choice it cannot give.
+    pub fn decode(
+        self,
+        medium: &MediumRef,
+        settings: &MediaSettings,
+        size: FrameSize,
+    ) -> Result<VideoFrames> {
+        let request = VideoRequest { sampling: self.sampling, size, listed_fps: self.listed_fps };
+        let mut video = decode_video(&self.source, &request, &settings.limits)?;
+        settings.order(&medium.source, &mut video.frames);
+        Ok(video)
     }
 
     /// Times of the frames that will be read, seconds, given the header.

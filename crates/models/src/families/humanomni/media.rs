@@ -17,6 +17,7 @@ use omnigrpo_text::MediumKind;
 
 use super::config::HumanOmniConfig;
 use crate::error::{ModelError, Result};
+use crate::families::frames::file;
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sound};
 
 /// Pictures of these models are squares of the tower's size, and a clip is a fixed number of them.
@@ -161,14 +162,5 @@ impl MediaReader {
             listed_fps: own.fps.filter(|_| listed),
         };
         Ok((request, source))
-    }
-}
-
-fn file(medium: &MediumRef) -> Result<&Path> {
-    match &medium.source {
-        MediumSource::Path(path) => Ok(path),
-        MediumSource::Frames(_) => {
-            Err(ModelError::prompt(format!("the {} is one file; got a list of frames", medium.kind)))
-        }
     }
 }

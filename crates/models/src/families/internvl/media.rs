@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
+use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::tiles::TileProcessor;
-use omnigrpo_media::{FrameSize, VideoRequest, decode_video, load_image};
+use omnigrpo_media::{FrameSize, load_image};
 use omnigrpo_text::MediumKind;
 
 use super::{InternVlConfig, Layout};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::families::frames::FramePlan;
+use crate::families::frames::{FramePlan, file, no_audio};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's tiling says.
@@ -113,17 +113,12 @@ impl MediaReader {
         let tiles = self.tiles(settings);
         let (data, frame_times_secs) = match medium.kind {
             MediumKind::Image => {
-                let MediumSource::Path(path) = &medium.source else {
-                    return Err(ModelError::prompt("an image is one file; got a list of frames or a URL"));
-                };
-                (tiles.process_image(&load_image(path, &settings.limits)?)?, Vec::new())
+                (tiles.process_image(&load_image(file(medium)?, &settings.limits)?)?, Vec::new())
             }
             MediumKind::Video => {
                 let plan = FramePlan::new(medium, settings);
                 let size = FrameSize::Exact { width_px: tiles.side_px, height_px: tiles.side_px };
-                let request = VideoRequest { sampling: plan.sampling, size, listed_fps: plan.listed_fps };
-                let mut video = decode_video(&plan.source, &request, &settings.limits)?;
-                settings.order(&medium.source, &mut video.frames);
+                let video = plan.decode(medium, settings, size)?;
                 (tiles.process_frames(&video.frames)?, video.timestamps_s)
             }
             MediumKind::Audio => return Err(no_audio()),
@@ -163,8 +158,4 @@ fn triple(json: &ConfigJson, key: &str, default: [f64; 3]) -> Result<[f64; 3]> {
         Some(value) => serde_json::from_value(value.clone())
             .map_err(|_| json.error(format!("{key} is {value}; expected three numbers"))),
     }
-}
-
-fn no_audio() -> ModelError {
-    ModelError::prompt("this model takes images and videos, not sound; remove the audio from the row")
 }

@@ -5,14 +5,14 @@
 
 use std::path::Path;
 
-use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
+use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef};
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
-use omnigrpo_media::{FrameSize, PixelBudget, VideoRequest, decode_video, load_image, resize_bicubic};
+use omnigrpo_media::{FrameSize, PixelBudget, load_image, resize_bicubic};
 use omnigrpo_text::MediumKind;
 
 use super::config::VisionConfig;
 use crate::error::{ModelError, Result};
-use crate::families::frames::FramePlan;
+use crate::families::frames::{FramePlan, file, no_audio};
 use crate::families::{MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's processors say.
@@ -61,12 +61,11 @@ impl MediaReader {
                 (self.processors.image.grid(1, height, width)?, Vec::new())
             }
             MediumKind::Video => {
-                let (request, plan) = self.video_request(medium, settings)?;
-                let times = plan.times_secs(header)?;
-                let (height, width) = match &request.size {
-                    FrameSize::Exact { width_px, height_px } => (*height_px, *width_px),
+                let times = FramePlan::new(medium, settings).times_secs(header)?;
+                let (height, width) = match self.frame_size(medium, settings)? {
+                    FrameSize::Exact { width_px, height_px } => (height_px, width_px),
                     FrameSize::Budget { budget, factor } => {
-                        budget.frame_size(times.len(), height, width, *factor)?
+                        budget.frame_size(times.len(), height, width, factor)?
                     }
                     FrameSize::Native => (height, width),
                 };
@@ -92,10 +91,7 @@ impl MediaReader {
     }
 
     fn image(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        let MediumSource::Path(path) = &medium.source else {
-            return Err(ModelError::prompt("an image is one file; got a list of frames or a URL"));
-        };
-        let mut image = load_image(path, &settings.limits)?;
+        let mut image = load_image(file(medium)?, &settings.limits)?;
         let (height, width) = self.image_size(medium, image.height_px, image.width_px, settings)?;
         if (height, width) != (image.height_px, image.width_px) {
             image = resize_bicubic(&image, width, height)?;
@@ -106,9 +102,8 @@ impl MediaReader {
     }
 
     fn video(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
-        let (request, plan) = self.video_request(medium, settings)?;
-        let mut video = decode_video(&plan.source, &request, &settings.limits)?;
-        settings.order(&medium.source, &mut video.frames);
+        let size = self.frame_size(medium, settings)?;
+        let video = FramePlan::new(medium, settings).decode(medium, settings, size)?;
         let Some(first) = video.frames.first() else {
             return Err(ModelError::prompt("the video gave no frame"));
         };
@@ -149,14 +144,9 @@ impl MediaReader {
         processor
     }
 
-    fn video_request(
-        &self,
-        medium: &MediumRef,
-        settings: &MediaSettings,
-    ) -> Result<(VideoRequest, FramePlan)> {
-        let plan = FramePlan::new(medium, settings);
+    fn frame_size(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<FrameSize> {
         let options = medium.options.or(&settings.video);
-        let size = match exact(&medium.options)? {
+        Ok(match exact(&medium.options)? {
             Some((height_px, width_px)) => FrameSize::Exact { width_px, height_px },
             None => FrameSize::Budget {
                 budget: PixelBudget {
@@ -166,9 +156,7 @@ impl MediaReader {
                 },
                 factor: self.processors.video.factor(),
             },
-        };
-        let request = VideoRequest { sampling: plan.sampling.clone(), size, listed_fps: plan.listed_fps };
-        Ok((request, plan))
+        })
     }
 }
 
@@ -190,8 +178,4 @@ fn exact(options: &MediumOptions) -> Result<Option<(u32, u32)>> {
             "resized_height and resized_width belong together; one of them is missing",
         )),
     }
-}
-
-fn no_audio() -> ModelError {
-    ModelError::prompt("this model takes images and videos, not sound; remove the audio from the row")
 }
