@@ -155,7 +155,8 @@ fn linear_cases(all: &mut Vec<Case>) {
             ));
         }
     }
-    let len = 94 << 18;
+    // More than any cache holds.
+    let len = 1 << 28;
     all.push(case("memory read", Amount::Bytes((len * 4) as f64), move || {
         let x = noise(len, 3);
         move || {
