@@ -11,17 +11,42 @@ use std::ops::Range;
 
 use crate::linear::{self, Gradient, Layer};
 use crate::mat::{Mat, MatMut, check};
+use crate::parallel::tasks;
+use crate::profile::{self, Op, span};
 use crate::{Weight, buffer};
 
 /// Which places an array of rows has: those of expert `e` are `offsets[e]..offsets[e + 1]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Groups<'a>(pub &'a [usize]);
 
+/// Experts of a thread from which on each expert is one thread's; with fewer, threads share every expert's product.
+const ROUNDS: usize = 4;
+
 impl Groups<'_> {
-    /// Expert and places of every expert that has some.
-    fn each(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+    /// Calls `f` with expert and places of every expert that has some; `work` is that of a place.
+    ///
+    /// A product inside runs on the thread that calls `f` where experts are many: small products do not wait for each
+    /// other then. Large ones go first, so that threads end together.
+    fn each(&self, work: usize, f: impl Fn(usize, Range<usize>) + Sync) {
         let places = self.0.windows(2).map(|ends| ends[0]..ends[1]).enumerate();
-        places.filter(|(_, places)| !places.is_empty())
+        let mut all: Vec<(usize, Range<usize>)> = places.filter(|(_, places)| !places.is_empty()).collect();
+        if all.len() < ROUNDS * rayon::current_num_threads() {
+            return all.into_iter().for_each(|(expert, places)| f(expert, places));
+        }
+        all.sort_by_key(|(_, places)| std::cmp::Reverse(places.len()));
+        tasks(all.len(), work * self.0.last().unwrap_or(&0), |i| {
+            let _inside = profile::inside();
+            let (expert, places) = all[i].clone();
+            f(expert, places);
+        });
+    }
+
+    /// Operations and bytes of a product of all places, for profiles.
+    fn product(&self, places: usize, k: usize, w: Weight) -> (usize, usize) {
+        let used = self.0.windows(2).filter(|ends| ends[0] < ends[1]).count();
+        let (rows, n) = w.dims();
+        let bytes = profile::product(0, w).1 * used * k / rows.max(1);
+        (2 * places * k * n, bytes + 4 * places * (k + n))
     }
 
     fn cover(&self, places: usize, rows: usize, k: usize) -> bool {
@@ -71,13 +96,16 @@ impl Choices<'_> {
 pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let ((places, k), n) = (x.dims(), w.dims().1);
     check("experts", groups.cover(places, w.dims().0, k));
-    let mut y = buffer::zeros(places * n);
-    for (expert, rows) in groups.each() {
-        let to = MatMut::new(&mut y, places, n).row_range(rows.clone());
-        let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
-        linear::backward_input_into(x.row_range(rows), &[layer], false, to);
+    let _span = span(Op::Linear, || groups.product(places, k, w));
+    // SAFETY: every place is some expert's, whose product replaces it.
+    unsafe {
+        buffer::matrix(places, n, |y| {
+            groups.each(k * n, |expert, rows| {
+                let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
+                linear::backward_input_into(x.row_range(rows.clone()), &[layer], false, y.at_rows(rows));
+            });
+        })
     }
-    y
 }
 
 /// Gradient of [`forward`] for `x`: `dy Wᵀ`, `[places, k]`.
@@ -85,13 +113,16 @@ pub fn forward(x: Mat, w: Weight, groups: Groups) -> Vec<f32> {
 pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
     let (places, k) = (dy.rows, w.dims().0 / groups.0.len().saturating_sub(1).max(1));
     check("experts, gradient of the input", groups.cover(places, w.dims().0, k) && dy.cols == w.dims().1);
-    let mut dx = buffer::zeros(places * k);
-    for (expert, rows) in groups.each() {
-        let to = MatMut::new(&mut dx, places, k).row_range(rows.clone());
-        let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
-        linear::forward_into(dy.row_range(rows), &[layer], false, to);
+    let _span = span(Op::LinearInput, || groups.product(places, k, w));
+    // SAFETY: every place is some expert's, whose product replaces it.
+    unsafe {
+        buffer::matrix(places, k, |dx| {
+            groups.each(k * dy.cols, |expert, rows| {
+                let layer = Layer::new(w.rows(expert * k..(expert + 1) * k));
+                linear::forward_into(dy.row_range(rows.clone()), &[layer], false, dx.at_rows(rows));
+            });
+        })
     }
-    dx
 }
 
 /// Gradient of [`forward`] for `w`: `xᵀ dy` of each expert's places, added to `dw [experts · k, n]`. `bf16` says how the weight
@@ -99,12 +130,13 @@ pub fn backward_input(dy: Mat, w: Weight, groups: Groups) -> Vec<f32> {
 pub fn backward_weight(dy: Mat, x: Mat, groups: Groups, bf16: bool, dw: MatMut) {
     let ((places, k), n) = (x.dims(), dy.cols);
     check("experts, gradient of the weight", groups.cover(places, dw.rows, k) && dw.dims().1 == n);
-    let mut dw = dw;
-    for (expert, rows) in groups.each() {
-        let dw = dw.again().row_range(expert * k..(expert + 1) * k);
+    let _span = span(Op::LinearWeight, || (2 * places * k * n, 4 * (2 * dw.rows * n + places * (n + k))));
+    groups.each(k * n, |expert, rows| {
+        // SAFETY: an expert is one task's.
+        let dw = unsafe { dw.at_rows(expert * k..(expert + 1) * k) };
         let gradient = Gradient { dw, col: 0, bf16 };
         linear::backward_weight(x.row_range(rows.clone()), dy.row_range(rows), &mut [gradient]);
-    }
+    });
 }
 
 /// Each place of `x [places, i]` times its weight: softmax over the logits of its row's experts, of `logits [rows, experts]`.

@@ -139,6 +139,15 @@ impl<'a> MatMut<'a> {
         Self { data, rows: rows.len(), ..self }
     }
 
+    /// Some rows, for one of several threads.
+    ///
+    /// # Safety
+    /// Nobody else writes or reads them meanwhile.
+    #[track_caller]
+    pub(crate) unsafe fn at_rows(&self, rows: Range<usize>) -> Self {
+        Self { data: self.data, ..*self }.row_range(rows)
+    }
+
     /// Rows and columns.
     #[must_use]
     pub fn dims(&self) -> (usize, usize) {

@@ -179,6 +179,21 @@ pub fn span(op: Op, work: impl FnOnce() -> (usize, usize)) -> Span {
     Span(Some((op, Instant::now(), flops as u64, bytes as u64)))
 }
 
+/// Kernels that this thread calls until the result is dropped count in the one that called it from another thread.
+#[must_use]
+pub(crate) struct Inside(bool);
+
+/// See [`Inside`].
+pub(crate) fn inside() -> Inside {
+    Inside(INSIDE.replace(true))
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(self.0);
+    }
+}
+
 impl Drop for Span {
     fn drop(&mut self) {
         let Some((op, started, flops, bytes)) = self.0 else { return };

@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::*;
 
-use super::amx::{GROUP, PART, SIDE, TILE};
+use super::amx::{GROUP, PART, SIDE, STEP, TILE};
 use crate::probe;
 use crate::simd::{self, Instructions};
 
@@ -19,18 +19,27 @@ pub(crate) fn available() -> bool {
     works && simd::allowed(Instructions::Pairs)
 }
 
-/// `c [32, 32] = a · b` for a packed group and a packed panel of `steps` steps, rows of `c` being `ldc` apart.
+/// `c [32, 32] = a · b` for a packed group and a packed panel of `depth` elements, rows of `c` being `ldc` apart. Of `c` at least
+/// the first `rows` are written.
 ///
 /// # Safety
 /// All of them are there, and the instructions are.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn multiply(c: *mut f32, ldc: usize, a: *const u32, b: *const u32, steps: usize) {
-    for first in (0..GROUP).step_by(ROWS) {
+pub(super) unsafe fn multiply(
+    c: *mut f32,
+    ldc: usize,
+    a: *const u32,
+    b: *const u32,
+    depth: usize,
+    rows: usize,
+) {
+    for first in (0..rows.min(GROUP)).step_by(ROWS) {
         let mut acc = [[_mm512_setzero_ps(); GROUP / SIDE]; ROWS];
         let mut a = a.wrapping_add(first / SIDE * TILE + first % SIDE * SIDE);
         let mut b = b;
-        for _ in 0..steps {
-            for pair in 0..SIDE {
+        for done in (0..depth).step_by(STEP) {
+            // Pairs are elements 16 apart, beyond the depth zeros.
+            for pair in 0..SIDE.min(depth - done) {
                 // SAFETY: line `pair` of both tiles of the panel, word `pair` of the rows; vectors of 64 bytes.
                 unsafe {
                     let b = b.add(pair * SIDE);

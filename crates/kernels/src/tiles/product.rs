@@ -153,7 +153,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                             // SAFETY: packed above; tasks write different columns or rows of the outputs.
                             unsafe {
                                 match (N, &tiles) {
-                                    (1, None) => pairs::multiply(to, stride, a, b, steps),
+                                    (1, None) => pairs::multiply(to, stride, a, b, block.len(), rows),
                                     (1, Some(_)) => multiply_rounded(to, stride, a, b, steps),
                                     _ => multiply_wide(to, stride, a, b, steps),
                                 }
