@@ -476,6 +476,30 @@ pub fn expert_pairs() -> Vec<[Case; 2]> {
     pairs
 }
 
+/// Experts while decoding: rows that choose theirs alike or not at all alike, in bytes of the experts that are used.
+fn expert_rows(all: &mut Vec<Case>) {
+    let [_, e, topk, h, i] = EXPERTS;
+    for (rows, used) in [(1, 6), (8, 34), (8, 6)] {
+        let places = rows * topk;
+        let offsets: Vec<usize> = (0..=e).map(|expert| places * expert.min(used) / used).collect();
+        for (dtype, narrow) in DTYPES {
+            let size = if narrow { 2 } else { 4 };
+            let bytes = Amount::Bytes((used * 3 * h * i * size) as f64);
+            let offsets = offsets.clone();
+            all.push(case(format!("experts rows {rows}x{used}/{topk}x{h}x{i} {dtype}"), bytes, move || {
+                let offsets = offsets.clone();
+                let [fc1, fc2] = [(h, 2 * i), (i, h)].map(|(k, n)| Own::new(e * k, n, narrow));
+                let (x, inner) = (noise(places * h, 1), noise(places * i, 1));
+                move || {
+                    let groups = Groups(&offsets);
+                    drop(black_box(experts::forward(Mat::new(&x, places, h), fc1.weight(), groups)));
+                    drop(black_box(experts::forward(Mat::new(&inner, places, i), fc2.weight(), groups)));
+                }
+            }));
+        }
+    }
+}
+
 /// Everything, in the order of the tables.
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
@@ -484,5 +508,6 @@ pub fn cases() -> Vec<Case> {
     attention_cases(&mut all);
     head_cases(&mut all);
     all.extend(expert_pairs().into_iter().flatten());
+    expert_rows(&mut all);
     all
 }
