@@ -9,7 +9,7 @@ use omnigrpo_kernels::quant::QuantBits;
 use crate::device::{Arg, Array, Dtype, Gpu, Launch};
 use crate::product::{Factor, Product};
 
-/// A weight of 8 or 4 bits on a device; the layout is that of `omnigrpo_kernels::quant`.
+/// A weight of 8 or 4 bits on a device; the layout is that of `QuantMatrix::by_rows` in `omnigrpo_kernels`.
 #[derive(Debug)]
 pub struct Codes {
     bits: QuantBits,

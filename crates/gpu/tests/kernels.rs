@@ -613,8 +613,9 @@ fn quantised_weights_are_widened() {
         let mut want = vec![0.0; n * k];
         matrix.rows().widen(&mut want);
         let gpu = gpu(1);
-        let scales: Vec<_> = matrix.scales().iter().map(|scale| [scale.min, scale.step]).collect();
-        let codes = Codes::new(&gpu, bits, [n, k], matrix.codes(), &scales);
+        let (codes, scales) = matrix.by_rows();
+        let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+        let codes = Codes::new(&gpu, bits, [n, k], &codes, &scales);
         let index = gpu.upload_words(&[2u32, 0]);
         let all = gpu.weight_rows(Weight::Codes(&codes), k, None, n, Dtype::F32).to_vec();
         let some = gpu.weight_rows(Weight::Codes(&codes), k, Some(&index), 2, Dtype::Bf16).to_bf16();

@@ -1,4 +1,4 @@
-//! Which matrix and half-precision instructions really work here.
+//! Which instructions for products of matrices, halves and bytes really work here.
 //!
 //! What a CPU announces and what a process may use are two things on virtual machines: one may hide the leaf that describes
 //! matrix tiles while the kernel grants them and products are right, another may announce an instruction and refuse it
@@ -23,8 +23,8 @@ pub struct Feature {
 /// Every instruction set that is tried, for display. Trials run once, at the first call; a program asks before it starts
 /// threads and fills its memory, when a child costs little and fails least.
 #[must_use]
-pub fn features() -> [&'static Feature; 3] {
-    [bf16(), fp16(), amx()]
+pub fn features() -> [&'static Feature; 4] {
+    [bf16(), vnni(), fp16(), amx()]
 }
 
 /// What to tell where a trial could not be made: kernels, and with them the last bits of results, may be others than in a
@@ -50,6 +50,12 @@ pub(crate) fn bf16() -> &'static Feature {
     FOUND.get_or_init(|| system::vectors("AVX512-BF16", system::has_bf16(), system::try_bf16))
 }
 
+/// Dot products of four bytes in vectors.
+pub(crate) fn vnni() -> &'static Feature {
+    static FOUND: OnceLock<Feature> = OnceLock::new();
+    FOUND.get_or_init(|| system::vectors("AVX512-VNNI", system::has_vnni(), system::try_vnni))
+}
+
 /// Arithmetic of 16-bit floats in vectors.
 fn fp16() -> &'static Feature {
     static FOUND: OnceLock<Feature> = OnceLock::new();
@@ -72,6 +78,14 @@ mod system {
     use super::{Feature, feature};
 
     pub(super) const fn has_bf16() -> bool {
+        false
+    }
+
+    pub(super) const fn has_vnni() -> bool {
+        false
+    }
+
+    pub(super) fn try_vnni() -> bool {
         false
     }
 
@@ -191,6 +205,10 @@ mod system {
         is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
     }
 
+    pub(super) fn has_vnni() -> bool {
+        is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vnni")
+    }
+
     pub(super) fn has_fp16() -> bool {
         is_x86_feature_detected!("avx512f") && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & 1 << 23 != 0
     }
@@ -220,6 +238,23 @@ mod system {
             );
         }
         c == [5.5; 16]
+    }
+
+    /// `200·−2 + 1·3 + 255·127 + 0·9 + 7` in every lane: bytes without a sign times bytes with one.
+    pub(super) fn try_vnni() -> bool {
+        let (a, b) = ([0x00ff_01c8_u32; 16], [0x097f_03fe_u32; 16]);
+        let mut c = [7i32; 16];
+        // SAFETY: as in `try_bf16`.
+        unsafe {
+            asm!(
+                "vmovups zmm0, [{c}]", "vmovups zmm1, [{a}]", "vmovups zmm2, [{b}]",
+                "vpdpbusd zmm0, zmm1, zmm2",
+                "vmovups [{c}], zmm0", "vzeroupper",
+                a = in(reg) a.as_ptr(), b = in(reg) b.as_ptr(), c = in(reg) c.as_mut_ptr(),
+                out("xmm0") _, out("xmm1") _, out("xmm2") _, options(nostack),
+            );
+        }
+        c == [31_995; 16]
     }
 
     /// `1.5 · 2 + 1` in every lane.
@@ -361,6 +396,7 @@ mod system {
         fn trials_compute_what_they_expect() {
             for (found, trial) in [
                 (bf16(), try_bf16 as fn() -> bool),
+                (super::super::vnni(), try_vnni),
                 (super::super::fp16(), try_fp16),
                 (super::super::amx(), try_amx),
             ] {

@@ -14,7 +14,7 @@ pub enum Instructions {
     Best,
     /// All but matrix tiles.
     Pairs,
-    /// Those too without products of bf16.
+    /// Those too without products of bf16 and of bytes.
     Vectors,
     /// Those of every CPU of its kind.
     Portable,

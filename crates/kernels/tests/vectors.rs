@@ -6,6 +6,8 @@
 mod attention_tests;
 #[path = "kernels.rs"]
 mod kernel_tests;
+#[path = "quant.rs"]
+mod quant_tests;
 
 pub fn choose_instructions() -> f64 {
     use omnigrpo_kernels::{Instructions, limit_instructions};

@@ -137,8 +137,9 @@ impl Weights {
     pub(crate) fn quantised(gpu: &Gpu, matrix: &QuantMatrix, shape: &[usize]) -> Self {
         let Some((&k, n)) = shape.split_last() else { return Self::Dense(gpu.alloc(0, Dtype::Bf16)) };
         let n = n.iter().product();
-        let scales: Vec<_> = matrix.scales().iter().map(|scale| [scale.min, scale.step]).collect();
-        Self::Codes(Codes::new(gpu, matrix.bits(), [n, k], matrix.codes(), &scales))
+        let (codes, scales) = matrix.by_rows();
+        let scales: Vec<_> = scales.iter().map(|scale| [scale.min, scale.step]).collect();
+        Self::Codes(Codes::new(gpu, matrix.bits(), [n, k], &codes, &scales))
     }
 
     fn weight(&self) -> Weight<'_> {

@@ -310,7 +310,7 @@ impl Param {
             (_, ParamDtype::Bf16) => 2 * self.len(),
             (_, ParamDtype::Quantised(bits)) => {
                 let k = self.shape.last().copied().unwrap_or(1).max(1);
-                self.len() / k * bits.row_bytes(k)
+                bits.matrix_bytes(self.len() / k, k)
             }
         }
     }

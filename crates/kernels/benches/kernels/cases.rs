@@ -10,6 +10,7 @@ use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
 use omnigrpo_kernels::optim::AdamW;
+use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, rope};
 
 /// What a call does 10⁹ of: operations or bytes.
@@ -45,11 +46,12 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
     (0..n).map(next).collect()
 }
 
-/// A weight `[n, k]` in either dtype.
+/// A weight `[n, k]` of one's own.
 struct Own {
     dims: (usize, usize),
     wide: Vec<f32>,
     narrow: Vec<bf16>,
+    few: Option<QuantMatrix>,
 }
 
 impl Own {
@@ -59,14 +61,25 @@ impl Own {
             return Self {
                 narrow: wide.iter().map(|&w| bf16::from_f32(w)).collect(),
                 wide: Vec::new(),
+                few: None,
                 dims,
             };
         }
-        Self { wide, narrow: Vec::new(), dims }
+        Self { wide, narrow: Vec::new(), few: None, dims }
+    }
+
+    fn quantised(n: usize, k: usize, bits: QuantBits) -> Self {
+        let wide = noise(n * k, 2);
+        let row = |i: usize, row: &mut [f32]| row.copy_from_slice(&wide[i * k..(i + 1) * k]);
+        let few = QuantMatrix::from_rows(bits, n, k, row);
+        Self { wide: Vec::new(), narrow: Vec::new(), few, dims: (n, k) }
     }
 
     fn weight(&self) -> Weight<'_> {
         let (n, k) = self.dims;
+        if let Some(few) = &self.few {
+            return few.rows().into();
+        }
         if self.wide.is_empty() { Weight::bf16(&self.narrow, n, k) } else { Weight::f32(&self.wide, n, k) }
     }
 }
@@ -135,14 +148,19 @@ fn linear_cases(all: &mut Vec<Case>) {
     let large = [(2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)];
     for (sizes, count, name) in [(small, 8, ""), (large, 2, " of 3B")] {
         let per: usize = sizes.iter().map(|(n, k)| n * k).sum();
-        for ((dtype, narrow), m) in DTYPES.into_iter().flat_map(|dtype| [1, 8, 16, 32].map(|m| (dtype, m))) {
-            let bytes = Amount::Bytes((count * per * if narrow { 2 } else { 4 }) as f64);
+        let dtypes = [("f32", 32.0), ("bf16", 16.0), ("8 bits", 8.5), ("4 bits", 4.5)];
+        for ((dtype, bits), m) in dtypes.into_iter().flat_map(|dtype| [1, 8, 16, 32].map(|m| (dtype, m))) {
+            let bytes = Amount::Bytes((count * per) as f64 * bits / 8.0);
             all.push(case(
                 format!("linear decode, {count} layers{name}, {m} rows {dtype}"),
                 bytes,
                 move || {
-                    let layers: Vec<Own> =
-                        (0..count).flat_map(|_| sizes.map(|(n, k)| Own::new(n, k, narrow))).collect();
+                    let own = |(n, k)| match dtype {
+                        "8 bits" => Own::quantised(n, k, QuantBits::Eight),
+                        "4 bits" => Own::quantised(n, k, QuantBits::Four),
+                        _ => Own::new(n, k, dtype == "bf16"),
+                    };
+                    let layers: Vec<Own> = (0..count).flat_map(|_| sizes.map(own)).collect();
                     let (x, mut y) = (noise(m * 11008, 1), vec![0.0; m * 22016]);
                     move || {
                         for layer in &layers {

@@ -25,15 +25,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
             let n = layer.n();
             let y = y.again().columns(col..col + n);
             match layer.w.stored() {
-                Stored::Quantised(w) if accumulate => {
-                    let mut sum = vec![0.0; m * n];
-                    quant::forward_rows(x, w, layer.bias, MatMut::new(&mut sum, m, n));
-                    for (r, sum) in sum.chunks_exact(n.max(1)).enumerate() {
-                        // SAFETY: one row after the other.
-                        unsafe { y.row(r) }.iter_mut().zip(sum).for_each(|(y, sum)| *y += sum);
-                    }
-                }
-                Stored::Quantised(w) => quant::forward_rows(x, w, layer.bias, y),
+                Stored::Quantised(w) => quant::forward_rows(x, w, layer.bias, accumulate, y),
                 _ => forward_rows_into(x, &[*layer], accumulate, y),
             }
             col += n;

@@ -1,0 +1,347 @@
+//! Weight matrices of 8 or 4 bits a weight, for weights that are not trained.
+//!
+//! A row is cut into groups of [`GROUP`] weights. A group keeps its minimum `m` and a step `s` in bf16, a weight its
+//! place `q` on that scale: `ŵ = q·s + m`, `q` in `0..=L` with `L` 255 or 15. `m` is rounded down and `s` up, so the scale
+//! covers the group, and with `q` rounded to nearest
+//!
+//! `|ŵ − w| ≤ s/2 + 2⁻²⁴·|ŵ|`, `s ≤ 1.01·(max − m)/L`, `m ≥ min·(1 ± 2⁻⁷)`:
+//!
+//! half a step, plus the rounding of `ŵ` itself (`q·s` is exact in f32). Memory is 8.5 or 4.5 bits a weight. The scheme is
+//! the affine one of Jacob et al. (arXiv 1712.05877) per group; for normal weights its 4 bits have the error of NF4
+//! (Dettmers et al., arXiv 2305.14314) at the same size, and widening needs no table.
+//!
+//! The layout is that of decoding, which reads all of it for a few rows of inputs: [`PANEL`] rows stand together, and of each
+//! group first their scales, then their codes, four elements of every row at a time. A vector of 32-bit lanes so holds neighbouring
+//! rows, whose sums need not be added up across lanes, and memory is read from its start to its end. With 4 bits a byte holds
+//! an element in its low half and the one 32 further in the other.
+
+mod rows;
+
+use half::bf16;
+
+use crate::parallel::{self, Shared, ranges};
+
+pub(crate) use rows::forward_rows;
+
+/// Whether products of few rows with these weights round their inputs to 8 bits, because this CPU multiplies bytes faster.
+#[must_use]
+pub fn rounds_inputs() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return rows::bytes::available();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Weights that share a minimum and a step.
+pub const GROUP: usize = 64;
+/// Rows that stand together.
+pub const PANEL: usize = 16;
+/// Elements of a row in a word of codes, where a byte is one.
+const LANE: usize = 4;
+
+/// Bits of a code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantBits {
+    /// 256 levels.
+    Eight,
+    /// 16 levels.
+    Four,
+}
+
+impl QuantBits {
+    /// Bits of a code.
+    #[must_use]
+    pub const fn bits(self) -> usize {
+        match self {
+            Self::Eight => 8,
+            Self::Four => 4,
+        }
+    }
+
+    /// The largest code.
+    #[must_use]
+    pub const fn levels(self) -> u32 {
+        (1 << self.bits()) - 1
+    }
+
+    /// Words of codes of a row's group.
+    const fn words(self) -> usize {
+        GROUP * self.bits() / 32
+    }
+
+    /// Lines of a panel's group: scales and codes.
+    const fn lines(self) -> usize {
+        1 + self.words()
+    }
+
+    /// Word of element `e` of a group, and the place of its low bit.
+    const fn place(self, e: usize) -> (usize, usize) {
+        let span = LANE * self.words();
+        (e % span / LANE, e % LANE * 8 + e / span * self.bits())
+    }
+
+    /// Memory of a matrix, bytes.
+    #[must_use]
+    pub const fn matrix_bytes(self, n: usize, k: usize) -> usize {
+        n.div_ceil(PANEL) * k.div_ceil(GROUP) * self.lines() * size_of::<Line>()
+    }
+}
+
+/// A word of each row of a panel.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C, align(64))]
+struct Line([u32; PANEL]);
+
+/// Minimum and step of a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Scale {
+    /// `m`: what code 0 stands for.
+    pub min: bf16,
+    /// `s`: the distance of neighbouring codes.
+    pub step: bf16,
+}
+
+impl Scale {
+    fn word(self) -> u32 {
+        u32::from(self.step.to_bits()) << 16 | u32::from(self.min.to_bits())
+    }
+
+    fn of(word: u32) -> Self {
+        Self { min: bf16::from_bits(word as u16), step: bf16::from_bits((word >> 16) as u16) }
+    }
+}
+
+/// A quantised matrix `[n, k]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QuantMatrix {
+    bits: QuantBits,
+    n: usize,
+    k: usize,
+    lines: Vec<Line>,
+}
+
+/// Rows of a [`QuantMatrix`].
+#[derive(Clone, Copy, Debug)]
+pub struct QuantRows<'a> {
+    bits: QuantBits,
+    n: usize,
+    k: usize,
+    /// Place of the first row in its panel.
+    first: usize,
+    /// From the panel of the first row to that of the last.
+    lines: &'a [Line],
+}
+
+impl QuantMatrix {
+    /// Quantises rows that `row(i, buffer of k)` fills in, on several threads, so that the whole matrix never exists in f32.
+    /// `None` if a group's range is not finite.
+    #[must_use]
+    pub fn from_rows(
+        bits: QuantBits,
+        n: usize,
+        k: usize,
+        row: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Option<Self> {
+        let panel_lines = k.div_ceil(GROUP) * bits.lines();
+        let mut lines = vec![Line::default(); n.div_ceil(PANEL) * panel_lines];
+        let panels = lines.chunks_mut(panel_lines.max(1)).enumerate();
+        let fits = parallel::map(panels, n * k, |(at, lines)| {
+            let mut buffer = vec![0.0; k];
+            (0..PANEL.min(n - at * PANEL)).all(|r| {
+                row(at * PANEL + r, &mut buffer);
+                encode(bits, &buffer, r, lines)
+            })
+        });
+        fits.into_iter().all(|fits| fits).then_some(Self { bits, n, k, lines })
+    }
+
+    /// The whole matrix, for kernels.
+    #[must_use]
+    pub fn rows(&self) -> QuantRows<'_> {
+        QuantRows { bits: self.bits, n: self.n, k: self.k, first: 0, lines: &self.lines }
+    }
+
+    /// Bits of a code.
+    #[must_use]
+    pub fn bits(&self) -> QuantBits {
+        self.bits
+    }
+
+    /// Memory of codes and scales, bytes.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        size_of_val(&*self.lines)
+    }
+
+    /// Codes and scales row by row, as cards read them: a block is 16 words, and word `i` of a block holds its elements `i`,
+    /// `i + 16`, `i + 32`, … from its low bits up. A row has whole blocks, and a scale for each group of them.
+    #[must_use]
+    pub fn by_rows(&self) -> (Vec<u32>, Vec<Scale>) {
+        const WORDS: usize = 16;
+        let block = WORDS * 32 / self.bits.bits();
+        let blocks = self.k.div_ceil(block);
+        let mut codes = vec![0; self.n * blocks * WORDS];
+        let mut scales = vec![Scale::default(); self.n * blocks * block / GROUP];
+        for i in 0..self.n {
+            let row = &mut codes[i * blocks * WORDS..][..blocks * WORDS];
+            for p in 0..self.k {
+                let code = self.rows().code(i, p);
+                row[p / block * WORDS + p % WORDS] |= code << (p % block / WORDS * self.bits.bits());
+            }
+            let of_row = blocks * block / GROUP;
+            for (g, scale) in scales[i * of_row..][..self.k.div_ceil(GROUP)].iter_mut().enumerate() {
+                *scale = self.rows().scale(i, g);
+            }
+        }
+        (codes, scales)
+    }
+}
+
+/// The largest bf16 that is not above `x`.
+fn round_down(x: f32) -> bf16 {
+    let cut = (x.to_bits() >> 16) as u16;
+    // Cutting bits moves towards zero: up for a negative number.
+    bf16::from_bits(if x < 0.0 && x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
+}
+
+/// The smallest bf16 that is not below `x ≥ 0`.
+fn round_up(x: f32) -> bf16 {
+    let cut = (x.to_bits() >> 16) as u16;
+    bf16::from_bits(if x.to_bits() & 0xffff != 0 { cut + 1 } else { cut })
+}
+
+/// Row `r` of a panel.
+fn encode(bits: QuantBits, row: &[f32], r: usize, panel: &mut [Line]) -> bool {
+    let levels = bits.levels();
+    for (group, lines) in row.chunks(GROUP).zip(panel.chunks_exact_mut(bits.lines())) {
+        let min = group.iter().copied().fold(f32::INFINITY, f32::min);
+        let max = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let min = round_down(min);
+        let step = round_up((max - min.to_f32()) / levels as f32);
+        if !(min.is_finite() && step.is_finite() && max.is_finite()) {
+            return false;
+        }
+        lines[0].0[r] = Scale { min, step }.word();
+        let (min, step) = (min.to_f64(), step.to_f64());
+        for (e, &w) in group.iter().enumerate() {
+            let code = if step > 0.0 { ((f64::from(w) - min) / step).round() } else { 0.0 };
+            let (word, shift) = bits.place(e);
+            lines[1 + word].0[r] |= (code as u32).min(levels) << shift;
+        }
+    }
+    true
+}
+
+impl<'a> QuantRows<'a> {
+    /// Elements, `n · k`.
+    #[must_use]
+    pub fn len(self) -> usize {
+        self.n * self.k
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Rows and columns.
+    #[must_use]
+    pub fn dims(self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+
+    /// Memory of codes and scales, bytes; rows that stand together with others count in part.
+    #[must_use]
+    pub fn num_bytes(self) -> usize {
+        self.n * self.k.div_ceil(GROUP) * self.bits.lines() * size_of::<u32>()
+    }
+
+    /// Lines of a panel.
+    fn panel_lines(self) -> usize {
+        self.k.div_ceil(GROUP) * self.bits.lines()
+    }
+
+    /// Rows `start..end`.
+    #[must_use]
+    pub fn rows(self, start: usize, end: usize) -> Self {
+        assert!(start <= end && end <= self.n, "rows {start}..{end} of {}", self.n);
+        let (start, n) = (self.first + start, end - start);
+        let panels = start / PANEL..(start + n).div_ceil(PANEL);
+        let lines = panels.start * self.panel_lines()..panels.end.max(panels.start) * self.panel_lines();
+        Self { n, first: start % PANEL, lines: &self.lines[lines], ..self }
+    }
+
+    /// Word of row `i` in line `at` of its group `g`.
+    fn word(self, i: usize, g: usize, at: usize) -> u32 {
+        let i = self.first + i;
+        self.lines[i / PANEL * self.panel_lines() + g * self.bits.lines() + at].0[i % PANEL]
+    }
+
+    /// The scale of group `g` of row `i`.
+    #[must_use]
+    pub fn scale(self, i: usize, g: usize) -> Scale {
+        Scale::of(self.word(i, g, 0))
+    }
+
+    /// The code of element `p` of row `i`.
+    #[must_use]
+    pub fn code(self, i: usize, p: usize) -> u32 {
+        let (word, shift) = self.bits.place(p % GROUP);
+        self.word(i, p / GROUP, 1 + word) >> shift & self.bits.levels()
+    }
+
+    /// Writes all rows as f32 to `out [n, k]`. For tiles: a product with a whole weight goes through bounded pieces.
+    pub fn widen(self, out: &mut [f32]) {
+        let out = Shared::new(&mut out[..self.len()]);
+        ranges(self.n, PANEL, self.len() / 4, |rows| {
+            // SAFETY: the row ranges are disjoint.
+            let part = unsafe { out.part(rows.start * self.k, rows.len() * self.k) };
+            widen_rows(part, self.rows(rows.start, rows.end));
+        });
+    }
+}
+
+simd_fn! {
+    /// Every row of `w` as f32, compiled for the instruction set and vectorised.
+    fn widen_rows<'a>(simd: S, out: &'a mut [f32], w: QuantRows<'a>) -> () {
+        let _ = simd;
+        match w.bits {
+            QuantBits::Eight => widen_panels::<8>(out, w),
+            QuantBits::Four => widen_panels::<4>(out, w),
+        }
+    }
+}
+
+#[inline(always)]
+fn widen_panels<const BITS: usize>(out: &mut [f32], w: QuantRows) {
+    let words = GROUP * BITS / 32;
+    for (at, panel) in w.lines.chunks_exact(w.panel_lines().max(1)).enumerate() {
+        // Rows of this panel that are wanted.
+        let rows = (at * PANEL).max(w.first)..((at + 1) * PANEL).min(w.first + w.n);
+        for (g, lines) in panel.chunks_exact(1 + words).enumerate() {
+            let mut codes = [[0u8; GROUP]; PANEL];
+            for (t, line) in lines[1..].iter().enumerate() {
+                for (codes, word) in codes.iter_mut().zip(line.0) {
+                    for part in 0..8 / BITS {
+                        let word = if BITS == 8 { word } else { word >> (part * BITS) & 0x0f0f_0f0f };
+                        let to = part * LANE * words + t * LANE;
+                        codes[to..to + LANE].copy_from_slice(&word.to_le_bytes());
+                    }
+                }
+            }
+            for row in rows.clone() {
+                let scale = Scale::of(lines[0].0[row % PANEL]);
+                let (min, step) = (scale.min.to_f32(), scale.step.to_f32());
+                let mut wide = [0.0f32; GROUP];
+                for (wide, code) in wide.iter_mut().zip(codes[row % PANEL]) {
+                    // q · s is exact, so this has the bits of a fused multiply-add.
+                    *wide = f32::from(code) * step + min;
+                }
+                let out = &mut out[(row - w.first) * w.k + g * GROUP..];
+                let len = GROUP.min(w.k - g * GROUP);
+                out[..len].copy_from_slice(&wide[..len]);
+            }
+        }
+    }
+}
