@@ -105,6 +105,15 @@ fn linear_cases(all: &mut Vec<Case>) {
                 }
             }));
         }
+        for (dtype, bits) in [("8 bits", QuantBits::Eight), ("4 bits", QuantBits::Four)] {
+            all.push(case(format!("linear forward {m}x{k}x{n} {dtype}"), flops, move || {
+                let (w, x, mut y) = (Own::quantised(n, k, bits), noise(m * k, 1), vec![0.0; m * n]);
+                move || {
+                    let (x, y) = (Mat::new(&x, m, k), MatMut::new(&mut y, m, n));
+                    linear::forward_into(x, &[Layer::new(w.weight())], false, y);
+                }
+            }));
+        }
         for (dtype, bf16) in DTYPES {
             all.push(case(format!("linear dw {m}x{k}x{n} {dtype}"), flops, move || {
                 let (x, dy, mut dw) = (noise(m * k, 1), noise(m * n, 2), vec![0.0; n * k]);

@@ -7,7 +7,8 @@
 //!
 //! Sums are `f32`. Where the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), products with
 //! a bf16 weight round the other factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing
-//! is rounded. A bf16 number below 2⁻¹²⁶ counts as zero there.
+//! is rounded. A bf16 number below 2⁻¹²⁶ counts as zero there. Weights of few bits are widened piece by piece, to bf16 where
+//! it is multiplied, else to f32; while decoding they are not ([`crate::quant`]).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -20,8 +21,9 @@ pub use gradients::{Gradient, backward_bias, backward_input, backward_input_into
 pub use rows::forward_rows_into;
 
 use crate::mat::{Mat, MatMut};
+use crate::quant::PANEL;
 use crate::workspace::{WIDE, reserve};
-use crate::{Stored, Weight};
+use crate::{Stored, Weight, rounds_bf16};
 
 /// One weight of a call, and its bias.
 #[derive(Clone, Copy, Debug)]
@@ -66,13 +68,21 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
         let (total, k) = layer.w.dims();
         if let Stored::Quantised(w) = layer.w.stored() {
             let mut scratch = WIDE.take();
-            let step = (WIDE_LEN / k.max(1)).max(1);
+            let step = (WIDE_LEN / k.max(1)).next_multiple_of(PANEL);
             for start in (0..total).step_by(step) {
                 let n = step.min(total - start);
-                let wide = reserve(&mut scratch, n * k);
-                w.rows(start, start + n).widen(wide);
                 let bias = layer.bias.map(|bias| &bias[start..start + n]);
-                f(col + start, Layer { w: Weight::f32(wide, n, k), bias });
+                let (w, wide) = (w.rows(start, start + n), reserve(&mut scratch, n * k));
+                let w = if rounds_bf16() {
+                    // SAFETY: two bf16 in the place of each f32; any bits are valid for both.
+                    let wide = unsafe { std::slice::from_raw_parts_mut(wide.as_mut_ptr().cast(), n * k) };
+                    w.widen_bf16(wide);
+                    Weight::bf16(wide, n, k)
+                } else {
+                    w.widen(wide);
+                    Weight::f32(wide, n, k)
+                };
+                f(col + start, Layer { w, bias });
             }
             WIDE.set(scratch);
         } else {

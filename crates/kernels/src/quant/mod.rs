@@ -19,7 +19,7 @@ mod rows;
 
 use half::bf16;
 
-use crate::parallel::{self, Shared, ranges};
+use crate::parallel;
 
 pub(crate) use rows::forward_rows;
 
@@ -293,28 +293,70 @@ impl<'a> QuantRows<'a> {
 
     /// Writes all rows as f32 to `out [n, k]`. For tiles: a product with a whole weight goes through bounded pieces.
     pub fn widen(self, out: &mut [f32]) {
-        let out = Shared::new(&mut out[..self.len()]);
-        ranges(self.n, PANEL, self.len() / 4, |rows| {
-            // SAFETY: the row ranges are disjoint.
-            let part = unsafe { out.part(rows.start * self.k, rows.len() * self.k) };
-            widen_rows(part, self.rows(rows.start, rows.end));
+        self.each_part(out, |out, w| widen_f32(out, w));
+    }
+
+    /// [`Self::widen`], rounded to bf16.
+    pub(crate) fn widen_bf16(self, out: &mut [bf16]) {
+        self.each_part(out, |out, w| widen_bf16(out, w));
+    }
+
+    fn each_part<T: Send>(self, out: &mut [T], widen: impl Fn(&mut [T], Self) + Sync) {
+        let rows = self.n.div_ceil(4 * rayon::current_num_threads()).next_multiple_of(PANEL);
+        let parts = out[..self.len()].chunks_mut((rows * self.k).max(1)).enumerate();
+        parallel::map(parts, self.len() / 4, |(at, out)| {
+            widen(out, self.rows(at * rows, self.n.min((at + 1) * rows)));
         });
+    }
+}
+
+/// A number that a weight is widened to.
+trait Widened: Copy + Default {
+    fn of(x: f32) -> Self;
+}
+
+impl Widened for f32 {
+    #[inline(always)]
+    fn of(x: f32) -> Self {
+        x
+    }
+}
+
+impl Widened for bf16 {
+    /// To nearest, ties to even; weights are finite.
+    #[inline(always)]
+    fn of(x: f32) -> Self {
+        let bits = x.to_bits();
+        Self::from_bits((bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16)
     }
 }
 
 simd_fn! {
     /// Every row of `w` as f32, compiled for the instruction set and vectorised.
-    fn widen_rows<'a>(simd: S, out: &'a mut [f32], w: QuantRows<'a>) -> () {
+    fn widen_f32<'a>(simd: S, out: &'a mut [f32], w: QuantRows<'a>) -> () {
         let _ = simd;
-        match w.bits {
-            QuantBits::Eight => widen_panels::<8>(out, w),
-            QuantBits::Four => widen_panels::<4>(out, w),
-        }
+        widen_rows(out, w);
+    }
+}
+
+simd_fn! {
+    /// The same as bf16.
+    fn widen_bf16<'a>(simd: S, out: &'a mut [bf16], w: QuantRows<'a>) -> () {
+        let _ = simd;
+        widen_rows(out, w);
     }
 }
 
 #[inline(always)]
-fn widen_panels<const BITS: usize>(out: &mut [f32], w: QuantRows) {
+fn widen_rows<T: Widened>(out: &mut [T], w: QuantRows) {
+    match w.bits {
+        QuantBits::Eight => widen_panels::<T, 8>(out, w),
+        QuantBits::Four => widen_panels::<T, 4>(out, w),
+    }
+}
+
+#[inline(always)]
+fn widen_panels<T: Widened, const BITS: usize>(out: &mut [T], w: QuantRows) {
     let words = GROUP * BITS / 32;
     for (at, panel) in w.lines.chunks_exact(w.panel_lines().max(1)).enumerate() {
         // Rows of this panel that are wanted.
@@ -333,10 +375,10 @@ fn widen_panels<const BITS: usize>(out: &mut [f32], w: QuantRows) {
             for row in rows.clone() {
                 let scale = Scale::of(lines[0].0[row % PANEL]);
                 let (min, step) = (scale.min.to_f32(), scale.step.to_f32());
-                let mut wide = [0.0f32; GROUP];
+                let mut wide = [T::default(); GROUP];
                 for (wide, code) in wide.iter_mut().zip(codes[row % PANEL]) {
                     // q · s is exact, so this has the bits of a fused multiply-add.
-                    *wide = f32::from(code) * step + min;
+                    *wide = T::of(f32::from(code) * step + min);
                 }
                 let out = &mut out[(row - w.first) * w.k + g * GROUP..];
                 let len = GROUP.min(w.k - g * GROUP);
