@@ -422,8 +422,10 @@ fn a_quantised_base_is_its_widened_weights() {
         }
         let prompt = case_prompt("C", &model);
         let (got, want) = (pass(&model, &prompt, true, false), pass(&dense, &prompt, true, false));
-        assert!(max_diff(&got.0, &want.0) <= 1e-5);
-        assert_close(&got.1, &want.1, 5e-5, "quantised");
+        // Products of few bits round both factors to bf16 where that is multiplied, those of f32 do not.
+        let bounds = if omnigrpo_kernels::rounds_bf16() { (0.1, 0.05) } else { (1e-5, 5e-5) };
+        assert!(max_diff(&got.0, &want.0) <= bounds.0, "{}", max_diff(&got.0, &want.0));
+        assert_close(&got.1, &want.1, bounds.1, "quantised");
         // The reference shares the few bits.
         let off = score(&model.reference().unwrap(), "C");
         errors.push(max_diff(&off, &score(&plain, "C")));

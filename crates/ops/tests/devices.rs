@@ -419,9 +419,11 @@ fn frozen_weights_of_every_dtype() {
         Param::quantised("w", Part::Llm, &[n, k], QuantMatrix::from_rows(bits, n, k, row).unwrap()).unwrap()
     };
     let bf16 = Param::new("w", Part::Llm, &[n, k], Values::F32(values.clone()).into_bf16()).unwrap();
-    // A GPU rounds both factors to bf16, whatever of less than 32 bits the weight is stored in; a CPU may where the weight is bf16.
+    // A GPU rounds both factors to bf16, whatever of less than 32 bits the weight is stored in; a CPU where it multiplies bf16, and
+    // few rows that meet few bits where it multiplies bytes.
     let rounds = |device: Device, param: &Param| match device {
-        Device::Cpu => param.dtype() == ParamDtype::Bf16 && omnigrpo_kernels::rounds_bf16(),
+        Device::Cpu if param.dtype() == ParamDtype::Bf16 => omnigrpo_kernels::rounds_bf16(),
+        Device::Cpu => omnigrpo_kernels::rounds_bf16() || omnigrpo_kernels::quant::rounds_inputs(),
         Device::Twin => false,
         _ => true,
     };

@@ -425,8 +425,10 @@ fn experts_of_few_bits() {
             (logprobs, take_gradients(model))
         };
         let ((got, few_grads), (want, wide_grads)) = (run(&mut few), run(&mut wide));
-        assert!(max_diff(&got, &want) <= 1e-4, "{bits:?}: {}", max_diff(&got, &want));
-        assert_close(&few_grads, &wide_grads, 1e-3, "quantised");
+        // Products of few bits round both factors to bf16 where that is multiplied, those of f32 do not.
+        let bounds = if omnigrpo_kernels::rounds_bf16() { (0.1, 0.05) } else { (1e-4, 1e-3) };
+        assert!(max_diff(&got, &want) <= bounds.0, "{bits:?}: {}", max_diff(&got, &want));
+        assert_close(&few_grads, &wide_grads, bounds.1, "quantised");
     }
 }
 
