@@ -87,7 +87,14 @@ impl Own {
 const DTYPES: [(&str, bool); 2] = [("f32", false), ("bf16", true)];
 
 fn linear_cases(all: &mut Vec<Case>) {
-    for (m, k, n) in [(852, 512, 1408), (852, 1408, 512), (1700, 512, 1408), (1024, 256, 512)] {
+    for (m, k, n) in [
+        (852, 512, 1408),
+        (852, 1408, 512),
+        (1700, 512, 1408),
+        (1024, 256, 512),
+        (780, 2048, 11008),
+        (780, 11008, 2048),
+    ] {
         let flops = Amount::Flops((2 * m * k * n) as f64);
         for (dtype, narrow) in DTYPES {
             all.push(case(format!("linear forward {m}x{k}x{n} {dtype}"), flops, move || {
