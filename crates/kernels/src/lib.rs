@@ -44,6 +44,7 @@ pub mod activation;
 pub mod attention;
 pub mod buffer;
 pub mod conv;
+pub mod dropout;
 pub mod embedding;
 pub mod experts;
 pub mod linear;

@@ -16,6 +16,8 @@
 
 use std::sync::Arc;
 
+use omnigrpo_kernels::dropout::{Mask, mix};
+
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::linear::{Linear, Order};
@@ -277,94 +279,5 @@ impl Adapter {
         let own = backend.linear_dx_of(None, &t, 0, a);
         dx.add(&backend.dropout(&own, mask))?;
         Ok(dx)
-    }
-}
-
-/// Which elements one call of one adapter drops.
-pub(crate) struct Mask {
-    key: u64,
-    rows: Option<Arc<[u64]>>,
-    rate: f32,
-}
-
-impl Mask {
-    /// What is kept is multiplied with this.
-    pub(crate) fn keep(&self) -> f32 {
-        1.0 / (1.0 - self.rate)
-    }
-
-    /// The bound below which a number of 32 bits drops its element.
-    pub(crate) fn threshold(&self) -> u64 {
-        (f64::from(self.rate) * 2f64.powi(32)) as u64
-    }
-
-    /// The keys of rows, if they are not their indices, and the key of the call.
-    pub(crate) fn keys(&self) -> (Option<&[u64]>, u64) {
-        (self.rows.as_deref(), self.key)
-    }
-
-    /// Calls `f` for each element of `[rows, k]`, row by row, with its factor: 0 or `1 / (1 − rate)`.
-    pub(crate) fn each<T>(&self, x: &mut [T], k: usize, f: impl Fn(&mut T, f32)) {
-        let keep = self.keep();
-        let threshold = self.threshold();
-        for (i, row) in x.chunks_exact_mut(k.max(1)).enumerate() {
-            let row_key = mix(self.key ^ self.rows.as_ref().map_or(i as u64, |rows| rows[i]));
-            // One number serves two columns.
-            for (j, pair) in row.chunks_mut(2).enumerate() {
-                let random = mix(row_key.wrapping_add((j as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
-                for (x, random) in pair.iter_mut().zip([random & 0xffff_ffff, random >> 32]) {
-                    f(x, if random < threshold { 0.0 } else { keep });
-                }
-            }
-        }
-    }
-
-    /// Drops or scales every element of `x [rows, k]`.
-    pub(crate) fn apply(&self, x: &mut [f32], k: usize) {
-        self.each(x, k, |x, factor| *x = if factor == 0.0 { 0.0 } else { *x * factor });
-    }
-}
-
-/// The finaliser of SplitMix64 (Steele, Lea, Flood, 2014): a bijection whose outputs for counters pass as random.
-pub(crate) fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_mask_drops_its_share_and_keeps_the_mean() {
-        let mask = Mask { key: 7, rows: None, rate: 0.3 };
-        let (rows, k) = (200, 101);
-        let mut x = vec![1.0; rows * k];
-        mask.apply(&mut x, k);
-        let dropped = x.iter().filter(|x| **x == 0.0).count() as f64 / x.len() as f64;
-        // Four standard deviations of a share of 20,200 draws.
-        assert!((dropped - 0.3).abs() < 4.0 * (0.3f64 * 0.7 / 20_200.0).sqrt(), "{dropped}");
-        assert!(x.iter().all(|&x| x == 0.0 || x == 1.0 / 0.7));
-        // Neither rows nor columns repeat.
-        assert!(x.chunks_exact(k).skip(1).all(|row| row != &x[..k]));
-        let columns = |j: usize| (0..rows).map(|i| x[i * k + j]).collect::<Vec<_>>();
-        assert!((1..k).all(|j| columns(j) != columns(0)));
-    }
-
-    #[test]
-    fn a_row_has_its_mask_wherever_it_stands() {
-        let of = |keys: &[u64]| {
-            let mask = Mask { key: 3, rows: Some(keys.into()), rate: 0.5 };
-            {
-                let mut x = vec![1.0; keys.len() * 64];
-                mask.apply(&mut x, 64);
-                x
-            }
-        };
-        let (all, some) = (of(&[5, 9, 11]), of(&[11, 5]));
-        assert_eq!((&some[..64], &some[64..]), (&all[128..], &all[..64]));
-        assert_ne!(all[..64], all[64..128]);
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use memmap2::MmapMut;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange};
+use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::linear::{self as product, Gradient, Layer};
 use omnigrpo_kernels::sample::{self, Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{
@@ -14,7 +15,6 @@ use omnigrpo_kernels::{
     parallel, profile, rope, scale,
 };
 
-use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
@@ -222,9 +222,7 @@ impl Backend for Cpu {
     }
 
     fn dropout(&self, x: &Rows, mask: &Mask) -> Rows {
-        let mut y = buffer::copy(x.cpu());
-        mask.apply(&mut y, x.cols());
-        Rows::on_cpu(y, x.rows(), x.cols())
+        Rows::on_cpu(dropout::forward(x.mat(), mask), x.rows(), x.cols())
     }
 
     fn experts(&self, x: &Rows, layer: &ExpertLinear, routes: &Routes, _: Order) -> Rows {

@@ -148,7 +148,7 @@ pub(crate) trait Backend: Sync {
     /// begin at `col`.
     fn linear_dw(&self, x: &Rows, dy: &Rows, col: usize, layers: &[Linear]);
     /// `x` with dropped elements as zeros and the rest times `1 / (1 − rate)`.
-    fn dropout(&self, x: &Rows, mask: &crate::adapter::Mask) -> Rows;
+    fn dropout(&self, x: &Rows, mask: &omnigrpo_kernels::dropout::Mask) -> Rows;
 
     // Experts. A row for each place.
 

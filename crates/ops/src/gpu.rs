@@ -15,10 +15,10 @@ use omnigrpo_gpu::{
     Place, Plus, Row, Sampling, Unfolding, Weight,
 };
 use omnigrpo_kernels::activation::Activation;
+use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
@@ -600,10 +600,9 @@ impl Backend for Card {
     }
 
     fn dropout(&self, x: &Rows, mask: &Mask) -> Rows {
-        let (keys, key) = mask.keys();
-        let keys = keys.map(|keys| self.gpu.upload_words(keys));
-        let (threshold, keep) = (mask.threshold(), mask.keep());
-        let y = self.gpu.dropout(self.of(x), x.cols(), keys.as_ref(), key, threshold, keep);
+        let keys = mask.rows.as_ref().map(|keys| self.gpu.upload_words(&keys[..]));
+        let (threshold, keep) = (u64::from(mask.threshold()), mask.keep());
+        let y = self.gpu.dropout(self.of(x), x.cols(), keys.as_ref(), mask.key, threshold, keep);
         self.rows(y, x.rows(), x.cols())
     }
 

@@ -50,7 +50,7 @@ impl Dropout {
     /// Masks for the update that `key` names. `rows` names each row of the pass; without, a row is named by its index.
     #[must_use]
     pub fn new(key: u64, rows: Option<Arc<[u64]>>) -> Self {
-        Self { key: crate::adapter::mix(key), rows }
+        Self { key: omnigrpo_kernels::dropout::mix(key), rows }
     }
 
     /// The masks of some of the rows, by index.

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange};
+use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::logprob::Gradient;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{Mat, twin};
 
-use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
@@ -192,8 +192,8 @@ impl Backend for Twin {
     }
 
     fn dropout(&self, x: &Rows, mask: &Mask) -> Rows {
-        let mut y = x.twin().to_vec();
-        mask.each(&mut y, x.cols(), |y, factor| *y *= f64::from(factor));
+        let factors = mask.factors(x.rows(), x.cols());
+        let y = x.twin().iter().zip(factors).map(|(x, factor)| x * f64::from(factor)).collect();
         Rows::on_twin(y, x.rows(), x.cols())
     }
 
