@@ -6,6 +6,7 @@ use std::hint::black_box;
 use half::bf16;
 use omnigrpo_kernels::activation::{self, Activation};
 use omnigrpo_kernels::attention::{self, AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::dropout::{self, Mask};
 use omnigrpo_kernels::experts::{self, Groups};
 use omnigrpo_kernels::linear::{self, Gradient, Layer};
 use omnigrpo_kernels::logprob::{Head, Statistics, Targets};
@@ -244,6 +245,11 @@ fn row_cases(all: &mut Vec<Case>) {
             let dx = MatMut::new(&mut dx, rows, dim);
             norm::layer_backward(dy, x, &w, &stats, dx, Some(&mut dw), Some(&mut db));
         }
+    }));
+    all.push(case("dropout 852x1408", bytes(2, inner), move || {
+        let x = noise(rows * inner, 1);
+        let mask = Mask { key: 3, rows: None, rate: 0.05 };
+        move || drop(black_box(dropout::forward(Mat::new(&x, rows, inner), &mask)))
     }));
     all.push(case("rope 852x10x64", bytes(2, 640), move || {
         let (mut x, cos, sin) = (noise(rows * 640, 1), noise(rows * 32, 2), noise(rows * 32, 3));
