@@ -20,6 +20,7 @@ mod error;
 pub mod loss;
 pub mod mask;
 pub mod metrics;
+mod papers;
 pub mod recipe;
 
 pub use advantage::{AdvantageKind, Advantages};
@@ -30,4 +31,5 @@ pub use loss::{
     RatioLevel, Surrogate, evaluate,
 };
 pub use metrics::{Metric, MetricSums};
+pub use papers::Paper;
 pub use recipe::{RECIPES, Recipe, recipe};

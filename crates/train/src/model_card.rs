@@ -1,79 +1,140 @@
 //! The model card, `README.md` beside a trained model: what was trained from what, on what and how, for people and for
-//! the hub.
+//! the hub, which reads the fields at its top (their names and values: "Model Cards" in its documentation).
+//!
+//! Nothing in it names a place on this machine. A base that the hub does not know is named in the text alone, and the
+//! licence is there where the base's own card tells it.
 
 use std::path::Path;
 
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Model, Origin};
 use omnigrpo_observe::write_atomic;
+use serde_json::{Value, json};
 
 use crate::error::Result;
 use crate::evaluate::Evaluation;
+use crate::optimizer::AdamWConfig;
 use crate::plan::{Objective, RunPlan};
+use crate::step::Algorithm;
 
-/// Writes it. `how` says in words what the steps were.
-pub(crate) fn write(
-    dir: &Path,
-    run: &RunPlan,
-    model: &Model,
-    dataset: &Dataset,
-    how: &str,
-    steps: u64,
-    after: Option<&Evaluation>,
-) -> Result<()> {
-    let metrics = after.into_iter().flat_map(|after| &after.summary.metrics);
-    let card = Card {
-        name: run
-            .run_name
-            .clone()
-            .unwrap_or_else(|| dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned())),
-        base: Origin::of(model.dir()),
-        adapter: model.lora().is_some(),
-        method: match run.objective {
-            Objective::Imitate => "sft",
-            Objective::Reinforce => "grpo",
-        },
-        how,
-        num_steps: steps,
-        datasets: dataset.parts().map(|(name, rows)| (name.to_owned(), rows)).collect(),
-        metrics: metrics.filter_map(|(name, value)| Some((name.clone(), (*value)?))).collect(),
-    };
-    let path = dir.join("README.md");
-    Ok(write_atomic(&path, |out| out.write_all(card.text().as_bytes()))?)
+/// The picture of the card.
+const PICTURE: &str = "metrics.svg";
+
+/// What a card is made from.
+pub(crate) struct Facts<'a> {
+    pub(crate) run: &'a RunPlan,
+    pub(crate) model: &'a Model,
+    pub(crate) dataset: &'a Dataset,
+    pub(crate) algorithm: &'a Algorithm,
+    pub(crate) optimizer: &'a AdamWConfig,
+    pub(crate) rewards: Vec<&'a str>,
+    pub(crate) num_steps: u64,
+    pub(crate) before: Option<&'a Evaluation>,
+    pub(crate) after: Option<&'a Evaluation>,
 }
 
-struct Card<'a> {
+/// Writes card and picture into a run directory.
+pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
+    let picture = facts.run.curves.and_then(|draw| draw(dir));
+    if let Some(svg) = &picture {
+        write_atomic(&dir.join(PICTURE), |out| out.write_all(svg.as_bytes()))?;
+    }
+    let text = Card::of(dir, &facts, picture.is_some()).text();
+    Ok(write_atomic(&dir.join("README.md"), |out| out.write_all(text.as_bytes()))?)
+}
+
+struct Card {
     name: String,
     base: Origin,
+    /// The base as the hub knows it.
+    hub_base: Option<String>,
+    /// Fields on the licence.
+    license: Vec<(&'static str, String)>,
     /// Whether the directory holds adapters to the base.
     adapter: bool,
+    /// The hub's name for what the model does.
+    task: &'static str,
     /// `grpo` or `sft`.
-    method: &'a str,
+    method: &'static str,
     /// The method in words.
-    how: &'a str,
+    how: String,
     num_steps: u64,
     /// Name and rows of each dataset.
     datasets: Vec<(String, u64)>,
-    /// Of the last evaluation.
-    metrics: Vec<(String, f64)>,
+    settings: Vec<(&'static str, Value)>,
+    /// Name and values before and after.
+    metrics: Vec<(String, Option<f64>, Option<f64>)>,
+    picture: bool,
+    bibliography: Vec<String>,
 }
 
-impl Card<'_> {
+impl Card {
+    fn of(dir: &Path, facts: &Facts, picture: bool) -> Self {
+        let Facts { run, model, dataset, algorithm, .. } = facts;
+        let imitate = run.objective == Objective::Imitate;
+        let base = Origin::of(model.dir());
+        let fields = std::fs::read_to_string(model.dir().join("README.md")).unwrap_or_default();
+        let own_name = || dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned());
+        let mut datasets: Vec<(String, u64)> = Vec::new();
+        for (name, rows) in dataset.parts() {
+            // A dataset in several files is one.
+            match datasets.iter_mut().find(|(own, _)| own == name) {
+                Some((_, all)) => *all += rows,
+                None => datasets.push((name.to_owned(), rows)),
+            }
+        }
+        let metric = |evaluation: Option<&Evaluation>, name: &str| evaluation.and_then(|e| e.metric(name));
+        let names = facts.after.into_iter().flat_map(|after| &after.summary.metrics).map(|(name, _)| name);
+        let papers = if imitate { Vec::new() } else { algorithm.loss.papers() };
+        let methods: Vec<_> = papers.iter().map(|paper| paper.method).collect();
+        Self {
+            name: run.run_name.clone().unwrap_or_else(own_name),
+            hub_base: match &base {
+                Origin { name, revision: Some(_) } => Some(name.clone()),
+                _ => model.checkpoint().config().get("_name_or_path").and_then(hub_name).or_else(|| {
+                    // An adapter belongs to the very weights it was trained on.
+                    let of_card = || field(&fields, "base_model").map(Value::from);
+                    of_card().filter(|_| model.lora().is_none()).as_ref().and_then(hub_name)
+                }),
+            },
+            license: ["license", "license_name", "license_link"]
+                .into_iter()
+                .filter_map(|key| Some((key, field(&fields, key)?)))
+                .collect(),
+            base,
+            adapter: model.lora().is_some(),
+            task: model.family().row().task(),
+            method: if imitate { "sft" } else { "grpo" },
+            how: match imitate {
+                true => "supervised training".to_owned(),
+                false => format!(
+                    "{}, {} completions per prompt, rewards {}",
+                    methods.join(" with the loss of "),
+                    algorithm.num_generations,
+                    facts.rewards.join(", ")
+                ),
+            },
+            num_steps: facts.num_steps,
+            datasets,
+            settings: settings(facts),
+            metrics: names
+                .map(|name| (name.clone(), metric(facts.before, name), metric(facts.after, name)))
+                .filter(|(_, _, after)| after.is_some())
+                .collect(),
+            picture,
+            bibliography: papers.iter().map(omnigrpo_grpo::Paper::bibtex).collect(),
+        }
+    }
+
     /// Fields for the hub, then text.
     fn text(&self) -> String {
+        let mut text = format!("---\n{}---\n\n# {}\n\n", self.fields(), self.name);
         let Origin { name: base, revision } = &self.base;
-        let (library, relation) =
-            if self.adapter { ("peft", "adapter") } else { ("transformers", "finetune") };
-        let mut text = format!(
-            "---\nlibrary_name: {library}\nbase_model: {}\nbase_model_relation: {relation}\ntags: [omnigrpo, {}]\n---\n\n# {}\n\n",
-            plain(base),
-            self.method,
-            self.name,
-        );
         let at = revision.as_ref().map(|commit| format!(" at revision `{commit}`")).unwrap_or_default();
+        let what = if self.adapter { "A LoRA adapter, trained on" } else { "Trained from" };
         let plural = if self.num_steps == 1 { "" } else { "s" };
         text.push_str(&format!(
-            "Trained from `{base}`{at} with omnigrpo {}: {} step{plural} of {}.\n\n",
+            "{what} `{base}`{at} with omnigrpo {}: {} step{plural} of {}.\n\n",
             env!("CARGO_PKG_VERSION"),
             self.num_steps,
             self.how
@@ -81,26 +142,128 @@ impl Card<'_> {
         let rows = |rows: u64| format!("{rows} row{}", if rows == 1 { "" } else { "s" });
         let datasets: Vec<_> =
             self.datasets.iter().map(|(name, num_rows)| format!("`{name}` ({})", rows(*num_rows))).collect();
-        text.push_str(&format!(
-            "Data: {}. The settings are in `config.yaml`, every step's metrics in `metrics.jsonl`.\n",
-            datasets.join(", ")
-        ));
+        text.push_str(&format!("Data: {}.\n", datasets.join(", ")));
+        if self.picture {
+            text.push_str(&format!("\n![Metrics of the training steps]({PICTURE})\n"));
+        }
         if !self.metrics.is_empty() {
-            text.push_str("\n| metric | value |\n|---|---|\n");
-            for (name, value) in &self.metrics {
-                text.push_str(&format!("| {name} | {value:.4} |\n"));
+            let compared = self.metrics.iter().any(|(_, before, _)| before.is_some());
+            text.push_str("\n## Evaluation\n\n");
+            text.push_str(if compared {
+                "| metric | before | after |\n|---|---|---|\n"
+            } else {
+                "| metric | value |\n|---|---|\n"
+            });
+            let number = |value: &Option<f64>| value.map_or_else(String::new, |value| format!("{value:.4}"));
+            for (name, before, after) in &self.metrics {
+                let before = if compared { format!(" {} |", number(before)) } else { String::new() };
+                text.push_str(&format!("| {name} |{before} {} |\n", number(after)));
             }
+        }
+        text.push_str("\n## Settings\n\n| setting | value |\n|---|---|\n");
+        for (name, value) in &self.settings {
+            text.push_str(&format!(
+                "| {name} | `{}` |\n",
+                value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+            ));
+        }
+        if !self.bibliography.is_empty() {
+            text.push_str(&format!("\n## Citation\n\n```bibtex\n{}```\n", self.bibliography.join("\n")));
         }
         text
     }
+
+    /// The fields that the hub reads.
+    fn fields(&self) -> String {
+        let mut fields = Vec::new();
+        if let Some(base) = &self.hub_base {
+            let relation = if self.adapter { "adapter" } else { "finetune" };
+            fields.push(format!("base_model: {}", plain(base)));
+            fields.push(format!("base_model_relation: {relation}"));
+        }
+        fields.push(format!("library_name: {}", if self.adapter { "peft" } else { "transformers" }));
+        fields.push(format!("pipeline_tag: {}", self.task));
+        fields.extend(self.license.iter().map(|(key, value)| format!("{key}: {}", plain(value))));
+        let mut list = |key: &str, items: Vec<String>| {
+            if !items.is_empty() {
+                fields.push(format!("{key}:\n- {}", items.join("\n- ")));
+            }
+        };
+        let on_hub = self.datasets.iter().filter(|(name, _)| name.contains('/'));
+        list("datasets", on_hub.map(|(name, _)| plain(name)).collect());
+        let lora = self.adapter.then_some("lora");
+        let tags = ["omnigrpo", self.method].into_iter().chain(lora).map(str::to_owned);
+        list("tags", tags.collect());
+        fields.iter().map(|field| format!("{field}\n")).collect()
+    }
+}
+
+/// What decides the result, by the names of the settings.
+fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
+    let Facts { run, model, algorithm, optimizer, .. } = facts;
+    let mut all = vec![
+        ("learning_rate", json!(optimizer.learning_rate)),
+        ("lr_scheduler", json!(format!("{:?}", run.schedule))),
+        ("weight_decay", json!(optimizer.weight_decay)),
+        ("max_grad_norm", json!(optimizer.max_grad_norm)),
+        ("prompts per step", json!(run.prompts_per_step)),
+    ];
+    if run.objective == Objective::Reinforce {
+        let sampling = &algorithm.sampling;
+        all.extend([
+            ("num_generations", json!(algorithm.num_generations)),
+            ("num_iterations", json!(run.num_iterations)),
+            ("max_completion_length", json!(sampling.max_completion_length)),
+            ("temperature", json!(sampling.temperature.to_string())),
+            ("top_p", json!(sampling.top_p.to_string())),
+            ("top_k", json!(sampling.top_k)),
+            ("advantage", json!(algorithm.advantage)),
+            ("surrogate", json!(format!("{:?}", algorithm.loss.surrogate))),
+            ("ratio", json!(algorithm.loss.ratio)),
+            ("aggregation", json!(algorithm.loss.aggregation)),
+            ("beta", json!(algorithm.loss.beta)),
+            ("entropy_coef", json!(algorithm.loss.entropy_coef)),
+        ]);
+    }
+    if let Some(lora) = model.lora() {
+        all.extend([
+            ("lora_r", json!(lora.rank)),
+            ("lora_alpha", json!(lora.alpha)),
+            ("lora_dropout", json!(lora.dropout)),
+            ("lora_target_modules", json!(lora.targets.join(", "))),
+        ]);
+    }
+    all.push(("seed", json!(algorithm.seed)));
+    all
+}
+
+/// A name that the hub can have, `ORG/NAME`.
+fn hub_name(value: &Value) -> Option<String> {
+    let (org, name) = value.as_str()?.split_once('/')?;
+    let part = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+    };
+    (part(org) && part(name)).then(|| format!("{org}/{name}"))
+}
+
+/// A plain value of the fields at the top of a card.
+fn field(card: &str, key: &str) -> Option<String> {
+    let fields = card.strip_prefix("---\n")?.split("\n---").next()?;
+    let value = fields.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(": "))?;
+    let value = value.trim().trim_matches(['"', '\'']);
+    // Lists and texts over several lines begin with a sign.
+    (!value.is_empty() && !value.starts_with(['[', '{', '|', '>', '&', '*', '!'])).then(|| value.to_owned())
 }
 
 /// A value of YAML: as it is where it can be mistaken for nothing else, else in quotes.
 fn plain(text: &str) -> String {
     let harmless = |c: char| c.is_ascii_alphanumeric() || "._-/".contains(c);
-    match text.starts_with(|c: char| c.is_ascii_alphabetic()) && text.chars().all(harmless) {
+    let word =
+        !["true", "false", "yes", "no", "on", "off", "null"].contains(&text.to_ascii_lowercase().as_str());
+    match word && text.starts_with(|c: char| c.is_ascii_alphabetic()) && text.chars().all(harmless) {
         true => text.to_owned(),
-        false => format!("{text:?}"),
+        false => Value::from(text).to_string(),
     }
 }
 
@@ -108,29 +271,72 @@ fn plain(text: &str) -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_card_names_base_data_and_method() {
-        let mut card = Card {
+    fn card() -> Card {
+        Card {
             name: "first try".to_owned(),
             base: Origin { name: "me/tiny".to_owned(), revision: Some("abc".to_owned()) },
+            hub_base: Some("me/tiny".to_owned()),
+            license: vec![("license", "apache-2.0".to_owned())],
             adapter: true,
+            task: "image-text-to-text",
             method: "grpo",
-            how: "GRPO",
+            how: "GRPO".to_owned(),
             num_steps: 1,
-            datasets: vec![("cats".to_owned(), 1), ("dogs".to_owned(), 20)],
-            metrics: vec![("eval_reward".to_owned(), 0.5)],
-        };
-        let text = card.text();
-        let expected = "---\nlibrary_name: peft\nbase_model: me/tiny\nbase_model_relation: adapter\ntags: [omnigrpo, grpo]\n---\n\n# first try\n\nTrained from `me/tiny` at revision `abc` with omnigrpo ";
-        assert!(text.starts_with(expected), "{text}");
-        assert!(text.contains(": 1 step of GRPO.\n\nData: `cats` (1 row), `dogs` (20 rows). The"), "{text}");
-        assert!(text.ends_with("| eval_reward | 0.5000 |\n"), "{text}");
-        card.base = Origin { name: "1: my model".to_owned(), revision: None };
-        (card.adapter, card.num_steps) = (false, 2);
-        let text = card.text();
-        assert!(text.contains(
-            "library_name: transformers\nbase_model: \"1: my model\"\nbase_model_relation: finetune\n"
-        ));
+            datasets: vec![("cats".to_owned(), 1), ("me/dogs".to_owned(), 20)],
+            settings: vec![("learning_rate", json!(1e-6)), ("beta", json!(0.04))],
+            metrics: vec![("eval_reward".to_owned(), Some(0.25), Some(0.5))],
+            picture: true,
+            bibliography: vec!["@misc{a}\n".to_owned(), "@misc{b}\n".to_owned()],
+        }
+    }
+
+    #[test]
+    fn a_card_names_base_data_method_and_numbers() {
+        let text = card().text();
+        let fields = "---\nbase_model: me/tiny\nbase_model_relation: adapter\nlibrary_name: peft\npipeline_tag: image-text-to-text\n\
+                      license: apache-2.0\ndatasets:\n- me/dogs\ntags:\n- omnigrpo\n- grpo\n- lora\n---\n";
+        let version = env!("CARGO_PKG_VERSION");
+        let rest = format!(
+            "\n# first try\n\nA LoRA adapter, trained on `me/tiny` at revision `abc` with omnigrpo {version}: 1 step of GRPO.\n\n\
+             Data: `cats` (1 row), `me/dogs` (20 rows).\n\n![Metrics of the training steps](metrics.svg)\n\n\
+             ## Evaluation\n\n| metric | before | after |\n|---|---|---|\n| eval_reward | 0.2500 | 0.5000 |\n\n\
+             ## Settings\n\n| setting | value |\n|---|---|\n| learning_rate | `1e-6` |\n| beta | `0.04` |\n\n\
+             ## Citation\n\n```bibtex\n@misc{{a}}\n\n@misc{{b}}\n```\n"
+        );
+        assert_eq!(text, format!("{fields}{rest}"));
+
+        let mut other = card();
+        other.base = Origin { name: "1: my model".to_owned(), revision: None };
+        (other.hub_base, other.adapter, other.picture, other.num_steps) = (None, false, false, 2);
+        (other.metrics[0].1, other.license) = (None, vec![("license", "no".to_owned())]);
+        other.bibliography.clear();
+        let text = other.text();
+        assert!(
+            text.starts_with(
+                "---\nlibrary_name: transformers\npipeline_tag: image-text-to-text\nlicense: \"no\"\n"
+            ),
+            "{text}"
+        );
         assert!(text.contains("Trained from `1: my model` with") && text.contains(": 2 steps of"), "{text}");
+        assert!(text.contains("| metric | value |\n|---|---|\n| eval_reward | 0.5000 |\n"), "{text}");
+        assert!(!text.contains("svg") && !text.contains("bibtex") && !text.contains("lora"), "{text}");
+    }
+
+    #[test]
+    fn fields_of_another_card() {
+        let card = "---\nlicense: other\nlicense_name: \"qwen-research\"\nbase_model:\n- a/b\ntags: [x]\n---\nlicense_link: no\n";
+        assert_eq!(field(card, "license").as_deref(), Some("other"));
+        assert_eq!(field(card, "license_name").as_deref(), Some("qwen-research"));
+        for absent in ["base_model", "tags", "license_link"] {
+            assert_eq!(field(card, absent), None, "{absent}");
+        }
+        assert_eq!(field("license: mit\n", "license"), None);
+        assert_eq!(
+            hub_name(&json!("Qwen/Qwen2.5-VL-3B-Instruct")).as_deref(),
+            Some("Qwen/Qwen2.5-VL-3B-Instruct")
+        );
+        for path in ["/mnt/models/x", "./x", "a/b/c", "tiny", "../x/y", ""] {
+            assert_eq!(hub_name(&json!(path)), None, "{path}");
+        }
     }
 }

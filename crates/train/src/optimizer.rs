@@ -142,6 +142,12 @@ impl AdamW {
         Ok(Update { grad_norm, skipped })
     }
 
+    /// Its settings.
+    #[must_use]
+    pub fn config(&self) -> &AdamWConfig {
+        &self.config
+    }
+
     /// The base learning rate.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {

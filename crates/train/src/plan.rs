@@ -1,7 +1,7 @@
 //! What a run is asked to do, and what it leaves to say.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -146,6 +146,8 @@ pub struct RunPlan {
     pub data_seed: u64,
     /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
+    /// Draws the metrics of a run directory as SVG, for the model card; `None` where there is nothing to draw.
+    pub curves: Option<fn(&Path) -> Option<String>>,
     /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
     pub files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -184,6 +186,7 @@ impl Default for RunPlan {
             bad_rows: Vec::new(),
             data_seed: 42,
             fingerprint: Map::new(),
+            curves: None,
             files: Vec::new(),
         }
     }
@@ -201,6 +204,11 @@ pub trait Observer {
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let _ = (step, metrics);
         ControlFlow::Continue(())
+    }
+
+    /// The model after `step` updates lies in `checkpoint`, until checkpoints over the limit are removed.
+    fn saved(&mut self, step: u64, checkpoint: &Path) {
+        let _ = (step, checkpoint);
     }
 
     /// The model after `step` updates has been evaluated.

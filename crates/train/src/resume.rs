@@ -20,7 +20,7 @@ use crate::plan::{ResumeFrom, RunPlan};
 /// Settings that a place in the data belongs to.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
 /// What a run writes beside checkpoints and the model's own files.
-const RECORDS: [&str; 16] = [
+const RECORDS: [&str; 17] = [
     "metrics.jsonl",
     "skipped.jsonl",
     "rollouts",
@@ -34,6 +34,7 @@ const RECORDS: [&str; 16] = [
     "config.yaml",
     "document_frequencies.json",
     "README.md",
+    "metrics.svg",
     "config.json",
     "adapter_config.json",
     "additional_chat_templates",
@@ -323,8 +324,8 @@ fn is_code(dir: &Path, model: &Path, name: &str) -> Result<bool> {
 
 /// What lies where no run had begun and would be overwritten.
 fn strangers(dir: &Path, model: &Path) -> Result<Vec<PathBuf>> {
-    const AT_THE_END: [&str; 4] =
-        ["README.md", "config.json", "adapter_config.json", "additional_chat_templates"];
+    const AT_THE_END: [&str; 5] =
+        ["README.md", "metrics.svg", "config.json", "adapter_config.json", "additional_chat_templates"];
     let mut found = Vec::new();
     for (name, path) in entries(dir)? {
         // A run that failed before its first step has written its settings.
@@ -395,7 +396,7 @@ fn behind(dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
             paths.extend(step_files(&logs)?.into_iter().filter(|(at, _)| *at > step).map(|(_, path)| path));
         }
     }
-    let is_final = |name: &str| is_weights(name) || name == "README.md";
+    let is_final = |name: &str| is_weights(name) || ["README.md", "metrics.svg"].contains(&name);
     paths.extend(entries(dir)?.into_iter().filter(|(name, _)| is_final(name)).map(|(_, path)| path));
     Ok(paths)
 }

@@ -461,6 +461,7 @@ impl Loop {
         let path = checkpoint::save(self.lock.root(), parts, state, self.run.save_limit, keep)?;
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
+        self.observer.saved(self.place.step, &path);
         if whole {
             self.place.saved_at = Some(self.place.step);
         }
@@ -484,7 +485,7 @@ impl Loop {
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
             }
             checkpoint::save_final(&self.model, self.lock.root())?;
-            self.write_model_card(summary.after.as_ref())?;
+            self.write_model_card(&summary)?;
         }
         summary.steps = step;
         summary.steps_here = self.records.steps_timed;
@@ -493,23 +494,19 @@ impl Loop {
         Ok(summary)
     }
 
-    fn write_model_card(&self, after: Option<&Evaluation>) -> Result<()> {
-        let how = match self.run.objective {
-            Objective::Imitate => "supervised training".to_owned(),
-            Objective::Reinforce => {
-                let (group, names) = (self.algorithm.num_generations, self.rewards.names().join(", "));
-                format!("GRPO, {group} completions per prompt, rewards {names}")
-            }
+    fn write_model_card(&self, summary: &RunSummary) -> Result<()> {
+        let facts = model_card::Facts {
+            run: &self.run,
+            model: &self.model,
+            dataset: &self.dataset,
+            algorithm: &self.algorithm,
+            optimizer: self.optimizer.config(),
+            rewards: self.rewards.names(),
+            num_steps: self.place.step,
+            before: summary.before.as_ref(),
+            after: summary.after.as_ref(),
         };
-        model_card::write(
-            self.lock.root(),
-            &self.run,
-            &self.model,
-            &self.dataset,
-            &how,
-            self.place.step,
-            after,
-        )
+        model_card::write(self.lock.root(), facts)
     }
 }
 

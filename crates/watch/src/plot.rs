@@ -31,6 +31,25 @@ pub(crate) struct Plot {
     pub(crate) lines: Vec<Line>,
 }
 
+/// Plots in two columns, as one picture; `None` without plots.
+pub(crate) fn grid(plots: &[&Plot]) -> Option<String> {
+    let (width, height) = SIZE;
+    let columns = plots.len().min(2) as u32;
+    let rows = plots.len().div_ceil(2) as u32;
+    let (all_width, all_height) = (columns * width, rows * height);
+    let places = (0..rows).flat_map(|row| (0..2).map(move |column| (column * width, row * height)));
+    let each: String = plots
+        .iter()
+        .zip(places)
+        .map(|(plot, (x, y))| plot.svg().replacen("<svg ", &format!("<svg x=\"{x}\" y=\"{y}\" "), 1))
+        .collect();
+    (!plots.is_empty()).then(|| {
+        format!(
+            "<svg width=\"{all_width}\" height=\"{all_height}\" viewBox=\"0 0 {all_width} {all_height}\" xmlns=\"http://www.w3.org/2000/svg\">\n{each}</svg>\n"
+        )
+    })
+}
+
 impl Plot {
     /// The title as a file's name.
     pub(crate) fn file_name(&self) -> String {
@@ -119,6 +138,20 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn plots_stand_side_by_side_in_one_picture() {
+        let line = || Line { label: "a".to_owned(), points: vec![(1.0, 2.0), (2.0, 3.0)] };
+        let [a, b, c] = ["A", "B", "C"].map(|title| Plot { title: title.to_owned(), lines: vec![line()] });
+        let svg = grid(&[&a, &b, &c]).unwrap();
+        assert!(svg.starts_with("<svg width=\"960\" height=\"520\" viewBox=\"0 0 960 520\""), "{svg}");
+        for place in ["x=\"0\" y=\"0\"", "x=\"480\" y=\"0\"", "x=\"0\" y=\"260\""] {
+            assert_eq!(svg.matches(&format!("<svg {place} ")).count(), 1, "{place}");
+        }
+        assert_eq!((svg.matches("<svg ").count(), svg.matches("</svg>").count()), (4, 4));
+        assert!(grid(&[&a]).unwrap().starts_with("<svg width=\"480\" height=\"260\""));
+        assert_eq!(grid(&[]), None);
+    }
 
     #[test]
     fn long_curves_are_means() {

@@ -14,7 +14,7 @@ use crate::Error;
 use crate::evaluations::{Change, Comparison, Evaluations};
 use crate::index::Lines;
 use crate::media;
-use crate::plot::{Line, Plot};
+use crate::plot::{self, Line, Plot};
 use crate::rollouts::Records;
 use crate::run::Run;
 
@@ -69,6 +69,18 @@ pub fn report(directory: &Path) -> Result<PathBuf, Error> {
     let path = run.dir.join("report.html");
     written(&path, &page(&run, &rows, &pictures)?)?;
     Ok(path)
+}
+
+/// The curves that say most about a run, as one SVG; `None` where it has no step.
+#[must_use]
+pub fn curves(directory: &Path) -> Option<String> {
+    const SHOWN: [&str; 6] = ["Reward", "Evaluation", "Loss", "KL", "Entropy", "Completion length"];
+    let run = Run::find(&[directory.to_owned()]).ok()?.remove(0);
+    let (rows, evaluations) = metrics(&run).ok()?;
+    let plots = plots(&rows, &evaluations);
+    let shown: Vec<&Plot> =
+        SHOWN.iter().filter_map(|title| plots.iter().find(|plot| plot.title == *title)).take(4).collect();
+    plot::grid(&shown)
 }
 
 /// The rows of steps, and those of evaluations. A step that was written again counts as it was last.

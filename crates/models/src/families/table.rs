@@ -63,6 +63,13 @@ impl FamilyRow {
             FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a)))
         })
     }
+
+    /// What the hub calls the task of the family's models (its pipeline tag).
+    #[must_use]
+    pub fn task(&self) -> &'static str {
+        // Those take pictures first of all, this one clips that it sees and hears.
+        if self.name == "humanomni" { "video-text-to-text" } else { "image-text-to-text" }
+    }
 }
 
 /// Every family this program knows.

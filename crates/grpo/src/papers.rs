@@ -1,0 +1,132 @@
+//! The papers behind a loss, for whoever publishes what was trained with it.
+
+use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
+
+/// A paper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Paper {
+    /// What its method is called.
+    pub method: &'static str,
+    /// Its number on arXiv.
+    pub arxiv: &'static str,
+    /// Its title.
+    pub title: &'static str,
+    /// The first author, with the year of the first version the key of the entry.
+    pub author: &'static str,
+    /// That year.
+    pub year: u16,
+}
+
+const GRPO: Paper = Paper {
+    method: "GRPO",
+    arxiv: "2402.03300",
+    title: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+    author: "Shao, Zhihong",
+    year: 2024,
+};
+const DR_GRPO: Paper = Paper {
+    method: "Dr. GRPO",
+    arxiv: "2503.20783",
+    title: "Understanding R1-Zero-Like Training: A Critical Perspective",
+    author: "Liu, Zichen",
+    year: 2025,
+};
+const DAPO: Paper = Paper {
+    method: "DAPO",
+    arxiv: "2503.14476",
+    title: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
+    author: "Yu, Qiying",
+    year: 2025,
+};
+const CISPO: Paper = Paper {
+    method: "CISPO",
+    arxiv: "2506.13585",
+    title: "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
+    author: "{MiniMax}",
+    year: 2025,
+};
+const GSPO: Paper = Paper {
+    method: "GSPO",
+    arxiv: "2507.18071",
+    title: "Group Sequence Policy Optimization",
+    author: "Zheng, Chujie",
+    year: 2025,
+};
+const SAPO: Paper = Paper {
+    method: "SAPO",
+    arxiv: "2511.20347",
+    title: "Soft Adaptive Policy Optimization",
+    author: "Gao, Chang",
+    year: 2025,
+};
+
+impl Paper {
+    /// The entry of a bibliography.
+    #[must_use]
+    pub fn bibtex(&self) -> String {
+        let Self { arxiv, title, author, year, .. } = self;
+        let name: String =
+            author.split(',').next().unwrap_or(author).chars().filter(char::is_ascii_alphanumeric).collect();
+        let key = format!("{}{year}", name.to_lowercase());
+        format!(
+            "@misc{{{key},\n  title = {{{{{title}}}}},\n  author = {{{author} and others}},\n  year = {{{year}}},\n  eprint = {{{arxiv}}},\n  archivePrefix = {{arXiv}},\n}}\n"
+        )
+    }
+}
+
+impl LossPlan {
+    /// The papers whose methods this loss has, the first one GRPO's.
+    #[must_use]
+    pub fn papers(&self) -> Vec<Paper> {
+        let higher = matches!(self.surrogate, Surrogate::Clip { low, high, .. } if high > low);
+        let each = [
+            (true, GRPO),
+            (self.aggregation == Aggregation::ConstantLength, DR_GRPO),
+            (self.ratio == RatioLevel::Sequence, GSPO),
+            (matches!(self.surrogate, Surrogate::Cispo { .. }), CISPO),
+            (matches!(self.surrogate, Surrogate::Sapo { .. }), SAPO),
+            (
+                matches!(self.surrogate, Surrogate::Clip { .. })
+                    && (self.aggregation == Aggregation::TokenMeanGlobal
+                        || higher && self.ratio == RatioLevel::Token),
+                DAPO,
+            ),
+        ];
+        each.into_iter().filter_map(|(has, paper)| has.then_some(paper)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::recipe::RECIPES;
+
+    #[test]
+    fn every_recipe_cites_grpo_and_its_own_paper() {
+        let of = |name: &str| {
+            let recipe = RECIPES.iter().find(|recipe| recipe.name == name).unwrap();
+            recipe.loss.papers().iter().map(|paper| paper.method).collect::<Vec<_>>()
+        };
+        assert_eq!(of("grpo"), ["GRPO"]);
+        assert_eq!(of("bnpo"), ["GRPO"]);
+        assert_eq!(of("dr_grpo"), ["GRPO", "Dr. GRPO"]);
+        assert_eq!(of("dapo"), ["GRPO", "DAPO"]);
+        assert_eq!(of("cispo"), ["GRPO", "CISPO"]);
+        assert_eq!(of("gspo"), ["GRPO", "GSPO"]);
+        assert_eq!(of("sapo"), ["GRPO", "SAPO"]);
+        // The number that a recipe's source names is that of one of its papers.
+        for recipe in RECIPES.iter().filter(|recipe| recipe.source.contains("arXiv")) {
+            assert!(
+                recipe.loss.papers().iter().any(|paper| recipe.source.contains(paper.arxiv)),
+                "{}",
+                recipe.name
+            );
+        }
+    }
+
+    #[test]
+    fn an_entry_of_a_bibliography() {
+        let entry = super::CISPO.bibtex();
+        assert!(entry.starts_with("@misc{minimax2025,\n  title = {{MiniMax-M1: "), "{entry}");
+        assert!(entry.ends_with("  author = {{MiniMax} and others},\n  year = {2025},\n  eprint = {2506.13585},\n  archivePrefix = {arXiv},\n}\n"), "{entry}");
+    }
+}
