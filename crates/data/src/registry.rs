@@ -50,16 +50,19 @@ impl DatasetSpec {
     /// # Errors
     /// A list that cannot be read or has unknown keys.
     pub fn from_files(files: &[PathBuf], roots: &Roots) -> Result<Vec<Self>, DataError> {
-        let mut specs = Vec::new();
-        for (index, file) in files.iter().enumerate() {
+        Ok(Self::from_each(files, roots)?.into_iter().flatten().collect())
+    }
+
+    /// As [`DatasetSpec::from_files`], file by file.
+    ///
+    /// # Errors
+    /// A list that cannot be read or has unknown keys.
+    pub fn from_each(files: &[PathBuf], roots: &Roots) -> Result<Vec<Vec<Self>>, DataError> {
+        let specs = files.iter().enumerate().map(|(index, file)| {
             let roots = roots.of_file(index, files.len());
-            if is_yaml(file) {
-                specs.extend(from_list(file, &roots)?);
-            } else {
-                specs.push(Self::file(file, roots));
-            }
-        }
-        Ok(specs)
+            if is_yaml(file) { from_list(file, &roots) } else { Ok(vec![Self::file(file, roots)]) }
+        });
+        specs.collect()
     }
 
     /// The think mode after its rule.

@@ -1,9 +1,9 @@
-//! What can go wrong while something is fetched.
+//! What can go wrong while something is fetched or sent.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-/// Why something could not be fetched. No message holds a token.
+/// Why something could not be fetched or sent. No message holds a token.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FetchError {
@@ -57,20 +57,54 @@ pub enum FetchError {
         /// What the system answered.
         source: std::io::Error,
     },
-    /// The hub has no such model, or does not show it.
-    #[error("the hub {endpoint} has no model `{name}` at revision `{revision}`")]
-    NoModel {
+    /// A file to send cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// Where.
+        path: PathBuf,
+        /// What the system answered.
+        source: std::io::Error,
+    },
+    /// The hub has no such repository, or does not show it.
+    #[error("the hub {endpoint} has no {kind} `{name}` at revision `{revision}`")]
+    NoRepo {
         /// The hub.
         endpoint: String,
-        /// The model.
+        /// Model or dataset.
+        kind: &'static str,
+        /// The repository.
         name: String,
         /// The branch, tag or commit.
         revision: String,
     },
+    /// Nobody is named who could push.
+    #[error("the hub {endpoint} takes models from accounts only; set HF_TOKEN to a token that may write")]
+    NoToken {
+        /// The hub.
+        endpoint: String,
+    },
+    /// The hub refuses, with its reason.
+    #[error("{url}: the hub answers with status {status}: {what}")]
+    Refused {
+        /// The address.
+        url: String,
+        /// The status.
+        status: u16,
+        /// The hub's words.
+        what: String,
+    },
+    /// Everybody can read what only some should.
+    #[error("the repository `{name}` of the hub {endpoint} is there and public, expected a private one")]
+    Public {
+        /// The hub.
+        endpoint: String,
+        /// The repository.
+        name: String,
+    },
     /// The hub wants an account, or another one.
     #[error(
         "the hub {endpoint} does not give `{name}` (status {status}): {}",
-        if *with_token { "the account of the token may not read it; ask for access on the model's page" }
+        if *with_token { "the account of the token may not read it; ask for access on its page" }
         else { "it does not exist, or needs an account; set HF_TOKEN to a token of one that may read it" }
     )]
     Denied {
@@ -91,6 +125,26 @@ pub enum FetchError {
         /// What is wrong with the answer.
         what: String,
     },
+    /// A dataset in another form.
+    #[error(
+        "the dataset `{name}` has no parquet tables (its files: {files}); fetch it and give its files as rows"
+    )]
+    NoTables {
+        /// The dataset.
+        name: String,
+        /// What it has.
+        files: String,
+    },
+    /// A dataset without the split that was asked for, or with several of that name.
+    #[error("the dataset `{name}` has no single split `{wanted}`; it has {found}")]
+    NoSplit {
+        /// The dataset.
+        name: String,
+        /// What was asked for.
+        wanted: String,
+        /// What there is, as `PART/SPLIT`.
+        found: String,
+    },
     /// A model without weights in the one format that is read.
     #[error(
         "the model `{name}` has no safetensors weights (its files: {files}); pickled weights are not read"
@@ -107,6 +161,11 @@ impl FetchError {
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Io { path, source }
+    }
+
+    pub(crate) fn read(path: &Path) -> impl FnOnce(std::io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::Read { path, source }
     }
 
     /// An error of the client, which may carry one of ours.
@@ -129,7 +188,10 @@ impl FetchError {
     pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Network { .. } => true,
-            Self::Status { status, .. } => matches!(status, 408 | 429 | 500..),
+            // 409 and 412: somebody else has changed the repository meanwhile.
+            Self::Status { status, .. } | Self::Refused { status, .. } => {
+                matches!(status, 408 | 409 | 412 | 429 | 500..)
+            }
             _ => false,
         }
     }

@@ -1,7 +1,8 @@
-//! What is fetched over the network, into caches on this machine.
+//! What is fetched over the network, into caches on this machine, and what is sent.
 //!
 //! - [`UrlMedia`]: media of rows that are named by `http(s)` address.
-//! - [`Hub`]: checkpoints of the Hugging Face hub, in the layout that its Python library reads and writes.
+//! - [`Hub`]: checkpoints and tables of the Hugging Face hub, in the layout that its Python library reads and writes, and
+//!   models that are pushed to it.
 //!
 //! Sizes and times are bounded. Nothing that is fetched is run, and no weight file is read here.
 
@@ -14,7 +15,7 @@ mod public;
 mod testing;
 
 pub use error::FetchError;
-pub use hub::{Hub, HubOptions, Step, cached, has_weights, is_model_name};
+pub use hub::{Hub, HubOptions, Pushed, Step, cached, cached_dataset, has_weights, is_repo_name};
 pub use media::{UrlMedia, UrlOptions};
 
 use std::time::Duration;

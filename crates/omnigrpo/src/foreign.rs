@@ -40,7 +40,6 @@ const TRACKERS: &[&str] = &[
 
 const ONE_PROCESS: &str = "there is one process";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
-const LOCAL: &str = "nothing leaves this machine; `hf upload NAME DIR` sends a finished run directory";
 const OWN_KERNELS: &str = "the kernels are this program's own";
 const READ_AHEAD: &str = "rows are read ahead on other threads";
 
@@ -62,9 +61,6 @@ const TABLE: &[Row] = &[
     }),
     (&["max_new_tokens"], |v| Becomes("max_completion_length", v.into())),
     (&["dataset_name"], |v| Becomes("train_file", v.into())),
-    (&["dataset_train_split", "dataset_test_split"], |_| {
-        Refused("give each split as a file: `train_file`, `eval_file`")
-    }),
     (&["overwrite_output_dir"], |v| match on(v) {
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never written over"),
@@ -132,7 +128,6 @@ const TABLE: &[Row] = &[
             false => Own,
         }
     }),
-    (&["push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy"], |_| Dropped(LOCAL)),
     (&["logging_dir"], |_| Dropped("logs are in the run directory")),
     (&["disable_tqdm"], |_| Dropped("progress bars are shown on terminals only")),
     (&["ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation", "local_rank"], |_| {

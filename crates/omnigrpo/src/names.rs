@@ -53,6 +53,14 @@ choice!(
     All = "all",
 );
 choice!(
+    /// When a model is pushed to the hub.
+    HubStrategy:
+    /// When training is over.
+    End = "end",
+    /// Also after each checkpoint, while training goes on; one that comes before the last is sent is left out.
+    EverySave = "every_save",
+);
+choice!(
     /// Where metrics go.
     Tracker:
     /// No place besides the run directory.

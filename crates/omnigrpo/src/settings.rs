@@ -9,6 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use omnigrpo_data::{ReadOptions, Roots};
+use omnigrpo_fetch::is_repo_name;
 use omnigrpo_grpo::{RECIPES, Recipe};
 use omnigrpo_models::{LoraConfig, PromptSettings, WeightDtype};
 use omnigrpo_rewards::{AccuracyMode, RewardOptions};
@@ -19,7 +20,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::environment::Environment;
 use crate::flags;
-use crate::names::{AllowUrls, Tracker};
+use crate::names::{AllowUrls, HubStrategy, Tracker};
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
@@ -158,6 +159,16 @@ pub struct ModelSource {
     pub freeze_vision_modules: bool,
 }
 
+/// Where on the hub the model goes.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Push {
+    pub enabled: bool,
+    pub model_id: Option<String>,
+    pub private: bool,
+    pub strategy: HubStrategy,
+}
+
 /// The registry that is taken where none is given.
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
@@ -173,10 +184,22 @@ pub struct Rows {
     pub eval_file: Vec<PathBuf>,
     pub eval_dataset_use: Vec<String>,
     pub val_split_ratio: f64,
+    /// Part and splits of datasets that are named as the hub does.
+    pub config: Option<String>,
+    pub train_split: String,
+    pub test_split: String,
     pub replay: Option<PathBuf>,
     pub roots: Roots,
     pub allow_urls: AllowUrls,
     pub skip_check: bool,
+}
+
+/// Whether rows are those of a dataset of the hub, `ORG/NAME`: no file is there, and it ends as no file of rows does.
+pub fn is_on_hub(file: &Path) -> bool {
+    let Some(name) = file.to_str() else { return false };
+    let ends = ["json", "jsonl", "parquet", "yaml", "yml"];
+    let is_file = file.extension().is_some_and(|end| ends.iter().any(|known| end == *known));
+    name.contains('/') && is_repo_name(name) && !is_file && !file.exists()
 }
 
 impl Rows {
@@ -255,6 +278,8 @@ pub struct Settings {
     pub run: RunPlan,
     /// Evaluation during training, and tables of `eval`.
     pub eval: EvalOptions,
+    /// Where on the hub the model goes.
+    pub push: Push,
     /// Trackers.
     pub log: Log,
     /// The workload of `bench`.
@@ -298,6 +323,9 @@ impl Default for Settings {
                 eval_file: Vec::new(),
                 eval_dataset_use: Vec::new(),
                 val_split_ratio: 0.0,
+                config: None,
+                train_split: "train".to_owned(),
+                test_split: "test".to_owned(),
                 replay: None,
                 roots: Roots::default(),
                 allow_urls: AllowUrls::Off,
@@ -320,6 +348,7 @@ impl Default for Settings {
             lora: LoraConfig::default(),
             run: RunPlan::default(),
             eval: EvalOptions::default(),
+            push: Push { enabled: false, model_id: None, private: false, strategy: HubStrategy::End },
             log: Log {
                 report_to: vec![Tracker::Jsonl],
                 dashboard: false,

@@ -1,12 +1,15 @@
 //! Every command on a tiny checkpoint, from its flags to its files.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "../../fetch/src/hub/stand_in.rs"]
+mod stand_in;
 mod support;
 
 use std::io::Write as _;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
+use stand_in::{StandIn, sha256};
 use support::{Place, golden, numbers, ran, server};
 
 const SMALL: &str =
@@ -798,10 +801,12 @@ fn a_model_of_the_hub_is_fetched_and_named() {
         .unwrap()
         .map(|file| file.unwrap().file_name().into_string().unwrap())
         .collect();
-    let size = |name: &str| std::fs::metadata(dir.join(name)).unwrap().len();
-    let siblings: Vec<Value> = (0..)
-        .zip(&names)
-        .map(|(i, name)| json!({"rfilename": name, "size": size(name), "blobId": format!("{i:040x}")}))
+    let siblings: Vec<Value> = names
+        .iter()
+        .map(|name| {
+            let bytes = std::fs::read(dir.join(name)).unwrap();
+            json!({"rfilename": name, "lfs": {"sha256": sha256(&bytes), "size": bytes.len()}})
+        })
         .collect();
     let listing = json!({"sha": commit, "siblings": siblings}).to_string();
     let (address, asked) = server(move |path| match path {
@@ -826,7 +831,9 @@ fn a_model_of_the_hub_is_fetched_and_named() {
     assert_eq!(asked.lock().unwrap().len(), first, "a model of the cache is asked for again");
 
     let card = place.text("run/README.md");
-    assert!(card.contains("library_name: transformers\nbase_model: me/tiny\n"), "{card}");
+    let fields = "---\nbase_model: me/tiny\nbase_model_relation: finetune\nlibrary_name: transformers\npipeline_tag: image-text-to-text\n";
+    assert!(card.starts_with(fields) && card.contains("](metrics.svg)"), "{card}");
+    assert!(place.text("run/metrics.svg").contains("Loss"));
     assert!(
         card.contains(commit) && card.contains("1 step of") && card.contains("`rows` (3 rows)"),
         "{card}"
@@ -837,10 +844,148 @@ fn a_model_of_the_hub_is_fetched_and_named() {
         (&config["base_model_name_or_path"], &config["revision"]),
         (&json!("me/tiny"), &json!(commit))
     );
-    // A directory is named without the path to it.
+    // A directory is named without the path to it; its own card says what it came from, which an adapter to it has no use for.
     place.run(&format!("{sft} on --model run")).ok();
-    assert!(place.text("on/README.md").contains("base_model: run\n"));
+    let card = place.text("on/README.md");
+    assert!(card.contains("base_model: me/tiny\n") && card.contains("Trained from `run` with"), "{card}");
+    place.run(&format!("{sft} adapter --model run --use_peft")).ok();
+    let card = place.text("adapter/README.md");
+    assert!(card.starts_with("---\nlibrary_name: peft\n") && !card.contains("base_model"), "{card}");
     assert!(!place.text("on/README.md").contains(&*place.path("").to_string_lossy()));
+}
+
+/// A table of the hub as rows, fetched once; its name is in the card.
+#[test]
+fn rows_of_the_hub_are_tables_of_a_split() {
+    let place = Place::new();
+    let hub = StandIn::start();
+    let table =
+        std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tests/data/hub.parquet")).unwrap();
+    hub.hold(
+        "datasets/me/rows",
+        &[
+            ("data/train-00000-of-00002.parquet", &table),
+            ("data/train-00001-of-00002.parquet", &table),
+            ("data/test-00000-of-00001.parquet", &table),
+        ],
+    );
+    let run = |line: &str, offline: &str| {
+        ran(place.command(line).env("HF_ENDPOINT", hub.endpoint()).env("HF_HUB_OFFLINE", offline))
+    };
+    let check = "data check --train_file me/rows";
+    run(check, "1").fails(1, &["HF_HUB_OFFLINE is set", "`me/rows`, split `train`"]);
+    run(&format!("{check} --dataset_train_split dev"), "")
+        .fails(1, &["no single split `dev`", "default/test, default/train", "--dataset_train_split"]);
+    run("data check --train_file rows.jsonl --dataset_train_split dev", "")
+        .fails(2, &["names a dataset of the hub"]);
+    std::fs::copy(place.path("shapes.png"), place.path("kept.png")).unwrap();
+    let check = format!("{check} --image_folders .");
+    hub.requests();
+    let both = run(&format!("{check} --eval_file me/rows"), "").ok();
+    assert!(
+        both.stderr.contains("fetching me/rows (train)") && both.stderr.contains("fetching me/rows (test)")
+    );
+    // The three have one content.
+    assert_eq!(hub.requests().iter().filter(|line| line.contains("/get/")).count(), 1);
+    let again = run(&check, "1").ok().stdout;
+    assert!(hub.requests().is_empty() && again.contains("6 rows: 8 images"), "{again}");
+}
+
+/// A trained model goes to the hub (a stand-in here); whatever happens there, it is safe here and can be pushed later.
+#[test]
+fn a_trained_model_is_pushed_to_the_hub() {
+    let place = Place::new();
+    let hub = StandIn::start();
+    let run_as = |token: &str, line: &str| {
+        let mut command = place.command(line);
+        command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", hub.endpoint()).env("HF_TOKEN", token);
+        let ran = ran(&mut command);
+        assert!(!format!("{}{}", ran.stdout, ran.stderr).contains("secret"), "{}", ran.stderr);
+        ran
+    };
+    let run = |line: &str| run_as(StandIn::TOKEN, line);
+    let sft = "sft --model M --train_file rows.jsonl --max_steps 2 --threads 1";
+
+    // What cannot work is found out before training.
+    place.run(&format!("{sft} --output_dir no --push_to_hub")).fails(2, &["cannot be pushed offline"]);
+    run_as("", &format!("{sft} --output_dir no --push_to_hub")).fails(1, &["set HF_TOKEN"]);
+    run(&format!("{sft} --output_dir no --push_to_hub --hub_model_id others/x"))
+        .fails(1, &["status 403", "the rights"]);
+    run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["there is no `push_to_hub`"]);
+    run("push .").fails(2, &["no model to push"]);
+    assert!(!place.exists("no"));
+
+    let done = run(&format!("{sft} --output_dir run --push_to_hub --hub_private_repo")).ok();
+    assert!(done.stdout.contains(&format!("pushed to {}/me/run", hub.endpoint())), "{}", done.stdout);
+    let names = |repo: &stand_in::Repo| repo.files.keys().cloned().collect::<Vec<_>>();
+    let (private, files) = hub.look("me/run", |repo| (repo.private, names(repo))).unwrap();
+    assert!(
+        private && files.contains(&"model.safetensors".to_owned()) && files.contains(&"README.md".to_owned())
+    );
+    for file in files.iter().filter(|file| *file != ".gitattributes") {
+        assert_eq!(
+            hub.look("me/run", |repo| repo.files[file].clone()).unwrap(),
+            place.bytes(&format!("run/{file}"))
+        );
+    }
+    for record in ["log.txt", "metrics.jsonl", "config.yaml"] {
+        assert!(place.exists(&format!("run/{record}")) && !files.contains(&record.to_owned()), "{record}");
+    }
+    assert!(run("push run").ok().stdout.contains("nothing has changed"));
+
+    // The hub refuses in the end: the model is there, and the command that is told sends it.
+    hub.fail("commit/main", 403, 1);
+    let failed = run(&format!("{sft} --output_dir lora --use_peft --push_to_hub --hub_model_id me/lora"))
+        .fails(
+            1,
+            &["trained and saved, but could not be pushed", "omnigrpo push lora --hub_model_id me/lora"],
+        );
+    assert!(!failed.stdout.is_empty() && place.exists("lora/adapter_model.safetensors"));
+    hub.requests();
+    run("push lora --hub_model_id me/lora").ok();
+    assert!(!hub.requests().iter().any(|line| line.starts_with("PUT")), "weights are sent twice");
+    assert!(hub.look("me/lora", |repo| repo.files.contains_key("adapter_config.json")).unwrap());
+
+    // Killed while it sends.
+    place.checkpoint("changed", |_, data| data[0] ^= 1);
+    hub.fail("PUT /", 1, 1);
+    let mut child = {
+        let mut command = place.command("push changed --hub_model_id killed");
+        command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", hub.endpoint()).env("HF_TOKEN", StandIn::TOKEN);
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    };
+    for _ in 0..4000 {
+        if hub.look("me/killed", |_| ()).is_some()
+            && hub.requests().iter().any(|line| line.starts_with("PUT"))
+        {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(hub.look("me/killed", |repo| repo.messages.is_empty()).unwrap());
+    run("push changed --hub_model_id killed").ok();
+    let pushed = hub.look("me/killed", |repo| repo.files["model.safetensors"].clone()).unwrap();
+    assert!(pushed == place.bytes("changed/model.safetensors"));
+}
+
+/// Checkpoints go to the hub while training goes on.
+#[test]
+fn checkpoints_are_pushed_beside_training() {
+    let place = Place::new();
+    let hub = StandIn::start();
+    let line = "sft --model M --train_file rows.jsonl --max_steps 3 --threads 1 --save_steps 1 --output_dir run --push_to_hub \
+                --hub_model_id me/each --hub_strategy every_save";
+    let mut command = place.command(line);
+    command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", hub.endpoint()).env("HF_TOKEN", StandIn::TOKEN);
+    let done = ran(&mut command).ok();
+    let messages = hub.look("me/each", |repo| repo.messages.clone()).unwrap();
+    assert_eq!(messages.first().map(String::as_str), Some("Model after step 1"), "{}", done.stderr);
+    assert_eq!(messages.last().map(String::as_str), Some("Model after step 3"));
+    let pushed = hub.look("me/each", |repo| repo.files["model.safetensors"].clone()).unwrap();
+    assert!(pushed == place.bytes("run/model.safetensors"));
+    assert!(!hub.look("me/each", |repo| repo.files.contains_key("optimizer.safetensors")).unwrap());
 }
 
 /// A training step with its evaluation, and rollouts, of a tiny model of each family with the kernels of a GPU, on the emulator: with

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::names::{AllowUrls, words};
-use crate::settings::Settings;
+use crate::settings::{Settings, is_on_hub};
 use Kind::{Bool, Choice, Fraction, Path, Paths, Text, Words};
 use omnigrpo_data::Curriculum;
 use omnigrpo_models::MissingAudio;
@@ -11,11 +11,30 @@ fn one_pass(s: &Settings) -> Option<&'static str> {
     (s.run.max_steps.is_none() && s.run.num_epochs <= 1.0).then_some("there is one pass over the data")
 }
 
+fn no_hub_rows(s: &Settings) -> Option<&'static str> {
+    let mut files = s.data.train_file.iter().chain(&s.data.eval_file);
+    (!files.any(|file| is_on_hub(file)))
+        .then_some("neither `train_file` nor `eval_file` names a dataset of the hub")
+}
+
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths, at!(data.train_file), TRAIN_ROWS)
-        .help("JSON, JSONL or parquet files of training rows.")
+        .help(
+            "JSON, JSONL or parquet files of training rows, or the name of a dataset of the hub with \
+             parquet tables (`ORG/NAME`); one that is not in the local cache is fetched.",
+        )
         .free(LOOP),
+    row("dataset_config", Text, at!(data.config), EVAL_ROWS)
+        .help("Part of a dataset of the hub: what it calls a configuration or subset.")
+        .unset("`default`, or the only one")
+        .idle(|s, _| no_hub_rows(s)),
+    row("dataset_train_split", Text, at!(data.train_split), TRAIN_ROWS)
+        .help("Split of a dataset of the hub that `--train_file` names.")
+        .idle(|s, _| no_hub_rows(s)),
+    row("dataset_test_split", Text, at!(data.test_split), EVAL_ROWS)
+        .help("Split of a dataset of the hub that `--eval_file` names.")
+        .idle(|s, _| no_hub_rows(s)),
     row("dataset_use", Words, at!(data.dataset_use), TRAIN_ROWS)
         .help(
             "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns \
@@ -50,7 +69,7 @@ pub const FLAGS: &[Flag] = &[
         .help("Which rows of a pass over the data come first, by what they earned in the pass before.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths, at!(data.eval_file), EVAL_ROWS)
-        .help("JSON, JSONL or parquet files of evaluation rows.")
+        .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset of the hub.")
         .free(LOOP),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
         .help("Registry names of evaluation data, as in `--dataset_use`.")

@@ -3,7 +3,7 @@
 use super::*;
 use crate::settings::{Keep, Settings};
 use Kind::{Choice, Path, Text, Texts};
-use verb::Verb::{Completions, DataConvert, Man, Report, Watch};
+use verb::Verb::{Completions, DataConvert, Man, Push, Report, Watch};
 
 /// The datasets `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
@@ -40,13 +40,13 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .required(&[Completions])
         .positional(),
-    row("directory", Path, at!(io.directory), &[Man])
+    row("directory", Path, at!(io.directory), &[Push, Man])
         .help(
-            "Directory to write into; it is made if it is not there. `man -l DIR/omnigrpo-train.1` \
-             shows a page.",
+            "For `push` the run directory, checkpoint or adapter to push. For `man` the directory to \
+             write into, which is made if it is not there; `man -l DIR/omnigrpo-train.1` shows a page.",
         )
         .unset("")
-        .required(&[Man])
+        .required(&[Push, Man])
         .positional(),
     row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report])
         .help(

@@ -1,12 +1,14 @@
 //! Length, checkpoints, resuming.
 
 use super::*;
+use crate::names::{HubStrategy, words};
 use crate::settings::Settings;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_train::{ResumeFrom, SaveWhen};
 use std::path::PathBuf;
 use std::time::Duration;
+use verb::Verb::Push;
 
 /// When to write a checkpoint.
 fn savings() -> Vec<(&'static str, &'static str)> {
@@ -30,6 +32,10 @@ fn resume(text: &str) -> ResumeFrom {
 
 fn never_saves(s: &Settings) -> Option<&'static str> {
     (s.run.save == SaveWhen::Never && s.run.save_every.is_none()).then_some("`save_strategy` is no")
+}
+
+fn no_push(s: &Settings, verb: Verb) -> Option<&'static str> {
+    (verb != Push && !s.push.enabled).then_some("there is no `push_to_hub`")
 }
 
 /// The settings.
@@ -199,6 +205,25 @@ pub const FLAGS: &[Flag] = &[
              to `superseded-N`, never removed.",
     )
     .free(LOOP),
+    row("push_to_hub", Bool, at!(push.enabled), &[Train, Sft])
+        .help(
+            "Push the trained model with its card to a repository of the Hugging Face hub, which is \
+             made before training begins. HF_TOKEN, or what `hf auth login` keeps, says whose.",
+        )
+        .free(LOOP),
+    row("hub_model_id", Text, at!(push.model_id), &[Train, Sft, Push])
+        .help("Repository, `ORG/NAME`, or `NAME` for one of the token's account.")
+        .unset("the name of the run directory")
+        .free(LOOP)
+        .idle(|s, verb| no_push(s, verb)),
+    row("hub_private_repo", Bool, at!(push.private), &[Train, Sft, Push])
+        .help("Make the repository private. One that is there stays as it is; a public one is then an error.")
+        .free(LOOP)
+        .idle(|s, verb| no_push(s, verb)),
+    row("hub_strategy", Choice(words::<HubStrategy>), at!(push.strategy), &[Train, Sft])
+        .help("When to push.")
+        .free(LOOP)
+        .idle(|s, verb| no_push(s, verb)),
     row("allow_changed_settings", Bool, at!(run.allow_changed), LOOP)
         .help(
             "Go on from a checkpoint although settings or inputs differ from those it was written \

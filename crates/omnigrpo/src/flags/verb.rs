@@ -25,6 +25,8 @@ pub enum Verb {
     RewardsRun,
     /// Writes a checkpoint in another form.
     Export,
+    /// Sends a model to the hub.
+    Push,
     /// Checks the machine.
     Doctor,
     /// Trains the embedded model on the generated task.
@@ -42,8 +44,8 @@ pub enum Verb {
 }
 
 use Verb::{
-    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man, Report,
-    RewardsList, RewardsRun, Score, Sft, Train, Watch,
+    Bench, Completions, DataCheck, DataConvert, DataShow, Demo, Doctor, Eval, Export, Generate, Man, Push,
+    Report, RewardsList, RewardsRun, Score, Sft, Train, Watch,
 };
 
 impl Verb {
@@ -60,6 +62,7 @@ impl Verb {
         RewardsList,
         RewardsRun,
         Export,
+        Push,
         Doctor,
         Demo,
         Bench,
@@ -83,6 +86,7 @@ impl Verb {
             RewardsList => &["rewards", "list"],
             RewardsRun => &["rewards", "run"],
             Export => &["export"],
+            Push => &["push"],
             Doctor => &["doctor"],
             Demo => &["demo"],
             Bench => &["bench"],
@@ -114,6 +118,7 @@ impl Verb {
             RewardsList => "List the reward functions with their ranges and sources",
             RewardsRun => "Score rows that carry completions with reward functions",
             Export => "Write a checkpoint in another form: an adapter merged into it, another layout",
+            Push => "Push a run directory, checkpoint or adapter to a repository of the Hugging Face hub",
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
             Bench => "Measure a training step of a random model beside what this machine can do",

@@ -10,6 +10,7 @@ mod infer;
 mod memory;
 mod options;
 mod profile;
+mod push;
 mod resume;
 mod rewards;
 mod setup;
@@ -125,6 +126,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::RewardsList => rewards::list(),
         Verb::RewardsRun => rewards::run(&resolved.settings, &context),
         Verb::Export => export::export(&resolved.settings, &context),
+        Verb::Push => push::push(&resolved.settings, &context),
         Verb::Doctor => doctor::doctor(&resolved.settings, &context),
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),

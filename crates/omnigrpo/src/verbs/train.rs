@@ -12,10 +12,11 @@ use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_rewards::{Corpus, answer_reward};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
-    EvalOptions, EvalPlan, MAX_LIVE, Objective, ResumeFrom, RunPlan, RunSummary, TrainSetup,
+    EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, ResumeFrom, RunPlan, RunSummary, TrainSetup,
 };
 use serde_json::{Map, Value};
 
+use super::push::Pusher;
 use super::{Context, data, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
@@ -51,9 +52,12 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
             .at("--output_dir")
             .into());
     }
+    let pusher = Pusher::before(settings, context)?;
     let lock = take(output_dir)?;
-    let summary = run(resolved, context, objective, lock)?;
-    finish(&summary, resolved)
+    let summary = run(resolved, context, objective, lock, pusher.as_ref())?;
+    finish(&summary, resolved)?;
+    // Last: whatever becomes of it, the model is there and told.
+    pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
 }
 
 /// Takes the run directory for this process.
@@ -112,6 +116,7 @@ pub fn run(
     context: &Context,
     objective: Objective,
     lock: RunLock,
+    pusher: Option<&Pusher>,
 ) -> Result<RunSummary> {
     if let Some(path) = &resolved.settings.io.log_file {
         context.console.log_to(path).map_err(|e| unwritable(lock.root(), &e))?;
@@ -125,7 +130,7 @@ pub fn run(
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
-    let summary = run_logged(resolved, context, objective, lock)?;
+    let summary = run_logged(resolved, context, objective, lock, pusher)?;
     if page.is_some() {
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
         context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
@@ -138,6 +143,7 @@ fn run_logged(
     context: &Context,
     objective: Objective,
     lock: RunLock,
+    pusher: Option<&Pusher>,
 ) -> Result<RunSummary> {
     let settings = &resolved.settings;
     environment(context);
@@ -238,6 +244,7 @@ fn run_logged(
         files: files.collect(),
         fingerprint: fingerprint(resolved, &model, &dataset)?,
         bad_rows,
+        curves: Some(omnigrpo_watch::curves),
         ..settings.run.clone()
     };
     let setup = TrainSetup {
@@ -253,7 +260,7 @@ fn run_logged(
         selection,
         reference_device: devices[1],
         run,
-        observer: Box::new(()),
+        observer: pusher.map_or_else(|| Box::new(()) as Box<dyn Observer>, Pusher::observer),
         trackers: watch::trackers(resolved, lock.root(), context),
         lock,
     };

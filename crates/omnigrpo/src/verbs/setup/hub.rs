@@ -1,9 +1,9 @@
-//! Models by name: a directory, the local cache, the Hugging Face hub.
+//! Models and datasets by name: a directory, the local cache, the Hugging Face hub.
 
 use std::path::PathBuf;
 
 use anyhow::Result;
-use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, has_weights, is_model_name};
+use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
@@ -37,7 +37,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
             hub.endpoint
         ))
     };
-    if !is_model_name(name) {
+    if !is_repo_name(name) {
         return Err(missing().help("correct the path"));
     }
     if hub.offline {
@@ -46,30 +46,35 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         );
     }
     fetch(name, hub).map_err(|error| match error {
-        FetchError::NoModel { .. } | FetchError::Denied { .. } => missing().help(error.to_string()),
+        FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(error.to_string()),
         _ => missing().help(format!("it could not be fetched: {error}")),
     })
 }
 
-/// Fetches a model of the hub into the local cache. What is missing of one that is partly there is added.
-fn fetch(name: &str, hub: &HubEnvironment) -> Result<PathBuf, FetchError> {
+/// A client of the hub that the environment names, as whom it names.
+pub fn hub(env: &HubEnvironment) -> Hub {
     let kept = || {
-        let text = std::fs::read_to_string(&hub.token_file).ok()?;
+        let text = std::fs::read_to_string(&env.token_file).ok()?;
         Some(text.trim().to_owned()).filter(|token| !token.is_empty())
     };
-    let client = Hub::new(HubOptions {
-        endpoint: hub.endpoint.clone(),
-        token: hub.token.clone().or_else(kept),
-        cache: hub.cache.clone(),
-    });
-    let console = Console::stderr(false);
+    Hub::new(HubOptions {
+        endpoint: env.endpoint.clone(),
+        token: env.token.clone().or_else(kept),
+        cache: env.cache.clone(),
+    })
+}
+
+/// Shows a transfer: a line with `what` before it, then a bar.
+pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<'a> {
+    const MB: u64 = 1_000_000;
+    let what = what.to_owned();
     let (mut bar, mut num_bytes) = (None, 0u64);
-    client.download(name, "main", &mut |step| match step {
-        Step::Begin { num_files, num_bytes } if num_files > 0 => {
-            let mb = num_bytes.div_ceil(MB);
-            console
-                .line(&format!("fetching {name} from {}: {num_files} weight files, {mb} MB", hub.endpoint));
-            bar = Some(console.progress("fetching, MB", mb));
+    move |step| match step {
+        Step::Begin { num_files, num_bytes: all } if num_files > 0 => {
+            let (mb, plural) = (all.div_ceil(MB), if num_files == 1 { "" } else { "s" });
+            console.line(&format!("{what}: {num_files} large file{plural}, {mb} MB"));
+            num_bytes = 0;
+            bar = Some(console.progress("transferred, MB", mb));
         }
         Step::Begin { .. } => {}
         Step::Bytes(more) => {
@@ -79,7 +84,52 @@ fn fetch(name: &str, hub: &HubEnvironment) -> Result<PathBuf, FetchError> {
                 bar.advance(num_bytes / MB - before);
             }
         }
-    })
+    }
 }
 
-const MB: u64 = 1_000_000;
+/// Fetches a model of the hub into the local cache. What is missing of one that is partly there is added.
+fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
+    let console = Console::stderr(false);
+    hub(env).download(
+        name,
+        "main",
+        &mut progress(&console, &format!("fetching {name} from {}", env.endpoint)),
+    )
+}
+
+/// The table files of a split of a dataset, fetched unless they are in the local cache.
+pub fn tables(
+    name: &str,
+    part: Option<&str>,
+    split: &str,
+    env: &HubEnvironment,
+) -> Result<Vec<PathBuf>, Problem> {
+    if let Some(files) = cached_dataset(&env.cache, name, part, split) {
+        return Ok(files);
+    }
+    let missing = || {
+        Problem::failure("the dataset was not found").got(format!("`{name}`, split `{split}`")).expected(
+            format!(
+                "a file of rows, a dataset in the local cache {}, or one of the hub {}",
+                env.cache.display(),
+                env.endpoint
+            ),
+        )
+    };
+    if env.offline {
+        return Err(
+            missing().help("HF_HUB_OFFLINE is set: unset it, or copy what `hf download` fetched elsewhere")
+        );
+    }
+    let console = Console::stderr(false);
+    let what = format!("fetching {name} ({split}) from {}", env.endpoint);
+    hub(env).dataset(name, part, split, &mut progress(&console, &what)).map_err(|error| match error {
+        FetchError::NoSplit { .. } => missing().help(format!(
+            "{error}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` choose"
+        )),
+        FetchError::NoRepo { .. } | FetchError::Denied { .. } | FetchError::NoTables { .. } => {
+            missing().help(error.to_string())
+        }
+        _ => missing().help(format!("it could not be fetched: {error}")),
+    })
+}

@@ -8,7 +8,7 @@ mod rewards;
 mod rows;
 
 pub use device::{is_at, no_cards, open_device};
-pub use hub::named_dir;
+pub use hub::{hub, named_dir, progress};
 pub use model::{checkpoint, checkpoint_dir, model, selection, trained_model};
 pub use prompts::{prompts, shuffled_prompts};
 pub use rewards::{corpus, probe_rewards, rewards, text_rewards};

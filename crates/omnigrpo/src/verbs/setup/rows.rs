@@ -8,9 +8,10 @@ use omnigrpo_data::{DataError, Dataset, DatasetSpec, Fetch, ReadOptions, Registr
 use omnigrpo_fetch::{UrlMedia, UrlOptions};
 use omnigrpo_rewards::Named as _;
 
+use super::hub::tables;
 use crate::names::AllowUrls;
 use crate::problem::Problem;
-use crate::settings::{REGISTRY, Settings};
+use crate::settings::{REGISTRY, Settings, is_on_hub};
 
 /// How rows are read.
 pub fn read_options(settings: &Settings) -> ReadOptions {
@@ -54,7 +55,7 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let mut specs = if let Some(replay) = &data.replay {
         DatasetSpec::from_files(std::slice::from_ref(replay), roots)?
     } else if !data.train_file.is_empty() {
-        DatasetSpec::from_files(&data.train_file, roots)?
+        from_files(settings, &data.train_file, &data.train_split)?
     } else if !data.data_file_paths.is_empty() {
         DatasetSpec::from_files(&data.data_file_paths, roots)?
     } else {
@@ -73,6 +74,27 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
         }
     }
     open(&specs, settings)
+}
+
+/// Files of rows, and datasets of the hub in their tables' place.
+fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec<DatasetSpec>> {
+    let roots = &settings.data.roots;
+    let mut specs = Vec::new();
+    for (spec, file) in DatasetSpec::from_each(files, roots)?.into_iter().zip(files) {
+        match file.to_str().filter(|_| is_on_hub(file)) {
+            None => specs.extend(spec),
+            Some(name) => {
+                for table in tables(name, settings.data.config.as_deref(), split, &settings.env.hub)? {
+                    specs.extend(spec.iter().map(|spec| DatasetSpec {
+                        name: name.to_owned(),
+                        file: table.clone(),
+                        ..spec.clone()
+                    }));
+                }
+            }
+        }
+    }
+    Ok(specs)
 }
 
 /// Opens rows as they are read everywhere.
@@ -109,7 +131,7 @@ pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     let data = &settings.data;
     let roots = &data.roots;
     let specs = if !data.eval_file.is_empty() {
-        DatasetSpec::from_files(&data.eval_file, roots)?
+        from_files(settings, &data.eval_file, &data.test_split)?
     } else if !data.eval_dataset_use.is_empty() {
         from_registry(settings, &data.eval_dataset_use, roots)?
     } else {

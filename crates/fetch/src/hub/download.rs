@@ -1,4 +1,4 @@
-//! A checkpoint of the Hugging Face hub → its directory in the local cache.
+//! A checkpoint of the hub → its directory in the local cache.
 //!
 //! The cache has the layout of `huggingface_hub`, so that a model fetched by either is there for both:
 //!
@@ -9,105 +9,32 @@
 //! ```
 //!
 //! Asked are two addresses of the hub: `/api/models/NAME/revision/REVISION?blobs=true` for the commit, the files and their
-//! hashes, and `/NAME/resolve/COMMIT/FILE` for each file. A broken transfer goes on where it stopped. Fetched is what a
-//! checkpoint needs: safetensors, and the texts beside them. Never fetched: pickled weights, which can run code when
-//! they are read.
-//!
-//! The official client brings an asynchronous runtime, a second HTTP client and a second TLS, about 280 crates; these two
-//! addresses need none of them.
+//! hashes, and `/NAME/resolve/COMMIT/FILE` for each file, whose content is compared with its hash. A broken transfer goes on
+//! where it stopped. Fetched is what a checkpoint needs: safetensors, and the texts beside them. Never fetched: pickled
+//! weights, which can run code when they are read.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use sha2::{Digest, Sha256};
 
+use super::{
+    ATTEMPTS, Entry, Hub, Kind, Listing, MAX_TEXT_BYTES, Step, escaped, hash_of, is_hash, stays_inside,
+};
+use crate::FetchError;
 use crate::media::place;
-use crate::{FetchError, check_scheme, config, hex};
-
-/// Longest answer about a model, bytes.
-const MAX_LISTING_BYTES: u64 = 32 << 20;
-/// Largest file that is not weights, bytes.
-const MAX_TEXT_BYTES: u64 = 256 << 20;
-/// Most files of a model.
-const MAX_FILES: usize = 10_000;
-/// Requests for one file, each of which goes on where the one before broke off.
-const ATTEMPTS: usize = 5;
-
-/// Which hub, as whom, into which cache.
-#[derive(Clone)]
-pub struct HubOptions {
-    /// Address of the hub, such as `https://huggingface.co`.
-    pub endpoint: String,
-    /// Token of an account, for models that need one. It is sent to the endpoint alone.
-    pub token: Option<String>,
-    /// Folder of the cache, which holds `models--ORG--NAME`.
-    pub cache: PathBuf,
-}
-
-/// How far a download is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
-    /// What there is to fetch.
-    Begin {
-        /// Files that are not in the cache.
-        num_files: usize,
-        /// Their bytes, without those that an earlier attempt has fetched.
-        num_bytes: u64,
-    },
-    /// So many bytes more have come.
-    Bytes(u64),
-}
-
-/// A client of the hub.
-pub struct Hub {
-    agent: ureq::Agent,
-    options: HubOptions,
-}
-
-/// A model as the hub describes it.
-#[derive(Deserialize)]
-struct Listing {
-    sha: String,
-    siblings: Vec<Entry>,
-}
-
-#[derive(Deserialize, Clone)]
-struct Entry {
-    rfilename: String,
-    size: Option<u64>,
-    #[serde(rename = "blobId")]
-    blob_id: Option<String>,
-    lfs: Option<Lfs>,
-}
-
-#[derive(Deserialize, Clone)]
-struct Lfs {
-    sha256: String,
-    size: u64,
-}
-
-impl Entry {
-    fn blob(&self) -> Option<&str> {
-        self.lfs.as_ref().map(|lfs| lfs.sha256.as_str()).or(self.blob_id.as_deref())
-    }
-
-    fn num_bytes(&self) -> Option<u64> {
-        self.lfs.as_ref().map(|lfs| lfs.size).or(self.size)
-    }
-
-    fn is_weights(&self) -> bool {
-        self.rfilename.ends_with(".safetensors")
-    }
-}
 
 /// The directory of a model in a cache that `huggingface_hub` shares, as its reference `main` has it; of any program's making.
 #[must_use]
 pub fn cached(cache: &Path, name: &str) -> Option<PathBuf> {
-    let repo = cache.join(format!("models--{}", name.replace('/', "--")));
-    let revision = std::fs::read_to_string(repo.join("refs/main")).ok()?;
+    snapshot(&Kind::Model.folder(cache, name), "main")
+}
+
+/// The directory of what a repository held when a reference of its was last seen.
+pub(super) fn snapshot(repo: &Path, reference: &str) -> Option<PathBuf> {
+    let revision = std::fs::read_to_string(repo.join("refs").join(reference)).ok()?;
     Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
 }
 
@@ -119,29 +46,67 @@ pub fn has_weights(dir: &Path) -> bool {
     std::fs::read_dir(dir).is_ok_and(|mut files| files.any(|file| file.is_ok_and(is_weights)))
 }
 
-/// Whether `text` can name a model of the hub: `NAME` or `ORG/NAME`.
-#[must_use]
-pub fn is_model_name(text: &str) -> bool {
-    let part = |part: &str| {
-        part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
-            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
-            && part.len() <= 96
-            && !part.contains("..")
-            && !part.ends_with(['.', '-'])
-    };
-    text.split('/').count() <= 2 && text.split('/').all(part)
+fn is_weights(entry: &Entry) -> bool {
+    entry.rfilename.ends_with(".safetensors")
+}
+
+/// A state of a repository, and where the cache keeps it.
+pub(super) struct Source<'a> {
+    kind: Kind,
+    name: &'a str,
+    commit: &'a str,
+    /// The folder of the repository.
+    repo: PathBuf,
+    /// The folder of this state.
+    pub(super) snapshot: PathBuf,
+}
+
+impl<'a> Source<'a> {
+    pub(super) fn new(cache: &Path, kind: Kind, name: &'a str, commit: &'a str) -> Self {
+        let repo = kind.folder(cache, name);
+        Self { kind, name, commit, snapshot: repo.join("snapshots").join(commit), repo }
+    }
+
+    /// Entries that the snapshot does not have. A link whose blob was removed is followed and found missing.
+    pub(super) fn missing(&self, entries: Vec<Entry>) -> Vec<Entry> {
+        entries.into_iter().filter(|entry| !self.snapshot.join(&entry.rfilename).is_file()).collect()
+    }
+
+    /// Bytes of entries that no earlier attempt has fetched.
+    pub(super) fn bytes_left(&self, entries: &[Entry]) -> u64 {
+        let partial = |entry: &Entry| {
+            let path =
+                entry.blob().map(|blob| self.repo.join("blobs").join(blob).with_extension("incomplete"));
+            path.and_then(|path| std::fs::metadata(path).ok()).map_or(0, |metadata| metadata.len())
+        };
+        entries.iter().map(|entry| entry.num_bytes().unwrap_or(0).saturating_sub(partial(entry))).sum()
+    }
+
+    /// Says last, so that what is only partly there is not taken for whole, at which state a reference stands.
+    pub(super) fn refer(&self, reference: &str) -> Result<(), FetchError> {
+        if reference == self.commit {
+            return Ok(());
+        }
+        place(&self.repo.join("refs").join(reference), |file| file.write_all(self.commit.as_bytes()))
+    }
+}
+
+/// Refuses what would be written elsewhere or cannot be checked.
+pub(super) fn check(entry: &Entry, max_bytes: u64) -> Result<(), FetchError> {
+    let (blob, bytes) = (entry.blob().filter(|blob| is_hash(blob)), entry.num_bytes());
+    if stays_inside(&entry.rfilename) && blob.is_some() && bytes.is_some_and(|bytes| bytes <= max_bytes) {
+        return Ok(());
+    }
+    Err(FetchError::Answer {
+        url: entry.rfilename.clone(),
+        what: format!(
+            "got hash {:?} and size {bytes:?}, expected a name inside the repository, a hash and a size (texts up to {MAX_TEXT_BYTES} bytes)",
+            entry.blob(),
+        ),
+    })
 }
 
 impl Hub {
-    /// A client; nothing is asked yet.
-    #[must_use]
-    pub fn new(options: HubOptions) -> Self {
-        let same_host = ureq::config::RedirectAuthHeaders::SameHost;
-        let agent = ureq::Agent::new_with_config(config().redirect_auth_headers(same_host).build());
-        let endpoint = options.endpoint.trim_end_matches('/').to_owned();
-        Self { agent, options: HubOptions { endpoint, ..options } }
-    }
-
     /// Fetches what the cache lacks of a model and returns its directory there.
     ///
     /// # Errors
@@ -153,132 +118,52 @@ impl Hub {
         revision: &str,
         on: &mut dyn FnMut(Step),
     ) -> Result<PathBuf, FetchError> {
-        let endpoint = &self.options.endpoint;
-        check_scheme(endpoint)?;
-        if !stays_inside(revision) {
-            return Err(FetchError::NoModel {
-                endpoint: endpoint.clone(),
-                name: name.to_owned(),
-                revision: revision.to_owned(),
-            });
-        }
-        let url =
-            format!("{endpoint}/api/models/{name}/revision/{}?blobs=true", revision.replace('/', "%2F"));
-        let listing = self.listing(&url, name, revision)?;
-        let bad = |what: String| FetchError::Answer { url: url.clone(), what };
-        if !is_hash(&listing.sha) || listing.siblings.len() > MAX_FILES {
-            let num = listing.siblings.len();
-            return Err(bad(format!(
-                "got commit `{}` with {num} files, expected a hash and at most {MAX_FILES}",
-                listing.sha
-            )));
-        }
-        let repo = self.options.cache.join(format!("models--{}", name.replace('/', "--")));
-        let snapshot = repo.join("snapshots").join(&listing.sha);
-
+        let listing = self.listing(Kind::Model, name, revision)?;
+        let source = Source::new(&self.options.cache, Kind::Model, name, &listing.sha);
         let (weights, texts): (Vec<Entry>, Vec<Entry>) = listing
             .siblings
             .iter()
             .filter(|entry| is_wanted(&entry.rfilename))
             .cloned()
-            .partition(Entry::is_weights);
+            .partition(is_weights);
         if weights.is_empty() {
             let files: Vec<_> =
                 listing.siblings.iter().take(20).map(|entry| entry.rfilename.as_str()).collect();
             return Err(FetchError::NoWeights { name: name.to_owned(), files: files.join(", ") });
         }
-        for entry in weights.iter().chain(&texts) {
-            let (blob, bytes) = (entry.blob().filter(|blob| is_hash(blob)), entry.num_bytes());
-            let fits = entry.is_weights() || bytes.is_none_or(|bytes| bytes <= MAX_TEXT_BYTES);
-            if !stays_inside(&entry.rfilename) || blob.is_none() || bytes.is_none() || !fits {
-                return Err(bad(format!(
-                    "file `{}`: got hash {:?} and size {bytes:?}, expected a name inside the model, a hash and a size (texts up to {MAX_TEXT_BYTES} bytes)",
-                    entry.rfilename,
-                    entry.blob(),
-                )));
-            }
-        }
-        let texts_missing = missing(&snapshot, texts);
+        weights.iter().try_for_each(|entry| check(entry, u64::MAX))?;
+        texts.iter().try_for_each(|entry| check(entry, MAX_TEXT_BYTES))?;
+        let texts_missing = source.missing(texts);
         // The index of the weights is among the texts and says which of them the checkpoint consists of.
-        let all_weights_missing = missing(&snapshot, weights);
-        let left = |entries: &[Entry]| -> u64 {
-            entries
-                .iter()
-                .map(|entry| entry.num_bytes().unwrap_or(0).saturating_sub(partial(&repo, entry)))
-                .sum()
-        };
+        let all_weights_missing = source.missing(weights);
         for entry in &texts_missing {
-            self.file(name, &listing.sha, &repo, &snapshot, entry, &mut |_| {})?;
+            self.file(&source, entry, &mut |_| {})?;
         }
-        let wanted = indexed(&snapshot);
+        let wanted = indexed(&source.snapshot);
         let weights_missing: Vec<Entry> = all_weights_missing
             .into_iter()
             .filter(|entry| belongs(&entry.rfilename, wanted.as_ref(), &listing))
             .collect();
-        on(Step::Begin { num_files: weights_missing.len(), num_bytes: left(&weights_missing) });
+        on(Step::Begin { num_files: weights_missing.len(), num_bytes: source.bytes_left(&weights_missing) });
         for entry in &weights_missing {
-            self.file(name, &listing.sha, &repo, &snapshot, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
+            self.file(&source, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
         }
-        // Last, so that a model that is only partly there is not taken for whole.
-        if revision != listing.sha {
-            place(&repo.join("refs").join(revision), |file| file.write_all(listing.sha.as_bytes()))?;
-        }
-        Ok(snapshot)
-    }
-
-    fn get(&self, url: &str, from: u64) -> Result<ureq::http::Response<ureq::Body>, FetchError> {
-        let mut request = self.agent.get(url);
-        if let Some(token) = &self.options.token {
-            request = request.header("Authorization", format!("Bearer {token}"));
-        }
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
-        }
-        request.call().map_err(|error| FetchError::of(url, error))
-    }
-
-    fn listing(&self, url: &str, name: &str, revision: &str) -> Result<Listing, FetchError> {
-        let mut response = match self.get(url, 0) {
-            Err(error) if error.may_pass() => self.get(url, 0)?,
-            other => other?,
-        };
-        let endpoint = self.options.endpoint.clone();
-        match response.status().as_u16() {
-            200 => {}
-            404 => {
-                return Err(FetchError::NoModel {
-                    endpoint,
-                    name: name.to_owned(),
-                    revision: revision.to_owned(),
-                });
-            }
-            status @ (401 | 403) => {
-                let with_token = self.options.token.is_some();
-                return Err(FetchError::Denied { endpoint, name: name.to_owned(), status, with_token });
-            }
-            status => return Err(FetchError::Status { url: url.to_owned(), status }),
-        }
-        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES);
-        let text = body.read_to_string().map_err(|error| FetchError::of(url, error))?;
-        serde_json::from_str(&text).map_err(|error| FetchError::Answer {
-            url: url.to_owned(),
-            what: format!("not a model: {error}"),
-        })
+        source.refer(revision)?;
+        Ok(source.snapshot)
     }
 
     /// Fetches one file into its blob and links it.
-    fn file(
+    pub(super) fn file(
         &self,
-        name: &str,
-        commit: &str,
-        repo: &Path,
-        snapshot: &Path,
+        source: &Source,
         entry: &Entry,
         on: &mut dyn FnMut(u64),
     ) -> Result<(), FetchError> {
         let (Some(blob), Some(expected)) = (entry.blob(), entry.num_bytes()) else { return Ok(()) };
+        let Source { kind, name, commit, repo, snapshot } = source;
         let path = repo.join("blobs").join(blob);
-        let url = format!("{}/{name}/resolve/{commit}/{}", self.options.endpoint, escaped(&entry.rfilename));
+        let file_name = escaped(&entry.rfilename);
+        let url = format!("{}/{}{name}/resolve/{commit}/{file_name}", self.options.endpoint, kind.prefix());
         if !path.is_file() {
             let incomplete = path.with_extension("incomplete");
             std::fs::create_dir_all(repo.join("blobs")).map_err(FetchError::io(repo))?;
@@ -299,14 +184,12 @@ impl Hub {
                     }
                     attempt += 1;
                 }
-                if let Some(lfs) = &entry.lfs {
-                    let got = hash_of(&mut file).map_err(FetchError::io(&incomplete))?;
-                    if got != lfs.sha256 {
-                        // What is wrong in it cannot be told, so nothing of it is kept.
-                        let _ = std::fs::remove_file(&incomplete);
-                        let what = format!("got content with the hash {got}, expected {}", lfs.sha256);
-                        return Err(FetchError::Answer { url, what });
-                    }
+                let got = hash_of(&mut file, entry.lfs.is_none()).map_err(FetchError::io(&incomplete))?;
+                if got != blob {
+                    // What is wrong in it cannot be told, so nothing of it is kept.
+                    let _ = std::fs::remove_file(&incomplete);
+                    let what = format!("got content with the hash {got}, expected {blob}");
+                    return Err(FetchError::Answer { url, what });
                 }
                 file.sync_all()
                     .and_then(|()| std::fs::rename(&incomplete, &path))
@@ -336,11 +219,7 @@ impl Hub {
                 206 if have > 0 => {}
                 // A server that knows no ranges sends all of it again.
                 200 => have = 0,
-                status @ (401 | 403) => {
-                    let with_token = self.options.token.is_some();
-                    let endpoint = self.options.endpoint.clone();
-                    return Err(FetchError::Denied { endpoint, name: name.to_owned(), status, with_token });
-                }
+                status @ (401 | 403) => return Err(self.denied(name, status)),
                 status => return Err(FetchError::Status { url: url.to_owned(), status }),
             }
             file.set_len(have).map_err(FetchError::io(path))?;
@@ -375,7 +254,7 @@ impl Hub {
 }
 
 /// Weights in safetensors and the texts beside them: settings, tokenizers, templates, the code of models that bring their
-/// own (which is copied along and never run), the licence.
+/// own (which is copied along and never run), the licence, and the card, which names it.
 fn is_wanted(name: &str) -> bool {
     const ENDINGS: [&str; 7] = [".safetensors", ".json", ".txt", ".jinja", ".model", ".py", ".codes"];
     let file = name.rsplit('/').next().unwrap_or(name);
@@ -383,28 +262,9 @@ fn is_wanted(name: &str) -> bool {
     let foreign =
         ["onnx/", "openvino/", "coreml/", "original/"].iter().any(|folder| name.starts_with(folder));
     let hidden = name.split('/').any(|part| part.starts_with('.') && part != "..");
-    !foreign && !hidden && (file == "LICENSE" || ENDINGS.iter().any(|ending| file.ends_with(ending)))
-}
-
-fn is_hash(text: &str) -> bool {
-    (7..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-}
-
-fn stays_inside(name: &str) -> bool {
-    !name.is_empty()
-        && !name.contains(['\\', '\0'])
-        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
-}
-
-/// Entries that the snapshot does not have. A link whose blob was removed is followed and found missing.
-fn missing(snapshot: &Path, entries: Vec<Entry>) -> Vec<Entry> {
-    entries.into_iter().filter(|entry| !snapshot.join(&entry.rfilename).is_file()).collect()
-}
-
-/// Bytes that an earlier attempt has fetched.
-fn partial(repo: &Path, entry: &Entry) -> u64 {
-    let path = entry.blob().map(|blob| repo.join("blobs").join(blob).with_extension("incomplete"));
-    path.and_then(|path| std::fs::metadata(path).ok()).map_or(0, |metadata| metadata.len())
+    !foreign
+        && !hidden
+        && (["LICENSE", "README.md"].contains(&file) || ENDINGS.iter().any(|ending| file.ends_with(ending)))
 }
 
 /// The weight files that the snapshot's index names, if it has one.
@@ -426,26 +286,6 @@ fn belongs(name: &str, indexed: Option<&BTreeSet<String>>, listing: &Listing) ->
         Some(indexed) => indexed.contains(name),
         None => name == WHOLE || listing.siblings.iter().all(|entry| entry.rfilename != WHOLE),
     }
-}
-
-fn hash_of(file: &mut File) -> std::io::Result<String> {
-    file.rewind()?;
-    let mut hash = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok(hex(&hash.finalize())),
-            len => hash.update(&buffer[..len]),
-        }
-    }
-}
-
-/// A path as part of an address.
-fn escaped(name: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte);
-    name.bytes()
-        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
-        .collect()
 }
 
 /// Makes `to` a relative link to the blob, so that the cache can be moved.
@@ -476,7 +316,11 @@ mod tests {
 
     use serde_json::{Value, json};
 
+    use sha2::{Digest, Sha256};
+
+    use super::super::HubOptions;
     use super::*;
+    use crate::hex;
     use crate::testing::{Answer, Request, server};
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -501,7 +345,9 @@ mod tests {
             .iter()
             .map(|(name, bytes)| {
                 let sha = hex(&Sha256::digest(bytes));
-                let mut entry = json!({"rfilename": name, "size": bytes.len(), "blobId": &sha[..40]});
+                let git =
+                    hex(&sha1::Sha1::digest([format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat()));
+                let mut entry = json!({"rfilename": name, "size": bytes.len(), "blobId": git});
                 if name.ends_with(".safetensors") || name.ends_with(".bin") {
                     entry["lfs"] = json!({"sha256": sha, "size": bytes.len(), "pointerSize": 100});
                 }
@@ -680,16 +526,6 @@ mod tests {
             assert!(error.to_string().contains(expected), "{error}");
         }
         assert!(!folder.path().join("models--me--tiny/blobs").exists());
-    }
-
-    #[test]
-    fn names_of_models() {
-        for name in ["gpt2", "Qwen/Qwen2.5-VL-3B-Instruct", "a_b/c-d.e"] {
-            assert!(is_model_name(name), "{name}");
-        }
-        for name in ["", "a/b/c", "./a", "../a", "/a", "a/", "a b", "a/..", "-a", "a..b", "~/x"] {
-            assert!(!is_model_name(name), "{name}");
-        }
     }
 
     #[test]

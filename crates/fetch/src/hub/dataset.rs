@@ -1,0 +1,247 @@
+//! Tables of the hub: the parquet files of one split of a dataset, in the local cache.
+//!
+//! Many datasets are parquet tables in their main branch; of others the hub keeps a copy in that form in a branch of its own,
+//! `refs/convert/parquet`. Which split and which part (the hub says configuration or subset) a file belongs to, its name
+//! tells, by the rules of the `datasets` library: `data/train-00000-of-00002.parquet`, `PART/test-00000-of-00001.parquet`,
+//! `PART/train/0000.parquet`. Patterns that a dataset's own page declares are not read.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::download::{Source, check, snapshot};
+use super::{Entry, Hub, Kind, Step};
+use crate::FetchError;
+
+/// Where the tables are, in the order they are looked for.
+const REVISIONS: [&str; 2] = ["main", "refs/convert/parquet"];
+
+/// The table files of a split in a cache that `huggingface_hub` shares, in order; `None` unless all of them are there.
+#[must_use]
+pub fn cached_dataset(cache: &Path, name: &str, part: Option<&str>, split: &str) -> Option<Vec<PathBuf>> {
+    REVISIONS.iter().find_map(|revision| {
+        let dir = snapshot(&Kind::Dataset.folder(cache, name), revision)?;
+        let mut names = Vec::new();
+        tables(&dir, "", 0, &mut names);
+        let files = choose(name, names.iter().map(String::as_str), part, split).ok()?;
+        is_whole(&files).then(|| files.iter().map(|file| dir.join(file)).collect())
+    })
+}
+
+/// Names of the tables in a folder of the cache and those in it.
+fn tables(dir: &Path, within: &str, depth: usize, into: &mut Vec<String>) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let path = entry.path();
+        if path.is_dir() && depth < 8 {
+            tables(&path, &format!("{within}{name}/"), depth + 1, into);
+        } else if name.ends_with(".parquet") && path.is_file() {
+            into.push(format!("{within}{name}"));
+        }
+    }
+}
+
+impl Hub {
+    /// Fetches what the cache lacks of a split of a dataset and returns its table files there, in order. Without `part` it
+    /// is the one called `default`, or the only one.
+    ///
+    /// # Errors
+    /// No connection, a dataset that is not there or not for this account, one without parquet tables or without that split,
+    /// content that is not what the hub announced, a cache that cannot be written.
+    pub fn dataset(
+        &self,
+        name: &str,
+        part: Option<&str>,
+        split: &str,
+        on: &mut dyn FnMut(Step),
+    ) -> Result<Vec<PathBuf>, FetchError> {
+        let mut listing = self.listing(Kind::Dataset, name, REVISIONS[0])?;
+        let mut revision = REVISIONS[0];
+        let is_table = |entry: &Entry| entry.rfilename.ends_with(".parquet");
+        if !listing.siblings.iter().any(is_table) {
+            revision = REVISIONS[1];
+            listing = match self.listing(Kind::Dataset, name, revision) {
+                Err(FetchError::NoRepo { .. }) => {
+                    let files: Vec<_> =
+                        listing.siblings.iter().take(20).map(|entry| entry.rfilename.as_str()).collect();
+                    return Err(FetchError::NoTables { name: name.to_owned(), files: files.join(", ") });
+                }
+                other => other?,
+            };
+        }
+        let source = Source::new(&self.options.cache, Kind::Dataset, name, &listing.sha);
+        let names = listing.siblings.iter().map(|entry| entry.rfilename.as_str());
+        let chosen: Vec<String> = choose(name, names, part, split)?.into_iter().map(str::to_owned).collect();
+        let entries: BTreeMap<&str, &Entry> =
+            listing.siblings.iter().map(|entry| (entry.rfilename.as_str(), entry)).collect();
+        let entries: Vec<Entry> = chosen.iter().map(|name| entries[name.as_str()].clone()).collect();
+        entries.iter().try_for_each(|entry| check(entry, u64::MAX))?;
+        let missing = source.missing(entries);
+        on(Step::Begin { num_files: missing.len(), num_bytes: source.bytes_left(&missing) });
+        // The first file comes last: where it is, the others are, whether or not their names say how many there are.
+        for entry in missing.iter().rev() {
+            self.file(&source, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
+        }
+        source.refer(revision)?;
+        Ok(chosen.iter().map(|file| source.snapshot.join(file)).collect())
+    }
+}
+
+/// The files of a split, in order.
+fn choose<'a>(
+    name: &str,
+    files: impl Iterator<Item = &'a str>,
+    part: Option<&str>,
+    split: &str,
+) -> Result<Vec<&'a str>, FetchError> {
+    let mut splits: BTreeMap<(String, &str), Vec<&str>> = BTreeMap::new();
+    for file in files.filter(|file| file.ends_with(".parquet")) {
+        splits.entry(place(file)).or_default().push(file);
+    }
+    let parts: BTreeSet<&str> =
+        splits.keys().filter(|(_, of)| *of == split).map(|(part, _)| part.as_str()).collect();
+    let part = match part {
+        Some(part) => Some(part),
+        None if parts.contains("default") => Some("default"),
+        None => parts.first().copied().filter(|_| parts.len() == 1),
+    };
+    let found = part.and_then(|part| splits.get(&(part.to_owned(), split)));
+    let mut files = found.cloned().ok_or_else(|| FetchError::NoSplit {
+        name: name.to_owned(),
+        wanted: part.map_or_else(|| split.to_owned(), |part| format!("{part}/{split}")),
+        found: splits.keys().map(|(part, split)| format!("{part}/{split}")).collect::<Vec<_>>().join(", "),
+    })?;
+    files.sort_unstable();
+    Ok(files)
+}
+
+/// The part and the split that a table file belongs to.
+fn place(file: &str) -> (String, &str) {
+    const SPLITS: [&str; 6] = ["train", "validation", "test", "val", "valid", "dev"];
+    let stem = file.trim_end_matches(".parquet");
+    let (folder, stem) = stem.rsplit_once('/').unwrap_or(("", stem));
+    let all_digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let (folder, split) = match of_total(stem) {
+        Some((split, _)) => (folder, split),
+        None if all_digits(stem) && !folder.is_empty() => folder.rsplit_once('/').unwrap_or(("", folder)),
+        None if SPLITS.contains(&stem) => (folder, stem),
+        // What names no split is to be trained on.
+        None => (folder, "train"),
+    };
+    let part = if matches!(folder, "" | "data") { "default" } else { folder };
+    (part.to_owned(), split)
+}
+
+/// Split and number of files in the name `train-00000-of-00002`, which may end in `-` and a hash.
+fn of_total(stem: &str) -> Option<(&str, usize)> {
+    let (before, after) = stem.rsplit_once("-of-")?;
+    let (split, _) = before.rsplit_once('-').filter(|(_, at)| at.parse::<usize>().is_ok())?;
+    let total = after.split('-').next()?.parse().ok()?;
+    Some((split, total))
+}
+
+/// Whether files of a cache are all that their names speak of.
+fn is_whole(files: &[&str]) -> bool {
+    let stem = |file: &&str| file.trim_end_matches(".parquet").rsplit('/').next().unwrap_or("").to_owned();
+    let Some(first) = files.first().map(stem) else { return false };
+    match of_total(&first) {
+        Some((_, total)) => files.len() == total,
+        None => !first.bytes().all(|byte| byte.is_ascii_digit()) || first.bytes().all(|byte| byte == b'0'),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::HubOptions;
+    use super::super::stand_in::StandIn;
+    use super::*;
+
+    #[test]
+    fn names_of_files_tell_part_and_split() {
+        for (file, part, split) in [
+            ("data/train-00000-of-00002.parquet", "default", "train"),
+            ("data/test-00000-of-00001-b21158d3bd5fb2ba.parquet", "default", "test"),
+            ("hard/my-split-00001-of-00002.parquet", "hard", "my-split"),
+            ("en/validation/0001.parquet", "en", "validation"),
+            ("default/partial-train/0000.parquet", "default", "partial-train"),
+            ("test.parquet", "default", "test"),
+            ("0000.parquet", "default", "train"),
+            ("rows.parquet", "default", "train"),
+        ] {
+            assert_eq!(place(file), (part.to_owned(), split), "{file}");
+        }
+    }
+
+    #[test]
+    fn a_split_is_one_part_of_it_or_an_error_that_lists_them() {
+        let two = ["a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet", "b/test/0000.parquet"];
+        let chosen = |part, split| choose("me/set", two.into_iter(), part, split);
+        assert_eq!(chosen(Some("b"), "train").unwrap(), [two[1]]);
+        assert_eq!(chosen(None, "test").unwrap(), [two[2]]);
+        for (part, split) in [(None, "train"), (Some("a"), "test"), (None, "dev")] {
+            let error = chosen(part, split).unwrap_err().to_string();
+            assert!(error.contains("a/train, b/test, b/train"), "{error}");
+        }
+        let default = ["x/train-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"];
+        assert_eq!(choose("me/set", default.into_iter(), None, "train").unwrap(), [default[1]]);
+    }
+
+    #[test]
+    fn a_split_is_fetched_once_into_the_cache_of_datasets() {
+        let folder = tempfile::tempdir().unwrap();
+        let hub = StandIn::start();
+        let table = |byte: u8| vec![byte; 1000];
+        hub.hold(
+            "datasets/me/set",
+            &[
+                ("data/train-00000-of-00002.parquet", &table(0)),
+                ("data/train-00001-of-00002.parquet", &table(1)),
+                ("data/test-00000-of-00001.parquet", &table(2)),
+                ("README.md", b"x"),
+            ],
+        );
+        let client = |token: Option<&str>| {
+            let (endpoint, token) = (hub.endpoint(), token.map(str::to_owned));
+            Hub::new(HubOptions { endpoint, token, cache: folder.path().to_owned() })
+        };
+        let mut steps = Vec::new();
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), None);
+        let files = client(Some(StandIn::TOKEN))
+            .dataset("me/set", None, "train", &mut |step| steps.push(step))
+            .unwrap();
+        assert_eq!(steps[0], Step::Begin { num_files: 2, num_bytes: 2000 });
+        let bytes: Vec<Vec<u8>> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
+        assert_eq!(bytes, [table(0), table(1)]);
+        assert!(files[0].starts_with(folder.path().join("datasets--me--set/snapshots")));
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), Some(files.clone()));
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "test"), None, "it was not fetched");
+        // A split of which a file is gone is not taken for whole.
+        std::fs::remove_file(&files[1]).unwrap();
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), None);
+
+        let error = |name: &str, split: &str| {
+            client(Some(StandIn::TOKEN)).dataset(name, None, split, &mut |_| {}).unwrap_err().to_string()
+        };
+        assert!(error("me/set", "dev").contains("default/test, default/train"));
+        assert!(error("me/none", "train").contains("has no dataset `me/none`"));
+        hub.hold("datasets/me/lines", &[("rows.jsonl", b"{}")]);
+        assert!(error("me/lines", "train").contains("no parquet tables (its files: rows.jsonl)"));
+    }
+
+    #[test]
+    fn tables_that_the_hub_made_are_found_where_it_keeps_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let hub = StandIn::start();
+        hub.hold("datasets/me/lines", &[("rows.jsonl", b"{}")]);
+        hub.hold(
+            "datasets/me/lines@refs/convert/parquet",
+            &[("default/train/0000.parquet", b"one"), ("default/train/0001.parquet", b"two")],
+        );
+        let options = HubOptions { endpoint: hub.endpoint(), token: None, cache: folder.path().to_owned() };
+        let files = Hub::new(options).dataset("me/lines", None, "train", &mut |_| {}).unwrap();
+        assert_eq!(std::fs::read(&files[1]).unwrap(), b"two");
+        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train"), Some(files.clone()));
+        // An end in the middle leaves the first file out.
+        std::fs::remove_file(&files[0]).unwrap();
+        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train"), None);
+    }
+}

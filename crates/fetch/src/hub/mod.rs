@@ -1,0 +1,282 @@
+//! A client of the Hugging Face hub: checkpoints and tables into the local cache ([`Hub::download`], [`Hub::dataset`]), a
+//! trained model to a repository ([`Hub::push`]).
+//!
+//! The official client sends large files through a second protocol with a store of its own; it brings an asynchronous
+//! runtime, a second HTTP client and a second TLS, about 300 crates. The hub's older one, which it serves to git and to every
+//! client without that store, needs none of them.
+
+mod dataset;
+mod download;
+#[cfg(test)]
+mod stand_in;
+mod upload;
+
+pub use dataset::cached_dataset;
+pub use download::{cached, has_weights};
+pub use upload::Pushed;
+
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use crate::{FetchError, PATIENCE, check_scheme, config, hex};
+
+/// Longest answer about a repository, bytes.
+const MAX_LISTING_BYTES: u64 = 32 << 20;
+/// Largest file that is not weights, bytes.
+const MAX_TEXT_BYTES: u64 = 256 << 20;
+/// Most files of a repository.
+const MAX_FILES: usize = 10_000;
+/// Attempts at one thing, each of which goes on where the one before broke off.
+const ATTEMPTS: usize = 5;
+
+/// Which hub, as whom, into which cache.
+#[derive(Clone)]
+pub struct HubOptions {
+    /// Address of the hub, such as `https://huggingface.co`.
+    pub endpoint: String,
+    /// Token of an account, for models that need one and for pushing. It is sent to the endpoint alone.
+    pub token: Option<String>,
+    /// Folder of the cache, which holds `models--ORG--NAME`.
+    pub cache: PathBuf,
+}
+
+/// How far a transfer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// What there is to transfer.
+    Begin {
+        /// Files that are not there yet.
+        num_files: usize,
+        /// Their bytes, without those that an earlier attempt has transferred.
+        num_bytes: u64,
+    },
+    /// So many bytes more are there.
+    Bytes(u64),
+}
+
+/// A client of the hub.
+pub struct Hub {
+    agent: ureq::Agent,
+    options: HubOptions,
+    /// Wait before the second attempt at a push; each further one is twice as long.
+    pause: Duration,
+}
+
+/// What a repository holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Model,
+    Dataset,
+}
+
+impl Kind {
+    /// In the paths of the hub's interface.
+    fn plural(self) -> &'static str {
+        match self {
+            Self::Model => "models",
+            Self::Dataset => "datasets",
+        }
+    }
+
+    fn singular(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Dataset => "dataset",
+        }
+    }
+
+    /// Before the name in addresses of files.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Model => "",
+            Self::Dataset => "datasets/",
+        }
+    }
+
+    /// The folder of a repository in a cache that `huggingface_hub` shares.
+    fn folder(self, cache: &Path, name: &str) -> PathBuf {
+        cache.join(format!("{}--{}", self.plural(), name.replace('/', "--")))
+    }
+}
+
+/// A repository as the hub describes it.
+#[derive(Deserialize)]
+struct Listing {
+    sha: String,
+    siblings: Vec<Entry>,
+    #[serde(default)]
+    private: bool,
+}
+
+#[derive(Deserialize, Clone)]
+struct Entry {
+    rfilename: String,
+    size: Option<u64>,
+    #[serde(rename = "blobId")]
+    blob_id: Option<String>,
+    lfs: Option<Lfs>,
+}
+
+#[derive(Deserialize, Clone)]
+struct Lfs {
+    sha256: String,
+    size: u64,
+}
+
+impl Entry {
+    fn blob(&self) -> Option<&str> {
+        self.lfs.as_ref().map(|lfs| lfs.sha256.as_str()).or(self.blob_id.as_deref())
+    }
+
+    fn num_bytes(&self) -> Option<u64> {
+        self.lfs.as_ref().map(|lfs| lfs.size).or(self.size)
+    }
+}
+
+/// Whether `text` can name a repository of the hub: `NAME` or `ORG/NAME`.
+#[must_use]
+pub fn is_repo_name(text: &str) -> bool {
+    let part = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+            && part.len() <= 96
+            && !part.contains("..")
+            && !part.ends_with(['.', '-'])
+    };
+    text.split('/').count() <= 2 && text.split('/').all(part)
+}
+
+impl Hub {
+    /// A client; nothing is asked yet.
+    #[must_use]
+    pub fn new(options: HubOptions) -> Self {
+        let same_host = ureq::config::RedirectAuthHeaders::SameHost;
+        let config = config().redirect_auth_headers(same_host).timeout_per_write(Some(PATIENCE));
+        let agent = ureq::Agent::new_with_config(config.build());
+        let endpoint = options.endpoint.trim_end_matches('/').to_owned();
+        Self { agent, options: HubOptions { endpoint, ..options }, pause: Duration::from_secs(1) }
+    }
+
+    /// The value of the header that says who asks.
+    fn authorization(&self) -> Option<String> {
+        self.options.token.as_ref().map(|token| format!("Bearer {token}"))
+    }
+
+    fn get(&self, url: &str, from: u64) -> Result<ureq::http::Response<ureq::Body>, FetchError> {
+        let mut request = self.agent.get(url);
+        if let Some(authorization) = self.authorization() {
+            request = request.header("Authorization", authorization);
+        }
+        if from > 0 {
+            request = request.header("Range", format!("bytes={from}-"));
+        }
+        request.call().map_err(|error| FetchError::of(url, error))
+    }
+
+    /// Asks what a repository holds at a revision.
+    fn listing(&self, kind: Kind, name: &str, revision: &str) -> Result<Listing, FetchError> {
+        let endpoint = &self.options.endpoint;
+        check_scheme(endpoint)?;
+        let absent = || FetchError::NoRepo {
+            endpoint: endpoint.clone(),
+            kind: kind.singular(),
+            name: name.to_owned(),
+            revision: revision.to_owned(),
+        };
+        if !stays_inside(revision) {
+            return Err(absent());
+        }
+        let at = revision.replace('/', "%2F");
+        let url = format!("{endpoint}/api/{}/{name}/revision/{at}?blobs=true", kind.plural());
+        let mut response = match self.get(&url, 0) {
+            Err(error) if error.may_pass() => self.get(&url, 0)?,
+            other => other?,
+        };
+        match response.status().as_u16() {
+            200 => {}
+            404 => return Err(absent()),
+            status @ (401 | 403) => return Err(self.denied(name, status)),
+            status => return Err(FetchError::Status { url, status }),
+        }
+        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES);
+        let text = body.read_to_string().map_err(|error| FetchError::of(&url, error))?;
+        let bad = |what: String| FetchError::Answer { url: url.clone(), what };
+        let listing: Listing = serde_json::from_str(&text)
+            .map_err(|error| bad(format!("not a {}: {error}", kind.singular())))?;
+        let num = listing.siblings.len();
+        if !is_hash(&listing.sha) || num > MAX_FILES {
+            return Err(bad(format!(
+                "got commit `{}` with {num} files, expected a hash and at most {MAX_FILES}",
+                listing.sha
+            )));
+        }
+        Ok(listing)
+    }
+
+    fn denied(&self, name: &str, status: u16) -> FetchError {
+        FetchError::Denied {
+            endpoint: self.options.endpoint.clone(),
+            name: name.to_owned(),
+            status,
+            with_token: self.options.token.is_some(),
+        }
+    }
+}
+
+fn is_hash(text: &str) -> bool {
+    (7..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn stays_inside(name: &str) -> bool {
+    !name.is_empty()
+        && !name.contains(['\\', '\0'])
+        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// The hash of a file's content, lower case: SHA-256, or with `git` the SHA-1 that names it in git.
+fn hash_of(file: &mut File, git: bool) -> std::io::Result<String> {
+    fn of<D: Digest>(mut hash: D, file: &mut File) -> std::io::Result<String> {
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut buffer)? {
+                0 => return Ok(hex(&hash.finalize())),
+                len => hash.update(&buffer[..len]),
+            }
+        }
+    }
+    file.rewind()?;
+    if git {
+        let header = format!("blob {}\0", file.metadata()?.len());
+        of(sha1::Sha1::new().chain_update(header), file)
+    } else {
+        of(Sha256::new(), file)
+    }
+}
+
+/// A path as part of an address.
+fn escaped(name: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte);
+    name.bytes()
+        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_repositories() {
+        for name in ["gpt2", "Qwen/Qwen2.5-VL-3B-Instruct", "a_b/c-d.e"] {
+            assert!(is_repo_name(name), "{name}");
+        }
+        for name in ["", "a/b/c", "./a", "../a", "/a", "a/", "a b", "a/..", "-a", "a..b", "~/x"] {
+            assert!(!is_repo_name(name), "{name}");
+        }
+    }
+}
