@@ -12,6 +12,7 @@ import make_humanomni
 import make_packed
 import make_positions
 import make_published
+import make_qwen3_vl
 import make_replay
 import make_rope
 import make_scorers
@@ -27,6 +28,7 @@ if __name__ == "__main__":
     make_decoders.main()
     make_internvl.main()
     make_aria.main()
+    make_qwen3_vl.main()
     make_lora.main()
     make_published.main()
     make_encoders.main()

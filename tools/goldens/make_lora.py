@@ -4,6 +4,7 @@ import shutil
 
 import make_aria
 import make_internvl
+import make_qwen3_vl
 import torch
 from fixtures import OUT, extend, family_of, load_model, position_ids, published, save_tensors, sketch
 from make_cases import build_inputs, logits_of, model_inputs
@@ -35,7 +36,10 @@ INTERNVL = {
     ),
 }
 
-
+# Attention of the decoder, and a layer that the tower's blocks and all mergers have.
+QWEN3_VL = {
+    "mergers": ("qwen3_vl", "E", dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "linear_fc1"])),
+}
 # Attention, the shared experts and the fused ones, whose tensors are no modules.
 ARIA = {
     "experts": (
@@ -114,6 +118,17 @@ def run_internvl(adapter: str):
     write(adapter, name, wrapped, trained, logp, inputs["coefficients"], names)
 
 
+def run_qwen3_vl(adapter: str):
+    name, case, settings = QWEN3_VL[adapter]
+    inputs = load_file(make_qwen3_vl.ROOT / f"{case}.safetensors")
+    prompt = load_file(make_qwen3_vl.ROOT / f"{case}.{name}.safetensors")["prompt_ids"].tolist()
+    model = make_qwen3_vl.new_model(name)
+    wrapped, trained = wrap(model, settings)
+    media = make_qwen3_vl.inputs_of(make_qwen3_vl.CASES[case][1])
+    _, logp = make_qwen3_vl.logp_of(model, prompt, inputs["completion_ids"].tolist(), media)
+    write(adapter, name, wrapped, trained, logp, inputs["coefficients"], str)
+
+
 def run_aria(adapter: str):
     name, case, settings = ARIA[adapter]
     inputs = load_file(make_aria.ROOT / f"{case}.safetensors")
@@ -146,6 +161,8 @@ def main():
         run_internvl(adapter)
     for adapter in ARIA:
         run_aria(adapter)
+    for adapter in QWEN3_VL:
+        run_qwen3_vl(adapter)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import re
 import torch
 from fixtures import OUT, model_classes, published, write_json
 from make_aria import published_name as aria_name
-from transformers import AriaForConditionalGeneration, AutoConfig, InternVLForConditionalGeneration
+from transformers import (
+    AriaForConditionalGeneration, AutoConfig, InternVLForConditionalGeneration, Qwen3VLForConditionalGeneration,
+)
 
 PUBLISHED = OUT / "published"
 
@@ -44,6 +46,24 @@ INTERNVL3 = {
 }
 
 
+# The same of 3.5, on Qwen3; all have 8 key and value heads.
+INTERNVL3_5 = {
+    "1B": (1024, 3072, 28, 16), "2B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32),
+    "14B": (5120, 17408, 40, 40), "38B": (5120, 25600, 64, 64),
+}
+
+
+def internvl3_5_text(hidden, intermediate, layers, heads):
+    return dict(
+        architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=151643,
+        eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=hidden, initializer_range=0.02,
+        intermediate_size=intermediate, max_position_embeddings=40960, max_window_layers=layers, model_type="qwen3",
+        num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=8, rms_norm_eps=1e-6,
+        rope_scaling=None, rope_theta=1000000.0, sliding_window=None, torch_dtype="bfloat16", use_cache=True,
+        use_sliding_window=False, vocab_size=151936,
+    )
+
+
 def internvl_text(hidden, intermediate, layers, heads, kv_heads):
     return dict(
         architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
@@ -68,13 +88,14 @@ def internvl_configs() -> dict:
     """Both layouts of each size. Published hf files do not say that the head is not tied; the tests' copies do, since there
     are no tensors beside them to tell."""
     out = {}
-    for size, numbers in INTERNVL3.items():
-        large = size == "38B"
+    models = {size: (internvl_text(*numbers), size == "38B") for size, numbers in INTERNVL3.items()}
+    models |= {f"3.5_{size}": (internvl3_5_text(*numbers), size == "38B") for size, numbers in INTERNVL3_5.items()}
+    for size, (text, large) in models.items():
         out[f"internvl_hf_{size}"] = dict(
             architectures=["InternVLForConditionalGeneration"], downsample_ratio=0.5, image_seq_length=256,
             # As published: the largest has the older key.
             **{"image_token_index" if large else "image_token_id": 151667},
-            model_type="internvl", projector_hidden_act="gelu", text_config=internvl_text(*numbers),
+            model_type="internvl", projector_hidden_act="gelu", text_config=text,
             tie_word_embeddings=False, torch_dtype="bfloat16", vision_feature_layer=-1,
             vision_feature_select_strategy="default",
             vision_config=internvl_tower(large) | dict(
@@ -85,7 +106,7 @@ def internvl_configs() -> dict:
         )
         out[f"internvl_{size}"] = dict(
             architectures=["InternVLChatModel"], downsample_ratio=0.5, dynamic_image_size=True, force_image_size=448,
-            llm_config=internvl_text(*numbers) | dict(tie_word_embeddings=False), max_dynamic_patch=12,
+            llm_config=text | dict(tie_word_embeddings=False), max_dynamic_patch=12,
             min_dynamic_patch=1, model_type="internvl_chat", pad2square=False, ps_version="v2", select_layer=-1,
             template="internvl2_5", torch_dtype="bfloat16", use_backbone_lora=0, use_llm_lora=0, use_thumbnail=True,
             vision_config=internvl_tower(large) | dict(
@@ -170,6 +191,55 @@ def configs() -> dict:
     return out
 
 
+# size -> hidden, intermediate, layers, heads, tied, large tower; the dense ones.
+QWEN3_VL = {
+    "2B": (2048, 6144, 28, 16, True, False), "4B": (2560, 9728, 36, 32, True, False),
+    "8B": (4096, 12288, 36, 32, False, True), "32B": (5120, 25600, 64, 64, False, True),
+}
+
+
+def qwen3_vl_configs() -> dict:
+    out = {}
+    for size, (hidden, intermediate, layers, heads, tied, large) in QWEN3_VL.items():
+        depth, width, inner, deep = (27, 1152, 4304, [8, 16, 24]) if large else (24, 1024, 4096, [5, 11, 17])
+        out[f"qwen3_vl_{size}"] = dict(
+            architectures=["Qwen3VLForConditionalGeneration"], image_token_id=151655, model_type="qwen3_vl",
+            text_config=dict(
+                attention_bias=False, attention_dropout=0.0, bos_token_id=151643, dtype="bfloat16",
+                eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=hidden, initializer_range=0.02,
+                intermediate_size=intermediate, max_position_embeddings=262144, model_type="qwen3_vl_text",
+                num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=8, rms_norm_eps=1e-6,
+                rope_scaling=dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default"),
+                rope_theta=5000000, tie_word_embeddings=tied, use_cache=True, vocab_size=151936,
+            ),
+            tie_word_embeddings=tied, transformers_version="4.57.0.dev0", video_token_id=151656,
+            vision_config=dict(
+                deepstack_visual_indexes=deep, depth=depth, hidden_act="gelu_pytorch_tanh", hidden_size=width,
+                in_channels=3, initializer_range=0.02, intermediate_size=inner, model_type="qwen3_vl", num_heads=16,
+                num_position_embeddings=2304, out_hidden_size=hidden, patch_size=16, spatial_merge_size=2,
+                temporal_patch_size=2,
+            ),
+            vision_end_token_id=151653, vision_start_token_id=151652,
+        )
+    return out
+
+
+def qwen3_vl_tensors(directory) -> dict:
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(config)
+    rows, total = {}, 0
+    for n, p in model.named_parameters():
+        total += p.numel()
+        pattern = re.sub(r"\b(layers|blocks|deepstack_merger_list)\.(\d+)\.", r"\1.{i}.", n)
+        rows.setdefault((pattern, tuple(p.shape)), set()).add(n)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    return dict(
+        tied=config.tie_word_embeddings, parameters=total,
+        tensors=[[p, list(s), len(names) if "{i}" in p else 0] for (p, s), names in rows.items()],
+    )
+
+
 def tensor_list(family, directory):
     """[[name with {i} for the layer index, shape, number of layers or 0]], in order of first appearance."""
     config = AutoConfig.from_pretrained(directory)
@@ -226,13 +296,17 @@ def aria_tensors(directory) -> dict:
 
 def main():
     lines = []
-    for key, config in (configs() | internvl_configs() | {"aria_25B": aria_config()}).items():
+    for key, config in (
+        configs() | qwen3_vl_configs() | internvl_configs() | {"aria_25B": aria_config()}
+    ).items():
         directory = PUBLISHED / key
         write_json(directory / "config.json", config)
         if key.startswith("aria"):
             result = aria_tensors(directory)
+        elif key.startswith("qwen3"):
+            result = qwen3_vl_tensors(directory)
         elif key.startswith("internvl"):
-            size = key.rsplit("_", 1)[1]
+            size = key.removeprefix("internvl_").removeprefix("hf_")
             result = internvl_tensors(PUBLISHED / f"internvl_hf_{size}", original="_hf_" not in key)
         else:
             result = tensor_list(key.rsplit("_", 1)[0], directory)

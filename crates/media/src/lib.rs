@@ -6,7 +6,7 @@
 //! * [`load_image`], [`probe_image`]: picture files as Pillow reads them.
 //! * [`resize_bicubic`]: the resize of Pillow 13, bit for bit.
 //! * [`decode_video`], [`probe_video`]: frames of video files, animations, directories and lists of pictures.
-//! * [`FrameSampling`], [`PixelBudget`]: which frames, and how large.
+//! * [`FrameSampling`], [`PixelBudget`], [`ClipBudget`]: which frames, and how large.
 //! * [`aria`]: squares with masks, as Aria sees pictures.
 //! * [`audio`]: sound files and the sound of videos, resampling, Whisper's log-mel features.
 //! * [`clip`]: the pixels that CLIP looks at.
@@ -32,7 +32,9 @@ pub use crate::error::MediaError;
 pub use crate::image::{ImageInfo, Rgb8Image, load_image, load_image_bytes, probe_image};
 pub use crate::limits::Limits;
 pub use crate::resize::resize_bicubic;
-pub use crate::sampling::{FrameChoice, FrameSampling, PixelBudget, QwenSampling, segment_indices};
+pub use crate::sampling::{
+    ClipBudget, FrameChoice, FrameSampling, PixelBudget, QwenSampling, segment_indices,
+};
 pub use crate::video::{
     FrameSize, LISTED_FPS, VideoFrames, VideoInfo, VideoRequest, VideoSource, decode_video, probe_video,
 };

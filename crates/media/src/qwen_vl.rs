@@ -1,4 +1,4 @@
-//! Pictures and frames to the patch rows of Qwen2-VL and Qwen2.5-VL.
+//! Pictures and frames to the patch rows of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 //!
 //! A picture is resized so that both sides are multiples of `patch_size * merge_size` ([`smart_resize`]), scaled and
 //! normalised per channel, and cut into patches. Row order is the merger's: time slice, block row, block column, then the
@@ -215,12 +215,13 @@ pub struct Processors {
 
 impl Processors {
     /// Reads the processors of a checkpoint directory: `processor_config.json` (keys `image_processor`, `video_processor`),
-    /// else `preprocessor_config.json`; for videos `video_preprocessor_config.json` stands before the latter.
+    /// else `preprocessor_config.json`; for videos `video_preprocessor_config.json` stands before the latter. What a file does
+    /// not say about videos is as in `video`.
     ///
     /// # Errors
     /// [`MediaError::Read`] when no file has an image processor; [`MediaError::Setting`] for a file that is no JSON
     /// of that kind or holds impossible values.
-    pub fn load(dir: &Path) -> Result<Self, MediaError> {
+    pub fn load(dir: &Path, video: &ImageProcessor) -> Result<Self, MediaError> {
         let read = |name: &str| -> Result<Option<String>, MediaError> {
             let path = dir.join(name);
             if !path.try_exists().map_err(|source| MediaError::Read { path: path.clone(), source })? {
@@ -249,11 +250,9 @@ impl Processors {
             }
         };
         let video = match (nested.video_processor, read("video_preprocessor_config.json")?.or(flat)) {
-            (Some(raw), _) => ImageProcessor::video_default().with(raw)?,
-            (None, Some(text)) => {
-                ImageProcessor::video_default().with(parse_json("video processor file", &text)?)?
-            }
-            (None, None) => ImageProcessor::video_default(),
+            (Some(raw), _) => video.clone().with(raw)?,
+            (None, Some(text)) => video.clone().with(parse_json("video processor file", &text)?)?,
+            (None, None) => video.clone(),
         };
         Ok(Self { image, video })
     }
@@ -267,6 +266,18 @@ impl ImageProcessor {
     /// Published defaults of `Qwen2VLVideoProcessor`.
     pub fn video_default() -> Self {
         Self { min_pixels: 128 * 28 * 28, max_pixels: 768 * 28 * 28, ..Self::default() }
+    }
+
+    /// Published defaults of `Qwen3VLVideoProcessor`. Its pixels are those of a whole video.
+    pub fn qwen3_video_default() -> Self {
+        Self {
+            patch_size: 16,
+            mean: [0.5; 3],
+            std: [0.5; 3],
+            min_pixels: 128 * 32 * 32,
+            max_pixels: 768 * 32 * 32,
+            ..Self::default()
+        }
     }
 
     /// Reads the text of a `preprocessor_config.json`; absent keys keep the published defaults.

@@ -3,6 +3,7 @@
 //! | rule | source |
 //! |---|---|
 //! | [`FrameSampling::Qwen`] | qwen-vl-utils 0.0.14 `smart_nframes`, `calculate_video_frame_range` |
+//! | [`FrameSampling::Rate`] | `transformers` 5.23 `Qwen3VLVideoProcessor.sample_frames` |
 //! | [`FrameSampling::BaseInterval`] | qwen-vl-finetune `data_qwen.py` |
 //! | [`FrameSampling::Segments`] | data rows with `meta.frame_cnts`: every segment is seen |
 //! | [`FrameSampling::Midpoints`] | HumanOmni `mm_utils.frame_sample`, mode uniform |
@@ -10,7 +11,7 @@
 //! Rounding is to even on ties throughout, as in Python, NumPy and torch.
 
 use crate::MediaError;
-use crate::qwen_vl::{ResizeRule, smart_resize};
+use crate::qwen_vl::{MAX_ASPECT_RATIO, ResizeRule, smart_resize};
 
 /// Frames per time slice of the vision tower; qwen-vl-utils keeps frame counts a multiple of it.
 const FRAME_FACTOR: f64 = 2.0;
@@ -23,6 +24,16 @@ const MOST_FRAMES: usize = 100_000;
 pub enum FrameSampling {
     /// The rule of qwen-vl-utils: a rate or a count, evenly spaced from the first to the last frame of a time range.
     Qwen(QwenSampling),
+    /// The rule of `Qwen3VLVideoProcessor`: a rate, within bounds, evenly spaced from the first to the last frame; a short video
+    /// gives fewer frames.
+    Rate {
+        /// Frames per second to take. 2 in the source.
+        fps: f64,
+        /// Least number of frames. 4 in the source.
+        min_frames: usize,
+        /// Largest number of frames. 768 in the source.
+        max_frames: usize,
+    },
     /// One frame per `interval_secs`, within bounds, evenly spaced from the first to the last frame; a short video gives
     /// fewer frames.
     BaseInterval {
@@ -96,6 +107,20 @@ impl FrameSampling {
                     indices: linspace_rounded(start, end, n),
                     sampled_fps: n as f64 / (end - start + 1) as f64 * fps,
                 }
+            }
+            Self::Rate { fps: rate, min_frames, max_frames } => {
+                if !(rate.is_finite() && *rate > 0.0 && (1..=*max_frames).contains(min_frames)) {
+                    return Err(MediaError::setting(
+                        "sampling by rate",
+                        format!("{rate} frames per second, {min_frames}..{max_frames} frames"),
+                        "a positive rate and 1 <= min_frames <= max_frames",
+                    ));
+                }
+                let n = (num_frames as f64 / fps * rate) as usize;
+                let n = n.clamp(*min_frames, *max_frames).min(num_frames);
+                let step = if n > 1 { (num_frames - 1) as f64 / (n - 1) as f64 } else { 0.0 };
+                let at = |i: usize| (i as f64 * step).round_ties_even() as usize;
+                whole((0..n).map(|i| at(i).min(num_frames - 1)).collect())
             }
             Self::BaseInterval { interval_secs, min_frames, max_frames } => {
                 if !(*interval_secs > 0.0 && (1..=*max_frames).contains(min_frames)) {
@@ -319,5 +344,73 @@ impl PixelBudget {
     ) -> Result<(u32, u32), MediaError> {
         let (min, max) = self.area_bounds(num_frames, factor);
         smart_resize(height, width, factor, min, max, ResizeRule::QwenVlUtils)
+    }
+}
+
+/// How many pixels all frames of one video may have together, in the manner of `Qwen3VLVideoProcessor`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ClipBudget {
+    /// Least number of pixels.
+    pub min_pixels: u64,
+    /// Largest number of pixels.
+    pub max_pixels: u64,
+    /// Frames of a time slice.
+    pub slice_frames: u32,
+}
+
+impl ClipBudget {
+    /// The size `(height, width)` that `num_frames` frames of `height x width` are resized to: multiples of `factor`.
+    ///
+    /// # Errors
+    /// [`MediaError::Setting`] for fewer frames than a slice has, or bounds that are not `min <= max`;
+    /// [`MediaError::Shape`] for an empty picture or sides in a ratio above 200.
+    pub fn frame_size(
+        &self,
+        num_frames: usize,
+        height: u32,
+        width: u32,
+        factor: u32,
+    ) -> Result<(u32, u32), MediaError> {
+        let Self { min_pixels, max_pixels, slice_frames } = *self;
+        if num_frames < slice_frames as usize || slice_frames == 0 {
+            let expected = format!("at least {slice_frames}; give a single picture as an image");
+            return Err(MediaError::setting("number of frames", num_frames, expected));
+        }
+        if factor == 0 || min_pixels > max_pixels || max_pixels > 1 << 40 {
+            let got = format!("factor {factor}, {min_pixels} to {max_pixels} pixels");
+            let expected = "factor >= 1 and a minimum that is at most the maximum, which is at most 2^40";
+            return Err(MediaError::setting("area bounds of a video", got, expected));
+        }
+        let (f, n, slice) = (f64::from(factor), num_frames as f64, f64::from(slice_frames));
+        let (mut h, mut w) = (f64::from(height), f64::from(width));
+        if h < f || w < f {
+            let scale = (f / h).max(f / w);
+            (h, w) = ((h * scale).trunc(), (w * scale).trunc());
+        }
+        if height == 0 || width == 0 || h.max(w) / h.min(w) > MAX_ASPECT_RATIO {
+            return Err(MediaError::Shape {
+                what: "video sides",
+                got: format!("{width}x{height}"),
+                expected: format!("sides of at least 1 in a ratio of at most {MAX_ASPECT_RATIO}"),
+            });
+        }
+        let round = |x: f64, to: f64| (x / to).round_ties_even() * to;
+        let (mut h_bar, mut w_bar) = (round(h, f), round(w, f));
+        let volume = round(n, slice) * h_bar * w_bar;
+        if volume > max_pixels as f64 {
+            let beta = (n * h * w / max_pixels as f64).sqrt();
+            let floor = |x: f64| ((x / beta / f).floor() * f).max(f);
+            (h_bar, w_bar) = (floor(h), floor(w));
+        } else if volume < min_pixels as f64 {
+            let beta = (min_pixels as f64 / (n * h * w)).sqrt();
+            let ceil = |x: f64| (x * beta / f).ceil() * f;
+            (h_bar, w_bar) = (ceil(h), ceil(w));
+        }
+        if h_bar * w_bar > f64::from(u32::MAX) {
+            let got = format!("{w_bar}x{h_bar}");
+            let expected = "frames of fewer than 2^32 pixels".to_owned();
+            return Err(MediaError::Shape { what: "resized video sides", got, expected });
+        }
+        Ok((h_bar as u32, w_bar as u32))
     }
 }

@@ -184,14 +184,17 @@ fn pipes_are_refused_without_blocking() {
 #[test]
 fn processor_files_are_read_in_every_published_layout() {
     let dir = tempfile::tempdir().unwrap();
-    assert!(matches!(Processors::load(dir.path()), Err(MediaError::Read { .. })));
+    assert!(matches!(
+        Processors::load(dir.path(), &ImageProcessor::video_default()),
+        Err(MediaError::Read { .. })
+    ));
 
     // Hub file of Qwen2-VL: also governs videos.
     let hub = r#"{"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
         "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}"#;
     std::fs::write(dir.path().join("preprocessor_config.json"), hub).unwrap();
-    let both = Processors::load(dir.path()).unwrap();
+    let both = Processors::load(dir.path(), &ImageProcessor::video_default()).unwrap();
     let expected = ImageProcessor { max_pixels: 12845056, ..ImageProcessor::default() };
     assert_eq!(both, Processors { image: expected.clone(), video: expected.clone() });
 
@@ -200,7 +203,7 @@ fn processor_files_are_read_in_every_published_layout() {
         r#"{"size": {"shortest_edge": 100352, "longest_edge": 602112}, "resample": 3}"#,
     )
     .unwrap();
-    let both = Processors::load(dir.path()).unwrap();
+    let both = Processors::load(dir.path(), &ImageProcessor::video_default()).unwrap();
     assert_eq!(both.image, expected);
     assert_eq!(both.video, ImageProcessor::video_default());
 
@@ -212,7 +215,7 @@ fn processor_files_are_read_in_every_published_layout() {
             "video_processor": {"temporal_patch_size": 4, "fps": 2}}"#,
     )
     .unwrap();
-    let both = Processors::load(dir.path()).unwrap();
+    let both = Processors::load(dir.path(), &ImageProcessor::video_default()).unwrap();
     let image = ImageProcessor {
         min_pixels: 784,
         max_pixels: 1568,

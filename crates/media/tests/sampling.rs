@@ -2,12 +2,16 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use omnigrpo_media::qwen_vl::{PatchGrid, ResizeRule, smart_resize};
-use omnigrpo_media::{FrameSampling, MediaError, PixelBudget, QwenSampling, segment_indices};
+use omnigrpo_media::{ClipBudget, FrameSampling, MediaError, PixelBudget, QwenSampling, segment_indices};
 use proptest::prelude::*;
 use serde_json::Value;
 
 fn golden(table: &str) -> Vec<Value> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/sampling.json");
+    golden_in("sampling.json", table)
+}
+
+fn golden_in(file: &str, table: &str) -> Vec<Value> {
+    let path = format!("{}/tests/data/{file}", env!("CARGO_MANIFEST_DIR"));
     let mut golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     golden[table].take().as_array().unwrap().clone()
 }
@@ -119,6 +123,40 @@ fn base_interval_equals_qwen_vl_finetune() {
         assert_eq!(choice.indices, ints(&row[5]), "{row}");
         assert!(close(choice.sampled_fps, row[6].as_f64().unwrap()), "{row}");
     }
+}
+
+/// Frames and their size as `Qwen3VLVideoProcessor` has them; goldens by `data/make_video_processor.py`.
+#[test]
+fn rates_and_clip_budgets_equal_the_published_processor() {
+    for row in golden_in("video_processor.json", "frames") {
+        let rule = FrameSampling::Rate {
+            fps: row[2].as_f64().unwrap(),
+            min_frames: int(&row[3]),
+            max_frames: int(&row[4]),
+        };
+        let choice = rule.choose(int(&row[0]), row[1].as_f64().unwrap()).unwrap();
+        assert_eq!(choice.indices, ints(&row[5]), "{row}");
+    }
+    let mut refused = 0;
+    for row in golden_in("video_processor.json", "sizes") {
+        let [n, h, w, low, high] = [0, 1, 2, 3, 4].map(|i| int(&row[i]));
+        let budget = ClipBudget { min_pixels: low as u64, max_pixels: high as u64, slice_frames: 2 };
+        match (budget.frame_size(n, h as u32, w as u32, 32), row[5].as_array()) {
+            (Ok((h, w)), Some(size)) => {
+                assert_eq!([h as usize, w as usize], [int(&size[0]), int(&size[1])], "{row}");
+            }
+            (Err(_), None) => refused += 1,
+            (got, _) => panic!("{row}: {got:?}"),
+        }
+    }
+    assert!(refused > 0);
+    let budget = ClipBudget { min_pixels: 2, max_pixels: 1, slice_frames: 2 };
+    assert!(budget.frame_size(4, 64, 64, 32).unwrap_err().to_string().contains("at most the maximum"));
+    let budget = ClipBudget { min_pixels: 1, max_pixels: 1 << 20, slice_frames: 2 };
+    assert!(budget.frame_size(1, 64, 64, 32).unwrap_err().to_string().contains("picture as an image"));
+    assert!(budget.frame_size(4, 0, 64, 32).is_err() && budget.frame_size(4, 64, 64, 0).is_err());
+    let rule = FrameSampling::Rate { fps: 0.0, min_frames: 4, max_frames: 8 };
+    assert!(rule.choose(10, 25.0).unwrap_err().to_string().contains("positive rate"));
 }
 
 #[test]

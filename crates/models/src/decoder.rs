@@ -1,8 +1,8 @@
 //! The decoder: a language model of blocks, described by its configuration.
 //!
 //! Qwen2, Qwen3 and Llama differ in biases and in the norms of queries and keys, Aria has experts. Source: `transformers`
-//! 5.23 `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions, `models/qwen2_vl/modeling_qwen2_vl.py`. Differences: query,
-//! key and value projections run as one; logits are never formed for a whole stream; the last block goes beyond its keys
+//! 5.23 `models/{qwen2,qwen3,llama,aria}` and, for three-axis positions and deep features, `models/{qwen2_vl,qwen3_vl}`. Differences:
+//! query, key and value projections run as one; logits are never formed for a whole stream; the last block goes beyond its keys
 //! and values only for rows whose output somebody reads.
 //!
 //! Shapes: `t` rows of a stream, `h` width, `d` head width.
@@ -48,6 +48,8 @@ pub struct DecoderConfig {
     pub qk_norm: bool,
     /// Experts beside the feed-forward layer, which all rows then share.
     pub experts: Option<ExpertsConfig>,
+    /// How many of the first blocks have deep features of media added behind them (arXiv 2406.04334).
+    pub deep: usize,
 }
 
 /// Sizes of the experts of a decoder.
@@ -77,8 +79,8 @@ pub struct TextDefaults {
     pub max_positions: usize,
     /// `tie_word_embeddings` of the whole configuration.
     pub tied: bool,
-    /// Whether positions have three axes.
-    pub multimodal: bool,
+    /// Axes of positions.
+    pub axes: PositionAxes,
     /// Whether queries, keys and values always have biases and attention's output layer never; otherwise `attention_bias`
     /// of the file says it of all four.
     pub qkv_bias: bool,
@@ -95,15 +97,18 @@ impl TextDefaults {
         theta: 1e4,
         max_positions: 32768,
         tied: false,
-        multimodal: false,
+        axes: PositionAxes::One,
         qkv_bias: true,
         qk_norm: false,
     };
     /// `Qwen2VLTextConfig` and `Qwen2_5_VLTextConfig`.
     pub const QWEN_VL: Self =
-        Self { kv_heads: Some(8), rms_eps: 1e-5, theta: 1e6, multimodal: true, ..Self::QWEN2 };
+        Self { kv_heads: Some(8), rms_eps: 1e-5, theta: 1e6, axes: PositionAxes::Sections, ..Self::QWEN2 };
     /// `Qwen3Config`.
     pub const QWEN3: Self = Self { head_dim: Some(128), qkv_bias: false, qk_norm: true, ..Self::QWEN2 };
+    /// `Qwen3VLTextConfig`.
+    pub const QWEN3_VL: Self =
+        Self { theta: 5e5, max_positions: 128_000, axes: PositionAxes::Interleaved, ..Self::QWEN3 };
     /// `LlamaConfig`.
     pub const LLAMA: Self = Self { kv_heads: None, max_positions: 2048, qkv_bias: false, ..Self::QWEN2 };
 }
@@ -150,12 +155,86 @@ impl DecoderConfig {
             },
             qk_norm: class.qk_norm,
             experts: None,
+            deep: 0,
         })
     }
 }
 
 /// A position on the temporal, height and width axes. Text has three equal ones.
 pub type Position = [u32; 3];
+
+/// What a decoder reads.
+#[derive(Clone, Debug)]
+pub struct DecoderInput {
+    /// The stream before the first block, `[t, h]`.
+    pub x: Var,
+    /// What joins it behind the first blocks, of families with deep features.
+    pub deep: Option<DeepFeatures>,
+}
+
+/// Features that join the stream behind the first blocks.
+#[derive(Clone, Debug)]
+pub struct DeepFeatures {
+    /// The rows of the stream that they are added to; distinct.
+    pub at: Arc<Index>,
+    /// `[n · at.len(), h]`: those added behind the first block, then those behind the second, and so on.
+    pub rows: Var,
+}
+
+impl From<Var> for DecoderInput {
+    /// A stream that nothing joins.
+    fn from(x: Var) -> Self {
+        Self { x, deep: None }
+    }
+}
+
+impl From<Rows> for DecoderInput {
+    /// A stream that nothing joins and no gradient is asked for.
+    fn from(x: Rows) -> Self {
+        Var::constant(x).into()
+    }
+}
+
+impl DecoderInput {
+    /// The stream `x` behind block `l`, with what joins it there.
+    fn join(&self, l: usize, x: Var, tape: &mut Tape) -> Result<Var> {
+        let Some(DeepFeatures { at, rows }) = &self.deep else { return Ok(x) };
+        let from = l * at.len();
+        if from >= rows.rows().rows() {
+            return Ok(x);
+        }
+        let own = tape.select(rows, &Arc::new((from..from + at.len()).collect::<Vec<_>>().into()))?;
+        let own = tape.spread(&own, at, x.rows().rows())?;
+        Ok(tape.add(&x, &own)?)
+    }
+}
+
+/// Which axis of a position the pairs of a head turn with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PositionAxes {
+    /// Positions have one.
+    One,
+    /// Of three axes, the first pairs with the first, the next ones with the second, the last ones with the third.
+    Sections,
+    /// By turns: every third pair with the second axis and every third with the third, as far as their shares go, the others
+    /// with the first.
+    Interleaved,
+}
+
+impl PositionAxes {
+    /// The axis of a pair, given how many pairs each axis has.
+    pub(crate) fn of_pair(self, pair: usize, [t, h, w]: [usize; 3]) -> usize {
+        match self {
+            Self::One => 0,
+            Self::Sections => usize::from(pair >= t) + usize::from(pair >= t + h),
+            Self::Interleaved => match pair % 3 {
+                1 if pair < 3 * h => 1,
+                2 if pair < 3 * w => 2,
+                _ => 0,
+            },
+        }
+    }
+}
 
 /// Names of the decoder's tensors: `model.` for Qwen-VL, `language_model.model.` for others.
 #[derive(Clone, Copy, Debug)]
@@ -297,10 +376,10 @@ impl Decoder {
     #[must_use]
     pub fn rope_table(&self, positions: &[Position]) -> Arc<RopeTable> {
         let half = self.frequencies.len();
-        let [t, h, _] = self.config.rope.mrope_section.unwrap_or([half, 0, 0]);
+        let axes = self.config.rope.axes.as_deref().unwrap_or_default();
         let table = RopeTable::from_angles(positions.len(), half, |row, angles| {
             for (i, angle) in angles.iter_mut().enumerate() {
-                let axis = usize::from(i >= t) + usize::from(i >= t + h);
+                let axis = axes.get(i).copied().unwrap_or(0);
                 *angle = positions[row][axis] as f32 * self.frequencies[i];
             }
         });
@@ -334,27 +413,29 @@ impl Decoder {
     /// Shapes that do not fit.
     pub fn forward(
         &self,
-        x: Var,
+        input: impl Into<DecoderInput>,
         rope: &Arc<RopeTable>,
         layout: &Arc<Layout>,
         rows: &[usize],
         pass: &Pass,
         tape: &mut Tape,
     ) -> Result<Var> {
-        let t = x.rows().rows();
+        let input = input.into();
+        let t = input.x.rows().rows();
         layout.validate(t, t).map_err(|e| ModelError::shape(format!("decoder: {e}")))?;
         if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
             return Err(ModelError::shape(format!("decoder: output rows must ascend below {t}")));
         }
         let some = Arc::new(Host::new(layout.only(rows)));
         let rows: Arc<Index> = Arc::new(rows.to_vec().into());
-        let mut x = x;
+        let mut x = input.x.clone();
         for (l, block) in self.blocks.iter().enumerate() {
             let (layout, rows) = match l + 1 == self.blocks.len() {
                 true => (&some, Some(&rows)),
                 false => (layout, None),
             };
             x = tape.apply(BlockPass::new(block, pass, Some(rope), layout, rows), [&x])?;
+            x = input.join(l, x, tape)?;
         }
         Ok(x)
     }
@@ -381,29 +462,31 @@ impl Decoder {
     /// Shapes that do not fit.
     pub fn prefill(
         &self,
-        x: Rows,
+        input: impl Into<DecoderInput>,
         rope: &Arc<RopeTable>,
         cache: &mut GroupCache,
         pass: &Pass,
     ) -> Result<Rows> {
-        let end = vec![x.rows().saturating_sub(1)];
-        let all = AttentionLayout::causal(x.rows());
+        let input = input.into();
+        let t = input.x.rows().rows();
+        let end = vec![t.saturating_sub(1)];
+        let all = AttentionLayout::causal(t);
         let last = Arc::new(Host::new(all.only(&end)));
         let (all, end): (Arc<Layout>, Arc<Index>) = (Arc::new(all.into()), Arc::new(end.into()));
         let heads = self.config.heads;
-        let mut x = x;
+        let mut x = input.x.clone();
         for (l, block) in self.blocks.iter().enumerate() {
             let (layout, rows) = match l + 1 == self.blocks.len() {
                 true => (&last, Some(&end)),
                 false => (&all, None),
             };
-            let (y, _) = BlockPass::new(block, pass, Some(rope), layout, rows).run(&x, |qkv| {
+            let (y, _) = BlockPass::new(block, pass, Some(rope), layout, rows).run(x.rows(), |qkv| {
                 cache.write_prompt(l, qkv, heads)?;
                 heads.forward(qkv, layout)
             })?;
-            x = y;
+            x = input.join(l, Var::constant(y), &mut Tape::off())?;
         }
-        Ok(x)
+        Ok(x.into_rows())
     }
 
     /// One decode step on rows `[n, h]`: each continues one completion of one group. The bits of a row do not depend on

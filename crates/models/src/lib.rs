@@ -30,7 +30,10 @@ pub use block::{Block, BlockPass, KeptBlock, Mlp, NormOrder, QkNorm};
 pub use checkpoint::Checkpoint;
 pub use classifier::SequenceClassifier;
 pub use config_json::ConfigJson;
-pub use decoder::{Decoder, DecoderConfig, DecoderNames, ExpertsConfig, Position, Scored, TextDefaults};
+pub use decoder::{
+    Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, ExpertsConfig, Position, PositionAxes,
+    Scored, TextDefaults,
+};
 pub use error::{ModelError, Result};
 pub use experts::{Experts, RouterPlan};
 pub use export::COMPANIONS;

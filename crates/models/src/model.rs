@@ -10,7 +10,7 @@ use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, RouterLoss, Rows,
 use omnigrpo_text::MediumKind;
 
 use crate::checkpoint::Checkpoint;
-use crate::decoder::{Decoder, Scored};
+use crate::decoder::{Decoder, DecoderInput, DeepFeatures, Scored};
 use crate::error::{ModelError, Result};
 use crate::experts::RouterPlan;
 use crate::families::{Family, MediumInput, Network};
@@ -59,7 +59,8 @@ const KEPT_BYTES: usize = 8;
 pub struct Features {
     /// Output of the tower, before the projector.
     pub tower: Rows,
-    /// Features in the language model's width, `[tokens, h]`.
+    /// Features in the language model's width, `[(1 + deep) · tokens, h]`: those in the prompt, then those that join behind the
+    /// first block, and so on ([`crate::DecoderConfig::deep`], mostly 0).
     pub rows: Rows,
 }
 
@@ -87,7 +88,7 @@ pub struct StreamPass<'a> {
     model: &'a Model,
     stream: &'a PackedStream,
     tape: Tape,
-    input: Var,
+    input: DecoderInput,
     hidden: Var,
     scored: Scored,
     /// Per scored token, completion by completion, in nats.
@@ -97,7 +98,7 @@ pub struct StreamPass<'a> {
     router: Option<Arc<RouterLoss>>,
 }
 
-/// Gradients of media features, `[tokens, h]` each, by (group, medium): what a [`StreamPass`] leaves for towers and
+/// Gradients of media features, each in the shape of [`Features::rows`], by (group, medium): what a [`StreamPass`] leaves for towers and
 /// projectors. Those of several streams add up, so that a medium goes back through its tower once.
 #[derive(Clone, Debug, Default)]
 pub struct FeatureGradients(BTreeMap<(usize, usize), Rows>);
@@ -428,23 +429,27 @@ impl Model {
             .collect()
     }
 
-    /// The input rows of a prompt: token embeddings with features in their spans.
+    /// What the decoder reads of a prompt: token embeddings with features in their spans, and deep features.
     ///
     /// # Errors
     /// Features that do not fill their spans.
-    pub fn embed_prompt(&self, prompt: &Prompt, features: &[Features]) -> Result<Rows> {
+    pub fn embed_prompt(&self, prompt: &Prompt, features: &[Features]) -> Result<DecoderInput> {
         let stream = PackedStream::new(&[crate::GroupStream { prompt, completions: Vec::new() }])?;
         let rows: Vec<&Rows> = features.iter().map(|f| &f.rows).collect();
-        self.embed(&stream, |_, medium| rows.get(medium).copied())
+        self.embed(&stream, |_, medium| rows.get(medium).copied(), &mut Tape::off())
     }
 
     fn embed<'t>(
         &self,
         stream: &PackedStream,
         features: impl Fn(usize, usize) -> Option<&'t Rows>,
-    ) -> Result<Rows> {
-        let h = self.decoder().config().hidden;
+        tape: &mut Tape,
+    ) -> Result<DecoderInput> {
+        let (h, deep) = (self.decoder().config().hidden, self.decoder().config().deep);
         let mut x = self.decoder().embed(&stream.ids, &self.pass())?;
+        let at: Vec<usize> = stream.features.iter().flat_map(|span| span.row..span.row + span.len).collect();
+        let mut joining = Rows::zeros(self.device, deep * at.len(), h);
+        let mut joined = 0;
         for span in &stream.features {
             let Some(rows) = features(span.group, span.medium) else {
                 return Err(ModelError::shape(format!(
@@ -452,8 +457,8 @@ impl Model {
                     span.group, span.medium
                 )));
             };
-            let (n, width) = rows.dims();
-            if width != h || span.feature + span.len > n {
+            let (n, width) = (rows.rows() / (1 + deep), rows.cols());
+            if width != h || span.feature + span.len > n || n * (1 + deep) != rows.rows() {
                 return Err(ModelError::shape(format!(
                     "group {}, medium {}: the prompt has room for rows {}..{} of width {h}, the projector made {n} of \
                      width {width}",
@@ -463,9 +468,19 @@ impl Model {
                     span.feature + span.len
                 )));
             }
-            x.set_rows(span.row, &rows.to_device(self.device), span.feature..span.feature + span.len)?;
+            let rows = rows.to_device(self.device);
+            x.set_rows(span.row, &rows, span.feature..span.feature + span.len)?;
+            for l in 0..deep {
+                let from = (1 + l) * n + span.feature;
+                joining.set_rows(l * at.len() + joined, &rows, from..from + span.len)?;
+            }
+            joined += span.len;
         }
-        Ok(x)
+        let deep = (joining.rows() > 0).then(|| DeepFeatures {
+            rows: if self.trains_media() { tape.input(joining) } else { Var::constant(joining) },
+            at: Arc::new(at.into()),
+        });
+        Ok(DecoderInput { x: tape.input(x), deep })
     }
 
     fn tower(&self, medium: &MediumInput, pass: &Pass, tape: &mut Tape) -> Result<Var> {
@@ -496,11 +511,12 @@ impl Model {
         features: &[Vec<Features>],
         temperature: f32,
     ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
+        let mut tape = Tape::off();
+        let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let (rows, pass, mut tape) = (&stream.targets.rows, self.pass(), Tape::off());
-        let hidden = decoder.forward(Var::constant(x), &rope, &stream.layout, rows, &pass, &mut tape)?;
+        let (rows, pass) = (&stream.targets.rows, self.pass());
+        let hidden = decoder.forward(input, &rope, &stream.layout, rows, &pass, &mut tape)?;
         let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
         self.device.finish()?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
@@ -518,11 +534,10 @@ impl Model {
         temperature: f32,
         training: Training,
     ) -> Result<StreamPass<'a>> {
-        let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
+        let mut tape = Tape::recording(training.recompute);
+        let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let mut tape = Tape::recording(training.recompute);
-        let input = tape.input(x);
         let router = (!training.router.is_off()).then(|| {
             let RouterPlan { aux, z } = training.router;
             Arc::new(RouterLoss::new(aux, z, training.step_tokens, stream.copies.clone()))
@@ -557,7 +572,7 @@ impl Model {
         if !self.trains_media() {
             return;
         }
-        let h = self.decoder().config().hidden;
+        let (h, levels) = (self.decoder().config().hidden, 1 + self.decoder().config().deep);
         let media = |g: usize| prompts.get(g).into_iter().flat_map(|p| &p.media).map(|m| m.kind);
         let mut kinds: Vec<MediumKind> = gradients.0.keys().filter_map(|&(g, m)| media(g).nth(m)).collect();
         for &g in idle {
@@ -565,10 +580,41 @@ impl Model {
                 if !kinds.contains(&kind) {
                     kinds.push(kind);
                     let rows: usize = prompts[g].spans.iter().filter(|s| s.medium == m).map(|s| s.len).sum();
-                    gradients.0.insert((g, m), Rows::zeros(self.device, rows, h));
+                    gradients.0.insert((g, m), Rows::zeros(self.device, levels * rows, h));
                 }
             }
         }
+    }
+
+    /// Collects the gradients of each medium's features from that of a stream's input `[t, h]` and of the deep features in it.
+    fn feature_gradients(
+        &self,
+        stream: &PackedStream,
+        dx: &Rows,
+        ddeep: Option<&Rows>,
+    ) -> Result<FeatureGradients> {
+        let (mut tokens, mut all) = (BTreeMap::new(), 0);
+        for span in &stream.features {
+            *tokens.entry((span.group, span.medium)).or_insert(0) += span.len;
+            all += span.len;
+        }
+        let (h, deep) = (dx.cols(), self.decoder().config().deep);
+        let rows = |n: usize| Rows::zeros(dx.device(), (1 + deep) * n, h);
+        let mut gradients: BTreeMap<_, Rows> = tokens.iter().map(|(&key, &n)| (key, rows(n))).collect();
+        let mut seen = 0;
+        for span in &stream.features {
+            let key = (span.group, span.medium);
+            let (Some(own), Some(n)) = (gradients.get_mut(&key), tokens.get(&key)) else { continue };
+            own.set_rows(span.feature, dx, span.row..span.row + span.len)?;
+            if let Some(ddeep) = ddeep {
+                for l in 0..deep {
+                    let from = l * all + seen;
+                    own.set_rows((1 + l) * n + span.feature, ddeep, from..from + span.len)?;
+                }
+            }
+            seen += span.len;
+        }
+        Ok(FeatureGradients(gradients))
     }
 
     /// Carries the gradients of features back through trained projectors and towers. A medium runs forward once more,
@@ -642,21 +688,12 @@ impl StreamPass<'_> {
         let dentropy = dentropy.map(|d| stream.by_target(d));
         let decoder = model.decoder();
         let dhidden = decoder.score_backward(scored, &stream.targets, &dlogp, dentropy.as_deref())?;
-        let dx = tape.backward(&hidden, dhidden)?.take(&input);
-        let Some(dx) = dx else { return Ok(FeatureGradients::default()) };
+        let mut inputs = tape.backward(&hidden, dhidden)?;
+        let Some(dx) = inputs.take(&input.x) else { return Ok(FeatureGradients::default()) };
         let mut gradients = FeatureGradients::default();
         if model.trains_media() {
-            for span in &stream.features {
-                // Spans of one medium come in feature order, so appending keeps the rows aligned.
-                let rows = dx.row_range(span.row..span.row + span.len)?;
-                match gradients.0.entry((span.group, span.medium)) {
-                    Entry::Vacant(empty) => drop(empty.insert(rows)),
-                    Entry::Occupied(mut all) => {
-                        let joined = Rows::concat(&[all.get(), &rows])?;
-                        all.insert(joined);
-                    }
-                }
-            }
+            let deep = input.deep.as_ref().and_then(|deep| inputs.take(&deep.rows));
+            gradients = model.feature_gradients(stream, &dx, deep.as_ref())?;
         }
         let mut text = Vec::with_capacity(stream.rows());
         let mut at = 0;

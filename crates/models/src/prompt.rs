@@ -153,9 +153,11 @@ impl PromptBuilder {
         let (rendered, plans) = self.plan(sample, &headers)?;
         let media = self.decode(sample, epoch)?;
         // Fewer frames may have been drawn, and a header may promise what the file does not hold.
-        let as_planned = media.iter().map(|m| m.shape).eq(plans.iter().map(|m| m.shape));
-        let shapes: Vec<_> = media.iter().map(|m| (m.kind, m.shape)).collect();
-        let rendered = if as_planned { rendered } else { self.render(&sample.turns, &shapes)? };
+        let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
+            true => rendered,
+            false => self.render(&sample.turns, &shown)?,
+        };
         self.prompt(&sample.turns, rendered, media)
     }
 
@@ -172,8 +174,7 @@ impl PromptBuilder {
             .zip(headers)
             .map(|(m, header)| self.family.processor().plan(m, header, &settings))
             .collect::<Result<Vec<_>>>()?;
-        let shapes: Vec<_> = plans.iter().map(|m| (m.kind, m.shape)).collect();
-        let rendered = self.render(&sample.turns, &shapes)?;
+        let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
         Ok((rendered, plans))
     }
 
@@ -247,23 +248,27 @@ impl PromptBuilder {
         sample.media.iter().map(|m| Ok(Arc::new(self.family.processor().prepare(m, &settings)?))).collect()
     }
 
-    fn render(&self, turns: &[Turn], media: &[(MediumKind, MediumShape)]) -> Result<RenderedPrompt> {
+    /// How media appear in the prompt.
+    fn shown<'m>(
+        &self,
+        media: impl Iterator<Item = (MediumKind, &'m MediumShape, &'m [f64])>,
+    ) -> Result<Vec<MediumTokens>> {
+        media.map(|(kind, shape, times)| self.family.processor().tokens(kind, shape, times)).collect()
+    }
+
+    fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::prompt("the conversation has no user turn to answer"));
         }
-        let media = media
-            .iter()
-            .map(|(kind, shape)| self.family.processor().tokens(*kind, shape))
-            .collect::<Result<Vec<MediumTokens>>>()?;
         let features: usize = media.iter().map(num_features).sum();
         if features > self.max_prompt_tokens().max(MOST_RENDERED) {
-            return Err(self.too_long(features, &media));
+            return Err(self.too_long(features, media));
         }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
-        let rendered = renderer.render(turns, &media, &self.settings.render)?;
+        let rendered = renderer.render(turns, media, &self.settings.render)?;
         match rendered.ids.len() {
-            tokens if tokens > self.max_prompt_tokens() => Err(self.too_long(tokens, &media)),
+            tokens if tokens > self.max_prompt_tokens() => Err(self.too_long(tokens, media)),
             _ => Ok(rendered),
         }
     }

@@ -7,7 +7,7 @@
 use std::f64::consts::TAU;
 
 use crate::config_json::ConfigJson;
-use crate::decoder::TextDefaults;
+use crate::decoder::{PositionAxes, TextDefaults};
 use crate::error::Result;
 
 /// Rotary settings.
@@ -15,8 +15,9 @@ use crate::error::Result;
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Pairs of a head that turn with the temporal, height and width position; `None` for plain positions.
-    pub mrope_section: Option<[usize; 3]>,
+    /// For each pair of a head, the axis of the position that it turns with (temporal, height, width); `None` for plain
+    /// positions.
+    pub axes: Option<Vec<usize>>,
     /// How frequencies are changed.
     pub scaling: RopeScaling,
 }
@@ -63,7 +64,8 @@ impl Rope {
     /// # Errors
     /// An unknown or incomplete scaling, axes that do not fill a head.
     pub fn parse(text: &ConfigJson, dim: usize, class: &TextDefaults) -> Result<Self> {
-        let TextDefaults { theta, multimodal, max_positions, .. } = *class;
+        let TextDefaults { theta, axes, max_positions, .. } = *class;
+        let multimodal = axes != PositionAxes::One;
         let given = text.section("rope_scaling")?.filter(|rope| !rope.object().is_empty());
         let rope = match given {
             Some(rope) => rope,
@@ -80,15 +82,20 @@ impl Rope {
             return Err(rope.error(format!("partial_rotary_factor is {part}; only 1 is supported")));
         }
         let section = rope.sizes("mrope_section")?;
-        let mrope_section = match (multimodal, section) {
-            (false, None) => None,
-            (false, Some(section)) => {
+        let interleaved = axes == PositionAxes::Interleaved;
+        if multimodal && rope.boolean("mrope_interleaved", interleaved)? != interleaved {
+            return Err(rope.error(format!("mrope_interleaved is {}; not so in this family", !interleaved)));
+        }
+        let usual = if interleaved { [24, 20, 20] } else { [16, 24, 24] };
+        let axes = match (axes, section) {
+            (PositionAxes::One, None) => None,
+            (PositionAxes::One, Some(section)) => {
                 let what = "positions of this family have one axis";
                 return Err(rope.error(format!("mrope_section is {section:?}; {what}")));
             }
-            (true, section) => match section.unwrap_or_else(|| vec![16, 24, 24])[..] {
+            (kind, section) => match section.unwrap_or_else(|| usual.to_vec())[..] {
                 [t, h, w] if t.checked_add(h).and_then(|n| n.checked_add(w)) == Some(dim / 2) => {
-                    Some([t, h, w])
+                    Some((0..dim / 2).map(|pair| kind.of_pair(pair, [t, h, w])).collect())
                 }
                 ref other => {
                     let what = format!("expected three sizes that sum to {}", dim / 2);
@@ -157,7 +164,7 @@ impl Rope {
         if !ramp {
             return Err(rope.error("rope_scaling: the fast bound of the ramp must lie above the slow one"));
         }
-        Ok(Self { theta, mrope_section, scaling })
+        Ok(Self { theta, axes, scaling })
     }
 
     /// The frequency of each pair of a head of `dim` columns, in radians per position.

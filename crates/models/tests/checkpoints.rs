@@ -1,8 +1,6 @@
 //! Checkpoint directories: every published layout and size, what is saved, and what is refused.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "support/rows.rs"]
-mod rows;
 mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -70,7 +68,14 @@ fn bfloat16_is_kept_widened_or_made_as_asked() {
 
 #[test]
 fn what_is_saved_loads_to_the_same_bits() {
-    for name in ["qwen2_vl_tied", "qwen2_vl_tied_in_memory", "qwen2_5_vl_untied", "qwen2_5_vl_tied_bf16"] {
+    for name in [
+        "qwen2_vl_tied",
+        "qwen2_vl_tied_in_memory",
+        "qwen2_5_vl_untied",
+        "qwen2_5_vl_tied_bf16",
+        "qwen3_vl",
+        "qwen3_vl_untied",
+    ] {
         let model = load(name, WeightDtype::Auto);
         let dir = TempDir::new().unwrap();
         let saved = dir.path().join("saved");
@@ -103,7 +108,10 @@ fn what_is_saved_loads_to_the_same_bits() {
         let file = SafeTensors::deserialize(&bytes).unwrap();
         assert_eq!(file.names().contains(&"lm_head.weight"), !model.decoder().tied(), "{name}");
         for tensor in file.names() {
-            let published = ["model.embed_tokens.", "model.layers.", "model.norm.", "visual.", "lm_head."];
+            let published = match name.starts_with("qwen3") {
+                true => &["model.language_model.", "model.visual.", "lm_head."][..],
+                false => &["model.embed_tokens.", "model.layers.", "model.norm.", "visual.", "lm_head."],
+            };
             assert!(published.iter().any(|p| tensor.starts_with(p)), "{name}: {tensor}");
         }
         let again = Model::load(&saved, WeightDtype::Auto).unwrap();
@@ -150,7 +158,7 @@ impl WeightSource for Recorder {
 #[test]
 fn an_outline_is_the_model_without_its_data() {
     let keep = |_: &str, part: Part| part == Part::Projector;
-    for name in ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "internvl_original", "aria"] {
+    for name in ["qwen2_5_vl_tied_bf16", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria"] {
         let opened = Checkpoint::open(&checkpoint(name)).unwrap();
         for bits in [None, Some(QuantBits::Eight), Some(QuantBits::Four)] {
             for dtype in [WeightDtype::Auto, WeightDtype::Float32, WeightDtype::BFloat16] {
@@ -183,7 +191,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();
     let list: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let list = list.as_object().unwrap();
-    assert_eq!(list.len(), 18);
+    assert_eq!(list.len(), 34);
     for (size, entry) in list {
         let mut expected = BTreeMap::new();
         for tensor in entry["tensors"].as_array().unwrap() {
@@ -204,6 +212,7 @@ fn published_sizes_have_the_tensors_transformers_makes() {
             s if s.starts_with("internvl_hf") => ("internvl_hf", "preprocessor_config.json"),
             s if s.starts_with("internvl") => ("internvl_original", "tokenizer.json"),
             s if s.starts_with("aria") => ("aria", "preprocessor_config.json"),
+            s if s.starts_with("qwen3") => ("qwen3_vl", "preprocessor_config.json"),
             _ => ("qwen2_vl_tied", "preprocessor_config.json"),
         };
         let text = std::fs::read_to_string(checkpoint(from).join(file)).unwrap();
@@ -455,9 +464,15 @@ fn with_numbers(config: &serde_json::Value, value: &serde_json::Value) -> Vec<(S
 #[test]
 fn sizes_of_a_configuration_take_no_memory_before_they_fit_the_weights() {
     let before = peak_memory();
-    for name in
-        ["qwen2_vl_tied", "qwen2_5_vl_untied", "internvl_hf", "internvl_original", "aria", "humanomni"]
-    {
+    for name in [
+        "qwen2_vl_tied",
+        "qwen2_5_vl_untied",
+        "qwen3_vl",
+        "internvl_hf",
+        "internvl_original",
+        "aria",
+        "humanomni",
+    ] {
         let towers = ["siglip", "whisper", "bert"].map(|tower| format!("{tower}/config.json"));
         let files: Vec<String> = std::iter::once("config.json".to_owned())
             .chain(towers)
@@ -702,7 +717,9 @@ fn configurations_that_cannot_be_used_are_refused() {
 /// After a checkpoint is opened nothing asks for its `config.json` again: it can be gone.
 #[test]
 fn the_configuration_is_read_once() {
-    for name in ["qwen2_5_vl_tied", "internvl_hf", "internvl_original", "aria", "aria_own", "humanomni"] {
+    for name in
+        ["qwen2_5_vl_tied", "qwen3_vl", "internvl_hf", "internvl_original", "aria", "aria_own", "humanomni"]
+    {
         let place = TempDir::new().unwrap();
         let dir = place.path().join(name);
         copy_dir(&checkpoint(name), &dir);
@@ -710,7 +727,7 @@ fn the_configuration_is_read_once() {
         std::fs::remove_file(dir.join("config.json")).unwrap();
         assert!(Checkpoint::open(&dir).is_err());
 
-        let settings = rows::settings(MediaSettings::default());
+        let settings = support::rows::settings(MediaSettings::default());
         assert!(!PromptBuilder::open(&opened, settings).unwrap().stops().ids.is_empty());
         let options = LoadOptions::default();
         let outline = Model::outline(&opened, &options, false).unwrap();

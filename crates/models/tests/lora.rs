@@ -2,8 +2,6 @@
 //! bare, and through files. Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "support/rows.rs"]
-mod rows;
 mod support;
 
 use std::collections::BTreeMap;
@@ -21,13 +19,14 @@ use support::{
 };
 
 /// Adapter, checkpoint, trained tensors.
-const ADAPTERS: [(&str, &str, usize); 6] = [
+const ADAPTERS: [(&str, &str, usize); 7] = [
     ("everywhere", "qwen2_5_vl_tied", 44),
     ("attention", "qwen2_vl_untied", 14),
     ("tiles_hf", "internvl_hf", 26),
     ("tiles_original", "internvl_original", 14),
     ("experts", "aria", 32),
     ("experts_down", "aria", 4),
+    ("mergers", "qwen3_vl", 32),
 ];
 
 fn load(name: &str) -> Model {
@@ -69,8 +68,8 @@ const COMPLETIONS: [&[u32]; 3] = [&[5, 9, 200, 31], &[5, 9, 17], &[88]];
 
 fn prompt_of(model: &Model, case: &str) -> Prompt {
     match model.family().name() {
-        "aria" => rows::prompt_of("aria", model.dir(), case),
-        name if name.starts_with("internvl") => rows::prompt(model.dir(), case),
+        "aria" => support::rows::prompt_of("aria", model.dir(), case),
+        name if name.starts_with("internvl") => support::rows::prompt(model.dir(), case),
         _ => case_prompt(case, model),
     }
 }
@@ -129,6 +128,7 @@ fn values_and_gradients_equal_peft() {
         let expected = Golden::read(&format!("lora/{adapter}.safetensors"));
         let (folder, case) = match name {
             "aria" => ("aria", "C"),
+            "qwen3_vl" => ("qwen3_vl", "E"),
             name if name.starts_with("internvl") => ("internvl", "C"),
             _ => ("cases", "E"),
         };

@@ -10,12 +10,19 @@ use omnigrpo_grpo::{Batch, LossPlan, Normalizer, evaluate, recipe};
 use omnigrpo_models::{Features, GroupStream, Memories, Model, PackedStream, Prompt, Training, WeightDtype};
 use omnigrpo_ops::Part;
 use support::{
-    CHECKPOINTS, Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
+    Golden, Gradients, QWENS, assert_close, case_prompt, check_gradients, checkpoint, larger_model,
     lengthened, max_diff, take_gradients, train_all, training,
 };
 
-/// Both families, tied and untied head.
-const ALL: [&str; 4] = ["qwen2_vl_tied", "qwen2_vl_untied", "qwen2_5_vl_tied", "qwen2_5_vl_untied"];
+/// Every Qwen-VL, tied and untied head.
+const ALL: [&str; 6] = [
+    "qwen2_vl_tied",
+    "qwen2_vl_untied",
+    "qwen2_5_vl_tied",
+    "qwen2_5_vl_untied",
+    "qwen3_vl",
+    "qwen3_vl_untied",
+];
 /// Those with packed goldens.
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];
 
@@ -315,7 +322,7 @@ fn recompute_and_threads_leave_every_bit() {
 
 #[test]
 fn larger_models_keep_every_bit_and_bound() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let model = larger_model(name);
         train_all(&model);
         let mut groups = [Group::new(&model, "A", &[40, 9, 23]), Group::new(&model, "B", &[70, 1])];
@@ -341,7 +348,7 @@ fn gradients_reach_exactly_the_selected_parts() {
     use Part::{Llm, Projector, Vision};
     let selections: [&[Part]; 6] =
         [&[Llm], &[Projector], &[Vision], &[Llm, Projector], &[Projector, Vision], &[Llm, Projector, Vision]];
-    for name in ["qwen2_vl_untied", "qwen2_5_vl_tied"] {
+    for name in ["qwen2_vl_untied", "qwen2_5_vl_tied", "qwen3_vl"] {
         let model = load(name);
         let groups = [Group::new(&model, "C", &[3, 2]), Group::new(&model, "D1", &[2, 4])];
         train_all(&model);
@@ -364,7 +371,10 @@ fn gradients_reach_exactly_the_selected_parts() {
             assert!(squares > 0.0);
         }
         // One selected weight alone.
-        let one = "model.layers.1.mlp.up_proj.weight";
+        let one = match name {
+            "qwen3_vl" => "model.language_model.layers.1.mlp.up_proj.weight",
+            _ => "model.layers.1.mlp.up_proj.weight",
+        };
         for param in model.params() {
             param.set_trainable(param.name() == one);
         }
@@ -405,9 +415,14 @@ fn ids_outside_the_vocabulary_are_an_error() {
 /// What a trained tower's blocks computed serves the backward pass that is given it.
 #[test]
 fn a_memory_stands_in_for_the_tower() {
-    let model = load("qwen2_5_vl_tied");
+    for name in ["qwen2_5_vl_tied", "qwen3_vl"] {
+        memory_of(&load(name));
+    }
+}
+
+fn memory_of(model: &Model) {
     model.params().iter().for_each(|p| p.set_trainable(true));
-    let group = Group::new(&model, "C", &[3]);
+    let group = Group::new(model, "C", &[3]);
     let groups = [GroupStream { prompt: &group.prompt, completions: vec![&group.completions[0]] }];
     let stream = PackedStream::new(&groups).unwrap();
     let (features, memories) = model.encode_for_training([&group.prompt]).unwrap();
@@ -417,7 +432,7 @@ fn a_memory_stands_in_for_the_tower() {
         let gradients = pass.backward(&d, None).unwrap();
         let before = model.tower_runs();
         model.backward_media(&[&group.prompt], &features, memories, gradients, Training::default()).unwrap();
-        (take_gradients(&model), model.tower_runs() - before)
+        (take_gradients(model), model.tower_runs() - before)
     };
     let media = group.prompt.media.len() as u64;
     let (again, runs) = backward(Memories::default());

@@ -14,8 +14,8 @@ mod differences;
 mod emulated;
 #[path = "parity/networks.rs"]
 mod networks;
-#[path = "support/rows.rs"]
-mod rows;
+#[path = "parity/qwen3_vl.rs"]
+mod qwen3_vl;
 mod support;
 
 use omnigrpo_models::{
@@ -24,8 +24,8 @@ use omnigrpo_models::{
 };
 use serde_json::{Map, Value, json};
 use support::{
-    CHECKPOINTS, Golden, assert_close, backward, case_prompt, causal_logits, check_gradients, check_reach,
-    checkpoint, golden, max_diff, take_gradients, train_all, training,
+    CHECKPOINTS, Golden, QWENS, assert_close, backward, case_prompt, causal_logits, check_gradients,
+    check_reach, checkpoint, golden, max_diff, rows, take_gradients, train_all, training,
 };
 
 const CASES: [&str; 6] = ["A", "B", "C", "D1", "D2", "E"];
@@ -73,7 +73,7 @@ fn logits_equal_transformers() {
         let prompt = case_prompt("A", &model);
         let features = model.encode_prompt(&prompt).unwrap();
         let x = model.embed_prompt(&prompt, &features).unwrap();
-        let embeds = max_diff(&x.to_vec(), &expected.f["inputs_embeds"]);
+        let embeds = max_diff(&x.x.rows().to_vec(), &expected.f["inputs_embeds"]);
         assert!(embeds <= 1e-4, "{name}: embeddings differ by {embeds}");
         let rows: Vec<usize> = (0..prompt.ids.len()).collect();
         let logits = causal_logits(&model, x, &prompt.positions, &rows);
@@ -210,7 +210,7 @@ fn scaled_rotary_positions_equal_transformers() {
 
 #[test]
 fn what_a_pass_would_reach_is_known_without_it() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let model = load(name);
         let prompts = ["A", "B", "C", "D1"].map(|case| case_prompt(case, &model));
         let counts = check_reach(&model, &prompts, &[7, 9, 100]);

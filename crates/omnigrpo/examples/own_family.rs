@@ -80,7 +80,7 @@ impl Processor for TextOnly {
         no_media()
     }
 
-    fn tokens(&self, _: MediumKind, _: &MediumShape) -> Result<MediumTokens> {
+    fn tokens(&self, _: MediumKind, _: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         no_media()
     }
 

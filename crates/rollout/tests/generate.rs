@@ -2,8 +2,6 @@
 //! independent of everything but the weights and each sample's key. Data and scripts: `models/tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "../../models/tests/support/rows.rs"]
-mod rows;
 #[path = "../../models/tests/support/mod.rs"]
 mod support;
 
@@ -17,8 +15,8 @@ use omnigrpo_ops::{Card, Device};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
-    CHECKPOINTS, Golden, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff,
-    omni_prompt,
+    CHECKPOINTS, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff,
+    omni_prompt, rows,
 };
 
 struct Setup {
@@ -150,12 +148,13 @@ fn greedy_equals_transformers_without_a_cache() {
     }
 }
 
-/// InternVL in both layouts, and Aria: the reference recomputes everything for each token.
+/// InternVL in both layouts, Aria and Qwen3-VL: the reference recomputes everything for each token.
 #[test]
 fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
     let internvl = rows::INTERNVL.map(|(name, cases)| ("internvl", name, cases));
     let aria = rows::ARIA.map(|(name, cases)| ("aria", name, cases));
-    for (folder, name, cases) in internvl.into_iter().chain(aria) {
+    let qwen3 = rows::QWEN3_VL.map(|(name, cases)| ("qwen3_vl", name, cases));
+    for (folder, name, cases) in internvl.into_iter().chain(aria).chain(qwen3) {
         let setup = Setup::new(name);
         for case in cases.chars().map(|case| case.to_string()) {
             let prompt = rows::prompt_of(folder, &checkpoint(name), &case);
@@ -177,7 +176,7 @@ fn greedy_of_tiles_and_squares_equals_the_reference_without_a_cache() {
 
 #[test]
 fn rollout_equals_training_log_probabilities() {
-    for name in ["qwen2_vl_tied", "qwen2_vl_untied", "qwen2_5_vl_tied", "qwen2_5_vl_untied"] {
+    for name in ["qwen2_vl_tied", "qwen2_vl_untied", "qwen2_5_vl_tied", "qwen2_5_vl_untied", "qwen3_vl"] {
         let setup = Setup::new(name);
         let rows: Vec<Row> = ["C", "D2", "B", "E", "A"].iter().map(|c| setup.row(c, 3)).collect();
         let rows: Vec<&Row> = rows.iter().collect();
@@ -207,22 +206,23 @@ fn rollout_equals_training_log_probabilities() {
 /// computes.
 #[test]
 fn generation_on_every_device() {
-    let (name, case) = ("qwen2_5_vl_tied", "C");
-    for device in Device::all() {
-        let options = LoadOptions { device, ..LoadOptions::default() };
-        let setup = Setup {
-            model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
-            tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
-        };
-        let row = setup.row(case, 0);
-        let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
-        let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
-        assert!(groups[0].iter().all(|completion| completion.ids == expected), "{device}");
-        let groups = setup.generate(&[&row], 3, &sampled(8), &StopSet::default(), 8);
-        let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
-        // The sampler reads logits in f32 everywhere.
-        let bound = if device == Device::Twin { 2e-6 } else { 1e-4 };
-        assert!(d <= bound, "{device}: recorded and trained log-probabilities differ by {d}");
+    for (name, folder) in [("qwen2_5_vl_tied", "cases"), ("qwen3_vl", "qwen3_vl")] {
+        let expected = Golden::read(&format!("{folder}/C.{name}.safetensors")).ids("greedy");
+        for device in Device::all() {
+            let options = LoadOptions { device, ..LoadOptions::default() };
+            let setup = Setup {
+                model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
+                tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
+            };
+            let row = setup.row("C", 0);
+            let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
+            assert!(groups[0].iter().all(|completion| completion.ids == expected), "{name}, {device}");
+            let groups = setup.generate(&[&row], 3, &sampled(8), &StopSet::default(), 8);
+            let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
+            // The sampler reads logits in f32 everywhere.
+            let bound = if device == Device::Twin { 2e-6 } else { 1e-4 };
+            assert!(d <= bound, "{name}, {device}: recorded and trained log-probabilities differ by {d}");
+        }
     }
 }
 
@@ -287,7 +287,7 @@ fn mixed(setup: &Setup) -> Vec<Row> {
 
 #[test]
 fn completions_do_not_depend_on_batch_size_or_order() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let setup = Setup::new(name);
         let rows = mixed(&setup);
         let stops = StopSet { ids: vec![40, 90, 150, 298], ..StopSet::default() };
@@ -319,7 +319,7 @@ fn completions_do_not_depend_on_batch_size_or_order() {
 /// As above where matrices are large enough to be cut into tiles and over threads.
 #[test]
 fn larger_models_keep_every_bit() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let tokenizer = Tokenizer::from_dir(&checkpoint(name)).unwrap();
         let setup = Setup { model: larger_model(name), tokenizer };
         let rows: Vec<Row> = mixed(&setup)
@@ -342,7 +342,7 @@ fn larger_models_keep_every_bit() {
 
 #[test]
 fn completions_do_not_depend_on_threads() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let within = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| {
@@ -416,7 +416,7 @@ fn generation_config_does_not_sample() {
 
 #[test]
 fn only_the_frames_of_a_video_change_its_completions() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let setup = Setup::new(name);
         let original = setup.row("D1", 0);
         // The same prompt with the temporal patches in reverse.
@@ -438,13 +438,17 @@ fn only_the_frames_of_a_video_change_its_completions() {
 /// Two rows with three samples each: media and completions stay with their prompt.
 #[test]
 fn completions_follow_their_prompt() {
-    for name in CHECKPOINTS {
+    for name in QWENS {
         let setup = Setup::new(name);
         let (image, video) = (setup.row("C", 0), setup.row("D2", 1));
         let run = |rows: &[&Row]| setup.generate(rows, 3, &greedy(12), &StopSet::default(), 64);
         let both = run(&[&image, &video]);
         for (case, group) in ["C", "D2"].iter().zip(&both) {
-            let expected = Golden::read(&format!("cases/{case}.{name}.safetensors")).ids("greedy");
+            let golden = match name {
+                "qwen3_vl" => format!("qwen3_vl/{}.{name}", &case[..1]),
+                _ => format!("cases/{case}.{name}"),
+            };
+            let expected = Golden::read(&format!("{golden}.safetensors")).ids("greedy");
             assert!(group.iter().all(|c| c.ids == expected), "{name} {case}");
         }
         assert_ne!(both[0][0].ids, both[1][0].ids);

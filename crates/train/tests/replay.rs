@@ -36,7 +36,8 @@ fn update(
     omnigrpo_train::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 4] = ["qwen2_5_vl_tied", "qwen2_vl_untied", "internvl_original", "aria"];
+const CHECKPOINTS: [&str; 5] =
+    ["qwen2_5_vl_tied", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria"];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.
 const TEXT: &str = "replay/rows.jsonl";

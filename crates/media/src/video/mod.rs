@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use image::ImageFormat;
 
 use crate::limits::require_regular_file;
-use crate::sampling::{FrameChoice, FrameSampling, PixelBudget};
+use crate::sampling::{ClipBudget, FrameChoice, FrameSampling, PixelBudget};
 use crate::{Limits, MediaError, Rgb8Image, resize_bicubic};
 
 /// Rate a list or directory of pictures counts as, frames per second (qwen-vl-utils).
@@ -69,15 +69,28 @@ pub enum FrameSize {
         /// Side of a token in pixels; see [`crate::qwen_vl::ImageProcessor::factor`].
         factor: u32,
     },
+    /// Multiples of `factor` within a budget of all frames; see [`ClipBudget::frame_size`].
+    Clip {
+        /// The budget.
+        budget: ClipBudget,
+        /// Side of a token in pixels.
+        factor: u32,
+    },
 }
 
 impl FrameSize {
     /// `(width, height)` of `num_frames` frames that were `width x height`.
-    fn resolve(&self, num_frames: usize, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
+    ///
+    /// # Errors
+    /// As the budgets.
+    pub fn resolve(&self, num_frames: usize, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
         match self {
             Self::Native => Ok((width, height)),
             Self::Exact { width_px, height_px } => Ok((*width_px, *height_px)),
             Self::Budget { budget, factor } => {
+                budget.frame_size(num_frames, height, width, *factor).map(|(h, w)| (w, h))
+            }
+            Self::Clip { budget, factor } => {
                 budget.frame_size(num_frames, height, width, *factor).map(|(h, w)| (w, h))
             }
         }

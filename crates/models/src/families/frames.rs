@@ -82,6 +82,11 @@ impl FramePlan {
                 }
             }
             (FrameRule::Qwen, _) => qwen,
+            (FrameRule::Processor, _) => FrameSampling::Rate {
+                fps: settings.video.fps.unwrap_or(2.0),
+                min_frames: count(options.min_frames).unwrap_or(4),
+                max_frames: count(options.max_frames).unwrap_or(768),
+            },
             (FrameRule::BaseInterval | FrameRule::Segments, _) => interval(),
         };
         Self { source, sampling, listed_fps: if listed { own.fps } else { None } }

@@ -161,3 +161,10 @@ pub struct MediumPlan {
     /// Times of the frames that will be read, seconds.
     pub frame_times_secs: Vec<f64>,
 }
+
+impl MediumPlan {
+    /// What a prompt shows of it: its kind, its shape, the times of its frames in seconds.
+    pub(crate) fn shown(&self) -> (MediumKind, &MediumShape, &[f64]) {
+        (self.kind, &self.shape, &self.frame_times_secs)
+    }
+}

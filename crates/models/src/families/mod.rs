@@ -107,6 +107,12 @@ impl Family {
     /// # Errors
     /// A setting without effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
+        if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
+            return Err(ModelError::prompt(format!(
+                "frame_sampling is processor, but the video processor of {} chooses no frames; expected another rule",
+                self.name()
+            )));
+        }
         let IdleSettings { flags, why } = self.processor().idle_settings();
         match settings.given().find(|flag| flags.contains(flag)) {
             Some(flag) => {

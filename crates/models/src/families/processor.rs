@@ -15,6 +15,11 @@ pub trait Processor: Send + Sync {
     /// Media settings that this family does not read.
     fn idle_settings(&self) -> IdleSettings;
 
+    /// Whether the published video processor chooses and sizes frames ([`super::FrameRule::Processor`]).
+    fn chooses_frames(&self) -> bool {
+        false
+    }
+
     /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
@@ -30,11 +35,11 @@ pub trait Processor: Send + Sync {
     /// As [`Self::plan`], and whatever only decoding shows.
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 
-    /// How a medium of this shape appears in the prompt.
+    /// How a medium of this shape, with frames at these times, appears in the prompt.
     ///
     /// # Errors
     /// A shape that is not this family's.
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens>;
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens>;
 
     /// Ids that only media may produce: a completion containing one is plain text.
     fn placeholder_ids(&self) -> Vec<u32>;

@@ -15,6 +15,8 @@ pub enum FrameRule {
     BaseInterval,
     /// From each segment that the row's `meta` lists; by interval for rows without.
     Segments,
+    /// By rate, as the published video processor, which sizes frames too; of families whose processor does.
+    Processor,
 }
 
 /// What a video without an audio track gives where its sound is asked for.

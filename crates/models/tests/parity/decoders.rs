@@ -138,7 +138,7 @@ fn configurations_are_those_of_their_classes() {
     let tied = config("llama_tied", TextDefaults::LLAMA);
     // The file is silent about key heads, as Llama 2 is.
     assert_eq!(tied.heads, AttentionHeads { q: 2, kv: 2, dim: 12 });
-    let plain = Rope { theta: 1e4, mrope_section: None, scaling: RopeScaling::None };
+    let plain = Rope { theta: 1e4, axes: None, scaling: RopeScaling::None };
     assert!(tied.attention_bias == [true; 2] && tied.tie_word_embeddings && tied.rope == plain);
 
     let parse = |class, more: serde_json::Value| {

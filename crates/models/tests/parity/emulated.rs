@@ -77,14 +77,14 @@ const F32: [f64; 3] = [2e-4, 1e-3, 1e-3];
 
 #[test]
 fn steps_of_qwen_on_the_emulator() {
-    for (name, case) in [("qwen2_vl_tied", "C"), ("qwen2_5_vl_untied", "E")] {
+    for (name, case) in [("qwen2_vl_tied", "C"), ("qwen2_5_vl_untied", "E"), ("qwen3_vl", "E")] {
         compare(name, WeightDtype::Float32, |model| case_prompt(case, model), F32);
     }
 }
 
 #[test]
 fn steps_of_internvl_on_the_emulator() {
-    for name in ["internvl_hf", "internvl_rms_hf"] {
+    for name in ["internvl_hf", "internvl_rms_hf", "internvl3_5_hf"] {
         compare(name, WeightDtype::Float32, |_| crate::rows::prompt(&checkpoint(name), "C"), F32);
     }
 }
@@ -99,5 +99,7 @@ fn steps_of_humanomni_on_the_emulator() {
 /// first one's gradients too.
 #[test]
 fn steps_in_bf16_on_the_emulator() {
-    compare("qwen2_5_vl_tied", WeightDtype::BFloat16, |model| case_prompt("E", model), [0.15, 0.2, 1e-2]);
+    for name in ["qwen2_5_vl_tied", "qwen3_vl"] {
+        compare(name, WeightDtype::BFloat16, |model| case_prompt("E", model), [0.15, 0.2, 1e-2]);
+    }
 }

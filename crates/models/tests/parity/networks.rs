@@ -92,7 +92,7 @@ fn decoders_with_embedding_and_head() {
 
 #[test]
 fn towers_projectors_and_decoders_of_qwen() {
-    for (name, case) in [("qwen2_vl_tied", "C"), ("qwen2_5_vl_untied", "E")] {
+    for (name, case) in [("qwen2_vl_tied", "C"), ("qwen2_5_vl_untied", "E"), ("qwen3_vl_untied", "D")] {
         let model = load(name, Device::Twin);
         check(&model, &case_prompt(case, &model), name, 8);
     }
@@ -100,7 +100,7 @@ fn towers_projectors_and_decoders_of_qwen() {
 
 #[test]
 fn towers_projectors_and_decoders_of_internvl() {
-    for name in ["internvl_hf", "internvl_rms_hf"] {
+    for name in ["internvl_hf", "internvl_rms_hf", "internvl3_5_hf"] {
         let model = load(name, Device::Twin);
         check(&model, &crate::rows::prompt(&checkpoint(name), "C"), name, 8);
     }

@@ -1,20 +1,25 @@
 //! Golden files: reading and comparing.
 #![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
 
+pub mod rows;
+
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_models::{
-    Checkpoint, FeatureGradients, GroupStream, LoadOptions, MediumInput, MediumShape, Memories, Model,
-    PackedStream, Position, Prompt, Training,
+    Checkpoint, DecoderInput, FeatureGradients, GroupStream, LoadOptions, MediumInput, MediumShape, Memories,
+    Model, PackedStream, Position, Prompt, Training,
 };
-use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Rows, Tape, Var};
+use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Tape};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
+/// Those of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
+/// Those that [`case_prompt`] knows, one of each Qwen-VL.
+pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 
 pub fn golden(path: &str) -> PathBuf {
     // Other crates' tests include this module too.
@@ -85,6 +90,9 @@ const VIDEO: u32 = 303;
 
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
+    if model.family().name() == "qwen3_vl" {
+        return rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case);
+    }
     let inputs = Golden::read(&format!("cases/{case}.safetensors"));
     let pixels = if case == "D2" {
         Golden::read("cases/D1.safetensors")
@@ -268,11 +276,11 @@ pub fn training(recompute: bool) -> Training {
 }
 
 /// Logits of some rows of a plain causal sequence.
-pub fn causal_logits(model: &Model, x: Rows, positions: &[Position], rows: &[usize]) -> Vec<f32> {
+pub fn causal_logits(model: &Model, x: DecoderInput, positions: &[Position], rows: &[usize]) -> Vec<f32> {
     let (decoder, pass) = (model.decoder(), model.pass());
     let layout = Arc::new(AttentionLayout::causal(positions.len()).into());
     let rope = decoder.rope_table(positions);
-    let hidden = decoder.forward(Var::constant(x), &rope, &layout, rows, &pass, &mut Tape::off()).unwrap();
+    let hidden = decoder.forward(x, &rope, &layout, rows, &pass, &mut Tape::off()).unwrap();
     decoder.logits(hidden.rows()).unwrap().to_vec()
 }
 
@@ -329,14 +337,20 @@ pub fn larger_model(name: &str) -> Model {
     copy_dir(&checkpoint(name), dir.path());
     let path = dir.path().join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    for (key, size) in [("hidden_size", 320), ("intermediate_size", 600), ("vocab_size", 2100)] {
-        config[key] = size.into();
+    let text = match config.get("text_config") {
+        Some(_) => &mut config["text_config"],
+        None => &mut config,
+    };
+    for (key, size) in
+        [("hidden_size", 320), ("intermediate_size", 600), ("vocab_size", 2100), ("head_dim", 64)]
+    {
+        text[key] = size.into();
     }
-    config["num_attention_heads"] = 5.into();
-    config["num_key_value_heads"] = 1.into();
-    config["initializer_range"] = 0.08.into();
-    config["rope_scaling"]["mrope_section"] = serde_json::json!([8, 12, 12]);
-    let out = if name.starts_with("qwen2_5") { "out_hidden_size" } else { "hidden_size" };
+    text["num_attention_heads"] = 5.into();
+    text["num_key_value_heads"] = 1.into();
+    text["initializer_range"] = 0.08.into();
+    text["rope_scaling"]["mrope_section"] = serde_json::json!([8, 12, 12]);
+    let out = if name.starts_with("qwen2_vl") { "hidden_size" } else { "out_hidden_size" };
     config["vision_config"][out] = 320.into();
     std::fs::write(&path, config.to_string()).unwrap();
     Model::random(&Checkpoint::open(dir.path()).unwrap(), 7, &LoadOptions::default()).unwrap()

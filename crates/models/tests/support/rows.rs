@@ -1,4 +1,4 @@
-//! Prompts of the InternVL and Aria cases, read from their rows as a run reads them.
+//! Prompts of the InternVL, Aria and Qwen3-VL cases, read from their rows as a run reads them.
 #![allow(clippy::unwrap_used, dead_code, missing_docs)]
 
 use std::path::Path;
@@ -6,17 +6,21 @@ use std::path::Path;
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
 use omnigrpo_models::{Checkpoint, MediaSettings, Prompt, PromptBuilder, PromptSettings};
 
-use super::support::golden;
+use super::golden;
 
 /// Checkpoints and the cases they have results for.
-pub const INTERNVL: [(&str, &str); 4] = [
+pub const INTERNVL: [(&str, &str); 6] = [
     ("internvl_hf", "ABCDEF"),
     ("internvl_original", "ABCDEF"),
     ("internvl_rms_hf", "CE"),
     ("internvl_rms_original", "CE"),
+    ("internvl3_5_hf", "ABCDE"),
+    ("internvl3_5_original", "CE"),
 ];
 
 pub const ARIA: [(&str, &str); 2] = [("aria", "ABCDEF"), ("aria_own", "CEF")];
+
+pub const QWEN3_VL: [(&str, &str); 2] = [("qwen3_vl", "ABCDEF"), ("qwen3_vl_untied", "CE")];
 
 pub fn dataset() -> Dataset {
     dataset_of("internvl")

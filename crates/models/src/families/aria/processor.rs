@@ -43,7 +43,7 @@ impl Processor for AriaPrompts {
     }
 
     /// An image is all its squares between one pair of tags, each frame of a video has a pair of its own.
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let [count, side] = shape.masked()?;
         let tokens = self.media.tokens(side)?;
         let features = |count| MediumSegment::Features { token: self.config.image_token, count };

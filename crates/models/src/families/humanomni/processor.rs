@@ -51,7 +51,7 @@ impl Processor for HumanOmniProcessor {
         self.media.prepare(medium, settings)
     }
 
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let mut segments = vec![MediumSegment::Features { token: FEATURE_ID, count: self.count(shape)? }];
         if self.config.markers {
             let [open, close] = of_kind(&MARKERS, kind).map(str::to_owned);

@@ -37,7 +37,7 @@ impl Processor for InternVlProcessor {
     }
 
     /// An image is all its tiles between one pair of tags. A video is a numbered line per frame.
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
         let [count, ..] = shape.pictures()?;
         let features = |tiles: usize| MediumSegment::Features {
             token: self.model.context_token,

@@ -1,7 +1,7 @@
-//! `config.json` of Qwen2-VL and Qwen2.5-VL.
+//! `config.json` of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 //!
-//! Accepted: text fields at the root (published checkpoints) or under `text_config` (newer saves), rotary settings as
-//! `rope_scaling` or `rope_parameters`. Where a published file omits a field, the class default of `transformers`
+//! Accepted: text fields at the root (as Qwen2-VL and Qwen2.5-VL are published) or under `text_config` (newer saves), rotary
+//! settings as `rope_scaling` or `rope_parameters`. Where a published file omits a field, the class default of `transformers`
 //! 5.23 applies, but the sizes of the language model must be there.
 
 use omnigrpo_ops::{Activation, AttentionHeads};
@@ -10,13 +10,16 @@ use crate::config_json::ConfigJson;
 use crate::decoder::{DecoderConfig, TextDefaults};
 use crate::error::Result;
 
-/// Which of the two towers.
+/// Which of the three towers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Generation {
     /// Layer norm, plain feed-forward, full attention inside a frame.
     Qwen2,
     /// RMS norm, SwiGLU, windows, absolute time in positions.
     Qwen25,
+    /// As [`Self::Qwen2`], with learned positions beside the rotation, biases of patches, and deep features; times of video
+    /// frames are text.
+    Qwen3,
 }
 
 /// Sizes and rules of the vision tower.
@@ -46,6 +49,10 @@ pub struct VisionConfig {
     pub windows: Option<(usize, Vec<usize>)>,
     /// Temporal positions per second of video; `None` counts temporal patches instead.
     pub tokens_per_second: Option<f64>,
+    /// Learned positions per side of a square, which are interpolated to the grid of a picture.
+    pub positions: Option<usize>,
+    /// Blocks behind which deep features are taken, ascending.
+    pub deep: Vec<usize>,
 }
 
 impl VisionConfig {
@@ -80,8 +87,19 @@ impl QwenVlConfig {
     /// A missing or impossible field, by name.
     pub fn parse(json: &ConfigJson, generation: Generation) -> Result<Self> {
         let text = json.section("text_config")?.unwrap_or_else(|| json.clone());
-        let decoder = DecoderConfig::parse(&text, json, TextDefaults::QWEN_VL)?;
+        let class = match generation {
+            Generation::Qwen3 => TextDefaults::QWEN3_VL,
+            _ => TextDefaults::QWEN_VL,
+        };
+        let mut decoder = DecoderConfig::parse(&text, json, class)?;
         let vision = Self::vision(&json.required_section("vision_config")?, generation, decoder.hidden)?;
+        decoder.deep = vision.deep.len();
+        if decoder.deep >= decoder.layers {
+            return Err(json.error(format!(
+                "deepstack_visual_indexes names {} blocks; the language model has only {} to add their features behind",
+                decoder.deep, decoder.layers
+            )));
+        }
         let id = |key: &str, default: u32| -> Result<u32> {
             let given = match json.id(key, decoder.vocab)? {
                 None => text.id(key, decoder.vocab)?,
@@ -106,10 +124,11 @@ impl QwenVlConfig {
     }
 
     fn vision(json: &ConfigJson, generation: Generation, decoder_hidden: usize) -> Result<VisionConfig> {
-        let old = generation == Generation::Qwen2;
-        let hidden = match old {
-            true => json.size("embed_dim", Some(1280))?,
-            false => json.size("hidden_size", Some(3584))?,
+        let (old, new) = (generation == Generation::Qwen2, generation == Generation::Qwen3);
+        let hidden = match generation {
+            Generation::Qwen2 => json.size("embed_dim", Some(1280))?,
+            Generation::Qwen25 => json.size("hidden_size", Some(3584))?,
+            Generation::Qwen3 => json.size("hidden_size", Some(1152))?,
         };
         let heads = json.size("num_heads", Some(16))?;
         let dim = hidden / heads;
@@ -119,7 +138,7 @@ impl QwenVlConfig {
             );
         }
         let merge = json.size("spatial_merge_size", Some(2))?;
-        let patch = json.size("patch_size", Some(14))?;
+        let patch = json.size("patch_size", Some(if new { 16 } else { 14 }))?;
         let out = match old {
             true => json.size("hidden_size", Some(3584))?,
             false => json.size("out_hidden_size", Some(3584))?,
@@ -129,17 +148,18 @@ impl QwenVlConfig {
                 json.error(format!("features are {out} wide, the language model is {decoder_hidden}"))
             );
         }
-        let activation = match (old, json.text("hidden_act")?) {
-            (true, None | Some("quick_gelu")) => Activation::QuickGelu,
-            (true, Some("gelu")) => Activation::GeluErf,
-            (false, None | Some("silu")) => Activation::Silu,
+        let activation = match (generation, json.text("hidden_act")?) {
+            (Generation::Qwen2, None | Some("quick_gelu")) => Activation::QuickGelu,
+            (Generation::Qwen2 | Generation::Qwen3, Some("gelu")) => Activation::GeluErf,
+            (Generation::Qwen25, None | Some("silu")) => Activation::Silu,
+            (Generation::Qwen3, None | Some("gelu_pytorch_tanh")) => Activation::GeluTanh,
             (_, Some(other)) => {
                 return Err(
                     json.error(format!("hidden_act {other:?} is not one of this tower's activations"))
                 );
             }
         };
-        let windows = if old {
+        let windows = if generation != Generation::Qwen25 {
             None
         } else {
             let cells = json.size("window_size", Some(112))? / merge / patch;
@@ -160,12 +180,17 @@ impl QwenVlConfig {
                     );
                 }
             },
-            false => json.size("intermediate_size", Some(3420))?,
+            false => json.size("intermediate_size", Some(if new { 4304 } else { 3420 }))?,
+        };
+        let depth = json.size("depth", Some(if new { 27 } else { 32 }))?;
+        let (positions, deep) = match new {
+            true => (Some(Self::positions(json)?), Self::deep(json, depth)?),
+            false => (None, Vec::new()),
         };
         let channels_key = if json.get("in_channels").is_some() { "in_channels" } else { "in_chans" };
         Ok(VisionConfig {
             hidden,
-            depth: json.size("depth", Some(32))?,
+            depth,
             heads: AttentionHeads { q: heads, kv: heads, dim },
             intermediate,
             activation,
@@ -176,13 +201,38 @@ impl QwenVlConfig {
             out,
             windows,
             tokens_per_second: match json.number("tokens_per_second", 4.0)? {
-                _ if old => None,
+                _ if old || new => None,
                 rate if (0.0..=1e3).contains(&rate) => Some(rate),
                 rate => {
                     let what = "expected a number from 0 to 1000";
                     return Err(json.error(format!("tokens_per_second is {rate:e}; {what}")));
                 }
             },
+            positions,
+            deep,
         })
+    }
+
+    /// The side of the square of learned positions.
+    fn positions(json: &ConfigJson) -> Result<usize> {
+        let count = json.size("num_position_embeddings", Some(2304))?;
+        match count.isqrt() {
+            side if side * side == count => Ok(side),
+            _ => {
+                let what = "expected the number of places of a square";
+                Err(json.error(format!("num_position_embeddings is {count}; {what}")))
+            }
+        }
+    }
+
+    /// The blocks behind which deep features are taken.
+    fn deep(json: &ConfigJson, depth: usize) -> Result<Vec<usize>> {
+        let key = "deepstack_visual_indexes";
+        let blocks = json.sizes(key)?.unwrap_or_else(|| vec![8, 16, 24]);
+        if blocks.is_sorted_by(|a, b| a < b) && blocks.last().is_none_or(|&last| last < depth) {
+            return Ok(blocks);
+        }
+        let what = format!("expected ascending numbers of the tower's {depth} blocks, from 0");
+        Err(json.error(format!("{key} is {blocks:?}; {what}")))
     }
 }

@@ -1,19 +1,19 @@
 //! Media of the Qwen-VL families: decoded, resized, cut into patches.
 //!
 //! Images follow the checkpoint's processor. Videos follow `qwen-vl-utils` (frames, then size under a budget), or another
-//! rule where the run or the row asks for it.
+//! rule where the run or the row asks for it; that of the checkpoint's video processor bounds all frames together.
 
 use std::path::Path;
 
 use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef};
 use omnigrpo_media::qwen_vl::{ImageProcessor, PatchGrid, Processors};
-use omnigrpo_media::{FrameSize, PixelBudget, load_image, resize_bicubic};
+use omnigrpo_media::{ClipBudget, FrameSize, PixelBudget, load_image, resize_bicubic};
 use omnigrpo_text::MediumKind;
 
-use super::config::VisionConfig;
+use super::config::{Generation, VisionConfig};
 use crate::error::{ModelError, Result};
 use crate::families::frames::{FramePlan, file, no_audio};
-use crate::families::{MediaSettings, MediumInput, MediumPlan, MediumShape};
+use crate::families::{FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's processors say.
 pub struct MediaReader {
@@ -25,8 +25,12 @@ impl MediaReader {
     ///
     /// # Errors
     /// Missing or impossible files, sizes that are not the tower's.
-    pub fn open(dir: &Path, vision: &VisionConfig) -> Result<Self> {
-        let processors = Processors::load(dir)?;
+    pub fn open(dir: &Path, vision: &VisionConfig, generation: Generation) -> Result<Self> {
+        let video = match generation {
+            Generation::Qwen3 => ImageProcessor::qwen3_video_default(),
+            Generation::Qwen2 | Generation::Qwen25 => ImageProcessor::video_default(),
+        };
+        let processors = Processors::load(dir, &video)?;
         for p in [&processors.image, &processors.video] {
             let got = [p.patch_size, p.temporal_patch_size, p.merge_size].map(|n| n as usize);
             let expected = [vision.patch, vision.temporal_patch, vision.merge];
@@ -62,13 +66,8 @@ impl MediaReader {
             }
             MediumKind::Video => {
                 let times = FramePlan::new(medium, settings).times_secs(header)?;
-                let (height, width) = match self.frame_size(medium, settings)? {
-                    FrameSize::Exact { width_px, height_px } => (height_px, width_px),
-                    FrameSize::Budget { budget, factor } => {
-                        budget.frame_size(times.len(), height, width, factor)?
-                    }
-                    FrameSize::Native => (height, width),
-                };
+                let size = self.frame_size(medium, settings)?;
+                let (width, height) = size.resolve(times.len(), width, height)?;
                 settings.limits.check_resized(width, height)?;
                 (self.processors.video.grid(times.len(), height, width)?, times)
             }
@@ -145,16 +144,25 @@ impl MediaReader {
     }
 
     fn frame_size(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<FrameSize> {
-        let options = medium.options.or(&settings.video);
-        Ok(match exact(&medium.options)? {
+        let (own, options) = (&medium.options, medium.options.or(&settings.video));
+        let (processor, factor) = (&self.processors.video, self.processors.video.factor());
+        let row_decides = own.min_pixels.or(own.max_pixels).or(own.total_pixels).is_some();
+        Ok(match exact(own)? {
             Some((height_px, width_px)) => FrameSize::Exact { width_px, height_px },
+            None if settings.rule == FrameRule::Processor && !row_decides => {
+                let max_pixels = options.total_pixels.unwrap_or(processor.max_pixels);
+                let min_pixels = processor.min_pixels.min(max_pixels);
+                let budget =
+                    ClipBudget { min_pixels, max_pixels, slice_frames: processor.temporal_patch_size };
+                FrameSize::Clip { budget, factor }
+            }
             None => FrameSize::Budget {
                 budget: PixelBudget {
                     min_pixels: options.min_pixels,
                     max_pixels: options.max_pixels,
                     total_pixels: options.total_pixels.map(|n| n as f64),
                 },
-                factor: self.processors.video.factor(),
+                factor,
             },
         })
     }

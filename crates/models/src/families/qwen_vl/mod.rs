@@ -1,7 +1,7 @@
-//! Qwen2-VL and Qwen2.5-VL.
+//! Qwen2-VL, Qwen2.5-VL and the dense sizes of Qwen3-VL.
 //!
-//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`), `qwen-vl-utils` 0.0.14 for media, the published
-//! checkpoints for defaults.
+//! Source: `transformers` 5.23 (`models/qwen2_vl`, `models/qwen2_5_vl`, `models/qwen3_vl`), `qwen-vl-utils` 0.0.14 for media, the
+//! published checkpoints for defaults.
 
 mod config;
 mod media;
@@ -24,6 +24,8 @@ use crate::error::Result;
 use crate::weights::WeightSource;
 
 const NAMES: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weight" };
+/// Qwen3-VL is published under the names that `transformers` gives its modules.
+const MODULE_NAMES: DecoderNames = DecoderNames { model: "model.language_model.", head: "lm_head.weight" };
 
 /// Reads configuration and processor files.
 ///
@@ -31,7 +33,7 @@ const NAMES: DecoderNames = DecoderNames { model: "model.", head: "lm_head.weigh
 /// Missing or impossible fields.
 pub fn open(dir: &Path, json: &ConfigJson, generation: Generation) -> Result<Roles> {
     let config = Arc::new(QwenVlConfig::parse(json, generation)?);
-    let media = media::MediaReader::open(dir, &config.vision)?;
+    let media = media::MediaReader::open(dir, &config.vision, generation)?;
     let processor = Box::new(processor::QwenVlProcessor { config: Arc::clone(&config), media });
     Ok(Roles { processor, architecture: Arc::clone(&config) as _, format: config })
 }
@@ -40,6 +42,9 @@ impl Format for QwenVlConfig {
     fn published_name(&self, key: &str) -> Option<String> {
         if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
             return None;
+        }
+        if self.generation == Generation::Qwen3 {
+            return Some(key.to_owned());
         }
         Some(match key.strip_prefix("model.") {
             Some(rest) if rest.starts_with("visual.") => rest.to_owned(),
@@ -52,6 +57,9 @@ impl Format for QwenVlConfig {
     }
 
     fn module_name(&self, published: &str) -> String {
+        if self.generation == Generation::Qwen3 {
+            return published.to_owned();
+        }
         match published.strip_prefix("model.") {
             Some(rest) => format!("model.language_model.{rest}"),
             None if published.starts_with("visual.") => format!("model.{published}"),
@@ -71,7 +79,8 @@ impl Architecture for QwenVlConfig {
 
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
         let tower = VisionTower::build(self.vision.clone(), self.generation, source)?;
-        let decoder = Decoder::build(self.decoder.clone(), NAMES, source)?;
+        let names = if self.generation == Generation::Qwen3 { MODULE_NAMES } else { NAMES };
+        let decoder = Decoder::build(self.decoder.clone(), names, source)?;
         Ok(Network { decoder, encoder: Box::new(tower) })
     }
 }

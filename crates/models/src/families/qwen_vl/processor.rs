@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::qwen_vl::PatchGrid;
-use omnigrpo_text::{MediumKind, MediumTokens, Span};
+use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Span};
 
-use super::config::QwenVlConfig;
+use super::config::{Generation, QwenVlConfig};
 use super::media::MediaReader;
 use super::positions::{MediumAxes, positions};
 use crate::decoder::Position;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
 
 pub(super) struct QwenVlProcessor {
@@ -36,6 +36,10 @@ impl Processor for QwenVlProcessor {
         }
     }
 
+    fn chooses_frames(&self) -> bool {
+        self.config.generation == Generation::Qwen3
+    }
+
     fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
         match kind {
             MediumKind::Video => {
@@ -53,14 +57,33 @@ impl Processor for QwenVlProcessor {
         self.media.prepare(medium, settings)
     }
 
-    fn tokens(&self, kind: MediumKind, shape: &MediumShape) -> Result<MediumTokens> {
-        let count = shape.patches()?.num_tokens(self.config.vision.merge);
-        Ok(match kind {
-            MediumKind::Video => {
-                MediumTokens::repeated(kind, "<|video_pad|>", self.config.video_token, count)
-            }
-            _ => MediumTokens::repeated(kind, "<|image_pad|>", self.config.image_token, count),
-        })
+    fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens> {
+        let grid = shape.patches()?;
+        let count = grid.num_tokens(self.config.vision.merge);
+        let (marker, token) = match kind {
+            MediumKind::Video => ("<|video_pad|>", self.config.video_token),
+            _ => ("<|image_pad|>", self.config.image_token),
+        };
+        if kind != MediumKind::Video || self.config.generation != Generation::Qwen3 {
+            return Ok(MediumTokens::repeated(kind, marker, token, count));
+        }
+        // Each slice of frames with its time, inside what the template writes about the whole video.
+        let text = |text: String| MediumSegment::Text(text);
+        let slices = times_secs.chunks(self.config.vision.temporal_patch);
+        if slices.len() != grid.t {
+            let (frames, slices) = (times_secs.len(), grid.t);
+            return Err(ModelError::shape(format!(
+                "a video of {slices} slices with times of {frames} frames"
+            )));
+        }
+        let segments = slices.flat_map(|slice| {
+            [
+                text(format!("<{:.1} seconds><|vision_start|>", middle_secs(slice))),
+                MediumSegment::Features { token, count: count / grid.t },
+                text("<|vision_end|>".into()),
+            ]
+        });
+        Ok(MediumTokens { kind, marker: marker.into(), segments: segments.collect() })
     }
 
     fn placeholder_ids(&self) -> Vec<u32> {
@@ -75,8 +98,22 @@ impl Processor for QwenVlProcessor {
     ) -> Result<(Vec<Position>, u32)> {
         let axes = media
             .iter()
-            .map(|m| Ok(self.axes(m.shape.patches()?, m.seconds_per_grid)))
+            .map(|m| {
+                let grid = m.shape.patches()?;
+                // Where slices have their times as text, each is a picture of its own.
+                let t = if self.config.generation == Generation::Qwen3 { 1 } else { grid.t };
+                Ok(self.axes(PatchGrid { t, ..grid }, m.seconds_per_grid))
+            })
             .collect::<Result<Vec<_>>>()?;
         Ok(positions(len, spans, |m| axes[m]))
+    }
+}
+
+/// The time of a slice of frames: halfway between its first and its last.
+fn middle_secs(frames: &[f64]) -> f64 {
+    match frames {
+        [first, .., last] => (first + last) / 2.0,
+        [only] => *only,
+        [] => 0.0,
     }
 }

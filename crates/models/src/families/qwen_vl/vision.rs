@@ -1,7 +1,10 @@
-//! The vision towers of Qwen2-VL and Qwen2.5-VL.
+//! The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 //!
-//! Source: `transformers` 5.23 `models/qwen2_vl/modeling_qwen2_vl.py`, `models/qwen2_5_vl/modeling_qwen2_5_vl.py` and
-//! `get_vision_window_index` in its `vision_utils.py`.
+//! Source: `transformers` 5.23 `models/qwen2_vl/modeling_qwen2_vl.py`, `models/qwen2_5_vl/modeling_qwen2_5_vl.py`,
+//! `models/qwen3_vl/modeling_qwen3_vl.py`, and windows and interpolated positions in its `vision_utils.py`.
+//!
+//! Where deep features are taken behind some blocks, the tower's output has the last block's rows first and those of these
+//! blocks below them; so have the features.
 //!
 //! Patch rows arrive in merge-block order: the `merge²` patches of one token are consecutive. Windows permute whole
 //! tokens, so the permutation is applied once to the patch rows and undone on the features.
@@ -10,7 +13,7 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_ops::{
-    Activation, AttentionLayout, Index, Layout, Linear, Norm, Part, Pass, RopeTable, Tape, Var,
+    Activation, AttentionLayout, Index, Layout, Linear, Norm, Param, Part, Pass, RopeTable, Tape, Var,
 };
 
 use super::config::{Generation, VisionConfig};
@@ -19,14 +22,33 @@ use crate::encoders::constant;
 use crate::error::{ModelError, Result};
 use crate::weights::{Init, WeightSource};
 
-/// Tower and merger.
+/// Tower and mergers.
 pub struct VisionTower {
     config: VisionConfig,
     patch_embed: Linear,
+    /// `[side², c]`
+    positions: Option<Arc<Param>>,
     blocks: Vec<Arc<Block>>,
-    merger_norm: Norm,
-    merger_fc1: Linear,
-    merger_fc2: Linear,
+    /// Of the tower's output, then those of deep features.
+    mergers: Vec<Merger>,
+}
+
+/// What makes a token of the patches of a cell.
+#[derive(Clone)]
+struct Merger {
+    norm: Norm,
+    /// Whether the norm is over a cell rather than a patch.
+    joined: bool,
+    fc1: Linear,
+    fc2: Linear,
+}
+
+/// Names of the layers that differ between generations.
+struct Names {
+    /// Of the plain feed-forward layer.
+    fc: [&'static str; 2],
+    /// Of the merger.
+    merger: [&'static str; 3],
 }
 
 impl VisionTower {
@@ -40,19 +62,34 @@ impl VisionTower {
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
         let c = config.hidden;
+        let prefix = if generation == Generation::Qwen3 { "model.visual." } else { "visual." };
         let mut get = |name: &str, part: Part, shape: &[usize], init: Init| {
-            source.get(&format!("visual.{name}"), part, shape, init)
+            source.get(&format!("{prefix}{name}"), part, shape, init)
         };
         let shape = [c, config.channels, config.temporal_patch, config.patch, config.patch];
-        let patch_embed = get("patch_embed.proj.weight", Part::Vision, &shape, Init::Normal)?;
-        let patch_embed = Linear::reshaped(patch_embed, None, c, config.patch_len())?;
-        let mut norm = |name: &str, part: Part| -> Result<Norm> {
-            let weight = get(&format!("{name}.weight"), part, &[c], Init::Ones)?;
+        let patch_weight = get("patch_embed.proj.weight", Part::Vision, &shape, Init::Normal)?;
+        let patch_bias = match generation {
+            Generation::Qwen3 => Some(get("patch_embed.proj.bias", Part::Vision, &[c], Init::Zeros)?),
+            _ => None,
+        };
+        let patch_embed = Linear::reshaped(patch_weight, patch_bias, c, config.patch_len())?;
+        let positions = config
+            .positions
+            .map(|side| get("pos_embed.weight", Part::Vision, &[side * side, c], Init::Normal))
+            .transpose()?;
+        let names = match generation {
+            Generation::Qwen3 => {
+                Names { fc: ["linear_fc1", "linear_fc2"], merger: ["norm", "linear_fc1", "linear_fc2"] }
+            }
+            _ => Names { fc: ["fc1", "fc2"], merger: ["ln_q", "mlp.0", "mlp.2"] },
+        };
+        let mut norm = |name: &str, part: Part, width: usize| -> Result<Norm> {
+            let weight = get(&format!("{name}.weight"), part, &[width], Init::Ones)?;
             Ok(match generation {
                 Generation::Qwen25 => Norm::Rms { weight, eps: 1e-6 },
-                Generation::Qwen2 => Norm::Layer {
+                Generation::Qwen2 | Generation::Qwen3 => Norm::Layer {
                     weight,
-                    bias: get(&format!("{name}.bias"), part, &[c], Init::Zeros)?,
+                    bias: get(&format!("{name}.bias"), part, &[width], Init::Zeros)?,
                     eps: 1e-6,
                 },
             })
@@ -60,11 +97,22 @@ impl VisionTower {
         let mut norms = Vec::with_capacity(config.depth);
         for b in 0..config.depth {
             norms.push([
-                norm(&format!("blocks.{b}.norm1"), Part::Vision)?,
-                norm(&format!("blocks.{b}.norm2"), Part::Vision)?,
+                norm(&format!("blocks.{b}.norm1"), Part::Vision, c)?,
+                norm(&format!("blocks.{b}.norm2"), Part::Vision, c)?,
             ]);
         }
-        let merger_norm = norm("merger.ln_q", Part::Projector)?;
+        let wide = c * config.merge * config.merge;
+        let merger_prefixes: Vec<String> = std::iter::once("merger".to_owned())
+            .chain((0..config.deep.len()).map(|i| format!("deepstack_merger_list.{i}")))
+            .collect();
+        let merger_norms = merger_prefixes
+            .iter()
+            .enumerate()
+            .map(|(i, prefix)| {
+                let width = if i == 0 { c } else { wide };
+                norm(&format!("{prefix}.{}", names.merger[0]), Part::Projector, width)
+            })
+            .collect::<Result<Vec<_>>>()?;
         let mut linear = |name: &str, part: Part, n: usize, k: usize| -> Result<Linear> {
             let weight = get(&format!("{name}.weight"), part, &[n, k], Init::Normal)?;
             let bias = get(&format!("{name}.bias"), part, &[n], Init::Zeros)?;
@@ -84,10 +132,10 @@ impl VisionTower {
                 qkv: vec![block("attn.qkv", 3 * c, c)?],
                 proj: block("attn.proj", c, c)?,
                 mlp: match generation {
-                    Generation::Qwen2 => Mlp::Plain {
-                        fc1: block("mlp.fc1", i, c)?,
+                    Generation::Qwen2 | Generation::Qwen3 => Mlp::Plain {
+                        fc1: block(&format!("mlp.{}", names.fc[0]), i, c)?,
                         act: config.activation,
-                        fc2: block("mlp.fc2", c, i)?,
+                        fc2: block(&format!("mlp.{}", names.fc[1]), c, i)?,
                     },
                     Generation::Qwen25 => Mlp::SwiGlu {
                         gate: block("mlp.gate_proj", i, c)?,
@@ -97,13 +145,20 @@ impl VisionTower {
                 },
             }));
         }
-        let wide = c * config.merge * config.merge;
-        let merger_fc1 = linear("merger.mlp.0", Part::Projector, wide, wide)?;
-        let merger_fc2 = linear("merger.mlp.2", Part::Projector, config.out, wide)?;
-        Ok(Self { config, patch_embed, blocks, merger_norm, merger_fc1, merger_fc2 })
+        let mut mergers = Vec::with_capacity(merger_prefixes.len());
+        for (i, (prefix, norm)) in merger_prefixes.iter().zip(merger_norms).enumerate() {
+            let [_, fc1, fc2] = names.merger.map(|layer| format!("{prefix}.{layer}"));
+            mergers.push(Merger {
+                norm,
+                joined: i > 0,
+                fc1: linear(&fc1, Part::Projector, wide, wide)?,
+                fc2: linear(&fc2, Part::Projector, config.out, wide)?,
+            });
+        }
+        Ok(Self { config, patch_embed, positions, blocks, mergers })
     }
 
-    /// Patch rows `[n, patch_len]` → the tower's output `[n, c]`, in the tower's own token order.
+    /// Patch rows `[n, patch_len]` → the tower's output `[(1 + deep) · n, c]`, in the tower's own token order.
     ///
     /// # Errors
     /// Rows that do not fit the grid.
@@ -132,14 +187,28 @@ impl VisionTower {
         let rope = self.rope(grid, &plan.order);
         let x = constant(rows, n, len, pass)?;
         let mut x = tape.linear(&x, &self.patch_embed, pass)?;
+        if let (Some(table), Some(side)) = (&self.positions, self.config.positions) {
+            x = tape.add_mixed(&x, table, &Arc::new(position_taps(grid, self.config.merge, side).into()))?;
+        }
+        let mut deep: Option<Var> = None;
         for (b, block) in self.blocks.iter().enumerate() {
             let layout = plan.layout(&self.config, b);
             x = tape.apply(BlockPass::new(block, pass, Some(&rope), layout, None), [&x])?;
+            if self.config.deep.contains(&b) {
+                deep = Some(match deep {
+                    Some(above) => tape.concat([&above, &x])?,
+                    None => x.clone(),
+                });
+            }
         }
-        Ok(x)
+        Ok(match deep {
+            Some(deep) => tape.concat([&x, &deep])?,
+            None => x,
+        })
     }
 
-    /// The merger: tower output `[n, c]` → features `[n / merge², out]` in the order of the prompt.
+    /// The mergers: tower output `[(1 + deep) · n, c]` → features `[(1 + deep) · n / merge², out]`, those of each in the order of
+    /// the prompt.
     ///
     /// # Errors
     /// Rows that do not fit the grid.
@@ -152,11 +221,38 @@ impl VisionTower {
             inverse[token] = at;
         }
         let inverse: Arc<Index> = Arc::new(inverse.into());
-        let wide = unit * self.config.hidden;
-        let (norm, fc1, fc2) = (self.merger_norm.clone(), self.merger_fc1.clone(), self.merger_fc2.clone());
-        let pass = pass.clone();
-        Ok(tape.segment([tower_nc], move |tape, [x]| {
-            let x = tape.norm(x, &norm)?;
+        let mut features: Option<Var> = None;
+        for (level, merger) in self.mergers.iter().enumerate() {
+            let own = match self.mergers.len() {
+                1 => tower_nc.clone(),
+                _ => {
+                    let rows = level * tokens * unit..(level + 1) * tokens * unit;
+                    tape.select(tower_nc, &Arc::new(rows.collect::<Vec<_>>().into()))?
+                }
+            };
+            let own = self.merge(merger.clone(), &own, &inverse, pass, tape)?;
+            features = Some(match features {
+                Some(above) => tape.concat([&above, &own])?,
+                None => own,
+            });
+        }
+        features.ok_or_else(|| ModelError::shape("vision tower: no merger"))
+    }
+
+    /// Patches `[n, c]` → tokens `[n / merge², out]`; `inverse` brings them into the order of the prompt.
+    fn merge(
+        &self,
+        Merger { norm, joined, fc1, fc2 }: Merger,
+        x_nc: &Var,
+        inverse: &Arc<Index>,
+        pass: &Pass,
+        tape: &mut Tape,
+    ) -> Result<Var> {
+        let wide = self.config.merge * self.config.merge * self.config.hidden;
+        let (tokens, inverse, pass) = (inverse.len(), Arc::clone(inverse), pass.clone());
+        Ok(tape.segment([x_nc], move |tape, [x]| {
+            let x = if joined { tape.reshape(x, tokens, wide)? } else { x.clone() };
+            let x = tape.norm(&x, &norm)?;
             let x = tape.reshape(&x, tokens, wide)?;
             let x = tape.linear(&x, &fc1, &pass)?;
             let x = tape.activation(&x, Activation::GeluErf)?;
@@ -182,6 +278,34 @@ impl VisionTower {
             }
         }))
     }
+}
+
+/// The learned positions that each patch receives, patches in merge-block order: the four about its place when the grid is laid
+/// over the square of `side` with corners on corners, by their distance. All in f32, as the reference computes it.
+fn position_taps(grid: PatchGrid, merge: usize, side: usize) -> Vec<Vec<(u32, f32)>> {
+    // The two places about patch `i` of `count`, with their weights.
+    let axis = |i: usize, count: usize| {
+        let at = i as f32 * (side - 1) as f32 / count.saturating_sub(1).max(1) as f32;
+        let below = at.floor();
+        [0.0, 1.0].map(|step| {
+            let weight = (1.0 - (at - below - step).abs()).max(0.0);
+            (((below + step) as usize).min(side - 1), weight)
+        })
+    };
+    let cells_w = grid.w / merge;
+    let place = |patch: usize| {
+        let (cell, inner) = (patch / (merge * merge), patch % (merge * merge));
+        (cell / cells_w * merge + inner / merge, cell % cells_w * merge + inner % merge)
+    };
+    let frame: Vec<Vec<(u32, f32)>> = (0..grid.h * grid.w)
+        .map(|patch| {
+            let (y, x) = place(patch);
+            let (down, across) = (axis(y, grid.h), axis(x, grid.w));
+            let pairs = down.iter().flat_map(|v| across.iter().map(move |h| (v, h)));
+            pairs.map(|(v, h)| ((v.0 * side + h.0) as u32, v.1 * h.1)).collect()
+        })
+        .collect();
+    (0..grid.t).flat_map(|_| frame.iter().cloned()).collect()
 }
 
 /// Token order and attention layouts of one grid.
@@ -243,6 +367,8 @@ mod tests {
             out: 64,
             windows: Some((2, vec![1, 3])),
             tokens_per_second: Some(2.0),
+            positions: None,
+            deep: Vec::new(),
         }
     }
 
