@@ -23,13 +23,18 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 HIDDEN, LAYERS, HEADS, KV_HEADS, INTER = 32, 2, 2, 1, 48
 WIDTH, DEPTH, TOWER_HEADS, TOWER_INTER = 32, 2, 2, 48
 
-# name -> layout, tower with RMS and qk-norm (else layer norm and biases), tied head, seed
+# Width of a head of a Qwen3 language model: more than its share of the stream.
+WIDE_HEAD = 24
+
+# name -> layout, tower with RMS and qk-norm (else layer norm and biases), tied head, Qwen3 (else Qwen2), seed
 CHECKPOINTS = {
     # Seeds: every greedy step of every case is decided clearly.
-    "internvl_hf": ("hf", False, False, 45),
-    "internvl_original": ("original", False, False, 45),
-    "internvl_rms_hf": ("hf", True, True, 4),
-    "internvl_rms_original": ("original", True, True, 4),
+    "internvl_hf": ("hf", False, False, False, 45),
+    "internvl_original": ("original", False, False, False, 45),
+    "internvl_rms_hf": ("hf", True, True, False, 4),
+    "internvl_rms_original": ("original", True, True, False, 4),
+    "internvl3_5_hf": ("hf", False, False, True, 1),
+    "internvl3_5_original": ("original", False, False, True, 1),
 }
 TEMPLATES = {
     "internvl_original": (
@@ -43,6 +48,7 @@ TEMPLATES = {
         "<|im_end|>",
     ),
 }
+TEMPLATES["internvl3_5_original"] = TEMPLATES["internvl_original"]
 
 
 class RmsNorm(nn.Module):
@@ -134,24 +140,28 @@ def rotate(x, angles):
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, qwen3):
         super().__init__()
-        head = HIDDEN // HEADS
-        self.q_proj = nn.Linear(HIDDEN, HIDDEN)
-        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * head) for _ in range(2))
-        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.head = head = WIDE_HEAD if qwen3 else HIDDEN // HEADS
+        self.q_proj = nn.Linear(HIDDEN, HEADS * head, bias=not qwen3)
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * head, bias=not qwen3) for _ in range(2))
+        self.o_proj = nn.Linear(HEADS * head, HIDDEN, bias=False)
+        if qwen3:
+            self.q_norm, self.k_norm = RmsNorm(head), RmsNorm(head)
 
     def forward(self, x):
-        t, head = x.shape[0], HIDDEN // HEADS
+        t, head = x.shape[0], self.head
         frequencies = 1.0 / 1e6 ** (torch.arange(0, head, 2, dtype=x.dtype) / head)
         angles = torch.arange(t, dtype=x.dtype)[:, None] * frequencies
         angles = torch.cat([angles, angles], -1)
         q, k, v = (f(x).view(t, -1, head).transpose(0, 1) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         k, v = (z.repeat_interleave(HEADS // KV_HEADS, 0) for z in (k, v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(head)
         scores = scores + torch.full((t, t), float("-inf")).to(x.dtype).triu(1)
-        return self.o_proj((scores.softmax(-1) @ v).transpose(0, 1).reshape(t, HIDDEN))
+        return self.o_proj((scores.softmax(-1) @ v).transpose(0, 1).reshape(t, HEADS * head))
 
 
 class GatedMlp(nn.Module):
@@ -165,10 +175,10 @@ class GatedMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self):
+    def __init__(self, qwen3):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = RmsNorm(HIDDEN), RmsNorm(HIDDEN)
-        self.self_attn, self.mlp = Attention(), GatedMlp()
+        self.self_attn, self.mlp = Attention(qwen3), GatedMlp()
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))
@@ -176,9 +186,9 @@ class DecoderLayer(nn.Module):
 
 
 class Original(nn.Module):
-    """InternVLChatModel with a Qwen2 language model; one sequence at a time."""
+    """InternVLChatModel with a Qwen2 or Qwen3 language model; one sequence at a time."""
 
-    def __init__(self, rms, tied):
+    def __init__(self, rms, tied, qwen3):
         super().__init__()
         self.vision_model = Tower(rms)
         self.mlp1 = nn.Sequential(
@@ -187,7 +197,7 @@ class Original(nn.Module):
         self.language_model = nn.Module()
         self.language_model.model = decoder = nn.Module()
         decoder.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        decoder.layers = nn.ModuleList(DecoderLayer() for _ in range(LAYERS))
+        decoder.layers = nn.ModuleList(DecoderLayer(qwen3) for _ in range(LAYERS))
         decoder.norm = RmsNorm(HIDDEN)
         self.language_model.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if tied:
@@ -241,9 +251,9 @@ def to_hf(tensors):
     return out
 
 
-def new_original(rms, tied, seed):
+def new_original(rms, tied, qwen3, seed):
     """Random weights with a useful spread: no bias is 0, no norm weight and no scale is 1."""
-    model = Original(rms, tied).eval()
+    model = Original(rms, tied, qwen3).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -12,7 +12,7 @@ from fixtures import FRAMES, MEDIA, OUT, open_rgb, save_tensors, sketch, write_j
 from internvl import (
     ADDED, CHECKPOINTS, CONTEXT, DEPTH, EOT, HEADS, HIDDEN, ID, IM_END, INTER, KV_HEADS, LAYERS, MAX_TILES, MEAN,
     NUM_MERGES, PATCH, SIDE, SPECIAL, STD, TEMPLATES, TOKENS_PER_TILE, TOWER_HEADS, TOWER_INTER, VOCAB, WIDTH, Original,
-    arrangement, hf_names, new_original, normalise, tiles_u8, to_hf,
+    WIDE_HEAD, arrangement, hf_names, new_original, normalise, tiles_u8, to_hf,
 )
 from make_checkpoints import CORPUS, SPLIT
 from make_replay import HYPER, ROWS, grpo_terms
@@ -43,10 +43,22 @@ CASES = {
     "F": ("What is shown in the image?", ["noise.png"]),
 }
 # Which checkpoints have results for which cases.
-RESULTS = {"internvl_hf": "ABCDEF", "internvl_original": "ABCDEF", "internvl_rms_hf": "CE", "internvl_rms_original": "CE"}
+RESULTS = {
+    "internvl_hf": "ABCDEF", "internvl_original": "ABCDEF", "internvl_rms_hf": "CE", "internvl_rms_original": "CE",
+    "internvl3_5_hf": "ABCDE", "internvl3_5_original": "CE",
+}
 
 
-def text_config(tied):
+def text_config(tied, qwen3):
+    if qwen3:
+        return dict(
+            architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=EOT,
+            eos_token_id=IM_END, head_dim=WIDE_HEAD, hidden_act="silu", hidden_size=HIDDEN, initializer_range=0.02,
+            intermediate_size=INTER, max_position_embeddings=512, max_window_layers=LAYERS, model_type="qwen3",
+            num_attention_heads=HEADS, num_hidden_layers=LAYERS, num_key_value_heads=KV_HEADS, rms_norm_eps=1e-6,
+            rope_scaling=None, rope_theta=1000000.0, sliding_window=None, torch_dtype="float32", use_cache=True,
+            use_sliding_window=False, vocab_size=VOCAB, tie_word_embeddings=tied,
+        )
     return dict(
         architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=EOT, eos_token_id=IM_END,
         hidden_act="silu", hidden_size=HIDDEN, initializer_range=0.02, intermediate_size=INTER,
@@ -58,10 +70,10 @@ def text_config(tied):
     )
 
 
-def hf_config(rms, tied):
+def hf_config(rms, tied, qwen3):
     return dict(
         architectures=["InternVLForConditionalGeneration"], downsample_ratio=0.5, image_seq_length=TOKENS_PER_TILE,
-        image_token_id=CONTEXT, model_type="internvl", projector_hidden_act="gelu", text_config=text_config(tied),
+        image_token_id=CONTEXT, model_type="internvl", projector_hidden_act="gelu", text_config=text_config(tied, qwen3),
         torch_dtype="float32", vision_feature_layer=-1, vision_feature_select_strategy="default",
         tie_word_embeddings=tied,
         vision_config=dict(
@@ -75,8 +87,8 @@ def hf_config(rms, tied):
     )
 
 
-def original_config(name, rms, tied):
-    llm = text_config(tied) | dict(top_k=50, max_length=20, _name_or_path="somewhere", attn_implementation="eager")
+def original_config(name, rms, tied, qwen3):
+    llm = text_config(tied, qwen3) | dict(top_k=50, max_length=20, _name_or_path="somewhere", attn_implementation="eager")
     return dict(
         architectures=["InternVLChatModel"], downsample_ratio=0.5, dynamic_image_size=True, force_image_size=SIDE,
         llm_config=llm, max_dynamic_patch=MAX_TILES, min_dynamic_patch=1, model_type="internvl_chat", pad2square=False,
@@ -160,14 +172,14 @@ def write_sidecars(directory, name, layout):
 
 
 def write_checkpoints():
-    for name, (layout, rms, tied, seed) in CHECKPOINTS.items():
+    for name, (layout, rms, tied, qwen3, seed) in CHECKPOINTS.items():
         directory = fixtures.CHECKPOINTS / name
         shutil.rmtree(directory, ignore_errors=True)
-        tensors = {n: p.detach() for n, p in new_original(rms, tied, seed).named_parameters()}
+        tensors = {n: p.detach() for n, p in new_original(rms, tied, qwen3, seed).named_parameters()}
         if layout == "hf":
-            tensors, config = to_hf(tensors), hf_config(rms, tied)
+            tensors, config = to_hf(tensors), hf_config(rms, tied, qwen3)
         else:
-            config = original_config(name, rms, tied)
+            config = original_config(name, rms, tied, qwen3)
         save_tensors(directory / "model.safetensors", tensors, format="pt")
         write_json(directory / "config.json", config)
         write_sidecars(directory, name, layout)
@@ -208,10 +220,10 @@ class Hf:
 
 
 def load(name):
-    layout, rms, tied, seed = CHECKPOINTS[name]
+    layout, rms, tied, qwen3, seed = CHECKPOINTS[name]
     if layout == "hf":
         return Hf(name)
-    model = new_original(rms, tied, seed)
+    model = new_original(rms, tied, qwen3, seed)
     model.published_parameters = lambda: dict(model.named_parameters())
     return model
 
@@ -326,7 +338,8 @@ def write_cases():
 
 def check_layouts(cases):
     """Both layouts are one function: transformers' model and `Original` on the same weights and ids."""
-    for hf, original in (("internvl_hf", "internvl_original"), ("internvl_rms_hf", "internvl_rms_original")):
+    for hf in ("internvl_hf", "internvl_rms_hf", "internvl3_5_hf"):
+        original = hf.replace("_hf", "_original")
         prompt = build_tokenizer(True).encode(render(hf, *CASES["E"]), add_special_tokens=False).ids
         a, b = load(hf), load(original)
         pixels = normalise(cases["E"]["u8"])

@@ -2,8 +2,6 @@
 //! out in PyTorch (original layout). Data and scripts: `tests/golden/README.md`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
-#[path = "support/rows.rs"]
-mod rows;
 mod support;
 
 use std::collections::BTreeMap;
@@ -15,7 +13,7 @@ use omnigrpo_models::{
     Prompt, Training, WeightDtype, probe_medium,
 };
 use omnigrpo_ops::Part;
-use rows::{INTERNVL, builder, dataset, prompt};
+use support::rows::{INTERNVL, builder, dataset, prompt};
 use support::{
     Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, max_diff, take_gradients,
     train_all, training, weight_bits,
@@ -146,7 +144,7 @@ fn every_gradient_equals_the_reference() {
                 .backward_media(&[&prompt], &features, Memories::default(), gradients, training(recompute))
                 .unwrap();
             let compared = check_gradients(&model, &want, "", 1e-3);
-            let least = if case == "B" { 26 } else { 60 };
+            let least = if case == "B" { 25 } else { 60 };
             assert!(compared >= least, "{name} {case}: only {compared} gradients");
         }
     }
@@ -169,8 +167,11 @@ fn positions_of_other_tile_sizes_are_interpolated() {
 /// The same prompt through both layouts: the same bits, and gradients that are the same numbers.
 #[test]
 fn both_layouts_are_one_model() {
-    for (hf, original) in [("internvl_hf", "internvl_original"), ("internvl_rms_hf", "internvl_rms_original")]
-    {
+    for (hf, original) in [
+        ("internvl_hf", "internvl_original"),
+        ("internvl_rms_hf", "internvl_rms_original"),
+        ("internvl3_5_hf", "internvl3_5_original"),
+    ] {
         let (a, b) = (load(hf), load(original));
         for case in ["C", "E"] {
             let prompt = prompt(&checkpoint(hf), case);
@@ -268,11 +269,19 @@ fn what_a_layout_cannot_say_is_an_error() {
     assert!(convert(grey.path(), "original").contains("ImageNet"));
 
     type Change = (&'static str, fn(&mut serde_json::Value), &'static str);
-    let refused: [Change; 14] = [
+    let refused: [Change; 15] = [
         (
             "internvl_original",
             |c| c["llm_config"]["architectures"][0] = "InternLM2ForCausalLM".into(),
             "InternLM2",
+        ),
+        (
+            "internvl3_5_original",
+            |c| {
+                c["llm_config"]["architectures"][0] = "Qwen3MoeForCausalLM".into();
+                c["llm_config"]["model_type"] = "qwen3_moe".into();
+            },
+            "Qwen3MoeForCausalLM (qwen3_moe); of InternVL those with Qwen2 and dense Qwen3",
         ),
         ("internvl_original", |c| c["template"] = "phi3-chat".into(), "internvl2_5, Hermes-2"),
         ("internvl_original", |c| c["ps_version"] = "v1".into(), "ps_version"),
@@ -329,6 +338,7 @@ fn a_group_equals_separate_sequences() {
         ("internvl_hf", &["E", "B"][..]),
         ("internvl_original", &["D", "A"]),
         ("internvl_rms_original", &["C"]),
+        ("internvl3_5_hf", &["E"]),
     ] {
         let model = load(name);
         train_all(&model);

@@ -91,20 +91,22 @@ impl InternVlConfig {
     /// Reads a configuration.
     ///
     /// # Errors
-    /// A missing or impossible field, by name; a language model other than Qwen2.
+    /// A missing or impossible field, by name; a language model other than Qwen2 and dense Qwen3.
     pub fn parse(json: &ConfigJson, layout: Layout) -> Result<Self> {
         let text = json.required_section(if layout == Layout::Hf { "text_config" } else { "llm_config" })?;
         let model_type = text.text("model_type")?.unwrap_or("qwen2");
-        let architecture = text
-            .get("architectures")
-            .and_then(|v| v.as_array()?.first()?.as_str())
-            .unwrap_or("Qwen2ForCausalLM");
-        if model_type != "qwen2" || architecture != "Qwen2ForCausalLM" {
-            return Err(json.error(format!(
-                "the language model is {architecture} ({model_type}); of InternVL those with Qwen2 are supported"
-            )));
-        }
-        let class = TextDefaults { tied: layout == Layout::Hf, ..TextDefaults::QWEN2 };
+        let architecture = text.get("architectures").and_then(|v| v.as_array()?.first()?.as_str());
+        let class = match (model_type, architecture) {
+            ("qwen2", None | Some("Qwen2ForCausalLM")) => TextDefaults::QWEN2,
+            ("qwen3", None | Some("Qwen3ForCausalLM")) => TextDefaults::QWEN3,
+            (_, architecture) => {
+                return Err(json.error(format!(
+                    "the language model is {} ({model_type}); of InternVL those with Qwen2 and dense Qwen3 are supported",
+                    architecture.unwrap_or("of unknown architecture")
+                )));
+            }
+        };
+        let class = TextDefaults { tied: layout == Layout::Hf, ..class };
         let decoder = DecoderConfig::parse(&text, json, class)?;
         let ratio = json.number("downsample_ratio", 0.5)?;
         let merge = (1.0 / ratio) as usize;

@@ -20,8 +20,9 @@ use crate::error::{ModelError, Result};
 use crate::families::Converted;
 use crate::rope::RopeScaling;
 
-/// Fields of a Qwen2 configuration that both layouts keep; published files carry many that concern other programs.
-const TEXT_KEYS: [&str; 24] = [
+/// Fields of a language model's configuration that both layouts keep; published files carry many that concern other programs.
+const TEXT_KEYS: [&str; 25] = [
+    "attention_bias",
     "attention_dropout",
     "bos_token_id",
     "dtype",
@@ -179,8 +180,12 @@ fn text_section(json: &ConfigJson, key: &str, config: &InternVlConfig) -> Result
         out.insert("rope_scaling".into(), rope.clone());
     }
     out.insert("rope_theta".into(), json!(config.decoder.rope.theta));
-    out.insert("architectures".into(), json!(["Qwen2ForCausalLM"]));
-    out.insert("model_type".into(), json!("qwen2"));
+    let (architecture, model_type) = match config.decoder.qk_norm {
+        true => ("Qwen3ForCausalLM", "qwen3"),
+        false => ("Qwen2ForCausalLM", "qwen2"),
+    };
+    out.insert("architectures".into(), json!([architecture]));
+    out.insert("model_type".into(), json!(model_type));
     Ok(out)
 }
 

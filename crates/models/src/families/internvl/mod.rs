@@ -1,4 +1,4 @@
-//! InternVL2, 2.5 and 3 with Qwen2 language models, Vintern among them, in both published layouts.
+//! InternVL2, 2.5 and 3 with Qwen2 language models, Vintern among them, and 3.5 with dense Qwen3, in both published layouts.
 //!
 //! Source: `internvl_chat` of OpenGVLab/InternVL (original layout), `transformers` 5.23 `models/internvl` (hf layout), the
 //! published configurations. The layouts differ in tensor names, in the form of the query, key and value projections, in
