@@ -309,6 +309,9 @@ def main():
     import make_reward_models  # which takes tokenizers from here
 
     make_reward_models.main()
+    import make_media_reward
+
+    make_media_reward.main()
 
 
 def check_package(directory, layer, idf, ours):

@@ -21,7 +21,7 @@ use crate::error::{ModelError, Result};
 use crate::weights::{FileSource, Scope, WeightDtype, WeightFiles};
 
 /// Rows of one pass. A longer sequence has a pass of its own.
-const MAX_ROWS: usize = 4096;
+pub(crate) const MAX_ROWS: usize = 4096;
 
 /// A text model that gives each sequence one number.
 pub struct SequenceClassifier {
@@ -165,7 +165,7 @@ fn published(key: &str, kind: &str) -> Option<String> {
     }
 }
 
-fn one_output(json: &ConfigJson, files: &WeightFiles, head: &str) -> Result<()> {
+pub(crate) fn one_output(json: &ConfigJson, files: &WeightFiles, head: &str) -> Result<()> {
     match files.shape(&format!("{head}.weight")) {
         Some([1, _]) => Ok(()),
         Some(shape) => Err(json.error(format!(

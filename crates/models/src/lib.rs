@@ -18,6 +18,7 @@ mod experts;
 mod export;
 mod families;
 mod lora;
+mod media_classifier;
 mod model;
 mod origin;
 mod peft;
@@ -44,6 +45,7 @@ pub use families::{
     OptionKind, Processor, Roles, probe_medium, sound,
 };
 pub use lora::LoraConfig;
+pub use media_classifier::MediaClassifier;
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};

@@ -123,7 +123,7 @@ impl FeatureGradients {
 }
 
 impl Model {
-    fn new(
+    pub(crate) fn new(
         checkpoint: Checkpoint,
         network: Network,
         params: Vec<Arc<Param>>,
@@ -520,6 +520,21 @@ impl Model {
         let scored = decoder.score(hidden.into_rows(), &stream.targets, temperature)?;
         self.device.finish()?;
         Ok((stream.by_completion(&scored.logprobs), stream.by_completion(&scored.entropies)))
+    }
+
+    /// What the language model makes of each completion's last token but one, `[completions, h]`, behind its final norm: for a
+    /// head of another kind than the vocabulary's. `features` are as in [`Self::score`].
+    ///
+    /// # Errors
+    /// Features that do not fill their spans, a completion of less than two tokens.
+    pub fn hidden_before_last(&self, stream: &PackedStream, features: &[Vec<Features>]) -> Result<Rows> {
+        let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
+        let decoder = self.decoder();
+        let rope = decoder.rope_table(&stream.positions);
+        let (rows, mut tape) = (stream.last_rows()?, Tape::off());
+        let hidden =
+            decoder.forward(Var::constant(x), &rope, &stream.layout, &rows, &self.pass(), &mut tape)?;
+        decoder.normed(hidden.rows())
     }
 
     /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where

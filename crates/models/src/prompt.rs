@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumInfo, RecordedCompletion, Sample};
+use omnigrpo_data::{MediumInfo, MediumRef, RecordedCompletion, Sample};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumSegment, MediumTokens, PromptRenderer, RenderOptions, RenderedPrompt,
     Role, Span, StopSet, Tokenizer, Turn,
@@ -176,6 +176,33 @@ impl PromptBuilder {
             .collect::<Result<Vec<_>>>()?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
         Ok((rendered, plans))
+    }
+
+    /// Reads media.
+    ///
+    /// # Errors
+    /// An unreadable medium.
+    pub fn media(&self, media: &[MediumRef]) -> Result<Vec<Arc<MediumInput>>> {
+        let (processor, settings) = (self.family.processor(), &self.settings.media);
+        media.iter().map(|m| Ok(Arc::new(processor.prepare(m, settings)?))).collect()
+    }
+
+    /// A finished conversation with its media, as a model reads it that judges its last answer.
+    ///
+    /// # Errors
+    /// A last turn that is not the assistant's, media other than those the turns show, a conversation over the limit (which is
+    /// never cut).
+    pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
+        let arranged = self.family.processor().arrange(turns);
+        let tokens = media.iter().map(|m| self.family.processor().tokens(m.kind, &m.shape));
+        let tokens = tokens.collect::<Result<Vec<MediumTokens>>>()?;
+        let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
+        let options = &self.settings.render;
+        let rendered = renderer.render_conversation(&arranged, &tokens, options, &self.stops)?.prompt;
+        match rendered.ids.len() {
+            len if len > self.max_prompt_tokens() => Err(self.too_long(len, &tokens)),
+            _ => self.prompt(turns, rendered, media),
+        }
     }
 
     /// The longest prompt that is accepted, tokens.

@@ -162,6 +162,21 @@ impl PackedStream {
         self.order.len()
     }
 
+    /// The row of each completion's last token but one.
+    ///
+    /// # Errors
+    /// A completion of less than two tokens.
+    pub(crate) fn last_rows(&self) -> Result<Vec<usize>> {
+        let mut end = 0;
+        let row = |len: &usize| {
+            end += len;
+            let target = *self.order.get(end.checked_sub(1)?).filter(|_| *len > 1)?;
+            self.targets.rows.get(self.targets.offsets.partition_point(|&from| from <= target) - 1).copied()
+        };
+        let rows: Option<Vec<usize>> = self.lengths.iter().map(row).collect();
+        rows.ok_or_else(|| ModelError::shape("packed stream: a completion has no token before its last"))
+    }
+
     /// Numbers per scored token, cut into those of each completion.
     pub fn each<'n>(&'n self, numbers: &'n [f32]) -> impl Iterator<Item = &'n [f32]> {
         let mut rest = numbers;

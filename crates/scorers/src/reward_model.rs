@@ -1,25 +1,42 @@
-//! A reward by path: a sequence-classification checkpoint with one output, with its own tokenizer and chat template.
+//! A reward by path: a sequence-classification checkpoint with one output, with its own tokenizer and chat template. It
+//! reads text, or is of a family and sees and hears what the row shows.
 //!
 //! The text is TRL's (1.16, `GRPOTrainer._calculate_rewards`). A row whose `prompt` is a text has no roles: the model reads
 //! prompt and completion as one text. Any other row is a conversation: the model's own template renders it with the
-//! completion as the last turn. Media are left out, since these models read text alone.
+//! completion as the last turn. Models of text leave media out; models of a family read those of the row with their own
+//! processor, each from one file, and text rows as conversations, since they have a template. What a row says of frames and
+//! pixels is the policy's affair.
 //!
 //! Differences by design: literals of control tokens in texts are ordinary text, where TRL lets a completion forge turns; encoders get
 //! the start and end tokens of their tokenizer, since their heads read the row of the first, and without a template of
 //! their own they read the last question and the completion, a line break between them, where TRL fails; what is too long is an error.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use omnigrpo_models::{SequenceClassifier, WeightDtype};
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
+use omnigrpo_models::{MediaClassifier, MediumInput, Prompt, SequenceClassifier, WeightDtype};
 use omnigrpo_ops::Pass;
 use omnigrpo_rewards::{Reward, RewardError, RewardInput};
-use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
+use omnigrpo_text::{
+    ChatTemplate, Part, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn,
+};
 
 use crate::error::Result;
 
 /// A frozen model that gives prompt and completion one number.
 pub struct RewardModel {
     name: String,
+    model: Reader,
+}
+
+enum Reader {
+    Text(Box<TextReader>),
+    Media(Box<MediaClassifier>),
+}
+
+/// A model of text with what turns a row into its tokens.
+struct TextReader {
     model: SequenceClassifier,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
@@ -33,12 +50,17 @@ impl RewardModel {
     /// # Errors
     /// Unreadable files, another architecture, a head that is missing or has several outputs, no tokenizer.
     pub fn load(name: &str, dir: &Path, dtype: WeightDtype, render: RenderOptions) -> Result<Self> {
-        // What is small comes first: a missing tokenizer is then found before gigabytes are read.
-        let tokenizer = Tokenizer::from_dir(dir)?;
-        let template = ChatTemplate::from_dir(dir)?;
-        let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);
-        let model = SequenceClassifier::load(dir, dtype)?;
-        Ok(Self { name: name.to_owned(), model, tokenizer, template, render })
+        let model = if MediaClassifier::is_one(dir)? {
+            Reader::Media(Box::new(MediaClassifier::load(dir, dtype, render)?))
+        } else {
+            // What is small comes first: a missing tokenizer is then found before gigabytes are read.
+            let tokenizer = Tokenizer::from_dir(dir)?;
+            let template = ChatTemplate::from_dir(dir)?;
+            let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);
+            let model = SequenceClassifier::load(dir, dtype)?;
+            Reader::Text(Box::new(TextReader { model, tokenizer, template, render }))
+        };
+        Ok(Self { name: name.to_owned(), model })
     }
 
     /// Name and place of the model that a spec of `--reward_funcs` asks for: `DIR` or `ORG/MODEL`, whose last part is the name
@@ -57,6 +79,52 @@ impl RewardModel {
         is_model.then(|| (name.unwrap_or_else(last), place))
     }
 
+    fn of_row(&self, index: usize, input: &RewardInput<'_>, what: String) -> RewardError {
+        RewardError::Row {
+            reward: self.name.clone(),
+            row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
+            what,
+        }
+    }
+}
+
+/// The media that a row's turns show.
+fn media(input: &RewardInput<'_>) -> Result<Vec<MediumRef>, String> {
+    let parts = input.turns.iter().flat_map(|turn| &turn.parts);
+    let shown =
+        parts.filter_map(|part| if let Part::Medium { kind, .. } = part { Some(*kind) } else { None });
+    let shown: Vec<_> = shown.collect();
+    if shown.len() != input.media_paths.len() {
+        return Err(format!(
+            "the row shows {} media in {} files; a reward model reads each from one file or folder, no clip from a list of \
+             frames",
+            shown.len(),
+            input.media_paths.len()
+        ));
+    }
+    let source = |path: &std::path::PathBuf| MediumSource::Path(path.clone());
+    let one = |(kind, path)| MediumRef { kind, source: source(path), options: MediumOptions::default() };
+    Ok(shown.into_iter().zip(input.media_paths).map(one).collect())
+}
+
+/// Row and completion as a finished conversation. Media that the row before has read already are taken from `last`.
+fn conversation(
+    model: &MediaClassifier,
+    input: &RewardInput<'_>,
+    last: &mut Option<(Vec<MediumRef>, Vec<Arc<MediumInput>>)>,
+) -> Result<Prompt, String> {
+    let asked = media(input)?;
+    let read = match last.take().filter(|(before, _)| *before == asked) {
+        Some((_, read)) => read,
+        None => model.media(&asked).map_err(|e| e.to_string())?,
+    };
+    *last = Some((asked, read.clone()));
+    let mut turns = input.turns.to_vec();
+    turns.push(Turn::text(Role::Assistant, input.completion));
+    model.conversation(&turns, read).map_err(|e| e.to_string())
+}
+
+impl TextReader {
     /// The tokens of prompt and completion, or what is wrong with them.
     fn ids(&self, input: &RewardInput<'_>) -> Result<Vec<u32>, String> {
         let is_list = |name: &&str| input.columns.get(*name).is_some_and(serde_json::Value::is_array);
@@ -93,12 +161,11 @@ impl RewardModel {
         }
     }
 
-    fn of_row(&self, index: usize, input: &RewardInput<'_>, what: String) -> RewardError {
-        RewardError::Row {
-            reward: self.name.clone(),
-            row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
-            what,
-        }
+    fn scores(&self, ids: &[Vec<u32>]) -> omnigrpo_models::Result<Vec<f32>> {
+        let slices: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
+        // TRL pads with the end token where the tokenizer names no padding.
+        let padding = self.tokenizer.pad_token().or_else(|| self.tokenizer.eos_token());
+        self.model.scores(&slices, padding, &Pass::default())
     }
 }
 
@@ -112,18 +179,42 @@ impl Reward for RewardModel {
     }
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
-        let ids = |(index, input)| self.ids(input).map_err(|what| self.of_row(index, input, what));
-        let ids: Vec<Vec<u32>> = batch.iter().enumerate().map(ids).collect::<Result<_, _>>()?;
-        let slices: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-        // TRL pads with the end token where the tokenizer names no padding.
-        let padding = self.tokenizer.pad_token().or_else(|| self.tokenizer.eos_token());
-        let scores = self.model.scores(&slices, padding, &Pass::default());
+        let rows = || batch.iter().enumerate();
+        let scores = match &self.model {
+            Reader::Text(text) => {
+                let ids =
+                    rows().map(|(i, input)| text.ids(input).map_err(|what| self.of_row(i, input, what)));
+                text.scores(&ids.collect::<Result<Vec<_>, _>>()?)
+            }
+            Reader::Media(model) => {
+                let mut scores = Ok(Vec::with_capacity(batch.len()));
+                let mut last = None;
+                // Media in numbers are large, so those of one row are held at a time.
+                for group in
+                    rows().collect::<Vec<_>>().chunk_by(|(_, a), (_, b)| a.media_paths == b.media_paths)
+                {
+                    let own = group.iter().map(|(i, input)| {
+                        conversation(model, input, &mut last).map_err(|what| self.of_row(*i, input, what))
+                    });
+                    let own = own.collect::<Result<Vec<_>, _>>()?;
+                    scores = scores.and_then(|mut all: Vec<f32>| {
+                        all.extend(model.scores(&own)?);
+                        Ok(all)
+                    });
+                }
+                scores
+            }
+        };
         let scores =
             scores.map_err(|e| RewardError::Setting { reward: self.name.clone(), what: e.to_string() })?;
         Ok(scores.into_iter().map(|score| Some(f64::from(score))).collect())
     }
 
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
-        self.ids(row).map(|_| Some(true)).map_err(|what| self.of_row(0, row, what))
+        let asked = match &self.model {
+            Reader::Text(text) => text.ids(row).map(drop),
+            Reader::Media(_) => media(row).map(drop),
+        };
+        asked.map(|()| Some(true)).map_err(|what| self.of_row(0, row, what))
     }
 }

@@ -21,8 +21,12 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
+fn models(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden").join(path)
+}
+
 fn picture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/media").join(name)
+    models("media").join(name)
 }
 
 fn goldens(path: &str) -> Value {
@@ -522,6 +526,86 @@ fn a_reward_model_reads_text_and_cannot_be_told_what_to_read() {
         with_system.score(&[said(&turns, &columns, "x")]).unwrap(),
         model.score(&[said(&told, &columns, "x")]).unwrap()
     );
+}
+
+/// A tiny checkpoint of a family, with tensors of its own and without its language model's head where it is not tied.
+fn with_head(name: &str, place: &Path, head: &str, beside: bool) {
+    copy(&models("checkpoints").join(name), place);
+    let from = golden("media_reward").join(head);
+    if beside {
+        std::fs::copy(from, place.join(head)).unwrap();
+        return;
+    }
+    let more = std::fs::read(from).unwrap();
+    let mut more = SafeTensors::deserialize(&more).unwrap().tensors();
+    let files = std::fs::read_dir(place).unwrap().map(|entry| entry.unwrap().path());
+    for path in files.filter(|path| path.extension().is_some_and(|end| end == "safetensors")) {
+        let bytes = std::fs::read(&path).unwrap();
+        let all = SafeTensors::deserialize(&bytes).unwrap().tensors();
+        let kept = all.into_iter().filter(|(name, _)| !name.ends_with("lm_head.weight"));
+        // The first file gets them all.
+        let written = safetensors::serialize(kept.chain(more.drain(..)), None).unwrap();
+        std::fs::write(&path, written).unwrap();
+    }
+}
+
+#[test]
+fn reward_models_that_see_equal_their_base_and_a_linear_layer_in_torch() {
+    let dir = tempfile::tempdir().unwrap();
+    let all: Value =
+        serde_json::from_slice(&std::fs::read(golden("media_reward/goldens.json")).unwrap()).unwrap();
+    let columns = Map::new();
+    let rows: Vec<(Vec<Turn>, Vec<PathBuf>, Vec<String>)> = all["rows"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| {
+            let images: Vec<String> = serde_json::from_value(row["images"].clone()).unwrap();
+            let pictures = (0..images.len()).map(|index| Part::Medium { kind: MediumKind::Image, index });
+            let text = Part::Text(row["question"].as_str().unwrap().to_owned());
+            let turns = vec![Turn { role: Role::User, parts: pictures.chain([text]).collect() }];
+            let paths = images.iter().map(|name| picture(name)).collect();
+            (turns, paths, serde_json::from_value(row["completions"].clone()).unwrap())
+        })
+        .collect();
+    let mut batch = Vec::new();
+    for (turns, paths, completions) in &rows {
+        batch.extend(
+            completions.iter().map(|c| RewardInput { media_paths: paths, ..said(turns, &columns, c) }),
+        );
+    }
+    for (kind, checkpoint, head, beside) in [
+        ("score", "qwen2_5_vl_untied", "score.safetensors", false),
+        ("value_head", "qwen2_5_vl_tied", "value_head.safetensors", true),
+    ] {
+        let place = dir.path().join(kind);
+        with_head(checkpoint, &place, head, beside);
+        let model = RewardModel::load(kind, &place, WeightDtype::Float32, RenderOptions::default()).unwrap();
+        let got = model.score(&batch).unwrap();
+        let want: Vec<f64> = all[kind].as_array().unwrap().iter().flat_map(numbers).collect();
+        assert_eq!(got.len(), want.len());
+        for ((got, want), input) in got.iter().zip(&want).zip(&batch) {
+            let delta = (got.unwrap() - want).abs();
+            assert!(delta < 1e-4, "{kind}: {got:?}, torch {want}, of {:?}", input.completion);
+            // Completions that share their prompt get the numbers they get alone.
+            let alone = model.score(&[*input]).unwrap()[0].unwrap();
+            assert!((alone - got.unwrap()).abs() < 1e-5, "{kind}: {alone} alone, {got:?} together");
+            assert_eq!(model.applies(input).unwrap(), Some(true));
+        }
+        // The picture decides, too.
+        let other = [rows[1].1[0].clone()];
+        let other = RewardInput { media_paths: &other, ..batch[0] };
+        assert!((model.score(&[other]).unwrap()[0].unwrap() - want[0]).abs() > 1e-3, "{kind}");
+        // Two files for one medium are frames of a clip; none is no picture.
+        for paths in [&rows[1].1[..], &[]] {
+            let error =
+                model.score(&[RewardInput { media_paths: paths, ..batch[0] }]).unwrap_err().to_string();
+            assert!(error.contains("shows 1 media") && error.contains("dataset row 7"), "{error}");
+        }
+    }
+    let bare = models("checkpoints/qwen2_5_vl_tied");
+    let error = RewardModel::load("x", &bare, WeightDtype::Auto, RenderOptions::default()).err().unwrap();
+    assert!(error.to_string().contains("no score.weight"), "{error}");
 }
 
 #[test]

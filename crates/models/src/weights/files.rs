@@ -38,36 +38,50 @@ impl WeightFiles {
     /// # Errors
     /// No safetensors file, a pickle checkpoint, an unreadable or truncated file, two keys for one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
         let mut this = Self { dir: dir.to_path_buf(), maps: Vec::new(), tensors: HashMap::new() };
-        let mut keys_seen: HashMap<String, String> = HashMap::new();
+        let mut keys_seen = HashMap::new();
         for path in shard_paths(dir)? {
-            let file = File::open(&path).map_err(ModelError::io(&path))?;
-            // SAFETY: the map is read-only; a file that another program truncates meanwhile ends this process
-            // with a bus error, which is the accepted price of not copying checkpoints through memory.
-            let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(&path))?;
-            let (header_len, metadata) = SafeTensors::read_metadata(&map)
-                .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
-            let base = header_len + 8;
-            for (key, info) in metadata.tensors() {
-                if map.len() < base + info.data_offsets.1 {
-                    return Err(fail(format!(
-                        "{} is truncated: tensor {key} ends at byte {}, the file has {}; copy it again",
-                        path.display(),
-                        base + info.data_offsets.1,
-                        map.len()
-                    )));
-                }
-                let Some(name) = published(&key) else { continue };
-                if let Some(other) = keys_seen.insert(name.clone(), key.clone()) {
-                    return Err(fail(format!("{key} and {other} are both the tensor {name}")));
-                }
-                let entry = Entry { file: this.maps.len(), info: info.clone(), base };
-                this.tensors.insert(name, entry);
-            }
-            this.maps.push(map);
+            this.add_file(&path, &published, &mut keys_seen)?;
         }
         Ok(this)
+    }
+
+    /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub(crate) fn add_file(
+        &mut self,
+        path: &Path,
+        published: impl Fn(&str) -> Option<String>,
+        seen: &mut HashMap<String, String>,
+    ) -> Result<()> {
+        let fail = |what: String| ModelError::Checkpoint { dir: self.dir.clone(), what };
+        let file = File::open(path).map_err(ModelError::io(path))?;
+        // SAFETY: the map is read-only; a file that another program truncates meanwhile ends this process
+        // with a bus error, which is the accepted price of not copying checkpoints through memory.
+        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
+        let (header_len, metadata) = SafeTensors::read_metadata(&map)
+            .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let base = header_len + 8;
+        for (key, info) in metadata.tensors() {
+            if map.len() < base + info.data_offsets.1 {
+                return Err(fail(format!(
+                    "{} is truncated: tensor {key} ends at byte {}, the file has {}; copy it again",
+                    path.display(),
+                    base + info.data_offsets.1,
+                    map.len()
+                )));
+            }
+            let Some(name) = published(&key) else { continue };
+            if let Some(other) = seen.insert(name.clone(), key.clone()) {
+                return Err(fail(format!("{key} and {other} are both the tensor {name}")));
+            }
+            let entry = Entry { file: self.maps.len(), info: info.clone(), base };
+            self.tensors.insert(name, entry);
+        }
+        self.maps.push(map);
+        Ok(())
     }
 
     /// Adds the tensors of towers that this checkpoint leaves to directories of their own, and names them. A directory is
