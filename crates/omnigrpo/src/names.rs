@@ -96,6 +96,7 @@ listed!(FrameRule:
     "qwen_vl_utils" = FrameRule::Qwen, "By rate, as the package qwen-vl-utils.";
     "base_interval" = FrameRule::BaseInterval, "By interval, as qwen-vl-finetune.";
     "meta" = FrameRule::Segments, "Per segment, from the row's `meta`.";
+    "processor" = FrameRule::Processor, "By rate, as the video processor of Qwen3-VL, which bounds all frames together.";
 );
 listed!(MissingAudio:
     "error" = MissingAudio::Error, "A bad row.";

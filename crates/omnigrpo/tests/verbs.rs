@@ -242,6 +242,74 @@ fn every_command_runs_on_aria() {
     }
 }
 
+/// A family whose media have features for several blocks: every command, on rows with one image, several, and a clip.
+#[test]
+fn every_command_runs_on_qwen3_vl() {
+    let place = Place::new();
+    place.write(
+        "rows.jsonl",
+        r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
+{"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
+{"id": "clip", "video": "clip.gif", "min_pixels": 3136, "max_pixels": 12544, "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
+"#,
+    );
+    let model = golden("checkpoints/qwen3_vl").display().to_string();
+    place.run(&format!("data check --train_file rows.jsonl --model {model}")).ok();
+    place
+        .run(&format!("generate --model {model} --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6"))
+        .ok();
+    let made = place.lines("made.jsonl");
+    let mut rows = place.lines("rows.jsonl");
+    for (row, made) in rows.iter_mut().zip(&made) {
+        row["completion_ids"] = json!([made["completions"][0]["completion_ids"]]);
+    }
+    place.write("again.jsonl", rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    let scored = |model: &str, out: &str| -> Vec<Vec<f64>> {
+        place.run(&format!("score --model {model} --input again.jsonl --output {out}")).ok();
+        place.lines(out).iter().map(|row| numbers(&row["completions"][0]["logprobs"])).collect()
+    };
+    let close = |a: &[Vec<f64>], b: &[Vec<f64>]| {
+        let (a, b) = (a.concat(), b.concat());
+        a.len() == b.len() && a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4)
+    };
+    let recorded: Vec<_> = made.iter().map(|row| numbers(&row["completions"][0]["logprobs"])).collect();
+    let before = scored(&model, "scored.jsonl");
+    assert!(close(&recorded, &before), "{recorded:?} {before:?}");
+    place
+        .run(&format!(
+            "eval --model {model} --eval_file rows.jsonl --output e.jsonl --max_completion_length 4"
+        ))
+        .ok();
+    assert_eq!(place.lines("e.jsonl").len(), 3);
+    place
+        .run(&format!("sft --model {model} --train_file rows.jsonl --gradient_accumulation_steps 1 --max_steps 2 --learning_rate 1e-3 --output_dir sft"))
+        .ok();
+    assert!(!close(&scored("sft", "sft.jsonl"), &before));
+    place
+        .run(&format!(
+            "train --model sft --train_file rows.jsonl --output_dir run {SMALL} --reward_funcs random"
+        ))
+        .ok();
+    for step in place.lines("run/metrics.jsonl") {
+        assert!(step["grad_norm"].as_f64().unwrap() > 0.0, "{step}");
+    }
+
+    // Adapters everywhere, merged; PEFT's names are those of the tensors.
+    place
+        .run(&format!(
+            "train --model sft --train_file rows.jsonl --output_dir lora {SMALL} --reward_funcs random --use_peft true \
+             --lora_dropout 0 --lora_r 2 --lora_target_modules all-linear linear_fc1"
+        ))
+        .ok();
+    let config: Value = serde_json::from_str(&place.text("lora/adapter_config.json")).unwrap();
+    assert!(config["target_modules"].to_string().contains("linear_fc1"), "{config}");
+    place.run("export --model sft --adapter_name_or_path lora --merge --output_dir merged").ok();
+    let adapted = scored("sft --adapter_name_or_path lora", "a.jsonl");
+    assert!(close(&adapted, &scored("merged", "b.jsonl")));
+    let shown = place.run(&format!("doctor --model {model}")).ok().stdout;
+    assert!(shown.contains("qwen3_vl: 4 layers, width 48"), "{shown}");
+}
+
 /// Rows held out by share or named by a registry are evaluated as the run goes, with the frames that `eval` takes, and
 /// the best checkpoint is kept.
 #[test]
@@ -998,6 +1066,7 @@ fn families_on_the_emulator_of_a_gpu() {
         ("qwen2_5_vl_untied", "--reference_device cpu --offload_optimizer"),
         ("internvl_hf", "--use_peft --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
+        ("qwen3_vl", "--gradient_checkpointing"),
     ] {
         let place = Place::new();
         let model = golden("checkpoints").join(name).display().to_string();

@@ -6,21 +6,31 @@ use crate::settings::Settings;
 use Kind::Choice;
 use omnigrpo_models::FrameRule;
 
-fn not_by_rate(s: &Settings) -> Option<&'static str> {
+fn not_by_qwen(s: &Settings) -> Option<&'static str> {
     (s.prompts.media.rule != FrameRule::Qwen).then_some("only `frame_sampling qwen_vl_utils` reads it")
+}
+
+fn not_by_rate(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.prompts.media.rule, FrameRule::Qwen | FrameRule::Processor))
+        .then_some("only `frame_sampling` qwen_vl_utils and processor read it")
+}
+
+fn by_processor(s: &Settings) -> Option<&'static str> {
+    (s.prompts.media.rule == FrameRule::Processor)
+        .then_some("`frame_sampling processor` bounds all frames together, with `total_pixels`")
 }
 
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("min_pixels", int(1, MANY), at!(prompts.media.image.min_pixels), ROWS)
         .help("Fewest pixels of an image after resizing; sets the fewest vision tokens.")
-        .unset("the checkpoint's; 3136 for Qwen"),
+        .unset("the checkpoint's; 3136 for Qwen2.5-VL, 65536 for Qwen3-VL"),
     row("max_pixels", int(1, MANY), at!(prompts.media.image.max_pixels), ROWS)
         .help(
             "Most pixels of an image after resizing; sets the most vision tokens and with them memory \
              and time.",
         )
-        .unset("the checkpoint's; 12845056 for Qwen"),
+        .unset("the checkpoint's; 12845056 for Qwen2.5-VL, 16777216 for Qwen3-VL"),
     row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
         .help(
             "Most tiles of an image, for models that cut images into tiles (InternVL): each costs \
@@ -28,8 +38,9 @@ pub const FLAGS: &[Flag] = &[
         )
         .unset("the checkpoint's; 12 for InternVL"),
     row("frame_sampling", Choice(words::<FrameRule>), at!(prompts.media.rule), ROWS).help(
-        "Rule that picks video frames: by rate (qwen_vl_utils), by interval (base_interval, as \
-             qwen-vl-finetune), or per segment from the row's `meta`.",
+        "Rule that picks video frames: by rate (qwen_vl_utils, or processor, that of Qwen3-VL's video \
+             processor), by interval (base_interval, as qwen-vl-finetune), or per segment from the \
+             row's `meta`.",
     ),
     row("fps", float(1e-3, 1e3), at!(prompts.media.video.fps), ROWS)
         .help("Frames per second to sample from videos.")
@@ -53,7 +64,7 @@ pub const FLAGS: &[Flag] = &[
     )
     .help("Frames per video, instead of a rate.")
     .unset("from `fps`")
-    .idle(|s, _| not_by_rate(s)),
+    .idle(|s, _| not_by_qwen(s)),
     row("video_min_frames", int(1, COUNT), at!(prompts.media.video.min_frames), ROWS)
         .help("Fewest frames of a video.")
         .alias(&["min_frames"]),
@@ -63,19 +74,22 @@ pub const FLAGS: &[Flag] = &[
     row("base_interval", float(1e-3, 1e6), at!(prompts.media.base_interval_secs), ROWS)
         .help("Seconds between frames under `--frame_sampling base_interval`.")
         .idle(|s, _| {
-            (s.prompts.media.rule == FrameRule::Qwen).then_some("`frame_sampling` is qwen_vl_utils")
+            matches!(s.prompts.media.rule, FrameRule::Qwen | FrameRule::Processor)
+                .then_some("only `frame_sampling` base_interval and meta read it")
         }),
     row("video_min_frame_pixels", int(1, MANY), at!(prompts.media.video.min_pixels), ROWS)
         .help("Fewest pixels of a video frame after resizing.")
-        .unset("the rule's: 100352; base_interval 3136"),
+        .idle(|s, _| by_processor(s))
+        .unset("the rule's: 100352, for Qwen3-VL 131072; base_interval 3136"),
     row("video_max_frame_pixels", int(1, MANY), at!(prompts.media.video.max_pixels), ROWS)
         .help("Most pixels of a video frame after resizing.")
-        .unset("the rule's: 602112; base_interval 25088"),
+        .idle(|s, _| by_processor(s))
+        .unset("the rule's: 602112, for Qwen3-VL 786432; base_interval 25088"),
     row("total_pixels", int(1, MANY), at!(prompts.media.video.total_pixels), ROWS)
         .help(
             "Most pixels of all frames of a video together; lowers the bound per frame of long \
              videos.",
         )
-        .unset("90316800")
+        .unset("90316800, for Qwen3-VL 117964800")
         .idle(|s, _| not_by_rate(s)),
 ];
