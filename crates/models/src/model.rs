@@ -528,12 +528,12 @@ impl Model {
     /// # Errors
     /// Features that do not fill their spans, a completion of less than two tokens.
     pub fn hidden_before_last(&self, stream: &PackedStream, features: &[Vec<Features>]) -> Result<Rows> {
-        let x = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows))?;
+        let mut tape = Tape::off();
+        let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
-        let (rows, mut tape) = (stream.last_rows()?, Tape::off());
-        let hidden =
-            decoder.forward(Var::constant(x), &rope, &stream.layout, &rows, &self.pass(), &mut tape)?;
+        let (rows, pass) = (stream.last_rows()?, self.pass());
+        let hidden = decoder.forward(input, &rope, &stream.layout, &rows, &pass, &mut tape)?;
         decoder.normed(hidden.rows())
     }
 

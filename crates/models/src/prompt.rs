@@ -194,8 +194,7 @@ impl PromptBuilder {
     /// never cut).
     pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
         let arranged = self.family.processor().arrange(turns);
-        let tokens = media.iter().map(|m| self.family.processor().tokens(m.kind, &m.shape));
-        let tokens = tokens.collect::<Result<Vec<MediumTokens>>>()?;
+        let tokens = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, &tokens, options, &self.stops)?.prompt;
