@@ -7,6 +7,18 @@ use crate::advantage::AdvantageKind;
 use crate::loss::{Aggregation, Correction, Kl, LossPlan, RatioLevel, Surrogate};
 
 /// One row of [`RECIPES`].
+///
+/// ```
+/// use omnigrpo_grpo::{Aggregation, recipe};
+///
+/// let dapo = recipe("dapo").ok_or("no such recipe")?;
+/// assert_eq!(dapo.loss.aggregation, Aggregation::TokenMeanGlobal);
+/// // Every value stays open.
+/// let mut loss = dapo.loss;
+/// loss.beta = 0.0;
+/// assert!(!loss.needs_reference());
+/// # Ok::<(), &str>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recipe {
     /// The value of `loss_type`.

@@ -22,6 +22,19 @@ use crate::weights::{
 };
 
 /// A model: checkpoint, network, weights.
+///
+/// ```
+/// use omnigrpo_models::{Checkpoint, LoadOptions, Model};
+///
+/// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
+/// let checkpoint = Checkpoint::open(directory.as_ref())?;
+/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// // Weights have the names that they have in the files.
+/// let head = model.params().iter().find(|weight| weight.name() == "lm_head.weight");
+/// let config = model.decoder().config();
+/// assert_eq!(head.map(|head| head.shape()), Some(&[config.vocab, config.hidden][..]));
+/// # Ok::<(), omnigrpo_models::ModelError>(())
+/// ```
 pub struct Model {
     checkpoint: Checkpoint,
     network: Network,

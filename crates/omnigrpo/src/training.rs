@@ -146,6 +146,34 @@ impl TrainPlan {
 /// A run directory that holds an unfinished run of the same plan, rewards and rows is gone on with: a program that was killed
 /// is started again as it was. What a closure or a function of the caller's does cannot be compared.
 ///
+/// ```
+/// use std::path::Path;
+///
+/// use omnigrpo::{
+///     Checkpoint, Dataset, LoadOptions, Model, PromptBuilder, PromptSettings, ReadOptions, RewardSet, TrainPlan, demo, reward,
+///     train,
+/// };
+/// use serde_json::json;
+///
+/// # let place = tempfile::tempdir()?;
+/// # let directory = place.path();
+/// demo::write_model(&directory.join("model"))?;
+/// let checkpoint = Checkpoint::open(&directory.join("model"))?;
+/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
+/// let sums = (0..4).map(|n| json!({ "prompt": format!("What is {n} + 1?") }));
+/// let rows = Dataset::from_rows("sums", sums, Path::new("."), &ReadOptions::default())?;
+/// let brief = reward("brief", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
+///
+/// let mut plan = TrainPlan::in_dir(directory.join("run"));
+/// plan.algorithm.num_generations = 2;
+/// plan.algorithm.sampling.max_completion_length = 4;
+/// plan.run.max_steps = Some(1);
+/// let summary = train(model, prompts, rows, RewardSet::new(vec![brief], &[])?, plan)?;
+/// assert_eq!(summary.steps, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// Settings that cannot work, rows or rewards that fail, a loss that is not finite, a full disk. The newest checkpoint stays
 /// usable.

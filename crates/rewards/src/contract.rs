@@ -183,6 +183,15 @@ fn mean_and_std(row: &[Option<f64>]) -> Option<(f64, f64)> {
 }
 
 /// The rewards of a run, with their weights.
+///
+/// ```
+/// use omnigrpo_rewards::{RewardOptions, build};
+///
+/// let options = RewardOptions { weights: vec![1.0, 0.5], ..RewardOptions::default() };
+/// let rewards = build(&["accuracy", "format"], &options)?;
+/// assert_eq!(rewards.names(), ["accuracy", "format"]);
+/// # Ok::<(), omnigrpo_rewards::RewardError>(())
+/// ```
 pub struct RewardSet {
     rewards: Vec<Box<dyn Reward>>,
     weights: Vec<f64>,

@@ -7,6 +7,17 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use crate::error::{Result, RolloutError};
 
 /// How completions are sampled.
+///
+/// ```
+/// use omnigrpo_rollout::SamplingParams;
+///
+/// let params = SamplingParams { temperature: 0.7, top_p: 0.95, max_completion_length: 64, ..SamplingParams::default() };
+/// params.validate()?;
+/// // Log-probabilities are those of the distribution at this temperature; greedy tokens have them at 1.
+/// assert_eq!(params.scoring_temperature(), 0.7);
+/// assert_eq!(SamplingParams::greedy().scoring_temperature(), 1.0);
+/// # Ok::<(), omnigrpo_rollout::RolloutError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// Logits are divided by this; 0 takes the most probable token.
