@@ -203,7 +203,7 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
                 RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
                 _ => None,
             };
-            Err((Origin { file, line }, problem.to_string(), missing))
+            Err((Origin { file, line }, omnigrpo_guard::told(&problem), missing))
         }
     };
     match outcome {

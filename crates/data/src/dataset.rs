@@ -50,7 +50,7 @@ pub struct ReadOptions {
 #[derive(Clone)]
 pub struct Fetch(pub Arc<FetchFn>);
 
-type FetchFn = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+type FetchFn = dyn Fn(&str) -> Result<PathBuf, Box<dyn std::error::Error + Send + Sync>> + Send + Sync;
 
 impl std::fmt::Debug for Fetch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -73,15 +73,15 @@ pub struct ColumnNames {
 }
 
 impl ColumnNames {
-    /// Setting and name of each column that was named.
+    /// Field and name of each column that was named.
     fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let all = [
-            ("prompt_column", &self.prompt),
-            ("solution_column", &self.solution),
-            ("image_column", &self.image),
-            ("video_column", &self.video),
+            ("prompt", &self.prompt),
+            ("solution", &self.solution),
+            ("image", &self.image),
+            ("video", &self.video),
         ];
-        all.into_iter().filter_map(|(setting, name)| Some((setting, name.as_deref()?)))
+        all.into_iter().filter_map(|(field, name)| Some((field, name.as_deref()?)))
     }
 }
 
@@ -296,13 +296,13 @@ impl Dataset {
         }
         let parts: Vec<_> = self.parts.iter().filter(|part| part.len() > 0).collect();
         let seen: Vec<_> = parts.iter().map(|part| part.columns_seen()).collect();
-        for (setting, name) in self.names.named() {
+        for (column, name) in self.names.named() {
             let first = name.split('.').next().unwrap_or(name);
             let has = |seen: &Vec<String>| seen.iter().any(|column| column == name || column == first);
             let needed = self.names.prompt.as_deref() == Some(name) || !seen.iter().any(has);
             if let Some((part, seen)) = parts.iter().zip(&seen).find(|(_, seen)| needed && !has(seen)) {
                 return Err(DataError::NoSuchColumn {
-                    setting,
+                    column,
                     name: name.to_owned(),
                     path: part.file.path.to_path_buf(),
                     seen: seen.join(", "),

@@ -12,7 +12,7 @@ use serde_json::Value;
 #[non_exhaustive]
 pub enum DataError {
     /// Reading or writing failed.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}", path.display())]
     Io {
         /// What was tried.
         action: &'static str,
@@ -60,10 +60,10 @@ pub enum DataError {
         known: String,
     },
     /// A column that was named and that no row looked at has.
-    #[error("no row of {} has the column of --{setting}: got `{name}`, expected one of [{seen}]", path.display())]
+    #[error("no row of {} has the column ColumnNames::{column}: got `{name}`, expected one of [{seen}]", path.display())]
     NoSuchColumn {
-        /// The setting that names it.
-        setting: &'static str,
+        /// The field that names it.
+        column: &'static str,
         /// Its name.
         name: String,
         /// The annotation file.
@@ -82,12 +82,22 @@ pub enum DataError {
         expected: &'static str,
     },
     /// A registry or list file that does not have the expected keys.
-    #[error("{}: {problem}", path.display())]
+    #[error("{}: neither a registry of datasets nor a list of files that can be read", path.display())]
     Registry {
         /// The file.
         path: PathBuf,
-        /// The parser's message, with line and column.
-        problem: String,
+        /// What the parser failed with, with line and column.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A registry or list file that is too large to be one.
+    #[error("{}: got {bytes} bytes, expected at most {limit_bytes}; is this an annotation file?", path.display())]
+    RegistryTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
     },
 }
 
@@ -116,7 +126,7 @@ impl DataError {
 
 /// A row that cannot be used. The rows around it can.
 #[derive(Debug, thiserror::Error)]
-#[error("row {row} ({}:{line}): {problem}", file.display())]
+#[error("row {row} ({}:{line}) cannot be used", file.display())]
 pub struct RowError {
     /// Index in the dataset.
     pub row: u64,
@@ -125,6 +135,7 @@ pub struct RowError {
     /// Line of the row's first character, from 1.
     pub line: u64,
     /// What is wrong with it.
+    #[source]
     pub problem: RowProblem,
 }
 
@@ -139,7 +150,7 @@ pub enum RowProblem {
         len: u64,
     },
     /// The file could not be read at this place.
-    #[error("cannot read the row: {0}; did the file change while in use?")]
+    #[error("cannot read the row; did the file change while in use?")]
     Io(#[from] std::io::Error),
     /// Longer than a row may be.
     #[error("the row is longer than {limit_bytes} bytes; refer to media by path instead of embedding them")]
@@ -148,7 +159,7 @@ pub enum RowProblem {
         limit_bytes: u32,
     },
     /// Not JSON, or nested too deeply.
-    #[error("not a JSON row: {0}")]
+    #[error("not a JSON row")]
     Json(#[from] serde_json::Error),
     /// A JSON value with a type that cannot be used.
     #[error("column `{column}`: got {got}, expected {expected}")]
@@ -194,13 +205,14 @@ pub enum RowProblem {
         expected: usize,
     },
     /// A medium that cannot be used.
-    #[error("{kind} `{path}`: {problem}")]
+    #[error("{kind} `{path}` cannot be used")]
     Medium {
         /// Which kind.
         kind: MediumKind,
         /// As the row names it.
         path: String,
         /// Why not.
+        #[source]
         problem: PathProblem,
     },
 }
@@ -234,14 +246,14 @@ pub enum PathProblem {
         tried: Vec<PathBuf>,
     },
     /// The system refused.
-    #[error("{0}")]
-    Io(std::io::Error),
+    #[error("it cannot be read")]
+    Io(#[source] std::io::Error),
     /// By address, which the run does not allow.
     #[error("media by address are off; ReadOptions::fetch fetches them, or download the file")]
     UrlNotAllowed,
     /// By address or as bytes, and there is no file of it.
-    #[error("{0}")]
-    Fetch(String),
+    #[error("there is no file of it")]
+    Fetch(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// `data:`, `s3:` and the like, or bytes inside the row.
     #[error(
         "got {got}, expected a path, an http(s) address with ReadOptions::fetch, or `data:` with base64; write the medium to a file"

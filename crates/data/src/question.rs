@@ -10,7 +10,7 @@ use crate::error::DataError;
 /// A row of the table of templates.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QuestionTemplate {
-    /// What `--question_template` calls it.
+    /// What it is called.
     pub name: &'static str,
     /// What it is for.
     pub doc: &'static str,

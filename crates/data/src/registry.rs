@@ -43,7 +43,7 @@ impl DatasetSpec {
         Self { name, file, roots, sampling: Sampling::All, think: None, format: None, columns: Map::new() }
     }
 
-    /// The datasets of `--train_file` or `--data_file_paths`. Where as many roots as files are given, they belong
+    /// The datasets of files that are named one by one. Where as many roots as files are given, they belong
     /// together pair by pair; else every root serves every file. A `.yaml` file is a list
     /// `datasets: [{json_path, sampling_strategy, data_path}]` (VLM-R1), with paths relative to it.
     ///
@@ -140,7 +140,7 @@ impl Registry {
         self.entries.keys().map(String::as_str)
     }
 
-    /// The datasets of `--dataset_use`: names separated by commas, each with `%p` for a random share of its rows
+    /// The datasets that a text names: names separated by commas, each with `%p` for a random share of its rows
     /// (a whole number of percent, rounded down to rows; it wins over the entry's `sampling_strategy`). `fallback`
     /// roots serve entries without `data_path`.
     ///
@@ -211,18 +211,20 @@ pub(crate) fn is_yaml(path: &Path) -> bool {
 
 fn read<T: DeserializeOwned>(path: &Path) -> Result<T, DataError> {
     let metadata = std::fs::metadata(path).map_err(DataError::io("open", path))?;
-    let broken = |problem: String| DataError::Registry { path: path.to_owned(), problem };
     if metadata.len() > MAX_REGISTRY_BYTES {
-        return Err(broken(format!(
-            "got {} bytes, expected at most {MAX_REGISTRY_BYTES}; is this an annotation file?",
-            metadata.len()
-        )));
+        return Err(DataError::RegistryTooLarge {
+            path: path.to_owned(),
+            bytes: metadata.len(),
+            limit_bytes: MAX_REGISTRY_BYTES,
+        });
     }
     let text = std::fs::read_to_string(path).map_err(DataError::io("read", path))?;
     if is_yaml(path) {
-        serde_saphyr::from_str(&text).map_err(|error| broken(error.to_string()))
+        serde_saphyr::from_str(&text)
+            .map_err(|error| DataError::Registry { path: path.to_owned(), source: error.into() })
     } else {
-        serde_json::from_str(&text).map_err(|error| broken(error.to_string()))
+        serde_json::from_str(&text)
+            .map_err(|error| DataError::Registry { path: path.to_owned(), source: error.into() })
     }
 }
 
@@ -289,7 +291,8 @@ forced_no_think:
         let (_folder, json) =
             registry(r#"{"a": {"annotation_path": "a.json", "think": false}}"#, "r.json").unwrap();
         assert_eq!(json.select("a", &Roots::default()).unwrap()[0].think_mode(), ThinkMode::Off);
-        let error = registry("a: {annotation_path: x, dat_path: y}", "r.yaml").unwrap_err().to_string();
+        let error =
+            omnigrpo_guard::told(&registry("a: {annotation_path: x, dat_path: y}", "r.yaml").unwrap_err());
         assert!(error.contains("dat_path"), "{error}");
         let (_folder, bad) = registry("a: {annotation_path: x, format: llava}", "r.yaml").unwrap();
         assert!(

@@ -130,7 +130,7 @@ impl Resolver {
         }
         if let (Some(data), Some(folder)) = (text.strip_prefix("data:"), &self.kept) {
             let bytes = data_bytes(data).map_err(|got| PathProblem::Unsupported { got })?;
-            let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.to_string()))?;
+            let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.into()))?;
             return Ok(folder.join(name));
         }
         let text = text.strip_prefix("file://").unwrap_or(text);
@@ -382,7 +382,7 @@ mod tests {
         let there = fetched.clone();
         let fetch = move |url: &str| match url {
             "https://example.org/a.png" => Ok(there.clone()),
-            _ => Err("status 404".to_owned()),
+            _ => Err("status 404".into()),
         };
         let options = ReadOptions {
             fetch: Some(Fetch(std::sync::Arc::new(fetch))),
@@ -394,7 +394,7 @@ mod tests {
         assert!(matches!(image(&closed, url), Err(PathProblem::UrlNotAllowed)));
         assert_eq!(image(&open, url).unwrap(), fetched);
         assert!(
-            matches!(image(&open, "http://example.org/b"), Err(PathProblem::Fetch(what)) if what == "status 404")
+            matches!(image(&open, "http://example.org/b"), Err(PathProblem::Fetch(what)) if what.to_string() == "status 404")
         );
         for text in
             ["", "data:image/png;base64,AA!A", "data:image/png,AAAA", "data:image/png", "s3://bucket/a.png"]

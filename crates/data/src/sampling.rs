@@ -24,7 +24,7 @@ pub enum Amount {
     Rows(u64),
     /// `⌈n·p/100⌉` rows: VLM-R1's lists.
     PercentUp(f64),
-    /// `⌊n·p/100⌋` rows: `name%p` of `--dataset_use`.
+    /// `⌊n·p/100⌋` rows: `name%p` in [`Registry::select`](crate::Registry::select).
     PercentDown(f64),
 }
 

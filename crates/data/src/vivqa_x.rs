@@ -79,7 +79,7 @@ pub fn convert_vivqa_x(input: &Path, output: &Path) -> Result<Conversion, DataEr
 }
 
 fn line(items: &RowFile, position: u64) -> Result<Value, String> {
-    let bytes = items.read(position).map_err(|error| error.to_string())?;
+    let bytes = items.read(position).map_err(|error| omnigrpo_guard::told(&error))?;
     let item: Item = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
     let fields = [("question", &item.question), ("image_name", &item.image_name), ("answer", &item.answer)];
     if let Some((name, _)) = fields.iter().find(|(_, text)| text.trim().is_empty()) {

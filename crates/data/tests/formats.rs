@@ -7,6 +7,7 @@ use omnigrpo_data::{
     ColumnNames, Dataset, DatasetSpec, MediumKind, MediumOptions, MediumSource, Part, QuestionTemplate,
     ReadOptions, RecordedRewards, Registry, Role, Roots, RowError, RowProblem, Sample, Segments, ThinkMode,
 };
+use omnigrpo_guard::told;
 use serde_json::{Value, json};
 
 struct Place {
@@ -54,7 +55,7 @@ impl Place {
     }
 
     fn error(&self, row: Value) -> String {
-        self.read_with(&row, &ReadOptions::default()).unwrap_err().to_string()
+        told(&self.read_with(&row, &ReadOptions::default()).unwrap_err())
     }
 }
 
@@ -456,7 +457,7 @@ fn columns_can_be_named() {
     let dataset = Dataset::open(&[place.spec("named.jsonl", &rows)], &options).unwrap();
     let second = dataset.get(1).unwrap();
     assert_eq!((second.solution, second.media.len()), (None, 0));
-    let message = dataset.get(2).unwrap_err().to_string();
+    let message = told(&dataset.get(2).unwrap_err());
     assert!(message.contains("got columns [prompt], expected one of instruction"), "{message}");
     let seen = ["instruction", "prompt", "solution", "info", "picture", "image", "clips"];
     assert_eq!(dataset.columns_seen(), seen);
@@ -466,9 +467,9 @@ fn columns_can_be_named() {
         &[place.spec("other.jsonl", r#"{"instruction": "Q", "pic": 1, "info": {}}"#)],
         &options,
     );
-    let message = error.err().unwrap().to_string();
+    let message = told(&error.err().unwrap());
     let expected =
-        "has the column of --image_column: got `picture`, expected one of [instruction, pic, info]";
+        "has the column ColumnNames::image: got `picture`, expected one of [instruction, pic, info]";
     assert!(message.contains("other.jsonl") && message.contains(expected), "{message}");
 }
 
@@ -507,7 +508,7 @@ fn rollout_logs_and_evaluations_read_as_rows_with_completions() {
         .join("\n");
     let error = |text: &str| {
         let dataset = Dataset::open(&[place.spec("torn.jsonl", text)], &ReadOptions::default()).unwrap();
-        dataset.get(0).unwrap_err().to_string()
+        told(&dataset.get(0).unwrap_err())
     };
     assert!(error(&torn).contains("2 as completion 1"), "{}", error(&torn));
     assert!(error(&line("a", 0, json!(1.0), Value::Null)).contains("the prompt's `row`"));
@@ -556,7 +557,7 @@ fn bad_rows_say_what_where_and_what_was_expected() {
         (json!({"prompt": "  "}), "no text and no medium"),
         (json!({"prompt": "<image> Q"}), "1 <image> placeholder"),
         (json!({"prompt": "<image> Q", "image": ["a.png", "b.png"]}), "has 2 image file"),
-        (json!({"prompt": "Q", "image": "none.png"}), "image `none.png`: no such file"),
+        (json!({"prompt": "Q", "image": "none.png"}), "image `none.png` cannot be used: no such file"),
         (json!({"prompt": "Q", "image": "../none.png"}), "leaves its root"),
         (json!({"prompt": "Q", "image": 3}), "column `image`: got number 3"),
         (json!({"prompt": "Q", "image": "a.png", "images": ["a.png"]}), "only one of the two"),
@@ -631,7 +632,7 @@ fn a_bad_row_costs_only_itself() {
         assert_eq!((error.row, error.line), (row, row + 1));
     }
     assert!(matches!(dataset.get(7).unwrap_err().problem, RowProblem::OutOfRange { len: 7 }));
-    let error = dataset.get(5).unwrap_err().to_string();
+    let error = told(&dataset.get(5).unwrap_err());
     assert!(error.contains("column `(the row)`: got a list of 1, expected an object"), "{error}");
     assert!(dataset.get(u64::MAX).is_err());
 }
@@ -757,7 +758,7 @@ fn empty_and_unknown_files_are_errors_of_the_dataset() {
         ("e.json", "{\n  \"data\": [", "several lines"),
     ] {
         let spec = place.spec(name, text);
-        let message = Dataset::open(&[spec], &ReadOptions::default()).err().unwrap().to_string();
+        let message = told(&Dataset::open(&[spec], &ReadOptions::default()).err().unwrap());
         assert!(message.contains(expected) && message.contains(name), "{message}");
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
     /// A file or directory could not be written.
-    #[error("cannot write {path}: {source}", path = path.display())]
+    #[error("cannot write {path}", path = path.display())]
     Write {
         /// What was to be written.
         path: PathBuf,
@@ -12,7 +12,7 @@ pub enum DemoError {
         source: std::io::Error,
     },
     /// A picture could not be encoded.
-    #[error("cannot encode {path}: {source}", path = path.display())]
+    #[error("cannot encode {path}", path = path.display())]
     Encode {
         /// The file it was meant for.
         path: PathBuf,

@@ -26,12 +26,12 @@ pub enum FetchError {
         address: IpAddr,
     },
     /// No connection, or it broke.
-    #[error("{url}: {what}")]
+    #[error("{url}: no connection, or it broke")]
     Network {
         /// The address.
         url: String,
         /// What the system answered.
-        what: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// An answer that says no.
     #[error("{url}: the server answers with status {status}")]
@@ -50,7 +50,7 @@ pub enum FetchError {
         limit_bytes: u64,
     },
     /// The cache cannot be written.
-    #[error("cannot write {}: {source}", path.display())]
+    #[error("cannot write {}", path.display())]
     Io {
         /// Where.
         path: PathBuf,
@@ -170,18 +170,18 @@ impl FetchError {
 
     /// An error of the client, which may carry one of ours.
     pub(crate) fn of(url: &str, error: ureq::Error) -> Self {
-        let what = match error {
+        let source = match error {
             ureq::Error::Other(inner) => match inner.downcast::<Self>() {
                 Ok(ours) => return *ours,
-                Err(other) => other.to_string(),
+                Err(other) => other,
             },
             ureq::Error::BadUri(what) => return Self::Address { url: url.to_owned(), what },
             ureq::Error::Http(error) => {
                 return Self::Address { url: url.to_owned(), what: error.to_string() };
             }
-            other => other.to_string(),
+            other => other.into(),
         };
-        Self::Network { url: url.to_owned(), what }
+        Self::Network { url: url.to_owned(), source }
     }
 
     /// Whether the same request may work a moment later.

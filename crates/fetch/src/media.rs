@@ -90,7 +90,7 @@ impl UrlMedia {
         let mut buffer = vec![0; 1 << 16];
         loop {
             let broken =
-                |error: std::io::Error| FetchError::Network { url: url.to_owned(), what: error.to_string() };
+                |error: std::io::Error| FetchError::Network { url: url.to_owned(), source: error.into() };
             let piece = match body.read(&mut buffer).map_err(broken)? {
                 0 => break,
                 len => &buffer[..len],
@@ -223,6 +223,6 @@ mod tests {
         media.agent =
             ureq::Agent::new_with_config(config().timeout_global(Some(Duration::from_millis(50))).build());
         let error = media.fetch(&format!("http://{}/", listener.local_addr().unwrap())).unwrap_err();
-        assert!(error.to_string().contains("timeout"), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("timeout"), "{error:?}");
     }
 }

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-/// An error of a device. The first one of a device stays with it: what follows computes nothing.
+/// An error of a device. The first one of a device stays with it: what follows computes nothing. It is told to every caller, so
+/// it can be cloned, and keeps what drivers and compilers said as text.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
     /// There is no NVIDIA driver.
@@ -55,9 +56,9 @@ pub enum Error {
     },
     /// No memory of the device.
     #[error(
-        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), recompute \
-         activations (gradient_checkpointing), keep the optimizer's state or the reference in main memory (offload_optimizer, \
-         reference_device cpu), or train adapters (use_peft) on weights in bfloat16 or fewer bits"
+        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower Algorithm::max_stream_tokens (the \
+         tokens of a pass), set Algorithm::recompute (activations) or AdamWConfig::offload (the optimizer's state in main memory), \
+         keep the reference on the CPU, or train adapters on weights in bfloat16 or fewer bits"
     )]
     Memory {
         /// Bytes of the array that did not fit.

@@ -74,7 +74,7 @@ pub fn advantages(
     check_groups("advantage", rewards.len(), group_size)?;
     check_finite("reward", rewards.iter().copied())?;
     if !alpha.is_finite() {
-        return Err(Error::Setting { setting: "grpo_alpha", value: alpha, expected: "a finite number" });
+        return Err(Error::Setting { setting: "alpha", value: alpha, expected: "a finite number" });
     }
 
     let ddof = if kind == AdvantageKind::GroupStdClamped { 0 } else { 1 };

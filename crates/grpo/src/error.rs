@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// Groups without a completion.
-    #[error("advantage: got 0 completions per prompt, expected at least 1; set num_generations")]
+    #[error("advantage: got 0 completions per prompt, expected at least 1")]
     EmptyGroups,
     /// The rows do not divide into whole groups.
     #[error("{what}: got {rows} rows, expected a multiple of the group size {group_size}")]
@@ -72,7 +72,7 @@ pub enum Error {
     MissingInput {
         /// The slice that is missing.
         what: &'static str,
-        /// The setting that needs it.
+        /// The field that needs it.
         needed_by: &'static str,
         /// What to do.
         remedy: &'static str,
@@ -80,7 +80,7 @@ pub enum Error {
     /// A number of the loss plan is outside its range.
     #[error("loss: {setting} is {value}, expected {expected}")]
     Setting {
-        /// The setting.
+        /// The field of the plan, such as `surrogate.high`.
         setting: &'static str,
         /// The value given.
         value: f64,

@@ -234,29 +234,29 @@ impl LossPlan {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         match self.surrogate {
             Surrogate::Clip { low, high, delta } => {
-                require((0.0..=1.0).contains(&low), "epsilon", low, "a number in [0, 1]")?;
-                require(high.is_finite() && high >= 0.0, "epsilon_high", high, "a finite number >= 0")?;
+                require((0.0..=1.0).contains(&low), "surrogate.low", low, "a number in [0, 1]")?;
+                require(high.is_finite() && high >= 0.0, "surrogate.high", high, "a finite number >= 0")?;
                 if let Some(delta) = delta {
                     let above = delta.is_finite() && delta > 1.0 + high;
-                    require(above, "delta", delta, "a finite number above 1 + epsilon_high")?;
+                    require(above, "surrogate.delta", delta, "a finite number above 1 plus the upper clip")?;
                 }
             }
-            Surrogate::Cispo { cap } => require(positive(cap), "epsilon_high", cap, "a finite ratio > 0")?,
+            Surrogate::Cispo { cap } => require(positive(cap), "surrogate.cap", cap, "a finite ratio > 0")?,
             Surrogate::Sapo { pos, neg } => {
-                require(positive(pos), "sapo_temperature_pos", pos, "a finite number > 0")?;
-                require(positive(neg), "sapo_temperature_neg", neg, "a finite number > 0")?;
+                require(positive(pos), "surrogate.pos", pos, "a finite number > 0")?;
+                require(positive(neg), "surrogate.neg", neg, "a finite number > 0")?;
             }
             Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => {}
         }
         require(self.beta.is_finite() && self.beta >= 0.0, "beta", self.beta, "a finite number >= 0")?;
         require(self.entropy_coef.is_finite(), "entropy_coef", self.entropy_coef, "a finite number")?;
         let share = self.top_entropy > 0.0 && self.top_entropy <= 1.0;
-        require(share, "top_entropy_quantile", self.top_entropy, "a number in (0, 1]")?;
+        require(share, "top_entropy", self.top_entropy, "a number in (0, 1]")?;
         let Correction { max, min, .. } = self.correction;
-        require(positive(max), "importance_sampling_clip_max", max, "a finite ratio > 0")?;
+        require(positive(max), "correction.max", max, "a finite ratio > 0")?;
         if let Some(min) = min {
             let below = min.is_finite() && (0.0..max).contains(&min);
-            require(below, "importance_sampling_clip_min", min, "a ratio from 0 up, below the largest")?;
+            require(below, "correction.min", min, "a ratio from 0 up, below the largest")?;
         }
         Ok(())
     }
@@ -304,7 +304,7 @@ impl EntropyGate {
     pub fn top(entropies: &[f64], top: f64) -> Result<Option<Self>, Error> {
         if !(top > 0.0 && top <= 1.0) {
             return Err(Error::Setting {
-                setting: "top_entropy_quantile",
+                setting: "top_entropy",
                 value: top,
                 expected: "a number in (0, 1]",
             });
@@ -715,7 +715,7 @@ fn check_batch<'a>(
         None
     };
     if batch.entropy.is_none() && (plan.needs_entropy() || normalizer.entropy_gate.is_some()) {
-        let needed_by = if plan.needs_entropy() { "entropy_coef" } else { "top_entropy_quantile" };
+        let needed_by = if plan.needs_entropy() { "entropy_coef" } else { "top_entropy" };
         return Err(Error::MissingInput {
             what: "entropies",
             needed_by,
@@ -726,7 +726,7 @@ fn check_batch<'a>(
     if batch.sampler.is_none() && plan.correction.is_on() {
         return Err(Error::MissingInput {
             what: "log-probabilities of the sampler",
-            needed_by: "importance_sampling_correction",
+            needed_by: "correction",
             remedy: "sample the completions here, or turn the setting off",
         });
     }

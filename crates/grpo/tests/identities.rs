@@ -218,9 +218,9 @@ fn a_correction_weighs_what_the_sampler_saw_differently() {
         ..recipe("grpo").unwrap().loss
     };
     for (max, min, setting) in [
-        (0.0, None, "importance_sampling_clip_max"),
-        (2.0, Some(2.0), "importance_sampling_clip_min"),
-        (2.0, Some(-0.1), "importance_sampling_clip_min"),
+        (0.0, None, "correction.max"),
+        (2.0, Some(2.0), "correction.min"),
+        (2.0, Some(-0.1), "correction.min"),
     ] {
         let error = evaluate(&data.batch(), &plan(max, min), &data.normalizer(&plan(3.0, None))).unwrap_err();
         assert!(matches!(error, Error::Setting { setting: got, .. } if got == setting), "{error}");

@@ -1,10 +1,11 @@
-//! Panics of other people's code as values.
+//! What failed, for whoever tells it: panics of other people's code as values, and errors with their causes.
 //!
 //! Decoders, tokenizers and rewards meet input that they were not made for. Where one panics, the caller tells it as an error
 //! of that input. The process's panic hook would have told it before, in words for programmers; a program that asks
 //! [`is_guarded`] in its hook can keep quiet there and nowhere else.
 
 use std::cell::Cell;
+use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 thread_local! {
@@ -30,9 +31,56 @@ pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
+/// What an error and its causes say, the outermost first. A cause that is repeated by what stands before it, as some libraries
+/// do, is left out.
+pub fn messages(error: &dyn Error) -> Vec<String> {
+    let mut said = vec![error.to_string()];
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let message = cause.to_string();
+        if !said.iter().any(|before| before.contains(&message)) {
+            said.push(message);
+        }
+        next = cause.source();
+    }
+    said
+}
+
+/// [`messages`] as one text, for a place that has room for one: a cell, a line, a message that is sent.
+pub fn told(error: &dyn Error) -> String {
+    messages(error).join(": ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An error that repeats its cause, or not.
+    #[derive(Debug)]
+    struct Failed(&'static str, Option<Box<Failed>>);
+
+    impl std::fmt::Display for Failed {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Failed {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.1.as_deref().map(|cause| cause as _)
+        }
+    }
+
+    #[test]
+    fn an_error_is_told_with_its_causes_each_once() {
+        let error = |outer, middle| {
+            let inner = Failed("no such file", None);
+            Failed(outer, Some(Box::new(Failed(middle, Some(Box::new(inner))))))
+        };
+        assert_eq!(told(&error("row 3", "a.png")), "row 3: a.png: no such file");
+        assert_eq!(told(&error("row 3", "a.png: no such file")), "row 3: a.png: no such file");
+        assert_eq!(messages(&error("row 3: a.png: no such file", "a.png")), ["row 3: a.png: no such file"]);
+    }
 
     #[test]
     fn the_mark_is_there_within_and_gone_after_a_panic() {

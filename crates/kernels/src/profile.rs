@@ -1,4 +1,4 @@
-//! Counters of time, floating-point operations and bytes by phase and kernel, for `--profile` and `bench`.
+//! Counters of time, floating-point operations and bytes by phase and kernel.
 //!
 //! Off by default; a kernel then reads one flag. On, each call of a public kernel adds its wall time on the calling
 //! thread, its useful operations (a multiply-add is two; what is computed a second time does not count) and the bytes

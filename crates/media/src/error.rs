@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum MediaError {
     /// The file is missing, unreadable, or not a regular file.
-    #[error("cannot read {}: {source}; check that the path exists and is readable", path.display())]
+    #[error("cannot read {}; check that the path exists and is readable", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -40,12 +40,12 @@ pub enum MediaError {
         expected: &'static str,
     },
     /// The content is damaged.
-    #[error("{}: cannot decode: {reason}; the file is damaged or incomplete, replace it", path.display())]
+    #[error("{}: cannot decode; the file is damaged or incomplete, replace it", path.display())]
     Decode {
         /// The file.
         path: PathBuf,
-        /// The decoder's words.
-        reason: String,
+        /// What the decoder failed with.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The file holds fewer frames than its header promises.
     #[error("{}: got {got} frames, expected {expected}; the video is truncated or damaged, replace it", path.display())]
@@ -120,8 +120,8 @@ pub enum MediaError {
 }
 
 impl MediaError {
-    pub(crate) fn decode(path: &Path, reason: impl ToString) -> Self {
-        Self::Decode { path: path.to_owned(), reason: reason.to_string() }
+    pub(crate) fn decode(path: &Path, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Decode { path: path.to_owned(), source: source.into() }
     }
 
     pub(crate) fn setting(what: impl Into<String>, got: impl ToString, expected: impl Into<String>) -> Self {

@@ -49,7 +49,7 @@ impl ConfigJson {
         match serde_json::from_slice(&text) {
             Ok(Value::Object(object)) => Ok(Self { path: path.to_path_buf(), object }),
             Ok(_) => Err(Self::fail(path, "expected a JSON object".into())),
-            Err(e) => Err(Self::fail(path, format!("not valid JSON: {e}"))),
+            Err(source) => Err(ModelError::Json { path: path.to_path_buf(), source }),
         }
     }
 

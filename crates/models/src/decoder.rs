@@ -422,7 +422,7 @@ impl Decoder {
     ) -> Result<Var> {
         let input = input.into();
         let t = input.x.rows().rows();
-        layout.validate(t, t).map_err(|e| ModelError::shape(format!("decoder: {e}")))?;
+        layout.validate(t, t)?;
         if rows.last().is_some_and(|&row| row >= t) || !rows.is_sorted_by(|a, b| a < b) {
             return Err(ModelError::shape(format!("decoder: output rows must ascend below {t}")));
         }

@@ -1,12 +1,14 @@
 //! What can go wrong between a checkpoint directory and a running model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use omnigrpo_text::MediumKind;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{} cannot be read or written", path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -41,11 +43,107 @@ pub enum ModelError {
         /// The first of them, one a line.
         list: String,
     },
-    /// A prompt and its media do not fit together, or the prompt is too long.
-    #[error("{what}")]
-    Prompt {
-        /// What is wrong and what to do.
-        what: String,
+    /// A file of weights is no safetensors file, or cannot be written as one.
+    #[error("{} cannot be {action} as safetensors", path.display())]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// `read` or `written`.
+        action: &'static str,
+        /// What is wrong with its content.
+        source: safetensors::SafeTensorError,
+    },
+    /// A file that is not the JSON it should be.
+    #[error("{} is not the JSON that is expected of it", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The parser's message, with line and column.
+        source: serde_json::Error,
+    },
+    /// A prompt has more tokens than the model or the settings allow.
+    #[error(
+        "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: {remedy}"
+    )]
+    PromptTooLong {
+        /// Its tokens, those of media included.
+        tokens: usize,
+        /// The limit, tokens.
+        limit: usize,
+        /// What sets the limit.
+        which: &'static str,
+        /// What makes it shorter, or the limit larger.
+        remedy: String,
+    },
+    /// A prompt with its completion reaches positions at which the model would turn other angles.
+    #[error(
+        "the prompt's positions reach {reached} with its media, and up to {completion} more for the completion; with dynamic \
+         rope_scaling they must stay within max_position_embeddings ({limit}): lower the number of frames, or give \
+         rope_scaling another type"
+    )]
+    PromptPositions {
+        /// The position behind the prompt.
+        reached: usize,
+        /// Positions kept for the completion.
+        completion: usize,
+        /// Positions of the model.
+        limit: usize,
+    },
+    /// A conversation without a turn of the user.
+    #[error("the conversation has no user turn to answer")]
+    NoUserTurn,
+    /// A row without an answer, where one is to be imitated.
+    #[error("the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`")]
+    NoAnswer,
+    /// A completion that came with a row and is empty of everything.
+    #[error("a completion has neither text nor `completion_ids`")]
+    NoCompletion,
+    /// No token ends a completion.
+    #[error("the checkpoint names no stop token (eos_token_id)")]
+    NoStopToken,
+    /// A kind of medium that the model does not take.
+    #[error("the row has a medium of kind {kind}, but {what}; remove it from the row")]
+    MediumKind {
+        /// The kind.
+        kind: MediumKind,
+        /// What the model takes, or lacks.
+        what: &'static str,
+    },
+    /// A medium that the model's processor can make nothing of.
+    #[error("the {kind} cannot be used: {what}")]
+    Medium {
+        /// Its kind.
+        kind: MediumKind,
+        /// What was found, what was expected.
+        what: &'static str,
+    },
+    /// Options of a row's medium that the model's processor cannot follow.
+    #[error("the row's options of the {kind} cannot be followed: {what}")]
+    MediumOptions {
+        /// Kind of the medium.
+        kind: MediumKind,
+        /// What is asked for, what is possible.
+        what: &'static str,
+    },
+    /// A setting without effect on this family.
+    #[error("MediaSettings::{setting} has no effect on {family}: {why}; remove it")]
+    IdleSetting {
+        /// The field of the media's settings.
+        setting: &'static str,
+        /// The family.
+        family: &'static str,
+        /// Why, and what to set instead.
+        why: &'static str,
+    },
+    /// Files of another model, which this one needs, are not there.
+    #[error("{what} cannot be read: {missing} was not found; give its directory with FamilyOption::{option}")]
+    NoCompanion {
+        /// What they are needed for.
+        what: &'static str,
+        /// The files.
+        missing: &'static str,
+        /// The option that names their directory.
+        option: &'static str,
     },
     /// Weights that cannot be made, read or used as they are.
     #[error("{what}")]
@@ -59,6 +157,16 @@ pub enum ModelError {
         /// What is wrong and what to do.
         what: String,
     },
+    /// A pattern that chooses layers is no regular expression.
+    #[error("{setting} {pattern:?} is no regular expression")]
+    Pattern {
+        /// The field.
+        setting: &'static str,
+        /// The pattern.
+        pattern: String,
+        /// Where it breaks off.
+        source: regex::Error,
+    },
     /// A checkpoint cannot be written in the layout that was asked for.
     #[error("{what}")]
     Layout {
@@ -71,6 +179,9 @@ pub enum ModelError {
         /// What was given, what was expected.
         what: String,
     },
+    /// Rows of a pass that cannot see each other as asked.
+    #[error(transparent)]
+    Attention(#[from] omnigrpo_ops::LayoutError),
     /// A medium could not be read.
     #[error(transparent)]
     Media(#[from] omnigrpo_media::MediaError),
@@ -88,8 +199,14 @@ impl ModelError {
         move |source| Self::Io { path, source }
     }
 
-    pub(crate) fn prompt(what: impl Into<String>) -> Self {
-        Self::Prompt { what: what.into() }
+    pub(crate) fn safetensors(
+        path: &Path,
+        action: &'static str,
+    ) -> impl FnOnce(safetensors::SafeTensorError) -> Self {
+        move |source| match source {
+            safetensors::SafeTensorError::IoError(source) => Self::Io { path: path.to_owned(), source },
+            source => Self::Safetensors { path: path.to_owned(), action, source },
+        }
     }
 
     pub(crate) fn weights(what: impl Into<String>) -> Self {

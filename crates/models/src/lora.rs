@@ -148,8 +148,9 @@ impl Model {
             let found: Vec<usize> = if target == "all-linear" {
                 all.filter(in_llm).collect()
             } else if target.contains(|c: char| r"*+?()[]{}|\^$".contains(c)) {
-                let pattern = Regex::new(&format!("^(?:{target})$"))
-                    .map_err(|e| wrong("LoraConfig::targets", target, e.to_string()))?;
+                let pattern = Regex::new(&format!("^(?:{target})$")).map_err(|source| {
+                    ModelError::Pattern { setting: "LoraConfig::targets", pattern: target.clone(), source }
+                })?;
                 all.filter(|&i| {
                     pattern.is_match(&linear[i].1) || pattern.is_match(module_of(linear[i].0.name()))
                 })

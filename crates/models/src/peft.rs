@@ -111,10 +111,8 @@ impl Model {
         }
         let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
         let path = dir.join(WEIGHTS);
-        safetensors::serialize_to_file(tensors, metadata, &path).map_err(|e| match e {
-            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path: path.clone(), source },
-            other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
-        })?;
+        safetensors::serialize_to_file(tensors, metadata, &path)
+            .map_err(ModelError::safetensors(&path, "written"))?;
         crate::weights::share(&path)?;
         let whole: Vec<String> = whole.into_iter().map(|m| format.module_name(m)).collect();
         let base = Origin::of(self.dir());
@@ -412,7 +410,7 @@ fn own_factors(
 fn alpha_pattern(config: &ConfigJson) -> Result<Vec<(Regex, f64)>> {
     let Some(patterns) = config.section("alpha_pattern")? else { return Ok(Vec::new()) };
     let each = |name: &String| {
-        let wrong = |e: regex::Error| config.error(format!("alpha_pattern {name:?}: {e}"));
+        let wrong = |source| ModelError::Pattern { setting: "alpha_pattern", pattern: name.clone(), source };
         let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{name})$")).map_err(wrong)?;
         Ok((pattern, patterns.number(name, 0.0)?))
     };
@@ -444,8 +442,7 @@ impl AdapterFile {
             return Err(fail(format!("{} is not a regular file", path.display())));
         }
         let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
-        let file = SafeTensors::deserialize(&bytes)
-            .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(ModelError::safetensors(&path, "read"))?;
         let targets = target_parameters(dir)?;
         let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };
         for (key, view) in file.tensors() {

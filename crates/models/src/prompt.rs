@@ -87,7 +87,25 @@ pub struct SftExample {
     pub target: Vec<u32>,
 }
 
-/// Makes prompts for one checkpoint.
+/// Makes prompts for one checkpoint: its chat template around the conversation of a row, and the row's media.
+///
+/// ```
+/// use std::path::Path;
+///
+/// use omnigrpo_data::{ReadOptions, Sample};
+/// use omnigrpo_models::{Checkpoint, PromptBuilder, PromptSettings};
+/// use serde_json::json;
+///
+/// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/checkpoints/qwen2_vl_untied");
+/// let checkpoint = Checkpoint::open(directory.as_ref())?;
+/// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
+/// let row = json!({ "prompt": "Which is larger, 3 or 5?" });
+/// let sample = Sample::from_row(row, "mine", Path::new("."), &ReadOptions::default())?;
+/// let prompt = prompts.build(&sample)?;
+/// assert!(prompt.text.contains("3 or 5?") && prompt.media.is_empty());
+/// assert_eq!(prompts.tokenizer().decode(&prompt.ids, false)?, prompt.text);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct PromptBuilder {
     family: Arc<Family>,
     tokenizer: Tokenizer,
@@ -221,9 +239,7 @@ impl PromptBuilder {
     /// As [`Self::build`]; a row without an answer.
     pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
-            return Err(ModelError::prompt(
-                "the row has no answer to imitate; expected a final assistant turn, `solution` or `answer`",
-            ));
+            return Err(ModelError::NoAnswer);
         };
         let prompt = self.build_in(sample, epoch)?;
         let placeholders = self.family.processor().placeholder_ids();
@@ -235,7 +251,7 @@ impl PromptBuilder {
         if end.is_none() {
             match self.template_stop() {
                 Some(stop) => target.push(stop),
-                None => return Err(ModelError::prompt("the checkpoint names no stop token (eos_token_id)")),
+                None => return Err(ModelError::NoStopToken),
             }
         }
         Ok(SftExample { prompt, target })
@@ -257,7 +273,7 @@ impl PromptBuilder {
         match (&completion.completion_ids, &completion.text) {
             (Some(ids), _) => Ok(ids.clone()),
             (None, Some(text)) => self.completion_ids(text),
-            (None, None) => Err(ModelError::prompt("a completion has neither text nor `completion_ids`")),
+            (None, None) => Err(ModelError::NoCompletion),
         }
     }
 
@@ -285,7 +301,7 @@ impl PromptBuilder {
     fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
-            return Err(ModelError::prompt("the conversation has no user turn to answer"));
+            return Err(ModelError::NoUserTurn);
         }
         let features: usize = media.iter().map(num_features).sum();
         if features > self.max_prompt_tokens().max(MOST_RENDERED) {
@@ -311,12 +327,11 @@ impl PromptBuilder {
         if config.rope.scaling == RopeScaling::Dynamic
             && last + self.settings.max_completion_length > config.max_positions
         {
-            return Err(ModelError::prompt(format!(
-                "the prompt's positions reach {last} with its media, and up to {} more for the completion; with dynamic \
-                 rope_scaling they must stay within max_position_embeddings ({}): lower the number of frames, or give \
-                 rope_scaling another type",
-                self.settings.max_completion_length, config.max_positions
-            )));
+            return Err(ModelError::PromptPositions {
+                reached: last,
+                completion: self.settings.max_completion_length,
+                limit: config.max_positions,
+            });
         }
         Ok(Prompt {
             ids: rendered.ids,
@@ -349,10 +364,7 @@ impl PromptBuilder {
                 ", or lower PromptSettings::max_completion_length",
             ),
         };
-        ModelError::prompt(format!(
-            "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: \
-             {shorten}{or}"
-        ))
+        ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") }
     }
 }
 

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_guard::told;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Init, LoadOptions, LoraConfig, MediaSettings, Model, ModelError, PackedStream,
@@ -177,7 +178,7 @@ fn an_outline_is_the_model_without_its_data() {
                 for param in outline.params() {
                     let refused = [param.values().map(drop), param.store(&vec![0.0; param.len()])];
                     for result in refused {
-                        let message = result.unwrap_err().to_string();
+                        let message = told(&result.unwrap_err());
                         assert!(message.contains("only its outline is here"), "{message}");
                     }
                 }
@@ -272,7 +273,7 @@ fn without_weights() -> TempDir {
 fn error(dir: &Path) -> String {
     match Model::load(dir, WeightDtype::Auto) {
         Ok(_) => panic!("{} loads", dir.display()),
-        Err(error) => error.to_string(),
+        Err(error) => told(&error),
     }
 }
 

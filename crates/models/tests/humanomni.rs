@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use omnigrpo_data::{MediumOptions, MediumRef, MediumSource, Origin, Sample, ThinkMode};
+use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Limits, LoadOptions, Memories, Model, ModelError, PackedStream, Prompt,
     PromptBuilder, PromptSettings, Training, WeightDtype, humanomni, probe_medium,
@@ -406,7 +407,7 @@ fn refused(change: &dyn Fn(&Path)) -> String {
     change(&dir);
     match Model::load(&dir, WeightDtype::Auto) {
         Ok(_) => panic!("the checkpoint loaded"),
-        Err(e) => e.to_string(),
+        Err(e) => told(&e),
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use omnigrpo_data::MediumInfo;
+use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream,
     Prompt, Training, WeightDtype, probe_medium,
@@ -303,7 +304,7 @@ fn what_a_layout_cannot_say_is_an_error() {
     ];
     for (name, change, part) in refused {
         let dir = with(name, "config.json", &change);
-        let error = Checkpoint::open(dir.path()).err().unwrap().to_string();
+        let error = told(&Checkpoint::open(dir.path()).err().unwrap());
         assert!(error.contains(part), "{error}");
     }
 }
@@ -325,7 +326,7 @@ fn max_anyres_num_bounds_the_tiles_of_images() {
     let opened = Checkpoint::open(&checkpoint("internvl_hf")).unwrap();
     let mut media = MediaSettings::default();
     media.image.max_pixels = Some(1000);
-    assert!(opened.family().check_settings(&media).unwrap_err().to_string().contains("max_anyres_num"));
+    assert!(opened.family().check_settings(&media).unwrap_err().to_string().contains("max_tiles"));
     let qwen = Checkpoint::open(&checkpoint("qwen2_vl_tied")).unwrap();
     let media = MediaSettings { max_tiles: Some(3), ..MediaSettings::default() };
     assert!(qwen.family().check_settings(&media).unwrap_err().to_string().contains("max_pixels"));

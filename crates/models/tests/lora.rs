@@ -7,6 +7,7 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization,
     Training, WeightDtype, whole_tensors,
@@ -355,7 +356,7 @@ fn experts_get_adapters_where_they_are_named() {
         }
         assert_eq!(separate.1.len(), model.adapter_params().len(), "{target}");
     }
-    let error = adapted(&["experts"], 0.05).err().unwrap().to_string();
+    let error = told(&adapted(&["experts"], 0.05).err().unwrap());
     assert!(error.contains("lora_dropout") && error.contains("set it to 0"), "{error}");
 }
 
@@ -437,7 +438,7 @@ fn a_quantised_base_is_its_widened_weights() {
         let off = score(&model.reference().unwrap(), "C");
         errors.push(max_diff(&off, &score(&plain, "C")));
         let dir = tempfile::TempDir::new().unwrap();
-        let why = model.save_pretrained(dir.path()).unwrap_err().to_string();
+        let why = told(&model.save_pretrained(dir.path()).unwrap_err());
         assert!(why.contains("is quantised"), "{why}");
         assert!(model.merge_adapters().is_err());
         model.save_adapter(dir.path()).unwrap();
@@ -462,7 +463,7 @@ fn targets_are_found_by_their_ends_in_the_language_model_first() {
     assert_eq!(chosen(&[r"model\.language_model\.layers\.1\..*_proj"]).len(), 7);
     assert_eq!(chosen(&["q_proj", "layers.0.self_attn.q_proj"]).len(), 2);
     let fails = |targets: &[&str], part: &str| {
-        let why = load("qwen2_5_vl_tied").add_lora(&config(targets)).unwrap_err().to_string();
+        let why = told(&load("qwen2_5_vl_tied").add_lora(&config(targets)).unwrap_err());
         assert!(why.contains(part), "{why}");
     };
     fails(&["q_proj", "query"], "\"query\": names no linear layer");
@@ -501,7 +502,7 @@ fn adapters_that_do_not_fit_are_refused() {
         let dir = tempfile::TempDir::new().unwrap();
         support::copy_dir(&from, dir.path());
         change(dir.path());
-        let why = load("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err().to_string();
+        let why = told(&load("qwen2_vl_untied").load_adapter(dir.path()).unwrap_err());
         assert!(why.contains(part), "`{part}` is not in: {why}");
     };
     let set = |key: &'static str, value: serde_json::Value| {
@@ -562,7 +563,7 @@ fn adapters_that_do_not_fit_are_refused() {
         "only lora_A and lora_B",
     );
     // Another family.
-    let why = load("qwen2_5_vl_tied").load_adapter(&from).unwrap_err().to_string();
+    let why = told(&load("qwen2_5_vl_tied").load_adapter(&from).unwrap_err());
     assert!(why.contains("merger") || why.contains("shape"), "{why}");
     assert!(Checkpoint::open(&checkpoint("qwen2_vl_untied")).is_ok());
 }

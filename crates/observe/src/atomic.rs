@@ -112,6 +112,6 @@ mod tests {
             assert!(message.contains("an output directory that you may write to"), "{message}");
         }
         let error = write_atomic(Path::new("/proc/state.json"), |out| out.write_all(b"x")).unwrap_err();
-        assert!(error.to_string().starts_with("cannot write /proc/state.json: "), "{error}");
+        assert!(error.to_string().starts_with("cannot write /proc/state.json; "), "{error}");
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused.
-    #[error("cannot {action} {path}: {source}; {remedy}")]
+    #[error("cannot {action} {path}; {remedy}")]
     Io {
         /// What was attempted.
         action: &'static str,
@@ -19,7 +19,7 @@ pub enum Error {
         remedy: &'static str,
     },
     /// A value cannot be written as JSON.
-    #[error("cannot write a row of {path} as JSON: {source}")]
+    #[error("cannot write a row of {path} as JSON")]
     Json {
         /// The file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum Error {
     },
     /// A line in the middle of a log is damaged. A torn last line is expected after a crash and no error.
     #[error(
-        "{path}:{line}: {reason}; the file was changed or damaged after it was written, repair or remove that line"
+        "{path}:{line} is no row; the file was changed or damaged after it was written, repair or remove that line"
     )]
     Damaged {
         /// The log.
@@ -54,7 +54,7 @@ pub enum Error {
         /// Line number from 1.
         line: usize,
         /// What is wrong with it.
-        reason: String,
+        source: serde_json::Error,
     },
 }
 

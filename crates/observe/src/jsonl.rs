@@ -77,7 +77,7 @@ pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
     let mut damaged = None;
     let result = write_atomic(path, |out| copy_until(reader, last_step, out, &mut damaged));
     match damaged {
-        Some((line, reason)) => Err(Error::Damaged { path: path.to_owned(), line, reason }),
+        Some((line, source)) => Err(Error::Damaged { path: path.to_owned(), line, source }),
         None => result,
     }
 }
@@ -88,11 +88,7 @@ pub(crate) fn tail(path: &Path, step: u64) -> Result<(Option<u64>, Vec<serde_jso
     let (mut last, mut rows) = (None, Vec::new());
     for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
         let line = line.map_err(|source| Error::io("read", path, source))?;
-        let damaged = |e: serde_json::Error| Error::Damaged {
-            path: path.to_owned(),
-            line: number + 1,
-            reason: e.to_string(),
-        };
+        let damaged = |source| Error::Damaged { path: path.to_owned(), line: number + 1, source };
         let at = serde_json::from_slice::<Stamp>(&line).map_err(damaged)?.step;
         last = Some(at);
         if at == step {
@@ -106,7 +102,7 @@ fn copy_until(
     mut reader: impl BufRead,
     last_step: u64,
     out: &mut dyn Write,
-    damaged: &mut Option<(usize, String)>,
+    damaged: &mut Option<(usize, serde_json::Error)>,
 ) -> io::Result<()> {
     let mut line = Vec::new();
     let mut number = 0;
@@ -122,7 +118,7 @@ fn copy_until(
             Ok(stamp) if stamp.step <= last_step => out.write_all(&line)?,
             Ok(_) => {}
             Err(error) => {
-                *damaged = Some((number, error.to_string()));
+                *damaged = Some((number, error));
                 return Err(io::Error::from(io::ErrorKind::InvalidData));
             }
         }

@@ -39,7 +39,7 @@ pub enum Event {
 
 /// A place that numbers go to.
 pub trait Tracker: Send {
-    /// What `--report_to` calls it.
+    /// What it is called.
     fn name(&self) -> &'static str;
 
     /// Takes an event.

@@ -59,29 +59,29 @@ impl Format for Llama {
 
 struct TextOnly;
 
-fn no_media<T>() -> Result<T> {
-    Err(ModelError::Prompt { what: "this model reads text only; remove the media from the row".into() })
+fn no_media<T>(kind: MediumKind) -> Result<T> {
+    Err(ModelError::MediumKind { kind, what: "this model reads text only" })
 }
 
 impl Processor for TextOnly {
     fn idle_settings(&self) -> IdleSettings {
-        IdleSettings { flags: &[], why: "it reads text only" }
+        IdleSettings { fields: &[], why: "it reads text only" }
     }
 
     fn shorten(&self, _: MediumKind) -> Option<&'static str> {
         None
     }
 
-    fn plan(&self, _: &MediumRef, _: &MediumInfo, _: &MediaSettings) -> Result<MediumPlan> {
-        no_media()
+    fn plan(&self, medium: &MediumRef, _: &MediumInfo, _: &MediaSettings) -> Result<MediumPlan> {
+        no_media(medium.kind)
     }
 
-    fn prepare(&self, _: &MediumRef, _: &MediaSettings) -> Result<MediumInput> {
-        no_media()
+    fn prepare(&self, medium: &MediumRef, _: &MediaSettings) -> Result<MediumInput> {
+        no_media(medium.kind)
     }
 
-    fn tokens(&self, _: MediumKind, _: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
-        no_media()
+    fn tokens(&self, kind: MediumKind, _: &MediumShape, _: &[f64]) -> Result<MediumTokens> {
+        no_media(kind)
     }
 
     fn placeholder_ids(&self) -> Vec<u32> {
@@ -90,12 +90,12 @@ impl Processor for TextOnly {
 }
 
 impl Encoder for TextOnly {
-    fn tower(&self, _: &MediumInput, _: &Pass, _: &mut Tape) -> Result<Var> {
-        no_media()
+    fn tower(&self, medium: &MediumInput, _: &Pass, _: &mut Tape) -> Result<Var> {
+        no_media(medium.kind)
     }
 
-    fn project(&self, _: &Var, _: &MediumInput, _: &[u32], _: &Pass, _: &mut Tape) -> Result<Var> {
-        no_media()
+    fn project(&self, _: &Var, medium: &MediumInput, _: &[u32], _: &Pass, _: &mut Tape) -> Result<Var> {
+        no_media(medium.kind)
     }
 }
 

@@ -166,7 +166,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     let taken = flags::all().filter(|flag| flag.verbs.contains(&verb));
     for (flag, when, overridden) in taken.flat_map(|f| [(f, f.overridden, true), (f, f.idle, false)]) {
         let Some(why) = when(&settings, verb) else { continue };
-        idle.push((flag.name, why));
+        idle.push((flag.name, why.to_owned()));
         // A value that is the same without the user having said so changes nothing, so nothing is lost by it.
         let same = |base: &Values, value: &Value| base.lookup(flag.name).is_some_and(|(v, _)| v == value);
         match values.lookup(flag.name).cloned() {

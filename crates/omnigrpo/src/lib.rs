@@ -65,8 +65,8 @@
 //!
 //! # Errors
 //!
-//! Every crate below has one error type; they say what failed, what was found and what was expected, and chain their
-//! sources. [`TrainError`] is what [`train()`] and [`evaluate`] fail with. Nothing here prints, reads environment variables or
+//! Every crate below has one error type; they say what failed, what was found and what was expected. A message says its own
+//! part and its cause is its [source](std::error::Error::source), so print the chain (`{:#}` of `anyhow` does). [`TrainError`] is what [`train()`] and [`evaluate`] fail with. Nothing here prints, reads environment variables or
 //! ends the process.
 //!
 //! # Features

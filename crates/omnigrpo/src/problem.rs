@@ -69,21 +69,23 @@ impl Problem {
             Some(TrainError::UnscoredKept { rows, .. }) => Some(rows),
             _ => None,
         };
-        let what = error.to_string();
-        let mut causes = error.chain().skip(1).map(ToString::to_string).collect::<Vec<_>>();
-        causes.dedup();
-        // Many errors tell their cause themselves.
-        causes.retain(|cause| !what.contains(cause));
-        let problem = Self::failure(what);
-        let problem = match kept {
+        let problem = Self::of(error.as_ref());
+        match kept {
             Some(rows) => problem.help(format!(
                 "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores it, with the media \
                  folders of this run where a reward looks at media",
                 rows.display()
             )),
             None => problem,
-        };
-        if causes.is_empty() { problem } else { problem.got(causes.join(": ")) }
+        }
+    }
+
+    /// A library's error with its chain of causes: this is where one is told.
+    pub fn of(error: &dyn std::error::Error) -> Self {
+        let mut messages = omnigrpo_guard::messages(error);
+        let causes = messages.split_off(1).join(": ");
+        let problem = Self::failure(messages.remove(0));
+        if causes.is_empty() { problem } else { problem.got(causes) }
     }
 
     /// Where: a flag, or `file:line:column`.
@@ -147,3 +149,75 @@ impl fmt::Display for Problem {
 }
 
 impl std::error::Error for Problem {}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+    use std::path::Path;
+
+    use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, MediumRef, MediumSource, ReadOptions, Roots};
+    use omnigrpo_models::{Checkpoint, Limits, ModelError, probe_medium};
+    use omnigrpo_rewards::Corpus;
+    use omnigrpo_rollout::RolloutError;
+    use omnigrpo_text::MediumKind;
+
+    use super::*;
+
+    fn broken_row(folder: &Path, row: &str) -> Box<dyn Error> {
+        let file = folder.join("rows.jsonl");
+        std::fs::write(&file, row).unwrap();
+        let rows = Dataset::open(&[DatasetSpec::file(&file, Roots::all(folder))], &ReadOptions::default());
+        Box::new(rows.unwrap().get(0).unwrap_err())
+    }
+
+    /// One error of each kind that wraps another, from where it arises, and how many messages it has.
+    fn wrapped(folder: &Path) -> Vec<(Box<dyn Error>, usize)> {
+        let file = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
+        let missing = folder.join("missing");
+        let nowhere = DatasetSpec::file(missing.join("rows.jsonl"), Roots::default());
+        file(Corpus::FILE, "[");
+        file("config.json", "{");
+        file("tokenizer.json", "[]");
+        let not_there = || std::io::Error::from(std::io::ErrorKind::NotFound);
+        let io = ModelError::Io { path: missing.clone(), source: not_there() };
+        let (source, options) = (MediumSource::Path(missing.join("a.png")), MediumOptions::default());
+        let picture = MediumRef { kind: MediumKind::Image, source, options };
+        let reward = omnigrpo_rewards::build(&["cmd:/no/such/program"], &Default::default());
+        vec![
+            (broken_row(folder, r#"{"problem": "?", "image": "a\u0000.png"}"#), 4),
+            (broken_row(folder, "{1}"), 3),
+            (Box::new(Dataset::open(&[nowhere], &ReadOptions::default()).map(drop).unwrap_err()), 2),
+            (Box::new(Checkpoint::open(folder).map(drop).unwrap_err()), 2),
+            (Box::new(TrainError::from(RolloutError::from(io))), 2),
+            (Box::new(omnigrpo_text::Tokenizer::from_dir(folder).map(drop).unwrap_err()), 2),
+            (Box::new(probe_medium(&picture, &Limits::default()).map(drop).unwrap_err()), 2),
+            (Box::new(Corpus::default().or_kept(folder).map(drop).unwrap_err()), 2),
+            (Box::new(reward.map(drop).unwrap_err()), 2),
+            (Box::new(omnigrpo_observe::write_atomic(&missing.join("x\0"), |_| Ok(())).unwrap_err()), 2),
+            (Box::new(omnigrpo_watch::Error::Serve { port: 1, source: not_there() }), 2),
+        ]
+    }
+
+    #[test]
+    fn causes_are_sources_that_no_message_repeats_and_each_is_told_once() {
+        let folder = tempfile::tempdir().unwrap();
+        for (error, num_messages) in wrapped(folder.path()) {
+            let told = Problem::of(error.as_ref()).to_string();
+            let mut messages = vec![error.to_string()];
+            let mut next = error.source();
+            while let Some(cause) = next {
+                let cause_says = cause.to_string();
+                assert!(
+                    !messages.iter().any(|said| said.contains(&cause_says)),
+                    "{messages:?}: {cause_says}"
+                );
+                messages.push(cause_says);
+                next = cause.source();
+            }
+            assert_eq!(messages.len(), num_messages, "{messages:?}");
+            for message in messages {
+                assert_eq!(told.matches(&message).count(), 1, "{message:?} in {told}");
+            }
+        }
+    }
+}

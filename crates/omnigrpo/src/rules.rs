@@ -12,6 +12,7 @@ use crate::names::Tracker;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings};
 use crate::values::Value;
+use crate::wording::flag_at;
 
 /// Two settings that say the same thing in two ways, and when they do. Where one comes from a stronger source, the other
 /// goes back to its default: a preset must not forbid the other way.
@@ -300,7 +301,14 @@ pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
 fn wrong_loss(s: &Settings) -> Vec<Problem> {
     let problem = |error| match error {
         omnigrpo_grpo::Error::Setting { setting, value, expected } => {
-            Problem::usage(format!("wrong value for `{setting}`")).got(value.to_string()).expected(expected)
+            let flag = match setting {
+                // One flag is the upper bound of every surrogate that has one.
+                "surrogate.cap" => "epsilon_high",
+                "surrogate.pos" => "sapo_temperature_pos",
+                "surrogate.neg" => "sapo_temperature_neg",
+                field => flag_at(&format!("algorithm.loss.{field}")).map_or(field, |flag| flag.name),
+            };
+            Problem::usage(format!("wrong value for `{flag}`")).got(value.to_string()).expected(expected)
         }
         other => Problem::usage(other.to_string()),
     };

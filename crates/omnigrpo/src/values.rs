@@ -448,7 +448,7 @@ pub struct Resolved {
     /// Value and origin of each.
     pub values: Values,
     /// Settings without effect in this run, and why.
-    pub idle: Vec<(&'static str, &'static str)>,
+    pub idle: Vec<(&'static str, String)>,
     /// The typed form.
     pub settings: Settings,
     /// What the environment contributed.

@@ -71,7 +71,7 @@ fn bad_row(bad: &str, reason: &[&str]) {
 fn a_missing_image() {
     bad_row(
         &format!(r#"{{"id": "bad", "image": "gone.png", {IMAGE_TAIL}"#),
-        &["image `gone.png`: no such file; looked for "],
+        &["image `gone.png` cannot be used: no such file; looked for "],
     );
 }
 
@@ -87,7 +87,7 @@ fn a_wrong_number_of_placeholders() {
 fn a_path_that_leaves_its_root() {
     bad_row(
         &format!(r#"{{"id": "bad", "image": "../../../etc/hostname", {IMAGE_TAIL}"#),
-        &["`../../../etc/hostname`: the path leaves its root", "--image_folders"],
+        &["`../../../etc/hostname` cannot be used: the path leaves its root", "--image_folders"],
     );
 }
 
@@ -315,7 +315,7 @@ fn a_size_that_no_memory_holds() {
         &[
             "the prompt is too long: got ",
             "the model's positions",
-            "lower max_pixels, or lower --max_completion_length",
+            "lower --max_pixels, or lower --max_completion_length",
         ],
     );
 }
@@ -330,20 +330,20 @@ fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
     place.write("video.jsonl", row(r#""video": "clip.gif""#, "video"));
     place.write("text.jsonl", format!(r#"{{"problem": "{}", "solution": "x"}}"#, "why ".repeat(40)));
     for (model, rows, advice) in [
-        ("qwen2_5_vl_tied", "image", "lower max_pixels, or raise --max_prompt_length"),
+        ("qwen2_5_vl_tied", "image", "lower --max_pixels, or raise --max_prompt_length"),
         (
             "qwen2_5_vl_tied",
             "video",
-            "lower video_max_frames or nframes, video_max_frame_pixels or total_pixels, or raise",
+            "lower --video_max_frames or --nframes, --video_max_frame_pixels or --total_pixels, or raise",
         ),
         ("qwen2_5_vl_tied", "text", "shorten the text, or raise --max_prompt_length"),
-        ("internvl_hf", "image", "never cut: lower max_anyres_num, or raise --max_prompt_length"),
+        ("internvl_hf", "image", "never cut: lower --max_anyres_num, or raise --max_prompt_length"),
         (
             "internvl_hf",
             "video",
-            "never cut: lower video_max_frames or nframes, or raise --max_prompt_length",
+            "never cut: lower --video_max_frames or --nframes, or raise --max_prompt_length",
         ),
-        ("humanomni", "video", "never cut: lower nframes, or raise --max_prompt_length"),
+        ("humanomni", "video", "never cut: lower --nframes, or raise --max_prompt_length"),
     ] {
         let model = support::golden("checkpoints").join(model);
         let line = format!("data check --train_file {rows}.jsonl --max_prompt_length 12 --model");
@@ -585,7 +585,7 @@ fn checkpoints_that_do_not_fit() {
         ("extra", &["unknown tensor model.surprise"]),
         ("shape", &[last, "shape [1, 16, 3, 2, 14, 14], expected [16, 3, 2, 14, 14]"]),
         ("nan", &["tensor model.embed_tokens.weight: element 0 is NaN, expected finite numbers"]),
-        ("cut", &["cut/model.safetensors is not a valid safetensors file"]),
+        ("cut", &["cut/model.safetensors cannot be read as safetensors"]),
         ("pickle", &["only a pickle checkpoint was found (pytorch_model.bin)", "convert it to safetensors"]),
         ("none", &["no model.safetensors and no model.safetensors.index.json"]),
     ];

@@ -1,4 +1,5 @@
-//! `accuracy`: is the answer right? The rule is chosen by `--accuracy_mode`, or per row by the column
+//! `accuracy`: is the answer right? The rule is chosen by
+//! [`RewardOptions::accuracy_mode`](crate::RewardOptions), or per row by the column
 //! `accu_reward_method` (or `reward_method`) as in VLM-R1; the rules are the other files of this crate, and each is also
 //! a reward of its own.
 //!

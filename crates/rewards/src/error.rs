@@ -32,7 +32,7 @@ pub enum RewardError {
     },
     /// A file that keeps the counts of a run's references cannot be read.
     #[error(
-        "the run's document frequencies cannot be read: {}: {source}; remove the file to count the references of the \
+        "the run's document frequencies cannot be read from {}; remove the file to count the references of the \
          evaluated rows instead", path.display()
     )]
     Corpus {
@@ -75,6 +75,24 @@ pub enum RewardError {
         row: String,
         /// What is wrong and what to do.
         what: String,
+    },
+    /// The program of a reward cannot be started.
+    #[error("reward `{reward}`: cannot start `{program}`; is it installed and on PATH?")]
+    NotStarted {
+        /// The reward.
+        reward: String,
+        /// Its program.
+        program: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A reward's own model or files failed.
+    #[error("reward `{reward}` failed")]
+    Failed {
+        /// The reward.
+        reward: String,
+        /// With what.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The wrong number of values.
     #[error(

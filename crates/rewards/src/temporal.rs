@@ -1,7 +1,7 @@
 //! T-GRPO: a bonus for right answers that need the order of the frames.
 //!
-//! Not a reward of the table, since it needs a second set of completions, sampled with shuffled frames: `train` takes
-//! them with `--temporal_order_bonus` and adds what is returned here to the rewards. Source: Video-R1, with its
+//! Not a reward of the table, since it needs a second set of completions, sampled with shuffled frames: a
+//! trainer takes them and adds what is returned here to the rewards. Source: Video-R1, with its
 //! constants.
 
 /// Ordered frames must reach this share of the accuracy on shuffled frames.

@@ -96,11 +96,11 @@ impl BertScorer {
     /// A file without the layer, numbers that are none.
     pub fn with_baseline(mut self, path: &Path) -> Result<Self> {
         let fail = |what: String| ScorerError::File { path: path.to_path_buf(), what };
-        let size = std::fs::metadata(path).map_err(|e| fail(e.to_string()))?.len();
+        let size = std::fs::metadata(path).map_err(ScorerError::io(path))?.len();
         if size > MAX_BASELINE_BYTES {
             return Err(fail(format!("{size} bytes; expected a line per layer")));
         }
-        let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
+        let text = std::fs::read_to_string(path).map_err(ScorerError::io(path))?;
         let line = text.lines().map(|line| line.split([',', '\t']).map(str::trim).collect::<Vec<_>>());
         let found = line.into_iter().find(|cells| cells[0].parse() == Ok(self.layer));
         let numbers = found.and_then(|cells| {

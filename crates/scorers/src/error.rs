@@ -1,6 +1,6 @@
 //! What can go wrong with a scorer.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use omnigrpo_rewards::RewardError;
 
@@ -14,6 +14,22 @@ pub enum ScorerError {
         path: PathBuf,
         /// What is wrong, what was expected.
         what: String,
+    },
+    /// A file of a scorer's directory cannot be read.
+    #[error("{} cannot be read", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A file of a scorer's directory is not the JSON it should be.
+    #[error("{} is not the JSON that is expected of it", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The parser's message, with line and column.
+        source: serde_json::Error,
     },
     /// A setting is missing, or does not fit the model.
     #[error("reward `{reward}`: {what}")]
@@ -41,8 +57,12 @@ pub enum ScorerError {
 pub type Result<T, E = ScorerError> = std::result::Result<T, E>;
 
 impl ScorerError {
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::Io { path: path.to_owned(), source }
+    }
+
     /// As the error of a reward, about a whole batch.
-    pub(crate) fn of_batch(self, reward: &'static str) -> RewardError {
-        RewardError::Setting { reward: reward.to_owned(), what: self.to_string() }
+    pub(crate) fn of_batch(self, reward: impl Into<String>) -> RewardError {
+        RewardError::Failed { reward: reward.into(), source: self.into() }
     }
 }

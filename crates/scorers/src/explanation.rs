@@ -95,11 +95,11 @@ impl Reward for Explanation {
     }
 }
 
-fn no_picture(index: usize, input: &RewardInput<'_>, why: &dyn std::fmt::Display) -> RewardError {
+fn no_picture(index: usize, input: &RewardInput<'_>, why: &dyn std::error::Error) -> RewardError {
     RewardError::Row {
         reward: NAME.to_owned(),
         row: format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample),
-        what: format!("the CLIP score wants a picture: {why}"),
+        what: format!("the CLIP score wants a picture: {}", omnigrpo_guard::told(why)),
     }
 }
 

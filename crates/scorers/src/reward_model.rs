@@ -22,7 +22,7 @@ use omnigrpo_text::{
     ChatTemplate, Part, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn,
 };
 
-use crate::error::Result;
+use crate::error::{Result, ScorerError};
 
 /// A frozen model that gives prompt and completion one number.
 pub struct RewardModel {
@@ -63,7 +63,7 @@ impl RewardModel {
         Ok(Self { name: name.to_owned(), model })
     }
 
-    /// Name and place of the model that a spec of `--reward_funcs` asks for: `DIR` or `ORG/MODEL`, whose last part is the name
+    /// Name and place of the model that the spec of a reward asks for: `DIR` or `ORG/MODEL`, whose last part is the name
     /// then, or `NAME=` and one of the two. `None` for what is no path and no such name.
     #[must_use]
     pub fn spec(spec: &str) -> Option<(&str, &str)> {
@@ -149,7 +149,7 @@ impl TextReader {
                 if encoder { self.tokenizer.encode_framed(&text) } else { self.tokenizer.encode_text(&text) }
             }
         };
-        let ids = ids.map_err(|e| e.to_string())?;
+        let ids = ids.map_err(|e| omnigrpo_guard::told(&e))?;
         let (got, most) = (ids.len(), self.model.max_tokens());
         match got {
             0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
@@ -205,8 +205,7 @@ impl Reward for RewardModel {
                 scores
             }
         };
-        let scores =
-            scores.map_err(|e| RewardError::Setting { reward: self.name.clone(), what: e.to_string() })?;
+        let scores = scores.map_err(|e| ScorerError::from(e).of_batch(&self.name))?;
         Ok(scores.into_iter().map(|score| Some(f64::from(score))).collect())
     }
 

@@ -51,9 +51,9 @@ impl SentenceEncoder {
             let what = "modules.json is missing; expected a directory of `sentence-transformers`";
             return Err(fail(dir, what));
         }
-        let bytes = std::fs::read(&modules).map_err(|e| fail(&modules, e.to_string()))?;
-        let list: Vec<Value> =
-            serde_json::from_slice(&bytes).map_err(|e| fail(&modules, format!("not a JSON list: {e}")))?;
+        let bytes = std::fs::read(&modules).map_err(ScorerError::io(&modules))?;
+        let list: Vec<Value> = serde_json::from_slice(&bytes)
+            .map_err(|source| ScorerError::Json { path: modules.clone(), source })?;
         let mut transformer = None;
         let mut pooling = None;
         let mut dense = Vec::new();

@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_guard::told;
 use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, Rgb8Image, load_image};
 use omnigrpo_models::WeightDtype;
@@ -171,7 +172,7 @@ fn bertscore_equals_the_package() {
     std::fs::write(&file, "LAYER,P,R,F\n1,0.1,0.2,0.3\n").unwrap();
     let scorer = BertScorer::load(&golden("roberta"), None, WeightDtype::Auto).unwrap();
     assert!(scorer.with_baseline(&file).err().unwrap().to_string().contains("3,P,R,F"));
-    let error = BertScorer::load(&golden("roberta"), Some(4), WeightDtype::Auto).err().unwrap().to_string();
+    let error = told(&BertScorer::load(&golden("roberta"), Some(4), WeightDtype::Auto).err().unwrap());
     assert!(error.contains("layer 4") && error.contains('3'), "{error}");
 }
 
@@ -215,7 +216,7 @@ fn make(name: &str, options: &ScorerOptions) -> Box<dyn Reward> {
 }
 
 fn refused(name: &str, options: &ScorerOptions) -> String {
-    (table().iter().find(|row| row.name == name).unwrap().make)(options).err().unwrap().to_string()
+    (table().iter().find(|row| row.name == name).unwrap().make)(options).err().map(|e| told(&e)).unwrap()
 }
 
 /// Through the contract, as a run does: range, count, finiteness.
@@ -293,7 +294,7 @@ fn explanation_knows_rows_it_can_not_judge() {
     let broken = Row { media: vec![picture("missing.png")], ..Row::new("con mèo", ITEMS[1], "noise.png") };
     let set = build_with(&["explanation"], &RewardOptions::default(), vec![make("explanation", &options())])
         .unwrap();
-    let error = set.score(&[rows[3].input(0), broken.input(1)]).unwrap_err().to_string();
+    let error = told(&set.score(&[rows[3].input(0), broken.input(1)]).unwrap_err());
     assert!(error.contains("row 1 (dataset row 7, sample 1)") && error.contains("missing.png"), "{error}");
 }
 
@@ -628,7 +629,7 @@ fn what_is_no_reward_model_is_said() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("rm");
     let load = || RewardModel::load("rm", &place, WeightDtype::Auto, RenderOptions::default());
-    let refused = || load().err().unwrap().to_string();
+    let refused = || told(&load().err().unwrap());
     let edit = |from: &str, to: &str| {
         let path = place.join("config.json");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -666,12 +667,12 @@ fn what_is_no_reward_model_is_said() {
     let model = load().unwrap();
     let (turns, columns) = asked(&json!([{ "role": "user", "content": "how many cubes?" }]));
     let input = said(&turns, &columns, "three");
-    let error = model.score(&[input]).unwrap_err().to_string();
+    let error = told(&model.score(&[input]).unwrap_err());
     assert!(error.contains("no chat template") && error.contains("dataset row 7, sample 2"), "{error}");
     assert!(model.applies(&input).is_err());
     let (turns, columns) = asked(&json!("The sky is"));
     let endless = "x".repeat(600);
-    let error = model.score(&[said(&turns, &columns, &endless)]).unwrap_err().to_string();
+    let error = told(&model.score(&[said(&turns, &columns, &endless)]).unwrap_err());
     assert!(error.contains("at most 512") && error.contains("shorter completions"), "{error}");
     assert!(model.score(&[said(&turns, &columns, " blue")]).unwrap()[0].is_some());
 }

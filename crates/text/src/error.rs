@@ -7,12 +7,15 @@ use crate::MediumKind;
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, TextError>;
 
+/// What another library failed with.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;
+
 /// Everything that can go wrong between a conversation and its token ids.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
     /// A file exists but could not be read.
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {path}; check that the file is there and may be read")]
     Read {
         /// The file.
         path: PathBuf,
@@ -38,6 +41,8 @@ pub enum TextError {
         path: PathBuf,
         /// What is wrong, and what was expected.
         problem: String,
+        /// What the parser said, where one did.
+        source: Option<Cause>,
     },
     /// A model directory without any tokenizer that can be loaded.
     #[error(
@@ -49,12 +54,12 @@ pub enum TextError {
         dir: PathBuf,
     },
     /// The tokenizer refused a text.
-    #[error("cannot encode {excerpt:?}: {problem}")]
+    #[error("cannot encode {excerpt:?}")]
     Encode {
         /// Start of the text.
         excerpt: String,
         /// What the tokenizer said.
-        problem: String,
+        source: Cause,
     },
     /// Plain text would have become a control token.
     #[error(
@@ -70,12 +75,12 @@ pub enum TextError {
         id: u32,
     },
     /// Token ids could not be turned into text.
-    #[error("cannot decode {num_ids} token ids: {problem}")]
+    #[error("cannot decode {num_ids} token ids")]
     Decode {
         /// How many ids were given.
         num_ids: usize,
         /// What the tokenizer said.
-        problem: String,
+        source: Cause,
     },
     /// A name that is no token of this vocabulary.
     #[error(

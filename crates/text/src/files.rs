@@ -30,7 +30,9 @@ pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
 pub(crate) fn read_json(path: &Path, limit: u64) -> Result<Option<Value>> {
     let Some(bytes) = read_limited(path, limit)? else { return Ok(None) };
     let parsed = serde_json::from_slice(&bytes);
-    parsed
-        .map(Some)
-        .map_err(|e| TextError::BadFile { path: path.to_owned(), problem: format!("not JSON: {e}") })
+    parsed.map(Some).map_err(|e| TextError::BadFile {
+        path: path.to_owned(),
+        problem: "not JSON".to_owned(),
+        source: Some(e.into()),
+    })
 }

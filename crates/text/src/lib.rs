@@ -31,7 +31,7 @@ mod stop;
 mod template;
 mod tokenizer;
 
-pub use error::{Result, TextError};
+pub use error::{Cause, Result, TextError};
 pub use placeholders::{MediaCounts, split_conversation, split_placeholders};
 pub use prompt::{
     MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions, RenderedConversation,

@@ -42,6 +42,7 @@ impl StopSet {
             ids.ok_or_else(|| TextError::BadFile {
                 path: path.clone(),
                 problem: format!("{name} is {}, expected a token id or a list of them", config[name]),
+                source: None,
             })
         };
         let mut ids = read("eos_token_id")?;

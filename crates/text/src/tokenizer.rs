@@ -37,7 +37,7 @@ use tokenizers::{
 };
 
 use crate::files::{read_json, read_limited};
-use crate::{Result, TextError};
+use crate::{Cause, Result, TextError};
 
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -124,7 +124,7 @@ impl Tokenizer {
         let (path, mut inner) = match read_limited(&path, MAX_TOKENIZER_BYTES)? {
             Some(bytes) => {
                 let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes))
-                    .map_err(|e| bad(&path, format!("not a tokenizer this program can read: {e}")))?;
+                    .map_err(|e| broken(&path, "not a tokenizer this program can read", e))?;
                 check_parts(&inner).map_err(|what| bad(&path, what))?;
                 (path, inner)
             }
@@ -145,7 +145,7 @@ impl Tokenizer {
         }
         inner
             .with_truncation(None)
-            .map_err(|e| bad(&path, format!("truncation cannot be switched off: {e}")))?
+            .map_err(|e| broken(&path, "truncation cannot be switched off", e))?
             .with_padding(None);
         let known = inner.get_added_tokens_decoder();
         for (id, token) in added_tokens_of(&config, &config_path)? {
@@ -212,7 +212,7 @@ impl Tokenizer {
             ModelWrapper::Unigram(_) => named_tokens.get("unk_token").and_then(|t| inner.token_to_id(t)),
         };
         let decoder = serde_json::to_string(&inner.get_decoder())
-            .map_err(|e| bad(path, format!("decoder cannot be inspected: {e}")))?;
+            .map_err(|e| broken(path, "its decoder cannot be inspected", e))?;
         let pieces = if decoder.contains("\"ByteLevel\"") {
             PieceFormat::ByteLevel
         } else if decoder.contains("\"ByteFallback\"") || decoder.contains('▁') {
@@ -250,7 +250,7 @@ impl Tokenizer {
             self.encode_text(text)?.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect();
         let encoding = tokenizers::Encoding::from_tokens(tokens, 0);
         let encoding = guarded(|| self.inner.post_process(encoding, None, true));
-        let encoding = encoding.map_err(|e| encode_error(text, &e))?;
+        let encoding = encoding.map_err(|e| encode_error(text, e))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -298,7 +298,7 @@ impl Tokenizer {
             self.tokenize(&mut pre, &fixed)?;
             pre.into_encoding(None, 0, OffsetType::None)
         });
-        let tokens = tokens.map_err(|e| encode_error(&text, &e))?;
+        let tokens = tokens.map_err(|e| encode_error(&text, e))?;
 
         let mut out = EncodedRuns::default();
         for &id in tokens.get_ids() {
@@ -420,7 +420,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         if self.pieces == PieceFormat::Opaque {
             let decoded = guarded(|| self.inner.decode(ids, skip_special));
-            return decoded.map_err(|e| TextError::Decode { num_ids: ids.len(), problem: e.to_string() });
+            return decoded.map_err(|e| TextError::Decode { num_ids: ids.len(), source: e });
         }
         let mut stream = StreamDecoder::new(skip_special);
         let mut text = String::new();
@@ -695,7 +695,7 @@ fn added_tokens_of(config: &Value, path: &Path) -> Result<BTreeMap<u32, AddedTok
 fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path: &Path) -> Result<()> {
     let content = token.content.clone();
     let added = if token.special { inner.add_special_tokens([token]) } else { inner.add_tokens([token]) };
-    added.map_err(|e| bad(path, format!("token {content:?} cannot be added: {e}")))?;
+    added.map_err(|e| broken(path, format!("token {content:?} cannot be added"), e))?;
     match inner.token_to_id(&content) {
         Some(got) if got == id => Ok(()),
         got => Err(bad(
@@ -710,7 +710,7 @@ fn add_token(inner: &mut tokenizers::Tokenizer, id: u32, token: AddedToken, path
 /// BERT's `vocab.txt`, a word piece per line; `None` if there is no such file.
 fn bert_from_vocabulary(path: &Path, config: &Value) -> Result<Option<tokenizers::Tokenizer>> {
     let Some(bytes) = read_limited(path, MAX_TOKENIZER_BYTES)? else { return Ok(None) };
-    let broken = |e: tokenizers::Error| bad(path, format!("the vocabulary does not load: {e}"));
+    let broken = |e: tokenizers::Error| broken(path, "the vocabulary does not load", e);
     let vocab = WordPiece::read_bytes(&bytes).map_err(broken)?;
     let literal = |key: &str, default: &str| -> Result<(String, u32)> {
         let token = config.get(key).and_then(token_literal).unwrap_or(default);
@@ -758,7 +758,7 @@ fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::To
     let read = |path: &Path| -> Result<String> {
         let bytes = read_limited(path, MAX_TOKENIZER_BYTES)?;
         let bytes = bytes.ok_or_else(|| TextError::NoTokenizer { dir: dir.to_owned() })?;
-        String::from_utf8(bytes).map_err(|e| bad(path, format!("not UTF-8: {e}")))
+        String::from_utf8(bytes).map_err(|e| broken(path, "not UTF-8", e))
     };
     const SPECIAL: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
     let mut vocab: Vocab = SPECIAL.iter().zip(0..).map(|(token, id)| ((*token).to_owned(), id)).collect();
@@ -782,7 +782,7 @@ fn phobert_from_slow_files(dir: &Path, config: &Value) -> Result<(tokenizers::To
         }
         merges.push((a.to_owned(), b.to_owned()));
     }
-    let broken = |e: tokenizers::Error| bad(&codes, format!("vocab.txt and bpe.codes do not load: {e}"));
+    let broken = |e: tokenizers::Error| broken(&codes, "vocab.txt and bpe.codes do not load", e);
     let model = BPE::builder().vocab_and_merges(vocab, merges).unk_token("<unk>".into());
     let model = model.end_of_word_suffix(END.into()).build().map_err(broken)?;
     let words = SplitPattern::Regex(r"\S+\n?".to_owned());
@@ -811,7 +811,7 @@ fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokeni
     for path in [&vocab, &merges] {
         read_limited(path, MAX_TOKENIZER_BYTES)?;
     }
-    let broken = |e: tokenizers::Error| bad(&vocab, format!("vocab.json and merges.txt do not load: {e}"));
+    let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt do not load", e);
     let model =
         BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy()).build().map_err(broken)?;
     let split = SplitAt::new(
@@ -832,11 +832,15 @@ fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokeni
 }
 
 fn bad(path: &Path, problem: String) -> TextError {
-    TextError::BadFile { path: path.to_owned(), problem }
+    TextError::BadFile { path: path.to_owned(), problem, source: None }
 }
 
-fn encode_error(text: &str, error: &tokenizers::Error) -> TextError {
-    TextError::Encode { excerpt: excerpt(text), problem: error.to_string() }
+fn broken(path: &Path, problem: impl Into<String>, source: impl Into<Cause>) -> TextError {
+    TextError::BadFile { path: path.to_owned(), problem: problem.into(), source: Some(source.into()) }
+}
+
+fn encode_error(text: &str, source: tokenizers::Error) -> TextError {
+    TextError::Encode { excerpt: excerpt(text), source }
 }
 
 /// The start of a text, for messages.

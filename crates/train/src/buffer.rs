@@ -8,6 +8,7 @@ use omnigrpo_rollout::{Completion, FinishReason};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, TrainError};
+use crate::features::encode_plain;
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::prepare;
 use crate::step::Algorithm;
@@ -128,7 +129,7 @@ impl BufferState {
                 completion.logprobs = sampled.next().cloned().unwrap_or_default();
                 Scored::new(completion, Some(old.clone()))
             });
-            let features = model.encode_prompt(&row.prompt)?;
+            let features = encode_plain(model, [&*row.prompt])?.remove(0);
             groups.push(Group { features, completions: completions.collect(), row });
         }
         let rewards = RewardMatrix {

@@ -96,7 +96,7 @@ pub fn save(
             state.optimizer_steps = save_moments(&temporary, optimizer)?;
         }
         let path = temporary.join(STATE);
-        let text = serde_json::to_vec(&state).map_err(|e| TrainError::Checkpoint { what: e.to_string() })?;
+        let text = serde_json::to_vec(&state).map_err(std::io::Error::from).map_err(TrainError::io(&path))?;
         fs::write(&path, text).map_err(TrainError::io(&path))?;
         write_sums(&temporary)?;
         sync_tree(&temporary)?;
@@ -239,7 +239,8 @@ pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
     check_sums(checkpoint, Some(STATE))?;
     let text = fs::read(&path).map_err(TrainError::io(&path))?;
     let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{STATE}: {what}"));
-    let state: TrainerState = serde_json::from_slice(&text).map_err(|e| damaged(&e))?;
+    let state: TrainerState =
+        serde_json::from_slice(&text).map_err(|e| unreadable(checkpoint, STATE, e.into()))?;
     if state.buffer.as_ref().is_some_and(|buffer| !buffer.is_whole()) {
         return Err(damaged(&"its rollout in progress has lists of other lengths"));
     }
@@ -264,8 +265,8 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     if state.model_only {
         return Err(TrainError::Checkpoint {
             what: format!(
-                "{} was saved with save_only_model, without the optimizer's state: it can start a run \
-                 (--model_name_or_path), not resume one",
+                "{} was saved with RunPlan::save_only_model, without the optimizer's state: a run can start \
+                 from it, not resume from it",
                 checkpoint.display()
             ),
         });
@@ -275,7 +276,7 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     let path = checkpoint.join(OPTIMIZER);
     let bytes = fs::read(&path).map_err(TrainError::io(&path))?;
     let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| damaged(&e))?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(checkpoint, OPTIMIZER, e.into()))?;
     let floats = |name: &str| -> Result<Vec<f32>> {
         match file.tensor(name) {
             Ok(view) if view.dtype() != Dtype::F32 => {
@@ -345,7 +346,7 @@ fn save_moments(dir: &Path, optimizer: &AdamW) -> Result<BTreeMap<String, u64>> 
     let path = dir.join(OPTIMIZER);
     safetensors::serialize_to_file(tensors, None, &path).map_err(|e| match e {
         safetensors::SafeTensorError::IoError(source) => TrainError::Io { path, source },
-        other => TrainError::Checkpoint { what: other.to_string() },
+        source => TrainError::Safetensors { path, source },
     })?;
     omnigrpo_models::share(&dir.join(OPTIMIZER))?;
     Ok(steps)
@@ -401,7 +402,7 @@ fn write_sums(dir: &Path) -> Result<()> {
 /// Compares files of a checkpoint with their sums: `only` one, or all.
 fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     let text = open_file(&checkpoint.join(SUMS)).and_then(std::io::read_to_string);
-    let text = text.map_err(|e| damaged(checkpoint, &format!("its {SUMS} cannot be read ({e})")))?;
+    let text = text.map_err(|e| unreadable(checkpoint, SUMS, e.into()))?;
     let mut listed = Vec::new();
     for line in text.lines() {
         let stays =
@@ -420,7 +421,7 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
     listed.par_iter().try_for_each(|(expected, name)| match sum(&checkpoint.join(name)) {
         Ok(got) if got == *expected => Ok(()),
         Ok(_) => Err(damaged(checkpoint, &format!("{name} is not what was saved (its checksum differs)"))),
-        Err(e) => Err(damaged(checkpoint, &e)),
+        Err(e) => Err(unreadable(checkpoint, name, e.into())),
     })
 }
 
@@ -445,9 +446,12 @@ fn sum(path: &Path) -> Result<String> {
 }
 
 fn damaged(checkpoint: &Path, what: &dyn std::fmt::Display) -> TrainError {
-    TrainError::Checkpoint {
-        what: format!("{} is damaged: {what}; resume from an earlier checkpoint", checkpoint.display()),
-    }
+    TrainError::Damaged { checkpoint: checkpoint.to_owned(), what: what.to_string(), source: None }
+}
+
+fn unreadable(checkpoint: &Path, name: &str, source: Box<dyn std::error::Error + Send + Sync>) -> TrainError {
+    let what = format!("its {name} cannot be read");
+    TrainError::Damaged { checkpoint: checkpoint.to_owned(), what, source: Some(source) }
 }
 
 /// A model with a number that is not finite cannot go on, and must not replace one that can.

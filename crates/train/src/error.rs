@@ -15,6 +15,16 @@ pub enum TrainError {
         /// What is wrong and what to do.
         what: String,
     },
+    /// A pattern that chooses weights is no regular expression.
+    #[error("{name} {pattern:?} is no regular expression")]
+    Pattern {
+        /// The field.
+        name: &'static str,
+        /// The pattern.
+        pattern: String,
+        /// Where it breaks off.
+        source: regex::Error,
+    },
     /// Too few rows can be used.
     #[error("{what}")]
     Data {
@@ -55,8 +65,26 @@ pub enum TrainError {
         /// What is wrong and what to do.
         what: String,
     },
+    /// The optimizer's state cannot be written as safetensors.
+    #[error("{} cannot be written as safetensors", path.display())]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: safetensors::SafeTensorError,
+    },
+    /// A checkpoint's files are not those that were saved.
+    #[error("checkpoint: {} is damaged: {what}; resume from an earlier checkpoint", checkpoint.display())]
+    Damaged {
+        /// The checkpoint.
+        checkpoint: PathBuf,
+        /// What is wrong with it.
+        what: String,
+        /// What reading it failed with, where that is what is wrong.
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    },
     /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{} cannot be read or written", path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -73,7 +101,7 @@ pub enum TrainError {
     #[error(transparent)]
     Reward(#[from] omnigrpo_rewards::RewardError),
     /// A reward failed, and the completions it was asked about would be lost.
-    #[error("{source}")]
+    #[error("a step could not be scored")]
     Unscored {
         /// What it failed with.
         source: Box<omnigrpo_rewards::RewardError>,
@@ -81,9 +109,7 @@ pub enum TrainError {
         rows: Vec<String>,
     },
     /// A reward failed; the completions it was asked about are kept.
-    #[error(
-        "{source}; what was sampled is kept in {}", rows.display()
-    )]
+    #[error("a step could not be scored; what was sampled is kept in {}", rows.display())]
     UnscoredKept {
         /// What it failed with.
         source: Box<omnigrpo_rewards::RewardError>,
@@ -96,6 +122,9 @@ pub enum TrainError {
     /// Metrics or rollouts could not be written.
     #[error(transparent)]
     Observe(#[from] omnigrpo_observe::Error),
+    /// No row is left to draw, or a place in the order that it does not have.
+    #[error(transparent)]
+    Order(#[from] omnigrpo_data::OrderError),
     /// The dataset cannot be used.
     #[error(transparent)]
     Dataset(#[from] omnigrpo_data::DataError),

@@ -7,18 +7,47 @@ use crate::error::Result;
 use crate::rollouts::Group;
 use crate::step::Algorithm;
 
-/// Features of every prompt's media, for sampling and for the first update after it.
-pub(crate) fn encode<'p>(
-    model: &Model,
-    algorithm: &Algorithm,
-    prompts: impl Iterator<Item = &'p Prompt>,
-) -> Result<(Vec<Vec<Features>>, Memories)> {
-    if algorithm.recompute {
-        // Runs that recompute are short of memory, so towers keep nothing either.
-        let features = prompts.map(|prompt| Ok(model.encode_prompt(prompt)?)).collect::<Result<_>>()?;
-        return Ok((features, Memories::default()));
+/// What is kept of a tower's forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Features alone.
+    Features,
+    /// What the backward pass of the first update needs besides.
+    Activations,
+}
+
+impl Keep {
+    /// What a rollout keeps. Runs that recompute are short of memory, so their towers keep nothing either.
+    pub(crate) fn for_update(algorithm: &Algorithm) -> Self {
+        if algorithm.recompute { Self::Features } else { Self::Activations }
     }
-    Ok(model.encode_for_training(prompts)?)
+}
+
+/// The second half of the way of a row, from prompts to the features of their media; [`prepare`](crate::prepare) is the first. A
+/// training step has prompts made ahead, on another thread, and features by the weights of the moment.
+///
+/// # Errors
+/// As [`Model::encode_prompt`].
+pub fn encode<'p>(
+    model: &Model,
+    keep: Keep,
+    prompts: impl IntoIterator<Item = &'p Prompt>,
+) -> Result<(Vec<Vec<Features>>, Memories)> {
+    match keep {
+        Keep::Features => {
+            let each = prompts.into_iter().map(|prompt| Ok(model.encode_prompt(prompt)?));
+            Ok((each.collect::<Result<_>>()?, Memories::default()))
+        }
+        Keep::Activations => Ok(model.encode_for_training(prompts.into_iter())?),
+    }
+}
+
+/// Features alone.
+pub(crate) fn encode_plain<'p>(
+    model: &Model,
+    prompts: impl IntoIterator<Item = &'p Prompt>,
+) -> Result<Vec<Vec<Features>>> {
+    Ok(encode(model, Keep::Features, prompts)?.0)
 }
 
 /// Renews features after an update: through the tower where it is trained, else through the projector alone.

@@ -4,7 +4,7 @@ use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
 
 use crate::error::Result;
-use crate::features;
+use crate::features::{self, Keep};
 use crate::optimizer::AdamW;
 use crate::step::{Algorithm, UpdateAt};
 use crate::streams::pack;
@@ -40,8 +40,9 @@ pub fn imitate(
         let stream = PackedStream::new(&groups)?;
         num_tokens += stream.rows() as u64;
         let prompts: Vec<&Prompt> = members.iter().map(|e| &e.prompt).collect();
-        let (features, memories) =
-            timed(timer, "encode", || features::encode(model, algorithm, prompts.iter().copied()))?;
+        let (features, memories) = timed(timer, "encode", || {
+            features::encode(model, Keep::for_update(algorithm), prompts.iter().copied())
+        })?;
         let seen = timed(timer, "encode", || {
             let seen = prompts.iter().zip(&features);
             seen.map(|(p, own)| Ok(model.features_in_training(p, own, training)?)).collect::<Result<Vec<_>>>()

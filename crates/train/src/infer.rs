@@ -1,12 +1,15 @@
 //! Completions and log-probabilities of rows, outside of training.
 
 use omnigrpo_data::Dataset;
+use omnigrpo_guard::told;
 use omnigrpo_models::{GroupStream, Model, PackedStream, Prompt, PromptBuilder};
 use omnigrpo_rollout::{Completion, Generator, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::evaluate::EvalOptions;
-use crate::rows::{PreparedRow, Ready, Unusable, prepare_all, requests};
+use crate::features::encode_plain;
+use crate::rows::{PreparedRow, Ready, Unusable, prepare, prepare_all, requests};
+use crate::step::Algorithm;
 use crate::streams::pack;
 
 /// Log-probability of each token of completions that are there already, in nats, under softmax(logits / `temperature`).
@@ -31,7 +34,7 @@ pub fn logprobs(
             ),
         });
     }
-    let features = vec![model.encode_prompt(prompt)?];
+    let features = encode_plain(model, [prompt])?;
     let lengths = completions.iter().map(Vec::len).collect();
     let mut logprobs: Vec<Vec<f32>> = Vec::with_capacity(completions.len());
     for part in pack(&[(tokens, lengths)], max_stream_tokens.unwrap_or(usize::MAX)).into_iter().flatten() {
@@ -45,6 +48,46 @@ pub fn logprobs(
         logprobs.extend(stream.each(&flat).map(<[f32]>::to_vec));
     }
     Ok(logprobs)
+}
+
+/// A row with the completions that it brings, scored.
+#[derive(Debug)]
+pub struct Recorded {
+    /// The row.
+    pub row: PreparedRow,
+    /// Token ids of each completion.
+    pub ids: Vec<Vec<u32>>,
+    /// Log-probability of each token, in nats.
+    pub logprobs: Vec<Vec<f32>>,
+}
+
+/// Log-probabilities of the completions that rows of a dataset bring, as [`logprobs`]. `each` sees every row, by number, as soon
+/// as it is done, or why it cannot be scored.
+///
+/// # Errors
+/// What `each` fails with.
+pub fn score_recorded(
+    model: &Model,
+    prompts: &PromptBuilder,
+    (dataset, rows): (&Dataset, &[u64]),
+    algorithm: &Algorithm,
+    each: &mut dyn FnMut(u64, Result<Recorded, Unusable>) -> Result<()>,
+) -> Result<()> {
+    let (temperature, max_tokens) = (algorithm.sampling.scoring_temperature(), algorithm.max_stream_tokens);
+    for &number in rows {
+        let recorded = prepare(dataset, prompts, None, number, 0).and_then(|row| {
+            let unusable = |reason: String| Unusable { id: row.sample.id.clone(), reason };
+            let completions = row.sample.completions.as_deref();
+            let completions = completions.ok_or_else(|| unusable("the row has no `completions`".into()))?;
+            let ids: Result<Vec<_>, _> = completions.iter().map(|c| prompts.recorded_ids(c)).collect();
+            let ids = ids.map_err(|e| unusable(told(&e)))?;
+            let logprobs = logprobs(model, &row.prompt, &ids, temperature, max_tokens);
+            let logprobs = logprobs.map_err(|e| unusable(told(&e)))?;
+            Ok(Recorded { row, ids, logprobs })
+        });
+        each(number, recorded)?;
+    }
+    Ok(())
 }
 
 /// Some rows and what was sampled for them.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use omnigrpo_data::Dataset;
+use omnigrpo_guard::told;
 use omnigrpo_observe::{
     BeforeAfter, Console, DebugLog, Event, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir,
     Skipped, Tokens, Trackers, Window, best_and_worst, write_atomic,
@@ -300,8 +301,8 @@ impl Records {
     /// Keeps the rows behind a loss or gradient that is not finite.
     pub(crate) fn offending_rows(&self, step: u64, rollouts: &Rollouts, error: TrainError) -> TrainError {
         let what = match &error {
-            TrainError::Loss(e) => e.to_string(),
-            TrainError::NonFiniteGradient { .. } => error.to_string(),
+            TrainError::Loss(e) => told(e),
+            TrainError::NonFiniteGradient { .. } => told(&error),
             _ => return error,
         };
         let path = self.dir.root().join(format!("nonfinite-step-{step}.jsonl"));

@@ -2,13 +2,14 @@
 
 use omnigrpo_data::{RecordedCompletion, RecordedRewards};
 use omnigrpo_grpo::{advantage, mask};
+use omnigrpo_guard::told;
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 
 use crate::error::{Result, TrainError};
-use crate::features;
+use crate::features::{self, Keep};
 use crate::rollouts::{Group, Rollouts, Scored};
 use crate::rows::PreparedRow;
 use crate::step::Algorithm;
@@ -26,8 +27,9 @@ pub fn replay(
     rows: Vec<PreparedRow>,
     timer: &mut PhaseTimer,
 ) -> Result<Rollouts> {
-    let (features, memories) =
-        timed(timer, "encode", || features::encode(model, algorithm, rows.iter().map(|row| &*row.prompt)))?;
+    let (features, memories) = timed(timer, "encode", || {
+        features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
+    })?;
     let mut groups: Vec<Group> = Vec::with_capacity(rows.len());
     let mut names: Vec<String> = Vec::new();
     let mut values: Vec<Vec<Option<f64>>> = Vec::new();
@@ -87,7 +89,7 @@ pub fn replay(
 
 /// A completion up to its first stop token, with its log-probabilities where it has them.
 fn read(prompts: &PromptBuilder, recorded: &RecordedCompletion) -> Result<Scored, String> {
-    let mut ids = prompts.recorded_ids(recorded).map_err(|e| e.to_string())?;
+    let mut ids = prompts.recorded_ids(recorded).map_err(|e| told(&e))?;
     let length = mask::completion_length(&ids, &prompts.stops().ids);
     let old = match &recorded.logprobs {
         Some(logprobs) if logprobs.len() != ids.len() => {
@@ -96,8 +98,7 @@ fn read(prompts: &PromptBuilder, recorded: &RecordedCompletion) -> Result<Scored
         given => given.as_ref().map(|given| given[..length].iter().map(|&x| x as f32).collect()),
     };
     ids.truncate(length);
-    let text =
-        prompts.tokenizer().decode(&ids, true).map_err(|e| format!("a completion cannot be decoded: {e}"))?;
+    let text = prompts.tokenizer().decode(&ids, true).map_err(|e| told(&e))?;
     let truncated = recorded.finish_reason.as_deref() == Some("length");
     let reason = if truncated { FinishReason::Length } else { FinishReason::Stop };
     Ok(Scored::new(Completion::recorded(ids, reason, text), old))

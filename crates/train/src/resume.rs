@@ -143,7 +143,7 @@ impl Start {
             let state = match checkpoint::read_state(&path) {
                 Ok(state) => state,
                 Err(error) => {
-                    console.line(&format!("{error}; looking for an earlier one"));
+                    console.line(&format!("{}; looking for an earlier one", omnigrpo_guard::told(&error)));
                     failed.get_or_insert(error);
                     continue;
                 }
@@ -165,7 +165,7 @@ impl Start {
             match load(path, state) {
                 Err(error @ TrainError::Setting { .. }) => return Err(error),
                 Err(error) => {
-                    console.line(&format!("{error}; looking for an earlier one"));
+                    console.line(&format!("{}; looking for an earlier one", omnigrpo_guard::told(&error)));
                     failed.get_or_insert(error);
                 }
                 started => return started,

@@ -7,11 +7,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
+use omnigrpo_guard::told;
 use omnigrpo_models::{Features, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
 
 use crate::error::{Result, TrainError};
+use crate::features::encode_plain;
 use crate::scoring;
 
 /// What to do about rows that cannot be used.
@@ -27,6 +29,15 @@ impl Default for SkipPolicy {
     /// At most one row in twenty: a broken dataset should not look like a small one.
     fn default() -> Self {
         Self { strict: false, max_share: 0.05 }
+    }
+}
+
+impl SkipPolicy {
+    /// Whether so many of all rows may be skipped.
+    #[must_use]
+    pub fn tolerates(&self, skipped: u64, total: u64) -> bool {
+        let max_share = if self.strict { 0.0 } else { self.max_share };
+        skipped as f64 <= max_share * total as f64
     }
 }
 
@@ -90,9 +101,9 @@ fn read(dataset: &Dataset, rewards: Option<&RewardSet>, row: u64) -> Result<Samp
     }
 }
 
-/// The way from a row of a dataset to its prompt, the same for training, evaluation and generation. With `rewards` a row
-/// that they cannot score is as unusable as one that cannot be read. Features of the media come from the model
-/// (`Model::encode_prompt`), and [`requests`] makes of both what a generator completes.
+/// The way from a row of a dataset to its prompt, the same for training, evaluation, generation, scoring and measuring. With
+/// `rewards` a row that they cannot score is as unusable as one that cannot be read. [`encode`](crate::encode) goes on to the
+/// features of its media, and [`requests`] makes of both what a generator completes.
 ///
 /// # Errors
 /// Why the row cannot be used.
@@ -105,7 +116,7 @@ pub fn prepare(
 ) -> Result<PreparedRow, Unusable> {
     let sample = read(dataset, rewards, row)?;
     let id = sample.id.clone();
-    PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: e.to_string() })
+    PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: told(&e) })
 }
 
 /// Rows that are ready for a generator, and those that cannot be used.
@@ -129,14 +140,14 @@ pub(crate) fn prepare_all(
     let mut ready = Ready::default();
     for &row in rows {
         let made = prepare(dataset, prompts, rewards, row, 0).and_then(|prepared| {
-            let encoded = model.encode_prompt(&prepared.prompt);
+            let encoded = encode_plain(model, [&*prepared.prompt]);
             let id = || prepared.sample.id.clone();
-            encoded.map_err(|e| Unusable { id: id(), reason: e.to_string() }).map(|own| (prepared, own))
+            encoded.map_err(|e| Unusable { id: id(), reason: told(&e) }).map(|own| (prepared, own))
         });
         match made {
             Ok((prepared, own)) => {
                 ready.rows.push(prepared);
-                ready.features.push(own);
+                ready.features.extend(own);
             }
             Err(why) => ready.unusable.push((row, why)),
         }
@@ -222,7 +233,7 @@ fn make(
             let sample = read(dataset, rewards, row)?;
             match prompts.build_sft(&sample, epoch) {
                 Ok(example) => Ok((sample.id, Made::Example(example))),
-                Err(e) => Err(Unusable { id: sample.id, reason: e.to_string() }),
+                Err(e) => Err(Unusable { id: sample.id, reason: told(&e) }),
             }
         }
     }
@@ -312,7 +323,7 @@ impl RowSource {
         // From here on skipped rows wait for the row that takes their place.
         let mut waiting = self.fresh.len();
         while out.len() < count {
-            let row = self.order.draw().map_err(|e| TrainError::Data { what: e.to_string() })?;
+            let row = self.order.draw()?;
             let at = (row, self.order.state().epoch);
             let made = ready
                 .remove(&at)
@@ -350,12 +361,12 @@ impl RowSource {
 
 /// Where and why a row cannot be read; its index is told beside it.
 fn reason(error: &RowError) -> String {
-    format!("{}:{}: {}", error.file.display(), error.line, error.problem)
+    format!("{}:{}: {}", error.file.display(), error.line, told(&error.problem))
 }
 
 /// Whether the share of skipped rows is still within bounds.
 pub(crate) fn check_share(skipped: u64, total: u64, max_share: f64) -> Result<()> {
-    if skipped as f64 > max_share * total as f64 {
+    if !(SkipPolicy { strict: false, max_share }).tolerates(skipped, total) {
         return Err(TrainError::Data {
             what: format!(
                 "{skipped} of {total} rows cannot be used, more than SkipPolicy::max_share ({max_share}) allows; the rows and \

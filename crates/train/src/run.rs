@@ -221,10 +221,7 @@ impl Loop {
             }
             place = Place::of(resumed, dir);
             if resumed.keeps_position() {
-                source
-                    .order_mut()
-                    .resume(resumed.state.order.clone())
-                    .map_err(|e| TrainError::Data { what: e.to_string() })?;
+                source.order_mut().resume(resumed.state.order.clone())?;
             }
             if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
                 let parts = saved.restore(&algorithm, &model, &prompts, &dataset, run.prompts_per_step)?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use omnigrpo_data::{Sample, ThinkMode};
+use omnigrpo_guard::told;
 use omnigrpo_rewards::{RewardError, RewardInput, RewardMatrix, RewardSet, RowKey, Think};
 use omnigrpo_rollout::{Completion, FinishReason};
 use serde_json::{Value, json};
@@ -54,9 +55,9 @@ pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>
     match asked {
         Ok(Some(Ok(applies))) => Ok(applies),
         Ok(Some(Err(RewardError::Row { reward, what, .. }))) => Err(format!("reward `{reward}`: {what}")),
-        Ok(Some(Err(error))) => Err(error.to_string()),
+        Ok(Some(Err(error))) => Err(told(&error)),
         Ok(None) => Ok(Vec::new()),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(told(&error)),
     }
 }
 

@@ -66,7 +66,11 @@ impl Selection {
 
     fn compiled(&self) -> Result<Vec<Regex>> {
         let setting = |p: &String| {
-            Regex::new(p).map_err(|e| TrainError::setting("Selection::patterns", p, e.to_string()))
+            Regex::new(p).map_err(|source| TrainError::Pattern {
+                name: "Selection::patterns",
+                pattern: p.clone(),
+                source,
+            })
         };
         self.patterns.iter().map(setting).collect()
     }

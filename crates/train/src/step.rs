@@ -36,7 +36,7 @@ use omnigrpo_rewards::{RewardMatrix, RewardSet};
 use omnigrpo_rollout::{Generator, SamplingParams};
 
 use crate::error::{Result, TrainError};
-use crate::features;
+use crate::features::{self, Keep};
 use crate::gap::Gap;
 use crate::optimizer::AdamW;
 use crate::pass::Pass;
@@ -259,7 +259,7 @@ impl Collector<'_> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
         let (features, memories) = timed(timer, "encode", || {
-            features::encode(model, algorithm, rows.iter().map(|row| &*row.prompt))
+            features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
         })?;
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);

@@ -8,6 +8,7 @@ use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
 use omnigrpo_rollout::Generator;
 
 use crate::error::{Result, TrainError};
+use crate::features::encode_plain;
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
 use crate::step::Collector;
@@ -48,8 +49,7 @@ pub fn add_order_bonus(
     let videos = videos
         .map(|row| Ok(PreparedRow::new(shuffled, row.sample.clone(), row.epoch)?))
         .collect::<Result<Vec<_>>>()?;
-    let features =
-        videos.iter().map(|row| Ok(model.encode_prompt(&row.prompt)?)).collect::<Result<Vec<_>>>()?;
+    let features = encode_plain(model, videos.iter().map(|row| &*row.prompt))?;
     let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);
     let generator = Generator::new(model, shuffled, &algorithm.sampling, algorithm.max_live);
     let completions = generator.generate(&requests, |_| {})?;

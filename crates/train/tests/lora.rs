@@ -9,6 +9,7 @@ mod setup;
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, WeightDtype,
 };
@@ -160,7 +161,7 @@ fn a_quantised_base_is_trained_through_its_adapters() {
         assert!(place.path().join("run/adapter_model.safetensors").is_file());
 
         let model = Model::load_with(&Checkpoint::open(&checkpoint(NAME)).unwrap(), &options).unwrap();
-        let why = Selection::ALL.apply(&model).unwrap_err().to_string();
+        let why = told(&Selection::ALL.apply(&model).unwrap_err());
         assert!(why.contains("is selected to be trained whole; quantised"), "{why}");
     }
 }
@@ -183,7 +184,7 @@ fn patterns_select_within_parts_and_must_match() {
         ]
     );
     let fails = |selection: &Selection, parts: &[&str]| {
-        let why = selection.apply(&model).unwrap_err().to_string();
+        let why = told(&selection.apply(&model).unwrap_err());
         assert!(parts.iter().all(|part| why.contains(part)), "{why}");
     };
     fails(&pick(&["norm", "layer\\.7"]), &["layer\\\\.7", "matches no weight", "visual.patch_embed"]);
@@ -197,7 +198,7 @@ fn patterns_select_within_parts_and_must_match() {
     let mut model = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
     model.add_lora(&lora(0.0)).unwrap();
     // The bias beside an adapted weight belongs to its module.
-    let why = pick(&["q_proj.bias"]).apply(&model).unwrap_err().to_string();
+    let why = told(&pick(&["q_proj.bias"]).apply(&model).unwrap_err());
     assert!(why.contains("q_proj.bias") && why.contains("carries an adapter"), "{why}");
 }
 
@@ -280,6 +281,6 @@ fn a_gate_is_trained_apart_from_its_projector() {
     assert!(!rest.is_empty() && rest.iter().all(|is_gate| !is_gate));
     assert_eq!(trained(Selection { projector: true, ..none.clone() }).len(), gate.len() + rest.len());
     let qwen = Model::load(&checkpoint(NAME), WeightDtype::Auto).unwrap();
-    let error = Selection { gate: Some(true), ..Selection::ALL }.apply(&qwen).unwrap_err().to_string();
+    let error = told(&Selection { gate: Some(true), ..Selection::ALL }.apply(&qwen).unwrap_err());
     assert!(error.contains("Selection::gate") && error.contains("no gate"), "{error}");
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use omnigrpo_grpo::Aggregation;
+use omnigrpo_guard::told;
 use omnigrpo_models::{Checkpoint, LoadOptions, Model, WeightDtype};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::{Device, Numbers, Param};
@@ -477,7 +478,7 @@ fn given_log_probabilities_are_never_dropped() {
     assert_eq!(given(&[]).unwrap(), [false; 9]);
     assert_eq!(given(&[0, 1, 2]).unwrap(), [true; 9]);
     for (with, named) in [(vec![0], "text"), (vec![0, 1], "video"), (vec![1], "text"), (vec![2], "video")] {
-        let message = given(&with).unwrap_err().to_string();
+        let message = told(&given(&with).unwrap_err());
         assert!(message.contains(&format!("row {named}: expected `logprobs`")), "{with:?}: {message}");
     }
 }

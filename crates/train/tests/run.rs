@@ -19,6 +19,7 @@ use std::time::Instant;
 
 use omnigrpo_data::Order;
 use omnigrpo_grpo::Kl;
+use omnigrpo_guard::told;
 use omnigrpo_models::{GroupStream, Model, PackedStream, WeightDtype};
 use omnigrpo_observe::{Console, DebugLog, Event, Metric, PhaseTimer, Tracker, Trackers};
 use omnigrpo_rewards::{Reward, RewardError, RewardInput, RewardSet};
@@ -660,7 +661,7 @@ fn checkpoints_of_other_settings_are_set_aside() {
     // Naming a checkpoint of other settings is an error that says which.
     let mut named = new(0.1);
     named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
-    let message = run(named).unwrap_err().to_string();
+    let message = told(&run(named).unwrap_err());
     assert!(message.contains("beta: 0.04 → 0.1"), "{message}");
 
     run(new(0.1)).unwrap();
@@ -716,13 +717,13 @@ fn a_broken_row_stops_a_strict_run() {
     let place = with_a_broken_row();
     let mut setup = place.setup("strict");
     setup.run.skip.strict = true;
-    let message = run(setup).unwrap_err().to_string();
+    let message = told(&run(setup).unwrap_err());
     assert!(message.contains("colour-2") && message.contains("2.png"), "{message}");
     assert_eq!(lines(&place.out("strict").join("skipped.jsonl")).len(), 1);
 
     let mut setup = place.setup("share");
     setup.run.skip.max_share = 0.05;
-    let message = run(setup).unwrap_err().to_string();
+    let message = told(&run(setup).unwrap_err());
     assert!(
         message.contains("1 of 6 rows cannot be used") && message.contains("SkipPolicy::max_share"),
         "{message}"
@@ -742,7 +743,7 @@ fn no_usable_row_is_an_error() {
     let place = Place::new();
     let mut setup = place.setup("run");
     setup.run.bad_rows = (0..6).map(|row| (row, format!("row {row}"), "bad".to_owned())).collect();
-    let message = run(setup).unwrap_err().to_string();
+    let message = told(&run(setup).unwrap_err());
     assert!(message.contains("no usable training row"), "{message}");
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused.
-    #[error("cannot {action} {path}: {source}")]
+    #[error("cannot {action} {path}")]
     Io {
         /// What was attempted.
         action: &'static str,
@@ -18,33 +18,41 @@ pub enum Error {
     },
     /// No run where one should be.
     #[error(
-        "{path} holds no run: expected a run directory with `metrics.jsonl`, or a directory of such directories; `--output_dir` \
-         of `train` names it"
+        "{path} holds no run: expected a run directory with `metrics.jsonl`, or a directory of such \
+         directories"
     )]
     NoRun {
         /// The directory that was named.
         path: PathBuf,
     },
     /// The page cannot be served.
-    #[error("cannot serve the page on 127.0.0.1:{port}: {source}; choose another port, or 0 for a free one")]
+    #[error("cannot serve the page on 127.0.0.1:{port}; choose another port, or 0 for a free one")]
     Serve {
         /// The port asked for.
         port: u16,
         /// The answer of the operating system.
         source: io::Error,
     },
+    /// A file of a run, or one made of it, could not be read or written.
+    #[error(transparent)]
+    Files(#[from] omnigrpo_observe::Error),
+    /// The page asked for something in words that mean nothing.
+    #[error("the address asks for nothing")]
+    Query(#[from] serde_urlencoded::de::Error),
     /// Something the page asked for is not there.
     #[error("{0}")]
     Missing(String),
     /// A line of a log cannot be read.
-    #[error("{path}, byte {offset}: {reason}; the file was changed or damaged after it was written")]
+    #[error(
+        "{path}, byte {offset}: no row that can be read; the file was changed or damaged after it was written"
+    )]
     Damaged {
         /// The log.
         path: PathBuf,
         /// Where the line begins.
         offset: u64,
         /// What is wrong with it.
-        reason: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 

@@ -93,8 +93,7 @@ impl Evaluations {
             let mut text = Vec::new();
             let file = run.open(&path)?;
             file.take(MAX_SUMMARY_BYTES).read_to_end(&mut text).map_err(Error::io("read", &path))?;
-            let damaged =
-                |error: serde_json::Error| Error::Damaged { path, offset: 0, reason: error.to_string() };
+            let damaged = |error: serde_json::Error| Error::Damaged { path, offset: 0, source: error.into() };
             let summary: Value = serde_json::from_slice(&text).map_err(damaged)?;
             out.push(json!({ "step": step, "summary": summary }));
         }
@@ -189,7 +188,7 @@ fn row_at(run: &Run, path: &std::path::Path, entry: &Entry<Brief>) -> Result<Row
     let damaged = |error: serde_json::Error| Error::Damaged {
         path: path.to_owned(),
         offset: entry.offset,
-        reason: error.to_string(),
+        source: error.into(),
     };
     parsed(&line_at(run, path, entry)?).map_err(damaged)
 }

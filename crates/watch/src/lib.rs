@@ -2,7 +2,7 @@
 //! trackers that a run tells its numbers to.
 //!
 //! Everything is read from the files of the run directory, so a page that is opened late, or again, shows what one that was
-//! open all the time shows; a run serves itself with the same code (`train --dashboard`).
+//! open all the time shows; a run serves itself with the same code.
 //!
 //! ```text
 //! metrics.jsonl ──► /api/metrics  (raw rows from an offset) ─┐

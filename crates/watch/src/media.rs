@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::told;
 use serde_json::{Value, json};
 
 use crate::Error;
@@ -29,7 +30,7 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
                     let heard = is_again && medium.mime.starts_with("video/");
                     json!({ "name": name, "mime": medium.mime, "times": times, "heard": heard })
                 }
-                Err(error) => json!({ "name": name, "error": error.to_string() }),
+                Err(error) => json!({ "name": name, "error": told(&error) }),
             }
         })
         .collect()

@@ -57,8 +57,7 @@ pub fn report(directory: &Path) -> Result<PathBuf, Error> {
     let folder = run.dir.join("plots");
     std::fs::create_dir_all(&folder).map_err(Error::io("make the directory", &folder))?;
     let written = |path: &Path, text: &str| {
-        write_atomic(path, |out| out.write_all(text.as_bytes()))
-            .map_err(|error| Error::missing(error.to_string()))
+        write_atomic(path, |out| out.write_all(text.as_bytes())).map_err(Error::from)
     };
     let mut pictures = Vec::new();
     for plot in &plots {

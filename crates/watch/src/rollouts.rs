@@ -124,8 +124,8 @@ impl Records {
         let mut records = Vec::new();
         for entry in index.iter().filter(|entry| entry.brief.group == group).take(MAX_SAMPLES) {
             let line = line_at(run, &path, entry)?;
-            let damaged = |reason| Error::Damaged { path: path.clone(), offset: entry.offset, reason };
-            records.push(parsed(&line).map_err(|error| damaged(error.to_string()))?);
+            let damaged = |source| Error::Damaged { path: path.clone(), offset: entry.offset, source };
+            records.push(parsed(&line).map_err(|error| damaged(error.into()))?);
         }
         if records.is_empty() {
             return Err(Error::missing(format!("step {step} has no prompt {group}")));
@@ -217,7 +217,7 @@ impl Records {
         let index = self.tokens.of(run, &path, |line| serde_json::from_slice(line).ok())?;
         let entry = index.iter().find(|entry| (entry.brief.group, entry.brief.sample) == (group, sample));
         let entry = entry.ok_or_else(|| {
-            Error::missing("no numbers of these tokens: `train --log_token_stats` writes them")
+            Error::missing("no numbers of these tokens: the run was not asked to keep them (log_token_stats)")
         })?;
         line_at(run, &path, entry)
     }

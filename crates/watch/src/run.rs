@@ -170,7 +170,7 @@ impl Run {
             rest.map_err(Error::io("read", &path))?;
             if rows.last() != Some(&b'\n') {
                 let reason = format!("a row of more than {} MiB", MAX_ROW_BYTES >> 20);
-                return Err(Error::Damaged { path, offset: from, reason });
+                return Err(Error::Damaged { path, offset: from, source: reason.into() });
             }
         } else {
             rows.truncate(whole);
@@ -195,7 +195,7 @@ impl Run {
         if !path.is_dir() {
             return Ok(Vec::new());
         }
-        let files = step_files(&path).map_err(|error| Error::missing(error.to_string()))?;
+        let files = step_files(&path)?;
         // Other spellings of a step's name are none of ours.
         let is_ours = |step: &u64, path: PathBuf| path == self.step_file(directory, *step) && path.is_file();
         let steps =

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use omnigrpo_guard::told;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -193,10 +194,10 @@ fn json_answer(value: &Value) -> Answer {
 
 fn refusal(error: &Error) -> Answer {
     let status = match error {
-        Error::Missing(_) | Error::NoRun { .. } => 404,
+        Error::Missing(_) | Error::NoRun { .. } | Error::Query(_) => 404,
         _ => 500,
     };
-    answer(status, "application/json", json!({ "error": error.to_string() }).to_string().into_bytes())
+    answer(status, "application/json", json!({ "error": told(error) }).to_string().into_bytes())
 }
 
 /// The path behind the token, and the query.
@@ -217,8 +218,7 @@ fn route(request: &Request, token: &str) -> Result<(String, String), (u16, &'sta
 }
 
 fn asked<T: DeserializeOwned>(query: &str) -> Result<T, Error> {
-    serde_urlencoded::from_str(query)
-        .map_err(|error| Error::missing(format!("the address asks for nothing: {error}")))
+    Ok(serde_urlencoded::from_str(query)?)
 }
 
 #[derive(Deserialize)]
@@ -523,7 +523,7 @@ mod tests {
         assert_eq!(group["prompt"]["chars"], 30_000);
         assert_eq!(get(&format!("{}api/text?run=0&step=1&group=1", server.url()), &[]).1.len(), 30_000);
         assert_eq!(value(&server, "tokens?run=0&step=1&group=1&sample=0")["tokens"], json!(["a"]));
-        assert!(refused(&server, "tokens?run=0&step=1&group=0&sample=0").contains("--log_token_stats"));
+        assert!(refused(&server, "tokens?run=0&step=1&group=0&sample=0").contains("log_token_stats"));
 
         let places = |query: &str| -> Vec<(u64, u64, u64)> {
             let found = value(&server, &format!("find?run=0&limit=100&{query}"));
@@ -637,7 +637,7 @@ mod tests {
         let port =
             server.url().trim_start_matches("http://127.0.0.1:").split('/').next().unwrap().parse().unwrap();
         let error = Server::start(&[directory.path().to_owned()], port).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("cannot serve the page on 127.0.0.1:{port}: ")), "{error}");
+        assert!(error.starts_with(&format!("cannot serve the page on 127.0.0.1:{port}; ")), "{error}");
     }
 
     #[test]

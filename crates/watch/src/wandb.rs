@@ -53,9 +53,9 @@ impl Wandb {
         // An interrupt at the terminal is for this program, which still tells how the run ends.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = command.spawn().map_err(|error| {
-            format!("`{}` cannot be started: {error}; `--reward_python` names another Python", run.python)
-        })?;
+        let mut child = command
+            .spawn()
+            .map_err(|error| format!("`{}` cannot be started: {error}; name another Python", run.python))?;
         let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
         let stderr = stderr.and_then(|stderr| {
             let (log, secret) = (run.directory.join("wandb.log"), run.secret.clone());

@@ -227,10 +227,8 @@ impl Hub {
             let mut body = response.body_mut().with_config().limit(u64::MAX).reader();
             let mut buffer = vec![0; 1 << 17];
             loop {
-                let broken = |error: std::io::Error| FetchError::Network {
-                    url: url.to_owned(),
-                    what: error.to_string(),
-                };
+                let broken =
+                    |error: std::io::Error| FetchError::Network { url: url.to_owned(), source: error.into() };
                 let len = body.read(&mut buffer).map_err(broken)?;
                 if len == 0 {
                     break;
@@ -246,8 +244,8 @@ impl Hub {
             file.set_len(have).map_err(FetchError::io(path))?;
         }
         if have < expected {
-            let what = format!("got {have} bytes, expected {expected}");
-            return Err(FetchError::Network { url: url.to_owned(), what });
+            let source = format!("got {have} bytes, expected {expected}").into();
+            return Err(FetchError::Network { url: url.to_owned(), source });
         }
         Ok(())
     }
@@ -475,7 +473,7 @@ mod tests {
         });
         let error =
             client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap_err();
-        assert!(error.to_string().contains("expected"), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("expected"), "{error:?}");
         let repo = folder.path().join("models--me--tiny");
         assert!(!repo.join("refs/main").exists());
         let left = std::fs::read_dir(repo.join("blobs")).unwrap();

@@ -7,6 +7,7 @@ use omnigrpo_media::{
     FrameChoice, FrameSampling, FrameSize, LISTED_FPS, QwenSampling, VideoFrames, VideoRequest, VideoSource,
     decode_video,
 };
+use omnigrpo_text::MediumKind;
 
 use super::{FrameRule, MediaSettings};
 use crate::error::{ModelError, Result};
@@ -19,14 +20,19 @@ pub(crate) fn file(medium: &MediumRef) -> Result<&Path> {
     match &medium.source {
         MediumSource::Path(path) => Ok(path),
         MediumSource::Frames(_) => {
-            Err(ModelError::prompt(format!("the {} is one file; got a list of frames", medium.kind)))
+            Err(ModelError::Medium { kind: medium.kind, what: "got a list of frames, expected one file" })
         }
     }
 }
 
+/// What is said about a picture or clip whose header does not tell how large it is.
+pub(crate) fn no_size(medium: &MediumRef) -> ModelError {
+    ModelError::Medium { kind: medium.kind, what: "its header gives no size" }
+}
+
 /// What a family without ears says to sound.
 pub(crate) fn no_audio() -> ModelError {
-    ModelError::prompt("this model takes images and videos, not sound; remove the audio from the row")
+    ModelError::MediumKind { kind: MediumKind::Audio, what: "this model takes images and videos" }
 }
 
 /// A video and which of its frames to take.

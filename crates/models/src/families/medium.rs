@@ -49,7 +49,9 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
             Err(MediaError::NoAudioTrack { .. }) => Ok(MediumInfo::default()),
             Err(error) => Err(error.into()),
         },
-        (kind, _) => Err(ModelError::prompt(format!("no family here reads this kind of {kind}"))),
+        (kind, MediumSource::Frames(_)) => {
+            Err(ModelError::Medium { kind, what: "got a list of frames, expected one file" })
+        }
     }
 }
 

@@ -108,16 +108,12 @@ impl Family {
     /// A setting without effect.
     pub fn check_settings(&self, settings: &MediaSettings) -> Result<()> {
         if settings.rule == FrameRule::Processor && !self.processor().chooses_frames() {
-            return Err(ModelError::prompt(format!(
-                "frame_sampling is processor, but the video processor of {} chooses no frames; expected another rule",
-                self.name()
-            )));
+            let why = "its video processor chooses no frames";
+            return Err(ModelError::IdleSetting { setting: "rule", family: self.name(), why });
         }
-        let IdleSettings { flags, why } = self.processor().idle_settings();
-        match settings.given().find(|flag| flags.contains(flag)) {
-            Some(flag) => {
-                Err(ModelError::prompt(format!("{flag} has no effect on {}: {why}; remove it", self.name())))
-            }
+        let IdleSettings { fields, why } = self.processor().idle_settings();
+        match settings.given().find(|field| fields.contains(field)) {
+            Some(setting) => Err(ModelError::IdleSetting { setting, family: self.name(), why }),
             None => Ok(()),
         }
     }

@@ -82,23 +82,23 @@ impl Default for MediaSettings {
 }
 
 impl MediaSettings {
-    /// The flags of those settings that say something else than the defaults.
+    /// The fields of those settings that say something else than the defaults.
     pub(super) fn given(&self) -> impl Iterator<Item = &'static str> {
         let (image, video, usual) = (&self.image, &self.video, frames());
         [
-            ("max_anyres_num", self.max_tiles.is_some()),
-            ("min_pixels", image.min_pixels.is_some()),
-            ("max_pixels", image.max_pixels.is_some()),
-            ("video_min_frame_pixels", video.min_pixels.is_some()),
-            ("video_max_frame_pixels", video.max_pixels.is_some()),
-            ("total_pixels", video.total_pixels.is_some()),
-            ("fps", video.fps.is_some() && video.fps != usual.fps),
-            ("video_min_frames", video.min_frames.is_some() && video.min_frames != usual.min_frames),
-            ("video_max_frames", video.max_frames.is_some() && video.max_frames != usual.max_frames),
-            ("frame_sampling", self.rule != FrameRule::default()),
+            ("max_tiles", self.max_tiles.is_some()),
+            ("image.min_pixels", image.min_pixels.is_some()),
+            ("image.max_pixels", image.max_pixels.is_some()),
+            ("video.min_pixels", video.min_pixels.is_some()),
+            ("video.max_pixels", video.max_pixels.is_some()),
+            ("video.total_pixels", video.total_pixels.is_some()),
+            ("video.fps", video.fps.is_some() && video.fps != usual.fps),
+            ("video.min_frames", video.min_frames.is_some() && video.min_frames != usual.min_frames),
+            ("video.max_frames", video.max_frames.is_some() && video.max_frames != usual.max_frames),
+            ("rule", self.rule != FrameRule::default()),
         ]
         .into_iter()
-        .filter_map(|(flag, given)| given.then_some(flag))
+        .filter_map(|(field, given)| given.then_some(field))
     }
 
     /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
@@ -142,8 +142,8 @@ impl MediaSettings {
 /// Settings that a family does not read.
 #[derive(Clone, Copy, Debug)]
 pub struct IdleSettings {
-    /// Their names, which are those of the flags.
-    pub flags: &'static [&'static str],
+    /// Fields of [`MediaSettings`]: `max_tiles`, `video.max_frames`.
+    pub fields: &'static [&'static str],
     /// Why, and what to set instead.
     pub why: &'static str,
 }

@@ -1,14 +1,13 @@
 //! Sound as the families with a Whisper encoder hear it: a part of a file or of a video's audio track, as log-mel features.
 
-use std::path::Path;
-
-use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
+use omnigrpo_data::{MediumInfo, MediumRef};
 use omnigrpo_media::MediaError;
 use omnigrpo_media::audio::{AudioClip, AudioRange, LogMel, read_audio};
 use omnigrpo_text::MediumKind;
 
+use super::frames::file;
 use super::{MediaSettings, MediumInput, MediumShape, MissingAudio};
-use crate::error::{ModelError, Result};
+use crate::error::Result;
 
 /// What a sound will become, given its header.
 ///
@@ -20,7 +19,7 @@ pub fn plan(
     mel: &LogMel,
     settings: &MediaSettings,
 ) -> Result<MediumShape> {
-    let path = path(medium)?;
+    let path = file(medium)?;
     if header.sample_rate_hz.is_some() {
         range(medium, mel).check(path, header.duration_secs, &settings.limits)?;
     } else if settings.missing_audio == MissingAudio::Error {
@@ -34,7 +33,7 @@ pub fn plan(
 /// # Errors
 /// As [`plan`], and whatever only decoding shows.
 pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Result<MediumInput> {
-    let clip = match read_audio(path(medium)?, &range(medium, mel), &settings.limits) {
+    let clip = match read_audio(file(medium)?, &range(medium, mel), &settings.limits) {
         Err(MediaError::NoAudioTrack { .. }) if settings.missing_audio == MissingAudio::Silence => {
             AudioClip::silence(mel.window_s(), mel.sample_rate_hz())
         }
@@ -58,18 +57,11 @@ fn range(medium: &MediumRef, mel: &LogMel) -> AudioRange {
     }
 }
 
-fn path(medium: &MediumRef) -> Result<&Path> {
-    match &medium.source {
-        MediumSource::Path(path) => Ok(path),
-        MediumSource::Frames(_) => Err(ModelError::prompt("a sound is one file; got a list of frames")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
 
-    use omnigrpo_data::MediumOptions;
+    use omnigrpo_data::{MediumOptions, MediumSource};
 
     use super::*;
     use crate::families::probe_medium;

@@ -49,21 +49,18 @@ pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
             files.update(content);
         }
     }
-    let weights = if paths.is_empty() { None } else { Some(weights(dir, &paths)?) };
+    let weights = if paths.is_empty() { None } else { Some(weights(&paths)?) };
     Ok(SourceDigest { weights, files: hex(files) })
 }
 
-fn weights(dir: &Path, paths: &[PathBuf]) -> Result<String> {
+fn weights(paths: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
     for path in paths {
         let file = File::open(path).map_err(ModelError::io(path))?;
         // SAFETY: as in `WeightFiles::open`: the map is read-only, and a file that is truncated meanwhile ends the process.
         let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
         let (header_bytes, metadata) =
-            SafeTensors::read_metadata(&map).map_err(|e| ModelError::Checkpoint {
-                dir: dir.to_path_buf(),
-                what: format!("{} is not a valid safetensors file: {e}", path.display()),
-            })?;
+            SafeTensors::read_metadata(&map).map_err(ModelError::safetensors(path, "read"))?;
         let data = 8 + header_bytes;
         hash.update((map.len() as u64).to_le_bytes());
         hash.update(&map[..data.min(map.len())]);

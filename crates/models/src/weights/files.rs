@@ -61,8 +61,8 @@ impl WeightFiles {
         // SAFETY: the map is read-only; a file that another program truncates meanwhile ends this process
         // with a bus error, which is the accepted price of not copying checkpoints through memory.
         let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
-        let (header_len, metadata) = SafeTensors::read_metadata(&map)
-            .map_err(|e| fail(format!("{} is not a valid safetensors file: {e}", path.display())))?;
+        let (header_len, metadata) =
+            SafeTensors::read_metadata(&map).map_err(ModelError::safetensors(path, "read"))?;
         let base = header_len + 8;
         for (key, info) in metadata.tensors() {
             if map.len() < base + info.data_offsets.1 {
@@ -223,7 +223,7 @@ pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
         }
         let text = std::fs::read(&index).map_err(ModelError::io(&index))?;
         let index: Index =
-            serde_json::from_slice(&text).map_err(|e| fail(format!("model.safetensors.index.json: {e}")))?;
+            serde_json::from_slice(&text).map_err(|source| ModelError::Json { path: index, source })?;
         let mut names: Vec<_> = index.weight_map.into_values().collect();
         names.sort_unstable();
         names.dedup();

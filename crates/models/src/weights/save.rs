@@ -52,10 +52,8 @@ pub fn save_weights(dir: &Path, params: &[Arc<Param>]) -> Result<()> {
     let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
     let write = |path: PathBuf, shard: &[&Param]| {
         let views = shard.iter().map(|p| (p.name(), ParamView(p)));
-        safetensors::serialize_to_file(views, metadata.clone(), &path).map_err(|e| match e {
-            safetensors::SafeTensorError::IoError(source) => ModelError::Io { path: path.clone(), source },
-            other => ModelError::Checkpoint { dir: dir.to_path_buf(), what: other.to_string() },
-        })?;
+        safetensors::serialize_to_file(views, metadata.clone(), &path)
+            .map_err(ModelError::safetensors(&path, "written"))?;
         share(&path)
     };
     if let [shard] = shards.as_slice() {

@@ -6,33 +6,31 @@
 //! reading memory before the first and after the last. Their medians count; the policy pass of a step is compared with the
 //! rates just before and after it, and the median of these shares is printed.
 //!
-//! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass
-//!   is worth twice the forward pass; what is computed again does not count. A tower counts once forward for the
-//!   rollout, once for the policy as far as that did not keep what the rollout computed, and once for the reference.
-//! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per
-//!   group). That, at the rate of reading memory, is the time decoding is compared with.
+//! [`omnigrpo_train::roofline`] says what counts as useful work and what decoding has to read.
 
-use std::hint::black_box;
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, DatasetSpec, MediumOptions, Roots};
 use omnigrpo_demo::MODEL_FILES;
-use omnigrpo_kernels::profile::{Op, Profile};
-use omnigrpo_kernels::{Mat, MatMut, linear};
+use omnigrpo_kernels::profile::{self, Profile};
 use omnigrpo_models::{Checkpoint, LoadOptions, MediaSettings, Model, PromptBuilder, PromptSettings};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_ops::ParamDtype;
 use omnigrpo_rewards::RewardOptions;
 use omnigrpo_rollout::SamplingParams;
-use omnigrpo_train::{
-    AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, update,
+use omnigrpo_train::roofline::{
+    RolloutShape, decode_bytes, gemm_rate, median, memory_rate, policy_flops, secs, useful_flops,
 };
-use rayon::prelude::*;
+use omnigrpo_train::{
+    AdamW, AdamWConfig, Algorithm, Collector, PreparedRow, Selection, UpdateAt, peak_memory_bytes, prepare,
+    update,
+};
 use serde_json::json;
 
-use super::{Context, print, profile, setup};
+use super::profile::table;
+use super::{Context, print, setup};
+use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// A Qwen2.5-VL of 28 million parameters, for a bench without `--model_name_or_path`.
@@ -42,9 +40,6 @@ const PREPROCESSOR: &[u8] = include_bytes!("../../assets/bench/preprocessor_conf
 
 /// The phase that is compared with the rates around it.
 const POLICY: &str = "policy, forward and backward";
-
-/// Kinds of work that count as useful.
-const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
 
 /// Measures and prints.
 pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
@@ -99,23 +94,29 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     memory_rates.push(memory_rate());
     // A step's share is that of the rates just before and after it.
     let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
-        let secs = profile::secs(of_step, "forward") + profile::secs(of_step, "backward");
-        policy_flops(of_step) / secs / median_of(rates.to_vec())
+        let time = secs(of_step, "forward") + secs(of_step, "backward");
+        policy_flops(of_step) / time / median(rates.to_vec())
     });
-    let policy_share = median_of(shares.collect());
-    let (gemm_rate, memory_rate) = (median_of(gemm_rates), median_of(memory_rates));
+    let policy_share = median(shares.collect());
+    let (gemm_rate, memory_rate) = (median(gemm_rates), median(memory_rates));
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (step_secs, median) = &steps[(steps.len() - 1) / 2];
+    let (step_secs, typical) = &steps[(steps.len() - 1) / 2];
 
-    let sum = |phases: &[&str]| phases.iter().map(|p| profile::secs(median, p)).sum::<f64>();
-    let useful = |phase: &str| profile::flops(median, phase, USEFUL) as f64;
-    let decode_bytes = decode_bytes(&model, prompt_rows, rows.len(), group, settings.bench.completion_tokens);
+    let sum = |phases: &[&str]| phases.iter().map(|p| secs(typical, p)).sum::<f64>();
+    let useful = |phase: &str| useful_flops(typical, phase);
+    let shape = RolloutShape {
+        prompt_tokens: prompt_rows,
+        num_prompts: rows.len(),
+        num_generations: group,
+        completion_tokens: settings.bench.completion_tokens,
+    };
+    let decode_bytes = decode_bytes(&model, shape);
     let phases = [
         ("tower, for the rollout", sum(&["encode"]), useful("encode")),
         ("prefill", sum(&["prefill"]), useful("prefill")),
         ("decode", sum(&["decode"]), useful("decode")),
         ("reference", sum(&["reference"]), useful("reference")),
-        (POLICY, sum(&["forward", "backward"]), policy_flops(median)),
+        (POLICY, sum(&["forward", "backward"]), policy_flops(typical)),
         ("optimizer", sum(&["optimizer"]), 0.0),
     ];
     let decode_share = decode_bytes / memory_rate / phases[2].1;
@@ -152,7 +153,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         decode_bytes / 1e9,
         peak as f64 / 1e6
     ));
-    out.push_str(&profile::table(median, 1));
+    out.push_str(&table(typical, 1));
     if let Some(path) = &settings.bench.json {
         let phases: serde_json::Map<String, serde_json::Value> = phases
             .iter()
@@ -228,7 +229,7 @@ fn algorithm(settings: &Settings) -> Algorithm {
 
 fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     let area = (settings.bench.image_px * settings.bench.image_px) as u64;
-    let sized = !start.family().processor().idle_settings().flags.contains(&"max_pixels");
+    let sized = !start.family().processor().idle_settings().fields.contains(&"image.max_pixels");
     let image = MediumOptions { max_pixels: sized.then_some(area), ..MediumOptions::default() };
     let prompt = PromptSettings {
         media: MediaSettings { image, ..MediaSettings::default() },
@@ -252,7 +253,11 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         std::fs::write(&file, row.repeat(count))?;
         let dataset =
             Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
-        (0..dataset.len()).map(|row| Ok(PreparedRow::new(prompts, dataset.get(row)?, 0)?)).collect()
+        let made = |row| {
+            prepare(&dataset, prompts, None, row, 0)
+                .map_err(|unusable| Problem::failure(unusable.reason).into())
+        };
+        (0..dataset.len()).map(made).collect()
     };
     // A letter more is at most a token more, so this ends.
     let text_tokens =
@@ -281,103 +286,6 @@ fn bitmap(px: u32, seed: u32) -> Vec<u8> {
         out.push((state >> 24) as u8);
     }
     out
-}
-
-/// Bytes that decoding has to read: for each token the decoder's weights, and keys and values, a prompt's once per group.
-fn decode_bytes(model: &Model, prompt: usize, groups: usize, group: usize, completion: usize) -> f64 {
-    let decoder = model.decoder();
-    let config = decoder.config();
-    let llm = model.params().iter().filter(|p| p.part() == omnigrpo_ops::Part::Llm);
-    let mut weights: usize = llm.map(|p| p.num_bytes()).sum();
-    if !decoder.tied() {
-        // Of the embedding only a row per token is read.
-        weights -= decoder.embedding().num_bytes();
-    }
-    let row = 2 * config.heads.kv_width() * size_of::<f32>() * config.layers;
-    let tokens = completion - 1;
-    // Token t sees the t before it, itself included.
-    let own: usize = (1..=tokens).sum();
-    (tokens * weights + groups * row * (tokens * prompt + group * own)) as f64
-}
-
-/// The median seconds of `runs` calls, after one more that pays for first touches of memory. Steps are medians too.
-fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
-    f();
-    let time = |f: &mut dyn FnMut()| {
-        let started = Instant::now();
-        f();
-        started.elapsed().as_secs_f64()
-    };
-    median_of((0..runs).map(|_| time(&mut f)).collect())
-}
-
-/// Useful operations of a policy pass, forward and backward. Of a tower's forward pass it counts what was not kept from the
-/// rollout.
-fn policy_flops(of_step: &Profile) -> f64 {
-    let useful = |phase: &str| profile::flops(of_step, phase, USEFUL) as f64;
-    let forward = |phase: &str| profile::flops(of_step, phase, &[Op::Linear, Op::Attention]) as f64;
-    let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
-    3.0 * useful("forward") + (2.0 + again) * useful("encode")
-}
-
-/// The median; the mean of the middle two of an even number.
-fn median_of(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let n = values.len();
-    (values[(n - 1) / 2] + values[n / 2]) / 2.0
-}
-
-/// Floating-point operations per second of the products of the decoder's layers at `rows` rows.
-fn gemm_rate(model: &Model, rows: usize) -> f64 {
-    let llm = model.params().iter().filter(|p| p.part() == omnigrpo_ops::Part::Llm);
-    let layers = llm.filter(|p| p.name().contains(".layers."));
-    // The first weight of every shape, in its dtype, and how many there are.
-    let mut shapes = Vec::new();
-    for param in layers {
-        if let [n, k] = *param.shape() {
-            match shapes.iter_mut().find(|(_, have, _)| *have == [n, k]) {
-                Some((_, _, count)) => *count += 1,
-                None => shapes.push((param, [n, k], 1)),
-            }
-        }
-    }
-    let (mut flops, mut secs) = (0.0, 0.0);
-    for (param, [n, k], count) in shapes {
-        let bf16 = param.dtype() == ParamDtype::Bf16;
-        let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
-        let (x, dy) = (fill(rows * k), fill(rows * n));
-        let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
-        let (x, dy) = (Mat::new(&x, rows, k), Mat::new(&dy, rows, n));
-        let guard = param.read();
-        let layer = [linear::Layer::new(guard.weight(n, k))];
-        let mut time = typical(3, || linear::forward_into(x, &layer, false, MatMut::new(&mut y, rows, n)))
-            + typical(3, || linear::backward_input_into(dy, &layer, false, MatMut::new(&mut dx, rows, k)));
-        time += typical(3, || {
-            let gradient = linear::Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
-            linear::backward_weight(dy, x, &mut [gradient]);
-        });
-        black_box((&y, &dx, &dw));
-        flops += count as f64 * 6.0 * (rows * n * k) as f64;
-        secs += count as f64 * time;
-    }
-    flops / secs.max(f64::MIN_POSITIVE)
-}
-
-/// Bytes per second that all threads together read from memory.
-fn memory_rate() -> f64 {
-    // Far larger than caches.
-    let data: Vec<f32> = vec![1.0; 1 << 26];
-    let read = |part: &[f32]| {
-        let mut sums = [0.0f32; 64];
-        for block in part.chunks_exact(64) {
-            sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
-        }
-        sums.iter().sum::<f32>()
-    };
-    let secs = typical(5, || {
-        black_box(data.par_chunks(1 << 20).map(read).sum::<f32>());
-    });
-    (data.len() * size_of::<f32>()) as f64 / secs
 }
 
 #[cfg(test)]

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use anyhow::Result;
-use omnigrpo_data::{CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check as check_rows};
-use omnigrpo_models::{PromptBuilder, probe_medium};
+use omnigrpo_data::{Dataset, Report};
+use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::MediumKind;
+use omnigrpo_train::{RowCheck, Survey};
 
-use super::survey::Survey;
+use super::survey::{idle, warnings};
 use super::{Context, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
@@ -43,9 +44,9 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         let mut out = describe(which, &report, &dataset, prompts.is_some());
         if let Some(survey) = &survey {
             // Rows for supervised training are no mistake for want of a ground truth.
-            let idle =
-                survey.idle(&dataset).map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
-            for line in survey.warnings(settings).into_iter().chain(idle) {
+            let idle = idle(&survey.seen(), &dataset)
+                .map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
+            for line in warnings(&survey.seen(), settings).into_iter().chain(idle) {
                 out.push_str(&format!("{line}\n"));
             }
         }
@@ -76,10 +77,10 @@ pub fn check_before(
     let survey = rewards.map(Survey::new);
     let report = tolerable(TRAINING, settings, context, dataset, prompts, cache, survey.as_ref())?;
     if let Some(survey) = &survey {
-        if let Some(problem) = survey.idle(dataset) {
+        if let Some(problem) = idle(&survey.seen(), dataset) {
             return Err(problem.into());
         }
-        survey.warnings(settings).iter().for_each(|line| context.console.line(line));
+        warnings(&survey.seen(), settings).iter().for_each(|line| context.console.line(line));
     }
     Ok(report
         .problems
@@ -111,8 +112,7 @@ fn tolerable(
 ) -> Result<Report> {
     let report = report(settings, context, dataset, Some(prompts), Some(cache), survey)?;
     context.console.line(describe(which, &report, dataset, true).trim_end());
-    let share = report.counts.bad_rows as f64 / report.counts.rows.max(1) as f64;
-    if settings.run.skip.strict && report.counts.bad_rows > 0 || share > settings.run.skip.max_share {
+    if !settings.run.skip.tolerates(report.counts.bad_rows, report.counts.rows) {
         let listed =
             || "the rows and reasons are listed above; `omnigrpo data check` lists them again".to_owned();
         return Err(Problem::failure(format!("too many {which} cannot be used"))
@@ -143,13 +143,7 @@ fn folders_help(report: &Report) -> Option<String> {
 
 /// A reward that applies to none of the rows, where these are not checked: rows are read until each applies to one.
 pub fn ask_unchecked(dataset: &Dataset, rows: &[u64], rewards: &RewardSet) -> Option<Problem> {
-    let survey = Survey::new(rewards);
-    for some in rows.chunks(256) {
-        // A row that cannot be read or scored is met when it is drawn.
-        some.iter().filter_map(|&row| dataset.get(row).ok()).for_each(|sample| drop(survey.ask(&sample)));
-        survey.idle(dataset)?;
-    }
-    survey.idle(dataset)
+    idle(&Survey::new(rewards).ask_until_none_is_idle(dataset, rows), dataset)
 }
 
 /// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
@@ -175,7 +169,7 @@ pub fn ask_before_evaluation(
     if bad > SHOWN {
         context.console.line(&format!("… and {} more rows", bad - SHOWN));
     }
-    survey.idle(dataset)
+    idle(&survey.seen(), dataset)
 }
 
 fn report(
@@ -197,27 +191,9 @@ fn report(
         }
     };
     let limits = &settings.prompts.media.limits;
-    let probe = |medium: &MediumRef| probe_medium(medium, limits).map_err(|e| e.to_string());
-    let estimate = |sample: &Sample, headers: &[MediumInfo]| {
-        survey.map_or(Ok(()), |survey| survey.ask(sample))?;
-        match prompts {
-            Some(prompts) => {
-                prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| e.to_string())
-            }
-            None => Ok(0),
-        }
-    };
-    Ok(check_rows(
-        dataset,
-        &CheckOptions {
-            probe: &probe,
-            estimate: &estimate,
-            num_longest: LONGEST,
-            num_threads: rayon::current_num_threads(),
-            cache_dir: cache,
-            progress: &progress,
-        },
-    )?)
+    let check =
+        RowCheck { prompts, limits, survey, num_longest: LONGEST, cache_dir: cache, progress: &progress };
+    Ok(check.run(dataset)?)
 }
 
 fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool) -> String {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
+use omnigrpo_guard::told;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, WeightFiles};
 use omnigrpo_ops::Device;
@@ -38,7 +39,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
         let mut check = |name: &str, result: Result<String>| match result {
             Ok(text) => line(name, text),
             Err(error) => {
-                problems.push(format!("{name}: {error:#}"));
+                problems.push(format!("{name}: {}", told(error.as_ref())));
                 line(name, "PROBLEM, see below".into());
             }
         };

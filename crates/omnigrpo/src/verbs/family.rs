@@ -10,6 +10,7 @@ use crate::presets;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::{Origin, Resolved, Value, Values};
+use crate::wording::{flag_at, worded};
 
 /// The settings without those that have no effect on this model. From a preset they are dropped, which a note says.
 ///
@@ -27,9 +28,15 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
     }
     let family = context.checkpoint()?.family();
     let idle = family.processor().idle_settings();
+    let why = worded(idle.why);
     let defaults = Values::defaults(resolved.verb);
     let (mut preset, mut dropped) = ("", Vec::new());
-    for flag in idle.flags {
+    for flag in idle
+        .fields
+        .iter()
+        .filter_map(|field| flag_at(&format!("prompts.media.{field}")))
+        .map(|flag| flag.name)
+    {
         let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
         if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
             continue;
@@ -40,14 +47,14 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
             (_, Some(name)) => presets::layer(name, resolved.verb)
                 .given
                 .iter()
-                .any(|given| given.flag.name == *flag && given.value == *value)
+                .any(|given| given.flag.name == flag && given.value == *value)
                 .then_some(name),
             _ => None,
         };
         let Some(name) = name else {
             let problem = Problem::usage(format!("`{flag}` has no effect on {}", family.name()))
                 .got(yaml(value))
-                .help(format!("{}; leave `{flag}` out", idle.why));
+                .help(format!("{why}; leave `{flag}` out"));
             return Err(match origin {
                 Origin::Config(place) => problem.at(place.clone()),
                 _ => problem,
@@ -57,7 +64,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         preset = name;
         dropped.push(format!("`{flag}` {}", yaml(value)));
         out.values.reset(flag, resolved.verb);
-        out.idle.push((flag, idle.why));
+        out.idle.push((flag, why.clone()));
     }
     if !dropped.is_empty() {
         out.notes.push(format!(

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
-use omnigrpo_models::{Model, PromptBuilder};
+use omnigrpo_models::{ModelError, PromptBuilder};
 use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
 use omnigrpo_text::StreamDecoder;
 use omnigrpo_train::{
-    Algorithm, EvalOptions, EvalPlan, PreparedRow, Unusable, evaluate_rest, logprobs, requests,
+    EvalOptions, EvalPlan, Keep, PreparedRow, Recorded, TrainError, Unusable, encode, evaluate_rest, requests,
 };
 use serde_json::{Value, json};
 
@@ -96,33 +96,38 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let mut lines = Vec::new();
     let mut failed = 0;
     let mut progress = context.console.progress("scoring", dataset.len());
-    for row in 0..dataset.len() {
-        let line = match dataset.get(row) {
-            Err(e) => Err((dataset.id(row), anyhow::Error::from(e))),
-            Ok(sample) => score_row(settings, &model, &prompts, &sample)
-                .map(|scored| with_columns(&dataset, &sample, &["rewards", "reward"], scored))
-                .map_err(|e| (sample.id, e)),
-        };
-        lines.push(line.unwrap_or_else(|(id, e)| {
-            failed += 1;
-            json!({ "id": id, "error": worded(&format!("{e:#}")) })
-        }));
-        progress.advance(1);
-    }
+    let rows: Vec<u64> = (0..dataset.len()).collect();
+    omnigrpo_train::score_recorded(
+        &model,
+        &prompts,
+        (&dataset, &rows),
+        &settings.algorithm,
+        &mut |_, recorded| {
+            lines.push(match recorded {
+                Ok(recorded) => {
+                    let scored = scored_row(&prompts, &recorded)?;
+                    with_columns(&dataset, &recorded.row.sample, &["rewards", "reward"], scored)
+                }
+                Err(Unusable { id, reason }) => {
+                    failed += 1;
+                    json!({ "id": id, "error": worded(&reason) })
+                }
+            });
+            progress.advance(1);
+            Ok(())
+        },
+    )?;
+    drop(progress);
     write_lines(output, &lines)?;
     all_rows(failed, dataset.len())
 }
 
-fn score_row(settings: &Settings, model: &Model, prompts: &PromptBuilder, sample: &Sample) -> Result<Value> {
-    let recorded = sample.completions.as_ref().context("the row has no `completions`")?;
-    let ids = recorded.iter().map(|c| prompts.recorded_ids(c)).collect::<Result<Vec<_>, _>>()?;
-    let prompt = prompts.build(sample)?;
-    let Algorithm { sampling, max_stream_tokens, .. } = &settings.algorithm;
-    let logprobs = logprobs(model, &prompt, &ids, sampling.scoring_temperature(), *max_stream_tokens)?;
+fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, TrainError> {
+    let Recorded { row: PreparedRow { sample, prompt, .. }, ids, logprobs } = scored;
     let mut completions = Vec::with_capacity(ids.len());
-    for ((ids, logprobs), recorded) in ids.iter().zip(&logprobs).zip(recorded) {
+    for ((ids, logprobs), recorded) in ids.iter().zip(logprobs).zip(sample.completions.iter().flatten()) {
         completions.push(json!({
-            "text": prompts.tokenizer().decode(ids, true)?,
+            "text": prompts.tokenizer().decode(ids, true).map_err(ModelError::from)?,
             "completion_ids": ids,
             "logprobs": logprobs,
             "finish_reason": recorded.finish_reason,
@@ -243,10 +248,10 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
     let row = PreparedRow::new(&prompts, sample, 0)?;
-    let features = model.encode_prompt(&row.prompt)?;
+    let (features, _) = encode(&model, Keep::Features, [&*row.prompt])?;
     let algorithm = &settings.algorithm;
     let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
-    let (row, features) = ([row], [features]);
+    let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
     // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
     // strings, whose end is only known afterwards.
@@ -313,7 +318,6 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     for row in &evaluation.skipped {
         context.console.line(&row.to_string());
     }
-    let share = evaluation.skipped.len() as f64 / dataset.len().max(1) as f64;
     if let Some(output) = output {
         let lines: Vec<String> =
             evaluation.rows.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
@@ -322,8 +326,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     }
     partial.map_or(Ok(()), Partial::remove)?;
     print(&super::summary::tables(&evaluation.summary))?;
-    let limit = if settings.run.skip.strict { 0.0 } else { settings.run.skip.max_share };
-    if share > limit {
+    if !settings.run.skip.tolerates(evaluation.skipped.len() as u64, dataset.len()) {
         return Err(Problem::failure(format!(
             "{} of {} rows could not be evaluated",
             evaluation.skipped.len(),

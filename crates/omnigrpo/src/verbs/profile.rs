@@ -1,6 +1,6 @@
-//! The table of `--profile`, and the parts of it that `bench` needs.
+//! The table of `--profile`.
 
-use omnigrpo_kernels::profile::{Op, Profile};
+use omnigrpo_kernels::profile::Profile;
 
 pub use omnigrpo_kernels::profile::{enable, take};
 
@@ -38,16 +38,4 @@ pub fn table(profile: &Profile, steps: u64) -> String {
         out.push_str(&format!("  {:20}{:>10.4}{share:>6.1} %\n", "outside of kernels", rest / steps));
     }
     out
-}
-
-/// Useful operations of some kinds of work in a phase.
-pub fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> u64 {
-    let of_phase = profile.entries.iter().filter(|e| e.phase == phase && ops.contains(&e.op));
-    of_phase.map(|e| e.total.flops).sum()
-}
-
-/// Seconds of a phase.
-pub fn secs(profile: &Profile, phase: &str) -> f64 {
-    let of_phase = profile.phases.iter().filter(|(name, _)| *name == phase);
-    of_phase.map(|(_, time)| time.as_secs_f64()).sum()
 }

@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_guard::told;
 use omnigrpo_observe::{stdout_columns, wrap};
 use omnigrpo_rewards::{EvalRow, Measures, RewardSet, answer_reward, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -70,7 +71,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
                 Ok((sample, _)) => {
                     scored.next().context("a row was not scored").flatten().map(|row| (sample, row))
                 }
-                Err(error) => Err(anyhow::anyhow!("{error:#}")),
+                Err(error) => Err(anyhow::anyhow!("{}", told(error.as_ref()))),
             };
             match row {
                 Ok((sample, row)) => {
@@ -93,10 +94,11 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
                 }
                 Err(error) if keep.is_none() => {
                     let id = dataset.id(number);
-                    lines.push(json!({ "id": id, "error": worded(&format!("{error:#}")) }).to_string());
+                    lines.push(json!({ "id": id, "error": worded(&told(error.as_ref())) }).to_string());
                 }
                 Err(error) => {
-                    context.console.warning(&format!("row {number} (id {}): {error:#}", dataset.id(number)));
+                    let (id, error) = (dataset.id(number), told(error.as_ref()));
+                    context.console.warning(&format!("row {number} (id {id}): {error}"));
                 }
             }
         }

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
+use omnigrpo_guard::told;
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
 use omnigrpo_rewards::{Corpus, answer_reward};
@@ -78,7 +79,7 @@ pub fn take(output_dir: &Path) -> Result<RunLock> {
 fn unwritable(output_dir: &Path, error: &LogError) -> anyhow::Error {
     Problem::failure("the run directory cannot be written")
         .at(output_dir.display().to_string())
-        .got(error.to_string())
+        .got(told(error))
         .expected("a directory that can be written to, or a name where one can be made")
         .help("choose another --output_dir")
         .into()

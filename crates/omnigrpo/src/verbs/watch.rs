@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
+use omnigrpo_guard::told;
 use omnigrpo_observe::{Tracker, Trackers};
 use omnigrpo_watch::{Board, Error, Prometheus, Server, TensorBoard, Wandb, WandbRun};
 
@@ -106,7 +107,7 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
 fn problem(error: Error) -> anyhow::Error {
     match &error {
         Error::NoRun { .. } | Error::Missing(_) => Problem::failure("there is no run to show")
-            .got(error.to_string())
+            .got(told(&error))
             .expected("the `--output_dir` of a run")
             .into(),
         _ => error.into(),

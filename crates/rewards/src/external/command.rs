@@ -86,9 +86,10 @@ fn started(
     options: &RewardOptions,
 ) -> Result<Box<dyn Reward>, RewardError> {
     let options = options.external.clone();
-    let first = Worker::start(&arguments).map_err(|error| RewardError::Setting {
+    let first = Worker::start(&arguments).map_err(|source| RewardError::NotStarted {
         reward: spec,
-        what: format!("cannot start `{}`: {error}; is it installed and on PATH?", arguments[0]),
+        program: arguments[0].clone(),
+        source,
     })?;
     let workers = (1..options.pool_size.max(1)).map(|_| Mutex::new(None));
     let workers = std::iter::once(Mutex::new(Some(first))).chain(workers).collect();

@@ -94,8 +94,11 @@ impl ChatTemplate {
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("chat_template.jinja");
         if let Some(bytes) = read_limited(&path, MAX_TEMPLATE_BYTES)? {
-            let source = String::from_utf8(bytes)
-                .map_err(|e| TextError::BadFile { path, problem: format!("not UTF-8: {e}") })?;
+            let source = String::from_utf8(bytes).map_err(|e| TextError::BadFile {
+                path,
+                problem: "not UTF-8".to_owned(),
+                source: Some(e.into()),
+            })?;
             return Self::compile(&source, TemplateOrigin::JinjaFile);
         }
         let json_files = [
@@ -120,7 +123,7 @@ impl ChatTemplate {
                     format!("chat_template is {other}, expected a string or a list of named templates")
                 }
             };
-            return Err(TextError::BadFile { path, problem });
+            return Err(TextError::BadFile { path, problem, source: None });
         }
         Self::compile(BUILT_IN, TemplateOrigin::BuiltIn)
     }
@@ -267,12 +270,8 @@ impl ChatTemplate {
     }
 
     fn error(&self, error: &Error) -> TextError {
-        let mut problem = error.to_string();
-        let mut source = std::error::Error::source(error);
-        while let Some(cause) = source {
-            problem = format!("{problem}: {cause}");
-            source = cause.source();
-        }
+        // As text, not as a source: a template is a stranger's, and its messages have no bound of their own.
+        let mut problem = omnigrpo_guard::told(error);
         if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
             problem.truncate(end);
             problem.push('…');

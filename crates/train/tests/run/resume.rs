@@ -4,6 +4,7 @@ use std::io::Write;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use omnigrpo_guard::told;
 use omnigrpo_observe::RunLock;
 use omnigrpo_train::{RunSummary, checkpoint};
 use sha2::{Digest, Sha256};
@@ -66,7 +67,7 @@ fn evaluated(place: &Place, name: &str) -> TrainSetup {
 fn a_directory_has_one_run_at_a_time() {
     let place = Place::new();
     let first = place.setup("run");
-    let refused = RunLock::acquire(&place.out("run"), "another").unwrap_err().to_string();
+    let refused = told(&RunLock::acquire(&place.out("run"), "another").unwrap_err());
     assert!(refused.contains("in use by this test"), "{refused}");
     drop(first);
     RunLock::acquire(&place.out("run"), "another").unwrap();
@@ -112,7 +113,7 @@ fn a_model_that_no_run_made_is_left_alone() {
     let file = place.out("run").join("model.safetensors");
     std::fs::create_dir(place.out("run")).unwrap();
     std::fs::write(&file, "somebody's").unwrap();
-    let message = run(place.setup("run")).unwrap_err().to_string();
+    let message = told(&run(place.setup("run")).unwrap_err());
     assert!(message.contains("there is a model (model.safetensors) that no run made"), "{message}");
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "somebody's");
 }
@@ -195,7 +196,7 @@ fn nothing_moves_before_a_checkpoint_has_been_loaded() {
         setup.run.resume = ResumeFrom::Path(out.join("checkpoint-2"));
         setup
     };
-    let message = run(from_two(8)).unwrap_err().to_string();
+    let message = told(&run(from_two(8)).unwrap_err());
     assert!(
         message.contains("checkpoint-2 is damaged: model.safetensors is not what was saved"),
         "{message}"
@@ -266,7 +267,7 @@ fn a_flipped_bit_is_found_and_the_checkpoint_before_it_taken() {
         flip_last_bit(&out.join(name).join("model.safetensors"));
     }
     let before = names(&out);
-    let message = run(new("start", 6)).unwrap_err().to_string();
+    let message = told(&run(new("start", 6)).unwrap_err());
     assert!(message.contains("checkpoint-4 is damaged"), "{message}");
     assert_eq!(names(&out), before);
 }
@@ -286,7 +287,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
     let one = out.join("checkpoint-1");
     let refused = |what: &str| {
         sign(&one);
-        let message = run(new()).unwrap_err().to_string();
+        let message = told(&run(new()).unwrap_err());
         assert!(message.contains("checkpoint-1") && message.contains(what), "{what}: {message}");
         assert_eq!(names(&out), names(&out).into_iter().filter(|n| !n.starts_with("superseded")).collect());
     };
@@ -320,7 +321,7 @@ fn moments_and_states_that_cannot_be_are_refused() {
     refused("beyond step 1");
     with("order", json!({ "epoch": 0, "index": 99, "skipped": [] }));
     sign(&one);
-    let message = run(new()).unwrap_err().to_string();
+    let message = told(&run(new()).unwrap_err());
     assert!(message.contains("saved data position is index 99 of an epoch with 6 rows"), "{message}");
     assert_eq!(steps(&out), [1.0], "the logs are as they were");
     std::fs::write(&path, state.to_string()).unwrap();
@@ -379,7 +380,7 @@ fn a_checkpoint_without_optimizer_state_starts_a_run_and_does_not_resume_one() {
     run(new(1)).unwrap();
     let mut named = new(2);
     named.run.resume = ResumeFrom::Path(out.join("checkpoint-1"));
-    let message = run(named).unwrap_err().to_string();
+    let message = told(&run(named).unwrap_err());
     assert!(message.contains("save_only_model"), "{message}");
     // The same command works again.
     let (result, text) = shown(new(2));
@@ -464,7 +465,7 @@ fn fewer_steps_than_are_done_are_refused() {
     };
     run(new(4)).unwrap();
     let before = (names(&out), std::fs::read(out.join("README.md")).unwrap());
-    let message = run(new(3)).unwrap_err().to_string();
+    let message = told(&run(new(3)).unwrap_err());
     assert!(
         message.contains("max_steps: \"3\"") && message.contains("checkpoint-4 is at step 4 already"),
         "{message}"

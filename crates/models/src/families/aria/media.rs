@@ -10,7 +10,7 @@ use omnigrpo_text::MediumKind;
 use super::config::AriaConfig;
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
-use crate::families::frames::{FramePlan, file, no_audio};
+use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's processor says.
@@ -24,9 +24,9 @@ pub(super) struct MediaReader {
 
 /// Sizes are those of squares, of which there are few.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    flags: &["min_pixels", "video_min_frame_pixels", "total_pixels"],
-    why: "its pictures are squares of fixed sizes; max_pixels and video_max_frame_pixels choose among them, and \
-          max_anyres_num above 1 splits images into as many",
+    fields: &["image.min_pixels", "video.min_pixels", "video.total_pixels"],
+    why: "its pictures are squares of fixed sizes; MediaSettings::image.max_pixels and MediaSettings::video.max_pixels choose among \
+          them, and MediaSettings::max_tiles above 1 splits images into as many",
 };
 
 impl MediaReader {
@@ -119,7 +119,7 @@ impl MediaReader {
         let (count, frame_times_secs) = match medium.kind {
             MediumKind::Image => {
                 let (Some(width), Some(height)) = (header.width_px, header.height_px) else {
-                    return Err(ModelError::prompt("the header of the image gives no size"));
+                    return Err(no_size(medium));
                 };
                 (pictures.num_squares(width, height)?, Vec::new())
             }

@@ -29,8 +29,10 @@ impl Processor for AriaPrompts {
 
     fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
         match kind {
-            MediumKind::Video => Some("lower video_max_frames or nframes"),
-            _ => Some("lower max_pixels, or set max_anyres_num 1"),
+            MediumKind::Video => {
+                Some("lower MediaSettings::video.max_frames or MediaSettings::video.nframes")
+            }
+            _ => Some("lower MediaSettings::image.max_pixels, or set MediaSettings::max_tiles 1"),
         }
     }
 

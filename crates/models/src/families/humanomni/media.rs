@@ -22,21 +22,29 @@ use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumShape, sou
 
 /// Pictures of these models are squares of the tower's size, and a clip is a fixed number of them.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    flags: &[
-        "max_anyres_num",
-        "min_pixels",
-        "max_pixels",
-        "video_min_frame_pixels",
-        "video_max_frame_pixels",
-        "total_pixels",
-        "fps",
-        "video_min_frames",
-        "video_max_frames",
-        "frame_sampling",
-        "base_interval",
+    fields: &[
+        "max_tiles",
+        "image.min_pixels",
+        "image.max_pixels",
+        "video.min_pixels",
+        "video.max_pixels",
+        "video.total_pixels",
+        "video.fps",
+        "video.min_frames",
+        "video.max_frames",
+        "rule",
+        "base_interval_secs",
     ],
-    why: "pictures have the size of its tower, and nframes is the number of frames of a clip",
+    why: "pictures have the size of its tower, and MediaSettings::video.nframes is the number of frames of a clip",
 };
+
+/// What a checkpoint without an audio tower says to sound.
+pub(super) fn no_audio_tower() -> ModelError {
+    ModelError::MediumKind {
+        kind: MediumKind::Audio,
+        what: "the checkpoint has no audio tower (mm_audio_tower in config.json)",
+    }
+}
 
 /// Reads media as one checkpoint's towers expect them.
 pub(super) struct MediaReader {
@@ -129,8 +137,7 @@ impl MediaReader {
     }
 
     fn mel(&self) -> Result<&LogMel> {
-        let what = "the row has sound, but the checkpoint has no audio tower (mm_audio_tower in config.json)";
-        self.mel.as_ref().ok_or_else(|| ModelError::prompt(what))
+        self.mel.as_ref().ok_or_else(no_audio_tower)
     }
 
     /// `nframes` of the row or the run instead of the checkpoint's number; a rate is not what these models were made for.
@@ -146,14 +153,16 @@ impl MediaReader {
         let listed = !matches!(source, VideoSource::File(_));
         let own = &medium.options;
         if own.fps.is_some() && !listed {
-            return Err(ModelError::prompt(
-                "the row asks for frames by rate (fps); this family takes a fixed number: use nframes",
-            ));
+            return Err(ModelError::MediumOptions {
+                kind: medium.kind,
+                what: "fps asks for frames by rate; this family takes a fixed number, nframes",
+            });
         }
         if own.video_start.or(own.video_end).is_some() {
-            return Err(ModelError::prompt(
-                "the row asks for a part of the clip (video_start, video_end), which this family cannot take yet",
-            ));
+            return Err(ModelError::MediumOptions {
+                kind: medium.kind,
+                what: "video_start and video_end ask for a part of the clip; this family takes whole clips",
+            });
         }
         let num_frames = own.nframes.or(settings.video.nframes).map_or(self.num_frames, |n| n as usize);
         let request = VideoRequest {

@@ -30,7 +30,7 @@ use super::{
 use crate::config_json::ConfigJson;
 use crate::decoder::{Decoder, DecoderConfig, DecoderNames};
 use crate::encoders::{bert, siglip, whisper};
-use crate::error::{ModelError, Result};
+use crate::error::Result;
 use crate::weights::{Init, WeightSource};
 
 pub use config::{Component, HumanOmniConfig, ProjectorConfig, PromptForm, TOWER_KEYS, find_tower};
@@ -230,7 +230,7 @@ struct HumanOmniEncoder {
 
 impl HumanOmniEncoder {
     fn audio(&self) -> Result<&(whisper::Whisper, Arc<AudioProjector>)> {
-        self.audio.as_ref().ok_or_else(|| ModelError::prompt("the checkpoint has no audio tower"))
+        self.audio.as_ref().ok_or_else(|| media::no_audio_tower())
     }
 }
 

@@ -39,7 +39,7 @@ impl Processor for HumanOmniProcessor {
     }
 
     fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
-        (kind == MediumKind::Video).then_some("lower nframes")
+        (kind == MediumKind::Video).then_some("lower MediaSettings::video.nframes")
     }
 
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan> {
@@ -104,10 +104,11 @@ impl Processor for HumanOmniProcessor {
             return Ok(Vec::new());
         }
         let Some(tokenizer) = &self.tokenizer else {
-            return Err(ModelError::prompt(
-                "the question cannot be read for the projector: no tokenizer.json or vocab.txt of BERT was found; give \
-                 its directory with FamilyOption::bert",
-            ));
+            return Err(ModelError::NoCompanion {
+                what: "the projector's question",
+                missing: "tokenizer.json or vocab.txt of BERT",
+                option: "bert",
+            });
         };
         let text: String = turn
             .parts

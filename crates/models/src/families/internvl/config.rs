@@ -21,7 +21,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// The name `export --layout` takes.
+    /// What [`Model::save_as`](crate::Model::save_as) calls it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

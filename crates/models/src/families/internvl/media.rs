@@ -9,8 +9,8 @@ use omnigrpo_text::MediumKind;
 
 use super::{InternVlConfig, Layout};
 use crate::config_json::ConfigJson;
-use crate::error::{ModelError, Result};
-use crate::families::frames::{FramePlan, file, no_audio};
+use crate::error::Result;
+use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's tiling says.
@@ -21,8 +21,14 @@ pub(super) struct MediaReader {
 
 /// Sizes of these models are tiles. A bound on pixels would do nothing.
 pub(super) const IDLE: IdleSettings = IdleSettings {
-    flags: &["min_pixels", "max_pixels", "video_min_frame_pixels", "video_max_frame_pixels", "total_pixels"],
-    why: "its pictures are tiles of a fixed size, and max_anyres_num is the most tiles of an image",
+    fields: &[
+        "image.min_pixels",
+        "image.max_pixels",
+        "video.min_pixels",
+        "video.max_pixels",
+        "video.total_pixels",
+    ],
+    why: "its pictures are tiles of a fixed size, and MediaSettings::max_tiles is the most tiles of an image",
 };
 
 impl MediaReader {
@@ -90,7 +96,7 @@ impl MediaReader {
         let (count, frame_times_secs) = match medium.kind {
             MediumKind::Image => {
                 let (Some(width), Some(height)) = (header.width_px, header.height_px) else {
-                    return Err(ModelError::prompt("the header of the image gives no size"));
+                    return Err(no_size(medium));
                 };
                 (self.tiles(settings).num_tiles(width, height)?, Vec::new())
             }

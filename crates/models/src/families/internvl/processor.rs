@@ -23,8 +23,10 @@ impl Processor for InternVlProcessor {
 
     fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
         match kind {
-            MediumKind::Video => Some("lower video_max_frames or nframes"),
-            _ => Some("lower max_anyres_num"),
+            MediumKind::Video => {
+                Some("lower MediaSettings::video.max_frames or MediaSettings::video.nframes")
+            }
+            _ => Some("lower MediaSettings::max_tiles"),
         }
     }
 

@@ -12,7 +12,7 @@ use omnigrpo_text::MediumKind;
 
 use super::config::{Generation, VisionConfig};
 use crate::error::{ModelError, Result};
-use crate::families::frames::{FramePlan, file, no_audio};
+use crate::families::frames::{FramePlan, file, no_audio, no_size};
 use crate::families::{FrameRule, MediaSettings, MediumInput, MediumPlan, MediumShape};
 
 /// Reads media as one checkpoint's processors say.
@@ -57,7 +57,7 @@ impl MediaReader {
         settings: &MediaSettings,
     ) -> Result<MediumPlan> {
         let (Some(width), Some(height)) = (header.width_px, header.height_px) else {
-            return Err(ModelError::prompt(format!("the header of the {} gives no size", medium.kind)));
+            return Err(no_size(medium));
         };
         let (grid, frame_times_secs) = match medium.kind {
             MediumKind::Image => {
@@ -104,7 +104,7 @@ impl MediaReader {
         let size = self.frame_size(medium, settings)?;
         let video = FramePlan::new(medium, settings).decode(medium, settings, size)?;
         let Some(first) = video.frames.first() else {
-            return Err(ModelError::prompt("the video gave no frame"));
+            return Err(ModelError::Medium { kind: medium.kind, what: "it gave no frame" });
         };
         let (height, width) = (first.height_px, first.width_px);
         let processor = &self.processors.video;
@@ -122,7 +122,7 @@ impl MediaReader {
         settings: &MediaSettings,
     ) -> Result<(u32, u32)> {
         let options = medium.options.or(&settings.image);
-        let (height, width) = match exact(&medium.options)? {
+        let (height, width) = match exact(medium.kind, &medium.options)? {
             Some(size) => size,
             None => self.image_processor(&options).resized(height, width)?,
         };
@@ -147,7 +147,7 @@ impl MediaReader {
         let (own, options) = (&medium.options, medium.options.or(&settings.video));
         let (processor, factor) = (&self.processors.video, self.processors.video.factor());
         let row_decides = own.min_pixels.or(own.max_pixels).or(own.total_pixels).is_some();
-        Ok(match exact(own)? {
+        Ok(match exact(medium.kind, own)? {
             Some((height_px, width_px)) => FrameSize::Exact { width_px, height_px },
             None if settings.rule == FrameRule::Processor && !row_decides => {
                 let max_pixels = options.total_pixels.unwrap_or(processor.max_pixels);
@@ -178,12 +178,13 @@ fn input(
     MediumInput { kind, shape: MediumShape::Patches(grid), data, seconds_per_grid, frame_times_secs }
 }
 
-fn exact(options: &MediumOptions) -> Result<Option<(u32, u32)>> {
+fn exact(kind: MediumKind, options: &MediumOptions) -> Result<Option<(u32, u32)>> {
     match (options.resized_height, options.resized_width) {
         (Some(height), Some(width)) => Ok(Some((height, width))),
         (None, None) => Ok(None),
-        _ => Err(ModelError::prompt(
-            "resized_height and resized_width belong together; one of them is missing",
-        )),
+        _ => Err(ModelError::MediumOptions {
+            kind,
+            what: "resized_height and resized_width belong together; one of them is missing",
+        }),
     }
 }

@@ -31,8 +31,8 @@ impl QwenVlProcessor {
 impl Processor for QwenVlProcessor {
     fn idle_settings(&self) -> IdleSettings {
         IdleSettings {
-            flags: &["max_anyres_num"],
-            why: "it does not cut images into tiles, and max_pixels is the most pixels of an image",
+            fields: &["max_tiles"],
+            why: "it does not cut images into tiles, and MediaSettings::image.max_pixels is the most pixels of an image",
         }
     }
 
@@ -42,10 +42,10 @@ impl Processor for QwenVlProcessor {
 
     fn shorten(&self, kind: MediumKind) -> Option<&'static str> {
         match kind {
-            MediumKind::Video => {
-                Some("lower video_max_frames or nframes, video_max_frame_pixels or total_pixels")
-            }
-            _ => Some("lower max_pixels"),
+            MediumKind::Video => Some(
+                "lower MediaSettings::video.max_frames or MediaSettings::video.nframes, MediaSettings::video.max_pixels or MediaSettings::video.total_pixels",
+            ),
+            _ => Some("lower MediaSettings::image.max_pixels"),
         }
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use omnigrpo_fetch::{FetchError, Hub, HubOptions, Step, cached, cached_dataset, has_weights, is_repo_name};
+use omnigrpo_guard::told;
 use omnigrpo_models::adapter_base;
 use omnigrpo_observe::Console;
 
@@ -46,8 +47,8 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         );
     }
     fetch(name, hub).map_err(|error| match error {
-        FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(error.to_string()),
-        _ => missing().help(format!("it could not be fetched: {error}")),
+        FetchError::NoRepo { .. } | FetchError::Denied { .. } => missing().help(told(&error)),
+        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
     })
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use omnigrpo_data::{Dataset, Sample};
+use omnigrpo_guard::told;
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{Compat, Corpus, RewardSet, references};
 use omnigrpo_scorers::{RewardModel, ScorerOptions};
@@ -56,7 +57,7 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
     let mut made = omnigrpo_scorers::table()
         .iter()
         .filter(|row| wants(row.name))
-        .map(|row| (row.make)(&scorers).map_err(|e| Problem::failure(e.to_string()).at("--reward_funcs")))
+        .map(|row| (row.make)(&scorers).map_err(|e| Problem::of(&e).at("--reward_funcs")))
         .collect::<Result<Vec<_>, _>>()?;
     let mut names = asked.funcs.clone();
     for spec in &mut names {
@@ -64,13 +65,14 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         let at = |problem: Problem| problem.at("--reward_funcs");
         let dir = named_dir("the reward model", place, settings).map_err(at)?;
         let render = settings.prompts.render.clone();
-        let model = RewardModel::load(name, &dir, asked.scorers.dtype, render)
-            .map_err(|e| at(Problem::failure(format!("the reward model `{place}` cannot be used: {e}"))))?;
+        let model = RewardModel::load(name, &dir, asked.scorers.dtype, render).map_err(|e| {
+            at(Problem::failure(format!("the reward model `{place}` cannot be used")).got(told(&e)))
+        })?;
         made.push(Box::new(model));
         *spec = name.to_owned();
     }
     omnigrpo_rewards::build_with(&names, &options, made)
-        .map_err(|e| Problem::usage(e.to_string()).at("--reward_funcs").into())
+        .map_err(|e| Problem::usage(told(&e)).at("--reward_funcs").into())
 }
 
 /// What a judge is asked, from a file.
@@ -127,7 +129,7 @@ pub fn probe_rewards(
     let text = format!("<think>A trial before the run.</think>{answer}");
     let ids = prompts.completion_ids(&text)?;
     omnigrpo_train::probe(rewards, &sample, text, ids).map_err(|e| {
-        Problem::failure(e.to_string())
+        Problem::of(&e)
             .at("--reward_funcs")
             .help(
                 "it was asked for one score before the run, as docs/rewards.md says; nothing was sampled yet",

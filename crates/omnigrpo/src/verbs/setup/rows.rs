@@ -38,7 +38,7 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
         max_bytes: MAX_URL_BYTES,
         timeout: settings.prompts.media.limits.timeout,
     });
-    Some(Fetch(Arc::new(move |url| media.fetch(url).map_err(|error| error.to_string()))))
+    Some(Fetch(Arc::new(move |url| Ok(media.fetch(url)?))))
 }
 
 /// The rows of `--input`; `-` is standard input. With `missing_media` those are read, too, whose media are not there.

@@ -1,0 +1,219 @@
+//! What a machine can do, and what a step asks of it.
+//!
+//! Two rates of the machine are measured with all threads: that of matrix products of the model's own shapes (the three of every
+//! layer: output, input gradient, weight gradient), and that of reading memory.
+//!
+//! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass is worth
+//!   twice the forward pass; what is computed again does not count. A tower counts once forward for the rollout, once for the
+//!   policy as far as that did not keep what the rollout computed, and once for the reference.
+//! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per group).
+//!   At the rate of reading memory, that is the least time decoding takes.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use omnigrpo_kernels::profile::{Op, Profile};
+use omnigrpo_kernels::{Mat, MatMut, linear};
+use omnigrpo_models::Model;
+use omnigrpo_ops::{ParamDtype, Part};
+use rayon::prelude::*;
+
+/// Kinds of work that count as useful.
+const USEFUL: &[Op] = &[Op::Linear, Op::LinearRows, Op::Attention, Op::AttentionDecode, Op::Head];
+
+/// Useful floating-point operations of a phase, without those of backward passes.
+#[must_use]
+pub fn useful_flops(profile: &Profile, phase: &str) -> f64 {
+    flops(profile, phase, USEFUL)
+}
+
+fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> f64 {
+    let of_phase = profile.entries.iter().filter(|e| e.phase == phase && ops.contains(&e.op));
+    of_phase.map(|e| e.total.flops).sum::<u64>() as f64
+}
+
+/// Seconds of a phase.
+#[must_use]
+pub fn secs(profile: &Profile, phase: &str) -> f64 {
+    let of_phase = profile.phases.iter().filter(|(name, _)| *name == phase);
+    of_phase.map(|(_, time)| time.as_secs_f64()).sum()
+}
+
+/// Useful floating-point operations of a policy pass, forward and backward. Of a tower's forward pass it counts what was not kept
+/// from the rollout.
+#[must_use]
+pub fn policy_flops(step: &Profile) -> f64 {
+    let forward = |phase: &str| flops(step, phase, &[Op::Linear, Op::Attention]);
+    let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
+    3.0 * useful_flops(step, "forward") + (2.0 + again) * useful_flops(step, "encode")
+}
+
+/// Lengths of a rollout whose prompts are alike, and its completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RolloutShape {
+    /// Tokens of a prompt, those of media included.
+    pub prompt_tokens: usize,
+    /// Prompts.
+    pub num_prompts: usize,
+    /// Completions per prompt.
+    pub num_generations: usize,
+    /// Tokens of a completion, at least 1.
+    pub completion_tokens: usize,
+}
+
+/// Bytes that decoding has to read: for each token the decoder's weights, and keys and values, a prompt's once per group.
+#[must_use]
+pub fn decode_bytes(model: &Model, rollout: RolloutShape) -> f64 {
+    let RolloutShape { prompt_tokens, num_prompts, num_generations, completion_tokens } = rollout;
+    let decoder = model.decoder();
+    let config = decoder.config();
+    let llm = model.params().iter().filter(|p| p.part() == Part::Llm);
+    let mut weights: usize = llm.map(|p| p.num_bytes()).sum();
+    if !decoder.tied() {
+        // Of the embedding only a row per token is read.
+        weights -= decoder.embedding().num_bytes();
+    }
+    let row = 2 * config.heads.kv_width() * size_of::<f32>() * config.layers;
+    let tokens = completion_tokens.saturating_sub(1);
+    // Token t sees the t before it, itself included.
+    let own: usize = (1..=tokens).sum();
+    (tokens * weights + num_prompts * row * (tokens * prompt_tokens + num_generations * own)) as f64
+}
+
+/// Floating-point operations per second of the products of the decoder's layers at `rows` rows.
+#[must_use]
+pub fn gemm_rate(model: &Model, rows: usize) -> f64 {
+    let llm = model.params().iter().filter(|p| p.part() == Part::Llm);
+    let layers = llm.filter(|p| p.name().contains(".layers."));
+    // The first weight of every shape, in its dtype, and how many there are.
+    let mut shapes = Vec::new();
+    for param in layers {
+        if let [n, k] = *param.shape() {
+            match shapes.iter_mut().find(|(_, have, _)| *have == [n, k]) {
+                Some((_, _, count)) => *count += 1,
+                None => shapes.push((param, [n, k], 1)),
+            }
+        }
+    }
+    let (mut flops, mut secs) = (0.0, 0.0);
+    for (param, [n, k], count) in shapes {
+        let bf16 = param.dtype() == ParamDtype::Bf16;
+        let fill = |len: usize| (0..len).map(|i| (i % 13) as f32 * 0.01 - 0.06).collect::<Vec<f32>>();
+        let (x, dy) = (fill(rows * k), fill(rows * n));
+        let (mut y, mut dx, mut dw) = (vec![0.0; rows * n], vec![0.0; rows * k], vec![0.0; n * k]);
+        let (x, dy) = (Mat::new(&x, rows, k), Mat::new(&dy, rows, n));
+        let guard = param.read();
+        let layer = [linear::Layer::new(guard.weight(n, k))];
+        let mut time = typical(3, || linear::forward_into(x, &layer, false, MatMut::new(&mut y, rows, n)))
+            + typical(3, || linear::backward_input_into(dy, &layer, false, MatMut::new(&mut dx, rows, k)));
+        time += typical(3, || {
+            let gradient = linear::Gradient { dw: MatMut::new(&mut dw, n, k), col: 0, bf16 };
+            linear::backward_weight(dy, x, &mut [gradient]);
+        });
+        black_box((&y, &dx, &dw));
+        flops += count as f64 * 6.0 * (rows * n * k) as f64;
+        secs += count as f64 * time;
+    }
+    flops / secs.max(f64::MIN_POSITIVE)
+}
+
+/// Bytes per second that all threads together read from memory.
+#[must_use]
+pub fn memory_rate() -> f64 {
+    // Far larger than caches.
+    let data: Vec<f32> = vec![1.0; 1 << 26];
+    let read = |part: &[f32]| {
+        let mut sums = [0.0f32; 64];
+        for block in part.chunks_exact(64) {
+            sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
+        }
+        sums.iter().sum::<f32>()
+    };
+    let secs = typical(5, || {
+        black_box(data.par_chunks(1 << 20).map(read).sum::<f32>());
+    });
+    (data.len() * size_of::<f32>()) as f64 / secs
+}
+
+/// The median seconds of `runs` calls, after one more that pays for first touches of memory.
+fn typical(runs: usize, mut f: impl FnMut()) -> f64 {
+    f();
+    let time = |f: &mut dyn FnMut()| {
+        let started = Instant::now();
+        f();
+        started.elapsed().as_secs_f64()
+    };
+    median((0..runs).map(|_| time(&mut f)).collect())
+}
+
+/// The median; the mean of the middle two of an even number, and NaN of nothing.
+#[must_use]
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    match n {
+        0 => f64::NAN,
+        n => (values[(n - 1) / 2] + values[n / 2]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use omnigrpo_kernels::profile::{Entry, Total};
+    use omnigrpo_models::{Checkpoint, LoadOptions};
+
+    use super::*;
+
+    #[test]
+    fn a_policy_pass_counts_what_was_not_kept_of_the_tower() {
+        let entry = |phase, op, flops| Entry { phase, op, total: Total { flops, ..Total::default() } };
+        let mut profile = Profile {
+            phases: vec![("forward", Duration::from_millis(1500)), ("encode", Duration::from_secs(1))],
+            entries: vec![
+                entry("forward", Op::Linear, 100),
+                entry("forward", Op::Head, 20),
+                entry("forward", Op::Sampler, 7),
+                entry("encode", Op::Attention, 10),
+            ],
+        };
+        assert_eq!((useful_flops(&profile, "forward"), secs(&profile, "forward")), (120.0, 1.5));
+        // Everything of the tower was kept: its backward pass alone.
+        assert_eq!(policy_flops(&profile), 3.0 * 120.0 + 2.0 * 10.0);
+        // Half of it was computed again.
+        profile.entries.push(entry("backward", Op::Linear, 5));
+        assert_eq!(policy_flops(&profile), 3.0 * 120.0 + 2.5 * 10.0);
+    }
+
+    #[test]
+    fn decoding_reads_weights_per_token_and_prompts_per_group() {
+        let golden =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+        let checkpoint = Checkpoint::open(golden.as_ref()).unwrap();
+        let model = Model::load_with(&checkpoint, &LoadOptions::default()).unwrap();
+        let bytes = |prompt_tokens, num_prompts, num_generations, completion_tokens| {
+            decode_bytes(
+                &model,
+                RolloutShape { prompt_tokens, num_prompts, num_generations, completion_tokens },
+            )
+        };
+        assert_eq!(bytes(10, 2, 3, 1), 0.0, "the first token comes with the prompt");
+        let config = model.decoder().config();
+        let row = (2 * config.heads.kv_width() * 4 * config.layers) as f64;
+        let weights = bytes(0, 0, 0, 2);
+        let llm =
+            model.params().iter().filter(|p| p.part() == Part::Llm && !p.name().contains("embed_tokens"));
+        assert_eq!(weights, llm.map(|p| p.num_bytes()).sum::<usize>() as f64);
+        // Three tokens after the first see 1, 2 and 3 rows of their own.
+        assert_eq!(bytes(10, 2, 3, 4), 3.0 * weights + 2.0 * row * (3.0 * 10.0 + 3.0 * 6.0));
+        assert!(gemm_rate(&model, 8) > 0.0);
+    }
+
+    #[test]
+    fn a_median_is_the_middle() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert!(median(Vec::new()).is_nan());
+    }
+}
