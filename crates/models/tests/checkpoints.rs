@@ -521,11 +521,9 @@ fn files_without_end_are_not_read() {
         std::os::unix::fs::symlink("/dev/zero", dir.path().join(name)).unwrap();
         let error = match name {
             "preprocessor_config.json" => error(dir.path()),
-            "tokenizer.json" => omnigrpo_text::Tokenizer::from_dir(dir.path()).unwrap_err().to_string(),
-            "chat_template.jinja" => {
-                omnigrpo_text::ChatTemplate::from_dir(dir.path()).unwrap_err().to_string()
-            }
-            _ => load("qwen2_vl_untied", WeightDtype::Auto).load_adapter(dir.path()).unwrap_err().to_string(),
+            "tokenizer.json" => told(&omnigrpo_text::Tokenizer::from_dir(dir.path()).unwrap_err()),
+            "chat_template.jinja" => told(&omnigrpo_text::ChatTemplate::from_dir(dir.path()).unwrap_err()),
+            _ => told(&load("qwen2_vl_untied", WeightDtype::Auto).load_adapter(dir.path()).unwrap_err()),
         };
         assert!(error.contains(name) && error.contains("not a regular file"), "{name}: {error}");
     }
@@ -600,7 +598,7 @@ fn damaged_files_are_refused() {
         let dir = without_weights();
         std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
         let message = error(dir.path());
-        assert!(message.contains("model.safetensors is"), "{what}: {message}");
+        assert!(message.contains("model.safetensors cannot be read as safetensors"), "{what}: {message}");
     }
 }
 
@@ -709,7 +707,7 @@ fn configurations_that_cannot_be_used_are_refused() {
     let dir = TempDir::new().unwrap();
     assert_refused(dir.path(), &["no config.json"]);
     std::fs::write(dir.path().join("config.json"), "{").unwrap();
-    assert_refused(dir.path(), &["config.json", "not valid JSON"]);
+    assert_refused(dir.path(), &["config.json", "is not the JSON that is expected of it"]);
     std::fs::write(dir.path().join("config.json"), "[]").unwrap();
     assert_refused(dir.path(), &["expected a JSON object"]);
     assert_refused(&dir.path().join("absent"), &["no config.json"]);
