@@ -178,7 +178,8 @@ fn pipes_are_refused_without_blocking() {
     let path = dir.path().join("pipe.png");
     assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
     let error = load_image(&path, &Limits::default()).unwrap_err();
-    assert!(error.to_string().contains("not a regular file"), "{error}");
+    let why = omnigrpo_guard::told(&error);
+    assert!(why.contains("not a regular file"), "{why}");
 }
 
 #[test]

@@ -525,7 +525,10 @@ fn adapters_that_do_not_fit_are_refused() {
     fails(&set("r", 0.into()), "r is 0");
     fails(&set("r", 20_000.into()), "1 to 16384");
     fails(&set("lora_dropout", 1.0.into()), "out of range");
-    fails(&|dir| std::fs::write(dir.join("adapter_config.json"), "{").unwrap(), "not valid JSON");
+    fails(
+        &|dir| std::fs::write(dir.join("adapter_config.json"), "{").unwrap(),
+        "is not the JSON that is expected",
+    );
     fails(&|dir| std::fs::remove_file(dir.join("adapter_config.json")).unwrap(), "adapter_config.json");
     let weights = |dir: &Path| dir.join("adapter_model.safetensors");
     fails(&|dir| std::fs::write(weights(dir), "oops").unwrap(), "cannot be read as safetensors");

@@ -38,7 +38,7 @@ pub fn encode<'p>(
             let each = prompts.into_iter().map(|prompt| Ok(model.encode_prompt(prompt)?));
             Ok((each.collect::<Result<_>>()?, Memories::default()))
         }
-        Keep::Activations => Ok(model.encode_for_training(prompts.into_iter())?),
+        Keep::Activations => Ok(model.encode_for_training(prompts)?),
     }
 }
 

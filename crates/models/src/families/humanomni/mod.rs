@@ -230,7 +230,7 @@ struct HumanOmniEncoder {
 
 impl HumanOmniEncoder {
     fn audio(&self) -> Result<&(whisper::Whisper, Arc<AudioProjector>)> {
-        self.audio.as_ref().ok_or_else(|| media::no_audio_tower())
+        self.audio.as_ref().ok_or_else(media::no_audio_tower)
     }
 }
 
