@@ -58,7 +58,7 @@ pub enum FetchError {
         source: std::io::Error,
     },
     /// A file to send cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Read {
         /// Where.
         path: PathBuf,

@@ -389,9 +389,10 @@ impl Hub {
                 Ok(response.headers().get("etag").and_then(|tag| Some(tag.to_str().ok()?.to_owned())))
             }
             // Addresses hold for a while; the next attempt asks for new ones.
-            status @ (400 | 401 | 403) => {
-                Err(FetchError::Network { url, what: format!("the storage answers with status {status}") })
-            }
+            status @ (400 | 401 | 403) => Err(FetchError::Network {
+                url,
+                source: format!("the storage answers with status {status}").into(),
+            }),
             status => Err(FetchError::Status { url, status }),
         }
     }

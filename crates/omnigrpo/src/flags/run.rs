@@ -215,15 +215,15 @@ pub const FLAGS: &[Flag] = &[
         .help("Repository, `ORG/NAME`, or `NAME` for one of the token's account.")
         .unset("the name of the run directory")
         .free(LOOP)
-        .idle(|s, verb| no_push(s, verb)),
+        .idle(no_push),
     row("hub_private_repo", Bool, at!(push.private), &[Train, Sft, Push])
         .help("Make the repository private. One that is there stays as it is; a public one is then an error.")
         .free(LOOP)
-        .idle(|s, verb| no_push(s, verb)),
+        .idle(no_push),
     row("hub_strategy", Choice(words::<HubStrategy>), at!(push.strategy), &[Train, Sft])
         .help("When to push.")
         .free(LOOP)
-        .idle(|s, verb| no_push(s, verb)),
+        .idle(no_push),
     row("allow_changed_settings", Bool, at!(run.allow_changed), LOOP)
         .help(
             "Go on from a checkpoint although settings or inputs differ from those it was written \
