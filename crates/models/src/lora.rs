@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use omnigrpo_ops::{Adapter, Param, Part, Values};
+use omnigrpo_ops::{Adapter, Param, ParamDtype, Part, Values};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use regex::Regex;
@@ -87,34 +87,31 @@ impl Model {
                 return Err(wrong("lora_dropout", &config.dropout.to_string(), what));
             }
             let (a, b) = (a.iter().product(), b.iter().product());
-            let a = kaiming(config.seed, &stem, a, inputs(&base));
-            self.adapt(&base, config, (config.rank, a, vec![0.0; b]))?;
+            let values = || [kaiming(config.seed, &stem, a, inputs(&base)), vec![0.0; b]];
+            self.adapt(&base, config, config.rank, (!base.is_outline()).then(values))?;
         }
         self.lora = Some(config.clone());
         Ok(())
     }
 
-    /// Parameters of the adapters that [`Self::add_lora`] would add.
-    ///
-    /// # Errors
-    /// A target that names no linear layer.
-    pub fn adapter_len(&self, config: &LoraConfig) -> Result<usize> {
-        let layers = self.targets(&config.targets)?;
-        let shapes = layers.iter().flat_map(|base| factors(base.shape(), config.rank));
-        Ok(shapes.map(|shape| shape.iter().product::<usize>()).sum())
-    }
-
+    /// Gives a layer an adapter with these values of `A` and `B`; without any, the outline of one.
     pub(crate) fn adapt(
         &mut self,
         base: &Arc<Param>,
         config: &LoraConfig,
-        (rank, a, b): (usize, Vec<f32>, Vec<f32>),
+        rank: usize,
+        values: Option<[Vec<f32>; 2]>,
     ) -> Result<()> {
         let (stem, part) = (module_of(base.name()), base.part());
-        let param = |name: &str, data: Vec<f32>, shape: &[usize]| -> Result<Arc<Param>> {
-            Ok(Arc::new(Param::new(format!("{stem}.{name}.weight"), part, shape, Values::F32(data))?))
+        let param = |name: &str, data: Option<Vec<f32>>, shape: &[usize]| -> Result<Arc<Param>> {
+            let name = format!("{stem}.{name}.weight");
+            Ok(Arc::new(match data {
+                Some(data) => Param::new(name, part, shape, Values::F32(data))?,
+                None => Param::outline(name, part, shape, ParamDtype::F32),
+            }))
         };
         let [of_a, of_b] = factors(base.shape(), rank);
+        let (a, b) = values.map(|[a, b]| (a, b)).unzip();
         let (a, b) = (param("lora_A", a, &of_a)?, param("lora_B", b, &of_b)?);
         let (scale, rate) = (config.scale(rank), config.dropout as f32);
         let adapter = match base.is_experts() {

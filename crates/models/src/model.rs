@@ -61,6 +61,9 @@ pub struct LoadOptions<'a> {
     pub quantization: Option<Quantization<'a>>,
     /// Where its passes run.
     pub device: Device,
+    /// Leave weights in the mapped files where they can be read there: nothing is copied, and nothing can be written, so such a model
+    /// cannot be trained. The files must stay as they are meanwhile.
+    pub in_place: bool,
 }
 
 /// Bytes that may be kept of towers for each trained weight.
@@ -174,7 +177,8 @@ impl Model {
         let family = checkpoint.family();
         let mut files = WeightFiles::open(checkpoint.dir(), |key| family.format().published_name(key))?;
         let outside = files.add_companions(&family.format().companions())?;
-        let mut source = FileSource::new(&files, options.dtype).quantised(options.quantization);
+        let mut source =
+            FileSource::new(&files, options.dtype).quantised(options.quantization).in_place(options.in_place);
         let network = family.architecture().network(&mut source)?;
         let params = source.finish(family.name())?;
         Ok(Self::new(checkpoint.clone(), network, params, outside, options.device))

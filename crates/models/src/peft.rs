@@ -164,7 +164,7 @@ impl Model {
             let module = file.modules.get(stem).unwrap_or(stem);
             let own = alpha_of.iter().find(|(pattern, _)| pattern.is_match(module)).map(|(_, alpha)| *alpha);
             let layer = LoraConfig { alpha: own.unwrap_or(lora.alpha), ..lora.clone() };
-            self.adapt(&base, &layer, (rank, a, b))?;
+            self.adapt(&base, &layer, rank, Some([a, b]))?;
             if layer.alpha != lora.alpha {
                 self.alphas.insert(stem.clone(), layer.alpha);
             }
@@ -217,6 +217,8 @@ impl Model {
         for (name, (shape, data)) in &file.whole {
             let fail = |what: String| ModelError::Checkpoint { dir: dir.to_path_buf(), what };
             match self.base_params().iter().find(|p| p.name() == name) {
+                // Of an outline there is nothing to overwrite.
+                Some(param) if param.shape() == shape && param.is_outline() => {}
                 Some(param) if param.shape() == shape => param.store(data)?,
                 Some(param) => {
                     return Err(fail(format!(

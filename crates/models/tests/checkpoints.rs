@@ -187,6 +187,40 @@ fn an_outline_is_the_model_without_its_data() {
     }
 }
 
+/// Weights in mapped files are the weights that are read, where they are held as the file has them; they cannot be written.
+#[test]
+fn weights_in_place_are_those_that_are_read() {
+    let keep = |_: &str, _: Part| false;
+    let load = |name: &str, dtype: WeightDtype, bits: Option<QuantBits>, in_place: bool| {
+        let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
+        let options = LoadOptions { dtype, quantization, in_place, ..LoadOptions::default() };
+        Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap()
+    };
+    for name in ["qwen2_5_vl_tied", "qwen2_5_vl_tied_bf16", "humanomni"] {
+        let (read, mapped) =
+            (load(name, WeightDtype::Auto, None, false), load(name, WeightDtype::Auto, None, true));
+        assert_eq!(weight_bits(&mapped), weight_bits(&read), "{name}");
+        for (param, own) in mapped.params().iter().zip(read.params()) {
+            assert!(param.is_mapped() && !own.is_mapped(), "{name}: {}", param.name());
+            assert_eq!((param.num_bytes(), param.dtype()), (own.num_bytes(), own.dtype()));
+            let message = param.store(&vec![0.0; param.len()]).unwrap_err().to_string();
+            assert!(message.contains("a weight in a mapped file cannot be written"), "{message}");
+        }
+    }
+    let (read, mapped) = (
+        load("qwen2_5_vl_tied_bf16", WeightDtype::Auto, None, false),
+        load("qwen2_5_vl_tied_bf16", WeightDtype::Auto, None, true),
+    );
+    assert_eq!(logprobs(&mapped), logprobs(&read));
+    // What is not held as the file has it is read.
+    let widened = load("qwen2_5_vl_tied_bf16", WeightDtype::Float32, None, true);
+    assert!(widened.params().iter().all(|p| !p.is_mapped()));
+    let few = load("qwen2_5_vl_tied", WeightDtype::Auto, Some(QuantBits::Eight), true);
+    for param in few.params() {
+        assert_eq!(param.is_mapped(), param.dtype() == ParamDtype::F32, "{}", param.name());
+    }
+}
+
 #[test]
 fn published_sizes_have_the_tensors_transformers_makes() {
     let text = std::fs::read(golden("published/tensors.json")).unwrap();

@@ -12,7 +12,7 @@ use omnigrpo_models::{
     Checkpoint, GroupStream, LoadOptions, LoraConfig, Memories, Model, PackedStream, Prompt, Quantization,
     Training, WeightDtype, whole_tensors,
 };
-use omnigrpo_ops::{ParamDtype, Part, QuantBits};
+use omnigrpo_ops::{Device, ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
 use support::{
     Golden, Gradients, assert_close, case_prompt, check_gradients, checkpoint, golden, max_diff,
@@ -330,10 +330,16 @@ fn experts_get_adapters_where_they_are_named() {
     let adapted = |targets: &[&str], dropout: f64| {
         let mut model = load("aria");
         let config = LoraConfig { dropout, ..config(targets) };
-        let parameters = model.adapter_len(&config);
+        let options = LoadOptions { device: Device::Outline, ..LoadOptions::default() };
+        let mut outline = Model::outline(model.checkpoint(), &options, false).unwrap();
+        let outlined = outline.add_lora(&config);
         model.add_lora(&config)?;
-        let own: usize = model.adapter_params().iter().map(|p| p.len()).sum();
-        assert_eq!(own, parameters.unwrap());
+        outlined.unwrap();
+        let facts = |model: &Model| -> Vec<_> {
+            let adapters = model.adapter_params().iter();
+            adapters.map(|p| (p.name().to_owned(), p.shape().to_vec(), p.num_bytes())).collect()
+        };
+        assert_eq!(facts(&outline), facts(&model));
         Ok::<_, omnigrpo_models::ModelError>(model)
     };
     let names = |model: &Model, of: &str| model.adapted().filter(|(p, _)| p.name().contains(of)).count();

@@ -35,7 +35,7 @@ where
     I: IntoIterator<Item = OsString>,
     E: Fn(&str) -> Option<String>,
 {
-    let args: Vec<OsString> = args.into_iter().collect();
+    let args = spelt_out(args.into_iter().collect());
     let (known, mut entries) = match verb_of(&args) {
         Some(verb) => set_apart(verb, switched(verb, args)),
         None => (args, Vec::new()),
@@ -84,6 +84,17 @@ where
         _ => Ok(Parsed::Run(Box::new(resolved))),
     }
 }
+
+/// `plan` as what it is.
+fn spelt_out(mut args: Vec<OsString>) -> Vec<OsString> {
+    if args.get(1).is_some_and(|word| word == PLAN) {
+        args.splice(1..2, ["train", "--dry_run"].map(OsString::from));
+    }
+    args
+}
+
+/// The verb that is `train --dry_run`.
+const PLAN: &str = "plan";
 
 /// Verbs that write files.
 const WRITES: &[Verb] = &[
@@ -359,6 +370,11 @@ pub fn command(lenient: bool) -> Command {
                 }
             }
             _ => root = root.subcommand(verb_command(*verb, lenient)),
+        }
+        // The parser sees what it stands for.
+        if *verb == Verb::Train && !lenient {
+            let about = "Print the memory that `train` with these flags takes, by part, and what would fit";
+            root = root.subcommand(verb_command(Verb::Train, lenient).name(PLAN).about(about));
         }
     }
     root.subcommands(groups)

@@ -248,7 +248,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
         }
     };
     need(
-        trains && s.io.output_dir.is_none(),
+        trains && !s.io.dry_run && s.io.output_dir.is_none(),
         Problem::usage("no run directory").expected("`--output_dir DIR` or `--exp_name NAME`"),
     );
     need(

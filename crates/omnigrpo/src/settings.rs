@@ -120,6 +120,10 @@ pub struct Io {
     /// Resolved from `exp_name` if that is given instead. Present for every verb that trains.
     pub output_dir: Option<PathBuf>,
     pub exp_name: Option<String>,
+    /// Print what the run would take, and stop.
+    pub dry_run: bool,
+    /// Where the numbers of `bench` or of a dry run go.
+    pub json: Option<PathBuf>,
     /// What the console shows, with times: `log.txt` of the run directory, or `runs/NAME/log/log.txt` with `exp_name`.
     pub log_file: Option<PathBuf>,
     pub deepspeed: Option<PathBuf>,
@@ -135,7 +139,6 @@ pub struct Bench {
     pub completion_tokens: usize,
     pub num_prompts: usize,
     pub num_steps: usize,
-    pub json: Option<PathBuf>,
 }
 
 /// The checkpoint and the form it is held in.
@@ -309,6 +312,8 @@ impl Default for Settings {
                 row: 0,
                 num_rows: 1,
                 output_dir: None,
+                dry_run: false,
+                json: None,
                 exp_name: None,
                 log_file: None,
                 deepspeed: None,
@@ -364,7 +369,6 @@ impl Default for Settings {
                 completion_tokens: 64,
                 num_prompts: 1,
                 num_steps: 3,
-                json: None,
             },
             threads: None,
             env: Environment::default(),

@@ -692,11 +692,11 @@ fn doctor_looks_at_a_checkpoint() {
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
     }
-    // 112,848 values in f32; what `sft` would train of them adds 12 bytes each, and a reference 4.
+    // 112,848 values in f32; of what `sft` would train moments take 8 bytes each, gradients and a reference 4.
     let memory = [
         "without training: 0.5 MB (weights 0.5 MB)",
         "full: ",
-        "weights 0.5 MB, gradients and optimizer 1.0 MB, reference 0.3 MB, activations ",
+        "weights 0.5 MB, reference 0.3 MB, moments and masters 0.7 MB, gradients 0.2 MB, activations ",
         "LoRA, 4 bit: ",
     ];
     let model = ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"];
@@ -729,10 +729,10 @@ fn doctor_says_once_what_an_unknown_family_is() {
     assert_eq!(all.matches("PROBLEM").count(), 1, "{all}");
 }
 
-/// Before anything is loaded: a model whose weights are larger than the memory is an error, a run that will be is warned of.
+/// Before anything is loaded: a run whose weights and moments are larger than the memory is an error, with what would fit.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_model_too_large_is_an_error_and_a_run_too_large_a_warning() {
+fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
     let place = Place::new();
     place.checkpoint("large", |_, _| {});
     let config = place.text("large/config.json");
@@ -752,19 +752,52 @@ fn a_model_too_large_is_an_error_and_a_run_too_large_a_warning() {
         command.args(["-c", "ulimit -v 3000000; exec \"$@\"", "bash"]).arg(program.get_program());
         support::ran(command.args(program.get_args()).current_dir(place.path("")))
     };
-    limited(16_000_000)
-        .fails(1, &["the model does not fit into memory", "4.1 GB of weights", "that are free"]);
+    let refused = limited(16_000_000).fails(
+        1,
+        &[
+            "this run does not fit into memory",
+            "(program and rows ",
+            "weights 4.1 GB, reference 4.1 GB",
+            "what is free",
+        ],
+    );
+    assert!(
+        refused.stderr.contains("no flag that `omnigrpo plan` knows of makes it fit"),
+        "{}",
+        refused.stderr
+    );
+    assert!(!place.exists("run/metrics.jsonl"));
+}
 
-    let line =
-        format!("train --model M --train_file rows.jsonl --output_dir run --reward_funcs random {SMALL}");
-    let said = "warning: this run takes about ";
-    assert!(!place.run(&line).ok().stderr.contains(said));
-    let warned = place
-        .run(&format!("{line} --max_stream_tokens 1000000000 --resume_from_checkpoint never"))
-        .ok()
-        .stderr;
-    let parts = "(weights 0.5 MB, gradients and optimizer 1.0 MB, reference 0.3 MB, activations ";
-    assert!(warned.contains(said) && warned.contains(parts), "{warned}");
+/// The same numbers by either name, without a run directory; with adapters there are no moments of whole weights.
+#[test]
+fn a_plan_says_what_a_run_takes_and_begins_none() {
+    let place = Place::new();
+    let flags = format!("--model M --train_file rows.jsonl --reward_funcs random {SMALL}");
+    let planned = place.run(&format!("plan {flags}")).ok().stdout;
+    let dry = place.run(&format!("train {flags} --output_dir run --dry_run --json plan.json")).ok().stdout;
+    let line = |text: &str, start: &str| {
+        let found = text.lines().find(|line| line.starts_with(start));
+        found.unwrap_or_else(|| panic!("no {start} in {text}")).to_owned()
+    };
+    for part in
+        ["weights", "reference", "moments and masters", "gradients", "activations", "cache of completions"]
+    {
+        assert_eq!(line(&planned, part), line(&dry, part));
+    }
+    assert!(line(&planned, "free, memory").ends_with("it fits"), "{planned}");
+    assert!(!place.exists("run"));
+    let json: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+    let sum: u64 = json["parts"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!((json["total"].as_u64(), json["fits"].as_bool()), (Some(sum), Some(true)));
+
+    let adapted = place.run(&format!("plan {flags} --use_peft --lora_r 2")).ok().stdout;
+    line(&adapted, "adapters");
+    assert!(!adapted.lines().any(|line| line.starts_with("reference")), "{adapted}");
+    place.run("sft --dry_run --model M --train_file rows.jsonl --gradient_accumulation_steps 1").ok();
+    place
+        .run(&format!("train {flags} --output_dir run --json plan.json"))
+        .fails(2, &["`json` has no effect in this run", "--dry_run"]);
 }
 
 /// A checkpoint of the original InternVL layout is trained, exported for `transformers`, and answers as before.

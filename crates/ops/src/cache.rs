@@ -27,6 +27,8 @@ pub(crate) enum Store {
     Cpu(Vec<MmapMut>),
     Twin(Vec<Vec<f64>>),
     Gpu(crate::gpu::Pages),
+    /// Counted, and nothing else. Full, as it may become.
+    Outline(#[allow(dead_code)] crate::outline::Span),
 }
 
 impl GroupCache {

@@ -45,7 +45,7 @@ impl Op for Convolution {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        self.layer.weight().loaded()?;
+        self.layer.weight().usable(x.device())?;
         let Patches { sources, taps } = &*self.patches;
         let op = || format!("convolution {}", self.layer.weight().name());
         if *taps == 0 || !sources.len().is_multiple_of(*taps) || self.patches.reads() > x.rows() {
@@ -76,7 +76,7 @@ impl Op for Depthwise {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        self.weight.loaded()?;
+        self.weight.usable(x.device())?;
         let [h, w] = self.side;
         if h * w == 0 || !x.rows().is_multiple_of(h * w) || self.weight.len() != 9 * x.cols() {
             let (dims, len) = (x.dims(), self.weight.len());

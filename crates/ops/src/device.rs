@@ -22,7 +22,7 @@ use crate::optim::{Moments, Step};
 use crate::param::Param;
 use crate::rope::RopeTable;
 use crate::rows::{Index, Rows};
-use crate::{cpu, twin};
+use crate::{cpu, outline, twin};
 
 /// A place where arrays live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -34,6 +34,8 @@ pub enum Device {
     Twin,
     /// An NVIDIA card, or its emulator: bf16 or f32 in its memory, with the kernels of `omnigrpo-gpu`.
     Gpu(crate::gpu::Card),
+    /// Nowhere: sizes without numbers, to know what a pass takes ([`footprint`](crate::footprint)). Weights may be outlines.
+    Outline,
 }
 
 impl Device {
@@ -57,6 +59,7 @@ impl Device {
             Self::Cpu => &cpu::Cpu,
             Self::Twin => &twin::Twin,
             Self::Gpu(card) => card,
+            Self::Outline => &outline::Outline,
         }
     }
 
@@ -97,6 +100,7 @@ impl fmt::Display for Device {
             Self::Cpu => f.write_str("cpu"),
             Self::Twin => f.write_str("twin"),
             Self::Gpu(card) => card.fmt(f),
+            Self::Outline => f.write_str("outline"),
         }
     }
 }

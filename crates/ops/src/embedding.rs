@@ -21,7 +21,7 @@ pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 /// A table that is not whole rows, an id beyond its end.
 pub fn embed(device: Device, table: &Param, ids: &[u32]) -> Result<Rows> {
     let h = table.shape().last().copied().unwrap_or(0);
-    check(table, h, ids.iter().copied())?;
+    check(device, table, h, ids.iter().copied())?;
     Ok(device.backend().embed(table, ids, h))
 }
 
@@ -30,7 +30,7 @@ pub fn embed(device: Device, table: &Param, ids: &[u32]) -> Result<Rows> {
 /// # Errors
 /// Shapes that do not fit.
 pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
-    check(table, dx.cols(), ids.iter().copied())?;
+    check(dx.device(), table, dx.cols(), ids.iter().copied())?;
     if ids.len() != dx.rows() {
         let what = format!("{} ids for {} rows", ids.len(), dx.rows());
         return Err(Error::shape(format!("embedding {}", table.name()), what));
@@ -39,8 +39,8 @@ pub fn embed_backward(table: &Param, ids: &[u32], dx: &Rows) -> Result<()> {
     Ok(())
 }
 
-fn check(table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
-    table.loaded()?;
+fn check(device: Device, table: &Param, h: usize, mut ids: impl Iterator<Item = u32>) -> Result<()> {
+    table.usable(device)?;
     let op = || format!("embedding {}", table.name());
     if h == 0 || !table.len().is_multiple_of(h) {
         return Err(Error::shape(op(), format!("{} elements are no whole rows of {h}", table.len())));
@@ -61,7 +61,7 @@ impl Op for AddRows {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        check(&self.table, x.cols(), self.ids.iter().flatten().copied())?;
+        check(x.device(), &self.table, x.cols(), self.ids.iter().flatten().copied())?;
         if self.ids.len() != x.rows() {
             let what = format!("{} ids for {} rows", self.ids.len(), x.rows());
             return Err(Error::shape(format!("add_rows {}", self.table.name()), what));
@@ -86,7 +86,7 @@ impl Op for AddMixed {
     type Kept = ();
 
     fn forward(&self, [x]: [&Rows; 1]) -> Result<(Rows, ())> {
-        check(&self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
+        check(x.device(), &self.table, x.cols(), self.taps.iter().flatten().map(|tap| tap.0))?;
         if self.taps.len() != x.rows() {
             let what = format!("{} taps for {} rows", self.taps.len(), x.rows());
             return Err(Error::shape(format!("add_mixed {}", self.table.name()), what));

@@ -348,7 +348,7 @@ impl ExpertLinear {
     }
 
     fn check(&self, x: &Rows, routes: &Routes) -> Result<()> {
-        self.weight.loaded()?;
+        self.weight.usable(x.device())?;
         let experts = routes.offsets.len() - 1;
         if x.cols() != self.k || x.rows() != routes.places() || experts != self.experts() {
             let places = routes.places();

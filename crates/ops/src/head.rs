@@ -118,7 +118,7 @@ pub fn logits(normed: &Rows, head: &Param) -> Result<Rows> {
 }
 
 fn check(normed: &Rows, head: &Param) -> Result<()> {
-    head.loaded()?;
+    head.usable(normed.device())?;
     match head.shape() {
         &[_, h] if h == normed.cols() => Ok(()),
         shape => Err(Error::shape(

@@ -156,7 +156,7 @@ impl PackedLinear {
     }
 
     fn check(&self, x: &Rows) -> Result<()> {
-        self.layers.iter().try_for_each(|layer| layer.weight.loaded())?;
+        self.layers.iter().try_for_each(|layer| layer.weight.usable(x.device()))?;
         match self.layers.iter().find(|layer| layer.k != x.cols()) {
             Some(layer) => Err(Error::shape(
                 format!("linear {}", layer.weight.name()),

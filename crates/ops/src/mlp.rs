@@ -58,7 +58,7 @@ impl Rows {
     /// # Errors
     /// Shapes that do not fit.
     pub fn scaled_onto(&self, residual: &Self, scale: &Param) -> Result<Self> {
-        scale.loaded()?;
+        scale.usable(self.device())?;
         self.device().check("scaled residual", residual)?;
         if residual.dims() != self.dims() || scale.len() != self.cols() {
             let what = format!("{:?} onto {:?}, scale {}", self.dims(), residual.dims(), scale.len());

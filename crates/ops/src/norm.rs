@@ -70,7 +70,7 @@ impl Norm {
     }
 
     fn check(&self, x: &Rows) -> Result<()> {
-        self.weight().loaded()?;
+        self.weight().usable(x.device())?;
         if x.cols() != self.width() {
             let what = format!("input is {}×{}, weight has {}", x.rows(), x.cols(), self.width());
             return Err(Error::shape(format!("norm {}", self.weight().name()), what));

@@ -1,16 +1,19 @@
 //! Weights and their gradients.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use half::bf16;
+use memmap2::Mmap;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Stored, Weight};
 
 use crate::adapter::Adapter;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::outline::{Held, holding};
 use crate::rows::Rows;
 
 /// Which part of a model a weight belongs to. Learning rates and freezing go by part.
@@ -124,6 +127,34 @@ impl Values {
 enum Data {
     Dense(Arc<Storage<RwLock<Values>>>),
     Quantised(Arc<Storage<QuantMatrix>>),
+    Mapped(Arc<Storage<Mapped>>),
+}
+
+/// Numbers in a mapped file, f32 or bf16 as the weight says: read where they are, never written.
+#[derive(Debug)]
+struct Mapped {
+    map: Arc<Mmap>,
+    bytes: Range<usize>,
+    dtype: ParamDtype,
+}
+
+impl Mapped {
+    /// Empty where the bytes are no such numbers, which [`Param::mapped`] has ruled out.
+    fn stored(&self) -> Stored<'_> {
+        let bytes = self.map.get(self.bytes.clone()).unwrap_or_default();
+        match self.dtype {
+            ParamDtype::Bf16 => Stored::Bf16(bytemuck::try_cast_slice(bytes).unwrap_or_default()),
+            _ => Stored::F32(bytemuck::try_cast_slice(bytes).unwrap_or_default()),
+        }
+    }
+
+    fn values(&self) -> Values {
+        match self.stored() {
+            Stored::Bf16(data) => Values::Bf16(data.to_vec()),
+            Stored::F32(data) => Values::F32(data.to_vec()),
+            Stored::Quantised(_) => Values::F32(Vec::new()),
+        }
+    }
 }
 
 /// The numbers of a weight on the host, and a card's copy of them.
@@ -175,6 +206,7 @@ pub struct WeightGuard<'a>(Reading<'a>);
 enum Reading<'a> {
     Dense(RwLockReadGuard<'a, Values>),
     Quantised(&'a QuantMatrix),
+    Mapped(Stored<'a>),
 }
 
 impl WeightGuard<'_> {
@@ -187,6 +219,7 @@ impl WeightGuard<'_> {
                 Values::Bf16(data) => Stored::Bf16(data),
             },
             Reading::Quantised(matrix) => Stored::Quantised(matrix.rows()),
+            Reading::Mapped(stored) => *stored,
         }
     }
 
@@ -235,7 +268,7 @@ impl Param {
     }
 
     /// A weight without its data, of which nothing takes memory: to know how large a model is, or to check the rest of one
-    /// after a weight that could not be read. Operations with it are errors; [`Self::read`] gives nothing.
+    /// after a weight that could not be read. Operations with it are errors but on [`Device::Outline`]; [`Self::read`] gives nothing.
     #[must_use]
     pub fn outline(name: impl Into<String>, part: Part, shape: &[usize], dtype: ParamDtype) -> Self {
         let nothing = Data::Dense(Storage::values(Values::F32(Vec::new())));
@@ -259,6 +292,37 @@ impl Param {
         }
         let dtype = ParamDtype::Quantised(value.bits());
         Ok(Self::over(name, part, Data::Quantised(Storage::new(value)), dtype, shape.to_vec()))
+    }
+
+    /// A frozen weight whose numbers stay in a mapped file, from a byte on. It can never be trained or written.
+    ///
+    /// # Errors
+    /// Numbers that are not in the file, or begin where numbers of that size cannot be read; another dtype than f32 or bf16; a system
+    /// that has the other byte order than the file.
+    pub fn mapped(
+        name: impl Into<String>,
+        part: Part,
+        shape: &[usize],
+        dtype: ParamDtype,
+        (map, at): (Arc<Mmap>, usize),
+    ) -> Result<Self> {
+        let (name, len) = (name.into(), shape.iter().product::<usize>());
+        let size = match dtype {
+            ParamDtype::F32 => 4,
+            ParamDtype::Bf16 => 2,
+            ParamDtype::Quantised(_) => 0,
+        };
+        let mapped = Mapped { map, bytes: at..at.saturating_add(size * len), dtype };
+        let found = match mapped.stored() {
+            Stored::Bf16(data) => data.len(),
+            Stored::F32(data) => data.len(),
+            Stored::Quantised(_) => 0,
+        };
+        if size == 0 || found != len || cfg!(target_endian = "big") {
+            let what = format!("{shape:?} in {dtype:?} cannot be read in place from byte {at} of its file");
+            return Err(Error::Weight { name, what });
+        }
+        Ok(Self::over(name, part, Data::Mapped(Storage::new(mapped)), dtype, shape.to_vec()))
     }
 
     fn over(name: String, part: Part, data: Data, dtype: ParamDtype, shape: Vec<usize>) -> Self {
@@ -327,6 +391,12 @@ impl Param {
         self.len() == 0
     }
 
+    /// Whether its numbers are in a mapped file ([`Self::mapped`]).
+    #[must_use]
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.data, Data::Mapped(_))
+    }
+
     /// Whether backward passes compute this weight's gradient.
     #[must_use]
     pub fn trainable(&self) -> bool {
@@ -356,9 +426,15 @@ impl Param {
         Self { is_outline: self.is_outline, ..handle }
     }
 
-    /// Fails for an outline, whose numbers are not there.
-    pub(crate) fn loaded(&self) -> Result<()> {
-        match self.is_outline {
+    /// Whether its numbers are not there.
+    #[must_use]
+    pub fn is_outline(&self) -> bool {
+        self.is_outline
+    }
+
+    /// Fails for an outline on a device that needs the numbers.
+    pub(crate) fn usable(&self, device: Device) -> Result<()> {
+        match self.is_outline && device != Device::Outline {
             false => Ok(()),
             true => Err(Error::Weight {
                 name: self.name.clone(),
@@ -378,7 +454,10 @@ impl Param {
     /// # Errors
     /// A quantised weight.
     pub fn values(&self) -> Result<Values> {
-        self.write(|values| values.clone())
+        match &self.data {
+            Data::Mapped(mapped) => Ok(mapped.host.values()),
+            _ => self.write(|values| values.clone()),
+        }
     }
 
     /// Whether this is the weight of a linear layer `[n, k]`, and so can carry an adapter.
@@ -435,6 +514,7 @@ impl Param {
         WeightGuard(match &self.data {
             Data::Dense(values) => Reading::Dense(values.read()),
             Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
+            Data::Mapped(mapped) => Reading::Mapped(mapped.host.stored()),
         })
     }
 
@@ -443,7 +523,8 @@ impl Param {
     pub(crate) fn gradient(&self, device: Device) -> Option<GradGuard<'_>> {
         self.trainable().then(|| {
             let mut grad = self.grad.lock().unwrap_or_else(PoisonError::into_inner);
-            let rows = grad.get_or_insert_with(|| Rows::zeros(device, 1, self.len()));
+            let rows =
+                grad.get_or_insert_with(|| holding(Held::Gradients, || Rows::zeros(device, 1, self.len())));
             if rows.device() != device {
                 *rows = rows.to_device(device);
             }
@@ -507,7 +588,7 @@ impl Param {
     /// # Errors
     /// A quantised weight.
     pub(crate) fn write<R>(&self, f: impl FnOnce(&mut Values) -> R) -> Result<R> {
-        self.loaded()?;
+        self.usable(Device::Cpu)?;
         match &self.data {
             Data::Dense(values) => {
                 values.copy.fetch_and_forget(&values.host);
@@ -517,6 +598,10 @@ impl Param {
                 name: self.name.clone(),
                 what: "a quantised weight cannot be written".into(),
             }),
+            Data::Mapped(_) => Err(Error::Weight {
+                name: self.name.clone(),
+                what: "a weight in a mapped file cannot be written".into(),
+            }),
         }
     }
 
@@ -525,6 +610,7 @@ impl Param {
         use crate::gpu::Weights;
         match &self.data {
             Data::Dense(values) => values.copy.on(device, || Weights::dense(gpu, &values.read())),
+            Data::Mapped(mapped) => mapped.copy.on(device, || Weights::dense(gpu, &mapped.host.values())),
             Data::Quantised(matrix) => {
                 matrix.copy.on(device, || Weights::quantised(gpu, &matrix.host, &self.shape))
             }
@@ -544,6 +630,7 @@ impl Param {
         match (&self.data, &other.data) {
             (Data::Dense(a), Data::Dense(b)) => Arc::ptr_eq(a, b),
             (Data::Quantised(a), Data::Quantised(b)) => Arc::ptr_eq(a, b),
+            (Data::Mapped(a), Data::Mapped(b)) => Arc::ptr_eq(a, b),
             _ => false,
         }
     }

@@ -22,12 +22,17 @@ pub(crate) enum Data {
     Cpu(Arc<Vec<f32>>),
     Twin(Arc<Vec<f64>>),
     Gpu(crate::gpu::Card, Arc<omnigrpo_gpu::Array>),
+    Outline(Arc<crate::outline::Span>),
 }
 
 /// Which rows of an array, in which order.
 pub type Index = Host<Vec<usize>>;
 
 impl Rows {
+    pub(crate) fn over(data: Data, rows: usize, cols: usize) -> Self {
+        Self { data, rows, cols }
+    }
+
     pub(crate) fn on_cpu(data: Vec<f32>, rows: usize, cols: usize) -> Self {
         debug_assert_eq!(data.len(), rows * cols);
         Self { data: Data::Cpu(Arc::new(data)), rows, cols }
@@ -80,6 +85,7 @@ impl Rows {
             Data::Cpu(_) => Device::Cpu,
             Data::Twin(_) => Device::Twin,
             Data::Gpu(card, _) => Device::Gpu(*card),
+            Data::Outline(_) => Device::Outline,
         }
     }
 
@@ -120,6 +126,7 @@ impl Rows {
             Data::Cpu(data) => size_of_val(&data[..]),
             Data::Twin(data) => size_of_val(&data[..]),
             Data::Gpu(_, data) => data.len() * data.dtype().size(),
+            Data::Outline(span) => span.num_bytes(),
         }
     }
 

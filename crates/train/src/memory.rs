@@ -1,10 +1,28 @@
-//! How much memory a model and its training take, by arithmetic, before anything is loaded.
+//! How much memory training takes, before anything is loaded.
+//!
+//! Weights, moments and masters are arithmetic over an outline of the model. What passes hold is not: a step over real prompts runs
+//! on [`Device::Outline`], which has sizes and no numbers, through the code of every other step
+//! ([`update`](crate::update), [`imitate`](crate::imitate)). Every completion is as long as it may become.
+//!
+//! The heap of the program keeps what is freed ([`Memory::peak`]): caches of completions, which are mapped and given back, come on top
+//! of the most that passes ever held, though the two are not held together.
 
-use omnigrpo_models::{LoraConfig, Model};
-use omnigrpo_ops::ParamDtype;
+use std::sync::Arc;
+use std::time::Instant;
 
-use crate::error::Result;
-use crate::selection::Selection;
+use omnigrpo_models::{Features, Model, Prompt, SftExample};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ops::{DecodeRows, Device, Footprint, Held, ParamDtype, footprint, holding};
+use omnigrpo_rewards::{Logged, RewardMatrix};
+use omnigrpo_rollout::{Completion, FinishReason};
+
+use crate::error::{Result, TrainError};
+use crate::features::{self, Keep};
+use crate::imitate::imitate;
+use crate::optimizer::{AdamW, AdamWConfig};
+use crate::rollouts::{Group, Rollouts, Scored};
+use crate::rows::PreparedRow;
+use crate::step::{Algorithm, UpdateAt, update};
 
 /// Whose memory it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,100 +30,284 @@ pub enum MemoryOf {
     /// The machine's, with everything in it.
     Host,
     /// A card's that holds weights and gradients, and the optimizer's state unless that is offloaded.
-    Card {
-        /// Whether it is.
-        offload: bool,
-    },
+    Card,
 }
 
-/// What is trained, as far as memory depends on it.
+/// What is trained on.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// The rows of a rollout.
+    Rollout(Vec<PreparedRow>),
+    /// The examples of a supervised update.
+    Examples(Vec<SftExample>),
+    /// Nothing: the model completes prompts.
+    None,
+}
+
+/// What a run does, as far as memory depends on it.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
-    /// What is trained whole; `None` for a model that is only used.
-    pub selection: Option<&'a Selection>,
-    /// Adapters to be added.
-    pub lora: Option<&'a LoraConfig>,
-    /// Whether bf16 weights are trained without masters.
-    pub pure_bf16: bool,
+    /// The step.
+    pub algorithm: &'a Algorithm,
+    /// The optimizer.
+    pub optimizer: &'a AdamWConfig,
+    /// The longest rows.
+    pub work: Work,
+    /// Prompts of an update; a rollout may have those of several.
+    pub prompts_per_step: usize,
+    /// Prompts that an evaluation completes at once, and how many completions of each.
+    pub evaluation: Option<(Vec<Arc<Prompt>>, usize)>,
     /// Whether a reference is kept there.
     pub reference: bool,
     /// Where the model is.
     pub of: MemoryOf,
-    /// Rows of a packed stream at most.
-    pub stream_rows: usize,
-    /// Whether activations are computed again in the backward pass.
-    pub recompute: bool,
 }
 
 /// Bytes by what takes them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Weights, those of adapters included.
+    /// The process before anything is loaded: program, tokenizer, rows. For the caller to fill in.
+    pub program: u64,
+    /// Models of rewards. For the caller to fill in.
+    pub rewards: u64,
+    /// Weights without those of adapters.
     pub weights: u64,
-    /// Gradients and the optimizer's moments and masters.
-    pub training: u64,
+    /// Adapters.
+    pub adapters: u64,
+    /// Moments and masters of the optimizer.
+    pub optimizer: u64,
     /// The reference's copies of what is trained whole.
     pub reference: u64,
-    /// An allowance for activations of a full stream. Media, caches of long rollouts and the program itself come on top.
+    /// Gradients, at the moment when passes hold most.
+    pub gradients: u64,
+    /// Decoded media of this step and of the next one.
+    pub media: u64,
+    /// Features of media and what towers remember, at that moment.
+    pub features: u64,
+    /// Activations, at that moment.
     pub activations: u64,
+    /// Keys and values of completions in flight.
+    pub cache: u64,
+    /// What the allocator cannot use.
+    pub slack: u64,
+    /// When passes hold most.
+    pub peak: Phase,
+}
+
+/// A part of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// Towers of the media, prompts and completions.
+    Rollout,
+    /// Reference, forward and backward pass.
+    #[default]
+    Update,
+    /// An evaluation.
+    Evaluation,
 }
 
 impl Memory {
     /// All of it.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.weights
-            .saturating_add(self.training)
-            .saturating_add(self.reference)
-            .saturating_add(self.activations)
+        self.parts().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// What is there from the first update on to the end, whatever the rows are.
+    #[must_use]
+    pub fn lasting(&self) -> u64 {
+        self.program + self.rewards + self.weights + self.adapters + self.optimizer + self.reference
+    }
+
+    /// Each part with its name.
+    #[must_use]
+    pub fn parts(&self) -> [(&'static str, u64); 12] {
+        [
+            ("program and rows", self.program),
+            ("reward models", self.rewards),
+            ("weights", self.weights),
+            ("adapters", self.adapters),
+            ("reference", self.reference),
+            ("moments and masters", self.optimizer),
+            ("gradients", self.gradients),
+            ("decoded media", self.media),
+            ("features of media", self.features),
+            ("activations", self.activations),
+            ("cache of completions", self.cache),
+            ("allocator", self.slack),
+        ]
     }
 }
 
-/// Bytes that training adds for each value of a weight: gradient and two moments in f32, and a master of a bf16 weight, of which a
-/// card keeps the half that the weight lacks.
-fn training_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
-    let has_master = dtype == ParamDtype::Bf16 && !plan.pure_bf16;
+/// Bytes of the optimizer's state for each value of a weight: two moments in f32, and a master of a bf16 weight, of which a card
+/// keeps the half that the weight lacks.
+fn state_bytes(dtype: ParamDtype, plan: &MemoryPlan) -> u64 {
+    let has_master = dtype == ParamDtype::Bf16 && !plan.optimizer.pure_bf16;
     match (plan.of, has_master) {
-        (MemoryOf::Card { offload: true }, _) => 4,
-        (MemoryOf::Card { offload: false }, true) => 14,
-        (MemoryOf::Host, true) => 16,
-        (_, false) => 12,
+        (MemoryOf::Card, _) if plan.optimizer.offload => 0,
+        (MemoryOf::Card, true) => 10,
+        (MemoryOf::Host, true) => 12,
+        (_, false) => 8,
     }
 }
 
-/// The memory of a model, of which an outline is enough.
+/// The memory of a run with a model of which the outline is there, on [`Device::Outline`], with its adapters and with what is trained
+/// marked ([`Selection::apply`](crate::Selection::apply)).
 ///
 /// # Errors
-/// A pattern or a target that names nothing.
+/// A model on another device; as a step.
 pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
+    if model.device() != Device::Outline {
+        let device = model.device().to_string();
+        return Err(TrainError::setting("LoadOptions::device", &device, "expected Device::Outline".into()));
+    }
     let mut out = Memory::default();
-    let trained = plan.selection.map(Selection::matcher).transpose()?;
-    for param in model.base_params() {
+    let base = model.base_params().len();
+    for (at, param) in model.params().iter().enumerate() {
         let (len, bytes) = (param.len() as u64, param.num_bytes() as u64);
-        out.weights = out.weights.saturating_add(bytes);
-        if trained.as_ref().is_some_and(|trained| trained(param.name(), param.part())) {
-            out.training = out.training.saturating_add(len * training_bytes(param.dtype(), plan));
-            out.reference += if plan.reference { bytes } else { 0 };
+        *(if at < base { &mut out.weights } else { &mut out.adapters }) += bytes;
+        if param.trainable() {
+            out.optimizer += len * state_bytes(param.dtype(), plan);
+            out.reference += if plan.reference && at < base { bytes } else { 0 };
         }
     }
-    if let Some(lora) = plan.lora {
-        let len = model.adapter_len(lora)? as u64;
-        out.weights += 4 * len;
-        out.training += len * training_bytes(ParamDtype::F32, plan);
+    let mut most = Footprint::default();
+    let mut take = |phase: Phase, seen: Footprint| {
+        out.cache = out.cache.max(seen.of(Held::Cache));
+        if seen.passes() > most.passes() {
+            (most, out.peak) = (seen, phase);
+        }
+    };
+    let mut media = 0;
+    match &plan.work {
+        Work::None => {}
+        Work::Rollout(rows) => {
+            // Those of the next step are decoded meanwhile.
+            media = 2 * rows.iter().map(|row| media_bytes(&row.prompt)).sum::<u64>();
+            let (done, seen) = footprint(|| reinforce(model, plan, rows, &mut take));
+            done?;
+            take(Phase::Update, seen);
+        }
+        Work::Examples(examples) => {
+            media = 2 * examples.iter().map(|example| media_bytes(&example.prompt)).sum::<u64>();
+            let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
+            let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+            let mut timer = PhaseTimer::start(Instant::now());
+            let (done, seen) = footprint(|| {
+                imitate(model, &mut optimizer, at, plan.algorithm, examples, &mut timer).map(drop)
+            });
+            done?;
+            take(Phase::Update, seen);
+        }
     }
-    if plan.selection.is_some() {
-        let c = model.decoder().config();
-        let (q, kv) = (c.heads.q * c.heads.dim, c.heads.kv * c.heads.dim);
-        // Of a block: its input, the normed rows, queries, keys, values, attention's output, and three of the feed-forward.
-        let block = 3 * c.hidden + 2 * q + 2 * kv + 3 * c.intermediate;
-        // Of experts: logits, and of each that a row uses its input, its answer and three of its feed-forward layer.
-        let experts = c.experts.map_or(0, |e| e.count + e.topk * (2 * c.hidden + 3 * e.intermediate));
-        let block = block + experts;
-        let kept = if plan.recompute { c.layers * c.hidden + block } else { c.layers * block };
-        let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
-        // Between bf16 weights a card keeps most of them in bf16.
-        let bytes = if plan.of == MemoryOf::Host || !bf16 { 4 } else { 2 };
-        out.activations = bytes * (plan.stream_rows * kept) as u64;
+    if let Some((prompts, num_generations)) = &plan.evaluation {
+        let (done, seen) = footprint(|| {
+            let encode = |prompt: &Arc<Prompt>| Ok(model.encode_prompt(prompt)?);
+            let features =
+                holding(Held::Features, || prompts.iter().map(encode).collect::<Result<Vec<_>>>())?;
+            let pairs: Vec<_> = prompts.iter().map(|prompt| &**prompt).zip(&features).collect();
+            complete(model, plan.algorithm, &pairs, *num_generations)
+        });
+        done?;
+        take(Phase::Evaluation, seen);
+        media = media.max(prompts.iter().map(|prompt| media_bytes(prompt)).sum());
     }
+    // Between bf16 weights a card keeps most rows in bf16.
+    let bf16 = model.decoder().embedding().dtype() == ParamDtype::Bf16;
+    let narrow = |bytes: u64| if plan.of == MemoryOf::Card && bf16 { bytes / 2 } else { bytes };
+    out.gradients = most.of(Held::Gradients);
+    out.features = narrow(most.of(Held::Features));
+    out.activations = narrow(most.of(Held::Activations));
+    out.cache = narrow(out.cache);
+    out.media = if plan.of == MemoryOf::Host { media } else { 0 };
     Ok(out)
+}
+
+fn media_bytes(prompt: &Prompt) -> u64 {
+    prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum()
+}
+
+/// A rollout and its updates. `take` is told of the rollout; the rest is what is held around this call.
+fn reinforce(
+    model: &Model,
+    plan: &MemoryPlan,
+    rows: &[PreparedRow],
+    take: &mut impl FnMut(Phase, Footprint),
+) -> Result<()> {
+    let algorithm = plan.algorithm;
+    let size = algorithm.num_generations;
+    let reference = if algorithm.loss.needs_reference() { Some(model.reference()?) } else { None };
+    let mut optimizer = AdamW::new(plan.optimizer.clone(), model.params());
+    let prompts = || rows.iter().map(|row| &*row.prompt);
+    let (encoded, seen) = footprint(|| {
+        let (features, memories) =
+            holding(Held::Features, || features::encode(model, Keep::for_update(algorithm), prompts()))?;
+        let pairs: Vec<_> = prompts().zip(&features).collect();
+        complete(model, algorithm, &pairs, size)?;
+        Ok::<_, TrainError>((features, memories))
+    });
+    let (features, memories) = encoded?;
+    take(Phase::Rollout, seen);
+    let longest = algorithm.sampling.max_completion_length;
+    let numbers = || vec![0.0; longest];
+    let completion = Completion {
+        logprobs: numbers(),
+        sampler_logprobs: numbers(),
+        entropies: numbers(),
+        ..Completion::recorded(vec![0; longest], FinishReason::Stop, String::new())
+    };
+    let groups = rows.iter().zip(features).map(|(row, features)| Group {
+        row: row.clone(),
+        features,
+        completions: vec![Scored::new(completion.clone(), None); size],
+    });
+    // Rewards that tell the completions of every group apart.
+    let total: Vec<Option<f64>> = (0..rows.len() * size).map(|i| Some((i % size) as f64)).collect();
+    let rewards = RewardMatrix {
+        names: vec!["reward".into()],
+        values: vec![total.clone()],
+        weights: vec![1.0],
+        total,
+        logged: Logged::default(),
+    };
+    let mut parts =
+        Rollouts::new(algorithm, groups.collect(), memories, rewards)?.split(plan.prompts_per_step);
+    for part in &mut parts {
+        part.gate(&algorithm.loss)?;
+        let mut timer = PhaseTimer::start(Instant::now());
+        let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+        update(model, reference.as_ref(), &mut optimizer, at, algorithm, part, &mut timer)?;
+    }
+    Ok(())
+}
+
+/// Completions of prompts: prefill of each that are in flight together, and a step of decoding with all of them.
+fn complete(
+    model: &Model,
+    algorithm: &Algorithm,
+    prompts: &[(&Prompt, &Vec<Features>)],
+    size: usize,
+) -> Result<()> {
+    let (decoder, pass) = (model.decoder(), model.pass());
+    let slots = algorithm.sampling.max_completion_length.saturating_sub(1);
+    for prompts in prompts.chunks((algorithm.max_live / size.max(1)).max(1)) {
+        let mut caches = Vec::with_capacity(prompts.len());
+        for (prompt, features) in prompts {
+            let mut cache = decoder.cache(prompt.ids.len(), size, slots, &pass)?;
+            let x = model.embed_prompt(prompt, features)?;
+            let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+            decoder.logits(&hidden)?;
+            caches.push(cache);
+        }
+        if slots == 0 {
+            continue;
+        }
+        let flying = prompts.len() * size;
+        let x = decoder.embed(&vec![0; flying], &pass)?;
+        let mut rows: Vec<_> =
+            caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() }).collect();
+        let hidden = decoder.decode(x, &decoder.rope_table(&vec![[0; 3]; flying]), &mut rows, &pass)?;
+        decoder.logits(&hidden.row_range(0..flying.min(pass.device.logit_rows()))?)?;
+    }
+    Ok(())
 }

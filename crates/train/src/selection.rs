@@ -132,6 +132,13 @@ impl Selection {
                     "is selected to be trained whole; quantised weights stay as they are".into(),
                 ));
             }
+            if on && param.is_mapped() {
+                return Err(TrainError::setting(
+                    "LoadOptions::in_place",
+                    param.name(),
+                    "is selected to be trained, and weights in mapped files cannot be written; load it without".into(),
+                ));
+            }
             param.set_trainable(on);
             any |= on;
         }

@@ -284,6 +284,12 @@ pub fn backward(
     unsafe { buffer::matrix(rows, width, |d| write_backward(call, saved, layout, d)) }
 }
 
+/// Elements that [`backward`] works on beside what it returns.
+#[must_use]
+pub fn backward_space(layout: &AttentionLayout, shape: Shape) -> usize {
+    Plan::new(layout, shape).partial_rows * shape.q_heads * shape.head_dim
+}
+
 /// The rows are cleared, then added to.
 fn write_backward(call: Call, saved: Saved, layout: &AttentionLayout, to: MatMut) {
     let shape = call.shape;

@@ -4,20 +4,17 @@
 //! tensors, so the headers of the files and both ends of each tensor tell two checkpoints apart. A single changed byte
 //! in the middle of a tensor goes unnoticed.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 
-use super::files::shard_paths;
+use super::files::{Shard, shard_paths};
 use crate::error::{ModelError, Result};
 use crate::export::COMPANIONS;
 use crate::peft;
 
 /// Bytes at each end of a tensor that are looked at.
-const SAMPLE_BYTES: usize = 4096;
+const SAMPLE_BYTES: u64 = 4096;
 
 /// What a checkpoint or adapter directory holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,21 +53,24 @@ pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
 fn weights(paths: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
     for path in paths {
-        let file = File::open(path).map_err(ModelError::io(path))?;
-        // SAFETY: as in `WeightFiles::open`: the map is read-only, and a file that is truncated meanwhile ends the process.
-        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
-        let (header_bytes, metadata) =
-            SafeTensors::read_metadata(&map).map_err(ModelError::safetensors(path, "read"))?;
-        let data = 8 + header_bytes;
-        hash.update((map.len() as u64).to_le_bytes());
-        hash.update(&map[..data.min(map.len())]);
-        let mut spans: Vec<_> = metadata.tensors().into_values().map(|info| info.data_offsets).collect();
+        let (shard, metadata) = Shard::open(path)?;
+        let mut bytes = Vec::new();
+        hash.update(shard.num_bytes().to_le_bytes());
+        let mut add = |from: u64, to: u64| -> Result<()> {
+            bytes.resize((to - from) as usize, 0);
+            shard.read(from, &mut bytes)?;
+            hash.update(&bytes);
+            Ok(())
+        };
+        let data = shard.data();
+        add(0, data)?;
+        let offsets = metadata.tensors().into_values().map(|info| info.data_offsets);
+        let mut spans: Vec<_> =
+            offsets.map(|(start, end)| (data + start as u64, data + end as u64)).collect();
         spans.sort_unstable();
         for (start, end) in spans {
-            let (head, tail) = (end.min(start + SAMPLE_BYTES), start.max(end.saturating_sub(SAMPLE_BYTES)));
-            for (from, to) in [(start, head), (tail, end)] {
-                hash.update(map.get(data + from..data + to).unwrap_or_default());
-            }
+            add(start, end.min(start + SAMPLE_BYTES))?;
+            add(start.max(end.saturating_sub(SAMPLE_BYTES)), end)?;
         }
     }
     Ok(hex(hash))

@@ -1,14 +1,22 @@
 //! Safetensors files of a checkpoint directory.
+//!
+//! A tensor is read straight into the memory of its weight, in pieces by all threads; a piece is looked through for numbers that
+//! are not finite while it is in the cache. Who only reads weights may leave them in the mapped file
+//! ([decision 13](../../../../docs/decisions/0013-weights-in-place.md)).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Display;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
+use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
 use memmap2::Mmap;
-use omnigrpo_ops::{ParamDtype, Values};
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorInfo};
+use omnigrpo_kernels::{Stored, parallel};
+use omnigrpo_ops::{Param, ParamDtype, Part, Values};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::{WeightDtype, inside};
 use crate::error::{ModelError, Result};
@@ -17,18 +25,131 @@ use crate::families::Companion;
 /// Of `model.safetensors.index.json`; the largest published ones have about 10 MB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
+/// Of a file's header, as the safetensors library has it.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Elements of a piece: small enough for the second-level cache.
+const PIECE: usize = 1 << 17;
+
 /// Open weight files, by published tensor name. Nothing is read until a tensor is asked for.
 pub struct WeightFiles {
     dir: PathBuf,
-    maps: Vec<Mmap>,
+    shards: Vec<Shard>,
     tensors: HashMap<String, Entry>,
 }
 
 struct Entry {
-    file: usize,
+    shard: usize,
     info: TensorInfo,
-    /// Offset of the data section in the file.
-    base: usize,
+}
+
+/// An open safetensors file.
+pub(super) struct Shard {
+    path: PathBuf,
+    file: File,
+    num_bytes: u64,
+    /// Where the numbers begin.
+    data: u64,
+    map: OnceLock<Arc<Mmap>>,
+}
+
+impl Shard {
+    /// Opens a file and reads its header. The tensors it speaks of are in the file.
+    pub(super) fn open(path: &Path) -> Result<(Self, Metadata)> {
+        let invalid = |what: SafeTensorError| ModelError::safetensors(path, "read")(what);
+        let file = File::open(path).map_err(ModelError::io(path))?;
+        let num_bytes = file.metadata().map_err(ModelError::io(path))?.len();
+        let mut shard = Self { path: path.to_path_buf(), file, num_bytes, data: 8, map: OnceLock::new() };
+        if num_bytes < 8 {
+            return Err(invalid(SafeTensorError::HeaderTooSmall));
+        }
+        let mut length = [0; 8];
+        shard.read(0, &mut length)?;
+        let length = u64::from_le_bytes(length);
+        if length > MAX_HEADER_BYTES {
+            return Err(invalid(SafeTensorError::HeaderTooLarge));
+        }
+        if length > num_bytes - 8 {
+            return Err(invalid(SafeTensorError::InvalidHeaderLength));
+        }
+        let mut header = vec![0; length as usize];
+        shard.read(8, &mut header)?;
+        let metadata: Metadata = serde_json::from_slice(&header)
+            .map_err(|e| invalid(SafeTensorError::InvalidHeaderDeserialization(e)))?;
+        shard.data = 8 + length;
+        if num_bytes != shard.data.saturating_add(metadata.data_len() as u64) {
+            return Err(invalid(SafeTensorError::MetadataIncompleteBuffer));
+        }
+        Ok((shard, metadata))
+    }
+
+    /// Bytes of the file.
+    pub(super) fn num_bytes(&self) -> u64 {
+        self.num_bytes
+    }
+
+    /// Where the numbers begin.
+    pub(super) fn data(&self) -> u64 {
+        self.data
+    }
+
+    /// Reads the bytes from `at` on. Threads do not disturb each other.
+    pub(super) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        #[cfg(unix)]
+        let done = std::os::unix::fs::FileExt::read_exact_at(&self.file, to, at);
+        #[cfg(not(unix))]
+        let done = {
+            use std::io::{Read as _, Seek as _};
+            // A handle of its own, whose place nobody else moves.
+            File::open(&self.path).and_then(|mut file| {
+                file.seek(std::io::SeekFrom::Start(at))?;
+                file.read_exact(to)
+            })
+        };
+        done.map_err(ModelError::io(&self.path))
+    }
+
+    /// The whole file in memory, where it is read page by page when it is looked at.
+    fn map(&self) -> Result<&Arc<Mmap>> {
+        if let Some(map) = self.map.get() {
+            return Ok(map);
+        }
+        // SAFETY: the map is read-only. A file that another program cuts off meanwhile ends this process with a bus error,
+        // which those accept who ask for weights in place.
+        let map = unsafe { Mmap::map(&self.file) }.map_err(ModelError::io(&self.path))?;
+        Ok(self.map.get_or_init(|| Arc::new(map)))
+    }
+
+    /// Reads the numbers of a tensor into `to`, each made of its bytes with a word on whether it is finite. The inner error says
+    /// which is not.
+    fn numbers<T: Copy + Display + Send, const N: usize>(
+        &self,
+        info: &TensorInfo,
+        mut to: Vec<T>,
+        number: impl Fn([u8; N]) -> (T, bool) + Sync,
+    ) -> Result<std::result::Result<Vec<T>, String>> {
+        let start = self.data + info.data_offsets.0 as u64;
+        let work = to.len() * N;
+        let pieces = to.chunks_mut(PIECE).enumerate();
+        let found = parallel::map(pieces, work, |(i, to)| {
+            let mut bytes = vec![0; N * to.len()];
+            self.read(start + (i * PIECE * N) as u64, &mut bytes)?;
+            let bytes = bytes.as_chunks::<N>().0;
+            let mut finite = true;
+            for (to, &bytes) in to.iter_mut().zip(bytes) {
+                let (x, is_finite) = number(bytes);
+                *to = x;
+                finite &= is_finite;
+            }
+            let first = if finite { None } else { bytes.iter().position(|&bytes| !number(bytes).1) };
+            Ok(first.map(|at| i * PIECE + at))
+        });
+        let found = found.into_iter().collect::<Result<Vec<_>>>()?;
+        Ok(match found.into_iter().flatten().next() {
+            Some(at) => Err(not_finite(at, to[at])),
+            None => Ok(to),
+        })
+    }
 }
 
 impl WeightFiles {
@@ -38,7 +159,7 @@ impl WeightFiles {
     /// # Errors
     /// No safetensors file, a pickle checkpoint, an unreadable or truncated file, two keys for one tensor.
     pub fn open(dir: &Path, published: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let mut this = Self { dir: dir.to_path_buf(), maps: Vec::new(), tensors: HashMap::new() };
+        let mut this = Self { dir: dir.to_path_buf(), shards: Vec::new(), tensors: HashMap::new() };
         let mut keys_seen = HashMap::new();
         for path in shard_paths(dir)? {
             this.add_file(&path, &published, &mut keys_seen)?;
@@ -57,30 +178,15 @@ impl WeightFiles {
         seen: &mut HashMap<String, String>,
     ) -> Result<()> {
         let fail = |what: String| ModelError::Checkpoint { dir: self.dir.clone(), what };
-        let file = File::open(path).map_err(ModelError::io(path))?;
-        // SAFETY: the map is read-only; a file that another program truncates meanwhile ends this process
-        // with a bus error, which is the accepted price of not copying checkpoints through memory.
-        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
-        let (header_len, metadata) =
-            SafeTensors::read_metadata(&map).map_err(ModelError::safetensors(path, "read"))?;
-        let base = header_len + 8;
+        let (shard, metadata) = Shard::open(path)?;
         for (key, info) in metadata.tensors() {
-            if map.len() < base + info.data_offsets.1 {
-                return Err(fail(format!(
-                    "{} is truncated: tensor {key} ends at byte {}, the file has {}; copy it again",
-                    path.display(),
-                    base + info.data_offsets.1,
-                    map.len()
-                )));
-            }
             let Some(name) = published(&key) else { continue };
             if let Some(other) = seen.insert(name.clone(), key.clone()) {
                 return Err(fail(format!("{key} and {other} are both the tensor {name}")));
             }
-            let entry = Entry { file: self.maps.len(), info: info.clone(), base };
-            self.tensors.insert(name, entry);
+            self.tensors.insert(name, Entry { shard: self.shards.len(), info: info.clone() });
         }
-        self.maps.push(map);
+        self.shards.push(shard);
         Ok(())
     }
 
@@ -107,11 +213,11 @@ impl WeightFiles {
             let name =
                 |key: &str| (companion.published)(key).map(|name| format!("{}{name}", companion.prefix));
             let other = Self::open(dir, name)?;
-            let first = self.maps.len();
-            self.maps.extend(other.maps);
+            let first = self.shards.len();
+            self.shards.extend(other.shards);
             for (name, entry) in other.tensors {
                 added.insert(name.clone());
-                self.tensors.insert(name, Entry { file: first + entry.file, ..entry });
+                self.tensors.insert(name, Entry { shard: first + entry.shard, ..entry });
             }
         }
         Ok(added)
@@ -147,61 +253,123 @@ impl WeightFiles {
     /// Bytes of a tensor in its file.
     #[must_use]
     pub fn num_bytes(&self, name: &str) -> Option<usize> {
-        self.bytes(name).map(|(_, bytes)| bytes.len())
+        self.tensors.get(name).map(|entry| entry.info.data_offsets.1 - entry.info.data_offsets.0)
     }
 
-    fn bytes(&self, name: &str) -> Option<(&Entry, &[u8])> {
-        let entry = self.tensors.get(name)?;
-        let (start, end) = entry.info.data_offsets;
-        self.maps[entry.file].get(entry.base + start..entry.base + end).map(|bytes| (entry, bytes))
+    /// A weight that stays in its mapped file, where its numbers are held as the file has them and lie so that they can be
+    /// read there; otherwise nothing. The inner error is a line for the list of problems.
+    ///
+    /// # Errors
+    /// A file that cannot be mapped.
+    pub(super) fn in_place(
+        &self,
+        name: &str,
+        part: Part,
+        dtype: WeightDtype,
+    ) -> Result<Option<std::result::Result<Param, String>>> {
+        let Some(Entry { shard, info }) = self.tensors.get(name) else { return Ok(None) };
+        let same = match (info.dtype, self.held_as(name, dtype)) {
+            (Dtype::F32, Some(held @ ParamDtype::F32)) | (Dtype::BF16, Some(held @ ParamDtype::Bf16)) => held,
+            _ => return Ok(None),
+        };
+        let shard = &self.shards[*shard];
+        let at = shard.data as usize + info.data_offsets.0;
+        let Ok(param) = Param::mapped(name, part, &info.shape, same, (Arc::clone(shard.map()?), at)) else {
+            return Ok(None);
+        };
+        let guard = param.read();
+        let bad = match guard.stored() {
+            Stored::Bf16(data) => first_not_finite(data, |x| x.is_finite()),
+            Stored::F32(data) => first_not_finite(data, |x| x.is_finite()),
+            Stored::Quantised(_) => None,
+        };
+        drop(guard);
+        Ok(Some(match bad {
+            Some(what) => Err(format!("  tensor {name}: {what}")),
+            None => Ok(param),
+        }))
     }
 
     /// Reads a tensor. The inner error is a line for the list of problems.
     ///
     /// # Errors
-    /// Out of memory.
+    /// An unreadable file, one that has become shorter.
     pub fn read(&self, name: &str, dtype: WeightDtype) -> Result<std::result::Result<Values, String>> {
-        let Some((entry, bytes)) = self.bytes(name) else {
+        let Some(Entry { shard, info }) = self.tensors.get(name) else {
             return Ok(Err(format!("  missing tensor {name}")));
         };
-        let keep_bf16 = entry.info.dtype == Dtype::BF16 && dtype != WeightDtype::Float32;
-        if keep_bf16 {
-            let data: Vec<bf16> = le(bytes, |b: [u8; 2]| bf16::from_le_bytes(b));
-            if let Some(i) = data.iter().position(|x| !x.is_finite()) {
-                return Ok(Err(format!(
-                    "  tensor {name}: element {i} is {}, expected finite numbers",
-                    data[i]
-                )));
+        let (shard, len) = (&self.shards[*shard], info.shape.iter().product());
+        // Zeros of the system, which no thread has to write.
+        let (wide, narrow) = (|| vec![0.0f32; len], || vec![0u16; len].reinterpret_into());
+        let same = |x: f32| (x, x.is_finite());
+        let round = |x: f32| (bf16::from_f32(x), x.is_finite());
+        let f16 = |b| f16::from_le_bytes(b).to_f32();
+        let values = match (info.dtype, self.held_as(name, dtype)) {
+            (Dtype::BF16, Some(ParamDtype::Bf16)) => {
+                let number = |b| {
+                    let x = bf16::from_le_bytes(b);
+                    (x, x.is_finite())
+                };
+                shard.numbers(info, narrow(), number)?.map(Values::Bf16)
             }
-            return Ok(Ok(Values::Bf16(data)));
-        }
-        let data: Vec<f32> = match entry.info.dtype {
-            Dtype::F32 => le(bytes, f32::from_le_bytes),
-            Dtype::F16 => le(bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
-            Dtype::BF16 => le(bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
-            other => return Ok(Err(format!("  tensor {name}: dtype {other:?}, expected F32, BF16 or F16"))),
+            (Dtype::F32, Some(ParamDtype::Bf16)) => {
+                shard.numbers(info, narrow(), |b| round(f32::from_le_bytes(b)))?.map(Values::Bf16)
+            }
+            (Dtype::F16, Some(ParamDtype::Bf16)) => {
+                shard.numbers(info, narrow(), |b| round(f16(b)))?.map(Values::Bf16)
+            }
+            (Dtype::F32, _) => shard.numbers(info, wide(), |b| same(f32::from_le_bytes(b)))?.map(Values::F32),
+            (Dtype::F16, _) => shard.numbers(info, wide(), |b| same(f16(b)))?.map(Values::F32),
+            (Dtype::BF16, _) => {
+                shard.numbers(info, wide(), |b| same(bf16::from_le_bytes(b).to_f32()))?.map(Values::F32)
+            }
+            (other, _) => Err(format!("dtype {other:?}, expected F32, BF16 or F16")),
         };
-        if let Some(i) = data.iter().position(|x| !x.is_finite()) {
-            return Ok(Err(format!("  tensor {name}: element {i} is {}, expected finite numbers", data[i])));
-        }
-        let values = Values::F32(data);
-        Ok(Ok(if dtype == WeightDtype::BFloat16 { values.into_bf16() } else { values }))
+        Ok(values.map_err(|what| format!("  tensor {name}: {what}")))
     }
 
     /// Whether two tensors hold the same bytes.
     ///
     /// # Errors
-    /// Never at present; files are mapped.
+    /// An unreadable file.
     pub fn equal(&self, a: &str, b: &str) -> Result<bool> {
-        Ok(match (self.bytes(a), self.bytes(b)) {
-            (Some((ea, ba)), Some((eb, bb))) => ea.info.dtype == eb.info.dtype && ba == bb,
-            _ => false,
-        })
+        let (Some(a), Some(b)) = (self.tensors.get(a), self.tensors.get(b)) else { return Ok(false) };
+        let span = |entry: &Entry| entry.info.data_offsets.1 - entry.info.data_offsets.0;
+        if a.info.dtype != b.info.dtype || span(a) != span(b) {
+            return Ok(false);
+        }
+        let mut buffers = [vec![0; PIECE], vec![0; PIECE]];
+        for start in (0..span(a)).step_by(PIECE) {
+            let len = PIECE.min(span(a) - start);
+            for (buffer, Entry { shard, info }) in buffers.iter_mut().zip([a, b]) {
+                let shard = &self.shards[*shard];
+                shard.read(shard.data + (info.data_offsets.0 + start) as u64, &mut buffer[..len])?;
+            }
+            if buffers[0][..len] != buffers[1][..len] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
-fn le<const N: usize, T>(bytes: &[u8], f: impl Fn([u8; N]) -> T) -> Vec<T> {
-    bytes.as_chunks::<N>().0.iter().map(|&b| f(b)).collect()
+/// What is wrong with numbers that are not all finite. All threads look, and so have the file's pages at hand.
+fn first_not_finite<T: Copy + Display + Sync>(
+    data: &[T],
+    finite: impl Fn(T) -> bool + Sync,
+) -> Option<String> {
+    let found = parallel::map(data.chunks(PIECE).enumerate(), 2 * data.len(), |(i, piece)| {
+        // All of them first: a loop that may end early is no vector.
+        let whole = piece.iter().fold(true, |all, &x| all & finite(x));
+        let at = if whole { None } else { piece.iter().position(|&x| !finite(x)) };
+        at.map(|at| i * PIECE + at)
+    });
+    let at = found.into_iter().flatten().next()?;
+    Some(not_finite(at, data[at]))
+}
+
+fn not_finite(at: usize, number: impl Display) -> String {
+    format!("element {at} is {number}, expected finite numbers")
 }
 
 pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {

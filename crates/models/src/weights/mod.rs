@@ -217,6 +217,7 @@ pub struct FileSource<'a> {
     files: &'a WeightFiles,
     dtype: WeightDtype,
     quantization: Option<Quantization<'a>>,
+    in_place: bool,
     used: HashSet<String>,
     problems: Vec<String>,
     params: Vec<Arc<Param>>,
@@ -227,13 +228,20 @@ impl<'a> FileSource<'a> {
     #[must_use]
     pub fn new(files: &'a WeightFiles, dtype: WeightDtype) -> Self {
         let (used, problems, params) = (HashSet::new(), Vec::new(), Vec::new());
-        Self { files, dtype, quantization: None, used, problems, params }
+        Self { files, dtype, quantization: None, in_place: false, used, problems, params }
     }
 
     /// Quantises what fits as it is read.
     #[must_use]
     pub fn quantised(mut self, quantization: Option<Quantization<'a>>) -> Self {
         self.quantization = quantization;
+        self
+    }
+
+    /// Leaves weights in the mapped files where they can be read there.
+    #[must_use]
+    pub fn in_place(mut self, in_place: bool) -> Self {
+        self.in_place = in_place;
         self
     }
 
@@ -260,6 +268,14 @@ impl<'a> FileSource<'a> {
     }
 }
 
+impl FileSource<'_> {
+    fn hand_out(&mut self, param: Param) -> Arc<Param> {
+        let param = Arc::new(param);
+        self.params.push(Arc::clone(&param));
+        param
+    }
+}
+
 impl WeightSource for FileSource<'_> {
     fn get(&mut self, name: &str, part: Part, shape: &[usize], _init: Init) -> Result<Arc<Param>> {
         self.used.insert(name.to_owned());
@@ -267,7 +283,15 @@ impl WeightSource for FileSource<'_> {
         let value = match self.files.shape(name) {
             None => Err(format!("  missing tensor {name} {shape:?}")),
             Some(got) if got != shape => Err(format!("  tensor {name}: shape {got:?}, expected {shape:?}")),
-            Some(_) => self.files.read(name, self.dtype)?,
+            Some(_) => {
+                let dense = self.in_place && !self.quantization.is_some_and(|q| q.takes(name, part, shape));
+                let mapped = if dense { self.files.in_place(name, part, self.dtype)? } else { None };
+                match mapped {
+                    Some(Ok(param)) => return Ok(self.hand_out(param)),
+                    Some(Err(problem)) => Err(problem),
+                    None => self.files.read(name, self.dtype)?,
+                }
+            }
         };
         // After the first problem tensors are only looked at: what the files do not have takes no memory, however large
         // the configuration says it is.
@@ -285,9 +309,7 @@ impl WeightSource for FileSource<'_> {
                 Param::outline(name, part, shape, ParamDtype::F32)
             }
         };
-        let param = Arc::new(param);
-        self.params.push(Arc::clone(&param));
-        Ok(param)
+        Ok(self.hand_out(param))
     }
 
     /// As `transformers` 5.23 decides: two tensors that are both present are tied where the configuration says so and they

@@ -121,7 +121,9 @@ pub const FLAGS: &[Flag] = &[
     row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Prompts of a step."),
     row("num_steps", int(1, COUNT), at!(bench.num_steps), BENCH)
         .help("Steps to measure, after one that is not; the median counts."),
-    row("json", Path, at!(bench.json), BENCH)
-        .help("File for the same numbers as JSON.")
-        .unset("nothing is written"),
+    row("json", Path, at!(io.json), &[Train, Sft, Bench])
+        .help("File for the numbers of `bench` or of a dry run as JSON.")
+        .unset("nothing is written")
+        .free(TUNES)
+        .idle(|s, verb| (verb != Bench && !s.io.dry_run).then_some("only `--dry_run` has numbers for it")),
 ];

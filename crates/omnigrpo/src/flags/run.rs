@@ -48,6 +48,13 @@ pub const FLAGS: &[Flag] = &[
         .unset("")
         .per_verb(&[(Demo, "runs/demo")])
         .free(LOOP),
+    row("dry_run", Bool, at!(io.dry_run), TUNES)
+        .help(
+            "Check the rows and print what memory the run takes and what else would fit, before a \
+             weight is loaded; then stop. `omnigrpo plan` is `train --dry_run`.",
+        )
+        .command_line_only()
+        .free(TUNES),
     row("exp_name", Text, at!(io.exp_name), &[Train, Sft])
         .help(
             "Name instead of a directory: the run directory is `checkpoints/rl/NAME`, the log \

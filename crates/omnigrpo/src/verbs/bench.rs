@@ -154,7 +154,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
         peak as f64 / 1e6
     ));
     out.push_str(&table(typical, 1));
-    if let Some(path) = &settings.bench.json {
+    if let Some(path) = &settings.io.json {
         let phases: serde_json::Map<String, serde_json::Value> = phases
             .iter()
             .map(|(name, secs, flops)| ((*name).to_owned(), json!({"secs": secs, "flops": flops})))

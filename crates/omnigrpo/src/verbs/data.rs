@@ -15,7 +15,9 @@ use crate::problem::Problem;
 use crate::settings::Settings;
 
 /// Prompts whose length is shown.
-const LONGEST: usize = 5;
+const SHOWN_LONGEST: usize = 5;
+/// Prompts that are known to be the longest: enough for a large step.
+const LONGEST: usize = 64;
 /// Problems that are printed; the file of a run has all of them.
 const SHOWN: usize = 20;
 
@@ -64,8 +66,16 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         .into())
 }
 
-/// The check of training rows: those that must never be drawn, with their reasons. With `rewards` each is asked about
-/// every row.
+/// What the check of training rows found.
+#[derive(Default)]
+pub struct Checked {
+    /// Rows that must never be drawn, with their reasons.
+    pub bad: Vec<(u64, String, String)>,
+    /// The rows with the longest prompts, longest first.
+    pub longest: Vec<u64>,
+}
+
+/// The check of training rows. With `rewards` each is asked about every row.
 pub fn check_before(
     settings: &Settings,
     context: &Context,
@@ -73,7 +83,7 @@ pub fn check_before(
     prompts: &PromptBuilder,
     cache: &Path,
     rewards: Option<&RewardSet>,
-) -> Result<Vec<(u64, String, String)>> {
+) -> Result<Checked> {
     let survey = rewards.map(Survey::new);
     let report = tolerable(TRAINING, settings, context, dataset, prompts, cache, survey.as_ref())?;
     if let Some(survey) = &survey {
@@ -82,11 +92,13 @@ pub fn check_before(
         }
         warnings(&survey.seen(), settings).iter().for_each(|line| context.console.line(line));
     }
-    Ok(report
-        .problems
-        .into_iter()
-        .map(|p| (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what)))
-        .collect())
+    let bad = |p: omnigrpo_data::Problem| {
+        (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what))
+    };
+    Ok(Checked {
+        bad: report.problems.into_iter().map(bad).collect(),
+        longest: report.longest.iter().map(|prompt| prompt.row).collect(),
+    })
 }
 
 /// The check of rows that a training run evaluates on. Each evaluation skips those that cannot be used.
@@ -213,8 +225,12 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
         ));
     }
     if with_lengths && !report.longest.is_empty() {
-        let longest: Vec<_> =
-            report.longest.iter().map(|p| format!("{} (row {})", p.num_tokens, p.id)).collect();
+        let longest: Vec<_> = report
+            .longest
+            .iter()
+            .take(SHOWN_LONGEST)
+            .map(|p| format!("{} (row {})", p.num_tokens, p.id))
+            .collect();
         out.push_str(&format!("longest prompts, in tokens: {}\n", longest.join(", ")));
     }
     for problem in report.problems.iter().take(SHOWN) {

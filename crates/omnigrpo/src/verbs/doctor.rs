@@ -6,10 +6,12 @@ use std::process::Command;
 use anyhow::Result;
 use omnigrpo_guard::told;
 use omnigrpo_kernels::quant::QuantBits;
-use omnigrpo_models::{Checkpoint, FAMILIES, LoadOptions, Model, Quantization, WeightFiles};
+use omnigrpo_models::{
+    Checkpoint, FAMILIES, LoadOptions, Model, Prompt, Quantization, SftExample, WeightFiles,
+};
 use omnigrpo_ops::Device;
 use omnigrpo_text::{StopSet, Tokenizer};
-use omnigrpo_train::{MemoryOf, MemoryPlan, STREAM_ROWS, Selection};
+use omnigrpo_train::{AdamWConfig, Algorithm, MemoryOf, MemoryPlan, STREAM_ROWS, Selection, Work};
 
 use super::{Context, memory, print, setup};
 use crate::problem::Problem;
@@ -135,33 +137,52 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     ))
 }
 
-/// What each way of training takes, one a line.
+/// What each way of training takes, one a line: with a full stream of text, but for the program itself.
 fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let full = Selection { llm: true, projector: true, ..Selection::NONE };
-    let lora = &settings.lora;
     let ways = [
-        ("without training", None, None, None),
-        ("full", Some(&full), None, None),
-        ("LoRA", Some(&Selection::NONE), Some(lora), None),
-        ("LoRA, 8 bit", Some(&Selection::NONE), Some(lora), Some(QuantBits::Eight)),
-        ("LoRA, 4 bit", Some(&Selection::NONE), Some(lora), Some(QuantBits::Four)),
+        ("without training", None, false, None),
+        ("full", Some(&full), false, None),
+        ("LoRA", Some(&Selection::NONE), true, None),
+        ("LoRA, 8 bit", Some(&Selection::NONE), true, Some(QuantBits::Eight)),
+        ("LoRA, 4 bit", Some(&Selection::NONE), true, Some(QuantBits::Four)),
     ];
+    let (algorithm, optimizer) = (Algorithm::default(), AdamWConfig::default());
+    let stream = SftExample {
+        prompt: Prompt {
+            ids: vec![0],
+            spans: Vec::new(),
+            positions: vec![[0; 3]],
+            next_position: 1,
+            media: Vec::new(),
+            instruction: Vec::new(),
+            text: String::new(),
+        },
+        target: vec![0; STREAM_ROWS],
+    };
     let mut lines = Vec::new();
-    for (name, selection, lora, bits) in ways {
+    for (name, selection, adapted, bits) in ways {
         let options = LoadOptions {
             dtype: settings.model.dtype,
             quantization: bits.map(|bits| Quantization { bits, keep: &|_, _| false }),
-            ..LoadOptions::default()
+            device: Device::Outline,
+            in_place: false,
         };
-        let outline = Model::outline(checkpoint, &options, false)?;
+        let mut outline = Model::outline(checkpoint, &options, false)?;
+        if adapted {
+            outline.add_lora(&settings.lora)?;
+        }
+        if let Some(selection) = selection {
+            selection.apply(&outline)?;
+        }
         let plan = MemoryPlan {
-            selection,
-            lora,
-            pure_bf16: false,
+            algorithm: &algorithm,
+            optimizer: &optimizer,
+            work: if selection.is_some() { Work::Examples(vec![stream.clone()]) } else { Work::None },
+            prompts_per_step: 1,
+            evaluation: None,
             reference: true,
             of: MemoryOf::Host,
-            stream_rows: STREAM_ROWS,
-            recompute: false,
         };
         let memory = omnigrpo_train::memory(&outline, &plan)?;
         lines.push(format!("{name}: {} ({})", memory::size(memory.total()), memory::parts(&memory)));

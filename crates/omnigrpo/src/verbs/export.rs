@@ -1,7 +1,6 @@
 //! `export`: a checkpoint in another form.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_ops::Device;
 
 use super::{Context, setup};
 use crate::problem::Problem;
@@ -21,7 +20,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
             .expected("a new or empty directory")
             .into());
     }
-    let mut model = setup::model(settings, context.checkpoint()?, Device::Cpu)?;
+    let mut model = setup::model_to_change(settings, context.checkpoint()?)?;
     let layers = model.adapted().count();
     model.merge_adapters()?;
     let mut name = target.file_name().unwrap_or_default().to_os_string();

@@ -1,11 +1,18 @@
-//! Whether a model fits into memory, before it is loaded.
+//! Whether a model, and a run with it, fit into memory, before anything is loaded.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
 
 use anyhow::Result;
-use omnigrpo_models::Model;
+use omnigrpo_data::Dataset;
+use omnigrpo_models::{Checkpoint, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_ops::Device;
-use omnigrpo_train::Memory;
+use omnigrpo_train::{Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, Work};
 
+use super::setup;
+use super::train::Prepared;
 use crate::problem::Problem;
+use crate::settings::Settings;
 
 /// Bytes as people write them.
 pub fn size(bytes: u64) -> String {
@@ -16,7 +23,7 @@ pub fn size(bytes: u64) -> String {
 }
 
 /// Bytes that are free where a model runs, and whose they are.
-fn free_on(device: Device) -> Option<(u64, &'static str)> {
+pub fn free_on(device: Device) -> Option<(u64, &'static str)> {
     match device {
         Device::Gpu(card) => Some((card.memory()?[0] as u64, "the GPU's memory")),
         _ => Some((free()?, "memory")),
@@ -45,30 +52,94 @@ fn weights_fit_on(model: &Model, device: Device) -> Result<()> {
     }
 }
 
-/// A warning where training will take more than what is free.
-pub fn warn(memory: &Memory, device: Device) {
-    if let Some((free, whose)) = free_on(device).filter(|(free, _)| memory.total() > *free) {
-        let on_a_card = if device == Device::Cpu { "" } else { "offload_optimizer, " };
-        tracing::warn!(
-            "this run takes about {} of {whose} ({}), and {} are free; {on_a_card}use_peft, load_in_4bit, gradient_checkpointing or \
-             a smaller max_stream_tokens need less",
-            size(memory.total()),
-            parts(memory),
-            size(free)
-        );
+/// What the memory is for.
+pub fn parts(memory: &Memory) -> String {
+    let some = memory.parts().into_iter().filter(|(_, bytes)| *bytes > 0);
+    some.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect::<Vec<_>>().join(", ")
+}
+
+/// Rows that are prepared to count with at most; the longest stand for the others of a step.
+pub const PREPARED: usize = 64;
+/// Of rows with media, which take time to decode.
+const PREPARED_WITH_MEDIA: usize = 4;
+
+/// The longest rows of a run.
+pub struct Longest {
+    rows: Vec<PreparedRow>,
+    examples: Vec<SftExample>,
+}
+
+impl Longest {
+    /// Prepares some of the rows. One that cannot be used is left out: it is told when it is drawn.
+    pub fn prepare(prompts: &PromptBuilder, dataset: &Dataset, rows: &[u64], objective: Objective) -> Self {
+        let mut this = Self { rows: Vec::new(), examples: Vec::new() };
+        let mut with_media = 0;
+        for sample in rows.iter().filter_map(|&row| dataset.get(row).ok()) {
+            with_media += usize::from(!sample.media.is_empty());
+            if with_media > PREPARED_WITH_MEDIA {
+                break;
+            }
+            match objective {
+                Objective::Imitate => this.examples.extend(prompts.build_sft(&sample, 0)),
+                Objective::Reinforce => this.rows.extend(PreparedRow::new(prompts, sample, 0)),
+            }
+        }
+        // Prompts were compared, answers were not.
+        this.examples.sort_by_key(|example| Reverse(example.prompt.ids.len() + example.target.len()));
+        this
+    }
+
+    /// Tokens of the longest prompt.
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
+    }
+
+    fn prompts(&self) -> impl Iterator<Item = &Prompt> {
+        let examples = self.examples.iter().map(|example| &example.prompt);
+        self.rows.iter().map(|row| &*row.prompt).chain(examples)
+    }
+
+    /// So many rows, the longest first; from the start again where there are fewer.
+    fn work(&self, count: usize, objective: Objective) -> Work {
+        match objective {
+            Objective::Imitate => Work::Examples(self.examples.iter().cycle().take(count).cloned().collect()),
+            Objective::Reinforce => Work::Rollout(self.rows.iter().cycle().take(count).cloned().collect()),
+        }
     }
 }
 
-/// What the memory is for.
-pub fn parts(memory: &Memory) -> String {
-    let all = [
-        ("weights", memory.weights),
-        ("gradients and optimizer", memory.training),
-        ("reference", memory.reference),
-        ("activations", memory.activations),
-    ];
-    let some = all.into_iter().filter(|(_, bytes)| *bytes > 0);
-    some.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect::<Vec<_>>().join(", ")
+/// What a run with these settings takes where the model is. The program itself is not in it.
+pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Memory> {
+    let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
+    let outline = setup::trained_outline(settings, checkpoint)?;
+    let prompts = settings.run.prompts_per_step;
+    let rows = match objective {
+        Objective::Imitate => prompts,
+        Objective::Reinforce => prompts * settings.run.steps_per_generation,
+    };
+    let evaluation = prepared.eval.as_ref().map(|plan| {
+        let rows = plan.rows.len().min(plan.options.batch_rows);
+        let prompts: Vec<Arc<Prompt>> = prepared.longest.prompts().map(|p| Arc::new(p.clone())).collect();
+        (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
+    });
+    let plan = MemoryPlan {
+        algorithm: &settings.algorithm,
+        optimizer: &settings.optimizer,
+        work: prepared.longest.work(rows, objective),
+        prompts_per_step: prompts,
+        evaluation,
+        reference: objective == Objective::Reinforce
+            && settings.algorithm.loss.needs_reference()
+            && device == reference_device,
+        of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
+    };
+    Ok(omnigrpo_train::memory(&outline, &plan)?)
+}
+
+/// Resident memory of this process, bytes; 0 where the system does not say.
+pub fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").ok();
+    status.and_then(|text| field(&text, "VmRSS:")).map_or(0, |kib| 1024 * kib)
 }
 
 /// Bytes this process may still take: what the system has, or what its container or its address space leaves where that is
@@ -108,8 +179,8 @@ mod tests {
         let text =
             "MemTotal:  24 kB\nMemAvailable:   12 kB\nMax address space         unlimited            bytes\n";
         assert_eq!((field(text, "MemAvailable:"), field(text, "Max address space")), (Some(12), None));
-        let memory = Memory { weights: 1_000_000, training: 3_000_000, ..Memory::default() };
-        assert_eq!(parts(&memory), "weights 1.0 MB, gradients and optimizer 3.0 MB");
+        let memory = Memory { weights: 1_000_000, optimizer: 3_000_000, ..Memory::default() };
+        assert_eq!(parts(&memory), "weights 1.0 MB, moments and masters 3.0 MB");
         assert_eq!(memory.total(), 4_000_000);
     }
 }

@@ -9,6 +9,7 @@ mod family;
 mod infer;
 mod memory;
 mod options;
+mod plan;
 mod profile;
 mod push;
 mod resume;

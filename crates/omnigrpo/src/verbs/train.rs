@@ -10,15 +10,18 @@ use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
-use omnigrpo_rewards::{Corpus, answer_reward};
+use omnigrpo_ops::Device;
+use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
     EvalOptions, EvalPlan, MAX_LIVE, Objective, Observer, ResumeFrom, RunPlan, RunSummary, TrainSetup,
 };
 use serde_json::{Map, Value};
 
+use super::data::Checked;
+use super::memory::Longest;
 use super::push::Pusher;
-use super::{Context, data, print, profile, resume, setup, watch};
+use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
 use crate::flags::Kind;
@@ -38,6 +41,10 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
+    if settings.io.dry_run {
+        let cache = std::env::temp_dir().join("omnigrpo-check");
+        return plan::show(resolved, context, &prepare(settings, context, objective, &cache)?);
+    }
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
@@ -139,18 +146,29 @@ pub fn run(
     Ok(summary)
 }
 
-fn run_logged(
-    resolved: &Resolved,
-    context: &Context,
-    objective: Objective,
-    lock: RunLock,
-    pusher: Option<&Pusher>,
-) -> Result<RunSummary> {
-    let settings = &resolved.settings;
+/// What a run is made of, but for its model.
+pub struct Prepared {
+    pub objective: Objective,
+    pub devices: [Device; 2],
+    prompts: Arc<PromptBuilder>,
+    shuffled: Option<Arc<PromptBuilder>>,
+    dataset: Arc<Dataset>,
+    rows: Vec<u64>,
+    rewards: RewardSet,
+    /// Memory of models among them, bytes.
+    pub reward_bytes: u64,
+    corpus: Option<Corpus>,
+    pub eval: Option<EvalPlan>,
+    bad_rows: Vec<(u64, String, String)>,
+    pub longest: Longest,
+}
+
+/// Opens and checks everything but the model.
+fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
     environment(context);
     let devices = [context.device()?, context.reference_device()?];
-    find_checkpoint(settings, lock.root())?;
     let checkpoint = context.checkpoint()?;
+    setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
         context.console.line(&format!("{}:", path.display()));
         for line in deepspeed::read(path, settings)? {
@@ -167,7 +185,11 @@ fn run_logged(
         None => ((0..dataset.len()).collect::<Vec<u64>>(), Vec::new()),
     };
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
+    let before = memory::resident();
     let rewards = setup::rewards(settings, corpus.as_ref())?;
+    // What is less is no model.
+    let reward_bytes =
+        Some(memory::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20).unwrap_or(0);
     let shuffled = if settings.rewards.temporal_order_bonus {
         if answer_reward(&rewards).is_none() {
             return Err(Problem::usage("no reward looks at answers, so none can need the order of frames")
@@ -189,19 +211,19 @@ fn run_logged(
         false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
     };
     let scored = objective == Objective::Reinforce && !settings.run.replay;
-    let bad_rows = if settings.data.skip_check {
+    let Checked { bad: bad_rows, longest } = if settings.data.skip_check {
         if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
             return Err(problem.into());
         }
-        Vec::new()
+        // Nobody knows which are the longest.
+        Checked { bad: Vec::new(), longest: rows.iter().copied().take(memory::PREPARED).collect() }
     } else {
-        let cache = lock.root().join(".cache");
         // Rows that are split off are among those of `dataset`.
         if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
-            data::check_held_out(settings, context, held_out, prompts, &cache)?;
+            data::check_held_out(settings, context, held_out, prompts, cache)?;
         }
         let asked = scored.then_some(&rewards);
-        data::check_before(settings, context, &dataset, &prompts, &cache, asked)?
+        data::check_before(settings, context, &dataset, &prompts, cache, asked)?
     };
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     if scored {
@@ -221,14 +243,40 @@ fn run_logged(
         rows: eval_rows,
         options: eval_options(settings),
     });
-
-    let model = setup::trained_model(
-        settings,
-        checkpoint,
+    let longest = Longest::prepare(&prompts, &dataset, &longest, objective);
+    Ok(Prepared {
+        objective,
         devices,
-        objective == Objective::Reinforce && settings.algorithm.loss.needs_reference(),
-    )?;
+        prompts,
+        shuffled,
+        dataset,
+        rows,
+        rewards,
+        reward_bytes,
+        corpus,
+        eval,
+        bad_rows,
+        longest,
+    })
+}
+
+fn run_logged(
+    resolved: &Resolved,
+    context: &Context,
+    objective: Objective,
+    lock: RunLock,
+    pusher: Option<&Pusher>,
+) -> Result<RunSummary> {
+    let settings = &resolved.settings;
+    find_checkpoint(settings, lock.root())?;
+    let prepared = prepare(settings, context, objective, &lock.root().join(".cache"))?;
+    let checkpoint = context.checkpoint()?;
+    plan::foresee(resolved, checkpoint, &prepared)?;
+    let Prepared { devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, .. } =
+        prepared;
+    let model = setup::trained_model(settings, checkpoint, devices[0])?;
     let selection = setup::selection(settings, checkpoint.family());
+    let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
     let usable = rows.iter().filter(|row| !bad.contains(row)).count();
     if let Some(name) = &settings.run.run_name {
         context.console.line(&format!("run {name}"));

@@ -9,7 +9,10 @@ mod rows;
 
 pub use device::{is_at, no_cards, open_device};
 pub use hub::{hub, named_dir, progress};
-pub use model::{checkpoint, checkpoint_dir, model, selection, trained_model};
+pub use model::{
+    check_router, checkpoint, checkpoint_dir, model, model_to_change, selection, trained_model,
+    trained_outline,
+};
 pub use prompts::{prompts, shuffled_prompts};
 pub use rewards::{corpus, probe_rewards, rewards, text_rewards};
 pub use rows::{eval_data, input_rows, read_options, train_data};

@@ -4,9 +4,11 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use omnigrpo_models::{Checkpoint, Family, LoadOptions, Model, Part, QuantBits, Quantization, whole_tensors};
+use omnigrpo_models::{
+    Checkpoint, Family, LoadOptions, LoraConfig, Model, Part, QuantBits, Quantization, whole_tensors,
+};
 use omnigrpo_ops::Device;
-use omnigrpo_train::{MemoryOf, MemoryPlan, Selection};
+use omnigrpo_train::Selection;
 
 use super::super::{memory, options};
 use super::hub::named_dir;
@@ -38,19 +40,19 @@ pub fn selection(settings: &Settings, family: &Family) -> Selection {
     selection
 }
 
-/// Loads the model with its adapter, or makes a random one from its configuration.
+/// Loads the model with its adapter, or makes a random one from its configuration. It is only read: weights stay in their files
+/// where they can.
 pub fn model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
-    load(settings, checkpoint, &Selection::NONE, device, &|_| Ok(()))
+    load(settings, checkpoint, &Selection::NONE, device, true)
 }
 
-/// The model to train: as [`model`], with a new adapter where one is asked for. What will not fit into memory is a warning,
-/// before anything is loaded.
-pub fn trained_model(
-    settings: &Settings,
-    checkpoint: &Checkpoint,
-    [device, reference_device]: [Device; 2],
-    with_reference: bool,
-) -> Result<Model> {
+/// As [`model`], for weights that will be written.
+pub fn model_to_change(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
+    load(settings, checkpoint, &Selection::NONE, Device::Cpu, false)
+}
+
+/// What is asked of routers fits the model.
+pub fn check_router(settings: &Settings, checkpoint: &Checkpoint) -> Result<()> {
     let experts = checkpoint.family().architecture().decoder_config().experts;
     if experts.is_none() && !settings.algorithm.router.is_off() {
         let name = checkpoint.family().name();
@@ -61,64 +63,84 @@ pub fn trained_model(
         .expected("a family with experts, such as aria; or remove the two")
         .into());
     }
+    Ok(())
+}
+
+/// The model to train: as [`model`], with a new adapter where one is asked for.
+pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
-    let lora = settings.model.use_peft.then_some(&settings.lora);
-    let plan = MemoryPlan {
-        selection: Some(&selection),
-        lora,
-        pure_bf16: settings.optimizer.pure_bf16,
-        reference: with_reference && reference_device == device,
-        of: match device {
-            Device::Gpu(_) => MemoryOf::Card { offload: settings.optimizer.offload },
-            _ => MemoryOf::Host,
-        },
-        stream_rows: settings.algorithm.stream_rows(),
-        recompute: settings.algorithm.recompute,
-    };
-    let mut model = load(settings, checkpoint, &selection, device, &|outline| {
-        memory::warn(&omnigrpo_train::memory(outline, &plan)?, device);
-        Ok(())
-    })?;
-    if let Some(lora) = lora.filter(|_| settings.model.adapter.is_none()) {
+    let mut model = load(settings, checkpoint, &selection, device, false)?;
+    if let Some(lora) = new_adapters(settings) {
         model.add_lora(lora)?;
     }
     Ok(model)
 }
 
-/// Loads a model that fits into memory; `before` sees its outline first.
-fn load(
+/// Adapters to begin with.
+fn new_adapters(settings: &Settings) -> Option<&LoraConfig> {
+    Some(&settings.lora).filter(|_| settings.model.use_peft && settings.model.adapter.is_none())
+}
+
+/// The outline of the model to train, with its adapters, and with what is trained marked.
+pub fn trained_outline(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
+    let selection = selection(settings, checkpoint.family());
+    let mut outline = with_options(settings, checkpoint, &selection, (Device::Outline, false), |options| {
+        Ok(Model::outline(checkpoint, options, settings.model.init_weights.is_some())?)
+    })?;
+    if let Some(adapter) = &settings.model.adapter {
+        outline.load_adapter(adapter)?;
+    }
+    if let Some(lora) = new_adapters(settings) {
+        outline.add_lora(lora)?;
+    }
+    selection.apply(&outline)?;
+    Ok(outline)
+}
+
+/// Calls `f` with how the settings have the model loaded.
+fn with_options<R>(
     settings: &Settings,
     checkpoint: &Checkpoint,
     trained: &Selection,
-    device: Device,
-    before: &dyn Fn(&Model) -> Result<()>,
-) -> Result<Model> {
-    let adapter = settings.model.adapter.as_deref();
+    (device, in_place): (Device, bool),
+    f: impl FnOnce(&LoadOptions) -> Result<R>,
+) -> Result<R> {
     let bits = match (settings.model.load_in_8bit, settings.model.load_in_4bit) {
         (true, _) => Some(QuantBits::Eight),
         (_, true) => Some(QuantBits::Four),
         _ => None,
     };
-    let whole = match (adapter, bits) {
-        (Some(adapter), Some(_)) => whole_tensors(adapter, checkpoint.family().format())?,
+    let whole = match &settings.model.adapter {
+        Some(adapter) if bits.is_some() || in_place => whole_tensors(adapter, checkpoint.family().format())?,
         _ => BTreeSet::new(),
     };
     let trained = trained.matcher()?;
     let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
-    let options = LoadOptions {
-        dtype: settings.model.dtype,
-        quantization: bits.map(|bits| Quantization { bits, keep: &keep }),
-        device,
-    };
-    let outline = Model::outline(checkpoint, &options, settings.model.init_weights.is_some())?;
-    memory::weights_fit(&outline, device)?;
-    before(&outline)?;
-    drop(outline);
-    let mut model = match settings.model.init_weights {
-        Some(seed) => Model::random(checkpoint, seed, &options)?,
-        None => Model::load_with(checkpoint, &options)?,
-    };
-    if let Some(adapter) = adapter {
+    let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
+    // Short commands that only read: files change under long runs, and a changed weight there would go unnoticed.
+    let in_place = in_place && device == Device::Cpu && whole.is_empty();
+    f(&LoadOptions { dtype: settings.model.dtype, quantization, device, in_place })
+}
+
+/// Loads a model that fits into memory.
+fn load(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    trained: &Selection,
+    device: Device,
+    in_place: bool,
+) -> Result<Model> {
+    let mut model = with_options(settings, checkpoint, trained, (device, in_place), |options| {
+        memory::weights_fit(
+            &Model::outline(checkpoint, options, settings.model.init_weights.is_some())?,
+            device,
+        )?;
+        Ok(match settings.model.init_weights {
+            Some(seed) => Model::random(checkpoint, seed, options)?,
+            None => Model::load_with(checkpoint, options)?,
+        })
+    })?;
+    if let Some(adapter) = &settings.model.adapter {
         model.load_adapter(adapter)?;
     }
     Ok(model)

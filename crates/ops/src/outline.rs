@@ -1,0 +1,438 @@
+//! A device without numbers: it counts what a pass would hold.
+//!
+//! Its rows have a size and nothing else, so that a whole step of a model of which only the outline is there runs in
+//! milliseconds, through the code that a real step runs through. What rows of the thread are held, and the most that was
+//! held together, is a [`Footprint`]. Numbers that are read back are zeros. Kernels' own work space of a few megabytes is not in
+//! it, but for that of attention's gradient.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use omnigrpo_kernels::activation::Activation;
+use omnigrpo_kernels::attention;
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
+
+use crate::adapter::Mask;
+use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::cache::{GroupCache, Store};
+use crate::conv::{Mix, Patches};
+use crate::device::{Backend, Device};
+use crate::embedding::{Ids, Taps};
+use crate::error::Result;
+use crate::experts::{ExpertLinear, Routes};
+use crate::head::{Scores, Targets};
+use crate::linear::{Linear, Order};
+use crate::norm::Norm;
+use crate::optim::{Moments, Step};
+use crate::param::Param;
+use crate::rope::RopeTable;
+use crate::rows::{Data, Index, Rows};
+
+pub(crate) struct Outline;
+
+/// What rows are held for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Held {
+    /// A pass: what it keeps for its backward pass, and what it works on.
+    #[default]
+    Activations,
+    /// Outputs of towers and projectors, and what towers remember.
+    Features,
+    /// Keys and values of completions in flight.
+    Cache,
+    /// Gradients of weights.
+    Gradients,
+}
+
+/// Bytes of rows by what they are held for, in numbers of four bytes: at the moment when most was held but for caches, which lie in
+/// memory of their own, and the most of those at any moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Footprint([u64; 4]);
+
+impl Footprint {
+    /// Bytes held for something.
+    #[must_use]
+    pub fn of(&self, held: Held) -> u64 {
+        self.0[held as usize]
+    }
+
+    /// All of it but caches.
+    #[must_use]
+    pub fn passes(&self) -> u64 {
+        self.0.iter().sum::<u64>() - self.of(Held::Cache)
+    }
+
+    /// What is the most of both.
+    fn most(self, other: Self) -> Self {
+        let mut most = if other.passes() > self.passes() { other } else { self };
+        most.0[Held::Cache as usize] = self.of(Held::Cache).max(other.of(Held::Cache));
+        most
+    }
+}
+
+#[derive(Default)]
+struct Count {
+    held: Held,
+    now: Footprint,
+    most: Footprint,
+}
+
+thread_local! {
+    static COUNT: RefCell<Count> = RefCell::default();
+}
+
+/// Runs `f`, which works on rows of [`Device::Outline`], and gives the most that was held: `f`'s own and what there was before.
+pub fn footprint<R>(f: impl FnOnce() -> R) -> (R, Footprint) {
+    let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.most, count.now));
+    let result = f();
+    let most = COUNT.with_borrow_mut(|count| {
+        let most = count.most;
+        count.most = most.most(before);
+        most
+    });
+    (result, most)
+}
+
+/// Runs `f`, whose rows of [`Device::Outline`] are held for something.
+pub fn holding<R>(held: Held, f: impl FnOnce() -> R) -> R {
+    let before = COUNT.with_borrow_mut(|count| std::mem::replace(&mut count.held, held));
+    let result = f();
+    COUNT.with_borrow_mut(|count| count.held = before);
+    result
+}
+
+/// Memory that is counted while it is there.
+#[derive(Debug)]
+pub(crate) struct Span {
+    held: Held,
+    bytes: u64,
+}
+
+impl Span {
+    pub(crate) fn new(elements: usize) -> Self {
+        let bytes = 4 * elements as u64;
+        COUNT.with_borrow_mut(|count| {
+            count.now.0[count.held as usize] += bytes;
+            count.most = count.most.most(count.now);
+            Self { held: count.held, bytes }
+        })
+    }
+
+    fn like(&self) -> Self {
+        holding(self.held, || Self::new((self.bytes / 4) as usize))
+    }
+
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.bytes as usize
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        // A thread that ends counts no more.
+        let _ = COUNT.try_with(|count| {
+            let now = &mut count.borrow_mut().now.0[self.held as usize];
+            *now = now.saturating_sub(self.bytes);
+        });
+    }
+}
+
+impl Rows {
+    pub(crate) fn on_outline(rows: usize, cols: usize) -> Self {
+        Self::over(Data::Outline(Arc::new(Span::new(rows * cols))), rows, cols)
+    }
+
+    /// The rows are written to: shared numbers would be copied first.
+    fn touch(&mut self) {
+        if let Data::Outline(span) = &mut self.data
+            && Arc::get_mut(span).is_none()
+        {
+            *span = Arc::new(span.like());
+        }
+    }
+}
+
+fn same(x: &Rows) -> Rows {
+    Rows::on_outline(x.rows(), x.cols())
+}
+
+/// The weight gets a gradient, if it is trained.
+fn reach(param: &Param) {
+    param.reach(Device::Outline);
+}
+
+fn reach_layers(layers: &[Linear]) {
+    for layer in layers {
+        reach(layer.weight());
+        layer.bias().into_iter().for_each(|bias| reach(bias));
+    }
+}
+
+impl Backend for Outline {
+    fn zeros(&self, rows: usize, cols: usize) -> Rows {
+        Rows::on_outline(rows, cols)
+    }
+
+    fn upload(&self, _: Vec<f32>, rows: usize, cols: usize) -> Rows {
+        Rows::on_outline(rows, cols)
+    }
+
+    fn download(&self, x: &Rows) -> Vec<f32> {
+        vec![0.0; x.len()]
+    }
+
+    fn download_f64(&self, x: &Rows) -> Vec<f64> {
+        vec![0.0; x.len()]
+    }
+
+    fn add(&self, to: &mut Rows, _: &Rows) {
+        to.touch();
+    }
+
+    fn scale(&self, x: &mut Rows, _: f32) {
+        x.touch();
+    }
+
+    fn select(&self, x: &Rows, index: &Index) -> Rows {
+        Rows::on_outline(index.len(), x.cols())
+    }
+
+    fn spread(&self, x: &Rows, _: &Index, rows: usize) -> Rows {
+        Rows::on_outline(rows, x.cols())
+    }
+
+    fn columns(&self, x: &Rows, columns: Range<usize>) -> Rows {
+        Rows::on_outline(x.rows(), columns.len())
+    }
+
+    fn set_columns(&self, to: &mut Rows, _: usize, _: &Rows) {
+        to.touch();
+    }
+
+    fn set_rows(&self, to: &mut Rows, _: usize, _: &Rows, _: Range<usize>) {
+        to.touch();
+    }
+
+    fn clear_rows(&self, x: &mut Rows, _: Range<usize>) {
+        x.touch();
+    }
+
+    fn linear(&self, x: &Rows, layers: &[Linear], _: Option<&Rows>, _: Order) -> Rows {
+        Rows::on_outline(x.rows(), layers.iter().map(Linear::n).sum())
+    }
+
+    fn linear_add(&self, y: &mut Rows, _: usize, _: &Rows, _: &Linear, _: Order) {
+        y.touch();
+    }
+
+    fn linear_dx(&self, dy: &Rows, layers: &[Linear]) -> Rows {
+        Rows::on_outline(dy.rows(), layers.first().map_or(0, Linear::k))
+    }
+
+    fn linear_dx_of(&self, dx: Option<Rows>, dy: &Rows, _: usize, weight: &Linear) -> Rows {
+        let mut dx = dx.unwrap_or_else(|| Rows::on_outline(dy.rows(), weight.k()));
+        dx.touch();
+        dx
+    }
+
+    fn linear_dw(&self, _: &Rows, _: &Rows, _: usize, layers: &[Linear]) {
+        reach_layers(layers);
+    }
+
+    fn dropout(&self, x: &Rows, _: &Mask) -> Rows {
+        same(x)
+    }
+
+    fn experts(&self, x: &Rows, layer: &ExpertLinear, _: &Routes, _: Order) -> Rows {
+        Rows::on_outline(x.rows(), layer.n())
+    }
+
+    fn experts_dx(&self, dy: &Rows, layer: &ExpertLinear, _: &Routes) -> Rows {
+        Rows::on_outline(dy.rows(), layer.k())
+    }
+
+    fn experts_dw(&self, _: &Rows, _: &Rows, layer: &ExpertLinear, _: &Routes) {
+        reach(layer.weight());
+    }
+
+    fn weigh(&self, x: &Rows, _: &Rows, _: &Routes) -> Rows {
+        same(x)
+    }
+
+    fn weigh_back(&self, x: &Rows, logits: &Rows, _: &Rows, _: &Routes) -> [Rows; 2] {
+        [same(x), same(logits)]
+    }
+
+    fn norm(&self, x: &Rows, norm: &Norm) -> (Rows, Rows) {
+        let statistics = if matches!(norm, Norm::Rms { .. }) { 1 } else { 2 };
+        (same(x), Rows::on_outline(statistics, x.rows()))
+    }
+
+    fn norm_back(&self, dx: &mut Rows, _: &Rows, _: &Rows, _: &Rows, norm: &Norm) {
+        dx.touch();
+        reach(norm.weight());
+        if let Norm::Layer { bias, .. } = norm {
+            reach(bias);
+        }
+    }
+
+    fn attention(&self, qkv: &Rows, _: &Layout, heads: AttentionHeads) -> (Rows, Rows) {
+        (Rows::on_outline(qkv.rows(), heads.q_width()), Rows::on_outline(qkv.rows(), heads.q))
+    }
+
+    fn attention_back(
+        &self,
+        qkv: &Rows,
+        _: &Rows,
+        _: &Rows,
+        _: &Rows,
+        layout: &Layout,
+        heads: AttentionHeads,
+    ) -> Rows {
+        let dqkv = same(qkv);
+        let _partial = Span::new(attention::backward_space(layout, heads.shape()));
+        dqkv
+    }
+
+    fn cache(&self, layers: usize, _: usize, rows: usize, heads: AttentionHeads) -> std::io::Result<Store> {
+        let elements = layers * rows * 2 * heads.kv_width();
+        Ok(Store::Outline(holding(Held::Cache, || Span::new(elements))))
+    }
+
+    fn cache_prompt(&self, _: &mut GroupCache, _: usize, _: &Rows, _: AttentionHeads) {}
+
+    fn attend_cached(&self, qkv: &Rows, _: usize, _: &mut [DecodeRows], heads: AttentionHeads) -> Rows {
+        Rows::on_outline(qkv.rows(), heads.q_width())
+    }
+
+    fn rotate(&self, x: &mut Rows, _: &RopeTable, _: usize, _: bool) {
+        x.touch();
+    }
+
+    fn activation(&self, x: &Rows, _: Activation) -> Rows {
+        same(x)
+    }
+
+    fn activation_back(&self, x: &mut Rows, _: &Rows, _: Activation) {
+        x.touch();
+    }
+
+    fn swiglu(&self, gate_up: &Rows) -> Rows {
+        Rows::on_outline(gate_up.rows(), gate_up.cols() / 2)
+    }
+
+    fn swiglu_back(&self, gate_up: &mut Rows, _: &Rows) {
+        gate_up.touch();
+    }
+
+    fn scale_onto(&self, x: &Rows, _: &Rows, _: &Param) -> Rows {
+        same(x)
+    }
+
+    fn scale_onto_back(&self, x: &Rows, _: &Rows, scale: &Param) -> Rows {
+        reach(scale);
+        same(x)
+    }
+
+    fn embed(&self, _: &Param, ids: &[u32], h: usize) -> Rows {
+        Rows::on_outline(ids.len(), h)
+    }
+
+    fn embed_back(&self, table: &Param, _: &[u32], _: &Rows) {
+        reach(table);
+    }
+
+    fn add_rows(&self, x: &mut Rows, _: &Param, _: &Ids) {
+        x.touch();
+    }
+
+    fn add_rows_back(&self, table: &Param, _: &Ids, _: &Rows) {
+        reach(table);
+    }
+
+    fn add_mixed(&self, x: &mut Rows, _: &Param, _: &Taps) {
+        x.touch();
+    }
+
+    fn add_mixed_back(&self, table: &Param, _: &Taps, _: &Rows) {
+        reach(table);
+    }
+
+    fn mix(&self, x: &Rows, mix: &Mix) -> Rows {
+        Rows::on_outline(mix.len(), x.cols())
+    }
+
+    fn mix_back(&self, dy: &Rows, _: &Mix, rows: usize) -> Rows {
+        Rows::on_outline(rows, dy.cols())
+    }
+
+    fn convolution(&self, _: &Rows, layer: &Linear, patches: &Patches) -> Rows {
+        Rows::on_outline(patches.rows(), layer.n())
+    }
+
+    fn convolution_back(&self, x: &Rows, _: &Rows, layer: &Linear, _: &Patches) -> Rows {
+        reach_layers(std::slice::from_ref(layer));
+        same(x)
+    }
+
+    fn depthwise(&self, x: &Rows, _: &Param, _: [usize; 2]) -> Rows {
+        same(x)
+    }
+
+    fn depthwise_back(&self, x: &Rows, _: &Rows, weight: &Param, _: [usize; 2]) -> Rows {
+        reach(weight);
+        same(x)
+    }
+
+    fn gate(&self, x: &Rows, _: &Rows) -> Rows {
+        same(x)
+    }
+
+    fn gate_back(&self, x: &Rows, gate: &Rows, _: &Rows) -> [Rows; 2] {
+        [same(x), same(gate)]
+    }
+
+    fn blend(&self, x: &Rows, logits: &Rows) -> Rows {
+        Rows::on_outline(x.rows() / logits.cols(), x.cols())
+    }
+
+    fn blend_back(&self, x: &Rows, logits: &Rows, _: &Rows) -> [Rows; 2] {
+        [same(x), same(logits)]
+    }
+
+    fn score(&self, normed: &Rows, _: &Param, targets: &Targets, temperature: f32) -> Scores {
+        let row = |cols| Rows::on_outline(1, cols);
+        let (logprobs, rows) = (row(targets.tokens.len()), normed.rows());
+        Scores { logprobs, entropies: row(rows), lse: row(rows), temperature }
+    }
+
+    fn score_back(
+        &self,
+        normed: &Rows,
+        head: &Param,
+        _: &Targets,
+        _: &Scores,
+        _: &[f32],
+        _: Option<&[f32]>,
+    ) -> Rows {
+        reach(head);
+        same(normed)
+    }
+
+    fn logits(&self, normed: &Rows, head: &Param) -> Rows {
+        Rows::on_outline(normed.rows(), head.len() / normed.cols().max(1))
+    }
+
+    fn draw(&self, logits: &mut Rows, _: &Sampler, _: &[DrawFrom]) -> Vec<Option<Draw>> {
+        vec![None; logits.rows()]
+    }
+
+    fn sum_of_squares(&self, _: &Rows) -> f64 {
+        0.0
+    }
+
+    fn adamw(&self, _: &Param, _: &Rows, _: &mut Moments, _: &Step) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,146 @@
+//! What `memory` says an update holds, beside what the allocator was asked for. A program of its own, for its allocator.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod setup;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, PromptBuilder, PromptSettings};
+use omnigrpo_observe::PhaseTimer;
+use omnigrpo_ops::Device;
+use omnigrpo_rewards::{RewardOptions, build};
+use omnigrpo_train::{
+    AdamW, AdamWConfig, Algorithm, Collector, MemoryOf, MemoryPlan, PreparedRow, Selection, UpdateAt, Work,
+    memory, update,
+};
+use serde_json::{Value, json};
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+struct Counting;
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+// SAFETY: everything is the system allocator's.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the same contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the same contract.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+/// A Qwen2.5-VL in which activations are most of an update.
+fn start(dir: &Path) -> Checkpoint {
+    for entry in fs::read_dir(setup::checkpoint("qwen2_5_vl_tied")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
+    }
+    let mut config: Value = serde_json::from_slice(&fs::read(dir.join("config.json")).unwrap()).unwrap();
+    let sizes = json!({ "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2 });
+    config.as_object_mut().unwrap().extend(sizes.as_object().unwrap().clone());
+    config["rope_scaling"]["mrope_section"] = json!([4, 6, 6]);
+    config["vision_config"]["out_hidden_size"] = json!(128);
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    Checkpoint::open(dir).unwrap()
+}
+
+#[test]
+fn an_update_holds_what_its_outline_says() {
+    let place = tempfile::tempdir().unwrap();
+    let checkpoint = start(place.path());
+    let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default()).unwrap();
+    let file = setup::questions(place.path());
+    let dataset = setup::dataset(&file, place.path());
+    let rows: Vec<PreparedRow> =
+        (0..3).map(|row| PreparedRow::new(&prompts, dataset.get(row).unwrap(), 0).unwrap()).collect();
+    let rewards = build(&["random".to_owned()], &RewardOptions::default()).unwrap();
+    let optimizer = AdamWConfig::default();
+    let lora = LoraConfig { rank: 8, dropout: 0.1, ..LoraConfig::default() };
+
+    for (name, selection, adapted, recompute) in [
+        ("whole", Selection::ALL, false, false),
+        ("whole, recomputed", Selection::ALL, false, true),
+        ("adapters", Selection::NONE, true, false),
+        ("adapters, recomputed", Selection::NONE, true, true),
+    ] {
+        let mut algorithm = Algorithm { num_generations: 6, recompute, ..Algorithm::default() };
+        // Two streams, so that the second finds gradients.
+        algorithm.max_stream_tokens = Some(1400);
+        (algorithm.sampling.max_completion_length, algorithm.sampling.min_completion_length) = (100, 100);
+        assert!(algorithm.loss.needs_reference());
+        let make = |device: Device| {
+            let options = LoadOptions { device, ..LoadOptions::default() };
+            let mut model = match device {
+                Device::Outline => Model::outline(&checkpoint, &options, true),
+                _ => Model::random(&checkpoint, 1, &options),
+            }
+            .unwrap();
+            if adapted {
+                model.add_lora(&lora).unwrap();
+            }
+            selection.apply(&model).unwrap();
+            model
+        };
+        let model = make(Device::Cpu);
+        let reference = model.reference().unwrap();
+        let mut adamw = AdamW::new(optimizer.clone(), model.params());
+        let mut step = || {
+            let (before, mut timer) = (NOW.load(Ordering::Relaxed), PhaseTimer::start(Instant::now()));
+            MOST.store(before, Ordering::Relaxed);
+            let collector = Collector {
+                model: &model,
+                prompts: &prompts,
+                shuffled: None,
+                rewards: &rewards,
+                algorithm: &algorithm,
+            };
+            let mut rollouts =
+                collector.collect(rows.clone(), 0, &mut |_| Ok(Vec::new()), &mut timer).unwrap();
+            let at = UpdateAt { step: 0, learning_rate_factor: 1.0 };
+            update(&model, Some(&reference), &mut adamw, at, &algorithm, &mut rollouts, &mut timer).unwrap();
+            MOST.load(Ordering::Relaxed) - before
+        };
+        // The first one makes moments, and the work space that kernels keep.
+        step();
+        let held = step() as f64;
+
+        let plan = MemoryPlan {
+            algorithm: &algorithm,
+            optimizer: &optimizer,
+            work: Work::Rollout(rows.clone()),
+            prompts_per_step: 3,
+            evaluation: None,
+            reference: true,
+            of: MemoryOf::Host,
+        };
+        let outline = make(Device::Outline);
+        let told = memory(&outline, &plan).unwrap();
+        assert_eq!(memory(&outline, &plan).unwrap(), told, "{name}: nothing is left behind");
+        let passes = (told.gradients + told.features + told.activations) as f64;
+        assert!(passes > 0.9 * held && passes < 1.1 * held, "{name}: {passes} for {held}\n{told:?}");
+
+        let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes() as u64).sum::<u64>();
+        assert_eq!(told.weights + told.adapters, bytes(&model));
+        let trained: u64 = model.params().iter().filter(|p| p.trainable()).map(|p| p.len() as u64).sum();
+        assert_eq!(told.optimizer, 8 * trained);
+        assert_eq!(told.reference, if adapted { 0 } else { told.weights });
+        // Keys and values of each prompt once, and of all tokens of a completion but the last, in four layers.
+        let kept: usize = rows.iter().map(|row| row.prompt.ids.len() + 6 * 99).sum();
+        assert_eq!(told.cache, (kept * 4 * 2 * 2 * 32 * 4) as u64);
+    }
+}
