@@ -13,7 +13,6 @@ use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::adapter::Mask;
 use crate::attention::{AttentionHeads, DecodeRows, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
@@ -28,6 +27,7 @@ use crate::optim::{Moments, Step};
 use crate::param::Param;
 use crate::rope::RopeTable;
 use crate::rows::{Data, Index, Rows};
+use omnigrpo_kernels::dropout::Mask;
 
 pub(crate) struct Outline;
 
