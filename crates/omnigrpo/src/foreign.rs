@@ -119,7 +119,7 @@ const TABLE: &[Row] = &[
         _ => Refused("use `reward_funcs` and `accuracy_mode`; `omnigrpo rewards list` shows VLM-R1's rules"),
     }),
     (&["reward_model", "reward_model_path", "reward_model_name_or_path"], |_| {
-        Refused("a reward model is asked through a program or an address: `reward_funcs` cmd:… or http://…")
+        Refused("give its directory or its name on the hub to `reward_funcs`")
     }),
     (&["external_judge"], |_| Refused("use `reward_funcs` judge:http://… and `judge_model`")),
     (&["report_to"], |v| {
