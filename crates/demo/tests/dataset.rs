@@ -238,6 +238,7 @@ fn the_completion_given_earns_everything_and_other_replies_only_the_format() {
             columns: row,
             think: Think::On,
             media_paths: &[],
+            media: &[],
             key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
             truncated: false,
         };

@@ -106,6 +106,14 @@ impl MediaClassifier {
         self.prompts.finished(turns, media)
     }
 
+    /// Whether a conversation can be read, from the headers of its media alone.
+    ///
+    /// # Errors
+    /// As [`PromptBuilder::finished`]; a medium that is unreadable, or of a kind this family does not take.
+    pub fn check(&self, turns: &[Turn], media: &[MediumRef]) -> Result<()> {
+        self.prompts.check_finished(turns, media)
+    }
+
     /// One number per conversation. Neighbours with the same media, and the same tokens up to them, share both.
     ///
     /// # Errors

@@ -185,13 +185,7 @@ impl PromptBuilder {
     /// # Errors
     /// As [`Self::build`], except for what only decoding shows.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
-        let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
-        let plans = sample
-            .media
-            .iter()
-            .zip(headers)
-            .map(|(m, header)| self.family.processor().plan(m, header, &settings))
-            .collect::<Result<Vec<_>>>()?;
+        let plans = self.plans(&sample.media, headers)?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
         Ok((rendered, plans))
     }
@@ -211,14 +205,40 @@ impl PromptBuilder {
     /// A last turn that is not the assistant's, media other than those the turns show, a conversation over the limit (which is
     /// never cut).
     pub fn finished(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
-        let arranged = self.family.processor().arrange(turns);
         let tokens = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
+        self.prompt(turns, self.render_finished(turns, &tokens)?, media)
+    }
+
+    /// Whether a finished conversation can be read, from the headers of its media alone.
+    ///
+    /// # Errors
+    /// As [`Self::finished`], except for what only decoding shows.
+    pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<()> {
+        let limits = &self.settings.media.limits;
+        let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let plans = self.plans(media, &headers)?;
+        self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?).map(drop)
+    }
+
+    fn render_finished(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
+        // Settings of a run do not reach a model that judges.
+        let too_long = |tokens| ModelError::PromptTooLong {
+            tokens,
+            limit: self.max_prompt_tokens(),
+            which: "the positions of the model that judges",
+            remedy: "shorten the text, or let the row name fewer frames or pixels".to_owned(),
+        };
+        let features: usize = media.iter().map(num_features).sum();
+        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
+            return Err(too_long(features));
+        }
+        let arranged = self.family.processor().arrange(turns);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let options = &self.settings.render;
-        let rendered = renderer.render_conversation(&arranged, &tokens, options, &self.stops)?.prompt;
+        let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
         match rendered.ids.len() {
-            len if len > self.max_prompt_tokens() => Err(self.too_long(len, &tokens)),
-            _ => self.prompt(turns, rendered, media),
+            tokens if tokens > self.max_prompt_tokens() => Err(too_long(tokens)),
+            _ => Ok(rendered),
         }
     }
 
@@ -283,6 +303,13 @@ impl PromptBuilder {
         turn_end
             .or_else(|| self.tokenizer.eos_token().filter(|id| self.stops.is_stop(*id)))
             .or_else(|| self.stops.ids.first().copied())
+    }
+
+    /// What media become, by their headers; the largest where their number of frames is drawn.
+    fn plans(&self, media: &[MediumRef], headers: &[MediumInfo]) -> Result<Vec<MediumPlan>> {
+        let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
+        let plan = |(m, header)| self.family.processor().plan(m, header, &settings);
+        media.iter().zip(headers).map(plan).collect()
     }
 
     fn decode(&self, sample: &Sample, epoch: u64) -> Result<Vec<Arc<MediumInput>>> {
@@ -358,7 +385,6 @@ impl PromptBuilder {
             Some(given) if given == limit => {
                 ("PromptSettings::max_prompt_length", ", or raise PromptSettings::max_prompt_length")
             }
-            _ if self.settings.max_completion_length == 0 => ("the model's positions", ""),
             _ => (
                 "the model's positions less PromptSettings::max_completion_length",
                 ", or lower PromptSettings::max_completion_length",

@@ -49,6 +49,7 @@ fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         columns: &Map::new(),
         think: Think::Off,
         media_paths: &[],
+        media: &[],
         key: RowKey { seed: 0, step: 0, row: 0, sample: 0 },
         truncated: false,
     };

@@ -211,3 +211,52 @@ fn a_reward_model_is_named_by_its_directory() {
     let rollouts = place.lines("run/rollouts/step-000001.jsonl");
     assert!(rollouts.iter().all(|rollout| rollout["rewards"]["judge"].as_f64().unwrap() != 0.0));
 }
+
+/// A reward model that sees scores the rows of a run; a row that it cannot read is left out before anything is sampled.
+#[test]
+fn a_reward_model_that_sees_judges_training() {
+    let place = place();
+    std::fs::create_dir(place.path("judge")).unwrap();
+    for file in std::fs::read_dir(support::golden("checkpoints/qwen3_vl")).unwrap() {
+        let path = file.unwrap().path();
+        std::fs::copy(&path, place.path("judge").join(path.file_name().unwrap())).unwrap();
+    }
+    let head = scorer("media_reward/qwen3_vl/value_head.safetensors");
+    std::fs::copy(head, place.path("judge/value_head.safetensors")).unwrap();
+    let clip = |id: &str, more: Value| {
+        let mut row = json!({
+            "id": id, "video": "clip.gif", "min_pixels": 3136, "max_pixels": 12544, "problem": "<video>Which way?",
+            "solution": "right",
+        });
+        row.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        row["completions"] = json!([{ "text": "right" }]);
+        row.to_string()
+    };
+    place.write(
+        "clips.jsonl",
+        [clip("whole", json!({})), clip("part", json!({ "video_start": 0.5, "video_end": 2.0 }))].join("\n"),
+    );
+    place.run("rewards run --input clips.jsonl --output out.jsonl --reward_funcs judge").ok();
+    let lines = place.lines("out.jsonl");
+    let (whole, part) = (rewards(&lines, 0, "judge")[0], rewards(&lines, 1, "judge")[0]);
+    assert!((whole - part).abs() > 1e-4, "{whole} {part}");
+
+    // The run's settings make the clip small for the policy alone.
+    let long =
+        json!({ "id": "long", "video": "clip.gif", "problem": "<video>Which way?", "solution": "right" });
+    let row = json!({ "id": "short", "image": "shapes.png", "problem": "<image>How many?", "solution": "5" });
+    place.write("rows.jsonl", format!("{row}\n{long}\n"));
+    let model = support::golden("checkpoints/qwen2_5_vl_tied").display().to_string();
+    place
+        .run(&format!(
+            "train --model {model} --train_file rows.jsonl --max_steps 1 --max_completion_length 6 --max_pixels 12544 \
+             --save_strategy no --output_dir run --threads 1 --num_generations 2 --gradient_accumulation_steps 1 \
+             --video_min_frame_pixels 3136 --video_max_frame_pixels 12544 --max_skipped 0.9 --reward_funcs ./judge"
+        ))
+        .ok();
+    let rollouts = place.lines("run/rollouts/step-000001.jsonl");
+    assert_eq!(rollouts.len(), 2);
+    let skipped = place.text("run/skipped.jsonl");
+    assert!(skipped.contains("reward `judge`") && skipped.contains("at most 512"), "{skipped}");
+    assert!(rollouts.iter().all(|rollout| rollout["rewards"]["judge"].as_f64().unwrap() != 0.0));
+}

@@ -59,6 +59,7 @@ fn bench(criterion: &mut Criterion) {
             columns,
             think: Think::On,
             media_paths: &[],
+            media: &[],
             key: RowKey { seed: 0, step: 0, row: i as u64, sample: 0 },
             truncated: false,
         };

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use omnigrpo_data::MediumRef;
 use omnigrpo_text::Turn;
 use serde_json::{Map, Value};
 
@@ -55,6 +56,9 @@ pub struct RewardInput<'a> {
     pub think: Think,
     /// Resolved paths of the row's media, in prompt order.
     pub media_paths: &'a [PathBuf],
+    /// The row's media with what it says of how to read them: `Part::Medium { kind, index }` of `turns` is the `index`-th of
+    /// that kind.
+    pub media: &'a [MediumRef],
     /// Which completion of the run this is.
     pub key: RowKey,
     /// The completion reached the length limit before it stopped.

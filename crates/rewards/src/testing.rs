@@ -57,6 +57,7 @@ impl Row {
             columns: &self.columns,
             think: self.think,
             media_paths: &[],
+            media: &[],
             key: self.key,
             truncated: false,
         }

@@ -69,6 +69,7 @@ fn score(
         columns: &columns,
         think,
         media_paths: &[],
+        media: &[],
         key: RowKey { seed: 1, step: 2, row: 3, sample: 4 },
         truncated: false,
     }])
@@ -163,7 +164,7 @@ proptest! {
         let input = RewardInput {
             prompt: "", completion: &completion, completion_ids: &[], solution: Some(&words), columns: &columns,
             turns: &[],
-            think: Think::On, media_paths: &[], key: RowKey { seed: 0, step: 0, row: 0, sample: 0 }, truncated: false,
+            think: Think::On, media_paths: &[], media: &[], key: RowKey { seed: 0, step: 0, row: 0, sample: 0 }, truncated: false,
         };
         prop_assert_eq!(&set.score(&[input]).unwrap().total, &vec![Some(2.0)]);
     }

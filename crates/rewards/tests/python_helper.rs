@@ -23,6 +23,7 @@ fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> 
             columns: &columns,
             think: Think::On,
             media_paths: &[],
+            media: &[],
             key: RowKey { seed: 0, step: 7, row: 0, sample: i as u64 },
             truncated: false,
         })

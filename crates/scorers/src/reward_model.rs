@@ -4,8 +4,8 @@
 //! The text is TRL's (1.16, `GRPOTrainer._calculate_rewards`). A row whose `prompt` is a text has no roles: the model reads
 //! prompt and completion as one text. Any other row is a conversation: the model's own template renders it with the
 //! completion as the last turn. Models of text leave media out; models of a family read those of the row with their own
-//! processor, each from one file, and text rows as conversations, since they have a template. What a row says of frames and
-//! pixels is the policy's affair.
+//! processor, and text rows as conversations, since they have a template. What the row says of a medium (the part of a clip,
+//! frames, pixels) holds for them as for the policy; what the run's settings say is the policy's affair.
 //!
 //! Differences by design: literals of control tokens in texts are ordinary text, where TRL lets a completion forge turns; encoders get
 //! the start and end tokens of their tokenizer, since their heads read the row of the first, and without a template of
@@ -14,13 +14,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
+use omnigrpo_data::MediumRef;
 use omnigrpo_models::{MediaClassifier, MediumInput, Prompt, SequenceClassifier, WeightDtype};
 use omnigrpo_ops::Pass;
 use omnigrpo_rewards::{Reward, RewardError, RewardInput};
-use omnigrpo_text::{
-    ChatTemplate, Part, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn,
-};
+use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
 
 use crate::error::{Result, ScorerError};
 
@@ -88,40 +86,26 @@ impl RewardModel {
     }
 }
 
-/// The media that a row's turns show.
-fn media(input: &RewardInput<'_>) -> Result<Vec<MediumRef>, String> {
-    let parts = input.turns.iter().flat_map(|turn| &turn.parts);
-    let shown =
-        parts.filter_map(|part| if let Part::Medium { kind, .. } = part { Some(*kind) } else { None });
-    let shown: Vec<_> = shown.collect();
-    if shown.len() != input.media_paths.len() {
-        return Err(format!(
-            "the row shows {} media in {} files; a reward model reads each from one file or folder, no clip from a list of \
-             frames",
-            shown.len(),
-            input.media_paths.len()
-        ));
-    }
-    let source = |path: &std::path::PathBuf| MediumSource::Path(path.clone());
-    let one = |(kind, path)| MediumRef { kind, source: source(path), options: MediumOptions::default() };
-    Ok(shown.into_iter().zip(input.media_paths).map(one).collect())
+/// Row and completion as a finished conversation.
+fn turns(input: &RewardInput<'_>) -> Vec<Turn> {
+    let mut turns = input.turns.to_vec();
+    turns.push(Turn::text(Role::Assistant, input.completion));
+    turns
 }
 
-/// Row and completion as a finished conversation. Media that the row before has read already are taken from `last`.
+/// Row and completion for the model. Media that the row before has read already are taken from `last`.
 fn conversation(
     model: &MediaClassifier,
     input: &RewardInput<'_>,
     last: &mut Option<(Vec<MediumRef>, Vec<Arc<MediumInput>>)>,
 ) -> Result<Prompt, String> {
-    let asked = media(input)?;
+    let asked = input.media.to_vec();
     let read = match last.take().filter(|(before, _)| *before == asked) {
         Some((_, read)) => read,
         None => model.media(&asked).map_err(|e| e.to_string())?,
     };
     *last = Some((asked, read.clone()));
-    let mut turns = input.turns.to_vec();
-    turns.push(Turn::text(Role::Assistant, input.completion));
-    model.conversation(&turns, read).map_err(|e| e.to_string())
+    model.conversation(&turns(input), read).map_err(|e| e.to_string())
 }
 
 impl TextReader {
@@ -133,10 +117,8 @@ impl TextReader {
         let encoder = self.model.is_encoder();
         let ids = match &self.template {
             Some(template) if !is_text => {
-                let mut turns = input.turns.to_vec();
-                turns.push(Turn::text(Role::Assistant, input.completion));
                 let renderer = PromptRenderer::new(&self.tokenizer, template);
-                renderer.render_finished(&turns, &self.render).map(|prompt| prompt.ids)
+                renderer.render_finished(&turns(input), &self.render).map(|prompt| prompt.ids)
             }
             None if !is_text && !encoder => {
                 return Err("the row is a conversation, and the reward model has no chat template to write it with: put \
@@ -190,9 +172,7 @@ impl Reward for RewardModel {
                 let mut scores = Ok(Vec::with_capacity(batch.len()));
                 let mut last = None;
                 // Media in numbers are large, so those of one row are held at a time.
-                for group in
-                    rows().collect::<Vec<_>>().chunk_by(|(_, a), (_, b)| a.media_paths == b.media_paths)
-                {
+                for group in rows().collect::<Vec<_>>().chunk_by(|(_, a), (_, b)| a.media == b.media) {
                     let own = group.iter().map(|(i, input)| {
                         conversation(model, input, &mut last).map_err(|what| self.of_row(*i, input, what))
                     });
@@ -212,7 +192,7 @@ impl Reward for RewardModel {
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let asked = match &self.model {
             Reader::Text(text) => text.ids(row).map(drop),
-            Reader::Media(_) => media(row).map(drop),
+            Reader::Media(model) => model.check(&turns(row), row.media).map_err(|e| omnigrpo_guard::told(&e)),
         };
         asked.map(|()| Some(true)).map_err(|what| self.of_row(0, row, what))
     }

@@ -2,9 +2,11 @@
 //! `tools/goldens/make_scorers.py`.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_guard::told;
 use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, Rgb8Image, load_image};
@@ -205,6 +207,7 @@ impl Row {
             columns: &self.columns,
             think: Think::On,
             media_paths: &self.media,
+            media: &[],
             key: RowKey { seed: 0, step: 0, row: 7, sample },
             truncated: false,
         }
@@ -442,6 +445,7 @@ fn said<'a>(turns: &'a [Turn], columns: &'a Map<String, Value>, completion: &'a 
         columns,
         think: Think::Off,
         media_paths: &[],
+        media: &[],
         key: RowKey { seed: 0, step: 0, row: 7, sample: 2 },
         truncated: false,
     }
@@ -534,7 +538,7 @@ fn with_head(name: &str, place: &Path, head: &str, beside: bool) {
     copy(&models("checkpoints").join(name), place);
     let from = golden("media_reward").join(head);
     if beside {
-        std::fs::copy(from, place.join(head)).unwrap();
+        std::fs::copy(&from, place.join(from.file_name().unwrap())).unwrap();
         return;
     }
     let more = std::fs::read(from).unwrap();
@@ -550,38 +554,74 @@ fn with_head(name: &str, place: &Path, head: &str, beside: bool) {
     }
 }
 
+/// A turn that shows media before a question.
+fn shows(media: &[MediumRef], question: &str) -> Vec<Turn> {
+    let mut counts = HashMap::new();
+    let part = |medium: &MediumRef| {
+        let next = counts.entry(medium.kind).or_insert(0);
+        *next += 1;
+        Part::Medium { kind: medium.kind, index: *next - 1 }
+    };
+    let mut parts: Vec<Part> = media.iter().map(part).collect();
+    parts.push(Part::Text(question.to_owned()));
+    vec![Turn { role: Role::User, parts }]
+}
+
+fn image(name: &str) -> MediumRef {
+    let source = MediumSource::Path(picture(name));
+    MediumRef { kind: MediumKind::Image, source, options: MediumOptions::default() }
+}
+
+/// The frames of a clip at this rate, as small as they are.
+fn clip_of(frames: &[String], fps: f64) -> MediumRef {
+    let source = MediumSource::Frames(frames.iter().map(|name| picture(name)).collect());
+    let options = MediumOptions {
+        fps: Some(fps),
+        min_pixels: Some(3136),
+        max_pixels: Some(12544),
+        ..MediumOptions::default()
+    };
+    MediumRef { kind: MediumKind::Video, source, options }
+}
+
+/// Media, turns and completions of each row.
+fn seen(rows: &Value, fps: f64) -> Vec<(Vec<MediumRef>, Vec<Turn>, Vec<String>)> {
+    let medium = |named: &Value| match named.as_str() {
+        Some(name) => image(name),
+        None => clip_of(&serde_json::from_value::<Vec<String>>(named.clone()).unwrap(), fps),
+    };
+    let row = |row: &Value| {
+        let media: Vec<MediumRef> = row["media"].as_array().unwrap().iter().map(medium).collect();
+        let turns = shows(&media, row["question"].as_str().unwrap());
+        (media, turns, serde_json::from_value(row["completions"].clone()).unwrap())
+    };
+    rows.as_array().unwrap().iter().map(row).collect()
+}
+
+fn seeing(kind: &str, place: &Path) -> RewardModel {
+    RewardModel::load(kind, place, WeightDtype::Float32, RenderOptions::default()).unwrap()
+}
+
 #[test]
 fn reward_models_that_see_equal_their_base_and_a_linear_layer_in_torch() {
     let dir = tempfile::tempdir().unwrap();
     let all: Value =
         serde_json::from_slice(&std::fs::read(golden("media_reward/goldens.json")).unwrap()).unwrap();
     let columns = Map::new();
-    let rows: Vec<(Vec<Turn>, Vec<PathBuf>, Vec<String>)> = all["rows"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|row| {
-            let images: Vec<String> = serde_json::from_value(row["images"].clone()).unwrap();
-            let pictures = (0..images.len()).map(|index| Part::Medium { kind: MediumKind::Image, index });
-            let text = Part::Text(row["question"].as_str().unwrap().to_owned());
-            let turns = vec![Turn { role: Role::User, parts: pictures.chain([text]).collect() }];
-            let paths = images.iter().map(|name| picture(name)).collect();
-            (turns, paths, serde_json::from_value(row["completions"].clone()).unwrap())
-        })
-        .collect();
-    let mut batch = Vec::new();
-    for (turns, paths, completions) in &rows {
-        batch.extend(
-            completions.iter().map(|c| RewardInput { media_paths: paths, ..said(turns, &columns, c) }),
-        );
-    }
+    let fps = all["fps"].as_f64().unwrap();
+    let (rows, clips) = (seen(&all["rows"], fps), seen(&all["clips"], fps));
     for (kind, checkpoint, head, beside) in [
         ("score", "qwen2_5_vl_untied", "score.safetensors", false),
         ("value_head", "qwen2_5_vl_tied", "value_head.safetensors", true),
+        ("qwen3_vl", "qwen3_vl", "qwen3_vl/value_head.safetensors", true),
     ] {
         let place = dir.path().join(kind);
         with_head(checkpoint, &place, head, beside);
-        let model = RewardModel::load(kind, &place, WeightDtype::Float32, RenderOptions::default()).unwrap();
+        let model = seeing(kind, &place);
+        let mut batch = Vec::new();
+        for (media, turns, completions) in rows.iter().chain(clips.iter().filter(|_| kind == "qwen3_vl")) {
+            batch.extend(completions.iter().map(|c| RewardInput { media, ..said(turns, &columns, c) }));
+        }
         let got = model.score(&batch).unwrap();
         let want: Vec<f64> = all[kind].as_array().unwrap().iter().flat_map(numbers).collect();
         assert_eq!(got.len(), want.len());
@@ -594,19 +634,71 @@ fn reward_models_that_see_equal_their_base_and_a_linear_layer_in_torch() {
             assert_eq!(model.applies(input).unwrap(), Some(true));
         }
         // The picture decides, too.
-        let other = [rows[1].1[0].clone()];
-        let other = RewardInput { media_paths: &other, ..batch[0] };
+        let other = RewardInput { media: &[image("alpha.png")], ..batch[0] };
         assert!((model.score(&[other]).unwrap()[0].unwrap() - want[0]).abs() > 1e-3, "{kind}");
-        // Two files for one medium are frames of a clip; none is no picture.
-        for paths in [&rows[1].1[..], &[]] {
+        // What the row shows must be there, and no completion of a question over the limit can be read.
+        let error = model.score(&[RewardInput { media: &[], ..batch[0] }]).unwrap_err().to_string();
+        assert!(error.contains("dataset row 7"), "{error}");
+        let long = "How many? ".repeat(400);
+        for (media, question, says) in
+            [(image("shapes.png"), long.as_str(), "512"), (image("missing.png"), "How many?", "missing.png")]
+        {
+            let media = [media];
+            let turns = shows(&media, question);
             let error =
-                model.score(&[RewardInput { media_paths: paths, ..batch[0] }]).unwrap_err().to_string();
-            assert!(error.contains("shows 1 media") && error.contains("dataset row 7"), "{error}");
+                model.applies(&RewardInput { media: &media, ..said(&turns, &columns, "") }).unwrap_err();
+            assert!(error.to_string().contains(says), "{kind}: {error}");
         }
     }
     let bare = models("checkpoints/qwen2_5_vl_tied");
     let error = RewardModel::load("x", &bare, WeightDtype::Auto, RenderOptions::default()).err().unwrap();
     assert!(error.to_string().contains("no score.weight"), "{error}");
+}
+
+/// The policy answers about a part of a clip, and that part is judged.
+#[test]
+fn reward_models_see_the_part_of_a_clip_that_the_row_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("model");
+    with_head("qwen2_5_vl_tied", &place, "value_head.safetensors", true);
+    let (model, columns) = (seeing("judge", &place), Map::new());
+    let frames: Vec<String> = (0..8).map(|t| format!("frames/{t:04}.png")).collect();
+    let score = |medium: MediumRef| {
+        let media = [medium];
+        let turns = shows(&media, "Which way does the ball move?");
+        let input = RewardInput { media: &media, ..said(&turns, &columns, "right") };
+        assert_eq!(model.applies(&input).unwrap(), Some(true));
+        model.score(&[input]).unwrap()[0].unwrap()
+    };
+    // Two pictures a second: seconds 1 to 2.5 are the pictures 2 to 5.
+    let part = |mut medium: MediumRef| {
+        medium.options.video_start = Some(1.0);
+        medium.options.video_end = Some(2.5);
+        medium
+    };
+    let folder = MediumRef { source: MediumSource::Path(picture("frames")), ..clip_of(&frames, 2.0) };
+    let (whole, cut) = (score(clip_of(&frames, 2.0)), score(clip_of(&frames[2..6], 2.0)));
+    assert!((whole - cut).abs() > 1e-3, "{whole} {cut}");
+    for medium in [clip_of(&frames, 2.0), folder.clone()] {
+        let (got, all) = (score(part(medium.clone())), score(medium));
+        assert!((got - cut).abs() < 1e-5, "{got}, {cut} of the part alone, {whole} of all");
+        assert!((all - whole).abs() < 1e-5, "{all} {whole}");
+    }
+    // So do the frames and pixels that it names.
+    for other in [
+        MediumOptions { nframes: Some(2), ..folder.options.clone() },
+        MediumOptions { min_pixels: Some(12544), ..folder.options.clone() },
+    ] {
+        let got = score(MediumRef { options: other, ..folder.clone() });
+        assert!((got - whole).abs() > 1e-3, "{got} {whole}");
+    }
+    // A part behind the end is found before anything is sampled.
+    let mut behind = folder;
+    behind.options.video_start = Some(60.0);
+    let media = [behind];
+    let turns = shows(&media, "Which way?");
+    let error = model.applies(&RewardInput { media: &media, ..said(&turns, &columns, "") }).unwrap_err();
+    assert!(error.to_string().contains("frames"), "{error}");
 }
 
 #[test]

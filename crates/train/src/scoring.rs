@@ -117,6 +117,7 @@ fn with_inputs<T>(
                     ThinkMode::Off => Think::Off,
                 },
                 media_paths: paths,
+                media: &sample.media,
                 key: RowKey { seed, step, row: sample.row, sample: (first + index) as u64 },
                 truncated: completion.finish_reason == FinishReason::Length,
             });
