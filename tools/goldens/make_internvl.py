@@ -410,7 +410,11 @@ def write_tilings():
 
 def write_replay():
     """Three steps of GRPO on the original layout, all in this file's own PyTorch."""
-    name = "internvl_original"
+    for name in ("internvl_original", "internvl3_5_original"):
+        write_replay_of(name)
+
+
+def write_replay_of(name):
     encode = lambda s: build_tokenizer(False).encode(s, add_special_tokens=False).ids
     prepared = []
     for row in ROWS:

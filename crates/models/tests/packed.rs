@@ -14,14 +14,16 @@ use support::{
     lengthened, max_diff, take_gradients, train_all, training,
 };
 
-/// Every Qwen-VL, tied and untied head.
-const ALL: [&str; 6] = [
+/// Every Qwen-VL, tied and untied head, and the layouts of InternVL.
+const ALL: [&str; 8] = [
     "qwen2_vl_tied",
     "qwen2_vl_untied",
     "qwen2_5_vl_tied",
     "qwen2_5_vl_untied",
     "qwen3_vl",
     "qwen3_vl_untied",
+    "internvl_rms_hf",
+    "internvl3_5_original",
 ];
 /// Those with packed goldens.
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];
@@ -348,7 +350,7 @@ fn gradients_reach_exactly_the_selected_parts() {
     use Part::{Llm, Projector, Vision};
     let selections: [&[Part]; 6] =
         [&[Llm], &[Projector], &[Vision], &[Llm, Projector], &[Projector, Vision], &[Llm, Projector, Vision]];
-    for name in ["qwen2_vl_untied", "qwen2_5_vl_tied", "qwen3_vl"] {
+    for name in ["qwen2_vl_untied", "qwen2_5_vl_tied", "qwen3_vl", "internvl3_5_original"] {
         let model = load(name);
         let groups = [Group::new(&model, "C", &[3, 2]), Group::new(&model, "D1", &[2, 4])];
         train_all(&model);
@@ -372,6 +374,7 @@ fn gradients_reach_exactly_the_selected_parts() {
         }
         // One selected weight alone.
         let one = match name {
+            "internvl3_5_original" => "language_model.model.layers.1.mlp.up_proj.weight",
             "qwen3_vl" => "model.language_model.layers.1.mlp.up_proj.weight",
             _ => "model.layers.1.mlp.up_proj.weight",
         };

@@ -37,8 +37,8 @@ fn update(
     omnigrpo_train::update(model, Some(reference), adamw, AT, algorithm, rollouts, &mut timer()).unwrap()
 }
 
-const CHECKPOINTS: [&str; 5] =
-    ["qwen2_5_vl_tied", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "aria"];
+const CHECKPOINTS: [&str; 6] =
+    ["qwen2_5_vl_tied", "qwen2_vl_untied", "qwen3_vl", "internvl_original", "internvl3_5_original", "aria"];
 
 /// The rows with completions as text, and as ids of the tokenizer of the Qwen-VL checkpoints.
 const TEXT: &str = "replay/rows.jsonl";
@@ -286,7 +286,12 @@ fn the_same_weights_decay_as_in_transformers() {
 /// The gradient of the loss itself, not only what the optimizer makes of it.
 #[test]
 fn the_gradient_of_a_step_equals_pytorch() {
-    let name = "internvl_original";
+    for name in ["internvl_original", "internvl3_5_original"] {
+        gradient_of(name);
+    }
+}
+
+fn gradient_of(name: &str) {
     let expected = Expected::read(name);
     let model = Model::load(&checkpoint(name), WeightDtype::Auto).unwrap();
     Selection::ALL.apply(&model).unwrap();

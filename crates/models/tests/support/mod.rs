@@ -93,6 +93,9 @@ pub fn case_prompt(case: &str, model: &Model) -> Prompt {
     if model.family().name() == "qwen3_vl" {
         return rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case);
     }
+    if model.family().name().starts_with("internvl") {
+        return rows::prompt_of("internvl", model.dir(), case);
+    }
     let inputs = Golden::read(&format!("cases/{case}.safetensors"));
     let pixels = if case == "D2" {
         Golden::read("cases/D1.safetensors")
