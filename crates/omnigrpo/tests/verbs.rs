@@ -1010,6 +1010,11 @@ fn a_trained_model_is_pushed_to_the_hub() {
     // What cannot work is found out before training.
     place.run(&format!("{sft} --output_dir no --push_to_hub")).fails(2, &["cannot be pushed offline"]);
     run_as("", &format!("{sft} --output_dir no --push_to_hub")).fails(1, &["set HF_TOKEN"]);
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut command = place.command("push M --hub_model_id x");
+    command.env("HF_HUB_OFFLINE", "").env("HF_ENDPOINT", format!("http://{closed}")).env("HF_TOKEN", "x");
+    let refused = ran(&mut command).fails(1, &["no connection, or it broke", "Connection refused"]);
+    assert!(!refused.stdout.contains("pushed"));
     run(&format!("{sft} --output_dir no --push_to_hub --hub_model_id others/x"))
         .fails(1, &["status 403", "the rights"]);
     run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["there is no `push_to_hub`"]);
@@ -1033,6 +1038,38 @@ fn a_trained_model_is_pushed_to_the_hub() {
         assert!(place.exists(&format!("run/{record}")) && !files.contains(&record.to_owned()), "{record}");
     }
     assert!(run("push run").ok().stdout.contains("nothing has changed"));
+
+    // A model among somebody's own files: those stay here.
+    place.checkpoint("project", |_, data| data[0] ^= 2);
+    let config = place.text("project/config.json").replacen(
+        '{',
+        "{\"auto_map\": {\"AutoConfig\": \"configuration_own.Own\", \"AutoModel\": \"org/x--secrets.X\"},",
+        1,
+    );
+    for (name, text) in [
+        ("config.json", config.as_str()),
+        ("configuration_own.py", "from .layers import Layer\nimport secrets\n"),
+        ("layers.py", ""),
+        ("secrets.py", "KEY = 1\n"),
+        ("rows.json", "[]"),
+        ("notes.txt", "mine"),
+        ("judge.safetensors", "x"),
+        ("prompt.jinja", "x"),
+    ] {
+        std::fs::write(place.path(&format!("project/{name}")), text).unwrap();
+    }
+    run("push project").ok();
+    let pushed = hub.look("me/project", names).unwrap();
+    for name in ["config.json", "model.safetensors", "configuration_own.py", "layers.py"] {
+        assert!(pushed.contains(&name.to_owned()), "{name}: {pushed:?}");
+    }
+    for name in ["secrets.py", "rows.json", "notes.txt", "judge.safetensors", "prompt.jinja"] {
+        assert!(!pushed.contains(&name.to_owned()), "{name}: {pushed:?}");
+    }
+    // Settings without weights are no model, and no repository is made for them.
+    std::fs::remove_file(place.path("project/model.safetensors")).unwrap();
+    run("push project --hub_model_id me/empty").fails(2, &["no model to push", "model.safetensors"]);
+    assert!(hub.look("me/empty", |_| ()).is_none());
 
     // The hub refuses in the end: the model is there, and the command that is told sends it.
     hub.fail("commit/main", 403, 1);

@@ -15,6 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::MediumRef;
+use omnigrpo_guard::told;
 use omnigrpo_models::{MediaClassifier, MediumInput, Prompt, SequenceClassifier, WeightDtype};
 use omnigrpo_ops::Pass;
 use omnigrpo_rewards::{Reward, RewardError, RewardInput};
@@ -102,10 +103,10 @@ fn conversation(
     let asked = input.media.to_vec();
     let read = match last.take().filter(|(before, _)| *before == asked) {
         Some((_, read)) => read,
-        None => model.media(&asked).map_err(|e| e.to_string())?,
+        None => model.media(&asked).map_err(|e| told(&e))?,
     };
     *last = Some((asked, read.clone()));
-    model.conversation(&turns(input), read).map_err(|e| e.to_string())
+    model.conversation(&turns(input), read).map_err(|e| told(&e))
 }
 
 impl TextReader {
@@ -131,7 +132,7 @@ impl TextReader {
                 if encoder { self.tokenizer.encode_framed(&text) } else { self.tokenizer.encode_text(&text) }
             }
         };
-        let ids = ids.map_err(|e| omnigrpo_guard::told(&e))?;
+        let ids = ids.map_err(|e| told(&e))?;
         let (got, most) = (ids.len(), self.model.max_tokens());
         match got {
             0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
@@ -192,7 +193,7 @@ impl Reward for RewardModel {
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let asked = match &self.model {
             Reader::Text(text) => text.ids(row).map(drop),
-            Reader::Media(model) => model.check(&turns(row), row.media).map_err(|e| omnigrpo_guard::told(&e)),
+            Reader::Media(model) => model.check(&turns(row), row.media).map_err(|e| told(&e)),
         };
         asked.map(|()| Some(true)).map_err(|what| self.of_row(0, row, what))
     }

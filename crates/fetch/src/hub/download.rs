@@ -26,6 +26,9 @@ use super::{
 use crate::FetchError;
 use crate::media::place;
 
+/// The text that says which weight files a checkpoint consists of.
+const INDEX: &str = "model.safetensors.index.json";
+
 /// The directory of a model in a cache that `huggingface_hub` shares, as its reference `main` has it; of any program's making.
 #[must_use]
 pub fn cached(cache: &Path, name: &str) -> Option<PathBuf> {
@@ -38,12 +41,18 @@ pub(super) fn snapshot(repo: &Path, reference: &str) -> Option<PathBuf> {
     Some(repo.join("snapshots").join(revision.trim())).filter(|dir| dir.is_dir())
 }
 
-/// Whether a directory has weights: another program may have fetched only a tokenizer.
+/// Whether a directory has all its weights: another program may have fetched only a tokenizer, or one file of several.
 #[must_use]
 pub fn has_weights(dir: &Path) -> bool {
-    let is_weights =
-        |file: std::fs::DirEntry| file.path().extension().is_some_and(|end| end == "safetensors");
-    std::fs::read_dir(dir).is_ok_and(|mut files| files.any(|file| file.is_ok_and(is_weights)))
+    if dir.join(INDEX).is_file() {
+        return indexed(dir)
+            .is_some_and(|files| !files.is_empty() && files.iter().all(|file| dir.join(file).is_file()));
+    }
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|file| file.file_name());
+    let names: Vec<String> = names.filter_map(|name| name.into_string().ok()).collect();
+    let mut weights = names.iter().filter_map(|name| name.strip_suffix(".safetensors"));
+    // Several files make a model with their index only.
+    weights.any(|stem| !stem.contains("-of-") && dir.join(format!("{stem}.safetensors")).is_file())
 }
 
 fn is_weights(entry: &Entry) -> bool {
@@ -271,7 +280,7 @@ fn indexed(snapshot: &Path) -> Option<BTreeSet<String>> {
     struct Index {
         weight_map: std::collections::BTreeMap<String, String>,
     }
-    let text = std::fs::read(snapshot.join("model.safetensors.index.json")).ok()?;
+    let text = std::fs::read(snapshot.join(INDEX)).ok()?;
     let index: Index = serde_json::from_slice(&text).ok()?;
     Some(index.weight_map.into_values().collect())
 }
@@ -539,6 +548,17 @@ mod tests {
         assert_eq!(cached(folder.path(), "me/tiny"), Some(snapshot.clone()));
         assert!(!has_weights(&snapshot) && !has_weights(&snapshot.join("none")));
         std::fs::write(snapshot.join("model.safetensors"), b"").unwrap();
+        assert!(has_weights(&snapshot));
+
+        // One file of two is not the model, with the index that names both or without.
+        std::fs::remove_file(snapshot.join("model.safetensors")).unwrap();
+        let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+        std::fs::write(snapshot.join(shards[0]), b"").unwrap();
+        assert!(!has_weights(&snapshot));
+        let index = json!({"weight_map": {"a": shards[0], "b": shards[1]}});
+        std::fs::write(snapshot.join(INDEX), index.to_string()).unwrap();
+        assert!(!has_weights(&snapshot));
+        std::fs::write(snapshot.join(shards[1]), b"").unwrap();
         assert!(has_weights(&snapshot));
     }
 }

@@ -1,20 +1,28 @@
 //! `push`, and what `push_to_hub` does beside a training run: a model to a repository of the hub.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_fetch::{FetchError, Hub, is_repo_name};
+use omnigrpo_guard::told;
+use omnigrpo_models::COMPANIONS;
 use omnigrpo_observe::Console;
-use omnigrpo_rewards::Corpus;
 use omnigrpo_train::Observer;
+use serde_json::Value;
 
 use super::setup::{hub, progress};
 use super::{Context, print};
 use crate::names::HubStrategy;
 use crate::problem::Problem;
 use crate::settings::Settings;
+
+/// The file that says which weight files a model consists of.
+const INDEX: &str = "model.safetensors.index.json";
+/// The folder of templates beside the default one.
+const TEMPLATES: &str = "additional_chat_templates";
 
 /// Pushes a directory with a model.
 pub fn push(settings: &Settings, context: &Context) -> Result<()> {
@@ -25,10 +33,12 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
             .expected("a run directory, checkpoint or adapter: `config.json` or `adapter_config.json` in it")
             .into());
     }
+    // What cannot be sent makes no repository.
+    model_files(dir)?;
     let pusher = Pusher::to_repository(settings, context, dir)?;
     pusher.send(dir, concat!("Model pushed by omnigrpo ", env!("CARGO_PKG_VERSION"))).map_err(|error| {
         let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
-        problem.got(error.to_string()).help("the same command goes on where this one broke off").into()
+        problem.got(told(error.as_ref())).help("the same command goes on where this one broke off").into()
     })
 }
 
@@ -74,7 +84,7 @@ impl Pusher {
         let hub = hub(env);
         let repo = hub.create(&name, settings.push.private).map_err(|error| {
             let problem = Problem::failure("the repository on the hub cannot be made").at(name.clone());
-            let problem = problem.got(error.to_string());
+            let problem = problem.got(told(&error));
             match error {
                 FetchError::Public { .. } => {
                     problem.help("choose another `--hub_model_id`, or make it private in its settings")
@@ -113,7 +123,7 @@ impl Pusher {
         self.send(&self.dir, &format!("Model after step {steps}")).map_err(|error| {
             Problem::failure("the model is trained and saved, but could not be pushed")
                 .at(self.repo.clone())
-                .got(error.to_string())
+                .got(told(error.as_ref()))
                 .help(format!(
                     "`omnigrpo push {} --hub_model_id {}` goes on where this broke off",
                     self.dir.display(),
@@ -159,35 +169,114 @@ impl Observer for Saved {
             });
             console.line(&match pushed {
                 Ok(pushed) => format!("pushed the checkpoint of step {step} to {}", pushed.url),
-                Err(error) => format!("warning: the checkpoint of step {step} was not pushed: {error:#}"),
+                Err(error) => {
+                    format!("warning: the checkpoint of step {step} was not pushed: {}", told(error.as_ref()))
+                }
             });
         }));
     }
 }
 
 /// Files of a directory that make up a model, by name in a repository and path: weights, settings, tokenizer, templates, code,
-/// licence, card. Records of a run stay here: they hold rows of the dataset and paths of this machine.
+/// licence, card. Nothing else goes, whatever it is called: a model may lie among somebody's own files, and what has been public
+/// once stays so.
 fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
-    const ENDINGS: [&str; 7] = ["safetensors", "json", "txt", "jinja", "model", "py", "codes"];
-    const OTHERS: [&str; 3] = ["LICENSE", "README.md", "metrics.svg"];
-    const OF_A_RUN: [&str; 4] = ["optimizer.safetensors", "trainer_state.json", "log.txt", Corpus::FILE];
-    let mut files = Vec::new();
-    for within in ["", "additional_chat_templates"] {
-        let folder = dir.join(within);
-        if !folder.is_dir() {
-            continue;
-        }
-        for entry in std::fs::read_dir(&folder).with_context(|| folder.display().to_string())? {
-            let path = entry.with_context(|| folder.display().to_string())?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let ends = path.extension().is_some_and(|end| ENDINGS.iter().any(|known| end == *known));
-            let belongs = (ends || OTHERS.contains(&name.as_str())) && !OF_A_RUN.contains(&name.as_str());
-            if belongs && !name.starts_with('.') && path.is_file() {
-                let name = if within.is_empty() { name } else { format!("{within}/{name}") };
-                files.push((name, path));
-            }
+    const WEIGHTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
+    const OTHERS: [&str; 10] = [
+        "config.json",
+        "adapter_config.json",
+        INDEX,
+        "vocab.txt",
+        "bpe.codes",
+        "spiece.model",
+        "LICENSE.txt",
+        "NOTICE",
+        "README.md",
+        "metrics.svg",
+    ];
+    let mut names: BTreeSet<String> = WEIGHTS.iter().chain(&OTHERS).map(|name| (*name).to_owned()).collect();
+    names.extend(COMPANIONS.map(str::to_owned));
+    names.retain(|name| dir.join(name).is_file());
+    // A shard that the index names and the directory lacks is an error of the push.
+    let shards = shards(dir)?;
+    if !shards.is_empty() {
+        names.remove(WEIGHTS[0]);
+    }
+    names.extend(shards);
+    if !names.iter().any(|name| name.ends_with(".safetensors")) {
+        return Err(Problem::usage("there is no model to push")
+            .at(dir.display().to_string())
+            .expected(format!("weights: `{}` or `{INDEX}`", WEIGHTS.join("`, `")))
+            .into());
+    }
+    names.extend(code(dir));
+    let templates = dir.join(TEMPLATES);
+    for entry in std::fs::read_dir(&templates).into_iter().flatten() {
+        let name = entry.with_context(|| templates.display().to_string())?.file_name();
+        let name = name.to_string_lossy();
+        if name.ends_with(".jinja") && !name.starts_with('.') && templates.join(&*name).is_file() {
+            names.insert(format!("{TEMPLATES}/{name}"));
         }
     }
-    files.sort_unstable();
-    Ok(files)
+    Ok(names.into_iter().map(|name| (name.clone(), dir.join(name))).collect())
+}
+
+/// The weight files that an index names, if there is one.
+fn shards(dir: &Path) -> Result<Vec<String>> {
+    let path = dir.join(INDEX);
+    if !path.is_file() {
+        return Ok(Vec::new());
+    }
+    let bad = |what: String| {
+        Problem::failure("the index of the weights cannot be used")
+            .at(path.display().to_string())
+            .got(what)
+            .expected("`weight_map` with the names of safetensors files in this directory")
+    };
+    let text = std::fs::read(&path).map_err(|error| bad(error.to_string()))?;
+    let index: Value = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+    let map = index["weight_map"].as_object().ok_or_else(|| bad("no `weight_map`".to_owned()))?;
+    let mut shards = Vec::new();
+    for value in map.values() {
+        match value.as_str() {
+            Some(name) if name.ends_with(".safetensors") && !name.contains(['/', '\\']) => {
+                shards.push(name.to_owned());
+            }
+            _ => return Err(bad(format!("the file {value}")).into()),
+        }
+    }
+    Ok(shards)
+}
+
+/// The Python files that the settings of a model name in `auto_map`, and those that these import from beside them.
+fn code(dir: &Path) -> BTreeSet<String> {
+    const SETTINGS: [&str; 5] = [
+        "config.json",
+        "tokenizer_config.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+    ];
+    let mut modules = Vec::new();
+    for name in SETTINGS {
+        let text = std::fs::read(dir.join(name)).unwrap_or_default();
+        let settings: Value = serde_json::from_slice(&text).unwrap_or_default();
+        for value in settings["auto_map"].as_object().into_iter().flat_map(|map| map.values()) {
+            // A tokenizer has two classes: slow and fast. A class of another repository is `ORG/NAME--MODULE.CLASS`.
+            let classes = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+            let own = classes.iter().filter_map(Value::as_str).filter(|class| !class.contains("--"));
+            modules.extend(own.filter_map(|class| Some(class.split_once('.')?.0.to_owned())));
+        }
+    }
+    let mut files = BTreeSet::new();
+    while let Some(module) = modules.pop() {
+        let name = format!("{module}.py");
+        let is_name = module.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        if is_name && dir.join(&name).is_file() && files.insert(name.clone()) {
+            let text = std::fs::read_to_string(dir.join(&name)).unwrap_or_default();
+            let imports = text.lines().filter_map(|line| line.trim_start().strip_prefix("from ."));
+            modules.extend(imports.filter_map(|rest| Some(rest.split_whitespace().next()?.to_owned())));
+        }
+    }
+    files
 }

@@ -126,11 +126,12 @@ pub fn tables(
     let what = format!("fetching {name} ({split}) from {}", env.endpoint);
     hub(env).dataset(name, part, split, &mut progress(&console, &what)).map_err(|error| match error {
         FetchError::NoSplit { .. } => missing().help(format!(
-            "{error}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` choose"
+            "{}; `--dataset_config`, `--dataset_train_split` and `--dataset_test_split` choose",
+            told(&error)
         )),
         FetchError::NoRepo { .. } | FetchError::Denied { .. } | FetchError::NoTables { .. } => {
-            missing().help(error.to_string())
+            missing().help(told(&error))
         }
-        _ => missing().help(format!("it could not be fetched: {error}")),
+        _ => missing().help(format!("it could not be fetched: {}", told(&error))),
     })
 }
