@@ -41,6 +41,14 @@ pub enum FetchError {
         /// The status.
         status: u16,
     },
+    /// An address to send to that holds no longer; a new one can be asked for.
+    #[error("{url}: the storage answers with status {status}")]
+    Expired {
+        /// The address.
+        url: String,
+        /// The status.
+        status: u16,
+    },
     /// More bytes than are accepted.
     #[error("{url}: larger than {limit_bytes} bytes")]
     TooLarge {
@@ -187,7 +195,7 @@ impl FetchError {
     /// Whether the same request may work a moment later.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
-            Self::Network { .. } => true,
+            Self::Network { .. } | Self::Expired { .. } => true,
             // 409 and 412: somebody else has changed the repository meanwhile.
             Self::Status { status, .. } | Self::Refused { status, .. } => {
                 matches!(status, 408 | 409 | 412 | 429 | 500..)

@@ -9,22 +9,58 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::download::{Source, check, snapshot};
-use super::{Entry, Hub, Kind, Step};
+use super::{Entry, Hub, Kind, Step, stays_inside};
 use crate::FetchError;
+use crate::media::place as place_file;
 
 /// Where the tables are, in the order they are looked for.
 const REVISIONS: [&str; 2] = ["main", "refs/convert/parquet"];
 
-/// The table files of a split in a cache that `huggingface_hub` shares, in order; `None` unless all of them are there.
+/// The table files of a split in a cache that `huggingface_hub` shares, in order.
+///
+/// Names of files do not always say how many there are, nor which other parts the hub has. Taken is therefore what
+/// [`Hub::dataset`] has found to be the split and fetched. With `by_names`, for who cannot ask, it is also what another program
+/// left there and the names leave no doubt of: the part is given or called `default`, and no file that the others speak of is
+/// missing.
 #[must_use]
-pub fn cached_dataset(cache: &Path, name: &str, part: Option<&str>, split: &str) -> Option<Vec<PathBuf>> {
-    REVISIONS.iter().find_map(|revision| {
-        let dir = snapshot(&Kind::Dataset.folder(cache, name), revision)?;
+pub fn cached_dataset(
+    cache: &Path,
+    name: &str,
+    part: Option<&str>,
+    split: &str,
+    by_names: bool,
+) -> Option<Vec<PathBuf>> {
+    let repo = Kind::Dataset.folder(cache, name);
+    let snapshots: Vec<PathBuf> = REVISIONS.iter().filter_map(|revision| snapshot(&repo, revision)).collect();
+    let found = |dir: &PathBuf| {
+        let files = recorded(&record_of(&repo, dir)).remove(&key(part, split))?;
+        let files: Vec<PathBuf> =
+            files.iter().filter(|file| stays_inside(file)).map(|file| dir.join(file)).collect();
+        (!files.is_empty() && files.iter().all(|file| file.is_file())).then_some(files)
+    };
+    let named = |dir: &PathBuf| {
         let mut names = Vec::new();
-        tables(&dir, "", 0, &mut names);
-        let files = choose(name, names.iter().map(String::as_str), part, split).ok()?;
+        tables(dir, "", 0, &mut names);
+        let part = part.unwrap_or("default");
+        let files = choose(name, names.iter().map(String::as_str), Some(part), split).ok()?;
         is_whole(&files).then(|| files.iter().map(|file| dir.join(file)).collect())
-    })
+    };
+    snapshots.iter().find_map(found).or_else(|| snapshots.iter().filter(|_| by_names).find_map(named))
+}
+
+/// Where the files of the splits are kept that the hub was asked for, by commit. `huggingface_hub` passes it over.
+fn record_of(repo: &Path, snapshot: &Path) -> PathBuf {
+    repo.join("splits").join(snapshot.file_name().unwrap_or_default()).with_extension("json")
+}
+
+/// The files of each split by [`key`]; none where nothing was kept.
+fn recorded(path: &Path) -> BTreeMap<String, Vec<String>> {
+    std::fs::read(path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+}
+
+/// A question for a split. One without a part is another than one for the part that it led to.
+fn key(part: Option<&str>, split: &str) -> String {
+    format!("{} {split}", part.unwrap_or_default())
 }
 
 /// Names of the tables in a folder of the cache and those in it.
@@ -77,10 +113,14 @@ impl Hub {
         entries.iter().try_for_each(|entry| check(entry, u64::MAX))?;
         let missing = source.missing(entries);
         on(Step::Begin { num_files: missing.len(), num_bytes: source.bytes_left(&missing) });
-        // The first file comes last: where it is, the others are, whether or not their names say how many there are.
-        for entry in missing.iter().rev() {
+        for entry in &missing {
             self.file(&source, entry, &mut |bytes| on(Step::Bytes(bytes)))?;
         }
+        // Another process that writes this at the same time may lose it, and the hub is asked once more.
+        let record = record_of(&Kind::Dataset.folder(&self.options.cache, name), &source.snapshot);
+        let mut splits = recorded(&record);
+        splits.insert(key(part, split), chosen.clone());
+        place_file(&record, |file| Ok(serde_json::to_writer(file, &splits)?))?;
         source.refer(revision)?;
         Ok(chosen.iter().map(|file| source.snapshot.join(file)).collect())
     }
@@ -139,14 +179,19 @@ fn of_total(stem: &str) -> Option<(&str, usize)> {
     Some((split, total))
 }
 
-/// Whether files of a cache are all that their names speak of.
+/// Whether files of a split, sorted by name, are all that their names speak of.
 fn is_whole(files: &[&str]) -> bool {
-    let stem = |file: &&str| file.trim_end_matches(".parquet").rsplit('/').next().unwrap_or("").to_owned();
-    let Some(first) = files.first().map(stem) else { return false };
-    match of_total(&first) {
-        Some((_, total)) => files.len() == total,
-        None => !first.bytes().all(|byte| byte.is_ascii_digit()) || first.bytes().all(|byte| byte == b'0'),
-    }
+    let stem = |file: &str| file.trim_end_matches(".parquet").rsplit('/').next().unwrap_or("").to_owned();
+    let stems: Vec<String> = files.iter().map(|file| stem(file)).collect();
+    let number =
+        |stem: &str| stem.bytes().all(|byte| byte.is_ascii_digit()).then(|| stem.parse::<usize>().ok());
+    !stems.is_empty()
+        && stems.iter().enumerate().all(|(at, stem)| match (of_total(stem), number(stem)) {
+            (Some((_, total)), _) => files.len() == total,
+            // Numbered from 0 on; that the last one is missing cannot be told.
+            (None, Some(number)) => number == Some(at),
+            (None, None) => true,
+        })
 }
 
 #[cfg(test)]
@@ -204,7 +249,7 @@ mod tests {
             Hub::new(HubOptions { endpoint, token, cache: folder.path().to_owned() })
         };
         let mut steps = Vec::new();
-        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), None);
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train", true), None);
         let files = client(Some(StandIn::TOKEN))
             .dataset("me/set", None, "train", &mut |step| steps.push(step))
             .unwrap();
@@ -212,11 +257,11 @@ mod tests {
         let bytes: Vec<Vec<u8>> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
         assert_eq!(bytes, [table(0), table(1)]);
         assert!(files[0].starts_with(folder.path().join("datasets--me--set/snapshots")));
-        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), Some(files.clone()));
-        assert_eq!(cached_dataset(folder.path(), "me/set", None, "test"), None, "it was not fetched");
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train", false), Some(files.clone()));
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "test", true), None, "it was not fetched");
         // A split of which a file is gone is not taken for whole.
         std::fs::remove_file(&files[1]).unwrap();
-        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train"), None);
+        assert_eq!(cached_dataset(folder.path(), "me/set", None, "train", true), None);
 
         let error = |name: &str, split: &str| {
             client(Some(StandIn::TOKEN)).dataset(name, None, split, &mut |_| {}).unwrap_err().to_string()
@@ -239,9 +284,56 @@ mod tests {
         let options = HubOptions { endpoint: hub.endpoint(), token: None, cache: folder.path().to_owned() };
         let files = Hub::new(options).dataset("me/lines", None, "train", &mut |_| {}).unwrap();
         assert_eq!(std::fs::read(&files[1]).unwrap(), b"two");
-        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train"), Some(files.clone()));
-        // An end in the middle leaves the first file out.
+        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train", false), Some(files.clone()));
         std::fs::remove_file(&files[0]).unwrap();
-        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train"), None);
+        assert_eq!(cached_dataset(folder.path(), "me/lines", None, "train", true), None);
+    }
+
+    #[test]
+    fn what_another_program_left_is_compared_with_the_hub() {
+        let hub = StandIn::start();
+        let held: [(&str, &[u8]); 4] = [
+            ("en/train/0000.parquet", b"zero"),
+            ("en/train/0001.parquet", b"one"),
+            ("en/train/0002.parquet", b"two"),
+            ("fr/train/0000.parquet", b"fr"),
+        ];
+        hub.hold("datasets/me/set", &held);
+        let options =
+            |cache: &Path| HubOptions { endpoint: hub.endpoint(), token: None, cache: cache.to_owned() };
+        // A cache in which only these lie, and no word of what was asked for.
+        let left = |kept: &[usize]| {
+            let folder = tempfile::tempdir().unwrap();
+            let hub = Hub::new(options(folder.path()));
+            let mut files = hub.dataset("me/set", Some("en"), "train", &mut |_| {}).unwrap();
+            files.extend(hub.dataset("me/set", Some("fr"), "train", &mut |_| {}).unwrap());
+            let repo = Kind::Dataset.folder(folder.path(), "me/set");
+            std::fs::remove_dir_all(repo.join("splits")).unwrap();
+            for (_, file) in files.iter().enumerate().filter(|(at, _)| !kept.contains(at)) {
+                std::fs::remove_file(file).unwrap();
+            }
+            folder
+        };
+        let cached = |folder: &tempfile::TempDir, part, by_names| {
+            cached_dataset(folder.path(), "me/set", part, "train", by_names).map(|files| files.len())
+        };
+        for (kept, by_names) in [(&[0][..], Some(1)), (&[0, 2], None), (&[1, 2], None), (&[0, 1, 2], Some(3))]
+        {
+            let folder = left(kept);
+            assert_eq!(cached(&folder, Some("en"), true), by_names, "{kept:?}");
+            // Who can ask asks, and gets what was missing.
+            assert_eq!(cached(&folder, Some("en"), false), None, "{kept:?}");
+            let mut steps = Vec::new();
+            let files = Hub::new(options(folder.path()))
+                .dataset("me/set", Some("en"), "train", &mut |step| steps.push(step))
+                .unwrap();
+            assert_eq!(files.len(), 3);
+            assert!(matches!(steps[0], Step::Begin { num_files, .. } if num_files == 3 - kept.len()));
+            assert_eq!(cached(&folder, Some("en"), false), Some(3));
+            // That the cache has one part says nothing of the hub, which has two.
+            assert_eq!((cached(&folder, None, true), cached(&folder, None, false)), (None, None));
+            let error = Hub::new(options(folder.path())).dataset("me/set", None, "train", &mut |_| {});
+            assert!(error.unwrap_err().to_string().contains("en/train, fr/train"));
+        }
     }
 }

@@ -20,9 +20,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::{
-    ATTEMPTS, Entry, Hub, Kind, Listing, MAX_TEXT_BYTES, Step, escaped, hash_of, is_hash, stays_inside,
-};
+use super::{Entry, Hub, Kind, Listing, MAX_TEXT_BYTES, Step, escaped, hash_of, is_hash, stays_inside};
 use crate::FetchError;
 use crate::media::place;
 
@@ -186,12 +184,14 @@ impl Hub {
             // Another process may fetch the same; this one then finds it done.
             file.lock().map_err(FetchError::io(&incomplete))?;
             if !path.is_file() {
-                let mut attempt = 1;
+                let have = |file: &File| file.metadata().map_or(0, |metadata| metadata.len());
+                let (mut patience, mut most) = (self.patience(), have(&file));
                 while let Err(error) = self.transfer(&url, name, &mut file, &incomplete, expected, on) {
-                    if !error.may_pass() || attempt == ATTEMPTS {
-                        return Err(error);
+                    // A long file over a bad line may break off often, if it only comes further each time.
+                    if have(&file) > most {
+                        (patience, most) = (self.patience(), have(&file));
                     }
-                    attempt += 1;
+                    patience.wait(error)?;
                 }
                 let got = hash_of(&mut file, entry.lfs.is_none()).map_err(FetchError::io(&incomplete))?;
                 if got != blob {
@@ -320,6 +320,7 @@ fn link(blob: &Path, to: &Path, name: &str, depth: usize) -> Result<(), FetchErr
 mod tests {
     use std::net::SocketAddr;
     use std::sync::{Arc, Mutex};
+    use std::time::{Duration, Instant};
 
     use serde_json::{Value, json};
 
@@ -330,6 +331,7 @@ mod tests {
     use crate::hex;
     use crate::testing::{Answer, Request, server};
 
+    const PAUSE: Duration = Duration::from_millis(5);
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
     /// Files of a model as the hub holds them.
@@ -416,7 +418,8 @@ mod tests {
 
     fn client(address: SocketAddr, cache: &Path, token: Option<&str>) -> Hub {
         let (endpoint, token) = (format!("http://{address}/"), token.map(str::to_owned));
-        Hub::new(HubOptions { endpoint, token, cache: cache.to_owned() })
+        let hub = Hub::new(HubOptions { endpoint, token, cache: cache.to_owned() });
+        Hub { pause: PAUSE, ..hub }
     }
 
     #[test]
@@ -471,6 +474,49 @@ mod tests {
         assert_eq!(steps[0], Step::Begin { num_files: 2, num_bytes: 101_000 });
         assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), files[2].1);
         assert!(!blob.with_extension("incomplete").exists());
+    }
+
+    #[test]
+    fn a_busy_hub_gets_time_and_a_bad_line_as_many_attempts_as_it_comes_further() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let (pieces, busy) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (sent, asked) = (Arc::clone(&pieces), Arc::clone(&busy));
+        // The hub is busy four times; the file comes in twelve pieces, each of which breaks off.
+        let (address, _) = hub(move |request, answer| {
+            if request.path.contains("revision") && asked.fetch_add(1, Ordering::SeqCst) < 4 {
+                return Answer::new(429, b"");
+            }
+            if !request.path.ends_with("model-1.safetensors") {
+                return answer;
+            }
+            let range = request.headers.lines().find_map(|line| line.strip_prefix("range: bytes="));
+            let from = range.map_or(0, |range| range.trim().trim_end_matches('-').parse().unwrap());
+            sent.fetch_add(1, Ordering::SeqCst);
+            let headers = format!("Content-Length: {}", 300_000 - from);
+            let body = model()[2].1[from..300_000.min(from + 25_000)].to_vec();
+            Answer { status: if from > 0 { 206 } else { 200 }, headers, body }
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let began = Instant::now();
+        let dir = client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap();
+        assert_eq!(std::fs::read(dir.join("model-1.safetensors")).unwrap(), model()[2].1);
+        assert_eq!((pieces.load(Ordering::SeqCst), busy.load(Ordering::SeqCst)), (12, 5));
+        // Pauses of 1, 2, 4 and 8, and one before each further piece.
+        assert!(began.elapsed() >= PAUSE * (15 + 11), "{:?}", began.elapsed());
+
+        // One that comes no further is given up after five.
+        let (address, asked) = hub(|request, answer| match request.path.ends_with("model-1.safetensors") {
+            true => Answer::new(503, b""),
+            false => answer,
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let began = Instant::now();
+        let error =
+            client(address, folder.path(), None).download("me/tiny", "main", &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("status 503"), "{error}");
+        let asked = asked.lock().unwrap();
+        assert_eq!(asked.iter().filter(|path| path.ends_with("model-1.safetensors")).count(), 5);
+        assert!(began.elapsed() >= PAUSE * 15);
     }
 
     #[test]

@@ -63,7 +63,7 @@ pub enum Step {
 pub struct Hub {
     agent: ureq::Agent,
     options: HubOptions,
-    /// Wait before the second attempt at a push; each further one is twice as long.
+    /// Wait before the second attempt at something; each further one is twice as long.
     pause: Duration,
 }
 
@@ -138,6 +138,24 @@ impl Entry {
     }
 }
 
+/// Failures in a row, of which a few are borne.
+struct Patience {
+    pause: Duration,
+    num_failures: usize,
+}
+
+impl Patience {
+    /// Waits before another attempt, longer each time. After the last one, or where no other would help, the error comes back.
+    fn wait(&mut self, error: FetchError) -> Result<(), FetchError> {
+        self.num_failures += 1;
+        if !error.may_pass() || self.num_failures >= ATTEMPTS {
+            return Err(error);
+        }
+        std::thread::sleep(self.pause * (1 << (self.num_failures - 1)));
+        Ok(())
+    }
+}
+
 /// Whether `text` can name a repository of the hub: `NAME` or `ORG/NAME`.
 #[must_use]
 pub fn is_repo_name(text: &str) -> bool {
@@ -160,6 +178,22 @@ impl Hub {
         let agent = ureq::Agent::new_with_config(config.build());
         let endpoint = options.endpoint.trim_end_matches('/').to_owned();
         Self { agent, options: HubOptions { endpoint, ..options }, pause: Duration::from_secs(1) }
+    }
+
+    /// None has failed yet.
+    fn patience(&self) -> Patience {
+        Patience { pause: self.pause, num_failures: 0 }
+    }
+
+    /// Tries again where that may help, after pauses that grow.
+    fn with_patience<T>(&self, mut attempt: impl FnMut() -> Result<T, FetchError>) -> Result<T, FetchError> {
+        let mut patience = self.patience();
+        loop {
+            match attempt() {
+                Err(error) => patience.wait(error)?,
+                done => return done,
+            }
+        }
     }
 
     /// The value of the header that says who asks.
@@ -193,10 +227,17 @@ impl Hub {
         }
         let at = revision.replace('/', "%2F");
         let url = format!("{endpoint}/api/{}/{name}/revision/{at}?blobs=true", kind.plural());
-        let mut response = match self.get(&url, 0) {
-            Err(error) if error.may_pass() => self.get(&url, 0)?,
-            other => other?,
-        };
+        // A hub that is busy gets time; that none answers is told soon.
+        let mut response = self.with_patience(|| {
+            let answer = match self.get(&url, 0) {
+                Err(error) if error.may_pass() => self.get(&url, 0),
+                other => other,
+            };
+            match answer.as_ref().map(|response| response.status().as_u16()) {
+                Ok(status @ (429 | 500..)) => Err(FetchError::Status { url: url.clone(), status }),
+                _ => Ok(answer),
+            }
+        })??;
         match response.status().as_u16() {
             200 => {}
             404 => return Err(absent()),

@@ -25,7 +25,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::{ATTEMPTS, Hub, Kind, MAX_FILES, MAX_LISTING_BYTES, MAX_TEXT_BYTES, Step, hash_of};
+use super::{Hub, Kind, MAX_FILES, MAX_LISTING_BYTES, MAX_TEXT_BYTES, Patience, Step, hash_of};
 use crate::{FetchError, check_scheme};
 
 /// Longest wait for the answer to a request that the hub has to work for.
@@ -59,6 +59,13 @@ struct Item {
     num_bytes: u64,
     /// SHA-256, once it is known.
     sha256: Option<String>,
+}
+
+/// Bytes of a file that are sent at once.
+struct Piece<'a> {
+    item: &'a Item,
+    from: u64,
+    len: u64,
 }
 
 /// Where a file goes.
@@ -168,20 +175,13 @@ impl Hub {
             let num_bytes = std::fs::metadata(path).map_err(FetchError::read(path))?.len();
             items.push(Item { name: name.clone(), path: path.clone(), num_bytes, sha256: None });
         }
-        self.with_patience(|| self.push_once(name, &mut items, message, on))
-    }
-
-    /// Tries again where that may help, after pauses that grow.
-    fn with_patience<T>(&self, mut attempt: impl FnMut() -> Result<T, FetchError>) -> Result<T, FetchError> {
-        let mut pause = self.pause;
-        for _ in 1..ATTEMPTS {
-            match attempt() {
-                Err(error) if error.may_pass() => std::thread::sleep(pause),
-                other => return other,
+        let mut patience = self.patience();
+        loop {
+            match self.push_once(name, &mut items, message, &mut patience, on) {
+                Err(error) => patience.wait(error)?,
+                done => return done,
             }
-            pause *= 2;
         }
-        attempt()
     }
 
     fn push_once(
@@ -189,6 +189,7 @@ impl Hub {
         name: &str,
         items: &mut [Item],
         message: &str,
+        patience: &mut Patience,
         on: &mut dyn FnMut(Step),
     ) -> Result<Pushed, FetchError> {
         let endpoint = &self.options.endpoint;
@@ -226,7 +227,7 @@ impl Hub {
             }
         }
         let num_changed = lines.len();
-        self.send_large(name, &large, on)?;
+        self.send_large(name, &large, patience, on)?;
         let listing = self.listing(Kind::Model, name, "main")?;
         let ours = |name: &str| items.iter().any(|item| item.name == name);
         if items.iter().any(|item| decides_weights(&item.name)) {
@@ -284,8 +285,14 @@ impl Hub {
         Ok(modes)
     }
 
-    /// Sends the contents that the storage lacks.
-    fn send_large(&self, name: &str, items: &[&Item], on: &mut dyn FnMut(Step)) -> Result<(), FetchError> {
+    /// Sends the contents that the storage lacks. The `patience` of the push is new after each.
+    fn send_large(
+        &self,
+        name: &str,
+        items: &[&Item],
+        patience: &mut Patience,
+        on: &mut dyn FnMut(Step),
+    ) -> Result<(), FetchError> {
         #[derive(Deserialize)]
         struct Answer {
             objects: Vec<Object>,
@@ -316,25 +323,33 @@ impl Hub {
         on(Step::Begin { num_files: todo.len(), num_bytes });
         for (item, actions) in todo {
             if let Some(upload) = &actions.upload {
-                self.send(item, upload, on)?;
+                self.send(item, upload, patience, on)?;
             }
             if let Some(verify) = &actions.verify {
                 let url = self.at_endpoint(&verify.href);
                 let body = json!({"oid": item.sha256, "size": item.num_bytes}).to_string();
                 self.accepted(&url, self.post(&url, LFS_JSON, &body)?)?;
             }
+            *patience = self.patience();
         }
         Ok(())
     }
 
     /// Sends one content, whole or in parts.
-    fn send(&self, item: &Item, upload: &Action, on: &mut dyn FnMut(Step)) -> Result<(), FetchError> {
+    fn send(
+        &self,
+        item: &Item,
+        upload: &Action,
+        patience: &mut Patience,
+        on: &mut dyn FnMut(Step),
+    ) -> Result<(), FetchError> {
         let url = self.at_endpoint(&upload.href);
         let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let Some(size) = upload.header.get("chunk_size") else {
             let headers: Vec<(&str, String)> =
                 upload.header.iter().map(|(name, value)| (name.as_str(), text(value))).collect();
-            return self.with_patience(|| self.put(&url, &headers, item, 0, item.num_bytes, on)).map(drop);
+            let piece = Piece { item, from: 0, len: item.num_bytes };
+            return self.put_patiently(&url, &headers, &piece, patience, on).map(drop);
         };
         let bad = |what: String| FetchError::Answer { url: without_query(&url), what };
         let size = text(size).parse().ok().filter(|size| (1..=MAX_PART_BYTES).contains(size));
@@ -355,7 +370,8 @@ impl Hub {
         for (at, (_, part_url)) in urls.iter().enumerate() {
             let from = at as u64 * size;
             let len = size.min(item.num_bytes - from);
-            let etag = self.with_patience(|| self.put(part_url, &[], item, from, len, on))?;
+            let piece = Piece { item, from, len };
+            let etag = self.put_patiently(part_url, &[], &piece, patience, on)?;
             let etag = etag.ok_or_else(|| bad(format!("part {} has no etag", at + 1)))?;
             parts.push(json!({"partNumber": at + 1, "etag": etag}));
         }
@@ -363,16 +379,42 @@ impl Hub {
         self.accepted(&url, self.post(&url, LFS_JSON, &body)?)
     }
 
-    /// Sends a piece of a file to the storage, without the token, and returns the tag it is known by there.
+    /// Sends a piece, several times if need be; an address that holds no longer is not tried again. What has failed so often
+    /// is the end of the push's patience too.
+    fn put_patiently(
+        &self,
+        url: &str,
+        headers: &[(&str, String)],
+        piece: &Piece,
+        patience: &mut Patience,
+        on: &mut dyn FnMut(Step),
+    ) -> Result<Option<String>, FetchError> {
+        let (mut own, mut num_told) = (self.patience(), 0);
+        loop {
+            match self.put(url, headers, piece, &mut num_told, on) {
+                Err(error @ FetchError::Expired { .. }) => return Err(error),
+                Err(error) => {
+                    if let Err(error) = own.wait(error) {
+                        *patience = own;
+                        return Err(error);
+                    }
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Sends a piece of a file to the storage, without the token, and returns the tag it is known by there. `num_told` of its
+    /// bytes have been told of in earlier attempts.
     fn put(
         &self,
         url: &str,
         headers: &[(&str, String)],
-        item: &Item,
-        from: u64,
-        len: u64,
+        piece: &Piece,
+        num_told: &mut u64,
         on: &mut dyn FnMut(Step),
     ) -> Result<Option<String>, FetchError> {
+        let Piece { item, from, len } = *piece;
         check_scheme(url)?;
         let mut file = File::open(&item.path).map_err(FetchError::read(&item.path))?;
         file.seek(SeekFrom::Start(from)).map_err(FetchError::read(&item.path))?;
@@ -380,8 +422,8 @@ impl Hub {
         for (name, value) in headers {
             request = request.header(*name, value);
         }
-        let mut piece = Counted { inner: file.take(len), on };
-        let sent = request.header("Content-Length", len).send(ureq::SendBody::from_reader(&mut piece));
+        let mut body = Counted { inner: file.take(len), num_read: 0, num_told, on };
+        let sent = request.header("Content-Length", len).send(ureq::SendBody::from_reader(&mut body));
         let url = without_query(url);
         let response = sent.map_err(|error| FetchError::of(&url, error))?;
         match response.status().as_u16() {
@@ -389,10 +431,7 @@ impl Hub {
                 Ok(response.headers().get("etag").and_then(|tag| Some(tag.to_str().ok()?.to_owned())))
             }
             // Addresses hold for a while; the next attempt asks for new ones.
-            status @ (400 | 401 | 403) => Err(FetchError::Network {
-                url,
-                source: format!("the storage answers with status {status}").into(),
-            }),
+            status @ (400 | 401 | 403) => Err(FetchError::Expired { url, status }),
             status => Err(FetchError::Status { url, status }),
         }
     }
@@ -485,16 +524,23 @@ fn decides_weights(name: &str) -> bool {
         || (name.starts_with("model") && name.ends_with(".safetensors") && !name.contains('/'))
 }
 
-/// Tells how many bytes are read.
+/// Tells how many bytes are read for the first time.
 struct Counted<'a, R> {
     inner: R,
+    num_read: u64,
+    /// Bytes that have been told of, in this attempt or one before.
+    num_told: &'a mut u64,
     on: &'a mut dyn FnMut(Step),
 }
 
 impl<R: Read> Read for Counted<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let len = self.inner.read(buffer)?;
-        (self.on)(Step::Bytes(len as u64));
+        self.num_read += len as u64;
+        if self.num_read > *self.num_told {
+            (self.on)(Step::Bytes(self.num_read - *self.num_told));
+            *self.num_told = self.num_read;
+        }
         Ok(len)
     }
 }
@@ -503,8 +549,8 @@ impl<R: Read> Read for Counted<'_, R> {
 mod tests {
     use std::path::Path;
 
-    use super::super::HubOptions;
     use super::super::stand_in::StandIn;
+    use super::super::{ATTEMPTS, HubOptions};
     use super::*;
 
     fn client(hub: &StandIn, token: Option<&str>) -> Hub {
@@ -574,14 +620,16 @@ mod tests {
         let me = client(&hub, Some(StandIn::TOKEN));
         me.create("me/tiny", false).unwrap();
         // The last large file never arrives: the client ends as if it had been killed there.
-        hub.fail("PUT /whole", 0, ATTEMPTS * ATTEMPTS);
+        hub.fail("PUT /whole", 0, ATTEMPTS);
         let error = me.push("me/tiny", &files, "a", &mut |_| {}).unwrap_err();
         assert!(matches!(error, FetchError::Network { .. }), "{error}");
         assert!(!error.to_string().contains("signature"), "{error}");
         hub.look("me/tiny", |repo| {
             assert!(repo.messages.is_empty() && !repo.files.contains_key("config.json"))
         });
-        assert_eq!(uploads(&hub.requests()).iter().filter(|put| **put == "/part").count(), 3);
+        let requests = hub.requests();
+        let num = |kind: &str| uploads(&requests).iter().filter(|put| **put == kind).count();
+        assert_eq!((num("/part"), num("/whol")), (3, ATTEMPTS));
         let mut steps = Vec::new();
         me.push("me/tiny", &files, "b", &mut |step| steps.push(step)).unwrap();
         assert_eq!(steps[0], Step::Begin { num_files: 1, num_bytes: 600 });
@@ -601,14 +649,25 @@ mod tests {
             ("/complete/", 504),
             ("/verify/", 429),
         ]);
-        // The address is too old.
-        fail(&[("PUT /part", 500), ("PUT /whole", 403)]);
         me.create("me/tiny", false).unwrap();
         me.push("me/tiny", &files[3..], "weights", &mut |_| {}).unwrap();
+        // A part is sent again alone and told of once; where the address is too old, another is asked for at once.
+        std::fs::write(&files[3].1, vec![9; 2500]).unwrap();
+        std::fs::write(&files[4].1, [8; 600]).unwrap();
+        fail(&[("PUT /part", 500), ("PUT /whole", 403)]);
+        hub.requests();
+        let mut steps = Vec::new();
+        me.push("me/tiny", &files[3..], "weights", &mut |step| steps.push(step)).unwrap();
+        assert_eq!(uploads(&hub.requests()), ["/part", "/part", "/part", "/part", "/whol", "/whol"]);
+        let second = steps.iter().rposition(|step| matches!(step, Step::Begin { .. })).unwrap();
+        let bytes = |steps: &[Step]| -> u64 {
+            steps.iter().map(|step| if let Step::Bytes(num) = step { *num } else { 0 }).sum()
+        };
+        assert_eq!((bytes(&steps[..second]), bytes(&steps[second..])), (3100, 600));
         // Somebody else's commit came first; the connection broke.
         fail(&[("commit/main", 412), ("commit/main", 0)]);
         assert_eq!(me.push("me/tiny", &files, "a", &mut |_| {}).unwrap().num_changed, 3);
-        assert_eq!(hub.look("me/tiny", |repo| repo.messages.len()).unwrap(), 2);
+        assert_eq!(hub.look("me/tiny", |repo| repo.messages.len()).unwrap(), 3);
     }
 
     #[test]

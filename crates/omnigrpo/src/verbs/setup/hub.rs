@@ -105,7 +105,7 @@ pub fn tables(
     split: &str,
     env: &HubEnvironment,
 ) -> Result<Vec<PathBuf>, Problem> {
-    if let Some(files) = cached_dataset(&env.cache, name, part, split) {
+    if let Some(files) = cached_dataset(&env.cache, name, part, split, env.offline) {
         return Ok(files);
     }
     let missing = || {
@@ -119,7 +119,10 @@ pub fn tables(
     };
     if env.offline {
         return Err(
-            missing().help("HF_HUB_OFFLINE is set: unset it, or copy what `hf download` fetched elsewhere")
+            missing().help(
+            "HF_HUB_OFFLINE is set: unset it, name the part with `--dataset_config`, or copy what `hf download` fetched \
+             elsewhere",
+        )
         );
     }
     let console = Console::stderr(false);
