@@ -141,6 +141,14 @@ pub const RECIPES: &[Recipe] = &[
 ];
 
 /// The recipe of that name.
+///
+/// ```
+/// use omnigrpo_grpo::{AdvantageKind, recipe};
+///
+/// let dr_grpo = recipe("dr_grpo").unwrap();
+/// assert_eq!(dr_grpo.advantage, AdvantageKind::GroupCenter);
+/// assert!(recipe("no such recipe").is_none());
+/// ```
 #[must_use]
 pub fn recipe(name: &str) -> Option<&'static Recipe> {
     RECIPES.iter().find(|recipe| recipe.name == name)

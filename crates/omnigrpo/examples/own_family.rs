@@ -21,6 +21,7 @@ const LLAMA: FamilyRow = FamilyRow {
     doc: "Llama: text",
     source: "transformers models/llama",
     published: "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    task: "text-generation",
     model_types: &["llama"],
     architectures: &["LlamaForCausalLM"],
     open: |_, json| {

@@ -65,9 +65,10 @@
 //!
 //! # Errors
 //!
-//! Every crate below has one error type; they say what failed, what was found and what was expected. A message says its own
-//! part and its cause is its [source](std::error::Error::source), so print the chain (`{:#}` of `anyhow` does). [`TrainError`] is what [`train()`] and [`evaluate`] fail with. Nothing here prints, reads environment variables or
-//! ends the process.
+//! Errors say what failed, what was found and what was expected. Every crate below has error types of its own; that of rows, for
+//! example, has [`DataError`] for a dataset and [`RowError`] for one of its rows, which a run may skip. A message says its own
+//! part and its cause is its [source](std::error::Error::source), so print the chain (`{:#}` of `anyhow` does). [`TrainError`] is
+//! what [`train()`] and [`evaluate`] fail with. Nothing here prints, reads environment variables or ends the process.
 //!
 //! # Features
 //!

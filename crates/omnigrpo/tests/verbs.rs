@@ -242,18 +242,27 @@ fn every_command_runs_on_aria() {
     }
 }
 
-/// A family whose media have features for several blocks: every command, on rows with one image, several, and a clip.
+/// A family whose media have features for several blocks, and InternVL on Qwen3: every command, on rows with one image, several,
+/// and a clip.
 #[test]
-fn every_command_runs_on_qwen3_vl() {
+fn every_command_runs_on_qwen3_vl_and_internvl3_5() {
+    let small = r#""min_pixels": 3136, "max_pixels": 12544"#;
+    every_command("qwen3_vl", small, "linear_fc1", "qwen3_vl: 4 layers, width 48");
+    every_command("internvl3_5_original", r#""max_frames": 4"#, "fc1", "internvl: 2 layers, width 32");
+}
+
+/// `clip` is what the row of the clip says of it, `linear` a linear layer outside of the language model, `told` what `doctor` says.
+fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
     let place = Place::new();
     place.write(
         "rows.jsonl",
         r#"{"id": "one", "image": "shapes.png", "problem": "<image>\nWhich shape is red?", "solution": "<answer>square</answer>"}
 {"id": "two", "image": ["shapes.png", "noise.png"], "problem": "<image> and <image>: equal?", "solution": "<answer>no</answer>"}
-{"id": "clip", "video": "clip.gif", "min_pixels": 3136, "max_pixels": 12544, "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
-"#,
+{"id": "clip", "video": "clip.gif", CLIP, "problem": "<video>Which way?", "solution": "<answer>right</answer>"}
+"#
+        .replace("CLIP", clip),
     );
-    let model = golden("checkpoints/qwen3_vl").display().to_string();
+    let model = golden("checkpoints").join(name).display().to_string();
     place.run(&format!("data check --train_file rows.jsonl --model {model}")).ok();
     place
         .run(&format!("generate --model {model} --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6"))
@@ -298,16 +307,16 @@ fn every_command_runs_on_qwen3_vl() {
     place
         .run(&format!(
             "train --model sft --train_file rows.jsonl --output_dir lora {SMALL} --reward_funcs random --use_peft true \
-             --lora_dropout 0 --lora_r 2 --lora_target_modules all-linear linear_fc1"
+             --lora_dropout 0 --lora_r 2 --lora_target_modules all-linear {linear}"
         ))
         .ok();
     let config: Value = serde_json::from_str(&place.text("lora/adapter_config.json")).unwrap();
-    assert!(config["target_modules"].to_string().contains("linear_fc1"), "{config}");
+    assert!(config["target_modules"].to_string().contains(linear), "{config}");
     place.run("export --model sft --adapter_name_or_path lora --merge --output_dir merged").ok();
     let adapted = scored("sft --adapter_name_or_path lora", "a.jsonl");
     assert!(close(&adapted, &scored("merged", "b.jsonl")));
     let shown = place.run(&format!("doctor --model {model}")).ok().stdout;
-    assert!(shown.contains("qwen3_vl: 4 layers, width 48"), "{shown}");
+    assert!(shown.contains(told), "{shown}");
 }
 
 /// Rows held out by share or named by a registry are evaluated as the run goes, with the frames that `eval` takes, and

@@ -15,6 +15,26 @@ use crate::streams::pack;
 /// Log-probability of each token of completions that are there already, in nats, under softmax(logits / `temperature`).
 /// `max_stream_tokens` bounds the tokens of one pass; all completions go through one by default.
 ///
+/// ```
+/// use std::path::Path;
+///
+/// use omnigrpo_data::{ReadOptions, Sample};
+/// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
+/// use serde_json::json;
+///
+/// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+/// let checkpoint = Checkpoint::open(directory.as_ref())?;
+/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
+/// let row = json!({ "prompt": "Which is larger, 3 or 5?" });
+/// let prompt = prompts.build(&Sample::from_row(row, "mine", Path::new("."), &ReadOptions::default())?)?;
+/// let said = [prompts.completion_ids("5")?, prompts.completion_ids("it is 3")?];
+/// let logprobs = omnigrpo_train::logprobs(&model, &prompt, &said, 1.0, None)?;
+/// assert_eq!(logprobs[1].len(), said[1].len());
+/// assert!(logprobs.concat().iter().all(|&nats| nats < 0.0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// Completions too long for the model, and a model whose numbers are not finite.
 pub fn logprobs(
@@ -103,6 +123,32 @@ pub struct Generated<'a> {
 
 /// Samples completions for rows of a dataset, `options.batch_rows` at a time. `token` sees each token as it is drawn, `each`
 /// every batch as soon as it is done.
+///
+/// ```
+/// use std::path::Path;
+///
+/// use omnigrpo_data::{Dataset, ReadOptions};
+/// use omnigrpo_models::{Checkpoint, LoadOptions, Model, PromptBuilder, PromptSettings};
+/// use omnigrpo_rollout::SamplingParams;
+/// use omnigrpo_train::{EvalOptions, generate};
+/// use serde_json::json;
+///
+/// # let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/checkpoints/qwen2_vl_untied");
+/// let checkpoint = Checkpoint::open(directory.as_ref())?;
+/// let model = Model::load_with(&checkpoint, &LoadOptions::default())?;
+/// let prompts = PromptBuilder::open(&checkpoint, PromptSettings::default())?;
+/// let rows = ["Which is larger, 3 or 5?", "And of 2 and 1?"].map(|question| json!({ "prompt": question }));
+/// let dataset = Dataset::from_rows("mine", rows, Path::new("."), &ReadOptions::default())?;
+/// let sampling = SamplingParams { max_completion_length: 4, ..SamplingParams::greedy() };
+/// let options = EvalOptions { sampling, num_generations: 2, ..EvalOptions::default() };
+/// let mut said = Vec::new();
+/// generate(&model, &prompts, (&dataset, &[0, 1]), &options, &mut |_| {}, &mut |batch| {
+///     said.extend(batch.completions.iter().flatten().map(|completion| completion.text.clone()));
+///     Ok(())
+/// })?;
+/// assert_eq!(said.len(), 4);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
 /// As the generator, and what `each` fails with.

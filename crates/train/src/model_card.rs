@@ -103,7 +103,7 @@ impl Card {
                 .collect(),
             base,
             adapter: model.lora().is_some(),
-            task: model.family().row().task(),
+            task: model.family().row().task,
             method: if imitate { "sft" } else { "grpo" },
             how: match imitate {
                 true => "supervised training".to_owned(),

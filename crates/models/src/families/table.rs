@@ -18,6 +18,8 @@ pub struct FamilyRow {
     pub source: &'static str,
     /// A small published checkpoint.
     pub published: &'static str,
+    /// What the hub calls the task of its models (their pipeline tag).
+    pub task: &'static str,
     /// Values of `model_type` in `config.json`.
     pub model_types: &'static [&'static str],
     /// Values of `architectures` in `config.json`.
@@ -63,13 +65,6 @@ impl FamilyRow {
             FAMILIES.iter().find(|row| architectures.iter().any(|a| row.architectures.contains(a)))
         })
     }
-
-    /// What the hub calls the task of the family's models (its pipeline tag).
-    #[must_use]
-    pub fn task(&self) -> &'static str {
-        // Those take pictures first of all, this one clips that it sees and hears.
-        if self.name == "humanomni" { "video-text-to-text" } else { "image-text-to-text" }
-    }
 }
 
 /// Every family this program knows.
@@ -79,6 +74,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "Qwen2-VL: images and videos, three-axis positions",
         source: "arXiv 2409.12191; transformers models/qwen2_vl",
         published: "Qwen/Qwen2-VL-2B-Instruct",
+        task: "image-text-to-text",
         model_types: &["qwen2_vl"],
         architectures: &["Qwen2VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen2),
@@ -90,6 +86,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "Qwen2.5-VL: window attention in the tower, absolute time in positions",
         source: "arXiv 2502.13923; transformers models/qwen2_5_vl",
         published: "Qwen/Qwen2.5-VL-3B-Instruct",
+        task: "image-text-to-text",
         model_types: &["qwen2_5_vl"],
         architectures: &["Qwen2_5_VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen25),
@@ -101,6 +98,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "Qwen3-VL, dense: deep visual features, interleaved positions, times of video frames as text",
         source: "arXiv 2511.21631; transformers models/qwen3_vl",
         published: "Qwen/Qwen3-VL-2B-Instruct",
+        task: "image-text-to-text",
         model_types: &["qwen3_vl"],
         architectures: &["Qwen3VLForConditionalGeneration"],
         open: |dir, json| qwen_vl::open(dir, json, qwen_vl::Generation::Qwen3),
@@ -112,6 +110,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "InternVL2 to 3.5 and Vintern on Qwen2 and Qwen3, as published for their own code: tiles, videos as frames",
         source: "arXiv 2412.05271, 2504.10479, 2508.18265; OpenGVLab/InternVL internvl_chat",
         published: "OpenGVLab/InternVL3-1B",
+        task: "image-text-to-text",
         model_types: &["internvl_chat"],
         architectures: &["InternVLChatModel"],
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Original),
@@ -124,6 +123,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "the same models as published for transformers",
         source: "transformers models/internvl",
         published: "OpenGVLab/InternVL3-1B-hf",
+        task: "image-text-to-text",
         model_types: &["internvl"],
         architectures: &["InternVLForConditionalGeneration"],
         open: |dir, json| internvl::open(dir, json, internvl::Layout::Hf),
@@ -135,6 +135,7 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "Aria: images and videos, a language model of experts",
         source: "arXiv 2410.05993; transformers models/aria; rhymes-ai/Aria",
         published: "rhymes-ai/Aria",
+        task: "image-text-to-text",
         model_types: &["aria"],
         architectures: &["AriaForConditionalGeneration"],
         open: aria::open,
@@ -146,6 +147,8 @@ pub const FAMILIES: &[FamilyRow] = &[
         doc: "HumanOmni and R1-Omni: video, sound and text, features steered by the question",
         source: "arXiv 2501.15111, 2503.05379; HumanMLLM/HumanOmni, HumanMLLM/R1-Omni",
         published: "StarJiaxing/R1-Omni-0.5B",
+        // Clips that it sees and hears come first.
+        task: "video-text-to-text",
         model_types: &["HumanOmni_qwen2"],
         architectures: &["HumanOmniQwen2ForCausalLM"],
         open: humanomni::open,

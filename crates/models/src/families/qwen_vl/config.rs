@@ -22,6 +22,18 @@ pub enum Generation {
     Qwen3,
 }
 
+impl Generation {
+    /// The times of a video's frames stand in the prompt as text, and each slice of frames is a picture of its own.
+    pub fn times_as_text(self) -> bool {
+        self == Self::Qwen3
+    }
+
+    /// Files name weights as `transformers`' modules are named.
+    pub fn named_as_modules(self) -> bool {
+        self == Self::Qwen3
+    }
+}
+
 /// Sizes and rules of the vision tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {

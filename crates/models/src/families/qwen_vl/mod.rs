@@ -43,7 +43,7 @@ impl Format for QwenVlConfig {
         if key.ends_with("rotary_emb.inv_freq") || key.ends_with("position_ids") {
             return None;
         }
-        if self.generation == Generation::Qwen3 {
+        if self.generation.named_as_modules() {
             return Some(key.to_owned());
         }
         Some(match key.strip_prefix("model.") {
@@ -57,7 +57,7 @@ impl Format for QwenVlConfig {
     }
 
     fn module_name(&self, published: &str) -> String {
-        if self.generation == Generation::Qwen3 {
+        if self.generation.named_as_modules() {
             return published.to_owned();
         }
         match published.strip_prefix("model.") {
@@ -79,7 +79,7 @@ impl Architecture for QwenVlConfig {
 
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network> {
         let tower = VisionTower::build(self.vision.clone(), self.generation, source)?;
-        let names = if self.generation == Generation::Qwen3 { MODULE_NAMES } else { NAMES };
+        let names = if self.generation.named_as_modules() { MODULE_NAMES } else { NAMES };
         let decoder = Decoder::build(self.decoder.clone(), names, source)?;
         Ok(Network { decoder, encoder: Box::new(tower) })
     }

@@ -64,7 +64,7 @@ impl Processor for QwenVlProcessor {
             MediumKind::Video => ("<|video_pad|>", self.config.video_token),
             _ => ("<|image_pad|>", self.config.image_token),
         };
-        if kind != MediumKind::Video || self.config.generation != Generation::Qwen3 {
+        if kind != MediumKind::Video || !self.config.generation.times_as_text() {
             return Ok(MediumTokens::repeated(kind, marker, token, count));
         }
         // Each slice of frames with its time, inside what the template writes about the whole video.
@@ -101,7 +101,7 @@ impl Processor for QwenVlProcessor {
             .map(|m| {
                 let grid = m.shape.patches()?;
                 // Where slices have their times as text, each is a picture of its own.
-                let t = if self.config.generation == Generation::Qwen3 { 1 } else { grid.t };
+                let t = if self.config.generation.times_as_text() { 1 } else { grid.t };
                 Ok(self.axes(PatchGrid { t, ..grid }, m.seconds_per_grid))
             })
             .collect::<Result<Vec<_>>>()?;

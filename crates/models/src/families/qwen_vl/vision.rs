@@ -62,7 +62,7 @@ impl VisionTower {
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
         let c = config.hidden;
-        let prefix = if generation == Generation::Qwen3 { "model.visual." } else { "visual." };
+        let prefix = if generation.named_as_modules() { "model.visual." } else { "visual." };
         let mut get = |name: &str, part: Part, shape: &[usize], init: Init| {
             source.get(&format!("{prefix}{name}"), part, shape, init)
         };
