@@ -68,7 +68,7 @@ pub struct Parts<'a> {
     pub reference: Option<&'a Model>,
 }
 
-/// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`.
+/// Writes `checkpoint-N` into `output_dir` and removes the oldest ones over `limit`, but none of those to `keep`.
 ///
 /// # Errors
 /// A weight or moment that is not finite; a full or read-only disk. No incomplete checkpoint is left under its final name.
@@ -77,7 +77,7 @@ pub fn save(
     Parts { model, optimizer, reference }: Parts,
     mut state: TrainerState,
     limit: Option<usize>,
-    keep: Option<u64>,
+    keep: [Option<u64>; 2],
 ) -> Result<PathBuf> {
     let name = format!("checkpoint-{}", state.global_step);
     let (target, temporary) = (output_dir.join(&name), output_dir.join(format!("tmp-{name}")));
@@ -114,7 +114,7 @@ pub fn save(
     written?;
     if let Some(limit) = limit {
         let mut all = list(output_dir)?;
-        all.retain(|(step, path)| Some(*step) != keep && *path != target);
+        all.retain(|(step, path)| !keep.contains(&Some(*step)) && *path != target);
         // The one just written counts, and stays.
         let surplus = all.len().saturating_sub(limit.max(1) - 1);
         for (_, path) in &all[..surplus] {

@@ -189,8 +189,8 @@ impl Card {
                 fields.push(format!("{key}:\n- {}", items.join("\n- ")));
             }
         };
-        let on_hub = self.datasets.iter().filter(|(name, _)| name.contains('/'));
-        list("datasets", on_hub.map(|(name, _)| plain(name)).collect());
+        let on_hub = self.datasets.iter().filter_map(|(name, _)| hub_name(&Value::from(name.as_str())));
+        list("datasets", on_hub.map(|name| plain(&name)).collect());
         let lora = self.adapter.then_some("lora");
         let tags = ["omnigrpo", self.method].into_iter().chain(lora).map(str::to_owned);
         list("tags", tags.collect());
@@ -243,6 +243,8 @@ fn hub_name(value: &Value) -> Option<String> {
     let part = |part: &str| {
         part.starts_with(|c: char| c.is_ascii_alphanumeric())
             && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+            && !part.contains("..")
+            && !part.ends_with(['.', '-'])
     };
     (part(org) && part(name)).then(|| format!("{org}/{name}"))
 }
@@ -282,7 +284,9 @@ mod tests {
             method: "grpo",
             how: "GRPO".to_owned(),
             num_steps: 1,
-            datasets: vec![("cats".to_owned(), 1), ("me/dogs".to_owned(), 20)],
+            datasets: [("cats", 1), ("me/dogs", 20), ("data/of/mine", 2), ("../birds", 3)]
+                .map(|(name, rows)| (name.to_owned(), rows))
+                .to_vec(),
             settings: vec![("learning_rate", json!(1e-6)), ("beta", json!(0.04))],
             metrics: vec![("eval_reward".to_owned(), Some(0.25), Some(0.5))],
             picture: true,
@@ -298,7 +302,7 @@ mod tests {
         let version = env!("CARGO_PKG_VERSION");
         let rest = format!(
             "\n# first try\n\nA LoRA adapter, trained on `me/tiny` at revision `abc` with omnigrpo {version}: 1 step of GRPO.\n\n\
-             Data: `cats` (1 row), `me/dogs` (20 rows).\n\n![Metrics of the training steps](metrics.svg)\n\n\
+             Data: `cats` (1 row), `me/dogs` (20 rows), `data/of/mine` (2 rows), `../birds` (3 rows).\n\n![Metrics of the training steps](metrics.svg)\n\n\
              ## Evaluation\n\n| metric | before | after |\n|---|---|---|\n| eval_reward | 0.2500 | 0.5000 |\n\n\
              ## Settings\n\n| setting | value |\n|---|---|\n| learning_rate | `1e-6` |\n| beta | `0.04` |\n\n\
              ## Citation\n\n```bibtex\n@misc{{a}}\n\n@misc{{b}}\n```\n"

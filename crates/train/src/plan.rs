@@ -211,6 +211,11 @@ pub trait Observer {
         let _ = (step, checkpoint);
     }
 
+    /// The step of a checkpoint that is still being read: it outlasts the limit until a later checkpoint is saved.
+    fn reads(&self) -> Option<u64> {
+        None
+    }
+
     /// The model after `step` updates has been evaluated.
     fn evaluation(&mut self, step: u64, evaluation: &Evaluation) {
         let _ = (step, evaluation);

@@ -454,7 +454,8 @@ impl Loop {
             optimizer: whole.then_some(&self.optimizer),
             reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
         };
-        let keep = place.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
+        let best = place.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
+        let keep = [best, self.observer.reads()];
         let path = checkpoint::save(self.lock.root(), parts, state, self.run.save_limit, keep)?;
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));

@@ -1049,6 +1049,34 @@ fn an_observer_sees_the_run_and_can_end_it() {
     assert_eq!(told, ["rollout 2 6".to_owned(), last, "evaluation 3 3".to_owned()]);
 }
 
+/// A checkpoint that an observer reads outlasts the limit while it does.
+#[test]
+fn a_checkpoint_that_is_read_is_not_removed() {
+    #[derive(Default)]
+    struct Reader(Option<u64>, Arc<Mutex<Vec<Vec<u64>>>>);
+    impl Observer for Reader {
+        fn saved(&mut self, step: u64, checkpoint: &Path) {
+            let root = checkpoint.parent().unwrap();
+            let there = omnigrpo_train::checkpoint::list(root).unwrap();
+            self.1.lock().unwrap().push(there.into_iter().map(|(step, _)| step).collect());
+            // The first is read until the third is there.
+            self.0 = (step < 3).then_some(1);
+        }
+        fn reads(&self) -> Option<u64> {
+            self.0
+        }
+    }
+    let place = Place::new();
+    let mut setup = place.setup("run");
+    setup.run.max_steps = Some(4);
+    setup.run.save = SaveWhen::Steps(1);
+    setup.run.save_limit = Some(1);
+    let seen = Arc::default();
+    setup.observer = Box::new(Reader(None, Arc::clone(&seen)));
+    run(setup).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [vec![1], vec![1, 2], vec![1, 3], vec![4]]);
+}
+
 /// Three rows, one greedy completion each.
 fn greedy_eval(setup: &TrainSetup) -> EvalPlan {
     EvalPlan {

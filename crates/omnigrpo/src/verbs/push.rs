@@ -42,6 +42,9 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
     })
 }
 
+/// The step of a checkpoint that is pushed, and who does it.
+type Beside = Arc<Mutex<Option<(u64, JoinHandle<()>)>>>;
+
 /// Sends what a run makes to a repository.
 pub struct Pusher {
     hub: Arc<Hub>,
@@ -52,7 +55,7 @@ pub struct Pusher {
     every_save: bool,
     console: Console,
     /// The push of a checkpoint that goes on beside training.
-    beside: Arc<Mutex<Option<JoinHandle<()>>>>,
+    beside: Beside,
 }
 
 impl Pusher {
@@ -119,7 +122,7 @@ impl Pusher {
     pub fn last(self, steps: u64) -> Result<()> {
         let beside = self.beside.lock().map(|mut beside| beside.take()).unwrap_or_default();
         // One that panicked has told.
-        beside.map_or(Ok(()), JoinHandle::join).unwrap_or_default();
+        beside.map_or(Ok(()), |(_, push)| push.join()).unwrap_or_default();
         self.send(&self.dir, &format!("Model after step {steps}")).map_err(|error| {
             Problem::failure("the model is trained and saved, but could not be pushed")
                 .at(self.repo.clone())
@@ -151,19 +154,24 @@ struct Saved {
     hub: Arc<Hub>,
     repo: String,
     console: Console,
-    beside: Arc<Mutex<Option<JoinHandle<()>>>>,
+    beside: Beside,
 }
 
 impl Observer for Saved {
+    fn reads(&self) -> Option<u64> {
+        let beside = self.beside.lock().ok()?;
+        beside.as_ref().filter(|(_, push)| !push.is_finished()).map(|(step, _)| *step)
+    }
+
     fn saved(&mut self, step: u64, checkpoint: &Path) {
         let Ok(mut beside) = self.beside.lock() else { return };
-        if beside.as_ref().is_some_and(|push| !push.is_finished()) {
+        if beside.as_ref().is_some_and(|(_, push)| !push.is_finished()) {
             self.console.line(&format!("the last push goes on; the checkpoint of step {step} is not pushed"));
             return;
         }
         let (hub, repo, console) = (Arc::clone(&self.hub), self.repo.clone(), self.console.clone());
         let checkpoint = checkpoint.to_owned();
-        *beside = Some(std::thread::spawn(move || {
+        let push = std::thread::spawn(move || {
             let pushed = model_files(&checkpoint).and_then(|files| {
                 Ok(hub.push(&repo, &files, &format!("Model after step {step}"), &mut |_| {})?)
             });
@@ -173,7 +181,8 @@ impl Observer for Saved {
                     format!("warning: the checkpoint of step {step} was not pushed: {}", told(error.as_ref()))
                 }
             });
-        }));
+        });
+        *beside = Some((step, push));
     }
 }
 
