@@ -23,13 +23,16 @@ CORPUS = [
     "The answer is", " red", " blue", " left", " right", "You are a helpful assistant.",
 ]
 
+DEFAULT_SYSTEM = (
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}"
+    "{%- endif -%}"
+)
 # Same output as the published template on string and typed content, written for this project.
 CHAT_TEMPLATE = (
     "{%- set seen = namespace(image=0, video=0) -%}"
     "{%- for message in messages -%}"
-    "{%- if loop.first and message.role != 'system' -%}"
-    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}"
-    "{%- endif -%}"
+    + DEFAULT_SYSTEM +
     "{{- '<|im_start|>' + message.role + '\\n' -}}"
     "{%- if message.content is string -%}"
     "{{- message.content -}}"

@@ -13,7 +13,7 @@ import fixtures
 import numpy as np
 import torch
 from fixtures import EOT, FRAMES, ID, IM_END, IMG, MEDIA, OUT, VE, VID, VOCAB, VS, extend, open_rgb, save_tensors, sketch, write_json
-from make_checkpoints import build_tokenizer, tokenizer_config
+from make_checkpoints import CHAT_TEMPLATE, DEFAULT_SYSTEM, build_tokenizer, tokenizer_config
 from make_internvl import number, three_steps
 from make_replay import ROWS
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
@@ -30,32 +30,8 @@ CHECKPOINTS = {
     "qwen3_vl": (2, [0, 1, 3], True, 49),
     "qwen3_vl_untied": (1, [1, 2], False, 1),
 }
-# Same output as the published template on string and typed content, written for this project.
-TEMPLATE = (
-    "{%- set seen = namespace(image=0, video=0) -%}"
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message.role + '\\n' -}}"
-    "{%- if message.content is string -%}"
-    "{{- message.content -}}"
-    "{%- else -%}"
-    "{%- for part in message.content -%}"
-    "{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}"
-    "{%- set seen.image = seen.image + 1 -%}"
-    "{%- if add_vision_id -%}{{- 'Picture ' + seen.image|string + ': ' -}}{%- endif -%}"
-    "{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
-    "{%- elif part.type == 'video' or 'video' in part -%}"
-    "{%- set seen.video = seen.video + 1 -%}"
-    "{%- if add_vision_id -%}{{- 'Video ' + seen.video|string + ': ' -}}{%- endif -%}"
-    "{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}"
-    "{%- elif 'text' in part -%}"
-    "{{- part.text -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
+# As Qwen2.5-VL's, without a system turn of its own.
+TEMPLATE = CHAT_TEMPLATE.replace(DEFAULT_SYSTEM, "")
 # question, media, frames a second of the video, limits of the row
 LIMITS = dict(min_pixels=MIN_PIXELS, max_pixels=12544)
 CASES = {

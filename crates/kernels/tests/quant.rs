@@ -72,7 +72,7 @@ fn every_weight_is_within_half_a_step() {
 
 /// `x Wᵀ + b` as decoding computes it where inputs are rounded to 8 bits: `Σ ŵ x` less `s·Σ (q − c)(x − a z)` of each group.
 fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
-    let ((m, k), middle) = (x.dims(), f64::from(bits.levels()) / 2.0);
+    let (m, middle) = (x.dims().0, f64::from(bits.levels()) / 2.0);
     let mut y = Vec::new();
     for i in 0..m {
         let x = x.row(i);
@@ -91,7 +91,6 @@ fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
             y.push(f64::from(bias) + x.chunks(GROUP).enumerate().map(of_group).sum::<f64>());
         }
     }
-    assert_eq!(k.div_ceil(GROUP), x.row(0).chunks(GROUP).len());
     y
 }
 

@@ -7,14 +7,13 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use omnigrpo_data::MediumInfo;
 use omnigrpo_guard::told;
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, Limits, MediaSettings, MediumShape, Memories, Model, PackedStream,
-    Prompt, Training, WeightDtype, probe_medium,
+    Checkpoint, Features, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
+    Training, WeightDtype,
 };
 use omnigrpo_ops::Part;
-use support::rows::{INTERNVL, builder, dataset, prompt};
+use support::rows::{INTERNVL, builder, check_plans, dataset, prompt};
 use support::{
     Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, max_diff, take_gradients,
     train_all, training, weight_bits,
@@ -78,21 +77,7 @@ fn ids_and_pixels_equal_the_reference() {
 fn plans_from_headers_are_what_decoding_gives() {
     let rows = dataset();
     for (name, _) in INTERNVL {
-        let builder = builder(&checkpoint(name), MediaSettings::default());
-        for row in 0..rows.len() {
-            let sample = rows.get(row).unwrap();
-            let headers: Vec<MediumInfo> =
-                sample.media.iter().map(|m| probe_medium(m, &Limits::default()).unwrap()).collect();
-            let (rendered, plans) = builder.plan(&sample, &headers).unwrap();
-            let built = builder.build(&sample).unwrap();
-            assert_eq!((rendered.ids, rendered.spans), (built.ids, built.spans));
-            for (plan, medium) in plans.iter().zip(&built.media) {
-                assert_eq!((plan.kind, plan.shape), (medium.kind, medium.shape));
-                let [tiles, ..] = medium.shape.pictures().unwrap();
-                assert_eq!(plan.tokens, 4 * tiles);
-                assert_eq!(plan.frame_times_secs, medium.frame_times_secs);
-            }
-        }
+        check_plans(&builder(&checkpoint(name), MediaSettings::default()), &rows);
     }
 }
 

@@ -696,7 +696,7 @@ fn doctor_looks_at_a_checkpoint() {
     let place = Place::new();
     let shown = place.run("doctor --model M").ok().stdout;
     // What was tried on this CPU, whichever it is, with the reason.
-    for feature in ["AVX512-BF16", "AVX512-FP16", "AMX"] {
+    for feature in ["AVX512-BF16", "AVX512-VNNI", "AVX512-FP16", "AMX"] {
         let line = shown.lines().find(|line| line.trim_start().starts_with(feature)).unwrap();
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");

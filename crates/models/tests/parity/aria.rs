@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use omnigrpo_data::MediumInfo;
 use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, load_image};
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, Limits, LoadOptions, LoraConfig, MediaSettings, MediumShape, Memories,
-    Model, PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype, probe_medium,
+    Checkpoint, Features, GroupStream, LoadOptions, LoraConfig, MediaSettings, MediumShape, Memories, Model,
+    PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
 use safetensors::SafeTensors;
@@ -16,7 +15,7 @@ use safetensors::tensor::TensorView;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::rows::{ARIA, builder, dataset_of, prompt_of, settings};
+use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
 use crate::support::{
     Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
     sketch, take_gradients, train_all, training, weight_bits,
@@ -137,18 +136,7 @@ fn plans_from_headers_are_what_decoding_gives() {
     for (name, _) in ARIA {
         for max_tiles in [None, Some(1), Some(4)] {
             let builder = builder(&checkpoint(name), MediaSettings { max_tiles, ..MediaSettings::default() });
-            for row in 0..rows.len() {
-                let sample = rows.get(row).unwrap();
-                let headers: Vec<MediumInfo> =
-                    sample.media.iter().map(|m| probe_medium(m, &Limits::default()).unwrap()).collect();
-                let (rendered, plans) = builder.plan(&sample, &headers).unwrap();
-                let built = builder.build(&sample).unwrap();
-                assert_eq!((rendered.ids, rendered.spans), (built.ids, built.spans));
-                for (plan, medium) in plans.iter().zip(&built.media) {
-                    assert_eq!((plan.kind, plan.shape), (medium.kind, medium.shape));
-                    assert_eq!(plan.frame_times_secs, medium.frame_times_secs);
-                }
-            }
+            check_plans(&builder, &rows);
         }
     }
 }

@@ -1,17 +1,17 @@
 //! Qwen3-VL, from rows to gradients, against `transformers` 5.23: patches, prompts with the times of frames, positions, the tower
 //! with its deep features.
 
-use omnigrpo_data::{MediumInfo, MediumOptions, MediumRef, MediumSource};
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_models::{
-    Checkpoint, Features, FrameRule, GroupStream, Limits, MediaSettings, MediumShape, Model, PackedStream,
-    Prompt, WeightDtype, probe_medium,
+    Checkpoint, Features, FrameRule, GroupStream, MediaSettings, MediumShape, Model, PackedStream, Prompt,
+    WeightDtype, probe_medium,
 };
 use omnigrpo_ops::Part;
 use omnigrpo_text::MediumKind;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::rows::{QWEN3_VL, builder, dataset_of, prompt_of};
+use crate::rows::{QWEN3_VL, builder, check_plans, dataset_of, prompt_of};
 use crate::support::{
     Golden, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff, sketch,
     training,
@@ -90,20 +90,7 @@ fn slices_of_a_video_have_their_times_as_text() {
 
 #[test]
 fn plans_from_headers_are_what_decoding_gives() {
-    let rows = dataset_of("qwen3_vl");
-    let builder = builder(&checkpoint("qwen3_vl"), MediaSettings::default());
-    for row in 0..rows.len() {
-        let sample = rows.get(row).unwrap();
-        let headers: Vec<MediumInfo> =
-            sample.media.iter().map(|m| probe_medium(m, &Limits::default()).unwrap()).collect();
-        let (rendered, plans) = builder.plan(&sample, &headers).unwrap();
-        let built = builder.build(&sample).unwrap();
-        assert_eq!((rendered.ids, rendered.spans), (built.ids, built.spans));
-        for (plan, medium) in plans.iter().zip(&built.media) {
-            assert_eq!((plan.kind, plan.shape), (medium.kind, medium.shape));
-            assert_eq!(plan.frame_times_secs, medium.frame_times_secs);
-        }
-    }
+    check_plans(&builder(&checkpoint("qwen3_vl"), MediaSettings::default()), &dataset_of("qwen3_vl"));
 }
 
 /// Features of all levels, one below the other.

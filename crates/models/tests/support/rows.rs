@@ -4,7 +4,9 @@
 use std::path::Path;
 
 use omnigrpo_data::{Dataset, DatasetSpec, ReadOptions, Roots};
-use omnigrpo_models::{Checkpoint, MediaSettings, Prompt, PromptBuilder, PromptSettings};
+use omnigrpo_models::{
+    Checkpoint, Limits, MediaSettings, Prompt, PromptBuilder, PromptSettings, probe_medium,
+};
 
 use super::golden;
 
@@ -48,4 +50,24 @@ pub fn prompt_of(folder: &str, dir: &Path, case: &str) -> Prompt {
     let rows = dataset_of(folder);
     let row = u64::from(case.as_bytes()[0] - b'A');
     builder(dir, MediaSettings::default()).build(&rows.get(row).unwrap()).unwrap()
+}
+
+/// Asserts that what is planned from the headers of each row's media is what decoding gives.
+pub fn check_plans(builder: &PromptBuilder, rows: &Dataset) {
+    for row in 0..rows.len() {
+        let sample = rows.get(row).unwrap();
+        let headers: Vec<_> =
+            sample.media.iter().map(|m| probe_medium(m, &Limits::default()).unwrap()).collect();
+        let (rendered, plans) = builder.plan(&sample, &headers).unwrap();
+        let built = builder.build(&sample).unwrap();
+        assert_eq!((rendered.ids, rendered.spans), (built.ids, built.spans));
+        assert_eq!(plans.len(), built.media.len());
+        for (plan, medium) in plans.iter().zip(&built.media) {
+            assert_eq!((plan.kind, plan.shape), (medium.kind, medium.shape));
+            assert_eq!(plan.frame_times_secs, medium.frame_times_secs);
+            if let Ok([tiles, ..]) = medium.shape.pictures() {
+                assert_eq!(plan.tokens, 4 * tiles);
+            }
+        }
+    }
 }
