@@ -72,6 +72,12 @@ pub(crate) fn of_rows(
     unsafe { written(rows * width, fill) }
 }
 
+/// `[rows, width]` of rows from anywhere, each of `width` elements.
+#[must_use]
+pub fn of_parts<'a>(rows: usize, width: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Vec<f32> {
+    of_rows(rows, width, rows * width, |at, to| to.copy_from_slice(row(at)))
+}
+
 /// The same numbers in memory of their own.
 #[must_use]
 pub fn copy(from: &[f32]) -> Vec<f32> {

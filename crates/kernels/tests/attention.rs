@@ -183,14 +183,16 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     let (q_width, width) = (240, 400);
     let suffixes = [20, 1, 99, 7];
     let x = noise(207 * width, 6);
-    let (all, _) = run(&x, 207, &AttentionLayout::prefix_suffixes(80, &suffixes), shape);
+    let (all, all_lse) = run(&x, 207, &AttentionLayout::prefix_suffixes(80, &suffixes), shape);
     // The last row of every suffix, decoded together.
     let (mut start, mut ranges, mut q, mut expected) = (80, Vec::new(), Vec::new(), Vec::new());
+    let mut expected_lse = Vec::new();
     for (i, len) in suffixes.iter().enumerate() {
         let end = start + len;
         ranges.push(QueryRange { queries: i..i + 1, keys: vec![0..80, start..end], causal: false });
         q.extend_from_slice(&x[(end - 1) * width..(end - 1) * width + q_width]);
         expected.extend_from_slice(&all[(end - 1) * q_width..end * q_width]);
+        expected_lse.extend_from_slice(&all_lse[(end - 1) * shape.q_heads..end * shape.q_heads]);
         start = end;
     }
     let layout = AttentionLayout { ranges };
@@ -200,11 +202,13 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     let mut together = Vec::new();
     for only in [0..4, 2..3, 1..4] {
         let part = AttentionLayout { ranges: layout.ranges[only.clone()].to_vec() };
-        let mut out = vec![0.0; 4 * q_width];
-        attention::forward_decode_into(qkv, &part, shape, 0.2, MatMut::new(&mut out, 4, q_width));
+        let (mut out, mut lse) = (vec![0.0; 4 * q_width], vec![0.0; 4 * shape.q_heads]);
+        let to = MatMut::new(&mut out, 4, q_width);
+        attention::forward_decode_into(qkv, &part, shape, 0.2, to, &mut lse);
         let rows = only.start * q_width..only.end * q_width;
         if only == (0..4) {
             close(&out, &wide(&expected), 2e-6);
+            close(&lse, &wide(&expected_lse), 2e-6);
             together.clone_from(&out);
         }
         assert_eq!(out[rows.clone()], together[rows]);

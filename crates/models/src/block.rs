@@ -111,6 +111,28 @@ pub struct KeptBlock {
     experts: Option<KeptExperts>,
 }
 
+impl KeptBlock {
+    /// Which of [`Self::into_arrays`] have the rows that go beyond attention.
+    pub(crate) const BEYOND: std::ops::Range<usize> = 4..10;
+
+    /// Its arrays in the order of [`Self::from_arrays`]; nothing where experts are among it.
+    pub(crate) fn into_arrays(self) -> Option<[Option<Rows>; 10]> {
+        let Self { raw, qkv, lse, attended, joined: [a, b], middle, wide, experts } = self;
+        let [qkv, lse, attended, middle, wide] = [qkv, lse, attended, middle, wide].map(Some);
+        experts.is_none().then_some([raw, qkv, lse, attended, a.branch, a.sum, b.branch, b.sum, middle, wide])
+    }
+
+    /// The reverse of [`Self::into_arrays`]; nothing where arrays are missing.
+    pub(crate) fn from_arrays(mut arrays: impl Iterator<Item = Option<Rows>>) -> Option<Self> {
+        let mut next = || arrays.next();
+        let (raw, qkv, lse, attended) = (next()?, next()??, next()??, next()??);
+        let mut joined = || Some(Joined { branch: next()?, sum: next()? });
+        let joined = [joined()?, joined()?];
+        let (middle, wide) = (next()??, next()??);
+        Some(Self { raw, qkv, lse, attended, joined, middle, wide, experts: None })
+    }
+}
+
 /// What joining the stream keeps.
 #[derive(Default)]
 struct Joined {

@@ -18,6 +18,7 @@ use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::experts::Experts;
+use crate::recall::DecoderMemory;
 use crate::rope::Rope;
 use crate::weights::{Init, Scope, WeightSource};
 
@@ -456,7 +457,8 @@ impl Decoder {
             .map_err(ModelError::io("key-value cache"))
     }
 
-    /// Runs a prompt and keeps its keys and values in `cache`. Returns the hidden row of the last token, `[1, h]`.
+    /// Runs a prompt and keeps its keys and values in `cache`, and what blocks computed in `memory`. Returns the hidden row of
+    /// the last token, `[1, h]`.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -466,6 +468,7 @@ impl Decoder {
         rope: &Arc<RopeTable>,
         cache: &mut GroupCache,
         pass: &Pass,
+        mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Rows> {
         let input = input.into();
         let t = input.x.rows().rows();
@@ -480,17 +483,20 @@ impl Decoder {
                 true => (&last, Some(&end)),
                 false => (&all, None),
             };
-            let (y, _) = BlockPass::new(block, pass, Some(rope), layout, rows).run(x.rows(), |qkv| {
+            let (y, kept) = BlockPass::new(block, pass, Some(rope), layout, rows).run(x.rows(), |qkv| {
                 cache.write_prompt(l, qkv, heads)?;
                 heads.forward(qkv, layout)
             })?;
+            if let Some(memory) = memory.as_deref_mut() {
+                memory.keep(l, &y, kept)?;
+            }
             x = input.join(l, Var::constant(y), &mut Tape::off())?;
         }
         Ok(x.into_rows())
     }
 
     /// One decode step on rows `[n, h]`: each continues one completion of one group. The bits of a row do not depend on
-    /// which other rows are in the call.
+    /// which other rows are in the call. `memory` takes what blocks computed.
     ///
     /// # Errors
     /// Shapes that do not fit, a full cache.
@@ -500,16 +506,18 @@ impl Decoder {
         rope: &Arc<RopeTable>,
         groups: &mut [DecodeRows],
         pass: &Pass,
+        mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Rows> {
         let pass = pass.clone().per_row();
         let heads = self.config.heads;
         let none: Arc<Layout> = Arc::default();
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
-            let (y, _) = BlockPass::new(block, &pass, Some(rope), &none, None).run(&x, |qkv| {
-                let out = heads.attend_cached(qkv, l, groups)?;
-                Ok((out, Rows::zeros(qkv.device(), 0, heads.q)))
-            })?;
+            let block = BlockPass::new(block, &pass, Some(rope), &none, None);
+            let (y, kept) = block.run(&x, |qkv| Ok(heads.attend_cached(qkv, l, groups)?))?;
+            if let Some(memory) = memory.as_deref_mut() {
+                memory.keep(l, &y, kept)?;
+            }
             x = y;
         }
         for group in groups {

@@ -23,6 +23,7 @@ mod model;
 mod origin;
 mod peft;
 mod prompt;
+mod recall;
 mod rope;
 mod stream;
 mod weights;
@@ -52,6 +53,7 @@ pub use omnigrpo_ops::{Part, QuantBits};
 pub use origin::Origin;
 pub use peft::{adapter_base, whole_tensors};
 pub use prompt::{Prompt, PromptBuilder, PromptSettings, SftExample};
+pub use recall::DecoderMemory;
 pub use rope::{Rope, RopeScaling};
 pub use stream::{GroupStream, PackedStream};
 pub use weights::{

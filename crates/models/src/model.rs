@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use omnigrpo_ops::{Device, Dropout, Memory, Param, Part, Pass, RouterLoss, Rows, Tape, Var};
+use omnigrpo_ops::{Device, Dropout, Memory, Param, ParamDtype, Part, Pass, RouterLoss, Rows, Tape, Var};
 use omnigrpo_text::MediumKind;
 
 use crate::checkpoint::Checkpoint;
@@ -554,6 +554,18 @@ impl Model {
         decoder.normed(hidden.rows())
     }
 
+    /// Whether a forward pass in training gives what a rollout with the same weights gave, up to rounding, and a
+    /// [`DecoderMemory`](crate::DecoderMemory) can take its place: nothing is dropped, no weight has few bits (which decoding multiplies in another
+    /// way), and there are no experts.
+    #[must_use]
+    pub fn can_recall(&self) -> bool {
+        let drops = self.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        self.device.remembers_decoding()
+            && !drops
+            && self.decoder().config().experts.is_none()
+            && !self.params.iter().any(|param| matches!(param.dtype(), ParamDtype::Quantised(_)))
+    }
+
     /// As [`Self::score`], keeping what a backward pass needs. `features` are those of the present weights, also where
     /// tower or projector are trained, as [`Self::features_in_training`] gives them.
     ///
@@ -566,7 +578,23 @@ impl Model {
         temperature: f32,
         training: Training,
     ) -> Result<StreamPass<'a>> {
-        let mut tape = Tape::recording(training.recompute);
+        self.recall_pass(stream, features, temperature, training, Memory::default())
+    }
+
+    /// As [`Self::train_pass`], but blocks of the decoder do not run of which `recalled` has what they computed
+    /// ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
+    ///
+    /// # Errors
+    /// As [`Self::train_pass`].
+    pub fn recall_pass<'a>(
+        &'a self,
+        stream: &'a PackedStream,
+        features: &[Vec<Features>],
+        temperature: f32,
+        training: Training,
+        recalled: Memory,
+    ) -> Result<StreamPass<'a>> {
+        let mut tape = Tape::recalling(recalled, training.recompute);
         let input = self.embed(stream, |g, m| features.get(g)?.get(m).map(|f| &f.rows), &mut tape)?;
         let decoder = self.decoder();
         let rope = decoder.rope_table(&stream.positions);
@@ -673,7 +701,8 @@ impl Model {
             };
             let memory = memories.0.remove(&(g, m));
             let known = memory.is_some();
-            let mut tape = memory.map_or_else(|| Tape::recording(training.recompute), Tape::recalling);
+            let mut tape = memory
+                .map_or_else(|| Tape::recording(training.recompute), |memory| Tape::recalling(memory, false));
             let pass = self.training_pass(training, None, prompt.medium_key(m));
             let tower = match (tower_trained, known) {
                 (true, true) => self.network.encoder.tower(medium, &pass, &mut tape)?,

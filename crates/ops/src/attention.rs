@@ -93,12 +93,13 @@ impl AttentionHeads {
         Ok(qkv.device().backend().attention_back(qkv, out, lse, dout, layout, self))
     }
 
-    /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot. The rows
-    /// are those of the groups one after the other.
+    /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot, with its
+    /// log-sum-exps as [`Self::forward`] gives them where [`Device::remembers_decoding`](crate::Device::remembers_decoding),
+    /// elsewhere without rows. The rows are those of the groups one after the other.
     ///
     /// # Errors
     /// Another width, another number of rows than slots, a full slot, a cache of another device or without this layer.
-    pub fn attend_cached(self, qkv: &Rows, layer: usize, groups: &mut [DecodeRows]) -> Result<Rows> {
+    pub fn attend_cached(self, qkv: &Rows, layer: usize, groups: &mut [DecodeRows]) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
         let rows: usize = groups.iter().map(|group| group.slots.len()).sum();
         if rows != qkv.rows() {

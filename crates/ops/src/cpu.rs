@@ -326,21 +326,18 @@ impl Backend for Cpu {
         layer: usize,
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
-    ) -> Rows {
+    ) -> (Rows, Rows) {
         let mut out = self.zeros(qkv.rows(), heads.q_width());
+        let mut lse = self.zeros(qkv.rows(), heads.q);
         let mut row = 0;
         for group in groups {
             let rows = row..row + group.slots.len();
             row = rows.end;
-            attend_group(
-                group,
-                layer,
-                qkv.mat().row_range(rows.clone()),
-                heads,
-                out.mat_mut().row_range(rows),
-            );
+            let lse = &mut lse.cpu_mut()[rows.start * heads.q..rows.end * heads.q];
+            let (qkv, out) = (qkv.mat().row_range(rows.clone()), out.mat_mut().row_range(rows));
+            attend_group(group, layer, qkv, heads, out, lse);
         }
-        out
+        (out, lse)
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
@@ -571,7 +568,14 @@ fn pieces(x: &Rows, patches: &Patches, mut f: impl FnMut(Range<usize>, Mat, &[u3
 }
 
 /// Appends the keys and values of `packed` to the group's slots and writes each query's attention over prompt and own slot.
-fn attend_group(group: &mut DecodeRows, layer: usize, packed: Mat, heads: AttentionHeads, out: MatMut) {
+fn attend_group(
+    group: &mut DecodeRows,
+    layer: usize,
+    packed: Mat,
+    heads: AttentionHeads,
+    out: MatMut,
+    lse: &mut [f32],
+) {
     let cache = &mut *group.cache;
     let slots: Vec<(usize, usize)> = group.slots.iter().map(|&slot| cache.slot(slot)).collect();
     let prompt_rows = cache.prompt_rows;
@@ -586,7 +590,7 @@ fn attend_group(group: &mut DecodeRows, layer: usize, packed: Mat, heads: Attent
     let (q, kv) = (packed.columns(0..heads.q_width()), heads.kv_width());
     let cached = Mat::new(buffer, buffer.len() / (2 * kv).max(1), 2 * kv);
     let qkv = Qkv { q, k: cached.columns(0..kv), v: cached.columns(kv..2 * kv) };
-    attention::forward_decode_into(qkv, &AttentionLayout { ranges }, heads.shape(), heads.scale(), out);
+    attention::forward_decode_into(qkv, &AttentionLayout { ranges }, heads.shape(), heads.scale(), out, lse);
 }
 
 fn floats_mut(map: &mut MmapMut) -> &mut [f32] {

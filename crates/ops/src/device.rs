@@ -85,6 +85,12 @@ impl Device {
         }
     }
 
+    /// Whether decoding leaves what a backward pass needs, where the host can read it.
+    #[must_use]
+    pub fn remembers_decoding(self) -> bool {
+        self == Self::Cpu
+    }
+
     /// Fails where `rows` lives elsewhere.
     pub(crate) fn check(self, op: &'static str, rows: &Rows) -> Result<()> {
         match rows.device() {
@@ -204,14 +210,15 @@ pub(crate) trait Backend: Sync {
         qkv: &Rows,
         heads: AttentionHeads,
     );
-    /// Appends each row to its slot's cache and gives its attention over prompt and slot.
+    /// Appends each row to its slot's cache and gives its attention over prompt and slot, with its log-sum-exps where the
+    /// device has them ([`Device::remembers_decoding`]).
     fn attend_cached(
         &self,
         qkv: &Rows,
         layer: usize,
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
-    ) -> Rows;
+    ) -> (Rows, Rows);
     /// Turns the first `heads` heads of each row in place.
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool);
 

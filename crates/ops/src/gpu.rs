@@ -739,7 +739,7 @@ impl Backend for Card {
         layer: usize,
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
-    ) -> Rows {
+    ) -> (Rows, Rows) {
         let (packed, width) = (self.of(qkv), 2 * heads.kv_width());
         let mut key: StepKey = Vec::with_capacity(groups.len());
         for group in groups.iter_mut() {
@@ -778,7 +778,7 @@ impl Backend for Card {
             pages.step = Some((key, Arc::clone(&decoding)));
         }
         let out = self.gpu.attend_cached(packed, &decoding, layer, heads_of(heads));
-        self.rows(out, qkv.rows(), heads.q_width())
+        (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q))
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {

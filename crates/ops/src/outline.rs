@@ -302,8 +302,14 @@ impl Backend for Outline {
 
     fn cache_prompt(&self, _: &mut GroupCache, _: usize, _: &Rows, _: AttentionHeads) {}
 
-    fn attend_cached(&self, qkv: &Rows, _: usize, _: &mut [DecodeRows], heads: AttentionHeads) -> Rows {
-        Rows::on_outline(qkv.rows(), heads.q_width())
+    fn attend_cached(
+        &self,
+        qkv: &Rows,
+        _: usize,
+        _: &mut [DecodeRows],
+        heads: AttentionHeads,
+    ) -> (Rows, Rows) {
+        (Rows::on_outline(qkv.rows(), heads.q_width()), Rows::on_outline(qkv.rows(), heads.q))
     }
 
     fn rotate(&self, x: &mut Rows, _: &RopeTable, _: usize, _: bool) {

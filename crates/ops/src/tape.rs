@@ -94,7 +94,15 @@ impl Var {
 /// What the blocks of a pass computed, in their order, for a second pass over the same input.
 #[derive(Default)]
 pub struct Memory {
+    /// Of each an output and what the operation keeps, if that is known.
     kept: VecDeque<Box<dyn Any + Send>>,
+}
+
+impl Memory {
+    /// The next block computed `y`, and `kept` for its backward pass; without, it is computed again there.
+    pub fn push<K: Kept>(&mut self, y: Rows, kept: Option<K>) {
+        self.kept.push_back(Box::new((y, kept)));
+    }
 }
 
 impl std::fmt::Debug for Memory {
@@ -149,10 +157,10 @@ impl Tape {
         Self { mode: Mode::Remember { memory: Some(Memory::default()), room }, nodes: Vec::new() }
     }
 
-    /// A tape that records and takes what an earlier pass remembered.
+    /// A tape that records and takes what an earlier pass remembered; `recompute` as in [`Self::recording`].
     #[must_use]
-    pub fn recalling(memory: Memory) -> Self {
-        Self { mode: Mode::Record { recompute: false, recalled: memory }, nodes: Vec::new() }
+    pub fn recalling(memory: Memory, recompute: bool) -> Self {
+        Self { mode: Mode::Record { recompute, recalled: memory }, nodes: Vec::new() }
     }
 
     /// What this pass remembered and the bytes that were left; nothing if there was no room for all of it.
@@ -190,7 +198,7 @@ impl Tape {
                     match memory {
                         Some(memory) if bytes <= *room => {
                             *room -= bytes;
-                            memory.kept.push_back(Box::new((y.clone(), kept)));
+                            memory.push(y.clone(), Some(kept));
                         }
                         _ => *memory = None,
                     }
@@ -202,16 +210,19 @@ impl Tape {
                 (*recompute && O::BLOCK, known)
             }
         };
-        let (y, kept) = match recalled.map(|known| known.downcast::<(Rows, O::Kept)>()) {
+        let (y, kept) = match recalled.map(|known| known.downcast::<(Rows, Option<O::Kept>)>()) {
             Some(Ok(known)) => *known,
             Some(Err(_)) => {
                 return Err(Error::Tape {
                     what: "another operation remembered this; expected the same pass".into(),
                 });
             }
-            None => op.forward(x)?,
+            None => {
+                let (y, kept) = op.forward(x)?;
+                (y, Some(kept))
+            }
         };
-        let kept = (!recompute).then_some(kept);
+        let kept = kept.filter(|_| !recompute);
         let (x, nodes) = (x.map(Rows::clone), inputs.map(|input| input.node));
         let back = move |dy: Rows| {
             let x = x.each_ref();
@@ -365,10 +376,18 @@ mod tests {
         run(&mut first);
         let (memory, room) = first.into_memory().unwrap();
         assert_eq!((memory.kept.len(), room), (2, 2));
-        let mut second = Tape::recalling(memory);
+        let mut second = Tape::recalling(memory, false);
         let (y, x) = run(&mut second);
         let mut gradients = second.backward(&y, row(1.0)).unwrap();
         assert_eq!(gradients.take(&x).unwrap().to_vec(), [6.0]);
+        // Outputs alone are enough for a pass that computes what blocks keep again.
+        let mut memory = Memory::default();
+        memory.push(row(2.0), None::<()>);
+        memory.push(row(7.0), None::<()>);
+        let mut third = Tape::recalling(memory, true);
+        let (y, x) = run(&mut third);
+        assert_eq!(y.rows().to_vec(), [7.0]);
+        assert_eq!(third.backward(&y, row(1.0)).unwrap().take(&x).unwrap().to_vec(), [6.0]);
         // Half of it would be of no use.
         let mut first = Tape::remembering(7);
         run(&mut first);

@@ -301,9 +301,10 @@ impl Backend for Twin {
         layer: usize,
         groups: &mut [DecodeRows],
         heads: AttentionHeads,
-    ) -> Rows {
+    ) -> (Rows, Rows) {
         let (kv, q_width) = (heads.kv_width(), heads.q_width());
         let mut out = Vec::with_capacity(qkv.rows() * q_width);
+        let mut lse = Vec::with_capacity(qkv.rows() * heads.q);
         let mut row = 0;
         for group in groups {
             for &slot in &group.slots {
@@ -318,11 +319,13 @@ impl Backend for Twin {
                     AttentionLayout { ranges: vec![QueryRange { queries: 0..1, keys, causal: false }] };
                 let (k, v) = (cached.columns(0..kv), cached.columns(kv..2 * kv));
                 let parts = Qkv { q: packed.columns(0..q_width), k, v };
-                out.extend(twin::attention_forward(parts, &layout, heads.shape(), scale(heads)).0);
+                let (own, of_own) = twin::attention_forward(parts, &layout, heads.shape(), scale(heads));
+                out.extend(own);
+                lse.extend(of_own);
                 row += 1;
             }
         }
-        Rows::on_twin(out, qkv.rows(), q_width)
+        (Rows::on_twin(out, qkv.rows(), q_width), Rows::on_twin(lse, qkv.rows(), heads.q))
     }
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {

@@ -161,7 +161,7 @@ fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> R
     let mut cache = decoder.cache(prompt_tokens, group, tokens, &pass)?;
     let started = Instant::now();
     let x = decoder.embed(&prompt.ids, &pass)?;
-    decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+    decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass, None)?;
     model.device().finish()?;
     told("prefill", json!({ "rows": prompt_tokens, "secs": started.elapsed().as_secs_f64() }));
     let (mut ids, mut times) = (vec![7; group], Vec::new());
@@ -170,7 +170,7 @@ fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> R
         let positions = vec![[(prompt_tokens + step) as u32; 3]; group];
         let x = decoder.embed(&ids, &pass)?;
         let mut rows = [DecodeRows { slots: (0..group).collect(), cache: &mut cache }];
-        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass)?;
+        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass, None)?;
         let from: Vec<_> = (0..group)
             .map(|row| DrawFrom {
                 seen: [&[], &[]],

@@ -1,7 +1,7 @@
 //! The generator: prefill per prompt, decode in one batch.
 
 use omnigrpo_kernels::profile;
-use omnigrpo_models::{Features, Model, Prompt, PromptBuilder};
+use omnigrpo_models::{DecoderMemory, Features, Model, Prompt, PromptBuilder};
 use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache, Rows};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
@@ -146,7 +146,20 @@ impl<'a> Generator<'a> {
     pub fn generate(
         &self,
         requests: &[Request<'a>],
+        on_token: impl FnMut(TokenEvent),
+    ) -> Result<Vec<Vec<Completion>>> {
+        self.generate_with(requests, on_token, None)
+    }
+
+    /// As [`Self::generate`]; what the decoder computed goes to `memory`.
+    ///
+    /// # Errors
+    /// As [`Self::generate`].
+    pub fn generate_with(
+        &self,
+        requests: &[Request<'a>],
         mut on_token: impl FnMut(TokenEvent),
+        mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Vec<Vec<Completion>>> {
         self.params.validate()?;
         let mut finished: Vec<Vec<Option<Completion>>> =
@@ -162,7 +175,7 @@ impl<'a> Generator<'a> {
                 }
                 in_flight += request.num_samples;
                 let before = profile::enter("prefill");
-                live.push(self.admit(index, request, &mut on_token)?);
+                live.push(self.admit(index, request, &mut on_token, memory.as_deref_mut())?);
                 profile::enter(before);
                 next = waiting.next();
             }
@@ -174,7 +187,7 @@ impl<'a> Generator<'a> {
                 continue;
             }
             let before = profile::enter("decode");
-            self.step(&mut live, &mut on_token)?;
+            self.step(&mut live, &mut on_token, memory.as_deref_mut())?;
             profile::enter(before);
             self.retire(&mut live, &mut finished);
         }
@@ -195,13 +208,18 @@ impl<'a> Generator<'a> {
         index: usize,
         request: &Request<'a>,
         on_token: &mut impl FnMut(TokenEvent),
+        mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Live<'a>> {
         let decoder = self.model.decoder();
         let (prompt, pass) = (request.prompt, self.model.pass());
         let slot_rows = self.params.max_completion_length - 1;
         let mut cache = decoder.cache(prompt.ids.len(), request.num_samples, slot_rows, &pass)?;
         let x = self.model.embed_prompt(prompt, request.features)?;
-        let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+        if let Some(memory) = memory.as_deref_mut() {
+            memory.begin_prompt(prompt.ids.len(), request.num_samples);
+        }
+        let rope = decoder.rope_table(&prompt.positions);
+        let hidden = decoder.prefill(x, &rope, &mut cache, &pass, memory)?;
         let logits = decoder.logits(&hidden)?;
         let sequence = |slot: usize| {
             let Request { rollout, row, first_sample, .. } = *request;
@@ -221,7 +239,12 @@ impl<'a> Generator<'a> {
     }
 
     /// Draws one token for every live completion.
-    fn step(&self, live: &mut [Live], on_token: &mut impl FnMut(TokenEvent)) -> Result<()> {
+    fn step(
+        &self,
+        live: &mut [Live],
+        on_token: &mut impl FnMut(TokenEvent),
+        mut memory: Option<&mut DecoderMemory>,
+    ) -> Result<()> {
         let decoder = self.model.decoder();
         let pass = self.model.pass();
         let mut ids = Vec::new();
@@ -233,12 +256,16 @@ impl<'a> Generator<'a> {
                 positions.push([group.prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
             }
         }
+        if let Some(memory) = memory.as_deref_mut() {
+            let slots = live.iter().flat_map(|g| g.sequences.iter().map(|s| (g.request, s.slot)));
+            memory.begin_step(slots);
+        }
         let x = decoder.embed(&ids, &pass)?;
         let mut rows: Vec<DecodeRows> = live
             .iter_mut()
             .map(|g| DecodeRows { slots: g.sequences.iter().map(|s| s.slot).collect(), cache: &mut g.cache })
             .collect();
-        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass)?;
+        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass, memory)?;
         drop(rows);
         let mut sequences = live.iter_mut().flat_map(|g| {
             let (request, prompt) = (g.request, g.prompt);

@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, LoadOptions, Model, PackedStream, Prompt, WeightDtype,
+    Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt,
+    Training, WeightDtype,
 };
-use omnigrpo_ops::{Card, Device};
+use omnigrpo_ops::{Card, Device, Memory};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
@@ -198,6 +199,75 @@ fn rollout_equals_training_log_probabilities() {
                 groups.iter().flatten().map(|c| c.ids.clone()).collect()
             };
             assert_eq!(ids(&again), ids(&groups));
+        }
+    }
+}
+
+/// What sampling computed stands in for the forward pass: its gradients are those of a pass that computes everything.
+#[test]
+fn a_rollout_can_be_differentiated() {
+    let stops = StopSet { ids: (0..300).step_by(23).collect(), ..StopSet::default() };
+    let internvl = ("internvl_hf", ["A", "C", "B"]);
+    for (name, cases) in QWENS.map(|name| (name, ["E", "D2", "C"])).into_iter().chain([internvl]) {
+        let setup = Setup::new(name);
+        let model = &setup.model;
+        assert!(model.can_recall());
+        let row = |(row, case): (u64, &str)| match name {
+            "internvl_hf" => {
+                let prompt = rows::prompt_of("internvl", &checkpoint(name), case);
+                Row { features: model.encode_prompt(&prompt).unwrap(), prompt, row }
+            }
+            _ => setup.row(case, row),
+        };
+        let rows: Vec<Row> = (0..).zip(cases).map(row).collect();
+        let requests: Vec<Request> = rows
+            .iter()
+            .map(|row| Request { num_samples: 3, row: row.row, ..Request::new(&row.prompt, &row.features) })
+            .collect();
+        let prompt_rows: usize = rows.iter().map(|row| row.prompt.ids.len()).sum();
+        let (params, tokenizer) = (sampled(16), &setup.tokenizer);
+        // Some rows wait for others, and completions end at different times.
+        let generator = Generator { model, tokenizer, stops: &stops, params: &params, max_live: 6 };
+        for (outputs_only, room) in [(false, prompt_rows + 9 * 15), (true, 4096), (false, prompt_rows + 20)] {
+            let mut memory = DecoderMemory::new(room, outputs_only);
+            let groups = generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();
+            let lengths: Vec<usize> = groups.iter().flatten().map(|c| c.ids.len()).collect();
+            assert!(lengths.iter().any(|&len| len < 16) && lengths.contains(&16), "{name}: {lengths:?}");
+            let streams: Vec<GroupStream> = rows
+                .iter()
+                .zip(&groups)
+                .map(|(row, group)| GroupStream {
+                    prompt: &row.prompt,
+                    completions: group.iter().map(|c| c.ids.as_slice()).collect(),
+                })
+                .collect();
+            let stream = PackedStream::new(&streams).unwrap();
+            let features: Vec<Vec<Features>> = rows.iter().map(|row| row.features.clone()).collect();
+            let memory = memory.of_stream(&stream).unwrap();
+            assert_eq!(memory.is_some(), room != prompt_rows + 20, "{name}: room for {room} rows");
+            let Some(memory) = memory else { continue };
+            support::train_all(model);
+            let how = Training { recompute: outputs_only, ..Training::default() };
+            let gradients = |recalled: Memory| {
+                let pass = model.recall_pass(&stream, &features, 1.0, how, recalled).unwrap();
+                let logprobs = pass.logprobs.clone();
+                let d: Vec<f32> = (0..logprobs.len()).map(|i| (i as f32 * 0.7).sin()).collect();
+                let of_features = pass.backward(&d, Some(&d)).unwrap();
+                let prompts: Vec<&Prompt> = rows.iter().map(|row| &row.prompt).collect();
+                let none = Memories::default();
+                model.backward_media(&prompts, &features, none, of_features, how).unwrap();
+                (logprobs, support::take_gradients(model))
+            };
+            let (want, expected) = gradients(Memory::default());
+            let (got, recalled) = gradients(memory);
+            assert!(max_diff(&got, &want) <= 1e-4, "{name}: {}", max_diff(&got, &want));
+            assert_ne!(got, want, "{name}: nothing was recalled");
+            support::assert_close(&recalled, &expected, 1e-4, name);
+            // A stream of other completions is another one.
+            let mut memory = DecoderMemory::new(room, outputs_only);
+            generator.generate_with(&requests, |_| {}, Some(&mut memory)).unwrap();
+            let other = PackedStream::new(&streams[..2]).unwrap();
+            assert!(memory.of_stream(&other).unwrap().is_none());
         }
     }
 }

@@ -295,7 +295,8 @@ fn complete(
         for (prompt, features) in prompts {
             let mut cache = decoder.cache(prompt.ids.len(), size, slots, &pass)?;
             let x = model.embed_prompt(prompt, features)?;
-            let hidden = decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass)?;
+            let hidden =
+                decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass, None)?;
             decoder.logits(&hidden)?;
             caches.push(cache);
         }
@@ -306,7 +307,7 @@ fn complete(
         let x = decoder.embed(&vec![0; flying], &pass)?;
         let mut rows: Vec<_> =
             caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() }).collect();
-        let hidden = decoder.decode(x, &decoder.rope_table(&vec![[0; 3]; flying]), &mut rows, &pass)?;
+        let hidden = decoder.decode(x, &decoder.rope_table(&vec![[0; 3]; flying]), &mut rows, &pass, None)?;
         decoder.logits(&hidden.row_range(0..flying.min(pass.device.logit_rows()))?)?;
     }
     Ok(())

@@ -151,6 +151,8 @@ impl<'a> Pass<'a> {
             && !plan.needs_entropy()
             && self.training.router.is_off();
         let stream = PackedStream::new(&rollouts.stream(parts))?;
+        // Of another stream it is of no use, and would take memory.
+        let recalled = rollouts.recalled.take().filter(|_| !rollouts.updated && rollouts.is_whole(parts));
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {
             Some(reference) => Some(timed(timer, "reference", || {
@@ -169,7 +171,8 @@ impl<'a> Pass<'a> {
                 };
                 let features = parts.iter().map(seen).collect::<omnigrpo_models::Result<Vec<_>>>()?;
                 let training = Training { recompute: idle || self.training.recompute, ..self.training };
-                self.model.train_pass(&stream, &features, temperature, training)
+                let known = recalled.map(|memory| memory.of_stream(&stream)).transpose()?.flatten();
+                self.model.recall_pass(&stream, &features, temperature, training, known.unwrap_or_default())
             })?;
             self.passed.num_tokens += stream.rows() as u64;
             (take(&mut pass.logprobs), take(&mut pass.entropies), Some(pass))

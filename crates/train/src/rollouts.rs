@@ -3,7 +3,7 @@
 use std::mem::{replace, take};
 
 use omnigrpo_grpo::{Advantages, EntropyGate, LossPlan, advantage};
-use omnigrpo_models::{Features, GroupStream, Memories};
+use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason};
 
@@ -64,6 +64,8 @@ pub struct Rollouts {
     pub(crate) zero_std: Vec<bool>,
     /// What the towers computed for the features, until the first update takes it.
     pub(crate) memories: Memories,
+    /// What the decoder computed for the completions, likewise.
+    pub(crate) recalled: Option<DecoderMemory>,
     /// Which tokens the policy term keeps, by their entropy when they were sampled.
     pub(crate) entropy_gate: Option<EntropyGate>,
     /// Whether the weights have changed since the features were computed.
@@ -119,7 +121,7 @@ impl Rollouts {
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
         let zero_std = advantages.zero_std;
-        Ok(Self { groups, rewards, zero_std, memories, entropy_gate: None, updated: false })
+        Ok(Self { groups, rewards, zero_std, memories, recalled: None, entropy_gate: None, updated: false })
     }
 
     /// Finds the tokens of sampled completions that the policy term keeps.
@@ -150,6 +152,7 @@ impl Rollouts {
                 groups: own,
                 // They are of all groups together.
                 memories: Memories::default(),
+                recalled: None,
                 entropy_gate: None,
                 updated: !parts.is_empty(),
             });
@@ -163,6 +166,14 @@ impl Rollouts {
     /// All completions, group by group.
     pub fn completions(&self) -> impl Iterator<Item = &Scored> {
         self.groups.iter().flat_map(|group| &group.completions)
+    }
+
+    /// Whether a stream has every completion of every group.
+    pub(crate) fn is_whole(&self, stream: &[Part]) -> bool {
+        let whole = |(at, part): (usize, &Part)| {
+            part.group == at && part.completions == (0..self.groups[at].completions.len())
+        };
+        stream.len() == self.groups.len() && stream.iter().enumerate().all(whole)
     }
 
     /// Those of a stream.

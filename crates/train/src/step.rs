@@ -30,10 +30,10 @@
 //! model carries the derivative back. Streams of a step add their gradients: the `Normalizer` is made for all of it first.
 
 use omnigrpo_grpo::{AdvantageKind, LossPlan, MetricSums, RECIPES, Recipe};
-use omnigrpo_models::{Memories, Model, PromptBuilder, RouterPlan, Training};
+use omnigrpo_models::{DecoderMemory, Memories, Model, PromptBuilder, RouterPlan, Training};
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_rewards::{RewardMatrix, RewardSet};
-use omnigrpo_rollout::{Generator, SamplingParams};
+use omnigrpo_rollout::{Generator, SamplingParams, TokenEvent};
 
 use crate::error::{Result, TrainError};
 use crate::features::{self, Keep};
@@ -70,6 +70,9 @@ pub struct Algorithm {
     pub max_stream_tokens: Option<usize>,
     /// Recompute activations in the backward pass.
     pub recompute: bool,
+    /// Let the first update of a rollout differentiate what the rollout computed, instead of a forward pass that computes it
+    /// again, where that is the same up to rounding ([`Model::can_recall`]) and the rollout fits in one stream.
+    pub recall: bool,
     /// Prompts of one micro-batch: the unit of `bnpo`'s mean.
     pub prompts_per_micro_batch: usize,
     /// Keys all random numbers.
@@ -103,6 +106,7 @@ impl Algorithm {
             router: RouterPlan::default(),
             max_stream_tokens: None,
             recompute: false,
+            recall: true,
             prompts_per_micro_batch: 1,
             seed,
             max_resample_times: 0,
@@ -204,6 +208,7 @@ pub struct Collector<'a> {
 struct Sampled {
     groups: Vec<Group>,
     memories: Memories,
+    recalled: Option<DecoderMemory>,
     rewards: RewardMatrix,
 }
 
@@ -244,15 +249,16 @@ impl Collector<'_> {
                 dropped += 1;
             }
         }
-        let Sampled { groups, mut memories, mut rewards } = sampled;
+        let Sampled { groups, mut memories, mut recalled, mut rewards } = sampled;
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
         }
         if dropped > 0 {
             // They are of the prompts that were there first.
-            memories = Memories::default();
+            (memories, recalled) = (Memories::default(), None);
         }
-        Rollouts::new(algorithm, groups, memories, rewards)
+        let rollouts = Rollouts::new(algorithm, groups, memories, rewards)?;
+        Ok(Rollouts { recalled, ..rollouts })
     }
 
     fn sample(&self, rows: Vec<PreparedRow>, rollout: u64, timer: &mut PhaseTimer) -> Result<Sampled> {
@@ -261,11 +267,13 @@ impl Collector<'_> {
         let (features, memories) = timed(timer, "encode", || {
             features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
         })?;
+        let mut recalled = self.memory(&rows);
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);
             let generator = Generator::new(model, prompts, &algorithm.sampling, algorithm.max_live);
-            Ok::<_, TrainError>(generator.generate(&requests, |event| activity.token(event.last))?)
+            let told = |event: TokenEvent| activity.token(event.last);
+            Ok::<_, TrainError>(generator.generate_with(&requests, told, recalled.as_mut())?)
         })?;
         let mut matrix = timed(timer, "reward", || {
             let scored = scoring::pairs(&rows, &completions);
@@ -283,7 +291,15 @@ impl Collector<'_> {
             features,
             completions: completions.into_iter().map(|completion| Scored::new(completion, None)).collect(),
         });
-        Ok(Sampled { groups: groups.collect(), memories, rewards: matrix })
+        Ok(Sampled { groups: groups.collect(), memories, recalled, rewards: matrix })
+    }
+
+    /// Room for what the decoder computes, if the update will be one stream of these rows. That stream holds it in any case.
+    fn memory(&self, rows: &[PreparedRow]) -> Option<DecoderMemory> {
+        let Self { model, algorithm, .. } = *self;
+        let together = rows.len() <= algorithm.prompts_per_micro_batch;
+        let same = algorithm.recall && algorithm.router.is_off() && model.can_recall();
+        (same && together).then(|| DecoderMemory::new(algorithm.stream_rows(), algorithm.recompute))
     }
 }
 

@@ -362,11 +362,12 @@ fn attention_cases(all: &mut Vec<Case>) {
         "attention decode 8 rows, 340 + 64 keys",
         attention_flops(&layout, decoder, 2),
         move || {
-            let (x, layout, mut out) = (noise(852 * 768, 6), layout.clone(), vec![0.0; 8 * 512]);
+            let (x, layout) = (noise(852 * 768, 6), layout.clone());
+            let (mut out, mut lse) = (vec![0.0; 8 * 512], vec![0.0; 8 * decoder.q_heads]);
             move || {
                 let qkv = Qkv::packed(Mat::new(&x, 852, 768), decoder);
                 let (qkv, out) = (Qkv { q: qkv.q.row_range(0..8), ..qkv }, MatMut::new(&mut out, 8, 512));
-                attention::forward_decode_into(qkv, &layout, decoder, 0.125, out);
+                attention::forward_decode_into(qkv, &layout, decoder, 0.125, out, &mut lse);
             }
         },
     ));

@@ -189,16 +189,23 @@ pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> 
     (out, lse)
 }
 
-/// As [`forward`] into `out [tq, q_heads · d]`, without statistics; for decoding, where few queries see many keys. A query
-/// row outside of all ranges is not written.
+/// As [`forward`] into `out [tq, q_heads · d]` and `lse [tq, q_heads]`; for decoding, where few queries see many keys. A
+/// query row outside of all ranges is not written.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
 /// once. Always by vector instructions, since a few lanes fill no tile and packed keys are read only once.
-pub fn forward_decode_into(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32, out: MatMut) {
+pub fn forward_decode_into(
+    qkv: Qkv,
+    layout: &AttentionLayout,
+    shape: Shape,
+    scale: f32,
+    out: MatMut,
+    lse: &mut [f32],
+) {
     let _span = span(Op::AttentionDecode, || work(layout, shape, 4));
-    check("attention, decode", qkv.fit(shape) && out.dims() == qkv.q.dims() && out.stride == out.cols);
-    let mut lse = vec![0.0; out.rows * shape.q_heads];
-    let results = Results { out: out.data, lse: Shared::new(&mut lse) };
+    let whole = out.dims() == qkv.q.dims() && out.stride == out.cols;
+    check("attention, decode", qkv.fit(shape) && whole && lse.len() == out.rows * shape.q_heads);
+    let results = Results { out: out.data, lse: Shared::new(lse) };
     vector::forward(Call::new(qkv, shape, scale), layout, results);
 }
 

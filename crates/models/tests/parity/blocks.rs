@@ -295,7 +295,7 @@ impl Built {
         self.params.iter().for_each(|p| p.clear_grad());
         if remembers {
             self.run(device, &x, &mut tape);
-            tape = Tape::recalling(tape.into_memory().unwrap().0);
+            tape = Tape::recalling(tape.into_memory().unwrap().0, false);
         }
         let (x, y) = self.run(device, &x, &mut tape);
         let (n, h) = y.rows().dims();

@@ -117,7 +117,7 @@ pub fn backward(
 ) {
     if recalls {
         forward(text, group, device, &mut tape);
-        tape = Tape::recalling(tape.into_memory().unwrap().0);
+        tape = Tape::recalling(tape.into_memory().unwrap().0, false);
     }
     let (x, hidden, scored) = forward(text, group, device, &mut tape);
     let dhidden = text.decoder.score_backward(scored, &group.targets, dlogp, Some(dentropy)).unwrap();
@@ -227,7 +227,8 @@ fn greedy_text_equals_transformers() {
             let positions: Vec<Position> = (0..prompt.len() as u32).map(|p| [p; 3]).collect();
             let mut cache = decoder.cache(prompt.len(), 1, greedy.len(), &pass).unwrap();
             let x = decoder.embed(&prompt, &pass).unwrap();
-            let mut hidden = decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass).unwrap();
+            let mut hidden =
+                decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass, None).unwrap();
             let mut got = Vec::new();
             loop {
                 let logits = decoder.logits(&hidden).unwrap().to_f64();
@@ -239,7 +240,7 @@ fn greedy_text_equals_transformers() {
                 let position = [(prompt.len() + got.len() - 1) as u32; 3];
                 let mut rows = [DecodeRows { cache: &mut cache, slots: vec![0] }];
                 let (x, rope) = (decoder.embed(&[best], &pass).unwrap(), decoder.rope_table(&[position]));
-                hidden = decoder.decode(x, &rope, &mut rows, &pass).unwrap();
+                hidden = decoder.decode(x, &rope, &mut rows, &pass, None).unwrap();
             }
             assert_eq!(got, greedy, "{name} on {device}");
         }
@@ -263,7 +264,8 @@ fn caches_equal_the_full_forward_pass() {
                 let positions: Vec<Position> = (0..group.prompt.len() as u32).map(|p| [p; 3]).collect();
                 let mut cache = decoder.cache(group.prompt.len(), which.len(), longest, &pass).unwrap();
                 let x = decoder.embed(&group.prompt, &pass).unwrap();
-                let last = decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass).unwrap();
+                let last =
+                    decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass, None).unwrap();
                 let first = decoder.logits(&last).unwrap().to_f64();
                 let mut out: Vec<Vec<f64>> =
                     completions.iter().map(|c| vec![logprob(&first, c[0])]).collect();
@@ -275,7 +277,7 @@ fn caches_equal_the_full_forward_pass() {
                     let rope = decoder.rope_table(&vec![position; slots.len()]);
                     let mut rows = [DecodeRows { cache: &mut cache, slots: slots.clone() }];
                     let x = decoder.embed(&ids, &pass).unwrap();
-                    let hidden = decoder.decode(x, &rope, &mut rows, &pass).unwrap();
+                    let hidden = decoder.decode(x, &rope, &mut rows, &pass, None).unwrap();
                     let logits: Rows = decoder.logits(&hidden).unwrap();
                     for (&c, row) in slots.iter().zip(logits.to_f64().chunks(logits.cols())) {
                         out[c].push(logprob(row, completions[c][step]));

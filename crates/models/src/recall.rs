@@ -1,0 +1,248 @@
+//! What the decoder computed while completions were sampled, for the pass that learns from them.
+//!
+//! Sampling runs each row of a stream `[prompt | completion 1 | … | completion G]` through the blocks once: the prompt's in the
+//! prefill, a completion's one by one. While the weights are those that sampled, the forward pass of the first update would
+//! compute the same rows again, up to rounding. [`DecoderMemory`] takes them down instead, and [`DecoderMemory::of_stream`]
+//! puts them into the stream's order for a tape that recalls them.
+//!
+//! Decoded rows come few at a time, block by block; they lie in mapped memory of their own, which goes back to the system
+//! block by block as the stream is put together, so that the two are never held together.
+
+use std::collections::VecDeque;
+
+use memmap2::MmapMut;
+use omnigrpo_kernels::buffer;
+use omnigrpo_ops::{Memory, Rows};
+
+use crate::block::KeptBlock;
+use crate::error::{ModelError, Result};
+use crate::stream::PackedStream;
+
+/// What a block leaves: its output, then what [`KeptBlock::into_arrays`] has.
+type Arrays = Vec<Option<Rows>>;
+
+/// Where a row of a stream was computed.
+#[derive(Clone, Copy)]
+enum Place {
+    /// Row of a prompt.
+    Prompt(usize, usize),
+    /// Decoded row.
+    Decoded(usize),
+}
+
+struct Prompt {
+    samples: usize,
+    rows: usize,
+    blocks: VecDeque<Arrays>,
+}
+
+/// What the decoder computed while the completions of some prompts were sampled.
+pub struct DecoderMemory {
+    /// Rows that there is still room for; `None` once there was none, or no memory.
+    room: Option<usize>,
+    outputs_only: bool,
+    prompts: Vec<Prompt>,
+    /// Prompt and sample of each decoded row.
+    decoded: Vec<(usize, usize)>,
+    /// By block, then by array.
+    stacks: Vec<Vec<Option<Stack>>>,
+    /// Whether the rows that come are a prompt's.
+    in_prompt: bool,
+}
+
+impl DecoderMemory {
+    /// Room for so many rows, beyond which everything is forgotten. With `outputs_only`, for a pass that recomputes blocks, their
+    /// outputs alone are kept.
+    #[must_use]
+    pub fn new(room: usize, outputs_only: bool) -> Self {
+        Self {
+            room: Some(room),
+            outputs_only,
+            prompts: Vec::new(),
+            decoded: Vec::new(),
+            stacks: Vec::new(),
+            in_prompt: false,
+        }
+    }
+
+    /// The next prefill is of the next prompt, of `rows` tokens, with so many samples.
+    pub fn begin_prompt(&mut self, rows: usize, samples: usize) {
+        self.take_room(rows);
+        self.in_prompt = true;
+        self.prompts.push(Prompt { samples, rows, blocks: VecDeque::new() });
+    }
+
+    /// The next step of decoding has these rows: prompt and sample of each.
+    pub fn begin_step(&mut self, rows: impl Iterator<Item = (usize, usize)>) {
+        let before = self.decoded.len();
+        self.decoded.extend(rows);
+        self.take_room(self.decoded.len() - before);
+        self.in_prompt = false;
+    }
+
+    fn take_room(&mut self, rows: usize) {
+        self.room = self.room.and_then(|room| room.checked_sub(rows));
+        if self.room.is_none() {
+            (self.prompts, self.stacks) = (Vec::new(), Vec::new());
+        }
+    }
+
+    /// What block `l` made of the rows that were announced.
+    pub(crate) fn keep(&mut self, l: usize, y: &Rows, kept: KeptBlock) -> Result<()> {
+        if self.room.is_none() {
+            return Ok(());
+        }
+        let mut arrays = vec![Some(y.clone())];
+        if !self.outputs_only {
+            match kept.into_arrays() {
+                Some(own) => arrays.extend(own),
+                None => return Err(ModelError::shape("recall: a block with experts")),
+            }
+        }
+        if self.in_prompt {
+            if let Some(prompt) = self.prompts.last_mut() {
+                prompt.blocks.push_back(arrays);
+            }
+            return Ok(());
+        }
+        if self.stacks.len() == l {
+            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols()));
+            self.stacks.push(arrays.iter().map(stack).collect());
+        }
+        let stacks = self.stacks.get_mut(l).into_iter().flatten();
+        let pushed = stacks.zip(&arrays).try_for_each(|(stack, array)| match (stack, array) {
+            (Some(stack), Some(rows)) => stack.push(rows),
+            _ => Ok(()),
+        });
+        if pushed.is_err() {
+            // A pass that computes everything takes no more than what is missing here.
+            self.take_room(usize::MAX);
+        }
+        Ok(())
+    }
+
+    /// What the blocks of a stream of just these prompts with all their samples computed, in the stream's order; nothing where
+    /// something was forgotten, or the stream is another one.
+    ///
+    /// # Errors
+    /// Rows that are not on the CPU.
+    pub fn of_stream(self, stream: &PackedStream) -> Result<Option<Memory>> {
+        let Self { room: Some(_), prompts, decoded, stacks, .. } = self else { return Ok(None) };
+        let Some(places) = places(&prompts, &decoded, stream) else { return Ok(None) };
+        let num_blocks = prompts.first().map_or(0, |prompt| prompt.blocks.len());
+        let alone = stacks.is_empty();
+        if prompts.iter().any(|p| p.blocks.len() != num_blocks) || !(alone || stacks.len() == num_blocks) {
+            return Ok(None);
+        }
+        // The last block goes beyond attention for rows alone that are scored; of a prompt it made its last row.
+        let scored: Vec<Place> = stream
+            .targets
+            .rows
+            .iter()
+            .map(|&row| match places[row] {
+                Place::Prompt(prompt, _) => Place::Prompt(prompt, 0),
+                decoded => decoded,
+            })
+            .collect();
+        let (mut memory, mut prompts, mut stacks) = (Memory::default(), prompts, stacks.into_iter());
+        for l in 0..num_blocks {
+            let mut of_prompts: Vec<Arrays> =
+                prompts.iter_mut().filter_map(|prompt| prompt.blocks.pop_front()).collect();
+            let mut of_decoded = stacks.next().unwrap_or_default();
+            let mut arrays = Vec::new();
+            for at in 0..of_prompts.first().map_or(0, Vec::len) {
+                let own: Vec<Option<Rows>> = of_prompts.iter_mut().map(|arrays| arrays[at].take()).collect();
+                let beyond = at == 0 || KeptBlock::BEYOND.contains(&(at - 1));
+                let places = if beyond && l + 1 == num_blocks { &scored } else { &places };
+                arrays.push(gather(&own, of_decoded.get_mut(at).and_then(Option::take), places)?);
+            }
+            let mut arrays = arrays.into_iter();
+            if let Some(Some(y)) = arrays.next() {
+                memory.push(y, KeptBlock::from_arrays(arrays));
+            }
+        }
+        Ok(Some(memory))
+    }
+}
+
+/// Where each row of the stream was computed, if it is a stream of these prompts and samples.
+fn places(prompts: &[Prompt], decoded: &[(usize, usize)], stream: &PackedStream) -> Option<Vec<Place>> {
+    let first: Vec<usize> = prompts
+        .iter()
+        .scan(0, |next, prompt| Some(std::mem::replace(next, *next + prompt.samples)))
+        .collect();
+    let mut of_sample = vec![Vec::new(); prompts.iter().map(|prompt| prompt.samples).sum()];
+    for (row, &(prompt, sample)) in decoded.iter().enumerate() {
+        of_sample.get_mut(first.get(prompt)? + sample)?.push(row);
+    }
+    let as_long = |(rows, &len): (&Vec<usize>, &usize)| rows.len() + 1 == len;
+    if of_sample.len() != stream.lengths().len() || !of_sample.iter().zip(stream.lengths()).all(as_long) {
+        return None;
+    }
+    let mut places = Vec::with_capacity(stream.rows());
+    for (at, prompt) in prompts.iter().enumerate() {
+        places.extend((0..prompt.rows).map(|row| Place::Prompt(at, row)));
+        let own = &of_sample[first[at]..first[at] + prompt.samples];
+        places.extend(own.iter().flatten().map(|&row| Place::Decoded(row)));
+    }
+    (places.len() == stream.rows()).then_some(places)
+}
+
+/// One array of a block in the stream's order; none where the block keeps none.
+fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) -> Result<Option<Rows>> {
+    let Some(cols) = prompts.iter().flatten().map(Rows::cols).next() else { return Ok(None) };
+    let of_prompts: Option<Vec<&[f32]>> = prompts.iter().map(|rows| rows.as_ref()?.host()).collect();
+    let of_prompts = of_prompts.ok_or_else(|| ModelError::shape("recall: rows of another device"))?;
+    let numbers = |at: usize| -> Option<&[f32]> {
+        match places[at] {
+            Place::Prompt(prompt, row) => of_prompts.get(prompt)?.get(row * cols..(row + 1) * cols),
+            Place::Decoded(row) => decoded.as_ref()?.row(row),
+        }
+    };
+    if let Some(at) = (0..places.len()).find(|&at| numbers(at).is_none()) {
+        return Err(ModelError::shape(format!("recall: row {at} of {} was not kept", places.len())));
+    }
+    let all = buffer::of_parts(places.len(), cols, |at| numbers(at).unwrap_or_default());
+    Ok(Some(Rows::from_vec(all, places.len(), cols)?))
+}
+
+/// Rows one after the other, in pieces of mapped memory.
+struct Stack {
+    cols: usize,
+    rows: usize,
+    pieces: Vec<MmapMut>,
+}
+
+impl Stack {
+    /// Rows of a piece.
+    const PIECE: usize = 256;
+
+    fn new(cols: usize) -> Self {
+        Self { cols, rows: 0, pieces: Vec::new() }
+    }
+
+    fn push(&mut self, rows: &Rows) -> Result<()> {
+        let numbers = rows.host().filter(|_| rows.cols() == self.cols);
+        let numbers = numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
+        for row in numbers.chunks_exact(self.cols.max(1)) {
+            let (piece, at) = (self.rows / Self::PIECE, self.rows % Self::PIECE);
+            if piece == self.pieces.len() {
+                let bytes = (Self::PIECE * self.cols * size_of::<f32>()).max(1);
+                let map = MmapMut::map_anon(bytes).map_err(ModelError::io("activations of completions"))?;
+                #[cfg(target_os = "linux")]
+                let _ = map.advise(memmap2::Advice::HugePage);
+                self.pieces.push(map);
+            }
+            let piece = bytemuck::cast_slice_mut::<u8, f32>(&mut self.pieces[piece][..]);
+            piece[at * self.cols..(at + 1) * self.cols].copy_from_slice(row);
+            self.rows += 1;
+        }
+        Ok(())
+    }
+
+    fn row(&self, row: usize) -> Option<&[f32]> {
+        let piece = self.pieces.get(row / Self::PIECE).filter(|_| row < self.rows)?;
+        let at = row % Self::PIECE * self.cols;
+        bytemuck::cast_slice::<u8, f32>(&piece[..]).get(at..at + self.cols)
+    }
+}
