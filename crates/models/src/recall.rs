@@ -5,8 +5,8 @@
 //! compute the same rows again, up to rounding. [`DecoderMemory`] takes them down instead, and [`DecoderMemory::of_stream`]
 //! puts them into the stream's order for a tape that recalls them.
 //!
-//! Decoded rows come few at a time, block by block; they lie in mapped memory of their own, which goes back to the system
-//! block by block as the stream is put together, so that the two are never held together.
+//! Decoded rows come few at a time, block by block. Where they are large they lie in mapped memory of their own, which goes back to
+//! the system block by block as the stream is put together, so that the two are never held together.
 
 use std::collections::VecDeque;
 
@@ -206,11 +206,46 @@ fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) ->
     Ok(Some(Rows::from_vec(all, places.len(), cols)?))
 }
 
-/// Rows one after the other, in pieces of mapped memory.
+/// Rows one after the other, in pieces.
 struct Stack {
     cols: usize,
     rows: usize,
-    pieces: Vec<MmapMut>,
+    pieces: Vec<Piece>,
+}
+
+enum Piece {
+    Heap(Vec<f32>),
+    Mapped(MmapMut),
+}
+
+impl Piece {
+    /// From here on a piece goes back to the system, bytes. Holes of smaller ones are no loss, and mapping takes time.
+    const MAPPED: usize = 4 << 20;
+
+    fn new(len: usize) -> std::io::Result<Self> {
+        let bytes = len * size_of::<f32>();
+        if bytes < Self::MAPPED {
+            return Ok(Self::Heap(vec![0.0; len]));
+        }
+        let map = MmapMut::map_anon(bytes)?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Self::Mapped(map))
+    }
+
+    fn numbers(&self) -> &[f32] {
+        match self {
+            Self::Heap(numbers) => numbers,
+            Self::Mapped(map) => bytemuck::cast_slice(&map[..]),
+        }
+    }
+
+    fn numbers_mut(&mut self) -> &mut [f32] {
+        match self {
+            Self::Heap(numbers) => numbers,
+            Self::Mapped(map) => bytemuck::cast_slice_mut(&mut map[..]),
+        }
+    }
 }
 
 impl Stack {
@@ -223,26 +258,24 @@ impl Stack {
 
     fn push(&mut self, rows: &Rows) -> Result<()> {
         let numbers = rows.host().filter(|_| rows.cols() == self.cols);
-        let numbers = numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
-        for row in numbers.chunks_exact(self.cols.max(1)) {
+        let mut numbers =
+            numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
+        while !numbers.is_empty() {
             let (piece, at) = (self.rows / Self::PIECE, self.rows % Self::PIECE);
             if piece == self.pieces.len() {
-                let bytes = (Self::PIECE * self.cols * size_of::<f32>()).max(1);
-                let map = MmapMut::map_anon(bytes).map_err(ModelError::io("activations of completions"))?;
-                #[cfg(target_os = "linux")]
-                let _ = map.advise(memmap2::Advice::HugePage);
-                self.pieces.push(map);
+                let new = Piece::new(Self::PIECE * self.cols);
+                self.pieces.push(new.map_err(ModelError::io("activations of completions"))?);
             }
-            let piece = bytemuck::cast_slice_mut::<u8, f32>(&mut self.pieces[piece][..]);
-            piece[at * self.cols..(at + 1) * self.cols].copy_from_slice(row);
-            self.rows += 1;
+            let count = (Self::PIECE - at).min(numbers.len() / self.cols);
+            let (own, rest) = numbers.split_at(count * self.cols);
+            self.pieces[piece].numbers_mut()[at * self.cols..][..own.len()].copy_from_slice(own);
+            (numbers, self.rows) = (rest, self.rows + count);
         }
         Ok(())
     }
 
     fn row(&self, row: usize) -> Option<&[f32]> {
         let piece = self.pieces.get(row / Self::PIECE).filter(|_| row < self.rows)?;
-        let at = row % Self::PIECE * self.cols;
-        bytemuck::cast_slice::<u8, f32>(&piece[..]).get(at..at + self.cols)
+        piece.numbers().get(row % Self::PIECE * self.cols..)?.get(..self.cols)
     }
 }

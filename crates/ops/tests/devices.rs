@@ -692,12 +692,19 @@ fn attention_over_a_cache() {
                 let all: Vec<&Rows> = std::iter::once(&prompt_rows).chain(&own).collect();
                 let whole = Rows::concat(&all).unwrap();
                 let layout = AttentionLayout::causal(whole.rows()).into();
-                let out = heads.forward(&whole, &layout).unwrap().0;
-                for (step, got) in got.iter().enumerate() {
-                    let want = out.row_range(prompt + step..prompt + step + 1).unwrap().to_f64();
-                    let got = got.row_range(row..row + 1).unwrap().to_f64();
-                    let far = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-                    assert!(far <= 1e-5, "{heads:?} on {device}, row {row}, step {step}: {far}");
+                let (out, lse) = heads.forward(&whole, &layout).unwrap();
+                for (step, (got, got_lse)) in got.iter().enumerate() {
+                    let far = |got: &Rows, all: &Rows| {
+                        let want = all.row_range(prompt + step..prompt + step + 1).unwrap().to_f64();
+                        let got = got.row_range(row..row + 1).unwrap().to_f64();
+                        got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+                    };
+                    let far_out = far(got, &out);
+                    assert!(far_out <= 1e-5, "{heads:?} on {device}, row {row}, step {step}: {far_out}");
+                    if device.remembers_decoding() {
+                        let far = far(got_lse, &lse);
+                        assert!(far <= 1e-5, "{heads:?}, row {row}, step {step}: log-sum-exps {far} apart");
+                    }
                 }
             }
         }

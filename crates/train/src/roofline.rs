@@ -3,9 +3,9 @@
 //! Two rates of the machine are measured with all threads: that of matrix products of the model's own shapes (the three of every
 //! layer: output, input gradient, weight gradient), and that of reading memory.
 //!
-//! - Useful operations are those of linear layers, attention pairs and head, a multiply-add being two; the backward pass is worth
-//!   twice the forward pass; what is computed again does not count. A tower counts once forward for the rollout, once for the
-//!   policy as far as that did not keep what the rollout computed, and once for the reference.
+//! - Useful operations are those of linear layers, attention pairs and head and of their gradients, a multiply-add being two; what is
+//!   computed again does not count. A tower counts once forward for the rollout, once for the policy as far as that did not keep
+//!   what the rollout computed, and once for the reference; the decoder, for the policy, where that is not taken from the rollout.
 //! - A decoded token has to read the decoder's weights once, and every key and value that it sees once (a prompt once per group).
 //!   At the rate of reading memory, that is the least time decoding takes.
 
@@ -39,13 +39,16 @@ pub fn secs(profile: &Profile, phase: &str) -> f64 {
     of_phase.map(|(_, time)| time.as_secs_f64()).sum()
 }
 
-/// Useful floating-point operations of a policy pass, forward and backward. Of a tower's forward pass it counts what was not kept
-/// from the rollout.
+/// The same in backward passes.
+const GRADIENTS: &[Op] = &[Op::LinearInput, Op::LinearWeight, Op::AttentionBackward, Op::HeadBackward];
+
+/// Useful floating-point operations of a policy pass, forward and backward. Of forward passes it counts what was not kept from the
+/// rollout.
 #[must_use]
 pub fn policy_flops(step: &Profile) -> f64 {
     let forward = |phase: &str| flops(step, phase, &[Op::Linear, Op::Attention]);
     let again = (forward("backward") / forward("encode").max(1.0)).min(1.0);
-    3.0 * useful_flops(step, "forward") + (2.0 + again) * useful_flops(step, "encode")
+    useful_flops(step, "forward") + flops(step, "backward", GRADIENTS) + again * useful_flops(step, "encode")
 }
 
 /// Lengths of a rollout whose prompts are alike, and its completions.
@@ -180,10 +183,12 @@ mod tests {
         };
         assert_eq!((useful_flops(&profile, "forward"), secs(&profile, "forward")), (120.0, 1.5));
         // Everything of the tower was kept: its backward pass alone.
-        assert_eq!(policy_flops(&profile), 3.0 * 120.0 + 2.0 * 10.0);
+        profile.entries.push(entry("backward", Op::LinearInput, 110));
+        profile.entries.push(entry("backward", Op::LinearWeight, 130));
+        assert_eq!(policy_flops(&profile), 120.0 + 240.0);
         // Half of it was computed again.
         profile.entries.push(entry("backward", Op::Linear, 5));
-        assert_eq!(policy_flops(&profile), 3.0 * 120.0 + 2.5 * 10.0);
+        assert_eq!(policy_flops(&profile), 120.0 + 240.0 + 0.5 * 10.0);
     }
 
     #[test]
