@@ -183,7 +183,9 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     let (q_width, width) = (240, 400);
     let suffixes = [20, 1, 99, 7];
     let x = noise(207 * width, 6);
-    let (all, all_lse) = run(&x, 207, &AttentionLayout::prefix_suffixes(80, &suffixes), shape);
+    let packed = Qkv::packed(Mat::new(&x, 207, width), shape);
+    let (all, all_lse) =
+        attention::forward(packed, &AttentionLayout::prefix_suffixes(80, &suffixes), shape, 0.2);
     // The last row of every suffix, decoded together.
     let (mut start, mut ranges, mut q, mut expected) = (80, Vec::new(), Vec::new(), Vec::new());
     let mut expected_lse = Vec::new();
@@ -197,8 +199,7 @@ fn decode_agrees_with_prefill_and_has_the_same_bits_in_any_batch() {
     }
     let layout = AttentionLayout { ranges };
     layout.validate(4, 207).unwrap();
-    let all = Qkv::packed(Mat::new(&x, 207, width), shape);
-    let qkv = Qkv { q: Mat::new(&q, 4, q_width), ..all };
+    let qkv = Qkv { q: Mat::new(&q, 4, q_width), ..packed };
     let mut together = Vec::new();
     for only in [0..4, 2..3, 1..4] {
         let part = AttentionLayout { ranges: layout.ranges[only.clone()].to_vec() };
