@@ -514,7 +514,7 @@ impl Decoder {
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
             let block = BlockPass::new(block, &pass, Some(rope), &none, None);
-            let (y, kept) = block.run(&x, |qkv| Ok(heads.attend_cached(qkv, l, groups)?))?;
+            let (y, kept) = block.run(&x, |qkv| heads.attend_cached(qkv, l, groups))?;
             if let Some(memory) = memory.as_deref_mut() {
                 memory.keep(l, &y, kept)?;
             }
