@@ -5,18 +5,20 @@
 //! compute the same rows again, up to rounding. [`DecoderMemory`] takes them down instead, and [`DecoderMemory::of_stream`]
 //! puts them into the stream's order for a tape that recalls them.
 //!
-//! Decoded rows come few at a time, block by block. Where they are large they lie in mapped memory of their own, which goes back to
-//! the system block by block as the stream is put together, so that the two are never held together.
+//! Decoded rows come few at a time, block by block. They are kept in large pieces, those of a block side by side, so that what is freed
+//! while the stream is put together block by block makes room for it.
 
 use std::collections::VecDeque;
 
-use memmap2::MmapMut;
 use omnigrpo_kernels::buffer;
 use omnigrpo_ops::{Memory, Rows};
 
 use crate::block::KeptBlock;
 use crate::error::{ModelError, Result};
 use crate::stream::PackedStream;
+
+/// Rows of a piece of decoded rows, at most.
+const PIECE: usize = 256;
 
 /// What a block leaves: its output, then what [`KeptBlock::into_arrays`] has.
 type Arrays = Vec<Option<Rows>>;
@@ -38,12 +40,14 @@ struct Prompt {
 
 /// What the decoder computed while the completions of some prompts were sampled.
 pub struct DecoderMemory {
-    /// Rows that there is still room for; `None` once there was none, or no memory.
+    /// Rows that there is still room for; `None` once there was none.
     room: Option<usize>,
     outputs_only: bool,
     prompts: Vec<Prompt>,
     /// Prompt and sample of each decoded row.
     decoded: Vec<(usize, usize)>,
+    /// Rows that may still be decoded of the prompts so far.
+    expected: usize,
     /// By block, then by array.
     stacks: Vec<Vec<Option<Stack>>>,
     /// Whether the rows that come are a prompt's.
@@ -60,14 +64,16 @@ impl DecoderMemory {
             outputs_only,
             prompts: Vec::new(),
             decoded: Vec::new(),
+            expected: 0,
             stacks: Vec::new(),
             in_prompt: false,
         }
     }
 
-    /// The next prefill is of the next prompt, of `rows` tokens, with so many samples.
-    pub fn begin_prompt(&mut self, rows: usize, samples: usize) {
+    /// The next prefill is of the next prompt, of `rows` tokens, with so many samples of at most `longest` tokens.
+    pub fn begin_prompt(&mut self, rows: usize, samples: usize, longest: usize) {
         self.take_room(rows);
+        self.expected += samples * longest.saturating_sub(1);
         self.in_prompt = true;
         self.prompts.push(Prompt { samples, rows, blocks: VecDeque::new() });
     }
@@ -106,19 +112,15 @@ impl DecoderMemory {
             return Ok(());
         }
         if self.stacks.len() == l {
-            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols()));
+            let piece = self.expected.clamp(1, PIECE);
+            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols(), piece));
             self.stacks.push(arrays.iter().map(stack).collect());
         }
         let stacks = self.stacks.get_mut(l).into_iter().flatten();
-        let pushed = stacks.zip(&arrays).try_for_each(|(stack, array)| match (stack, array) {
+        stacks.zip(&arrays).try_for_each(|(stack, array)| match (stack, array) {
             (Some(stack), Some(rows)) => stack.push(rows),
             _ => Ok(()),
-        });
-        if pushed.is_err() {
-            // A pass that computes everything takes no more than what is missing here.
-            self.take_room(usize::MAX);
-        }
-        Ok(())
+        })
     }
 
     /// What the blocks of a stream of just these prompts with all their samples computed, in the stream's order; nothing where
@@ -210,50 +212,14 @@ fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) ->
 struct Stack {
     cols: usize,
     rows: usize,
-    pieces: Vec<Piece>,
-}
-
-enum Piece {
-    Heap(Vec<f32>),
-    Mapped(MmapMut),
-}
-
-impl Piece {
-    /// From here on a piece goes back to the system, bytes. Holes of smaller ones are no loss, and mapping takes time.
-    const MAPPED: usize = 4 << 20;
-
-    fn new(len: usize) -> std::io::Result<Self> {
-        let bytes = len * size_of::<f32>();
-        if bytes < Self::MAPPED {
-            return Ok(Self::Heap(vec![0.0; len]));
-        }
-        let map = MmapMut::map_anon(bytes)?;
-        #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Self::Mapped(map))
-    }
-
-    fn numbers(&self) -> &[f32] {
-        match self {
-            Self::Heap(numbers) => numbers,
-            Self::Mapped(map) => bytemuck::cast_slice(&map[..]),
-        }
-    }
-
-    fn numbers_mut(&mut self) -> &mut [f32] {
-        match self {
-            Self::Heap(numbers) => numbers,
-            Self::Mapped(map) => bytemuck::cast_slice_mut(&mut map[..]),
-        }
-    }
+    /// Rows of a piece.
+    piece: usize,
+    pieces: Vec<Vec<f32>>,
 }
 
 impl Stack {
-    /// Rows of a piece.
-    const PIECE: usize = 256;
-
-    fn new(cols: usize) -> Self {
-        Self { cols, rows: 0, pieces: Vec::new() }
+    fn new(cols: usize, piece: usize) -> Self {
+        Self { cols, rows: 0, piece, pieces: Vec::new() }
     }
 
     fn push(&mut self, rows: &Rows) -> Result<()> {
@@ -261,21 +227,20 @@ impl Stack {
         let mut numbers =
             numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
         while !numbers.is_empty() {
-            let (piece, at) = (self.rows / Self::PIECE, self.rows % Self::PIECE);
+            let (piece, at) = (self.rows / self.piece, self.rows % self.piece);
             if piece == self.pieces.len() {
-                let new = Piece::new(Self::PIECE * self.cols);
-                self.pieces.push(new.map_err(ModelError::io("activations of completions"))?);
+                self.pieces.push(Vec::with_capacity(self.piece * self.cols));
             }
-            let count = (Self::PIECE - at).min(numbers.len() / self.cols);
+            let count = (self.piece - at).min(numbers.len() / self.cols);
             let (own, rest) = numbers.split_at(count * self.cols);
-            self.pieces[piece].numbers_mut()[at * self.cols..][..own.len()].copy_from_slice(own);
+            self.pieces[piece].extend_from_slice(own);
             (numbers, self.rows) = (rest, self.rows + count);
         }
         Ok(())
     }
 
     fn row(&self, row: usize) -> Option<&[f32]> {
-        let piece = self.pieces.get(row / Self::PIECE).filter(|_| row < self.rows)?;
-        piece.numbers().get(row % Self::PIECE * self.cols..)?.get(..self.cols)
+        let piece = self.pieces.get(row / self.piece)?;
+        piece.get(row % self.piece * self.cols..)?.get(..self.cols)
     }
 }

@@ -216,7 +216,8 @@ impl<'a> Generator<'a> {
         let mut cache = decoder.cache(prompt.ids.len(), request.num_samples, slot_rows, &pass)?;
         let x = self.model.embed_prompt(prompt, request.features)?;
         if let Some(memory) = memory.as_deref_mut() {
-            memory.begin_prompt(prompt.ids.len(), request.num_samples);
+            let longest = self.params.max_completion_length;
+            memory.begin_prompt(prompt.ids.len(), request.num_samples, longest);
         }
         let rope = decoder.rope_table(&prompt.positions);
         let hidden = decoder.prefill(x, &rope, &mut cache, &pass, memory)?;
