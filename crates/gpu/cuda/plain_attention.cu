@@ -128,7 +128,7 @@ KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse
 }
 
 /// A row that decodes: keys and values of its prompt (`[layer, row, keys | values]`), its own tokens, this one included, and its first
-/// page among `pages` (`[layer, PAGE rows, keys | values]` each).
+/// page among `pages` (`[layer, PAGE rows, keys | values]` each). A row that only fills up a batch has no tokens; zeros come out of it.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
 constexpr int SPLIT = 256, PAGE = 64;
 
@@ -136,6 +136,7 @@ constexpr int SPLIT = 256, PAGE = 64;
 KERNEL(append, (const Decode* rows, char* const* pages, int cache_bf16, Array qkv, int stride, int width, int layer)) {
     Decode it = rows[blockIdx.x];
     int own = it.length - 1;
+    if (own < 0) return;
     i64 to = (i64)(layer * PAGE + own % PAGE) * width, from = (i64)(blockIdx.x + 1) * stride - width;
     for (int j = threadIdx.x * 4; j < width; j += blockDim.x * 4)
         store4({pages[it.page + own / PAGE], cache_bf16}, to + j, to + width, load4(qkv, from + j, from + width));
@@ -179,5 +180,5 @@ KERNEL(decode_join, (Array out, const float* partial, i64 count, int parts, int 
         sum += at[1] * factor;
         acc += at[2 + i % d] * factor;
     }
-    store(out, i, acc / sum);
+    store(out, i, sum == 0 ? 0 : acc / sum);
 }

@@ -63,9 +63,10 @@ KERNEL(penalise, (float* logits, float* raw, const u32* offsets, const u32* ids,
         z[ids[i]] = x > 0 ? x / penalty : x * penalty;
     }
 }
-/// Takes tokens out of a row.
-KERNEL(forbid, (float* logits, const u32* rows, const u32* ids, int count, u32 vocab)) {
-    for (int i = threadIdx.x; i < count; i += blockDim.x) logits[(i64)rows[blockIdx.x] * vocab + ids[i]] = -INFINITY;
+/// Takes tokens out of the rows that say so.
+KERNEL(forbid, (float* logits, const u32* forbids, const u32* ids, int count, u32 vocab)) {
+    if (!forbids[blockIdx.x]) return;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) logits[(i64)blockIdx.x * vocab + ids[i]] = -INFINITY;
 }
 /// `lse` and `entropy` are those of the scoring temperature, before penalties.
 KERNEL_OF(256, 2, draw, (Drawn* out, const float* logits, const float* raw, const u32* offsets, const u32* ids, const double* uniforms, const float* lse, const float* entropy, Sampling p)) {

@@ -1,8 +1,10 @@
 //! Attention over an [`AttentionLayout`], on tensor cores where rows are bf16 and a head has 64, 72, 80 or 128 columns.
 
+use std::sync::Arc;
+
 use omnigrpo_kernels::attention::AttentionLayout;
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
 
 /// Heads of packed rows `[q heads | k heads | v heads]` of `d` columns each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,6 +173,13 @@ pub struct CachedGroup<'a> {
     pub completions: Vec<(Vec<&'a Array>, usize)>,
 }
 
+impl CachedGroup<'_> {
+    /// Rows and query heads that read the same keys.
+    fn pairs(&self, heads: Heads) -> usize {
+        self.completions.len() * (heads.q / heads.kv.max(1))
+    }
+}
+
 /// A row that decodes, as kernels read it.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -192,45 +201,101 @@ struct Pairs {
     none: u32,
 }
 
+/// How large the tables of a decoding step are: what its grids and the memory between its kernels depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DecodingSize {
+    /// Rows.
+    pub rows: usize,
+    tiles: usize,
+    /// Parts of the longest prompt, and of the longest completion.
+    parts: [usize; 2],
+}
+
+impl DecodingSize {
+    /// What these groups need.
+    #[must_use]
+    pub fn of(groups: &[CachedGroup], heads: Heads) -> Self {
+        let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
+        let completions = groups.iter().flat_map(|group| &group.completions);
+        Self {
+            rows: completions.clone().count(),
+            tiles: groups.iter().map(|group| group.pairs(heads).div_ceil(ROWS)).sum(),
+            parts: [
+                parts(&mut groups.iter().map(|group| group.prompt_rows)),
+                parts(&mut completions.map(|(_, length)| *length)),
+            ],
+        }
+    }
+
+    /// Pages of a row.
+    fn pages(self) -> usize {
+        self.parts[1] * (SPLIT / PAGE)
+    }
+
+    /// One of few sizes that has room for as much, with rows that continue nothing.
+    #[must_use]
+    pub fn rounded(self, rows: usize) -> Self {
+        Self { rows, tiles: self.tiles.next_power_of_two(), parts: self.parts.map(usize::next_power_of_two) }
+    }
+}
+
 /// What the rows of a decoding step read, on a device: made once for a step and read by every layer.
 #[derive(Debug)]
 pub struct Decoding {
     rows: Array,
     pages: Array,
     tiles: Array,
-    /// Rows, tiles, parts of the longest prompt, and parts of the longest completion.
-    counts: [usize; 4],
+    size: DecodingSize,
 }
 
 impl Decoding {
     /// For rows in the order of groups and their completions.
     #[must_use]
     pub fn new(gpu: &Gpu, groups: &[CachedGroup], heads: Heads) -> Self {
+        let (mut pack, size) = (Pack::default(), DecodingSize::of(groups, heads));
+        let at = Self::pack(&mut pack, groups, heads, size);
+        Self::over(&pack.upload(gpu), at, size)
+    }
+
+    /// Packs the tables, of a size with room for them; where each begins.
+    #[must_use]
+    pub fn pack(pack: &mut Pack, groups: &[CachedGroup], heads: Heads, size: DecodingSize) -> [usize; 3] {
         let words = |at: u64| [at as u32, (at >> 32) as u32];
-        let (mut rows, mut pages, mut tiles) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rows, mut tiles) = (Vec::with_capacity(size.rows + 1), Vec::with_capacity(size.tiles));
+        let mut pages = vec![0u64; size.rows * size.pages()];
         for group in groups {
             let first = rows.len();
             for (own, length) in &group.completions {
+                let page = rows.len() * size.pages();
                 rows.push(Row {
                     prompt: words(group.prompt.place(0)),
                     prompt_rows: group.prompt_rows as u32,
                     length: *length as u32,
-                    page: pages.len() as u32,
+                    page: page as u32,
                     none: 0,
                 });
-                pages.extend(own.iter().map(|page| page.place(0)));
+                pages[page..].iter_mut().zip(own).for_each(|(to, page)| *to = page.place(0));
             }
-            let pairs = group.completions.len() * (heads.q / heads.kv.max(1));
+            let pairs = group.pairs(heads) as u32;
             let rows = [first as u32, rows.len() as u32];
-            tiles.extend((0..pairs as u32).step_by(ROWS).map(|first| Pairs { rows, first, none: 0 }));
+            tiles.extend((0..pairs).step_by(ROWS).map(|first| Pairs { rows, first, none: 0 }));
         }
-        let parts = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0).div_ceil(SPLIT);
-        let prompts = parts(&mut groups.iter().map(|group| group.prompt_rows));
-        let own = parts(&mut groups.iter().flat_map(|group| group.completions.iter().map(|(_, len)| *len)));
-        let counts = [rows.len(), tiles.len(), prompts, own];
-        let [rows, pages, tiles] =
-            [gpu.upload_words(&rows), gpu.upload_words(&pages), gpu.upload_words(&tiles)];
-        Self { rows, pages, tiles, counts }
+        // One more row than a batch has, for tiles without rows to read.
+        rows.resize(size.rows + 1, bytemuck::Zeroable::zeroed());
+        tiles.resize(size.tiles, Pairs { rows: [size.rows as u32; 2], first: 0, none: 0 });
+        [pack.add(&rows), pack.add(&pages), pack.add(&tiles)]
+    }
+
+    /// The tables that were packed into `whole`.
+    #[must_use]
+    pub fn over(whole: &Arc<Array>, [rows, pages, tiles]: [usize; 3], size: DecodingSize) -> Self {
+        let words = |first, bytes| Array::part(whole, first, bytes / 4);
+        Self {
+            rows: words(rows, (size.rows + 1) * size_of::<Row>()),
+            pages: words(pages, size.rows * size.pages() * size_of::<u64>()),
+            tiles: words(tiles, size.tiles * size_of::<Pairs>()),
+            size,
+        }
     }
 }
 
@@ -334,7 +399,7 @@ impl Gpu {
     #[must_use]
     pub fn attend_cached(&self, qkv: &Array, decoding: &Decoding, layer: usize, heads: Heads) -> Array {
         let Heads { q, kv, d } = heads;
-        let [rows, tiles, prompt_parts, own_parts] = decoding.counts;
+        let DecodingSize { rows, tiles, parts: [prompt_parts, own_parts] } = decoding.size;
         let parts = prompt_parts + own_parts;
         let (table, pages) = (decoding.rows.pointer(), decoding.pages.pointer());
         let int = |n: usize| Arg::Int(n as i32);

@@ -30,6 +30,16 @@ pub(crate) struct Cuda {
     blas: Blas,
 }
 
+/// Recorded work that can be run.
+#[derive(Clone, Copy)]
+pub(crate) struct Recorded(sys::CUgraphExec);
+
+// SAFETY: the driver asks that calls with one graph do not overlap: running is behind the stream's order, destroying behind
+// ownership.
+unsafe impl Send for Recorded {}
+// SAFETY: as above.
+unsafe impl Sync for Recorded {}
+
 // SAFETY: the driver's handles may be used by any thread whose current context is theirs, which `enter` sees to; tables
 // are behind locks.
 unsafe impl Send for Cuda {}
@@ -38,6 +48,17 @@ unsafe impl Sync for Cuda {}
 
 fn said(call: &'static str) -> impl Fn(result::DriverError) -> Error {
     move |error| Error::Driver { call, what: error.to_string() }
+}
+
+/// What a call that takes memory says.
+fn memory_or(call: &'static str, wanted: usize) -> impl Fn(result::DriverError) -> Error {
+    move |error| match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            let (free, total) = result::mem_get_info().unwrap_or_default();
+            Error::Memory { wanted, free, total }
+        }
+        _ => said(call)(error),
+    }
 }
 
 /// A card, as the driver describes it.
@@ -185,13 +206,8 @@ impl Cuda {
     pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::malloc_async(self.stream, bytes.max(1)) }.map_err(|error| {
-            let (free, total) = result::mem_get_info().unwrap_or_default();
-            match error.0 {
-                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::Memory { wanted: bytes, free, total },
-                _ => said("cuMemAllocAsync")(error),
-            }
-        })
+        unsafe { result::malloc_async(self.stream, bytes.max(1)) }
+            .map_err(memory_or("cuMemAllocAsync", bytes))
     }
 
     pub(crate) fn free(&self, at: u64) -> Result<()> {
@@ -217,6 +233,38 @@ impl Cuda {
         // SAFETY: the array has as many bytes; the copy is waited for.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream) }.map_err(said("cuMemcpyDtoHAsync"))?;
         self.synchronize()
+    }
+
+    /// From here on the stream's work is recorded, not done. Other threads' calls are their own business; this one's may not wait.
+    pub(crate) fn begin_capture(&self) -> Result<()> {
+        self.enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(said("cuStreamBeginCapture"))
+    }
+
+    /// What was recorded, ready to run.
+    pub(crate) fn end_capture(&self) -> Result<Recorded> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`; the graph is destroyed once, after what runs was made of it.
+        unsafe {
+            let graph = result::stream::end_capture(self.stream).map_err(said("cuStreamEndCapture"))?;
+            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            result::graph::destroy(graph).map_err(said("cuGraphDestroy"))?;
+            made.map(Recorded).map_err(memory_or("cuGraphInstantiate", 0))
+        }
+    }
+
+    pub(crate) fn replay(&self, Recorded(graph): Recorded) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the graph is one of this card's and alive, as is what it reads and writes: `Graph` holds both.
+        unsafe { result::graph::launch(graph, self.stream) }.map_err(memory_or("cuGraphLaunch", 0))
+    }
+
+    pub(crate) fn forget(&self, Recorded(graph): Recorded) -> Result<()> {
+        self.enter()?;
+        // SAFETY: as above; it is not used again. The driver waits for a run under way.
+        unsafe { result::graph::exec_destroy(graph) }.map_err(said("cuGraphExecDestroy"))
     }
 
     pub(crate) fn product(&self, product: &Product) -> Result<()> {

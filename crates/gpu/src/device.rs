@@ -1,6 +1,6 @@
 //! A device: memory, launches, products.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use half::bf16;
 
@@ -8,6 +8,7 @@ use crate::cuda::Cuda;
 #[cfg(feature = "emulator")]
 use crate::emulated::Emulated;
 use crate::error::{Error, Result};
+use crate::graph::{Blocks, Scope};
 use crate::product::Product;
 
 /// How numbers are stored.
@@ -30,7 +31,7 @@ impl Dtype {
     }
 }
 
-enum Driver {
+pub(crate) enum Driver {
     Cuda(Box<Cuda>),
     #[cfg(feature = "emulator")]
     Emulated(Emulated),
@@ -46,6 +47,9 @@ pub struct Gpu(Arc<Inner>);
 struct Inner {
     driver: Driver,
     failure: Mutex<Option<Error>>,
+    /// Held by who has the device to itself; all others pass it for each call of the driver.
+    door: RwLock<()>,
+    scope: Mutex<Option<Scope>>,
 }
 
 /// What a kernel receives.
@@ -113,6 +117,7 @@ impl Arg {
 }
 
 /// The arguments of a launch, as `cuLaunchKernel` takes them.
+#[derive(Clone)]
 pub(crate) struct Args {
     values: Vec<[u64; 4]>,
     #[cfg_attr(
@@ -182,7 +187,12 @@ impl Gpu {
     }
 
     fn over(driver: Driver) -> Self {
-        Self(Arc::new(Inner { driver, failure: Mutex::new(None) }))
+        Self(Arc::new(Inner {
+            driver,
+            failure: Mutex::default(),
+            door: RwLock::default(),
+            scope: Mutex::default(),
+        }))
     }
 
     /// The name of the card.
@@ -214,29 +224,81 @@ impl Gpu {
         }
     }
 
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.0.driver
+    }
+
+    pub(crate) fn door(&self) -> &RwLock<()> {
+        &self.0.door
+    }
+
+    pub(crate) fn scope(&self) -> MutexGuard<'_, Option<Scope>> {
+        self.0.scope.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no other thread has the device to itself. Held for a call of the driver, and no longer.
+    pub(crate) fn enter(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        let own = self.scope().as_ref().is_some_and(|scope| scope.thread == std::thread::current().id());
+        (!own).then(|| self.0.door.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Uploads to and reads from an emulator since it was opened.
+    #[cfg(feature = "emulator")]
+    #[must_use]
+    pub fn traffic(&self) -> Option<[u64; 2]> {
+        match &self.0.driver {
+            Driver::Cuda(_) => None,
+            Driver::Emulated(emulated) => Some(emulated.traffic()),
+        }
+    }
+
+    /// Rows of a batch that has room for `rows`: one of few numbers, so that a graph serves many batches. Kernels for few rows go
+    /// through 8 at least and 64 at most; on the emulator every row takes its time.
+    #[must_use]
+    pub fn batch_of(&self, rows: usize) -> usize {
+        let unit = match &self.0.driver {
+            Driver::Cuda(_) => 8,
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(_) => 2,
+        };
+        match rows.div_ceil(unit) {
+            units @ 0..=8 => units.next_power_of_two() * unit,
+            units => units.next_multiple_of(8) * unit,
+        }
+    }
+
     /// Waits for queued work and says whether all of it was done.
     ///
     /// # Errors
     /// The first failure of this device.
     pub fn check(&self) -> Result<()> {
-        match &self.0.driver {
-            Driver::Cuda(cuda) => self.note(cuda.synchronize()),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(_) => None,
-        };
+        if !self.refuses(|| "waits for its own results".into()) {
+            let _entered = self.enter();
+            match &self.0.driver {
+                Driver::Cuda(cuda) => self.note(cuda.synchronize()),
+                #[cfg(feature = "emulator")]
+                Driver::Emulated(_) => None,
+            };
+        }
+        self.healthy()
+    }
+
+    /// Whether nothing has failed yet, as far as is known.
+    pub(crate) fn healthy(&self) -> Result<()> {
         self.failure().clone().map_or(Ok(()), Err)
     }
 
-    fn failure(&self) -> std::sync::MutexGuard<'_, Option<Error>> {
+    fn failure(&self) -> MutexGuard<'_, Option<Error>> {
         self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the first error.
-    fn note<T>(&self, result: Result<T>) -> Option<T> {
-        result.map_err(|error| self.failure().get_or_insert(error).clone()).ok()
+    /// Keeps the first error: with what is being recorded, where this thread records, else with the device.
+    pub(crate) fn note<T>(&self, result: Result<T>) -> Option<T> {
+        let failed = |error| self.refuse(error).map(|error| self.failure().get_or_insert(error).clone());
+        result.map_err(failed).ok()
     }
 
-    fn failed(&self) -> bool {
+    pub(crate) fn failed(&self) -> bool {
         self.failure().is_some()
     }
 
@@ -244,13 +306,34 @@ impl Gpu {
     #[must_use]
     pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
         let bytes = len * dtype.size();
-        let at = match &self.0.driver {
-            _ if self.failed() => None,
-            Driver::Cuda(cuda) => self.note(cuda.alloc(bytes)),
-            #[cfg(feature = "emulator")]
-            Driver::Emulated(emulated) => self.note(emulated.alloc(bytes)),
+        let (at, memory) = match self.from_arena(bytes) {
+            _ if self.failed() => (None, Memory::Own),
+            Some((at, blocks)) => (self.note(at), Memory::Arena(blocks)),
+            None => (self.note(self.driver_alloc(bytes)), Memory::Own),
         };
-        Array { gpu: self.clone(), at: at.unwrap_or(0), len, dtype }
+        Array { gpu: self.clone(), at: at.unwrap_or(0), len, dtype, memory }
+    }
+
+    pub(crate) fn driver_alloc(&self, bytes: usize) -> Result<u64> {
+        let _entered = self.enter();
+        match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.alloc(bytes),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.alloc(bytes),
+        }
+    }
+
+    /// Gives back what [`Self::driver_alloc`] gave.
+    pub(crate) fn free(&self, at: u64, bytes: usize) {
+        if self.puts_off(at, bytes) {
+            return;
+        }
+        let _entered = self.enter();
+        self.note(match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.free(at),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.free(at, bytes),
+        });
     }
 
     /// Zeros.
@@ -267,6 +350,7 @@ impl Gpu {
         if bytes == 0 || self.failed() {
             return;
         }
+        let _entered = self.enter();
         self.note(match &self.0.driver {
             Driver::Cuda(cuda) => cuda.clear(at, bytes),
             #[cfg(feature = "emulator")]
@@ -295,23 +379,41 @@ impl Gpu {
 
     fn upload_bytes(&self, bytes: &[u8], len: usize, dtype: Dtype) -> Array {
         let array = self.alloc(len, dtype);
-        if array.at != 0 && !bytes.is_empty() && !self.failed() {
-            self.note(match &self.0.driver {
-                Driver::Cuda(cuda) => cuda.write(array.at, bytes),
-                #[cfg(feature = "emulator")]
-                Driver::Emulated(emulated) => emulated.write(array.at, bytes),
-            });
-        }
+        self.write(array.at, bytes);
         array
+    }
+
+    /// Replaces the first words of an array, in one copy, behind the work that is queued by then.
+    pub fn write_words(&self, array: &Array, words: &[u32]) {
+        let words = &words[..words.len().min(array.num_bytes() / 4)];
+        self.write(array.at, bytemuck::cast_slice(words));
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) {
+        let count = bytes.len();
+        if at == 0
+            || count == 0
+            || self.failed()
+            || self.refuses(|| format!("brings {count} bytes of the host"))
+        {
+            return;
+        }
+        let _entered = self.enter();
+        self.note(match &self.0.driver {
+            Driver::Cuda(cuda) => cuda.write(at, bytes),
+            #[cfg(feature = "emulator")]
+            Driver::Emulated(emulated) => emulated.write(at, bytes),
+        });
     }
 
     /// Fills `to` from device memory, or with bytes of ones (NaN) after a failure.
     fn read(&self, at: u64, to: &mut [u8]) {
         let done = if to.is_empty() {
             true
-        } else if at == 0 || self.failed() {
+        } else if at == 0 || self.failed() || self.refuses(|| format!("reads {} bytes", to.len())) {
             false
         } else {
+            let _entered = self.enter();
             let result = match &self.0.driver {
                 Driver::Cuda(cuda) => cuda.read(at, to),
                 #[cfg(feature = "emulator")]
@@ -337,6 +439,7 @@ impl Gpu {
         }
         let (values, sizes) = args.iter().map(|arg| arg.encode()).unzip();
         let mut args = Args { values, sizes };
+        let _entered = self.enter();
         self.note(match &self.0.driver {
             Driver::Cuda(cuda) => cuda.launch(launch, &mut args),
             #[cfg(feature = "emulator")]
@@ -363,11 +466,12 @@ impl Gpu {
         if self.failed() || product.m == 0 || product.n == 0 {
             return;
         }
+        let _entered = self.enter();
         self.note(match &self.0.driver {
             Driver::Cuda(cuda) => cuda.product(product),
             #[cfg(feature = "emulator")]
             Driver::Emulated(emulated) => {
-                emulated.product(product);
+                emulated.product(*product);
                 Ok(())
             }
         });
@@ -387,9 +491,65 @@ pub struct Array {
     at: u64,
     len: usize,
     dtype: Dtype,
+    memory: Memory,
+}
+
+/// Descriptions of the host that go to a device in one copy, each at a multiple of 16 bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Pack(Vec<u32>);
+
+impl Pack {
+    /// Adds plain data of whole words; the word at which it begins.
+    pub fn add<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> usize {
+        let first = self.0.len();
+        let bytes: &[u8] = bytemuck::cast_slice(data);
+        self.0.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<u32>));
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+        first
+    }
+
+    /// All words.
+    #[must_use]
+    pub fn words(&self) -> &[u32] {
+        &self.0
+    }
+
+    /// An array of them.
+    #[must_use]
+    pub fn upload(&self, gpu: &Gpu) -> Arc<Array> {
+        Arc::new(gpu.upload_words(&self.0))
+    }
+}
+
+/// Whose the memory of an array is.
+#[derive(Debug)]
+enum Memory {
+    Own,
+    /// A block of an arena.
+    Arena(Arc<Blocks>),
+    /// A part of another array.
+    Part {
+        _of: Arc<Array>,
+    },
 }
 
 impl Array {
+    /// `len` words of `whole`, the first of which is a multiple of 4, as an array of its own.
+    #[must_use]
+    pub fn part(whole: &Arc<Self>, first: usize, len: usize) -> Self {
+        let words = whole.num_bytes() / 4;
+        debug_assert!(first + len <= words && first.is_multiple_of(4), "{len} words from {first} of {words}");
+        let len = len.min(words.saturating_sub(first));
+        let at = if whole.at == 0 { 0 } else { whole.at + 4 * first as u64 };
+        let memory = Memory::Part { _of: Arc::clone(whole) };
+        Self { gpu: whole.gpu.clone(), at, len, dtype: Dtype::F32, memory }
+    }
+
+    /// Its bytes.
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
     /// Where they are.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
@@ -465,15 +625,11 @@ impl Array {
 
 impl Drop for Array {
     fn drop(&mut self) {
-        if self.at != 0 {
-            let bytes = self.len * self.dtype.size();
-            let freed = match &self.gpu.0.driver {
-                Driver::Cuda(cuda) => cuda.free(self.at),
-                #[cfg(feature = "emulator")]
-                Driver::Emulated(emulated) => emulated.free(self.at, bytes),
-            };
-            let _ = bytes;
-            self.gpu.note(freed);
+        match &self.memory {
+            _ if self.at == 0 => {}
+            Memory::Own => self.gpu.free(self.at, self.num_bytes()),
+            Memory::Arena(blocks) => blocks.give_back(self.at),
+            Memory::Part { .. } => {}
         }
     }
 }

@@ -5,6 +5,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::device::{Args, Dtype, Launch};
 use crate::error::{Error, Result};
@@ -62,9 +63,25 @@ pub(crate) struct Emulated {
     memory: usize,
     used: AtomicUsize,
     launches: AtomicU64,
+    /// Uploads and reads.
+    traffic: [AtomicU64; 2],
+    /// Calls that are recorded instead of done.
+    recording: Mutex<Option<Vec<Call>>>,
     launch: LaunchFn,
     product: ProductFn,
     _library: Option<libloading::Library>,
+}
+
+/// A recorded call.
+pub(crate) enum Call {
+    Launch(Launch, Args),
+    Product(Product),
+    /// Fills bytes with a value: zeros, or the ones of an array that begins undefined.
+    Fill {
+        at: u64,
+        bytes: usize,
+        with: u8,
+    },
 }
 
 const PAGE: usize = 4096;
@@ -84,6 +101,8 @@ impl Emulated {
             memory,
             used: AtomicUsize::new(0),
             launches: AtomicU64::new(0),
+            traffic: Default::default(),
+            recording: Mutex::default(),
             launch: emulated_launch,
             product: emulated_product,
             _library: None,
@@ -161,25 +180,83 @@ impl Emulated {
         }
     }
 
-    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the callers' ranges lie in arrays from `alloc`.
-        unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes) };
+    /// Uploads and reads.
+    pub(crate) fn traffic(&self) -> [u64; 2] {
+        [0, 1].map(|i| self.traffic[i].load(Ordering::Relaxed))
+    }
+
+    fn recording(&self) -> MutexGuard<'_, Option<Vec<Call>>> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn begin_capture(&self) {
+        *self.recording() = Some(Vec::new());
+    }
+
+    pub(crate) fn end_capture(&self) -> Vec<Call> {
+        self.recording().take().unwrap_or_default()
+    }
+
+    /// Records a call, if calls are recorded, or gives it back.
+    fn record(&self, call: Call) -> Option<Call> {
+        match self.recording().as_mut() {
+            Some(calls) => {
+                calls.push(call);
+                None
+            }
+            None => Some(call),
+        }
+    }
+
+    pub(crate) fn replay(&self, calls: &[Call]) -> Result<()> {
+        for call in calls {
+            match call {
+                Call::Launch(launch, args) => self.run(*launch, &mut args.clone())?,
+                Call::Product(product) => self.multiply(product),
+                Call::Fill { at, bytes, with } => fill(*at, *bytes, *with),
+            }
+        }
         Ok(())
     }
 
+    pub(crate) fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+        self.fill(at, bytes, 0);
+        Ok(())
+    }
+
+    /// Makes numbers NaN.
+    pub(crate) fn poison(&self, at: u64, bytes: usize) {
+        self.fill(at, bytes, 0xff);
+    }
+
+    fn fill(&self, at: u64, bytes: usize, with: u8) {
+        if self.record(Call::Fill { at, bytes, with }).is_some() {
+            fill(at, bytes, with);
+        }
+    }
+
     pub(crate) fn write(&self, at: u64, from: &[u8]) -> Result<()> {
-        // SAFETY: as above.
+        self.traffic[0].fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the callers' ranges lie in arrays from `alloc`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at as *mut u8, from.len()) };
         Ok(())
     }
 
     pub(crate) fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        self.traffic[1].fetch_add(1, Ordering::Relaxed);
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(at as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     pub(crate) fn launch(&self, launch: Launch, args: &mut Args) -> Result<()> {
+        match self.record(Call::Launch(launch, args.clone())) {
+            Some(_) => self.run(launch, args),
+            None => Ok(()),
+        }
+    }
+
+    fn run(&self, launch: Launch, args: &mut Args) -> Result<()> {
         let (file, name) = launch.file_and_name();
         let fail = |what: String| Err(Error::Launch { kernel: launch.kernel.into(), what });
         let (Ok(file), Ok(name)) = (CString::new(file), CString::new(name)) else {
@@ -212,7 +289,13 @@ impl Emulated {
         fail(unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
     }
 
-    pub(crate) fn product(&self, p: &Product) {
+    pub(crate) fn product(&self, product: Product) {
+        if self.record(Call::Product(product)).is_some() {
+            self.multiply(&product);
+        }
+    }
+
+    fn multiply(&self, p: &Product) {
         let operand = |f: Factor| Operand {
             at: f.at,
             ld: f.ld as i64,
@@ -226,4 +309,9 @@ impl Emulated {
             (self.product)(m, n, k, &operand(p.a), &operand(p.b), p.c, p.ldc as i64, bf16, i32::from(p.adds));
         }
     }
+}
+
+fn fill(at: u64, bytes: usize, with: u8) {
+    // SAFETY: the callers' ranges lie in arrays from `alloc`.
+    unsafe { std::ptr::write_bytes(at as *mut u8, with, bytes) };
 }

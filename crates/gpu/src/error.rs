@@ -86,6 +86,12 @@ pub enum Error {
         /// What the driver said.
         what: String,
     },
+    /// Work that cannot be recorded, or a record that cannot be run.
+    #[error("work that is recorded to run again {what}")]
+    Capture {
+        /// What it does that a record cannot do.
+        what: String,
+    },
     /// A product for which cuBLASLt has no algorithm, or which failed.
     #[error("product {m}×{n}×{k}: {what}")]
     Product {

@@ -1,6 +1,7 @@
 //! The output head in pieces of the vocabulary: there is never a matrix `[rows, vocabulary]`.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::device::{Arg, Array, Dtype, Gpu};
 use crate::linear::Weight;
@@ -23,6 +24,12 @@ impl Marks {
             tokens: gpu.upload_words(tokens),
             bounds: offsets.to_vec(),
         }
+    }
+
+    /// No tokens of `rows` rows, from an array of as many zeros and one.
+    pub(crate) fn none(zeros: &Arc<Array>, first: usize, rows: usize) -> Self {
+        let [offsets, tokens] = [rows + 1, 0].map(|len| Array::part(zeros, first, len));
+        Self { offsets, tokens, bounds: vec![0; rows + 1] }
     }
 
     fn rows(&self) -> usize {

@@ -1,6 +1,9 @@
 //! Drawing tokens from rows of logits.
 
-use crate::device::{Arg, Array, Dtype, Gpu, Launch};
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::device::{Arg, Array, Dtype, Gpu, Launch, Pack};
 use crate::head::Marks;
 
 /// How tokens are drawn; see `cuda/sample.cu`.
@@ -44,6 +47,103 @@ pub struct Drawn {
     pub entropy: f32,
 }
 
+/// How large the descriptions of a draw are: what its kernels and their memory depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DrawSize {
+    /// Rows.
+    pub rows: usize,
+    /// Room for tokens that the penalty concerns, of all rows.
+    pub seen: usize,
+    /// Whether some row cannot draw everything.
+    pub forbids: bool,
+}
+
+impl DrawSize {
+    /// What these rows need.
+    #[must_use]
+    pub fn of(rows: &[Row], sampling: &Sampling) -> Self {
+        let seen = if sampling.penalises() { rows.iter().map(|row| row.seen.len()).sum() } else { 0 };
+        Self { rows: rows.len(), seen, forbids: rows.iter().any(|row| row.forbids) }
+    }
+
+    /// One of few sizes that has room for as much, with rows that nobody reads.
+    #[must_use]
+    pub fn rounded(self, rows: usize) -> Self {
+        let seen = if self.seen == 0 { 0 } else { self.seen.next_power_of_two() };
+        Self { rows, seen, ..self }
+    }
+}
+
+impl Sampling {
+    fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0
+    }
+}
+
+/// What rows are drawn with, on a device.
+#[derive(Debug)]
+pub struct Draws {
+    whole: Arc<Array>,
+    at: DrawPlaces,
+    size: DrawSize,
+}
+
+/// Where in a [`Pack`] they are.
+#[derive(Clone, Debug)]
+pub struct DrawPlaces {
+    zeros: usize,
+    uniforms: usize,
+    offsets: usize,
+    seen: usize,
+    forbids: usize,
+    forbidden: Range<usize>,
+}
+
+impl Draws {
+    /// Packs what rows are drawn with, and rows behind them up to `size`. Tokens beyond `vocab` are left out.
+    #[must_use]
+    pub fn pack(
+        pack: &mut Pack,
+        rows: &[Row],
+        size: DrawSize,
+        sampling: &Sampling,
+        forbidden: &[u32],
+        vocab: usize,
+    ) -> DrawPlaces {
+        let (mut offsets, mut seen) = (vec![0], Vec::new());
+        for row in rows {
+            if sampling.penalises() {
+                seen.extend(row.seen.iter().copied().filter(|&id| (id as usize) < vocab));
+            }
+            offsets.push(seen.len() as u32);
+        }
+        offsets.resize(size.rows + 1, seen.len() as u32);
+        seen.resize(size.seen, 0);
+        let mut uniforms: Vec<f64> = rows.iter().map(|row| row.uniform).collect();
+        uniforms.resize(size.rows, 0.0);
+        let mut forbids: Vec<u32> = rows.iter().map(|row| u32::from(row.forbids)).collect();
+        forbids.resize(size.rows, 0);
+        let forbidden: Vec<u32> = forbidden.iter().copied().filter(|&id| (id as usize) < vocab).collect();
+        DrawPlaces {
+            zeros: pack.add(&vec![0u32; size.rows + 1]),
+            uniforms: pack.add(&uniforms),
+            offsets: pack.add(&offsets),
+            seen: pack.add(&seen),
+            forbids: pack.add(&forbids),
+            forbidden: {
+                let first = pack.add(&forbidden);
+                first..first + forbidden.len()
+            },
+        }
+    }
+
+    /// Those that were packed into `whole`.
+    #[must_use]
+    pub fn over(whole: &Arc<Array>, at: DrawPlaces, size: DrawSize) -> Self {
+        Self { whole: Arc::clone(whole), at, size }
+    }
+}
+
 impl Gpu {
     /// Draws a token from each row of `logits [rows, vocab]` in f32, which penalties change. Rows that say so cannot draw
     /// `forbidden`. Waits for queued work.
@@ -56,57 +156,74 @@ impl Gpu {
         rows: &[Row],
         forbidden: &[u32],
     ) -> Vec<Drawn> {
-        let none = Marks::new(self, &vec![0; rows.len() + 1], &[]);
+        let (mut pack, size) = (Pack::default(), DrawSize::of(rows, sampling));
+        let at = Draws::pack(&mut pack, rows, size, sampling, forbidden, vocab);
+        let draws = Draws::over(&pack.upload(self), at, size);
+        let mut out = self.drawn(rows.len());
+        self.draw(&mut out, 0, logits, vocab, sampling, &draws);
+        self.read_drawn(&out)
+    }
+
+    /// Room for the tokens that `rows` rows draw.
+    #[must_use]
+    pub fn drawn(&self, rows: usize) -> Array {
+        self.alloc(4 * rows, Dtype::F32)
+    }
+
+    /// The tokens that were drawn. Waits for queued work.
+    #[must_use]
+    pub fn read_drawn(&self, out: &Array) -> Vec<Drawn> {
+        let drawn = |[id, rest @ ..]: [u32; 4]| {
+            let [logprob, sampler_logprob, entropy] = rest.map(f32::from_bits);
+            Drawn { id, logprob, sampler_logprob, entropy }
+        };
+        out.words::<[u32; 4]>().into_iter().map(drawn).collect()
+    }
+
+    /// Queues the draw of a token from each row of `logits`, as [`Self::sample`]; they are rows `first..` of `draws` and `out`.
+    pub fn draw(
+        &self,
+        out: &mut Array,
+        first: usize,
+        logits: &mut Array,
+        vocab: usize,
+        sampling: &Sampling,
+        draws: &Draws,
+    ) {
+        let Draws { whole, at, size } = draws;
+        let rows = (logits.len() / vocab.max(1)).min(size.rows.saturating_sub(first));
+        let none = Marks::none(whole, at.zeros, rows);
         let [_, entropy, lse] = self.score_logits(logits, vocab, &none, sampling.scoring_temperature);
-        let (mut offsets, mut seen) = (vec![0], Vec::new());
-        let penalised = sampling.repetition_penalty != 1.0;
-        for row in rows {
-            if penalised {
-                seen.extend(row.seen.iter().copied().filter(|&id| (id as usize) < vocab));
-            }
-            offsets.push(seen.len() as u32);
-        }
-        let [offsets, ids] = [&offsets, &seen].map(|words| self.upload_words(words));
-        let raw = self.alloc(seen.len(), Dtype::F32);
+        let penalised = sampling.penalises();
+        let word = |word: usize| Arg::Pointer(whole.place(word));
+        let (offsets, ids) = (word(at.offsets + first), word(at.seen));
+        let raw = self.alloc(size.seen, Dtype::F32);
         let vocab_arg = Arg::Unsigned(vocab as u32);
-        let block = |kernel, rows| Launch { kernel, grid: [rows, 1, 1], threads: 256, shared: 0 };
+        let block = |kernel| Launch { kernel, grid: [rows, 1, 1], threads: 256, shared: 0 };
         if penalised {
             let penalty = Arg::Float(sampling.repetition_penalty);
-            let args =
-                [logits.pointer(), raw.pointer(), offsets.pointer(), ids.pointer(), vocab_arg, penalty];
-            self.launch(block("sample/penalise", rows.len()), &args);
+            let args = [logits.pointer(), raw.pointer(), offsets, ids, vocab_arg, penalty];
+            self.launch(block("sample/penalise"), &args);
         }
-        let short: Vec<u32> = (0u32..).zip(rows).filter(|(_, row)| row.forbids).map(|(i, _)| i).collect();
-        let forbidden: Vec<u32> = forbidden.iter().copied().filter(|&id| (id as usize) < vocab).collect();
-        let [short_at, forbidden_at] = [&short, &forbidden].map(|words| self.upload_words(words));
-        let count = Arg::Int(forbidden.len() as i32);
-        let args = [logits.pointer(), short_at.pointer(), forbidden_at.pointer(), count, vocab_arg];
-        self.launch(block("sample/forbid", short.len()), &args);
-        let uniforms: Vec<f64> = rows.iter().map(|row| row.uniform).collect();
-        let uniforms = self.upload_words(&uniforms);
-        let out = self.alloc(4 * rows.len(), Dtype::F32);
+        if size.forbids && !at.forbidden.is_empty() {
+            let count = Arg::Int(at.forbidden.len() as i32);
+            let (forbids, forbidden) = (word(at.forbids + first), word(at.forbidden.start));
+            self.launch(block("sample/forbid"), &[logits.pointer(), forbids, forbidden, count, vocab_arg]);
+        }
         let Sampling { temperature, top_p, top_k, min_p, scoring_temperature, .. } = *sampling;
         let [temperature, top_p, min_p, scoring] =
             [temperature, top_p, min_p, scoring_temperature].map(f32::to_bits);
         let args = [
-            out.pointer(),
+            Arg::Pointer(out.place(4 * first)),
             logits.pointer(),
             if penalised { raw.pointer() } else { Arg::NULL },
-            offsets.pointer(),
-            ids.pointer(),
-            uniforms.pointer(),
+            offsets,
+            ids,
+            word(at.uniforms + 2 * first),
             lse.pointer(),
             entropy.pointer(),
             Arg::fields(&[temperature, top_p, min_p, scoring, top_k as u32, vocab as u32]),
         ];
-        self.launch(block("sample/draw", rows.len()), &args);
-        // The one copy to the host.
-        out.words::<[u32; 4]>()
-            .into_iter()
-            .map(|[id, rest @ ..]| {
-                let [logprob, sampler_logprob, entropy] = rest.map(f32::from_bits);
-                Drawn { id, logprob, sampler_logprob, entropy }
-            })
-            .collect()
+        self.launch(block("sample/draw"), &args);
     }
 }

@@ -10,8 +10,9 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeRows, ExpertLinear, GroupCache, Host, Index, Layout, Linear, Norm,
-    Param, Part, Pass, RopeTable, Rows, Scores, Tape, Targets, Var, embed, embed_backward,
+    AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Draw, DrawFrom, ExpertLinear, GroupCache, Host,
+    Index, Layout, Linear, Norm, Param, Part, Pass, Replays, RopeTable, Rows, Sampler, Scores, Tape, Targets,
+    Var, embed, embed_backward,
 };
 
 use crate::block::{Block, BlockPass, Mlp, NormOrder, QkNorm};
@@ -396,7 +397,7 @@ impl Decoder {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(ModelError::shape(format!("token id {id} is outside the vocabulary of {vocab}")));
         }
-        Ok(embed(pass.device, &self.embed, ids)?)
+        Ok(embed(pass.device, &self.embed, &ids.to_vec().into())?)
     }
 
     /// Adds the gradient of [`Self::embed`] to the embedding's.
@@ -504,7 +505,21 @@ impl Decoder {
         &self,
         x: Rows,
         rope: &Arc<RopeTable>,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
+        pass: &Pass,
+        memory: Option<&mut DecoderMemory>,
+    ) -> Result<Rows> {
+        let x = self.decode_blocks(x, rope, batch, pass, memory)?;
+        batch.advance();
+        Ok(x)
+    }
+
+    /// [`Self::decode`] but for counting the token in the caches.
+    fn decode_blocks(
+        &self,
+        x: Rows,
+        rope: &Arc<RopeTable>,
+        batch: &mut DecodeBatch,
         pass: &Pass,
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<Rows> {
@@ -514,16 +529,23 @@ impl Decoder {
         let mut x = x;
         for (l, block) in self.blocks.iter().enumerate() {
             let block = BlockPass::new(block, &pass, Some(rope), &none, None);
-            let (y, kept) = block.run(&x, |qkv| heads.attend_cached(qkv, l, groups))?;
+            let (y, kept) = block.run(&x, |qkv| heads.attend_cached(qkv, l, batch))?;
             if let Some(memory) = memory.as_deref_mut() {
                 memory.keep(l, &y, kept)?;
             }
             x = y;
         }
-        for group in groups {
-            group.cache.advance(&group.slots);
-        }
         Ok(x)
+    }
+
+    /// Draws tokens for rows in flight, one after the other. Weights do not change meanwhile.
+    #[must_use]
+    pub fn next_tokens<'a>(&'a self, how: Sampler<'a>, pass: &Pass) -> NextTokens<'a> {
+        NextTokens {
+            decoder: self,
+            pass: pass.clone(),
+            tokens: omnigrpo_ops::NextTokens::new(pass.device, how, self.config.vocab),
+        }
     }
 
     /// Hidden rows `[n, h]` behind the final norm, for a head of another kind than the vocabulary's.
@@ -582,5 +604,54 @@ impl Decoder {
         let mut dhidden = Rows::zeros(hidden.device(), hidden.rows(), hidden.cols());
         self.final_norm.backward(&mut dhidden, &hidden, &stats, &dnormed)?;
         Ok(dhidden)
+    }
+}
+
+/// The next tokens of rows in flight: see [`omnigrpo_ops::NextTokens`].
+pub struct NextTokens<'a> {
+    decoder: &'a Decoder,
+    pass: Pass,
+    tokens: omnigrpo_ops::NextTokens<'a>,
+}
+
+impl NextTokens<'_> {
+    /// The same with every kernel of a card launched by itself.
+    #[must_use]
+    pub fn plain(self) -> Self {
+        Self { tokens: self.tokens.plain(), ..self }
+    }
+
+    /// How tokens came about, on a card.
+    #[must_use]
+    pub fn replays(&self) -> Option<&Replays> {
+        self.tokens.replays()
+    }
+
+    /// Draws a token for each row of `groups`, whose last tokens are `ids` at `positions`, and counts it in the caches. The bits of a
+    /// row do not depend on which other rows are in the call. What the blocks leave goes to `memory`, where the device
+    /// [remembers it](omnigrpo_ops::Device::remembers_decoding). `None`: a logit is NaN or +∞, or no token can be drawn.
+    ///
+    /// # Errors
+    /// Numbers of rows that differ, a full cache, an id outside the vocabulary.
+    pub fn next(
+        &mut self,
+        groups: Vec<DecodeRows>,
+        ids: Vec<u32>,
+        positions: &[Position],
+        from: &[DrawFrom],
+        mut memory: Option<&mut DecoderMemory>,
+    ) -> Result<Vec<Option<Draw>>> {
+        let Self { decoder, pass, tokens } = self;
+        let rope = decoder.rope_table(positions);
+        tokens.next(ids, rope, groups, from, |of| -> Result<()> {
+            let x = embed(pass.device, &decoder.embed, of.ids)?;
+            let hidden = decoder.decode_blocks(x, of.rope, of.batch, pass, memory.as_deref_mut())?;
+            let at_once = pass.device.logit_rows();
+            for first in (0..hidden.rows()).step_by(at_once) {
+                let rows = first..hidden.rows().min(first + at_once);
+                of.draw(decoder.logits(&hidden.row_range(rows)?)?)?;
+            }
+            Ok(())
+        })
     }
 }

@@ -33,8 +33,8 @@ pub use checkpoint::Checkpoint;
 pub use classifier::SequenceClassifier;
 pub use config_json::ConfigJson;
 pub use decoder::{
-    Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, ExpertsConfig, Position, PositionAxes,
-    Scored, TextDefaults,
+    Decoder, DecoderConfig, DecoderInput, DecoderNames, DeepFeatures, ExpertsConfig, NextTokens, Position,
+    PositionAxes, Scored, TextDefaults,
 };
 pub use error::{ModelError, Result};
 pub use experts::{Experts, RouterPlan};

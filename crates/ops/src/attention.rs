@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use omnigrpo_kernels::attention::{self as kernel, AttentionLayout};
 
-use crate::cache::GroupCache;
+use crate::decode::DecodeBatch;
 use crate::error::{Error, Result};
 use crate::host::Host;
 use crate::rope::RopeTable;
@@ -22,14 +22,6 @@ pub struct AttentionHeads {
     pub kv: usize,
     /// Columns of one head.
     pub dim: usize,
-}
-
-/// Rows of a decode call that belong to one group.
-pub struct DecodeRows<'a> {
-    /// The group's cache.
-    pub cache: &'a mut GroupCache,
-    /// For each row, the completion it continues.
-    pub slots: Vec<usize>,
 }
 
 impl AttentionHeads {
@@ -95,24 +87,24 @@ impl AttentionHeads {
 
     /// Decoding: appends the keys and values of each row to its slot and gives its attention over prompt and slot, with its
     /// log-sum-exps as [`Self::forward`] gives them where [`Device::remembers_decoding`](crate::Device::remembers_decoding),
-    /// elsewhere without rows. The rows are those of the groups one after the other.
+    /// elsewhere without rows.
     ///
     /// # Errors
     /// Another width, another number of rows than slots, a full slot, a cache of another device or without this layer.
-    pub fn attend_cached(self, qkv: &Rows, layer: usize, groups: &mut [DecodeRows]) -> Result<(Rows, Rows)> {
+    pub fn attend_cached(self, qkv: &Rows, layer: usize, batch: &mut DecodeBatch) -> Result<(Rows, Rows)> {
         self.check(qkv)?;
-        let rows: usize = groups.iter().map(|group| group.slots.len()).sum();
+        let rows = batch.rows();
         if rows != qkv.rows() {
             return Err(Error::shape(
                 "attention over a cache",
                 format!("{} rows for {rows} slots", qkv.rows()),
             ));
         }
-        for group in groups.iter() {
+        for group in &batch.groups {
             group.cache.check(layer, qkv, self)?;
             group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
         }
-        Ok(qkv.device().backend().attend_cached(qkv, layer, groups, self))
+        Ok(qkv.device().backend().attend_cached(qkv, layer, batch, self))
     }
 
     /// Turns queries and keys of packed rows in place.

@@ -13,7 +13,7 @@ pub struct GroupCache {
     pub(crate) store: Store,
     device: Device,
     layers: usize,
-    heads: AttentionHeads,
+    pub(crate) heads: AttentionHeads,
     pub(crate) prompt_rows: usize,
     pub(crate) slot_rows: usize,
     /// Rows written so far in each slot.

@@ -15,11 +15,12 @@ use omnigrpo_kernels::{
     parallel, profile, rope, scale,
 };
 
-use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
+use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps};
+use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -324,13 +325,13 @@ impl Backend for Cpu {
         &self,
         qkv: &Rows,
         layer: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         let mut out = self.zeros(qkv.rows(), heads.q_width());
         let mut lse = self.zeros(qkv.rows(), heads.q);
         let mut row = 0;
-        for group in groups {
+        for group in &mut batch.groups {
             let rows = row..row + group.slots.len();
             row = rows.end;
             let lse = &mut lse.cpu_mut()[rows.start * heads.q..rows.end * heads.q];
@@ -373,7 +374,7 @@ impl Backend for Cpu {
         Rows::on_cpu(dx, x.rows(), x.cols())
     }
 
-    fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
+    fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows {
         Rows::on_cpu(with_table(table, h, |table| embedding::gather(table, ids)), ids.len(), h)
     }
 

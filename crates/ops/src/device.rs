@@ -10,9 +10,10 @@ use std::ops::Range;
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::attention::{AttentionHeads, Layout};
 use crate::conv::{Mix, Patches};
-use crate::embedding::{Ids, Taps};
+use crate::decode::DecodeBatch;
+use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::{Error, Result};
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -216,7 +217,7 @@ pub(crate) trait Backend: Sync {
         &self,
         qkv: &Rows,
         layer: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows);
     /// Turns the first `heads` heads of each row in place.
@@ -240,7 +241,7 @@ pub(crate) trait Backend: Sync {
     // Tables and sparse sums of rows.
 
     /// Rows of a table.
-    fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows;
+    fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows;
     /// Adds rows to those of a table's gradient.
     fn embed_back(&self, table: &Param, ids: &[u32], dx: &Rows);
     /// Adds a row of a table to each row that has an id.

@@ -9,6 +9,9 @@ use crate::host::Host;
 use crate::rows::Rows;
 use crate::tape::{Op, Tape, Var};
 
+/// For each row of a stream, a row of a table.
+pub type Tokens = Host<Vec<u32>>;
+
 /// For each row of a stream, the row of a table that it receives, or none.
 pub type Ids = Host<Vec<Option<u32>>>;
 
@@ -19,7 +22,7 @@ pub type Taps = Host<Vec<Vec<(u32, f32)>>>;
 ///
 /// # Errors
 /// A table that is not whole rows, an id beyond its end.
-pub fn embed(device: Device, table: &Param, ids: &[u32]) -> Result<Rows> {
+pub fn embed(device: Device, table: &Param, ids: &Tokens) -> Result<Rows> {
     let h = table.shape().last().copied().unwrap_or(0);
     check(device, table, h, ids.iter().copied())?;
     Ok(device.backend().embed(table, ids, h))

@@ -41,7 +41,7 @@ pub enum Error {
 }
 
 /// The result of an operation.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     pub(crate) fn shape(op: impl Into<String>, what: impl Into<String>) -> Self {

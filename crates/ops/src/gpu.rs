@@ -19,11 +19,12 @@ use omnigrpo_kernels::dropout::Mask;
 use omnigrpo_kernels::quant::QuantMatrix;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
+use crate::decode::{DecodeBatch, DecodeRows};
 use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps};
+use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -83,6 +84,18 @@ impl Card {
     #[must_use]
     pub fn memory(self) -> Option<[usize; 2]> {
         self.gpu.memory()
+    }
+
+    /// Its kernels and memory.
+    pub(crate) fn gpu(self) -> &'static Gpu {
+        self.gpu
+    }
+
+    /// Uploads to and reads from an emulator since it was opened; `None` for a card.
+    #[cfg(feature = "emulator")]
+    #[must_use]
+    pub fn traffic(self) -> Option<[u64; 2]> {
+        self.gpu.traffic()
     }
 
     pub(crate) fn finish(self) -> Result<()> {
@@ -216,7 +229,7 @@ fn head_of<'a>(weights: &'a Weights, head: &Param, h: usize, temperature: f32) -
     Head { weight: weights.weight(), vocab: head.len() / h.max(1), h, temperature }
 }
 
-fn heads_of(heads: AttentionHeads) -> Heads {
+pub(crate) fn heads_of(heads: AttentionHeads) -> Heads {
     Heads { q: heads.q, kv: heads.kv, d: heads.dim }
 }
 
@@ -226,6 +239,29 @@ fn both(x: &Array, weight: &Weights) -> Dtype {
         true => Dtype::Bf16,
         false => Dtype::F32,
     }
+}
+
+pub(crate) fn sampling(how: &Sampler) -> Sampling {
+    Sampling {
+        temperature: how.temperature,
+        top_p: how.top_p,
+        top_k: how.top_k,
+        min_p: how.min_p,
+        repetition_penalty: how.repetition_penalty,
+        scoring_temperature: how.scoring_temperature,
+    }
+}
+
+pub(crate) fn draw_rows(from: &[DrawFrom]) -> Vec<Row> {
+    let row = |from: &DrawFrom| Row { uniform: from.uniform, seen: from.present(), forbids: from.forbids };
+    from.iter().map(row).collect()
+}
+
+/// A draw whose numbers are numbers.
+pub(crate) fn sound(drawn: Drawn) -> Option<Draw> {
+    let Drawn { id, logprob, sampler_logprob, entropy } = drawn;
+    let all = [logprob, sampler_logprob, entropy];
+    all.iter().all(|x| x.is_finite()).then_some(Draw { id, logprob, sampler_logprob, entropy })
 }
 
 fn words(index: &[usize]) -> Vec<u32> {
@@ -255,7 +291,7 @@ impl Card {
     }
 
     /// Runs `f` on the numbers for writing; shared ones are copied first.
-    fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
+    pub(crate) fn change(&self, x: &mut Rows, f: impl FnOnce(&mut Array)) {
         if let Data::Gpu(_, data) = &mut x.data {
             if Arc::get_mut(data).is_none() {
                 *data = Arc::new(self.gpu.cast(data, data.dtype()));
@@ -274,7 +310,9 @@ impl Card {
     }
 
     fn weights(&self, param: &Param) -> Arc<Weights> {
-        param.on_gpu(self.gpu, self.device())
+        let weights = param.on_gpu(self.gpu, self.device());
+        self.gpu.keep(&weights);
+        weights
     }
 
     /// Runs `f` on a vector (norm, bias, scale) as it is stored.
@@ -401,6 +439,34 @@ impl Card {
         routes.experts().on(self.device(), |experts| self.gpu.upload_words(experts))
     }
 
+    /// Makes room for the next token of each row, and runs `f` on what the rows continue.
+    pub(crate) fn continued<T>(
+        &self,
+        groups: &mut [DecodeRows],
+        dtype: Dtype,
+        f: impl FnOnce(&[CachedGroup]) -> T,
+    ) -> T {
+        for group in groups.iter_mut() {
+            let GroupCache { store, prompt_rows, lengths, heads, .. } = &mut *group.cache;
+            let (Store::Gpu(pages), width) = (store, 2 * heads.kv_width()) else { continue };
+            pages.prompt(self.gpu, *prompt_rows, width, dtype);
+            for &slot in &group.slots {
+                pages.grow(self.gpu, slot, lengths[slot] + 1, width, dtype);
+            }
+        }
+        let cached = |group| -> Option<CachedGroup> {
+            let group: &DecodeRows = group;
+            let Pages { prompt, own, .. } = Pages::of(group)?;
+            let completion = |&slot: &usize| (own[slot].iter().collect(), group.cache.lengths[slot] + 1);
+            Some(CachedGroup {
+                prompt: prompt.as_ref()?,
+                prompt_rows: group.cache.prompt_rows,
+                completions: group.slots.iter().map(completion).collect(),
+            })
+        };
+        f(&groups.iter().filter_map(cached).collect::<Vec<_>>())
+    }
+
     fn marks(&self, targets: &Targets) -> Marks {
         Marks::new(self.gpu, &words(&targets.offsets), &targets.tokens)
     }
@@ -413,15 +479,11 @@ pub(crate) struct Pages {
     layers: usize,
     prompt: Option<Arc<Array>>,
     own: Vec<Vec<Array>>,
-    /// What the rows of the step under way read; in the first of its groups. Prompts, slots and lengths tell it from another's.
-    step: Option<(StepKey, Arc<Decoding>)>,
 }
-
-type StepKey = Vec<(Arc<Array>, Vec<[usize; 2]>)>;
 
 impl Pages {
     fn new(layers: usize, slots: usize) -> Self {
-        Self { layers, prompt: None, own: (0..slots).map(|_| Vec::new()).collect(), step: None }
+        Self { layers, prompt: None, own: (0..slots).map(|_| Vec::new()).collect() }
     }
 
     fn of<'a>(group: &'a DecodeRows) -> Option<&'a Self> {
@@ -429,6 +491,11 @@ impl Pages {
             Store::Gpu(pages) => Some(pages),
             _ => None,
         }
+    }
+
+    /// The dtype of a group whose prompt has been written.
+    pub(crate) fn dtype(group: &DecodeRows) -> Option<Dtype> {
+        Some(Self::of(group)?.prompt.as_ref()?.dtype())
     }
 
     /// The prompt's rows of `width` numbers in all layers.
@@ -737,47 +804,22 @@ impl Backend for Card {
         &self,
         qkv: &Rows,
         layer: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
-        let (packed, width) = (self.of(qkv), 2 * heads.kv_width());
-        let mut key: StepKey = Vec::with_capacity(groups.len());
-        for group in groups.iter_mut() {
-            let (lengths, prompt_rows) = (&group.cache.lengths, group.cache.prompt_rows);
-            let slots: Vec<_> = group.slots.iter().map(|&slot| [slot, lengths[slot] + 1]).collect();
-            let Store::Gpu(pages) = &mut group.cache.store else { continue };
-            let prompt = Arc::clone(pages.prompt(self.gpu, prompt_rows, width, packed.dtype()));
-            slots.iter().for_each(|&[slot, len]| pages.grow(self.gpu, slot, len, width, packed.dtype()));
-            key.push((prompt, slots));
-        }
-        let same = |(of, _): &&(StepKey, _)| {
-            of.len() == key.len() && of.iter().zip(&key).all(|(a, b)| Arc::ptr_eq(&a.0, &b.0) && a.1 == b.1)
-        };
-        let known = groups.first().and_then(Pages::of).and_then(|pages| pages.step.as_ref()).filter(same);
-        let decoding = match known {
-            Some((_, decoding)) => Arc::clone(decoding),
+        let packed = self.of(qkv);
+        let tables = match &batch.tables {
+            Some(tables) => Arc::clone(tables),
             None => {
-                let cached: Vec<CachedGroup> = groups
-                    .iter()
-                    .zip(&key)
-                    .filter_map(|(group, (prompt, slots))| {
-                        let own = &Pages::of(group)?.own;
-                        let completion = |&[slot, len]: &[usize; 2]| (own[slot].iter().collect(), len);
-                        let prompt_rows = group.cache.prompt_rows;
-                        Some(CachedGroup {
-                            prompt,
-                            prompt_rows,
-                            completions: slots.iter().map(completion).collect(),
-                        })
-                    })
-                    .collect();
-                Arc::new(Decoding::new(self.gpu, &cached, heads_of(heads)))
+                let heads = heads_of(heads);
+                let tables = Arc::new(self.continued(&mut batch.groups, packed.dtype(), |cached| {
+                    Decoding::new(self.gpu, cached, heads)
+                }));
+                batch.tables = Some(Arc::clone(&tables));
+                tables
             }
         };
-        if let Some(Store::Gpu(pages)) = groups.first_mut().map(|group| &mut group.cache.store) {
-            pages.step = Some((key, Arc::clone(&decoding)));
-        }
-        let out = self.gpu.attend_cached(packed, &decoding, layer, heads_of(heads));
+        let out = self.gpu.attend_cached(packed, &tables, layer, heads_of(heads));
         (self.rows(out, qkv.rows(), heads.q_width()), self.zeros(0, heads.q))
     }
 
@@ -823,8 +865,8 @@ impl Backend for Card {
         self.rows(dx, rows, cols)
     }
 
-    fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
-        let index = self.gpu.upload_words(ids);
+    fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows {
+        let index = ids.on(self.device(), |ids| self.gpu.upload_words(ids));
         let weights = self.weights(table);
         let y = self.gpu.weight_rows(weights.weight(), h, Some(&index), ids.len(), Dtype::F32);
         self.rows(y, ids.len(), h)
@@ -963,24 +1005,10 @@ impl Backend for Card {
 
     fn draw(&self, logits: &mut Rows, how: &Sampler, from: &[DrawFrom]) -> Vec<Option<Draw>> {
         let vocab = logits.cols();
-        let sampling = Sampling {
-            temperature: how.temperature,
-            top_p: how.top_p,
-            top_k: how.top_k,
-            min_p: how.min_p,
-            repetition_penalty: how.repetition_penalty,
-            scoring_temperature: how.scoring_temperature,
-        };
-        let row =
-            |from: &DrawFrom| Row { uniform: from.uniform, seen: from.present(), forbids: from.forbids };
-        let rows: Vec<Row> = from.iter().map(row).collect();
+        let (sampling, rows) = (sampling(how), draw_rows(from));
         let mut drawn = Vec::new();
         self.change(logits, |logits| drawn = self.gpu.sample(logits, vocab, &sampling, &rows, how.forbidden));
-        let sound =
-            |d: &Drawn| d.logprob.is_finite() && d.sampler_logprob.is_finite() && d.entropy.is_finite();
-        let draw =
-            |Drawn { id, logprob, sampler_logprob, entropy }| Draw { id, logprob, sampler_logprob, entropy };
-        drawn.into_iter().map(|d| Some(d).filter(sound).map(draw)).collect()
+        drawn.into_iter().map(sound).collect()
     }
 
     fn sum_of_squares(&self, x: &Rows) -> f64 {

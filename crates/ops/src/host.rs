@@ -22,6 +22,12 @@ impl<T> Host<T> {
         Self { value, copies: Mutex::default() }
     }
 
+    /// A description that `device` has already.
+    pub(crate) fn given<C: Send + Sync + 'static>(value: T, device: Device, copy: C) -> Self {
+        let copy: Arc<dyn Any + Send + Sync> = Arc::new(copy);
+        Self { value, copies: Mutex::new(vec![(device, copy)]) }
+    }
+
     /// The form of `device`, made by `make` at the first call. One device has one form.
     pub(crate) fn on<C: Send + Sync + 'static>(&self, device: Device, make: impl FnOnce(&T) -> C) -> Arc<C> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,11 +13,12 @@ use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 
-use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
+use crate::decode::DecodeBatch;
 use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps};
+use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -306,7 +307,7 @@ impl Backend for Outline {
         &self,
         qkv: &Rows,
         _: usize,
-        _: &mut [DecodeRows],
+        _: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         (Rows::on_outline(qkv.rows(), heads.q_width()), Rows::on_outline(qkv.rows(), heads.q))
@@ -341,7 +342,7 @@ impl Backend for Outline {
         same(x)
     }
 
-    fn embed(&self, _: &Param, ids: &[u32], h: usize) -> Rows {
+    fn embed(&self, _: &Param, ids: &Tokens, h: usize) -> Rows {
         Rows::on_outline(ids.len(), h)
     }
 

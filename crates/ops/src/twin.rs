@@ -10,12 +10,13 @@ use omnigrpo_kernels::logprob::Gradient;
 use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
 use omnigrpo_kernels::{Mat, twin};
 
-use crate::attention::{AttentionHeads, DecodeRows, Layout};
+use crate::attention::{AttentionHeads, Layout};
 use crate::cache::{GroupCache, Store};
 use crate::conv::{Mix, Patches};
 use crate::cpu::wide;
+use crate::decode::DecodeBatch;
 use crate::device::{Backend, Device};
-use crate::embedding::{Ids, Taps};
+use crate::embedding::{Ids, Taps, Tokens};
 use crate::error::Result;
 use crate::experts::{ExpertLinear, Routes};
 use crate::head::{Scores, Targets};
@@ -299,14 +300,14 @@ impl Backend for Twin {
         &self,
         qkv: &Rows,
         layer: usize,
-        groups: &mut [DecodeRows],
+        batch: &mut DecodeBatch,
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         let (kv, q_width) = (heads.kv_width(), heads.q_width());
         let mut out = Vec::with_capacity(qkv.rows() * q_width);
         let mut lse = Vec::with_capacity(qkv.rows() * heads.q);
         let mut row = 0;
-        for group in groups {
+        for group in &mut batch.groups {
             for &slot in &group.slots {
                 let packed = qkv.mat64().row_range(row..row + 1);
                 let ((start, len), prompt) = (group.cache.slot(slot), group.cache.prompt_rows);
@@ -368,7 +369,7 @@ impl Backend for Twin {
         Rows::on_twin(dx, x.rows(), x.cols())
     }
 
-    fn embed(&self, table: &Param, ids: &[u32], h: usize) -> Rows {
+    fn embed(&self, table: &Param, ids: &Tokens, h: usize) -> Rows {
         let rows = values(table);
         Rows::on_twin(twin::gather(Mat::new(&rows, rows.len() / h.max(1), h), ids), ids.len(), h)
     }

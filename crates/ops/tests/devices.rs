@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use omnigrpo_ops::{
-    Activation, Adapter, AttentionHeads, AttentionLayout, Card, DecodeRows, Device, DrawFrom, Dropout,
-    ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param, ParamDtype,
-    Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix, Rows,
-    Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
+    Activation, Adapter, AttentionHeads, AttentionLayout, Card, DecodeBatch, DecodeRows, Device, DrawFrom,
+    Dropout, ExpertLinear, GroupCache, Linear, Moments, Norm, OUTSIDE, Op, Order, PackedLinear, Param,
+    ParamDtype, Part, Pass, Patches, QuantBits, QuantMatrix, Result, RopeTable, RouterLoss, Routes, RowMix,
+    Rows, Sampler, Step, Tape, Targets, Values, Var, embed, embed_backward,
 };
 
 /// The emulator of a card, or the card that `OMNIGRPO_TEST_CARD` names (bench/gpu/README.md).
@@ -553,7 +553,7 @@ fn bf16_tables() {
         let run = |device: Device| {
             table.clear_grad();
             let mut tape = Tape::recording(false);
-            let x = tape.input(embed(device, &table, &ids).unwrap());
+            let x = tape.input(embed(device, &table, &ids.to_vec().into()).unwrap());
             let y = tape.add_rows(&x, &table, &some).unwrap();
             let z = tape.add_mixed(&y, &table, &taps).unwrap();
             let dz = Rows::upload(device, noise(4 * h, 2), 4, h).unwrap();
@@ -676,13 +676,14 @@ fn attention_over_a_cache() {
             let mut got = Vec::new();
             for step in 0..steps {
                 let caches_and_slots = caches.iter_mut().zip(&slots);
-                let mut groups: Vec<DecodeRows> = caches_and_slots
+                let groups: Vec<DecodeRows> = caches_and_slots
                     .map(|(cache, slots)| DecodeRows { cache, slots: slots.clone() })
                     .collect();
-                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut groups).unwrap());
-                groups.into_iter().for_each(|group| group.cache.advance(&group.slots));
+                let mut batch = DecodeBatch::new(groups);
+                got.push(heads.attend_cached(&rows(3, 10 + step), 0, &mut batch).unwrap());
+                batch.advance();
             }
-            let mut full = [DecodeRows { cache: &mut caches[0], slots: vec![0] }];
+            let mut full = DecodeBatch::new(vec![DecodeRows { cache: &mut caches[0], slots: vec![0] }]);
             assert!(heads.attend_cached(&rows(1, 1), 0, &mut full).is_err());
             assert!(caches[1].check_room(1).is_err() && caches[1].check_room(0).is_ok());
             for (row, prompt) in [(0, prompts[0]), (1, prompts[0]), (2, prompts[1])] {
@@ -795,7 +796,7 @@ fn check_embedding(table: &Arc<Param>, ids: Vec<u32>) {
     check(format!("embedding of {} ids in {h}", ids.len()), &[(ids.len(), h)], &[table], |tape, _, x| {
         let (to, from, own, again) = (Arc::clone(table), Arc::clone(table), ids.clone(), ids.clone());
         let forward = move |[x]: [&Rows; 1]| {
-            let mut y = embed(x.device(), &to, &own)?;
+            let mut y = embed(x.device(), &to, &own.clone().into())?;
             y.add(x)?;
             Ok(y)
         };
@@ -1259,7 +1260,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     cache.write_prompt(1, &twin(3), heads).unwrap();
     let other = AttentionHeads { q: 2, kv: 3, dim: 2 };
     for (heads, layer, x) in [(heads, 0, rows(1, 16)), (heads, 2, twin(1)), (other, 1, twin(1))] {
-        let mut group = [DecodeRows { cache: &mut cache, slots: vec![0] }];
+        let mut group = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
         assert!(heads.attend_cached(&x, layer, &mut group).is_err(), "layer {layer} of {heads:?}");
     }
     // Weights of which only the outline is here.
@@ -1269,7 +1270,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     let depthwise = Tape::off().depthwise3(&Var::constant(x.clone()), &outline(&[2, 1, 3, 3]), [1, 2]);
     for message in [
         omnigrpo_ops::score(&x, &matrix, &good, 1.0).unwrap_err(),
-        embed(Device::Cpu, &matrix, &[1]).unwrap_err(),
+        embed(Device::Cpu, &matrix, &vec![1].into()).unwrap_err(),
         Norm::Rms { weight: Arc::clone(&vector), eps: 0.0 }.forward(&x).unwrap_err(),
         x.scaled_onto(&x, &vector).unwrap_err(),
         Tape::off().add_rows(&Var::constant(x.clone()), &matrix, &ids).unwrap_err(),

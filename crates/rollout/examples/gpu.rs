@@ -87,7 +87,9 @@ fn main() -> Result<(), Error> {
         json!({ "device": card, "parameters": count, "prompt": prompt_tokens, "group": group, "tokens": tokens }),
     );
     parts(&model, prompt_tokens + group * (tokens - 1), group)?;
-    decode(&model, prompt_tokens, group, tokens)?;
+    for graphs in [true, false] {
+        decode(&model, prompt_tokens, group, tokens, graphs)?;
+    }
     train(&model, prompt_tokens, group, tokens)
 }
 
@@ -147,7 +149,13 @@ fn prompt(tokens: usize) -> Prompt {
 }
 
 /// Decoding of a group, a token each in a step: prefill, and the steps behind the first few.
-fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> Result<(), Error> {
+fn decode(
+    model: &Model,
+    prompt_tokens: usize,
+    group: usize,
+    tokens: usize,
+    graphs: bool,
+) -> Result<(), Error> {
     let (decoder, pass, prompt) = (model.decoder(), model.pass(), prompt(prompt_tokens));
     let sampler = Sampler {
         temperature: 1.0,
@@ -164,13 +172,15 @@ fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> R
     decoder.prefill(x, &decoder.rope_table(&prompt.positions), &mut cache, &pass, None)?;
     model.device().finish()?;
     told("prefill", json!({ "rows": prompt_tokens, "secs": started.elapsed().as_secs_f64() }));
+    let mut next = decoder.next_tokens(sampler, &pass);
+    if !graphs {
+        next = next.plain();
+    }
     let (mut ids, mut times) = (vec![7; group], Vec::new());
     for step in 0..tokens {
         let started = Instant::now();
         let positions = vec![[(prompt_tokens + step) as u32; 3]; group];
-        let x = decoder.embed(&ids, &pass)?;
-        let mut rows = [DecodeRows { slots: (0..group).collect(), cache: &mut cache }];
-        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass, None)?;
+        let rows = DecodeRows { slots: (0..group).collect(), cache: &mut cache };
         let from: Vec<_> = (0..group)
             .map(|row| DrawFrom {
                 seen: [&[], &[]],
@@ -178,7 +188,7 @@ fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> R
                 uniform: (row as f64 + 0.5) / group as f64,
             })
             .collect();
-        let drawn = decoder.logits(&hidden)?.draw(&sampler, &from)?;
+        let drawn = next.next(vec![rows], ids, &positions, &from, None)?;
         ids = drawn.iter().map(|draw| draw.map_or(0, |draw| draw.id)).collect();
         times.push(started.elapsed().as_secs_f64());
     }
@@ -189,9 +199,10 @@ fn decode(model: &Model, prompt_tokens: usize, group: usize, tokens: usize) -> R
     let config = decoder.config();
     // Keys and values in bf16, the prompt's once; half of the completions' on average.
     let cached = 4 * config.heads.kv_width() * config.layers * (prompt_tokens + group * tokens / 2);
+    let replays = next.replays();
     told(
-        "decode",
-        json!({ "rows": group, "steps": tokens, "median_secs": times[times.len() / 2], "bytes": weights - embedding + cached }),
+        if graphs { "decode" } else { "decode, launched one by one" },
+        json!({ "replayed": replays.map(|r| r.replayed), "refused": replays.and_then(|r| r.refused.clone()), "rows": group, "steps": tokens, "median_secs": times[times.len() / 2], "bytes": weights - embedding + cached }),
     );
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The generator: prefill per prompt, decode in one batch.
 
 use omnigrpo_kernels::profile;
-use omnigrpo_models::{DecoderMemory, Features, Model, Prompt, PromptBuilder};
-use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache, Rows};
+use omnigrpo_models::{DecoderMemory, Features, Model, NextTokens, Prompt, PromptBuilder};
+use omnigrpo_ops::{DecodeRows, Draw, DrawFrom, GroupCache};
 use omnigrpo_text::{StopMatcher, StopSet, StreamDecoder, Tokenizer};
 
 use crate::error::{Result, RolloutError};
@@ -167,6 +167,8 @@ impl<'a> Generator<'a> {
         let mut waiting = requests.iter().enumerate();
         let mut next = waiting.next();
         let mut live: Vec<Live> = Vec::new();
+        let sampler = self.params.sampler(&self.stops.ids);
+        let mut tokens = self.model.decoder().next_tokens(sampler, &self.model.pass());
         loop {
             let mut in_flight: usize = live.iter().map(|g| g.sequences.len()).sum();
             while let Some((index, request)) = next {
@@ -187,7 +189,7 @@ impl<'a> Generator<'a> {
                 continue;
             }
             let before = profile::enter("decode");
-            self.step(&mut live, &mut on_token, memory.as_deref_mut())?;
+            self.step(&mut live, &mut tokens, &mut on_token, memory.as_deref_mut())?;
             profile::enter(before);
             self.retire(&mut live, &mut finished);
         }
@@ -234,7 +236,9 @@ impl<'a> Generator<'a> {
         let mut sequences: Vec<Sequence> = (0..request.num_samples).map(sequence).collect();
         for sequences in sequences.chunks_mut(pass.device.logit_rows()) {
             let logits = logits.select(&vec![0; sequences.len()].into())?;
-            self.draw(logits, sequences.iter_mut().map(|s| (index, prompt, s)).collect(), on_token)?;
+            let from: Vec<_> = sequences.iter().map(|s| self.draw_from(prompt, s)).collect();
+            let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
+            self.record(sequences.iter_mut().map(|s| (index, s)), drawn, on_token)?;
         }
         Ok(Live { request: index, prompt, cache, sequences })
     }
@@ -243,64 +247,52 @@ impl<'a> Generator<'a> {
     fn step(
         &self,
         live: &mut [Live],
+        tokens: &mut NextTokens,
         on_token: &mut impl FnMut(TokenEvent),
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<()> {
-        let decoder = self.model.decoder();
-        let pass = self.model.pass();
-        let mut ids = Vec::new();
-        let mut positions = Vec::new();
-        for group in live.iter() {
-            for sequence in &group.sequences {
-                group.cache.check_room(sequence.slot)?;
-                ids.extend(sequence.done.ids.last());
-                positions.push([group.prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
-            }
-        }
         if let Some(memory) = memory.as_deref_mut() {
-            let slots = live.iter().flat_map(|g| g.sequences.iter().map(|s| (g.request, s.slot)));
-            memory.begin_step(slots);
+            memory.begin_step(live.iter().flat_map(|g| g.sequences.iter().map(|s| (g.request, s.slot))));
         }
-        let x = decoder.embed(&ids, &pass)?;
-        let mut rows: Vec<DecodeRows> = live
-            .iter_mut()
-            .map(|g| DecodeRows { slots: g.sequences.iter().map(|s| s.slot).collect(), cache: &mut g.cache })
-            .collect();
-        let hidden = decoder.decode(x, &decoder.rope_table(&positions), &mut rows, &pass, memory)?;
-        drop(rows);
-        let mut sequences = live.iter_mut().flat_map(|g| {
-            let (request, prompt) = (g.request, g.prompt);
-            g.sequences.iter_mut().map(move |s| (request, prompt, s))
+        let (mut ids, mut positions, mut from) = (Vec::new(), Vec::new(), Vec::new());
+        let mut groups = Vec::with_capacity(live.len());
+        for Live { prompt, cache, sequences, .. } in live.iter_mut() {
+            let sequences = &*sequences;
+            for sequence in sequences {
+                ids.extend(sequence.done.ids.last());
+                positions.push([prompt.next_position + sequence.done.ids.len() as u32 - 1; 3]);
+                from.push(self.draw_from(prompt, sequence));
+            }
+            groups.push(DecodeRows { slots: sequences.iter().map(|s| s.slot).collect(), cache });
+        }
+        let drawn = tokens.next(groups, ids, &positions, &from, memory)?;
+        let sequences = live.iter_mut().flat_map(|g| {
+            let request = g.request;
+            g.sequences.iter_mut().map(move |s| (request, s))
         });
-        let at_once = pass.device.logit_rows();
-        for first in (0..hidden.rows()).step_by(at_once) {
-            let last = (first + at_once).min(hidden.rows());
-            let logits = decoder.logits(&hidden.row_range(first..last)?)?;
-            self.draw(logits, sequences.by_ref().take(last - first).collect(), on_token)?;
-        }
-        Ok(())
+        self.record(sequences, drawn, on_token)
     }
 
-    /// Draws the next token of each of these completions from its row of logits.
-    fn draw(
+    /// What the next token of a completion is drawn with.
+    fn draw_from<'s>(&self, prompt: &'s Prompt, sequence: &'s Sequence) -> DrawFrom<'s> {
+        let token = sequence.done.ids.len();
+        DrawFrom {
+            seen: [prompt.ids.as_slice(), sequence.done.ids.as_slice()],
+            forbids: token < self.params.min_completion_length,
+            uniform: sequence.key.uniform(self.params.seed, token),
+        }
+    }
+
+    /// Appends the tokens that were drawn for these completions.
+    fn record<'s>(
         &self,
-        logits: Rows,
-        sequences: Vec<(usize, &Prompt, &mut Sequence)>,
+        sequences: impl Iterator<Item = (usize, &'s mut Sequence)>,
+        drawn: Vec<Option<Draw>>,
         on_token: &mut impl FnMut(TokenEvent),
     ) -> Result<()> {
-        let mut from = Vec::with_capacity(sequences.len());
-        for (_, prompt, s) in &sequences {
-            let token = s.done.ids.len();
-            from.push(DrawFrom {
-                seen: [prompt.ids.as_slice(), s.done.ids.as_slice()],
-                forbids: token < self.params.min_completion_length,
-                uniform: s.key.uniform(self.params.seed, token),
-            });
-        }
-        let drawn = logits.draw(&self.params.sampler(&self.stops.ids), &from)?;
         // Tells why, where a card could not compute the logits.
         self.model.device().finish()?;
-        for ((request, _, sequence), drawn) in sequences.into_iter().zip(drawn) {
+        for ((request, sequence), drawn) in sequences.zip(drawn) {
             let SampleKey { row, sample, .. } = sequence.key;
             let token = sequence.done.ids.len();
             let drawn = drawn.ok_or(RolloutError::NonFinite { row, sample, token })?;

@@ -12,7 +12,7 @@ use omnigrpo_models::{
     Checkpoint, DecoderMemory, Features, GroupStream, LoadOptions, Memories, Model, PackedStream, Prompt,
     Training, WeightDtype,
 };
-use omnigrpo_ops::{Card, Device, Memory};
+use omnigrpo_ops::{Card, DecodeRows, Device, Draw, DrawFrom, Memory, Replays, Sampler};
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
@@ -315,6 +315,130 @@ fn rollouts_in_bf16_on_the_emulator() {
     for (one, all) in alone.iter().flatten().zip(groups.iter().flatten()) {
         assert_eq!((&one.ids, &one.logprobs), (&all.ids, &all.logprobs), "the batch decides");
     }
+}
+
+/// Completions of a few groups, some of which end before others: of each its tokens with the bits of what is recorded of them, and how
+/// they came about. Each token of all rows takes one upload and one read, which a card is asked for.
+fn in_flight(
+    model: &Model,
+    groups: &[(u32, &[usize])],
+    how: Sampler,
+    [plain, asks_once]: [bool; 2],
+) -> (Vec<Vec<[u32; 4]>>, Replays) {
+    let (decoder, pass) = (model.decoder(), model.pass());
+    let Device::Gpu(card) = model.device() else { panic!("{} is no card", model.device()) };
+    let mut caches = Vec::new();
+    for &(tokens, ends) in groups {
+        let ids: Vec<u32> = (0..tokens).map(|i| 3 + i % 50).collect();
+        let positions: Vec<_> = (0..tokens).map(|i| [i; 3]).collect();
+        let most = ends.iter().max().unwrap() + 1;
+        let mut cache = decoder.cache(ids.len(), ends.len(), most, &pass).unwrap();
+        let x = decoder.embed(&ids, &pass).unwrap();
+        let hidden = decoder.prefill(x, &decoder.rope_table(&positions), &mut cache, &pass, None).unwrap();
+        // The first token comes from here, and the last weights to the card.
+        decoder.logits(&hidden).unwrap();
+        caches.push(cache);
+    }
+    let mut next = decoder.next_tokens(how, &pass);
+    if plain {
+        next = next.plain();
+    }
+    let mut done: Vec<Vec<Vec<[u32; 4]>>> =
+        groups.iter().map(|(_, ends)| vec![vec![[7, 0, 0, 0]]; ends.len()]).collect();
+    for step in 0.. {
+        let (mut ids, mut positions, mut from, mut rows) = (vec![], vec![], vec![], vec![]);
+        let seen: Vec<Vec<Vec<u32>>> =
+            done.iter().map(|g| g.iter().map(|c| c.iter().map(|t| t[0]).collect()).collect()).collect();
+        let mut places = Vec::new();
+        for (g, (&(prompt, ends), cache)) in groups.iter().zip(&mut caches).enumerate() {
+            let slots: Vec<usize> = (0..ends.len()).filter(|&slot| ends[slot] > step).collect();
+            for &slot in &slots {
+                ids.push(*seen[g][slot].last().unwrap());
+                positions.push([prompt + step as u32; 3]);
+                let uniform = ((step * 31 + g * 17 + slot * 7) % 97) as f64 / 97.0;
+                from.push(DrawFrom { seen: [&[5, 9], &seen[g][slot]], forbids: step < 2, uniform });
+                places.push((g, slot));
+            }
+            if !slots.is_empty() {
+                rows.push(DecodeRows { cache, slots });
+            }
+        }
+        if places.is_empty() {
+            break;
+        }
+        let before = card.traffic();
+        let drawn = next.next(rows, ids, &positions, &from, None).unwrap();
+        if let (Some(before), Some(after), true) = (before, card.traffic(), asks_once) {
+            assert_eq!([0, 1].map(|i| after[i] - before[i]), [1, 1], "step {step}");
+        }
+        for ((g, slot), drawn) in places.into_iter().zip(drawn) {
+            let Draw { id, logprob, sampler_logprob, entropy } = drawn.unwrap();
+            let [a, b, c] = [logprob, sampler_logprob, entropy].map(f32::to_bits);
+            done[g][slot].push([id, a, b, c]);
+        }
+    }
+    model.device().finish().unwrap();
+    (done.concat(), next.replays().unwrap().clone())
+}
+
+/// Whatever the family: what runs from a record is to the bit what kernels compute that are launched one by one, while rows end at
+/// different times.
+#[test]
+fn recorded_tokens_are_those_of_single_launches() {
+    let names = ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria"];
+    let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
+    for (i, name) in names.into_iter().enumerate() {
+        let how = Sampler {
+            temperature: 0.9,
+            top_k: [0, 20][i % 2],
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: [1.0, 1.3, 1.0][i % 3],
+            scoring_temperature: 1.0,
+            forbidden: &[11, 40],
+        };
+        let dtype = [WeightDtype::BFloat16, WeightDtype::Float32][usize::from(i == 0)];
+        let options = LoadOptions { dtype, device: card(), ..LoadOptions::default() };
+        let model = Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap();
+        let (own, how_plain) = in_flight(&model, &groups, how, [true, name != "aria"]);
+        assert_eq!((how_plain.recorded, how_plain.replayed, how_plain.plain), (0, 0, 11), "{name}");
+        let (recorded, how_recorded) = in_flight(&model, &groups, how, [false, name != "aria"]);
+        assert_eq!(recorded, own, "{name}");
+        if name == "aria" {
+            let why = how_recorded.refused.unwrap();
+            assert!(why.starts_with("work that is recorded to run again reads "), "{why}");
+            assert_eq!((how_recorded.replayed, how_recorded.plain), (0, 11));
+            continue;
+        }
+        assert_eq!(how_recorded.refused, None, "{name}");
+        let Replays { recorded, replayed, plain, .. } = how_recorded;
+        assert!(recorded >= 3 && replayed >= 5 && replayed + plain == 11, "{name}: {how_recorded:?}");
+        // A row's bits are those it has alone.
+        let (alone, _) = in_flight(&model, &[(12, &[5, 11])], how, [false, true]);
+        assert_eq!(alone.len(), 2);
+    }
+}
+
+/// More tokens than a page has, more than a part of attention's sum has: tables grow, and records are made anew.
+#[test]
+fn recorded_tokens_go_from_page_to_page() {
+    let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
+    let model =
+        Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
+    let how = Sampler {
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        scoring_temperature: 1.0,
+        forbidden: &[],
+    };
+    let groups: [(u32, &[usize]); 2] = [(3, &[262]), (60, &[66])];
+    let (own, _) = in_flight(&model, &groups, how, [true; 2]);
+    let (recorded, by) = in_flight(&model, &groups, how, [false, true]);
+    assert_eq!(recorded, own);
+    assert!(by.refused.is_none() && by.replayed >= 255 && by.recorded >= 2, "{by:?}");
 }
 
 /// A card whose memory does not suffice says so, and not that the model's numbers are not finite.

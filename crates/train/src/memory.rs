@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use omnigrpo_models::{Features, Model, Prompt, SftExample};
 use omnigrpo_observe::PhaseTimer;
-use omnigrpo_ops::{DecodeRows, Device, Footprint, Held, ParamDtype, footprint, holding};
+use omnigrpo_ops::{DecodeBatch, DecodeRows, Device, Footprint, Held, ParamDtype, footprint, holding};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
 
@@ -305,8 +305,8 @@ fn complete(
         }
         let flying = prompts.len() * size;
         let x = decoder.embed(&vec![0; flying], &pass)?;
-        let mut rows: Vec<_> =
-            caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() }).collect();
+        let rows = caches.iter_mut().map(|cache| DecodeRows { cache, slots: (0..size).collect() });
+        let mut rows = DecodeBatch::new(rows.collect());
         let hidden = decoder.decode(x, &decoder.rope_table(&vec![[0; 3]; flying]), &mut rows, &pass, None)?;
         decoder.logits(&hidden.row_range(0..flying.min(pass.device.logit_rows()))?)?;
     }

@@ -8,7 +8,8 @@ use omnigrpo_models::{
     TextDefaults, WeightDtype, WeightFiles,
 };
 use omnigrpo_ops::{
-    AttentionHeads, AttentionLayout, DecodeRows, Device, Layout, Param, Pass, Rows, Tape, Targets, Var,
+    AttentionHeads, AttentionLayout, DecodeBatch, DecodeRows, Device, Layout, Param, Pass, Rows, Tape,
+    Targets, Var,
 };
 
 use crate::support::{Golden, check_gradients_of, golden, max_diff};
@@ -238,7 +239,7 @@ fn greedy_text_equals_transformers() {
                     break;
                 }
                 let position = [(prompt.len() + got.len() - 1) as u32; 3];
-                let mut rows = [DecodeRows { cache: &mut cache, slots: vec![0] }];
+                let mut rows = DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: vec![0] }]);
                 let (x, rope) = (decoder.embed(&[best], &pass).unwrap(), decoder.rope_table(&[position]));
                 hidden = decoder.decode(x, &rope, &mut rows, &pass, None).unwrap();
             }
@@ -275,7 +276,8 @@ fn caches_equal_the_full_forward_pass() {
                     let ids: Vec<u32> = slots.iter().map(|&c| completions[c][step - 1]).collect();
                     let position = [(group.prompt.len() + step - 1) as u32; 3];
                     let rope = decoder.rope_table(&vec![position; slots.len()]);
-                    let mut rows = [DecodeRows { cache: &mut cache, slots: slots.clone() }];
+                    let mut rows =
+                        DecodeBatch::new(vec![DecodeRows { cache: &mut cache, slots: slots.clone() }]);
                     let x = decoder.embed(&ids, &pass).unwrap();
                     let hidden = decoder.decode(x, &rope, &mut rows, &pass, None).unwrap();
                     let logits: Rows = decoder.logits(&hidden).unwrap();

@@ -1,0 +1,172 @@
+//! Recorded work, on the emulator: what it computes, whose memory it has, and what cannot be recorded.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::sync::Arc;
+
+use omnigrpo_gpu::{Arena, Array, Dtype, Error, Gpu, Place};
+
+/// `3 · (2 x) + x`, with an array in between that is given back and taken again.
+fn work(gpu: &Gpu, input: &Arc<Array>, out: &mut Array) {
+    let x = Array::part(input, 4, 3);
+    let mut a = gpu.cast(&x, Dtype::F32);
+    gpu.scale(&mut a, 2.0);
+    let mut b = gpu.cast(&a, Dtype::F32);
+    drop(a);
+    gpu.scale(&mut b, 3.0);
+    let mut c = gpu.zeros(3, Dtype::F32);
+    gpu.add(&mut c, &x);
+    gpu.add(&mut c, &b);
+    let place = Place::new(0, 3);
+    gpu.copy_rows(out, place, &c, place, [1, 3]);
+}
+
+fn input(gpu: &Gpu, x: [f32; 3]) -> Arc<Array> {
+    Arc::new(gpu.upload(&[0.0, 0.0, 0.0, 0.0, x[0], x[1], x[2], 0.0]))
+}
+
+fn write(gpu: &Gpu, to: &Array, x: [f32; 3]) {
+    gpu.write_words(to, &[0.0, 0.0, 0.0, 0.0, x[0], x[1], x[2], 0.0].map(f32::to_bits));
+}
+
+#[test]
+fn a_record_runs_again_with_what_its_arrays_hold_then() {
+    let gpu = Gpu::emulated(1);
+    let (arena, mut out) = (Arena::new(&gpu), gpu.alloc(3, Dtype::F32));
+    let x = input(&gpu, [1.0, 2.0, -4.0]);
+    gpu.within(&arena, || work(&gpu, &x, &mut out));
+    assert_eq!(out.to_vec(), [7.0, 14.0, -28.0]);
+    // Of a, b and c the third lies where the first was; blocks are as large as their arrays.
+    assert_eq!(arena.num_bytes(), 24);
+    write(&gpu, &x, [10.0, 0.5, 1.0]);
+    let graph = gpu.capture(&arena, || work(&gpu, &x, &mut out)).unwrap();
+    assert_eq!(out.to_vec(), [7.0, 14.0, -28.0], "recording computes nothing");
+    for numbers in [[10.0, 0.5, 1.0], [0.0, 1.0, 3.0]] {
+        write(&gpu, &x, numbers);
+        gpu.replay(&graph, &[&out]);
+        assert_eq!(out.to_vec(), numbers.map(|x| 7.0 * x));
+    }
+    // Other work does not get its memory, and it does not matter who lives longest.
+    let others: Vec<Array> = (0..8).map(|_| gpu.zeros(3, Dtype::F32)).collect();
+    drop(arena);
+    gpu.replay(&graph, &[&out]);
+    assert_eq!(out.to_vec(), [0.0, 7.0, 21.0]);
+    assert!(others.iter().all(|other| other.to_vec() == [0.0; 3]));
+    gpu.check().unwrap();
+}
+
+#[test]
+fn what_a_record_does_not_write_is_not_left_from_before() {
+    let gpu = Gpu::emulated(0);
+    let (arena, out) = (Arena::new(&gpu), gpu.upload(&[1.0; 3]));
+    let graph = gpu.capture(&arena, || ()).unwrap();
+    gpu.replay(&graph, &[&out]);
+    assert!(out.to_vec().iter().all(|x| x.is_nan()));
+    // Nor in memory between kernels: it is taken without being written, and begins as undefined in every run.
+    let mut out = gpu.upload(&[1.0; 3]);
+    let copies = |out: &mut Array| {
+        let (a, place) = (gpu.alloc(3, Dtype::F32), Place::new(0, 3));
+        gpu.copy_rows(out, place, &a, place, [1, 3]);
+    };
+    gpu.within(&arena, || drop(gpu.zeros(3, Dtype::F32)));
+    let graph = gpu.capture(&arena, || copies(&mut out)).unwrap();
+    gpu.replay(&graph, &[]);
+    assert!(out.to_vec().iter().all(|x| x.is_nan()));
+}
+
+/// What only a plain run can do is said, and the device goes on as before.
+#[test]
+fn what_cannot_be_recorded_is_refused() {
+    let gpu = Gpu::emulated(0);
+    let (arena, x) = (Arena::new(&gpu), input(&gpu, [1.0, 2.0, 3.0]));
+    let mut out = gpu.zeros(3, Dtype::F32);
+    gpu.within(&arena, || {
+        work(&gpu, &x, &mut out);
+        drop(gpu.alloc(8, Dtype::F32));
+    });
+    let refused = |f: &mut dyn FnMut()| gpu.capture(&arena, f).unwrap_err().to_string();
+    let begins = "work that is recorded to run again ";
+    let said = refused(&mut || assert!(out.to_vec().iter().all(|x| x.is_nan())));
+    assert_eq!(said, format!("{begins}reads 12 bytes"));
+    assert_eq!(refused(&mut || drop(gpu.upload(&[1.0; 8]))), format!("{begins}brings 32 bytes of the host"));
+    assert_eq!(refused(&mut || write(&gpu, &x, [9.0; 3])), format!("{begins}brings 32 bytes of the host"));
+    assert_eq!(refused(&mut || gpu.check().unwrap()), format!("{begins}waits for its own results"));
+    let said = refused(&mut || drop(gpu.alloc(1000, Dtype::F32)));
+    assert_eq!(said, format!("{begins}takes 4000 bytes of memory that the run before it did not take"));
+    // The first reason is told.
+    let said = refused(&mut || {
+        work(&gpu, &x, &mut out);
+        drop(out.to_vec());
+        drop(gpu.alloc(1000, Dtype::F32));
+    });
+    assert_eq!(said, format!("{begins}reads 12 bytes"));
+    gpu.check().unwrap();
+    work(&gpu, &x, &mut out);
+    assert_eq!(out.to_vec(), [7.0, 14.0, 21.0], "the device computes on");
+}
+
+#[test]
+fn memory_stays_with_a_record_and_goes_with_it() {
+    let gpu = Gpu::emulated_with(0, 1000);
+    let free = || gpu.memory().unwrap()[0];
+    let (arena, other) = (Arena::new(&gpu), gpu.alloc(25, Dtype::F32));
+    let held = Arc::new(gpu.zeros(50, Dtype::F32));
+    let work = || drop(gpu.zeros(100, Dtype::F32));
+    gpu.within(&arena, work);
+    assert_eq!(free(), 300, "the arena keeps what its arrays gave back");
+    // What is dropped while recording lives to its end; what is kept, as long as the record.
+    let mut dropped = Some(other);
+    let graph = gpu
+        .capture(&arena, || {
+            work();
+            gpu.keep(&held);
+            dropped = None;
+            assert_eq!(free(), 300);
+        })
+        .unwrap();
+    assert_eq!(free(), 400);
+    drop(held);
+    assert_eq!(free(), 400);
+    let too_large = gpu.alloc(200, Dtype::F32);
+    assert!(matches!(gpu.check(), Err(Error::Memory { wanted: 800, free: 400, .. })));
+    assert!(matches!(gpu.capture(&arena, work), Err(Error::Memory { .. })), "a device that failed");
+    drop((too_large, graph, arena));
+    assert_eq!(free(), 1000);
+}
+
+#[test]
+fn an_arena_without_memory_says_so_as_ever() {
+    let gpu = Gpu::emulated_with(0, 100);
+    gpu.within(&Arena::new(&gpu), || drop(gpu.alloc(50, Dtype::F32)));
+    assert!(matches!(gpu.check(), Err(Error::Memory { wanted: 200, free: 100, total: 100 })));
+}
+
+/// Another thread's work does not become part of a record, and waits for its end.
+#[test]
+fn other_threads_wait_for_a_record() {
+    let gpu = Gpu::emulated(0);
+    let arena = Arena::new(&gpu);
+    let mut out = gpu.zeros(1, Dtype::F32);
+    let (begun, begins) = std::sync::mpsc::channel();
+    let (other, done) = (gpu.clone(), std::sync::atomic::AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let done = &done;
+        let thread = scope.spawn(move || {
+            begins.recv().unwrap();
+            let numbers = other.upload(&[5.0]).to_vec();
+            done.store(true, std::sync::atomic::Ordering::SeqCst);
+            numbers
+        });
+        let graph = gpu.capture(&arena, || {
+            begun.send(()).unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            assert!(!done.load(std::sync::atomic::Ordering::SeqCst));
+            gpu.scale(&mut out, 2.0);
+        });
+        assert_eq!(thread.join().unwrap(), [5.0]);
+        assert!(graph.is_ok());
+    });
+    // A panic within ends the record too.
+    let panics = || gpu.capture(&arena, || std::panic::resume_unwind(Box::new(())));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+    assert_eq!(gpu.upload(&[6.0]).to_vec(), [6.0]);
+}

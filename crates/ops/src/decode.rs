@@ -1,0 +1,334 @@
+//! Decoding: a token for each row in flight, one after the other.
+//!
+//! On a card a token costs one upload, one read and, once its shape of batch has been met twice, one launch. A batch is filled up
+//! with rows that continue nothing to one of few numbers of rows, and so are its tables; everything that differs from token to
+//! token goes into one array whose place is that of the shape. The first batch of a shape is computed plainly in an arena, the
+//! second is recorded ([`omnigrpo_gpu::Graph`]), and from then on the record is run. Bits are those of plain launches, since a row's
+//! do not depend on the batch. What cannot be recorded is computed plainly, and said at the level `debug`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use omnigrpo_gpu::{Arena, Array, Decoding, DecodingSize, DrawSize, Draws, Dtype, Graph, Pack, Sampling};
+use omnigrpo_kernels::sample::{Draw, DrawFrom, Sampler};
+
+use crate::cache::GroupCache;
+use crate::device::Device;
+use crate::embedding::Tokens;
+use crate::error::{Error, Result};
+use crate::gpu::{Card, Pages, draw_rows, heads_of, sampling, sound};
+use crate::host::Host;
+use crate::rope::RopeTable;
+use crate::rows::Rows;
+
+/// Rows of a batch that belong to one group.
+pub struct DecodeRows<'a> {
+    /// The group's cache.
+    pub cache: &'a mut GroupCache,
+    /// For each row, the completion it continues.
+    pub slots: Vec<usize>,
+}
+
+/// The rows that decode together: those of the groups, one after the other.
+pub struct DecodeBatch<'a> {
+    pub(crate) groups: Vec<DecodeRows<'a>>,
+    /// What the rows continue, as a card reads it; made for the first layer, and for the rows that fill up the batch.
+    pub(crate) tables: Option<Arc<Decoding>>,
+    rows: usize,
+}
+
+impl<'a> DecodeBatch<'a> {
+    /// The rows of these groups.
+    #[must_use]
+    pub fn new(groups: Vec<DecodeRows<'a>>) -> Self {
+        let rows = groups.iter().map(|group| group.slots.len()).sum();
+        Self { groups, tables: None, rows }
+    }
+
+    /// Rows, those included that continue nothing.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Counts the token that every row has been given in every layer.
+    pub fn advance(&mut self) {
+        self.tables = None;
+        for group in &mut self.groups {
+            group.cache.advance(&group.slots);
+        }
+    }
+}
+
+/// What the next token of every row is computed from.
+pub struct TokenPass<'p, 'g> {
+    /// The last token of each row.
+    pub ids: &'p Tokens,
+    /// Its angles.
+    pub rope: &'p Arc<RopeTable>,
+    /// The rows and what they continue.
+    pub batch: &'p mut DecodeBatch<'g>,
+    draws: DrawsOf<'p>,
+    /// Rows that have been drawn from.
+    drawn: usize,
+}
+
+enum DrawsOf<'p> {
+    Host { how: &'p Sampler<'p>, from: &'p [DrawFrom<'p>], drawn: Vec<Option<Draw>> },
+    Card { card: Card, how: Sampling, draws: &'p Draws, out: &'p mut Array },
+}
+
+impl TokenPass<'_, '_> {
+    /// Draws from the logits of the rows that come next; all rows' are handed over, piece by piece.
+    ///
+    /// # Errors
+    /// More logits than there are rows, another device.
+    pub fn draw(&mut self, mut logits: Rows) -> Result<()> {
+        let (rows, vocab) = logits.dims();
+        let these = self.drawn..self.drawn + rows;
+        if these.end > self.ids.len() {
+            let what = format!("rows {these:?} of {}", self.ids.len());
+            return Err(Error::shape("draw", what));
+        }
+        match &mut self.draws {
+            DrawsOf::Host { how, from, drawn } => drawn.extend(logits.draw(how, &from[these])?),
+            DrawsOf::Card { card, how, draws, out } => {
+                Device::Gpu(*card).check("draw", &logits)?;
+                let first = these.start;
+                card.change(&mut logits, |logits| card.gpu().draw(out, first, logits, vocab, how, draws));
+            }
+        }
+        self.drawn += rows;
+        Ok(())
+    }
+}
+
+/// How tokens came about on a card.
+#[derive(Clone, Debug, Default)]
+pub struct Replays {
+    /// Shapes of batches that were recorded.
+    pub recorded: usize,
+    /// Tokens of all rows that came from running a record.
+    pub replayed: usize,
+    /// Those whose kernels were launched one by one.
+    pub plain: usize,
+    /// Why nothing is recorded any more.
+    pub refused: Option<String>,
+}
+
+/// The next tokens of rows, again and again, from one model and with one sampler.
+///
+/// Weights do not change while it lives: what is recorded reads them where they were.
+pub struct NextTokens<'a> {
+    device: Device,
+    how: Sampler<'a>,
+    vocab: usize,
+    card: Option<OnCard>,
+}
+
+impl<'a> NextTokens<'a> {
+    /// For logits of `vocab` tokens on a device.
+    #[must_use]
+    pub fn new(device: Device, how: Sampler<'a>, vocab: usize) -> Self {
+        let card = match device {
+            Device::Gpu(card) => Some(OnCard::new(card)),
+            _ => None,
+        };
+        Self { device, how, vocab, card }
+    }
+
+    /// The same with every kernel launched by itself.
+    #[must_use]
+    pub fn plain(mut self) -> Self {
+        if let Some(card) = &mut self.card {
+            card.records = false;
+        }
+        self
+    }
+
+    /// How tokens came about, on a card.
+    #[must_use]
+    pub fn replays(&self) -> Option<&Replays> {
+        self.card.as_ref().map(|card| &card.replays)
+    }
+
+    /// Draws a token for each row of `groups`, whose last tokens are `ids` with the angles `rope`, and counts it in the caches. `pass`
+    /// goes through the model and hands over logits; it is the same for all calls. What it does may be recorded instead of done, so
+    /// it reads no results. `None`: a logit is NaN or +∞, or no token can be drawn.
+    ///
+    /// # Errors
+    /// Numbers of rows that differ, a full cache, what `pass` returns.
+    pub fn next<E: From<Error>>(
+        &mut self,
+        ids: Vec<u32>,
+        rope: Arc<RopeTable>,
+        groups: Vec<DecodeRows>,
+        from: &[DrawFrom],
+        mut pass: impl FnMut(&mut TokenPass) -> Result<(), E>,
+    ) -> Result<Vec<Option<Draw>>, E> {
+        let mut batch = DecodeBatch::new(groups);
+        let rows = batch.rows();
+        if [ids.len(), rope.rows(), from.len()] != [rows; 3] {
+            let what =
+                format!("{} ids, {} positions and {} draws for {rows}", ids.len(), rope.rows(), from.len());
+            return Err(Error::shape("next tokens", what).into());
+        }
+        for group in &batch.groups {
+            group.slots.iter().try_for_each(|&slot| group.cache.check_room(slot))?;
+        }
+        let drawn = match &mut self.card {
+            Some(card) => card.next((ids, &rope), &mut batch, (&self.how, from, self.vocab), pass)?,
+            None => {
+                let draws = DrawsOf::Host { how: &self.how, from, drawn: Vec::with_capacity(rows) };
+                let ids = Tokens::new(ids);
+                let mut of = TokenPass { ids: &ids, rope: &rope, batch: &mut batch, draws, drawn: 0 };
+                pass(&mut of)?;
+                match of.draws {
+                    DrawsOf::Host { drawn, .. } => drawn,
+                    DrawsOf::Card { .. } => Vec::new(),
+                }
+            }
+        };
+        if drawn.len() != rows {
+            let what = format!("logits of {} of {rows} rows on {}", drawn.len(), self.device);
+            return Err(Error::shape("next tokens", what).into());
+        }
+        batch.advance();
+        Ok(drawn)
+    }
+}
+
+/// All that kernels, grids and memory of a token depend on, besides the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    decoding: DecodingSize,
+    draws: DrawSize,
+}
+
+/// A shape that has been met.
+struct Met {
+    /// What differs from token to token.
+    input: Arc<Array>,
+    /// The tokens.
+    out: Array,
+    graph: Option<Graph>,
+}
+
+/// Tokens on a card.
+struct OnCard {
+    card: Card,
+    arena: Arena,
+    met: HashMap<Shape, Met>,
+    replays: Replays,
+    records: bool,
+}
+
+/// Where in a pack a pass finds what it reads.
+struct Places {
+    ids: usize,
+    angles: [usize; 2],
+    tables: [usize; 3],
+    draws: omnigrpo_gpu::DrawPlaces,
+}
+
+impl OnCard {
+    fn new(card: Card) -> Self {
+        let arena = Arena::new(card.gpu());
+        Self { card, arena, met: HashMap::new(), replays: Replays::default(), records: true }
+    }
+
+    fn next<E: From<Error>>(
+        &mut self,
+        (mut ids, rope): (Vec<u32>, &RopeTable),
+        batch: &mut DecodeBatch,
+        (how, from, vocab): (&Sampler, &[DrawFrom], usize),
+        mut pass: impl FnMut(&mut TokenPass) -> Result<(), E>,
+    ) -> Result<Vec<Option<Draw>>, E> {
+        let (card, gpu, count) = (self.card, self.card.gpu(), batch.rows);
+        let Some(first) = batch.groups.first() else { return Ok(Vec::new()) };
+        let (heads, dtype) = (heads_of(first.cache.heads), Pages::dtype(first));
+        let dtype = dtype.ok_or_else(|| Error::shape("next tokens", "a prompt without keys and values"))?;
+        let (rows, how, from) = (gpu.batch_of(count), sampling(how), (how.forbidden, draw_rows(from)));
+
+        let mut pack = Pack::default();
+        let (decoding, tables) = card.continued(&mut batch.groups, dtype, |cached| {
+            let size = DecodingSize::of(cached, heads).rounded(rows);
+            (size, Decoding::pack(&mut pack, cached, heads, size))
+        });
+        let draws = DrawSize::of(&from.1, &how).rounded(rows);
+        ids.resize(rows, 0);
+        let angles = [&rope.cos, &rope.sin].map(|angles| {
+            let mut angles = angles.clone();
+            angles.resize(rows * rope.half, 0.0);
+            angles
+        });
+        let places = Places {
+            ids: pack.add(&ids),
+            angles: [0, 1].map(|i| pack.add(&angles[i])),
+            tables,
+            draws: Draws::pack(&mut pack, &from.1, draws, &how, from.0, vocab),
+        };
+        let shape = Shape { decoding, draws };
+        let known = self.met.contains_key(&shape);
+        let met = self.met.entry(shape).or_insert_with(|| Met {
+            input: Arc::new(gpu.alloc(pack.words().len(), Dtype::F32)),
+            out: gpu.drawn(rows),
+            graph: None,
+        });
+        gpu.write_words(&met.input, pack.words());
+        if met.graph.is_none() {
+            let whole = &met.input;
+            let part = |first, len| Array::part(whole, first, len);
+            let device = Device::Gpu(card);
+            let ids_of = Host::given(ids, device, part(places.ids, rows));
+            let copies = places.angles.map(|at| part(at, rows * rope.half));
+            let [cos, sin] = angles;
+            let rope = RopeTable { half: rope.half, cos, sin, copies: Host::given((), device, copies) };
+            let (rope, draws) = (Arc::new(rope), Draws::over(whole, places.draws, draws));
+            let tables = Arc::new(Decoding::over(whole, places.tables, decoding));
+            let Met { out, graph, .. } = met;
+            batch.rows = rows;
+            let mut run = |out: &mut Array| -> Result<(), E> {
+                // What a pass has done to the batch does not show in the next one.
+                batch.tables = Some(Arc::clone(&tables));
+                let draws = DrawsOf::Card { card, how, draws: &draws, out };
+                let mut of = TokenPass { ids: &ids_of, rope: &rope, batch: &mut *batch, draws, drawn: 0 };
+                pass(&mut of)?;
+                match of.drawn == rows {
+                    true => Ok(()),
+                    false => {
+                        let what = format!("logits of {} of {rows} rows", of.drawn);
+                        Err(Error::shape("next tokens", what).into())
+                    }
+                }
+            };
+            if known && self.records {
+                let mut done = Ok(());
+                let made = gpu.capture(&self.arena, || done = run(out));
+                done?;
+                match made {
+                    Ok(made) => {
+                        *graph = Some(made);
+                        self.replays.recorded += 1;
+                    }
+                    Err(why) => {
+                        tracing::debug!("decoding on {card} launches each kernel by itself: {why}");
+                        self.replays.refused = Some(why.to_string());
+                        self.records = false;
+                    }
+                }
+            }
+            if graph.is_none() {
+                gpu.within(&self.arena, || run(out))?;
+            }
+        }
+        match &met.graph {
+            Some(graph) => {
+                gpu.replay(graph, &[&met.out]);
+                self.replays.replayed += 1;
+            }
+            None => self.replays.plain += 1,
+        }
+        Ok(gpu.read_drawn(&met.out).into_iter().take(count).map(sound).collect())
+    }
+}
