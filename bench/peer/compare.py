@@ -55,7 +55,7 @@ def commit():
 
 def run(system, args, cpus, output):
     script = [str(HERE / f"run_{system}.py"), "--workload", args.workload, "--steps", str(args.steps)]
-    script += ["--threads", str(args.threads), "--output", str(output)]
+    script += ["--threads", str(args.threads), "--torch_dtype", args.torch_dtype, "--output", str(output)]
     python = args.trl_python if system == "trl" else sys.executable
     extra = ["--binary", str(args.binary)] if system == "omnigrpo" else []
     done = subprocess.run(
@@ -113,15 +113,14 @@ def show(args, rows):
     workload = WORKLOADS[args.workload]
     print(
         f"{args.workload}: {workload.prompt_tokens} prompt tokens with {workload.num_images} images, "
-        f"G = {NUM_GENERATIONS}, {workload.completion_tokens} new tokens, {args.threads} threads, f32"
+        f"G = {NUM_GENERATIONS}, {workload.completion_tokens} new tokens, {args.threads} threads, {args.torch_dtype}"
     )
     print(f"{'':34}{'TRL':>12}{'omnigrpo':>12}{'ratio':>9}")
     for title, theirs, ours, ratio in rows:
         print(f"{title:34}{theirs:12.3f}{ours:12.3f}" + (f"{ratio:8.2f}x" if ratio is not None else f"{'-':>9}"))
     for title, aim in (("step time, s", workload.step_time_aim), ("peak memory, MB", workload.memory_aim)):
-        if aim is not None:
-            ratio = next(row[3] for row in rows if row[0] == title)
-            print(f"aim for {title.split(',')[0]}: {aim:.0f}x, {'met' if ratio >= aim else 'not met'}")
+        ratio = next(row[3] for row in rows if row[0] == title)
+        print(f"aim for {title.split(',')[0]}: {aim:g}x, {'met' if ratio >= aim else 'not met'}")
 
 
 def main():
@@ -130,6 +129,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="per process; the first does not count")
     parser.add_argument("--repeats", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--torch_dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--binary", type=Path, default=BINARY)
     parser.add_argument("--trl_python", default=sys.executable, help="Python with requirements.txt installed")
     args = parser.parse_args()
@@ -152,13 +152,13 @@ def main():
     show(args, rows)
     print(f"TRL's imports alone: {runs['trl'][0]['imported_mb']:.0f} MB")
 
-    output = HERE / "results" / f"{args.workload}.json"
+    output = HERE / "results" / (args.workload + ("_bf16" if args.torch_dtype == "bfloat16" else "") + ".json")
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps(dict(
         workload=dict(
             name=args.workload, num_images=workload.num_images, prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens, num_generations=NUM_GENERATIONS, beta=BETA,
-            temperature=TEMPERATURE, learning_rate=LEARNING_RATE, dtype="float32", threads=args.threads,
+            temperature=TEMPERATURE, learning_rate=LEARNING_RATE, dtype=args.torch_dtype, threads=args.threads,
         ),
         machine=machine(cpus), commit=commit(), summary=sides,
         ratios={title.strip(): ratio for title, _, _, ratio in rows}, runs=runs,

@@ -20,19 +20,20 @@ BINARY = HERE.parents[1] / "target/release/omnigrpo"
 WATCH_SECS = 0.05
 
 
-def command(binary, name, root, output_dir, steps, threads):
-    completion = WORKLOADS[name].completion_tokens
+def command(args, root, output_dir):
+    completion = WORKLOADS[args.workload].completion_tokens
     settings = dict(
-        model_name_or_path=MODEL, train_file=root / "train.jsonl", output_dir=output_dir, torch_dtype="float32",
+        model_name_or_path=MODEL, train_file=root / "train.jsonl", output_dir=output_dir,
+        torch_dtype=args.torch_dtype,
         reward_funcs="random", num_generations=NUM_GENERATIONS, min_completion_length=completion,
         max_completion_length=completion, temperature=TEMPERATURE, loss_type="grpo", beta=BETA,
         per_device_train_batch_size=1, gradient_accumulation_steps=1, tune_mm_vision="true",
         learning_rate=LEARNING_RATE, lr_scheduler_type="linear", weight_decay=0, max_grad_norm=MAX_GRAD_NORM,
-        max_steps=steps, save_strategy="no", seed=SEED, threads=threads,
+        max_steps=args.steps, save_strategy="no", seed=SEED, threads=args.threads,
     )
-    if WORKLOADS[name].num_images:
+    if WORKLOADS[args.workload].num_images:
         settings["image_folders"] = root
-    return [str(binary), "train"] + [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return [str(args.binary), "train"] + [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def watch(process, metrics_file):
@@ -51,6 +52,7 @@ def main():
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--torch_dtype", default="float32")
     parser.add_argument("--binary", type=Path, default=BINARY)
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
@@ -63,7 +65,7 @@ def main():
         run_dir, log_file = Path(scratch) / "run", Path(scratch) / "log"
         with open(log_file, "w") as log:
             process = subprocess.Popen(
-                command(args.binary, args.workload, root, run_dir, args.steps, args.threads),
+                command(args, root, run_dir),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )
             try:

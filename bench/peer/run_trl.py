@@ -146,8 +146,9 @@ def main():
 
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
-            output_dir=scratch, seed=SEED, max_steps=ARGS.steps, use_cpu=True, bf16=False,
-            model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False,
+            output_dir=scratch, seed=SEED, max_steps=ARGS.steps, use_cpu=True,
+            bf16=ARGS.torch_dtype == "bfloat16",
+            model_init_kwargs={"dtype": ARGS.torch_dtype}, gradient_checkpointing=False,
             per_device_train_batch_size=ARGS.num_generations, gradient_accumulation_steps=1,
             num_generations=ARGS.num_generations, max_completion_length=workload.completion_tokens,
             generation_kwargs={"min_new_tokens": workload.completion_tokens}, temperature=TEMPERATURE,
@@ -161,7 +162,7 @@ def main():
             # A text row leaves the tower without gradient.
             callbacks=[Watch(clock, () if workload.num_images else "model.visual.")],
         )
-        assert all(p.requires_grad and p.dtype == torch.float32 for p in trainer.model.parameters())
+        assert all(p.requires_grad and p.dtype == getattr(torch, ARGS.torch_dtype) for p in trainer.model.parameters())
 
         def scored_model(model, *args, **kwargs):
             if model is trainer.ref_model:
