@@ -27,6 +27,7 @@ def arguments():
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--torch_dtype", default="float32")
     parser.add_argument("--num_generations", type=int, default=NUM_GENERATIONS)
     parser.add_argument("--output", required=True)
     return parser.parse_args()

@@ -6,7 +6,7 @@
 //! puts them into the stream's order for a tape that recalls them.
 //!
 //! Decoded rows come few at a time, block by block. They are kept in large pieces, those of a block side by side, so that what is freed
-//! while the stream is put together block by block makes room for it.
+//! while the stream is put together block by block makes room for it; what pieces have too much goes back before.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ use crate::block::KeptBlock;
 use crate::error::{ModelError, Result};
 use crate::stream::PackedStream;
 
-/// Rows of a piece of decoded rows, at most.
+/// Rows of the first piece of decoded rows, at most.
 const PIECE: usize = 256;
 
 /// What a block leaves: its output, then what [`KeptBlock::into_arrays`] has.
@@ -93,6 +93,12 @@ impl DecoderMemory {
         }
     }
 
+    /// There are no more rows.
+    pub fn finish(&mut self) {
+        let pieces = self.stacks.iter_mut().flatten().flatten().flat_map(|stack| &mut stack.pieces);
+        pieces.for_each(Vec::shrink_to_fit);
+    }
+
     /// What block `l` made of the rows that were announced.
     pub(crate) fn keep(&mut self, l: usize, y: &Rows, kept: KeptBlock) -> Result<()> {
         if self.room.is_none() {
@@ -112,13 +118,13 @@ impl DecoderMemory {
             return Ok(());
         }
         if self.stacks.len() == l {
-            let piece = self.expected.clamp(1, PIECE);
-            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols(), piece));
+            let stack = |array: &Option<Rows>| array.as_ref().map(|rows| Stack::new(rows.cols()));
             self.stacks.push(arrays.iter().map(stack).collect());
         }
+        let more = self.expected.saturating_sub(self.decoded.len());
         let stacks = self.stacks.get_mut(l).into_iter().flatten();
         stacks.zip(&arrays).try_for_each(|(stack, array)| match (stack, array) {
-            (Some(stack), Some(rows)) => stack.push(rows),
+            (Some(stack), Some(rows)) => stack.push(rows, more),
             _ => Ok(()),
         })
     }
@@ -212,35 +218,42 @@ fn gather(prompts: &[Option<Rows>], decoded: Option<Stack>, places: &[Place]) ->
 struct Stack {
     cols: usize,
     rows: usize,
-    /// Rows of a piece.
-    piece: usize,
+    /// Each as large as all before it.
     pieces: Vec<Vec<f32>>,
 }
 
 impl Stack {
-    fn new(cols: usize, piece: usize) -> Self {
-        Self { cols, rows: 0, piece, pieces: Vec::new() }
+    fn new(cols: usize) -> Self {
+        Self { cols, rows: 0, pieces: Vec::new() }
     }
 
-    fn push(&mut self, rows: &Rows) -> Result<()> {
+    /// Takes rows, with room for `more` behind them at most.
+    fn push(&mut self, rows: &Rows, more: usize) -> Result<()> {
         let numbers = rows.host().filter(|_| rows.cols() == self.cols);
         let mut numbers =
             numbers.ok_or_else(|| ModelError::shape("recall: rows of another device or width"))?;
+        let most = rows.rows() + more;
+        let cols = self.cols;
+        let room = |piece: &Vec<f32>| piece.capacity() / cols * cols - piece.len();
         while !numbers.is_empty() {
-            let (piece, at) = (self.rows / self.piece, self.rows % self.piece);
-            if piece == self.pieces.len() {
-                self.pieces.push(Vec::with_capacity(self.piece * self.cols));
+            if self.pieces.last().is_none_or(|piece| room(piece) == 0) {
+                self.pieces.push(Vec::with_capacity(self.rows.max(PIECE).min(most) * cols));
             }
-            let count = (self.piece - at).min(numbers.len() / self.cols);
-            let (own, rest) = numbers.split_at(count * self.cols);
-            self.pieces[piece].extend_from_slice(own);
-            (numbers, self.rows) = (rest, self.rows + count);
+            let Some(piece) = self.pieces.last_mut() else { break };
+            let (own, rest) = numbers.split_at(numbers.len().min(room(piece)));
+            piece.extend_from_slice(own);
+            (numbers, self.rows) = (rest, self.rows + own.len() / cols);
         }
         Ok(())
     }
 
     fn row(&self, row: usize) -> Option<&[f32]> {
-        let piece = self.pieces.get(row / self.piece)?;
-        piece.get(row % self.piece * self.cols..)?.get(..self.cols)
+        let mut at = row * self.cols;
+        let piece = self.pieces.iter().find(|piece| {
+            let here = at < piece.len();
+            at -= if here { 0 } else { piece.len() };
+            here
+        })?;
+        piece.get(at..at + self.cols)
     }
 }

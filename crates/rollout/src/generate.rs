@@ -193,6 +193,9 @@ impl<'a> Generator<'a> {
             profile::enter(before);
             self.retire(&mut live, &mut finished);
         }
+        if let Some(memory) = memory {
+            memory.finish();
+        }
         let mut out = Vec::with_capacity(requests.len());
         for group in finished {
             let mut completions = Vec::with_capacity(group.len());
