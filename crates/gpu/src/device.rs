@@ -306,7 +306,7 @@ impl Gpu {
     #[must_use]
     pub fn alloc(&self, len: usize, dtype: Dtype) -> Array {
         let bytes = len * dtype.size();
-        let (at, memory) = match self.from_arena(bytes) {
+        let (at, memory) = match self.arena_block(bytes) {
             _ if self.failed() => (None, Memory::Own),
             Some((at, blocks)) => (self.note(at), Memory::Arena(blocks)),
             None => (self.note(self.driver_alloc(bytes)), Memory::Own),

@@ -191,7 +191,7 @@ impl Gpu {
     }
 
     /// Memory of this thread's arena, if it has one.
-    pub(crate) fn from_arena(&self, bytes: usize) -> Option<(Result<u64>, Arc<Blocks>)> {
+    pub(crate) fn arena_block(&self, bytes: usize) -> Option<(Result<u64>, Arc<Blocks>)> {
         let (arena, records) = self.in_scope(|scope| (scope.arena.clone(), scope.capture.is_some()))?;
         let found = match arena.free_block(bytes) {
             Some(at) => {
