@@ -46,9 +46,15 @@ fn score_takes_text_or_ids() {
 #[test]
 fn generate_and_score_agree() {
     let place = Place::new();
-    place
-        .run("generate --model M --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6")
+    let shown = place
+        .run("generate --model M --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6 --profile")
         .ok();
+    // Seconds of a phase, of which its kernels take a part.
+    let secs = |name: &str| -> f64 {
+        let line = shown.stdout.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        line.split_whitespace().next().unwrap().parse().unwrap()
+    };
+    assert!(secs("prefill ") > 0.0 && secs("decode ") >= secs("  linear, decode "), "{}", shown.stdout);
     let made = place.lines("made.jsonl");
     let ids: Vec<_> = made.iter().map(|row| row["id"].clone()).collect();
     assert_eq!(ids, ["shapes", "sum", "clip"]);

@@ -53,12 +53,12 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("tui", Bool, at!(log.tui), &[Watch])
         .help("Show the runs as a table in the terminal instead of a page; in a pipe, a line per step."),
-    row("profile", Bool, at!(log.profile), &[Train, Sft, Demo])
+    row("profile", Bool, at!(log.profile), &[Train, Sft, Generate, Demo])
         .help(
             "Print at the end where the time went, by phase and kind of work, with operations and \
              bytes per second.",
         )
-        .free(LOOP),
+        .free(Verb::ALL),
     row("run_name", Text, at!(run.run_name), LOOP)
         .help("Name of the run in logs, trackers and the model card.")
         .unset("name of the run directory")

@@ -16,7 +16,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Value, json};
 
-use super::{Context, print, print_data, resume, setup};
+use super::{Context, print, print_data, profile, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
@@ -151,9 +151,19 @@ pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made:
 /// Completions for rows, or for one prompt.
 pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
-    if let Some(prompt) = &settings.io.prompt {
-        return generate_one(settings, context, prompt);
+    profile::enable(settings.log.profile);
+    match &settings.io.prompt {
+        Some(prompt) => generate_one(settings, context, prompt),
+        None => generate_rows(resolved, context),
+    }?;
+    if settings.log.profile {
+        print(&profile::table(&profile::take(), 1))?;
     }
+    Ok(())
+}
+
+fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
     let output = output(settings)?;
     let dataset = input(settings)?;
     let checkpoint = context.checkpoint()?;

@@ -4,12 +4,18 @@ use omnigrpo_kernels::profile::Profile;
 
 pub use omnigrpo_kernels::profile::{enable, take};
 
-/// Time by phase and kind of work, per step.
+/// Time by phase and kind of work, per step, or with one step as it is.
 pub fn table(profile: &Profile, steps: u64) -> String {
     let steps = steps.max(1) as f64;
     let mut out = format!(
         "{:22}{:>10}{:>8}{:>10}{:>9}{:>10}{:>9}\n",
-        "", "s/step", "share", "GFLOP", "GFLOP/s", "GB", "GB/s"
+        "",
+        if steps > 1.0 { "s/step" } else { "s" },
+        "share",
+        "GFLOP",
+        "GFLOP/s",
+        "GB",
+        "GB/s"
     );
     let total: f64 = profile.phases.iter().map(|(_, time)| time.as_secs_f64()).sum();
     for (phase, time) in &profile.phases {
