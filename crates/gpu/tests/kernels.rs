@@ -8,6 +8,7 @@ use omnigrpo_gpu::{
 };
 use omnigrpo_kernels::activation::Activation;
 use omnigrpo_kernels::attention::{AttentionLayout, Qkv, QueryRange, Shape};
+use omnigrpo_kernels::experts::{Choices, Groups};
 use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Mat, logprob, twin};
@@ -465,7 +466,11 @@ fn sums() {
         let mut back = gpu.zeros(rows * cols, Dtype::F32);
         let reversed = Mixture::reversed(gpu, vec![(4, 0, 0.5), (0, 0, -1.0), (4, 2, 2.0)]);
         gpu.mix(&mut back, &y, &reversed, cols, true);
-        vec![gpu.upload(&[squares as f32]), y, back]
+        // Columns 2..5 of wider rows, of more than one part.
+        let (wide, b) = (gpu.upload(&noise(300 * cols, 4)), gpu.upload(&noise(300 * 3, 5)));
+        let mut columns = gpu.upload(&noise(3, 6));
+        gpu.add_column_sums(&mut columns, &wide, [2, cols], Some(&b), 300);
+        vec![gpu.upload(&[squares as f32]), y, back, columns]
     });
     let squares: f64 = noise(n, 1).iter().map(|&x| f64::from(x).powi(2)).sum();
     let (x, y0) = (noise(35, 2), noise(21, 3));
@@ -482,7 +487,11 @@ fn sums() {
             _ => 0.0,
         })
         .collect();
-    near(&got, &[vec![squares], y, back], &[1e-6; 3], "sums");
+    let (wide, b) = (noise(300 * 7, 4), noise(300 * 3, 5));
+    let term = |row: usize, j: usize| f64::from(wide[row * 7 + 2 + j]) * f64::from(b[row * 3 + j]);
+    let columns =
+        (0..3).map(|j| f64::from(noise(3, 6)[j]) + (0..300).map(|row| term(row, j)).sum::<f64>()).collect();
+    near(&got, &[vec![squares], y, back, columns], &[1e-6; 4], "sums");
 }
 
 /// The head in pieces of rows and of the vocabulary; tokens named twice, a row without targets.
@@ -563,18 +572,19 @@ fn elements() {
     }
 }
 
-/// Pictures of 2×3 and patches that read a row twice and none.
+/// Pictures of 2×3, more rows of them than a part of a sum has, and patches that read a row twice and none.
 #[test]
 fn convolutions() {
-    let (c, side) = (5, [2, 3]);
+    let (c, side, many) = (5, [2, 3], 300);
     let got = under_every_schedule(|gpu| {
         let [x, dy] = [1, 2].map(|seed| gpu.upload(&noise(12 * c, seed)));
         let w = gpu.upload(&noise(9 * c, 3));
-        let mut dw = gpu.zeros(9 * c, Dtype::F32);
-        gpu.depthwise_weight(&mut dw, &dy, &x, side);
+        let mut dw = gpu.upload(&noise(9 * c, 7));
+        let [pictures, dpictures] = [8, 9].map(|seed| gpu.upload(&noise(many * c, seed)));
+        gpu.depthwise_weight(&mut dw, &dpictures, &pictures, side);
         let patches = Unfolding::new(gpu, &[3, u32::MAX, 3, 0], 2, 12);
         let unfolded = gpu.unfold(&x, &patches, c);
-        let mut dx = gpu.zeros(12 * c, Dtype::F32);
+        let mut dx = gpu.upload(&noise(12 * c, 6));
         gpu.fold(&mut dx, &unfolded, &patches, c);
         let gate = gpu.upload(&noise(2 * c, 4));
         let [gx, dgate] = gpu.gate_back(&x, &gate, &dy, c);
@@ -590,16 +600,100 @@ fn convolutions() {
     let (host, dhost) = (x, dy);
     let [x, dy] = [&host, &dhost].map(|x| Mat::new(x, 12, c));
     let y = twin::depthwise3_forward(x, &w, side);
-    let (back, dw) = twin::depthwise3_backward(dy, x, &w, side);
+    let (back, _) = twin::depthwise3_backward(dy, x, &w, side);
+    let plus = |a: Vec<f64>, seed: u64| {
+        let before = noise(a.len(), seed);
+        a.iter().zip(before).map(|(a, b)| a + f64::from(b)).collect::<Vec<f64>>()
+    };
+    let [pictures, dpictures] = [8, 9].map(|seed| wide(&noise(many * c, seed)));
+    let [pictures, dpictures] = [&pictures, &dpictures].map(|x| Mat::new(x, many, c));
+    let dw = plus(twin::depthwise3_backward(dpictures, pictures, &w, side).1, 7);
     let sources = [3, u32::MAX, 3, 0];
     let unfolded = twin::unfold(x, &sources, 2);
-    let dx = twin::fold(Mat::new(&unfolded, 2, 2 * c), &sources, 2, 12);
+    let dx = plus(twin::fold(Mat::new(&unfolded, 2, 2 * c), &sources, 2, 12), 6);
     let (gx, dgate) = twin::gate_backward(dy, x, Mat::new(&gate, 2, c));
     let alternatives = Mat::new(&host, 3, 4 * c);
     let blended = twin::blend_forward(alternatives, &logits);
     let (bx, dlogits) = twin::blend_backward(&blended, alternatives, &logits);
     let want = [y, back, dw, unfolded, dx, gx, dgate, blended, bx, dlogits];
     near(&got, &want, &[2e-6; 10], "convolutions");
+}
+
+/// The gradient of a blend's logits is a sum of more than one part where alternatives are long.
+#[test]
+fn a_blend_of_several_parts() {
+    let n = (1 << 16) + 5;
+    let gpu = gpu(1);
+    let (host, dhost, logits) = (noise(2 * n, 1), noise(n, 2), [0.5, -0.25]);
+    let [x, dy] = [&host, &dhost].map(|x| gpu.upload(x));
+    let [_, dlogits] = gpu.blend_back(&x, &gpu.upload(&logits), &dy);
+    gpu.check().unwrap();
+    let (_, want) = twin::blend_backward(&wide(&dhost), Mat::new(&wide(&host), 2, n), &wide(&logits));
+    near(&[wide(&dlogits.to_vec())], &[want], &[1e-5], "blend");
+}
+
+/// Experts of which one has no place: products by place and by expert, weights of places where logits are large, and gradients.
+/// Rows are longer than a block of threads handles at a time, products than a bf16 sum keeps exact. The bits of a place do not depend
+/// on the others.
+#[test]
+fn experts() {
+    let (t, all, each, k, n, h) = (31, 5, 2, 67, 33, 1030);
+    let choices = [[0, 4], [3, 4], [1, 0]];
+    let mut placed: Vec<(u32, usize)> =
+        (0..t).flat_map(|row| choices[row % 3].map(|expert| (expert, row))).collect();
+    placed.sort_unstable();
+    let experts: Vec<u32> = placed.iter().map(|place| place.0).collect();
+    let count = placed.len();
+    let offsets: Vec<usize> =
+        (0..=all as u32).map(|expert| experts.partition_point(|&own| own < expert)).collect();
+    let mut places: Vec<u32> = (0..count as u32).collect();
+    places.sort_by_key(|&place| placed[place as usize].1);
+    let logits: Vec<f32> =
+        noise(t * all, 3).iter().enumerate().map(|(i, x)| x + (i / all * 7) as f32).collect();
+    for (dtype, bound) in [(Dtype::F32, 2e-6), (Dtype::Bf16, 4e-3)] {
+        let sizes = [count * k, all * k * n, count * n, count * h, count * h];
+        let got = under_every_schedule(|gpu| {
+            let [x, w, dy, wide, dwide] =
+                std::array::from_fn(|i| numbers(gpu, sizes[i], dtype, i as u64 + 5).0);
+            let on_device = gpu.upload_words(&experts);
+            let weight = Weight::Dense(&w);
+            let [mut by_place, mut by_expert] = [(); 2].map(|()| gpu.alloc(count * n, dtype));
+            gpu.experts_rows(&mut by_place, &x, weight, (&offsets, &on_device), [k, n]);
+            gpu.experts(&mut by_expert, &x, weight, &offsets, [k, n]);
+            let (mut dx, mut dw) = (gpu.alloc(count * k, dtype), gpu.upload(&noise(all * k * n, 4)));
+            gpu.experts_dx(&mut dx, &dy, weight, &offsets, [k, n]);
+            gpu.experts_dw(&mut dw, &x, &dy, (&offsets, dtype), [k, n]);
+            // The second expert with places, without the others.
+            let (first, last) = (offsets[1], offsets[2]);
+            let own: Vec<usize> = offsets.iter().map(|&at| at.clamp(first, last) - first).collect();
+            let some = gpu.cast(&gpu.upload(&x.to_vec()[first * k..last * k]), dtype);
+            let mut alone = gpu.alloc((last - first) * n, dtype);
+            let expert = gpu.upload_words(&experts[first..last]);
+            gpu.experts_rows(&mut alone, &some, weight, (&own, &expert), [k, n]);
+            assert_eq!(alone.to_vec(), by_place.to_vec()[first * n..last * n], "others decide");
+            let logits = gpu.upload(&logits);
+            let ends: Vec<u32> = (0..=t as u32).map(|row| row * each as u32).collect();
+            let mixture = Mixture::new(gpu, &ends, &places, None);
+            let weighed = gpu.weigh(&wide, &logits, &mixture, &on_device, all);
+            let [back, dlogits] = gpu.weigh_back([&wide, &dwide], &logits, &mixture, &on_device, all);
+            vec![by_place, by_expert, dx, dw, weighed, back, dlogits]
+        });
+        let gpu = gpu(0);
+        let host: Vec<Vec<f64>> =
+            sizes.iter().zip(5..).map(|(&n, seed)| numbers(&gpu, n, dtype, seed).1).collect();
+        let [x, w, dy, wide_rows, dwide] = &host[..] else { unreachable!() };
+        let (x, w, dy) = (Mat::new(x, count, k), Mat::new(w, all * k, n), Mat::new(dy, count, n));
+        let y = twin::experts_forward(x, w, Groups(&offsets));
+        let (dx, mut dw) = twin::experts_backward(dy, x, w, Groups(&offsets));
+        dw.iter_mut().zip(noise(all * k * n, 4)).for_each(|(dw, before)| *dw += f64::from(before));
+        let logits = wide(&logits);
+        let (logits, choices) = (Mat::new(&logits, t, all), Choices { places: &places, experts: &experts });
+        let [rows, drows] = [wide_rows, dwide].map(|x| Mat::new(x, count, h));
+        let weighed = twin::weigh_forward(rows, logits, choices);
+        let (back, dlogits) = twin::weigh_backward(drows, rows, logits, choices);
+        let want = [y.clone(), y, dx, dw, weighed, back, dlogits];
+        near(&got, &want, &[bound, bound, bound, 1e-5, bound, bound, 1e-5], &format!("{dtype:?}"));
+    }
 }
 
 /// Weights of 8 and 4 bits, all rows and some; the numbers are those of the CPU, rounded to bf16.
@@ -924,6 +1018,83 @@ const FAULTS: &[Fault] = &[
         "counts[threadIdx.x] = own;\n    sync_block();",
         "counts[threadIdx.x] = own;",
     ),
+    fault("sums", "rows are as long as what is summed of them", "row * a_stride + j", "row * cols + j"),
+    fault(
+        "sums",
+        "all sums replace the first rows",
+        "targets ? targets[blockIdx.x] : blockIdx.x",
+        "blockIdx.x",
+    ),
+    fault(
+        "sums",
+        "four elements behind a row are stored",
+        "store4(y, at + j, at + cols, sum)",
+        "store4(y, at + j, at + cols + 3, sum)",
+    ),
+    fault("sums", "rows are not weighed", "weights ? weights[i] : 1", "1"),
+    fault("conv", "a patch reads outside of the picture", "source == OUTSIDE ? 0.0f : load", "load"),
+    fault(
+        "conv",
+        "channels and taps are exchanged",
+        "channel = n / taps % c, tap = n % taps",
+        "channel = n % c, tap = n / c % taps",
+    ),
+    fault("conv", "a gradient replaces what was there", "float sum = load(dx, n);", "float sum = 0;"),
+    fault("conv", "a picture goes on in the one above", "cy + dy < 0 || ", ""),
+    fault("conv", "the gradient's kernel is not turned", "flip ? 8 - tap : tap", "tap"),
+    fault(
+        "conv",
+        "rows behind the end count for the weight",
+        "begin + per_part < rows ? begin + per_part : rows",
+        "begin + per_part",
+    ),
+    fault("conv", "a gate's row is another's", "i / (s * c) * c + i % c", "i % c"),
+    fault("conv", "a gate's gradient is of its first row", "j < s; j++", "j < 1; j++"),
+    fault("conv", "parts of an alternative are left out", "part < parts; part++", "part < 1; part++"),
+    fault("experts", "places behind the end are computed", "if (i >= places * n) return;", ""),
+    fault("experts", "another stride of places", "place * k + j", "place * n + j"),
+    fault("experts", "the first expert's matrix for all", "experts ? (i64)experts[place] * k : 0", "0"),
+    fault(
+        "experts",
+        "a product is rounded at each step",
+        "sum += load(x, place * k + j) * load(w, from + (i64)j * n);\n    store(y, i, sum);",
+        "{ sum += load(x, place * k + j) * load(w, from + (i64)j * n); store(y, i, sum); sum = load(y, i); }",
+    ),
+    fault("experts", "large logits overflow", "top = larger(top, load", "top = 0 * larger(top, load"),
+    fault(
+        "experts",
+        "logits of experts that were not chosen",
+        "row * all + experts[place]) - top",
+        "row * all + j) - top",
+    ),
+    fault(
+        "experts",
+        "places of the row before",
+        "u32 place = places[row * each + j]",
+        "u32 place = places[row * each - row + j]",
+    ),
+    fault(
+        "experts",
+        "weights do not sum to 1",
+        "weights[places[row * each + j]] /= sum",
+        "weights[places[row * each + j]] /= each",
+    ),
+    fault("experts", "the last columns are not scaled", "quads = (cols + 3) / 4", "quads = cols / 4"),
+    fault(
+        "experts",
+        "four elements behind a place are stored",
+        "store4(y, at, end, v)",
+        "store4(y, at, end + 3, v)",
+    ),
+    fault("experts", "a place is only as long as a block", "i += blockDim.x * 4", "i += cols"),
+    fault("experts", "one warp's sum for the block's", "sum = block_sum(sum, red)", "sum = warp_sum(sum)"),
+    fault("experts", "gradients of a softmax without their mean", "(dots[place] - mean)", "dots[place]"),
+    fault(
+        "experts",
+        "gradients of another row's logits",
+        "dlogits[row * all + experts",
+        "dlogits[row * each + experts",
+    ),
     fault("conv", "rows and columns of a picture are exchanged", "cy = row / w % h", "cy = row / h % w"),
     fault("conv", "all gradients of a patch go to its first tap", "entries[e] % taps", "0"),
     fault("elementwise", "rows of a copy are not chosen", "from_rows ? from_rows[row] : row", "row"),
@@ -990,7 +1161,8 @@ fn slow_planted_faults_are_found() {
             "plain_attention" => &["plain_attention_of_any_width", "decoding_does_not_depend_on_the_batch"],
             "head" => &["the_head"],
             "sample" => &["draws_are_those_of_a_sorted_row"],
-            "conv" => &["convolutions"],
+            "conv" => &["convolutions", "a_blend_of_several_parts"],
+            "experts" => &["experts"],
             "elementwise" => &["elements", "a_step_to_a_tie_rounds_to_even"],
             _ => &["norms", "sums"],
         };
