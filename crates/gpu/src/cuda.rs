@@ -154,9 +154,18 @@ impl Cuda {
         let Found { name, capability: [major, minor], .. } = survey()?.usable(ordinal)?.clone();
         libraries::check(given)?;
         let device = result::device::get(ordinal as i32).map_err(said("cuDeviceGet"))?;
+        let opened = |call| {
+            let name = name.clone();
+            move |error: result::DriverError| match error.0 {
+                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY | sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+                    Error::Occupied { name, what: error.to_string() }
+                }
+                _ => said(call)(error),
+            }
+        };
         // SAFETY: the device is one of the driver's, as is every handle below.
         unsafe {
-            let context = result::primary_ctx::retain(device).map_err(said("cuDevicePrimaryCtxRetain"))?;
+            let context = result::primary_ctx::retain(device).map_err(opened("cuDevicePrimaryCtxRetain"))?;
             result::ctx::set_current(context).map_err(said("cuCtxSetCurrent"))?;
             // Freed memory stays with the program, so that the next step takes it without asking the system.
             let pool =
@@ -170,7 +179,8 @@ impl Cuda {
             .map_err(said("cuMemPoolSetAttribute"))?;
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
                 .map_err(said("cuStreamCreate"))?;
-            let workspace = result::malloc_async(stream, Blas::WORKSPACE).map_err(said("cuMemAllocAsync"))?;
+            let workspace =
+                result::malloc_async(stream, Blas::WORKSPACE).map_err(opened("cuMemAllocAsync"))?;
             Ok(Self {
                 name,
                 context,
@@ -348,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_driver_gets_an_error() {
-        // SAFETY: as in `count`.
+        // SAFETY: as in `survey`.
         if !unsafe { sys::is_culib_present() } {
             assert_eq!(Cuda::open(0, &[], Path::new("/tmp")).err(), Some(Error::NoDriver));
         }

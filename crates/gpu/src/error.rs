@@ -43,6 +43,16 @@ pub enum Error {
         /// Of its compute capability.
         minor: i32,
     },
+    /// A card that others use, so that it cannot be opened.
+    #[error(
+        "{name} cannot be opened: {what}; another program holds it (`nvidia-smi` lists them): end that, or use another card or the CPU"
+    )]
+    Occupied {
+        /// The card.
+        name: String,
+        /// What the driver said.
+        what: String,
+    },
     /// A library of CUDA that is not installed.
     #[error(
         "{library} was not found; install it with `pip install '{package}>=13,<14'` or the CUDA toolkit 13, in the active Python \
@@ -56,9 +66,10 @@ pub enum Error {
     },
     /// No memory of the device.
     #[error(
-        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower Algorithm::max_stream_tokens (the \
-         tokens of a pass), set Algorithm::recompute (activations) or AdamWConfig::offload (the optimizer's state in main memory), \
-         keep the reference on the CPU, or train adapters on weights in bfloat16 or fewer bits"
+        "out of GPU memory: {wanted} bytes wanted, {free} of {total} free; lower the tokens of a pass (max_stream_tokens), \
+         compute activations again (gradient_checkpointing), hold the optimizer's state in main memory (offload_optimizer) and \
+         the reference on the CPU (reference_device), or train adapters (use_peft) on weights in bfloat16 or fewer bits \
+         (load_in_8bit, load_in_4bit)"
     )]
     Memory {
         /// Bytes of the array that did not fit.

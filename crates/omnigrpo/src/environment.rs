@@ -76,7 +76,8 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
 impl Environment {
     /// Reads the variables through `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
-        // An empty variable is as good as none.
+        // Empty, this one hides every card; any other that is empty is as good as none.
+        let cuda_visible_devices = get("CUDA_VISIBLE_DEVICES");
         let get = |name: &str| get(name).filter(|value| !value.is_empty());
         let user_cache = get("XDG_CACHE_HOME").map(PathBuf::from);
         let user_cache = user_cache
@@ -94,7 +95,7 @@ impl Environment {
             debug_log: on(&get, "DEBUG_MODE")
                 .then(|| get("LOG_PATH").map_or_else(|| PathBuf::from("grpo_debug.log"), PathBuf::from)),
             ds_skip_cuda_check: on(&get, "DS_SKIP_CUDA_CHECK"),
-            cuda_visible_devices: get("CUDA_VISIBLE_DEVICES"),
+            cuda_visible_devices,
             cuda_folders: ["CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"]
                 .into_iter()
                 .filter_map(&get)

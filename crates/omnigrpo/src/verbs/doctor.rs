@@ -66,14 +66,12 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
 }
 
-/// The driver, its cards, and the libraries that kernels need.
+/// The driver, its cards, the libraries that kernels need, and what `--device auto` makes of them.
 fn gpu(settings: &Settings) -> Vec<(String, String)> {
     let mut lines = Vec::new();
-    let took = match omnigrpo_gpu::survey() {
-        Err(error) => {
-            lines.push(("GPU driver".to_owned(), error.to_string()));
-            "cpu"
-        }
+    let survey = omnigrpo_gpu::survey();
+    match &survey {
+        Err(error) => lines.push(("GPU driver".to_owned(), error.to_string())),
         Ok(survey) => {
             let (major, minor) = (survey.supports / 1000, survey.supports % 1000 / 10);
             lines.push(("GPU driver".to_owned(), format!("NVIDIA, supports CUDA {major}.{minor}")));
@@ -88,10 +86,10 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
             if survey.cards.is_empty() {
                 lines.push(("  GPUs".to_owned(), setup::no_cards(settings)));
             }
-            if survey.cards.is_empty() { "cpu" } else { "cuda:0" }
         }
-    };
-    for library in omnigrpo_gpu::libraries(&settings.env.cuda_folders) {
+    }
+    let libraries = omnigrpo_gpu::libraries(&settings.env.cuda_folders);
+    for library in &libraries {
         let value = match (&library.path, library.found) {
             (Some(path), _) => path.display().to_string(),
             (None, true) => "found by the loader".to_owned(),
@@ -101,7 +99,15 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
         };
         lines.push((format!("  {}", library.name), value));
     }
-    lines.push(("device".to_owned(), format!("{took}, which `--device auto` takes")));
+    let took = match survey {
+        Err(omnigrpo_gpu::Error::NoDriver) => "cpu, which `--device auto` takes",
+        Ok(survey) if survey.cards.is_empty() => "cpu, which `--device auto` takes",
+        Ok(survey) if survey.usable(0).is_ok() && libraries.iter().all(|library| library.found) => {
+            "cuda:0, which `--device auto` takes"
+        }
+        _ => "none: `--device auto` fails until the GPU can be used; `--device cpu` does without",
+    };
+    lines.push(("device".to_owned(), took.to_owned()));
     lines
 }
 

@@ -43,9 +43,10 @@ pub fn open_device(
 /// Why `auto` takes the CPU where there is a driver.
 pub fn no_cards(settings: &Settings) -> String {
     match &settings.env.cuda_visible_devices {
-        Some(visible) => {
-            format!("the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES={visible}")
+        Some(visible) if visible.is_empty() => {
+            "the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty, which hides all".into()
         }
+        Some(visible) => format!("the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES={visible}"),
         None => "the NVIDIA driver shows no GPU".into(),
     }
 }
