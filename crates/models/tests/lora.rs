@@ -67,16 +67,8 @@ fn train_adapters(model: &Model) {
 
 const COMPLETIONS: [&[u32]; 3] = [&[5, 9, 200, 31], &[5, 9, 17], &[88]];
 
-fn prompt_of(model: &Model, case: &str) -> Prompt {
-    match model.family().name() {
-        "aria" => support::rows::prompt_of("aria", model.dir(), case),
-        name if name.starts_with("internvl") => support::rows::prompt(model.dir(), case),
-        _ => case_prompt(case, model),
-    }
-}
-
 fn score(model: &Model, case: &str) -> Vec<f32> {
-    let prompt = prompt_of(model, case);
+    let prompt = case_prompt(case, model);
     let stream =
         PackedStream::new(&[GroupStream { prompt: &prompt, completions: COMPLETIONS.to_vec() }]).unwrap();
     model.score(&stream, &[model.encode_prompt(&prompt).unwrap()], 1.0).unwrap().0
@@ -134,7 +126,7 @@ fn values_and_gradients_equal_peft() {
             _ => ("cases", "E"),
         };
         let inputs = Golden::read(&format!("{folder}/{case}.safetensors"));
-        let prompt = prompt_of(&model, case);
+        let prompt = case_prompt(case, &model);
         let completion = inputs.ids("completion_ids");
         let whole = whole_tensors(&golden("lora").join(adapter), model.family().format()).unwrap();
         for recompute in [false, true] {
@@ -353,7 +345,7 @@ fn experts_get_adapters_where_they_are_named() {
         assert_eq!(names(&model, ".experts."), count, "{target}");
         fill(&model);
         train_adapters(&model);
-        let prompt = prompt_of(&model, "E");
+        let prompt = case_prompt("E", &model);
         let separate = pass(&model, &prompt, false, false);
         for recompute in [false, true] {
             let packed = pass(&model, &prompt, true, recompute);

@@ -1142,14 +1142,16 @@ fn checkpoints_are_pushed_beside_training() {
 }
 
 /// A training step with its evaluation, and rollouts, of a tiny model of each family with the kernels of a GPU, on the emulator: with
-/// f32 weights the same tokens are drawn as on the CPU and numbers agree up to rounding; with bf16 weights log-probabilities agree
-/// within 0.05 and 2 %, since activations between them are bf16 there and f32 on the CPU.
+/// f32 weights the same tokens are drawn as on the CPU and numbers agree up to rounding; with bf16 weights log-probabilities of given
+/// completions agree within 0.05 and 2 %, since activations between them are bf16 there and f32 on the CPU.
 #[test]
 fn families_on_the_emulator_of_a_gpu() {
     for (name, more) in [
         ("qwen2_vl_tied", ""),
         ("qwen2_5_vl_untied", "--reference_device cpu --offload_optimizer"),
         ("internvl_hf", "--use_peft --lora_r 4 --lora_dropout 0"),
+        ("internvl3_5_hf", ""),
+        ("aria", "--use_peft --lora_target_modules all-linear,experts --lora_r 4 --lora_dropout 0"),
         ("humanomni", "--gradient_checkpointing"),
         ("qwen3_vl", "--gradient_checkpointing"),
     ] {
@@ -1192,6 +1194,31 @@ fn families_on_the_emulator_of_a_gpu() {
             }
         }
         assert!(compared > 20, "{name}: {compared} numbers compared");
+        // Rollouts by themselves, greedy, and an evaluation of the checkpoint.
+        let said = |device: &str| {
+            let of =
+                format!("--model {model} --device {device} --torch_dtype float32 --max_completion_length 4");
+            place.run(&format!("generate {of} --input few.jsonl --output g-{device} --temperature 0")).ok();
+            place
+                .run(&format!(
+                    "eval {of} --eval_file few.jsonl --output e-{device}.jsonl --reward_funcs random"
+                ))
+                .ok();
+            let summary: Value =
+                serde_json::from_str(&place.text(&format!("e-{device}.summary.json"))).unwrap();
+            (place.lines(&format!("g-{device}")), summary["eval_reward"].clone())
+        };
+        let (cpu, gpu) = (said("cpu"), said("emulated"));
+        assert!(cpu.1.is_f64() && cpu.1 == gpu.1, "{name}: {} for {}", gpu.1, cpu.1);
+        for (cpu, gpu) in cpu.0.iter().zip(&gpu.0) {
+            let [cpu, gpu] = [cpu, gpu].map(|row| &row["completions"][0]);
+            assert_eq!(cpu["completion_ids"], gpu["completion_ids"], "{name}");
+            let [cpu, gpu] = [cpu, gpu].map(|completion| numbers(&completion["logprobs"]));
+            assert!(
+                cpu.len() == 4 && cpu.iter().zip(&gpu).all(|(a, b)| (a - b).abs() < 1e-3),
+                "{name}: {gpu:?} for {cpu:?}"
+            );
+        }
         let mut rows = rows;
         for row in &mut rows {
             row["completions"] = json!(["<answer>square</answer>", "So it is 5."]);
@@ -1209,6 +1236,37 @@ fn families_on_the_emulator_of_a_gpu() {
         assert!(cpu.len() > 8 && cpu.len() == gpu.len());
         for (got, want) in gpu.iter().zip(&cpu) {
             assert!((got - want).abs() <= 0.05 + 0.02 * want.abs(), "{name}: {got} for {want}");
+        }
+    }
+}
+
+/// Adapters on weights of 8 and 4 bits with the kernels of a GPU, on the emulator, where the same weights are multiplied as bf16.
+#[test]
+fn few_bits_on_the_emulator_of_a_gpu() {
+    let place = Place::new();
+    for (bits, more) in
+        [("load_in_8bit", ""), ("load_in_4bit", "--gradient_checkpointing --offload_optimizer")]
+    {
+        let run = |device: &str| {
+            let more =
+                if device == "cpu" { more.replace("--offload_optimizer", "") } else { more.to_owned() };
+            place
+                .run(&format!(
+                    "sft --model M --device {device} --{bits} --use_peft --lora_r 4 --lora_dropout 0 {more} --train_file rows.jsonl \
+                     --threads 1 --gradient_accumulation_steps 2 --max_steps 2 --learning_rate 1e-3 --adam_epsilon 1e-3 \
+                     --output_dir {bits}-{device}"
+                ))
+                .ok();
+            let metrics = place.lines(&format!("{bits}-{device}/metrics.jsonl"));
+            metrics
+                .iter()
+                .map(|row| ["loss", "grad_norm"].map(|key| row[key].as_f64().unwrap()))
+                .collect::<Vec<_>>()
+        };
+        let (cpu, gpu) = (run("cpu"), run("emulated"));
+        assert_eq!((cpu.len(), gpu.len()), (2, 2));
+        for (got, want) in gpu.iter().flatten().zip(cpu.iter().flatten()) {
+            assert!((got - want).abs() <= 2e-2 * want.abs(), "{bits}: {gpu:?} for {cpu:?}");
         }
     }
 }
@@ -1264,11 +1322,34 @@ fn gpus_that_cannot_be_used_are_errors() {
         run(&cuda("cuda:0"), &[none]).fails(1, &[cannot, "there is no GPU 0; the driver sees 0"]);
     }
     run(&cuda("gpu"), &[]).fails(2, &["no device has this name", "`gpu`", "`cuda:N`", "--device"]);
-    let shown = run("doctor", &[("DRIVER_CARDS", "2"), ("DRIVER_MAJOR", "7")]).ok().stdout;
-    for part in
-        ["NVIDIA, supports CUDA 13.0", "cuda:1", "Stand-in, 151.4 GB, compute capability 7.0", "libcublasLt"]
-    {
-        assert!(shown.contains(part), "`{part}` is not in\n{shown}");
+    let shown = run(&cuda("auto"), &[("DRIVER_CARDS", "0"), ("CUDA_VISIBLE_DEVICES", "")]).stderr;
+    assert!(
+        shown.contains("device cpu: the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty"),
+        "{shown}"
+    );
+    let doctor = |driver: &[(&str, &str)], parts: &[&str]| {
+        let shown = run("doctor", driver).ok().stdout;
+        for part in parts {
+            assert!(shown.contains(part), "`{part}` is not in\n{shown}");
+        }
+    };
+    let fails = "none: `--device auto` fails until the GPU can be used";
+    let card = "Stand-in, 151.4 GB, compute capability 7.0";
+    doctor(
+        &[("DRIVER_CARDS", "2"), ("DRIVER_MAJOR", "7")],
+        &["NVIDIA, supports CUDA 13.0", "cuda:1", card, "libcublasLt", fails],
+    );
+    doctor(&[("DRIVER_VERSION", "12040")], &["supports CUDA 12.4", "update the driver", fails]);
+    doctor(&[("DRIVER_INIT", "999")], &["cuInit", fails]);
+    doctor(&[("DRIVER_CARDS", "0")], &["shows no GPU", "cpu, which `--device auto` takes"]);
+    // Libraries that are there, as far as one looks before a card is opened; another program has the card.
+    for name in ["libnvrtc.so", "libcublasLt.so"] {
+        std::fs::copy(place.path("driver/libcuda.so"), place.path("driver").join(name)).unwrap();
+    }
+    doctor(&[], &["cuda:0, which `--device auto` takes"]);
+    for (code, what) in [("2", "out of memory"), ("46", "busy or unavailable")] {
+        run(&cuda("cuda"), &[("DRIVER_OPEN", code)])
+            .fails(1, &[cannot, "Stand-in cannot be opened", what, "another program holds it (`nvidia-smi`"]);
     }
     if !omnigrpo_gpu::libraries(&[])[0].found && omnigrpo_gpu::survey().is_err() {
         // This machine itself.

@@ -16,8 +16,8 @@ use omnigrpo_ops::{Card, DecodeRows, Device, Draw, DrawFrom, Memory, Replays, Sa
 use omnigrpo_rollout::{Completion, FinishReason, Generator, Request, SamplingParams, TokenEvent};
 use omnigrpo_text::{StopSet, Tokenizer};
 use support::{
-    CHECKPOINTS, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened, max_diff,
-    omni_prompt, rows,
+    CHECKPOINTS, FAMILIES, Golden, QWENS, card, case_prompt, checkpoint, copy_dir, larger_model, lengthened,
+    max_diff, omni_prompt, rows,
 };
 
 struct Setup {
@@ -35,6 +35,14 @@ impl Setup {
 
     fn new(name: &str) -> Self {
         Self::open(&checkpoint(name))
+    }
+
+    fn on(name: &str, dtype: WeightDtype, device: Device) -> Self {
+        let options = LoadOptions { dtype, device, ..LoadOptions::default() };
+        Self {
+            model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
+            tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
+        }
     }
 
     fn row(&self, case: &str, row: u64) -> Row {
@@ -272,19 +280,26 @@ fn a_rollout_can_be_differentiated() {
     }
 }
 
+/// The folder of a checkpoint's results in `models/tests/golden`.
+fn folder(name: &str) -> &'static str {
+    match name {
+        "qwen3_vl" => "qwen3_vl",
+        "aria" => "aria",
+        "humanomni" => "humanomni",
+        name if name.starts_with("internvl") => "internvl",
+        _ => "cases",
+    }
+}
+
 /// Sampling runs on any device: the greedy text is the reference's, and what is recorded is what the device's training
 /// computes.
 #[test]
 fn generation_on_every_device() {
-    for (name, folder) in [("qwen2_5_vl_tied", "cases"), ("qwen3_vl", "qwen3_vl")] {
-        let expected = Golden::read(&format!("{folder}/C.{name}.safetensors")).ids("greedy");
+    for (name, case) in FAMILIES {
+        let expected = Golden::read(&format!("{}/{case}.{name}.safetensors", folder(name))).ids("greedy");
         for device in Device::all() {
-            let options = LoadOptions { device, ..LoadOptions::default() };
-            let setup = Setup {
-                model: Model::load_with(&Checkpoint::open(&checkpoint(name)).unwrap(), &options).unwrap(),
-                tokenizer: Tokenizer::from_dir(&checkpoint(name)).unwrap(),
-            };
-            let row = setup.row("C", 0);
+            let setup = Setup::on(name, WeightDtype::Float32, device);
+            let row = setup.row(case, 0);
             let groups = setup.generate(&[&row], 2, &greedy(expected.len()), &StopSet::default(), 8);
             assert!(groups[0].iter().all(|completion| completion.ids == expected), "{name}, {device}");
             let groups = setup.generate(&[&row], 3, &sampled(8), &StopSet::default(), 8);
@@ -296,24 +311,24 @@ fn generation_on_every_device() {
     }
 }
 
-/// bf16 weights with the kernels of a GPU, on the emulator: records are those of scoring up to bf16's rounding, and completions
-/// do not depend on the batch to the bit.
+/// The kernels of a GPU, on the emulator: records are those of scoring up to the rounding of the weights' dtype, and completions do not
+/// depend on the batch to the bit.
 #[test]
-fn rollouts_in_bf16_on_the_emulator() {
-    let dir = checkpoint("qwen2_5_vl_tied");
-    let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
-    let setup = Setup {
-        model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
-        tokenizer: Tokenizer::from_dir(&dir).unwrap(),
-    };
-    let rows = [setup.row("E", 3), setup.row("A", 4)];
-    let rows: Vec<&Row> = rows.iter().collect();
-    let groups = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 8);
-    let far = max_diff(&recorded(&groups), &scored(&setup.model, &rows, &groups, 1.0));
-    assert!(far <= 6e-2, "records differ from scores by {far}");
-    let alone = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 1);
-    for (one, all) in alone.iter().flatten().zip(groups.iter().flatten()) {
-        assert_eq!((&one.ids, &one.logprobs), (&all.ids, &all.logprobs), "the batch decides");
+fn rollouts_on_the_emulator() {
+    for (name, case) in FAMILIES {
+        for (dtype, bound) in [(WeightDtype::Float32, 1e-4), (WeightDtype::BFloat16, 6e-2)] {
+            let setup = Setup::on(name, dtype, card());
+            let other = if folder(name) == "humanomni" { "t" } else { "A" };
+            let rows = [setup.row(case, 3), setup.row(other, 4)];
+            let rows: Vec<&Row> = rows.iter().collect();
+            let groups = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 8);
+            let far = max_diff(&recorded(&groups), &scored(&setup.model, &rows, &groups, 1.0));
+            assert!(far <= bound, "{name}, {dtype:?}: records differ from scores by {far}");
+            let alone = setup.generate(&rows, 2, &sampled(4), &StopSet::default(), 1);
+            for (one, all) in alone.iter().flatten().zip(groups.iter().flatten()) {
+                assert_eq!((&one.ids, &one.logprobs), (&all.ids, &all.logprobs), "{name}: the batch decides");
+            }
+        }
     }
 }
 
@@ -444,15 +459,9 @@ fn recorded_tokens_go_from_page_to_page() {
 /// A card whose memory does not suffice says so, and not that the model's numbers are not finite.
 #[test]
 fn a_card_out_of_memory_says_so() {
-    let dir = checkpoint("qwen2_5_vl_tied");
     let card = Card::emulated(Some(900_000));
     assert_eq!(card.memory(), Some([900_000; 2]));
-    let device = Device::Gpu(card);
-    let options = LoadOptions { device, ..LoadOptions::default() };
-    let setup = Setup {
-        model: Model::load_with(&Checkpoint::open(&dir).unwrap(), &options).unwrap(),
-        tokenizer: Tokenizer::from_dir(&dir).unwrap(),
-    };
+    let setup = Setup::on("qwen2_5_vl_tied", WeightDtype::Auto, Device::Gpu(card));
     let row = setup.row("A", 0);
     let (params, stops) = (sampled(64), StopSet::default());
     let requests = vec![

@@ -17,8 +17,8 @@ use tempfile::TempDir;
 
 use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
 use crate::support::{
-    Golden, assert_close, backward, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
-    sketch, take_gradients, train_all, training, weight_bits,
+    Golden, assert_close, backward, card, causal_logits, check_gradients, checkpoint, copy_dir, golden,
+    max_diff, sketch, take_gradients, train_all, training, weight_bits,
 };
 
 fn load(name: &str) -> Model {
@@ -386,6 +386,7 @@ fn experts_of_few_bits() {
         let options = LoadOptions { quantization, ..dense };
         let mut few = Model::random(&opened, 5, &options).unwrap();
         let mut wide = Model::random(&opened, 5, &dense).unwrap();
+        let mut on_card = Model::random(&opened, 5, &LoadOptions { device: card(), ..options }).unwrap();
         let outline = Model::outline(&opened, &options, true).unwrap();
         let bytes = |model: &Model| model.params().iter().map(|p| p.num_bytes()).sum::<usize>();
         assert_eq!(bytes(&outline), bytes(&few));
@@ -419,6 +420,10 @@ fn experts_of_few_bits() {
         let ((got, few_grads), (want, wide_grads)) = (run(&mut few), run(&mut wide));
         assert!(max_diff(&got, &want) <= 1e-4, "{bits:?}: {}", max_diff(&got, &want));
         assert_close(&few_grads, &wide_grads, 1e-3, "quantised");
+        // The same with the kernels of a GPU, which round to bf16 what they multiply.
+        let (got, grads) = run(&mut on_card);
+        assert!(max_diff(&got, &want) <= 0.03, "{bits:?} on a card: {}", max_diff(&got, &want));
+        assert_close(&grads, &wide_grads, 0.1, "quantised, on a card");
     }
 }
 

@@ -18,7 +18,18 @@ use safetensors::{Dtype, SafeTensors};
 
 /// Those of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
-/// Those that [`case_prompt`] knows, one of each Qwen-VL.
+/// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
+pub const FAMILIES: [(&str, &str); 8] = [
+    ("qwen2_vl_tied", "C"),
+    ("qwen2_5_vl_untied", "E"),
+    ("qwen3_vl", "E"),
+    ("internvl_hf", "C"),
+    ("internvl_rms_hf", "C"),
+    ("internvl3_5_hf", "C"),
+    ("aria", "E"),
+    ("humanomni", "va"),
+];
+/// One of each Qwen-VL.
 pub const QWENS: [&str; 3] = ["qwen2_vl_tied", "qwen2_5_vl_tied", "qwen3_vl"];
 
 pub fn golden(path: &str) -> PathBuf {
@@ -90,11 +101,12 @@ const VIDEO: u32 = 303;
 
 /// The prompt of a case, with positions as this program computes them.
 pub fn case_prompt(case: &str, model: &Model) -> Prompt {
-    if model.family().name() == "qwen3_vl" {
-        return rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case);
-    }
-    if model.family().name().starts_with("internvl") {
-        return rows::prompt_of("internvl", model.dir(), case);
+    match model.family().name() {
+        "qwen3_vl" => return rows::prompt_of("qwen3_vl", &checkpoint("qwen3_vl"), case),
+        "aria" => return rows::prompt_of("aria", model.dir(), case),
+        name if name.starts_with("internvl") => return rows::prompt_of("internvl", model.dir(), case),
+        "humanomni" => return omni_prompt(&Golden::read(&format!("humanomni/{case}.humanomni.safetensors"))),
+        _ => {}
     }
     let inputs = Golden::read(&format!("cases/{case}.safetensors"));
     let pixels = if case == "D2" {
