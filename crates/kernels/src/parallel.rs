@@ -12,6 +12,12 @@ use crate::team;
 /// Elementary operations (multiply-adds, element updates) below which a second thread costs more than it saves.
 const MIN_PARALLEL: usize = 1 << 15;
 
+/// Threads that share the work of a kernel.
+#[must_use]
+pub fn threads() -> usize {
+    rayon::current_num_threads()
+}
+
 /// Calls `f` for every number below `count`, on several threads if `work` (elementary operations in total) is large.
 ///
 /// Threads take the next number when they are done with one, so that a thread that is slow or starts late does less.

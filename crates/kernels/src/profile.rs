@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::linear::Layer;
-use crate::{Stored, Weight};
+use crate::{Stored, Weight, team};
 
 /// Kinds of work, in the order of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -97,13 +97,20 @@ pub struct Entry {
 }
 
 static ON: AtomicBool = AtomicBool::new(false);
-static STATE: Mutex<State> =
-    Mutex::new(State { phase: "", since: None, phases: Vec::new(), entries: Vec::new() });
+static STATE: Mutex<State> = Mutex::new(State {
+    phase: "",
+    since: None,
+    helped: Duration::ZERO,
+    phases: Vec::new(),
+    entries: Vec::new(),
+});
 
 struct State {
     phase: &'static str,
     since: Option<Instant>,
-    phases: Vec<(&'static str, Duration)>,
+    /// [`team::helped`] then.
+    helped: Duration,
+    phases: Vec<Phase>,
     entries: Vec<Entry>,
 }
 
@@ -111,20 +118,41 @@ impl State {
     /// Gives the time since the last change of phase to the phase that was active.
     fn settle(&mut self, now: Instant) {
         if let Some(since) = self.since.replace(now) {
+            let now_helped = team::helped();
             let time = now.saturating_duration_since(since);
-            match self.phases.iter_mut().find(|(name, _)| *name == self.phase) {
-                Some((_, sum)) => *sum += time,
-                None => self.phases.push((self.phase, time)),
+            let helped = now_helped.saturating_sub(std::mem::replace(&mut self.helped, now_helped));
+            match self.phases.iter_mut().find(|phase| phase.name == self.phase) {
+                Some(phase) => (phase.time, phase.helped) = (phase.time + time, phase.helped + helped),
+                None => self.phases.push(Phase { name: self.phase, time, helped }),
             }
         }
+    }
+}
+
+/// What a phase took, less what phases inside it did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Phase {
+    /// Its name; `""` is outside of all.
+    pub name: &'static str,
+    /// Wall time.
+    pub time: Duration,
+    /// Time that threads beside the calling one worked in kernels, all of them together.
+    pub helped: Duration,
+}
+
+impl Phase {
+    /// Threads at work on average, the calling one among them.
+    #[must_use]
+    pub fn threads(&self) -> f64 {
+        1.0 + self.helped.as_secs_f64() / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
     }
 }
 
 /// What was counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// Wall time of each phase less that of phases inside it, in order of first use. `""` is outside of all.
-    pub phases: Vec<(&'static str, Duration)>,
+    /// In order of first use.
+    pub phases: Vec<Phase>,
     /// Lines in the order of the phases, then by kind of work.
     pub entries: Vec<Entry>,
 }
@@ -135,7 +163,9 @@ thread_local! {
 
 /// Switches counting on or off.
 pub fn enable(on: bool) {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner).since = on.then(Instant::now);
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    (state.since, state.helped) = (on.then(Instant::now), team::helped());
+    drop(state);
     ON.store(on, Ordering::Relaxed);
 }
 
@@ -161,7 +191,7 @@ pub fn take() -> Profile {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
     state.settle(Instant::now());
     let (phases, mut entries) = (std::mem::take(&mut state.phases), std::mem::take(&mut state.entries));
-    entries.sort_by_key(|e| (phases.iter().position(|(name, _)| *name == e.phase), e.op));
+    entries.sort_by_key(|e| (phases.iter().position(|phase| phase.name == e.phase), e.op));
     Profile { phases, entries }
 }
 
@@ -258,7 +288,9 @@ mod tests {
         let head = of("forward", Op::Head).unwrap_or_default();
         assert_eq!((head.calls, head.flops, head.bytes), (2, 200, 20));
         assert!(of("backward", Op::LinearInput).is_some_and(|t| t.flops >= 7));
-        assert!(own.phases.iter().any(|(name, _)| *name == "forward"));
+        assert!(own.phases.iter().any(|phase| phase.name == "forward" && phase.threads() >= 1.0));
+        let (time, helped) = (Duration::from_secs(4), Duration::from_secs(3));
+        assert_eq!(Phase { name: "decode", time, helped }.threads(), 1.75);
         assert_eq!(take().entries, []);
     }
 }

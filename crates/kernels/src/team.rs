@@ -15,6 +15,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
+use crate::profile;
+
 /// How long a helper looks for work before it sleeps.
 const PATIENCE: Duration = Duration::from_micros(300);
 /// Looks at the job between two looks at the clock.
@@ -32,6 +34,13 @@ static JOB: AtomicPtr<Job> = AtomicPtr::new(std::ptr::null_mut());
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static ASLEEP: AtomicUsize = AtomicUsize::new(0);
 static HELPERS: Mutex<Vec<Thread>> = Mutex::new(Vec::new());
+/// Nanoseconds that helpers worked while the profile was on.
+static HELPED: AtomicU64 = AtomicU64::new(0);
+
+/// Time that helpers worked while the profile was on, all of them together; looking for work is none.
+pub(crate) fn helped() -> Duration {
+    Duration::from_nanos(HELPED.load(Ordering::Relaxed))
+}
 
 struct Job {
     /// Calls what `work` points to.
@@ -112,6 +121,8 @@ fn gather(count: usize) -> usize {
 
 /// What a helper does for ever.
 fn help() {
+    // What helpers call counts in what they help.
+    let _inside = profile::inside();
     let mut last = 0;
     loop {
         let state = wait(last);
@@ -125,10 +136,14 @@ fn help() {
         let job = unsafe { &*JOB.load(Ordering::Relaxed) };
         let joins = job.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
         if joins.is_ok() {
+            let since = profile::enabled().then(Instant::now);
             // SAFETY: as above.
             let done = catch_unwind(AssertUnwindSafe(|| unsafe { (job.call)(job.work) }));
             if let Err(panic) = done {
                 *job.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            }
+            if let Some(since) = since {
+                HELPED.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
             }
         }
         STATE.fetch_sub(1, Ordering::Release);

@@ -34,6 +34,9 @@ use crate::rows::{Data, Index, Rows};
 
 pub(crate) struct Cpu;
 
+/// Groups for each thread from which on a thread attends for whole groups.
+const GROUPS_PER_THREAD: usize = 4;
+
 /// Elements of unfolded patches that exist at a time (64 MiB of `f32`).
 const UNFOLDED: usize = 1 << 24;
 
@@ -329,15 +332,35 @@ impl Backend for Cpu {
         heads: AttentionHeads,
     ) -> (Rows, Rows) {
         let mut out = self.zeros(qkv.rows(), heads.q_width());
+        let groups = &mut batch.groups;
+        let _span = profile::span(profile::Op::AttentionDecode, || {
+            let (queries, head_bytes) = (qkv.rows(), 4 * heads.dim);
+            let own = |group: &DecodeRows| {
+                group.slots.iter().map(|&slot| group.cache.slot(slot).1 + 1).sum::<usize>()
+            };
+            let prompts = |group: &DecodeRows| group.cache.prompt_rows * group.slots.len();
+            let pairs: usize = groups.iter().map(|group| own(group) + prompts(group)).sum();
+            let keys: usize = groups.iter().map(|group| own(group) + group.cache.prompt_rows).sum();
+            (4 * pairs * heads.q_width(), 2 * head_bytes * (queries * heads.q + keys * heads.kv))
+        });
         let mut lse = self.zeros(qkv.rows(), heads.q);
-        let mut row = 0;
-        for group in &mut batch.groups {
-            let rows = row..row + group.slots.len();
-            row = rows.end;
-            let lse = &mut lse.cpu_mut()[rows.start * heads.q..rows.end * heads.q];
-            let (qkv, out) = (qkv.mat().row_range(rows.clone()), out.mat_mut().row_range(rows));
-            attend_group(group, layer, qkv, heads, out, lse);
-        }
+        let (mut rest, mut rest_lse, mut row) = (out.cpu_mut(), lse.cpu_mut(), 0);
+        let each: Vec<_> = groups
+            .iter_mut()
+            .map(|group| {
+                let count = group.slots.len();
+                let own = rest.split_off_mut(..count * heads.q_width()).unwrap_or_default();
+                let lse = rest_lse.split_off_mut(..count * heads.q).unwrap_or_default();
+                let packed = qkv.mat().row_range(row..row + count);
+                row += count;
+                (group, packed, MatMut::new(own, count, heads.q_width()), lse)
+            })
+            .collect();
+        // Many groups are threads' own, small as they may be; few share the threads, each in its turn.
+        let work = if each.len() < GROUPS_PER_THREAD * parallel::threads() { 0 } else { usize::MAX };
+        parallel::map(each, work, |(group, packed, out, lse)| {
+            attend_group(group, layer, packed, heads, out, lse);
+        });
         (out, lse)
     }
 

@@ -1,6 +1,12 @@
 //! Rotary position tables.
 
+use omnigrpo_kernels::parallel;
+
 use crate::host::Host;
+
+/// Angles that a thread takes at a time, and what the cosine of one costs, in elementary operations.
+const PART: usize = 512;
+const OPERATIONS: usize = 16;
 
 /// The angles of every row of a stream: `cos` and `sin` are `[rows, half]`, `half = head width / 2`.
 ///
@@ -26,9 +32,11 @@ impl RopeTable {
             fill(row, out);
         }
         // As PyTorch: the angle is rounded to f32, its cosine is exact to f32.
-        let cos = angles.iter().map(|&a| f64::from(a).cos() as f32).collect();
-        let sin = angles.iter().map(|&a| f64::from(a).sin() as f32).collect();
-        Self { half, cos, sin, copies: Host::default() }
+        let of_each = |f: fn(f64) -> f64| {
+            let some = |part: &[f32]| part.iter().map(|&a| f(f64::from(a)) as f32).collect::<Vec<_>>();
+            parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()
+        };
+        Self { half, cos: of_each(f64::cos), sin: of_each(f64::sin), copies: Host::default() }
     }
 
     /// The table of a rotation that stretches by `factor` besides; its transpose stretches as well.

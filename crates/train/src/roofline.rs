@@ -35,8 +35,8 @@ fn flops(profile: &Profile, phase: &str, ops: &[Op]) -> f64 {
 /// Seconds of a phase.
 #[must_use]
 pub fn secs(profile: &Profile, phase: &str) -> f64 {
-    let of_phase = profile.phases.iter().filter(|(name, _)| *name == phase);
-    of_phase.map(|(_, time)| time.as_secs_f64()).sum()
+    let of_phase = profile.phases.iter().filter(|own| own.name == phase);
+    of_phase.map(|own| own.time.as_secs_f64()).sum()
 }
 
 /// The same in backward passes.
@@ -164,16 +164,20 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 mod tests {
     use std::time::Duration;
 
-    use omnigrpo_kernels::profile::{Entry, Total};
+    use omnigrpo_kernels::profile::{Entry, Phase, Total};
     use omnigrpo_models::{Checkpoint, LoadOptions};
 
     use super::*;
+
+    fn phase(name: &'static str, millis: u64) -> Phase {
+        Phase { name, time: Duration::from_millis(millis), helped: Duration::ZERO }
+    }
 
     #[test]
     fn a_policy_pass_counts_what_was_not_kept_of_the_tower() {
         let entry = |phase, op, flops| Entry { phase, op, total: Total { flops, ..Total::default() } };
         let mut profile = Profile {
-            phases: vec![("forward", Duration::from_millis(1500)), ("encode", Duration::from_secs(1))],
+            phases: vec![phase("forward", 1500), phase("encode", 1000)],
             entries: vec![
                 entry("forward", Op::Linear, 100),
                 entry("forward", Op::Head, 20),

@@ -4,7 +4,7 @@ use omnigrpo_kernels::profile::Profile;
 
 pub use omnigrpo_kernels::profile::{enable, take};
 
-/// Time by phase and kind of work, per step, or with one step as it is.
+/// Time by phase and kind of work, per step, or with one step as it is, and how many threads worked in a phase on average.
 pub fn table(profile: &Profile, steps: u64) -> String {
     let steps = steps.max(1) as f64;
     let mut out = format!(
@@ -17,14 +17,18 @@ pub fn table(profile: &Profile, steps: u64) -> String {
         "GB",
         "GB/s"
     );
-    let total: f64 = profile.phases.iter().map(|(_, time)| time.as_secs_f64()).sum();
-    for (phase, time) in &profile.phases {
-        let secs = time.as_secs_f64();
-        let name = if phase.is_empty() { "outside of phases" } else { phase };
+    let total: f64 = profile.phases.iter().map(|phase| phase.time.as_secs_f64()).sum();
+    for phase in &profile.phases {
+        let secs = phase.time.as_secs_f64();
+        let name = if phase.name.is_empty() { "outside of phases" } else { phase.name };
         let share = 100.0 * secs / total.max(f64::MIN_POSITIVE);
-        out.push_str(&format!("{name:22}{:>10.4}{share:>6.1} %\n", secs / steps));
+        out.push_str(&format!(
+            "{name:22}{:>10.4}{share:>6.1} %{:>10.2} threads\n",
+            secs / steps,
+            phase.threads()
+        ));
         let mut rest = secs;
-        for entry in profile.entries.iter().filter(|e| e.phase == *phase) {
+        for entry in profile.entries.iter().filter(|e| e.phase == phase.name) {
             let t = entry.total;
             let secs = t.time.as_secs_f64();
             rest -= secs;
