@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 use crate::families::{Family, FamilyRow, family_of};
+use crate::media_store::MediaStore;
 
 /// A checkpoint directory with its configuration. `config.json` is read when it is opened and never again, so everything
 /// made from one value speaks of the same model, whatever becomes of the file.
@@ -16,6 +17,7 @@ pub struct Checkpoint {
     dir: PathBuf,
     config: ConfigJson,
     family: Arc<Family>,
+    media_store: Arc<MediaStore>,
 }
 
 impl Checkpoint {
@@ -45,7 +47,7 @@ impl Checkpoint {
     pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
         let config = ConfigJson::read(&dir.join("config.json"))?;
         let family = Arc::new(Family::open(row, dir, &config)?);
-        Ok(Self { dir: dir.to_path_buf(), config, family })
+        Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
 
     /// As [`Self::open`], with the keys that `replace` gives in the place of the file's.
@@ -67,7 +69,7 @@ impl Checkpoint {
         let mut config = ConfigJson::read(&path)?;
         config.replace(replace(&config)?);
         let family = Arc::new(family_of(dir, &config)?);
-        Ok(Self { dir: dir.to_path_buf(), config, family })
+        Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
 
     /// Where it lies.
@@ -86,5 +88,11 @@ impl Checkpoint {
     #[must_use]
     pub fn family(&self) -> &Arc<Family> {
         &self.family
+    }
+
+    /// Decoded media, shared by all prompts that are made for this value.
+    #[must_use]
+    pub fn media_store(&self) -> &Arc<MediaStore> {
+        &self.media_store
     }
 }

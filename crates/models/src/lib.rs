@@ -19,6 +19,7 @@ mod export;
 mod families;
 mod lora;
 mod media_classifier;
+mod media_store;
 mod model;
 mod origin;
 mod peft;
@@ -47,6 +48,7 @@ pub use families::{
 };
 pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;
+pub use media_store::{MediaStore, MediaUsage};
 pub use model::{FeatureGradients, Features, LoadOptions, Memories, Model, StreamPass, Training};
 pub use omnigrpo_media::Limits;
 pub use omnigrpo_ops::{Part, QuantBits};

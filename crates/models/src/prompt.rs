@@ -12,6 +12,7 @@ use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
 use crate::families::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, probe_medium};
+use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
 use crate::stream::next_key;
 
@@ -112,6 +113,7 @@ pub struct PromptBuilder {
     template: ChatTemplate,
     stops: StopSet,
     settings: PromptSettings,
+    media_store: Arc<MediaStore>,
 }
 
 impl PromptBuilder {
@@ -125,7 +127,8 @@ impl PromptBuilder {
         let template = family.processor().chat_template(dir)?;
         let stops = family.stops(dir, &tokenizer, &settings.stop_strings)?;
         family.check_settings(&settings.media)?;
-        Ok(Self { family, tokenizer, template, stops, settings })
+        let media_store = Arc::clone(checkpoint.media_store());
+        Ok(Self { family, tokenizer, template, stops, settings, media_store })
     }
 
     /// The tokenizer.
@@ -144,6 +147,12 @@ impl PromptBuilder {
     #[must_use]
     pub fn settings(&self) -> &PromptSettings {
         &self.settings
+    }
+
+    /// Where decoded media are kept.
+    #[must_use]
+    pub fn media_store(&self) -> &MediaStore {
+        &self.media_store
     }
 
     /// The family.
@@ -166,10 +175,26 @@ impl PromptBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
-        let limits = &self.settings.media.limits;
-        let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let settings = MediaSettings { epoch, ..self.settings.media.clone() };
+        let found: Vec<_> = sample.media.iter().map(|m| self.media_store.find(m, &settings)).collect();
+        let headers = sample.media.iter().zip(&found).map(|(m, found)| match &found.decoded {
+            Some(decoded) => Ok(decoded.header.clone()),
+            None => probe_medium(m, &settings.limits),
+        });
+        let headers = headers.collect::<Result<Vec<_>>>()?;
         let (rendered, plans) = self.plan(sample, &headers)?;
-        let media = self.decode(sample, epoch)?;
+        let mut media = Vec::with_capacity(headers.len());
+        for ((m, found), header) in sample.media.iter().zip(found).zip(headers) {
+            media.push(match &found.decoded {
+                Some(decoded) => Arc::clone(&decoded.input),
+                None => {
+                    let input = Arc::new(self.family.processor().prepare(m, &settings)?);
+                    let decoded = Decoded { header, input: Arc::clone(&input) };
+                    self.media_store.keep(&found, m, &settings, decoded);
+                    input
+                }
+            });
+        }
         // Fewer frames may have been drawn, and a header may promise what the file does not hold.
         let shown = self.shown(media.iter().map(|m| (m.kind, &m.shape, &m.frame_times_secs[..])))?;
         let rendered = match shown == self.shown(plans.iter().map(MediumPlan::shown))? {
@@ -310,11 +335,6 @@ impl PromptBuilder {
         let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plan = |(m, header)| self.family.processor().plan(m, header, &settings);
         media.iter().zip(headers).map(plan).collect()
-    }
-
-    fn decode(&self, sample: &Sample, epoch: u64) -> Result<Vec<Arc<MediumInput>>> {
-        let settings = MediaSettings { epoch, ..self.settings.media.clone() };
-        sample.media.iter().map(|m| Ok(Arc::new(self.family.processor().prepare(m, &settings)?))).collect()
     }
 
     /// How media appear in the prompt.

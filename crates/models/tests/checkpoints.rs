@@ -1,6 +1,8 @@
 //! Checkpoint directories: every published layout and size, what is saved, and what is refused.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+#[path = "checkpoints/media_store.rs"]
+mod media_store;
 mod support;
 
 use std::collections::{BTreeMap, BTreeSet};

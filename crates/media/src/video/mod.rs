@@ -36,6 +36,18 @@ impl VideoSource {
     pub fn from_path(path: &Path) -> Self {
         if path.is_dir() { Self::FrameDir(path.to_owned()) } else { Self::File(path.to_owned()) }
     }
+
+    /// The files it is made of, in time order.
+    ///
+    /// # Errors
+    /// A directory that cannot be read, has no pictures, or more than the limits allow.
+    pub fn files(&self, limits: &Limits) -> Result<Vec<PathBuf>, MediaError> {
+        match self {
+            Self::File(path) => Ok(vec![path.clone()]),
+            Self::FrameDir(dir) => frames::list(dir, limits),
+            Self::FrameList(paths) => Ok(paths.clone()),
+        }
+    }
 }
 
 /// What to take from a video.

@@ -77,14 +77,10 @@ impl FramePlan {
         let sampling = match (&settings.rule, &own.segments) {
             _ if row_decides => qwen,
             (FrameRule::Segments, Some(segments)) => {
-                let n = if segments.dynamic_sample && settings.dynamic_sample {
-                    settings.draw(&medium.source, segments.min_frames, segments.max_frames)
-                } else {
-                    segments.max_frames
-                };
+                let num_frames = settings.drawn(medium).unwrap_or(segments.max_frames) as usize;
                 FrameSampling::Segments {
                     frame_counts: segments.frame_counts.iter().map(|&n| f64::from(n)).collect(),
-                    num_frames: n as usize,
+                    num_frames,
                 }
             }
             (FrameRule::Qwen, _) => qwen,

@@ -1,6 +1,6 @@
 //! How media are read where a row does not say otherwise, and what is drawn at random about them.
 
-use omnigrpo_data::{MediumOptions, MediumSource};
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_media::Limits;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -102,9 +102,16 @@ impl MediaSettings {
     }
 
     /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
-    pub(crate) fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
+    fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
         let span = u64::from(max.saturating_sub(min)) + 1;
         min + (self.stream(source, self.epoch << 1).next_u64() % span) as u32
+    }
+
+    /// The number of frames that is drawn for a medium; none where its number is not left to chance.
+    pub(crate) fn drawn(&self, medium: &MediumRef) -> Option<u32> {
+        let segments = medium.options.segments.as_ref().filter(|s| s.dynamic_sample)?;
+        let asked_for = self.dynamic_sample && self.rule == FrameRule::Segments;
+        asked_for.then(|| self.draw(&medium.source, segments.min_frames, segments.max_frames))
     }
 
     /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
