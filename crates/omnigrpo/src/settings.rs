@@ -195,6 +195,7 @@ pub struct Rows {
     pub roots: Roots,
     pub allow_urls: AllowUrls,
     pub skip_check: bool,
+    pub mm_processor_cache_gb: Option<f64>,
 }
 
 /// Whether rows are those of a dataset of the hub, `ORG/NAME`: no file is there, and it ends as no file of rows does.
@@ -335,6 +336,7 @@ impl Default for Settings {
                 roots: Roots::default(),
                 allow_urls: AllowUrls::Off,
                 skip_check: false,
+                mm_processor_cache_gb: None,
             },
             read: ReadOptions::default(),
             prompts: PromptSettings::default(),

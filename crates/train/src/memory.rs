@@ -82,6 +82,8 @@ pub struct Memory {
     pub gradients: u64,
     /// Decoded media of this step and of the next one.
     pub media: u64,
+    /// Decoded media that are kept for later passes over the data, without those. For the caller to fill in.
+    pub media_store: u64,
     /// Features of media and what towers remember, at that moment.
     pub features: u64,
     /// Activations, at that moment.
@@ -121,7 +123,7 @@ impl Memory {
 
     /// Each part with its name.
     #[must_use]
-    pub fn parts(&self) -> [(&'static str, u64); 12] {
+    pub fn parts(&self) -> [(&'static str, u64); 13] {
         [
             ("program and rows", self.program),
             ("reward models", self.rewards),
@@ -131,6 +133,7 @@ impl Memory {
             ("moments and masters", self.optimizer),
             ("gradients", self.gradients),
             ("decoded media", self.media),
+            ("media kept for later passes", self.media_store),
             ("features of media", self.features),
             ("activations", self.activations),
             ("cache of completions", self.cache),
@@ -223,7 +226,9 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
     Ok(out)
 }
 
-fn media_bytes(prompt: &Prompt) -> u64 {
+/// What the decoded media of a prompt take, bytes.
+#[must_use]
+pub fn media_bytes(prompt: &Prompt) -> u64 {
     prompt.media.iter().map(|medium| 4 * medium.data.len() as u64).sum()
 }
 

@@ -59,6 +59,11 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let ahead = this.source.take_ahead_time().as_secs_f64();
         metrics.push(("data/ahead_time".into(), Some(ahead)));
         this.records.ahead_secs += ahead;
+        let kept = this.prompts.media_store().usage();
+        if kept.asked > 0 {
+            metrics.push(("memory/media_store_mb".into(), Some(kept.bytes as f64 / 1e6)));
+            metrics.push(("memory/media_found".into(), Some(kept.found as f64 / kept.asked as f64)));
+        }
         step += 1;
         this.place.step = step;
         let epoch = this.source.order().epochs_done();

@@ -1406,3 +1406,36 @@ fn rows_made_ahead_change_nothing() {
     assert_eq!(plain.num_skipped(), 1);
     assert!(ahead.take_ahead_time() > std::time::Duration::ZERO);
 }
+
+/// Media that are kept from one epoch to the next, in the step and in evaluations, are those that decoding gives.
+#[test]
+fn kept_media_change_nothing_but_how_often_they_are_decoded() {
+    let place = Place::new();
+    let run_with = |name: &str, max_bytes: u64| {
+        let mut setup = place.setup(name);
+        setup.prompts.media_store().set_max_bytes(max_bytes);
+        let prompts = Arc::clone(&setup.prompts);
+        setup.eval = Some(EvalPlan::new(Arc::clone(&prompts), Arc::clone(&setup.dataset)));
+        setup.run.max_steps = Some(12);
+        setup.run.eval = EvalWhen::Steps(6);
+        run(setup).unwrap();
+        let out = place.out(name);
+        (prompts.media_store().usage(), timeless(&out), tensors(&out.join("model.safetensors")), out)
+    };
+    let (off, kept) = (run_with("off", 0), run_with("kept", 1 << 30));
+    assert_eq!((&kept.1, &kept.2), (&off.1, &off.2));
+    let rollouts = |out: &Path| {
+        let dir = out.join("rollouts");
+        let mut rows: Vec<Value> = names(&dir).iter().flat_map(|name| lines(&dir.join(name))).collect();
+        assert_eq!(rows.len(), 12 * 2 * 3);
+        rows.iter_mut().for_each(|row| drop(row.as_object_mut().unwrap().remove("timestamp")));
+        rows
+    };
+    assert_eq!(rollouts(&kept.3), rollouts(&off.3));
+    assert_eq!((off.0.asked, off.0.bytes), (0, 0));
+    let told = lines(&kept.3.join("metrics.jsonl"));
+    let last = told.iter().rfind(|row| row.get("memory/media_found").is_some()).unwrap();
+    assert_eq!(number(last, "memory/media_store_mb"), kept.0.bytes as f64 / 1e6);
+    // Each picture is decoded once and read in every epoch and evaluation after that.
+    assert!(kept.0.found * 2 > kept.0.asked, "{:?}", kept.0);
+}

@@ -124,6 +124,13 @@ pub const FLAGS: &[Flag] = &[
     row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
         .help("Seconds that reading one medium may take; the row is bad when they have passed.")
         .free(Verb::ALL),
+    row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), PLACED)
+        .help(
+            "GiB of memory for decoded media, by the content of their files, so that they are not decoded again in \
+             the next pass over the data; at most what the run leaves free. 0 decodes each time.",
+        )
+        .unset("a quarter of what the run leaves free, at most 4")
+        .free(Verb::ALL),
     row("strict_media", Bool, at!(run.skip.strict), BAD_ROWS)
         .help("Stop at the first bad row instead of skipping it.")
         .free(Verb::ALL),

@@ -16,7 +16,7 @@ use omnigrpo_train::{
 };
 use serde_json::{Value, json};
 
-use super::{Context, print, print_data, profile, resume, setup};
+use super::{Context, memory, print, print_data, profile, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
@@ -93,6 +93,7 @@ pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
     let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
+    memory::keep_media(settings, checkpoint);
     let mut lines = Vec::new();
     let mut failed = 0;
     let mut progress = context.console.progress("scoring", dataset.len());
@@ -169,6 +170,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
+    memory::keep_media(settings, checkpoint);
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
@@ -298,6 +300,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let corpus = setup::corpus(settings, &dataset, 0..dataset.len());
     let corpus = corpus.map(|corpus| corpus.or_kept(model.dir())).transpose()?;
     let rewards = setup::rewards(settings, corpus.as_ref())?;
+    memory::keep_media(settings, checkpoint);
     let rows: Vec<u64> = (0..dataset.len()).collect();
     if let Some(problem) = super::data::ask_before_evaluation(context, &dataset, &rows, &rewards) {
         return Err(problem.into());

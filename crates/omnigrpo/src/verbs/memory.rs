@@ -7,7 +7,7 @@ use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Checkpoint, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_ops::Device;
-use omnigrpo_train::{Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, Work};
+use omnigrpo_train::{Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, Work, media_bytes};
 
 use super::setup;
 use super::train::Prepared;
@@ -94,6 +94,11 @@ impl Longest {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
     }
 
+    /// The most that the decoded media of one of them take, bytes.
+    pub fn media_bytes(&self) -> u64 {
+        self.prompts().map(media_bytes).max().unwrap_or(0)
+    }
+
     fn prompts(&self) -> impl Iterator<Item = &Prompt> {
         let examples = self.examples.iter().map(|example| &example.prompt);
         self.rows.iter().map(|row| &*row.prompt).chain(examples)
@@ -134,6 +139,26 @@ pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared)
         of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
     };
     Ok(omnigrpo_train::memory(&outline, &plan)?)
+}
+
+/// Bytes for decoded media that are kept, where so many are left; none where nobody knows.
+pub fn for_media(settings: &Settings, left: Option<u64>) -> u64 {
+    const GIB: f64 = (1u64 << 30) as f64;
+    match (settings.data.mm_processor_cache_gb, left) {
+        (Some(given), left) => ((given * GIB) as u64).min(left.unwrap_or(u64::MAX)),
+        (None, left) => (left.unwrap_or(0) / 4).min(4 << 30),
+    }
+}
+
+/// Bytes that a store with that much room comes to hold of all decoded media, beside those of the moment, which are among them
+/// where all have room.
+pub fn kept(all: u64, room: u64, of_the_moment: u64) -> u64 {
+    if all <= room { all.saturating_sub(of_the_moment) } else { room }
+}
+
+/// Has decoded media kept by commands that do not foresee what they take; to be called when their models are there.
+pub fn keep_media(settings: &Settings, checkpoint: &Checkpoint) {
+    checkpoint.media_store().set_max_bytes(for_media(settings, free()));
 }
 
 /// Resident memory of this process, bytes; 0 where the system does not say.
@@ -182,5 +207,27 @@ mod tests {
         let memory = Memory { weights: 1_000_000, optimizer: 3_000_000, ..Memory::default() };
         assert_eq!(parts(&memory), "weights 1.0 MB, moments and masters 3.0 MB");
         assert_eq!(memory.total(), 4_000_000);
+    }
+
+    #[test]
+    fn media_are_kept_in_a_part_of_what_is_left() {
+        let mut settings = Settings::default();
+        for (given, left, bytes) in [
+            (None, Some(8 << 30), 2 << 30),
+            (None, Some(1 << 40), 4 << 30),
+            (None, None, 0),
+            (Some(0.0), Some(8 << 30), 0),
+            (Some(6.5), Some(8 << 30), 13 << 29),
+            (Some(6.5), Some(5 << 30), 5 << 30),
+            (Some(6.5), None, 13 << 29),
+        ] {
+            settings.data.mm_processor_cache_gb = given;
+            assert_eq!(for_media(&settings, left), bytes, "{given:?} of {left:?}");
+        }
+        // A picture that every step shows is held once; what has no room is held beside what is kept.
+        assert_eq!(
+            [kept(10, 100, 20), kept(100, 100, 20), kept(101, 100, 20), kept(50, 0, 20)],
+            [0, 80, 100, 0]
+        );
     }
 }

@@ -30,16 +30,26 @@ struct Forecast {
     memory: Memory,
     /// Of whom, and how many bytes this process may have there.
     limit: Option<(u64, &'static str)>,
+    /// Bytes of main memory for decoded media that are kept.
+    for_media: u64,
 }
 
 impl Forecast {
     fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
         let device = prepared.devices[0];
-        let memory = with_program(memory::of_run(settings, checkpoint, prepared)?, prepared);
+        let mut memory = with_program(memory::of_run(settings, checkpoint, prepared)?, prepared);
         // What this process has already is in both.
         let own = if device == Device::Cpu { memory::resident() } else { 0 };
         let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
-        Ok(Self { memory, limit })
+        let left = match device {
+            Device::Cpu => limit.map(|(limit, _)| limit.saturating_sub(memory.total())),
+            _ => memory::free(),
+        };
+        let for_media = memory::for_media(settings, left);
+        if device == Device::Cpu {
+            memory.media_store = memory::kept(prepared.media_bytes(&settings.run), for_media, memory.media);
+        }
+        Ok(Self { memory, limit, for_media })
     }
 
     fn fits(&self, memory: &Memory) -> bool {
@@ -72,9 +82,10 @@ pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Resu
     }
 }
 
-/// Before a run: an error where what lasts does not fit, a warning where the whole does not.
+/// Before a run: an error where what lasts does not fit, a warning where the whole does not. Decoded media are kept in what is left.
 pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<()> {
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
+    checkpoint.media_store().set_max_bytes(forecast.for_media);
     if forecast.fits(&forecast.memory) {
         return Ok(());
     }
@@ -190,7 +201,7 @@ fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<Sett
 }
 
 fn table(forecast: &Forecast, ways: &[Way]) -> String {
-    let Forecast { memory, limit } = forecast;
+    let Forecast { memory, limit, .. } = forecast;
     let most = limit.map_or(0, |(limit, _)| limit).max(memory.total()).max(1);
     let bar = |bytes: u64| {
         let full = "█".repeat((bytes * BAR / most) as usize);
@@ -259,8 +270,11 @@ mod tests {
 
     #[test]
     fn bars_are_shares_of_the_longest_and_the_first_way_that_fits_is_told() {
-        let forecast =
-            Forecast { memory: of(2_000_000_000, 2_000_000_000), limit: Some((3_000_000_000, "memory")) };
+        let forecast = Forecast {
+            memory: of(2_000_000_000, 2_000_000_000),
+            limit: Some((3_000_000_000, "memory")),
+            for_media: 0,
+        };
         let way = |flags: &str, memory: Memory| Way { flags: flags.into(), memory };
         let ways = [
             way("--num_generations 4", of(2_000_000_000, 1_500_000_000)),

@@ -163,6 +163,17 @@ pub struct Prepared {
     pub longest: Longest,
 }
 
+impl Prepared {
+    /// The most that the decoded media of all rows that such a run draws may take, bytes: as if each had those of the longest.
+    pub fn media_bytes(&self, run: &RunPlan) -> u64 {
+        let steps = run.max_steps.unwrap_or(u64::MAX);
+        let drawn = (self.rows.len() as u64).min(steps.saturating_mul(run.prompts_per_step as u64));
+        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
+        let versions = if self.shuffled.is_some() { 2 } else { 1 };
+        (versions * drawn + evaluated).saturating_mul(self.longest.media_bytes())
+    }
+}
+
 /// Opens and checks everything but the model.
 fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
     environment(context);
