@@ -128,7 +128,7 @@ KERNEL_OF(128, 4, backward_kv, (Array dk, Array dv, Array dout, const float* lse
 }
 
 /// A row that decodes: keys and values of its prompt (`[layer, row, keys | values]`), its own tokens, this one included, and its first
-/// page among `pages` (`[layer, PAGE rows, keys | values]` each). A row that only fills up a batch has no tokens; zeros come out of it.
+/// page among `pages` (`[layer, PAGE rows, keys | values]` each). A row that only fills up a batch has no tokens; nobody reads what comes out.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
 constexpr int SPLIT = 256, PAGE = 64;
 

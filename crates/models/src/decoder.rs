@@ -628,8 +628,8 @@ impl NextTokens<'_> {
     }
 
     /// Draws a token for each row of `groups`, whose last tokens are `ids` at `positions`, and counts it in the caches. The bits of a
-    /// row do not depend on which other rows are in the call. What the blocks leave goes to `memory`, where the device
-    /// [remembers it](omnigrpo_ops::Device::remembers_decoding). `None`: a logit is NaN or +∞, or no token can be drawn.
+    /// row do not depend on which other rows are in the call. What the blocks leave goes to `memory`, which takes it from a
+    /// model that [can recall it](crate::Model::can_recall) alone. `None`: a logit is NaN or +∞, or no token can be drawn.
     ///
     /// # Errors
     /// Numbers of rows that differ, a full cache, an id outside the vocabulary.

@@ -581,7 +581,7 @@ impl Model {
         self.recall_pass(stream, features, temperature, training, Memory::default())
     }
 
-    /// As [`Self::train_pass`], but blocks of the decoder do not run of which `recalled` has what they computed
+    /// As [`Self::train_pass`], with what blocks of the decoder have computed already; those do not run again
     /// ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
     ///
     /// # Errors

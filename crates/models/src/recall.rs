@@ -6,7 +6,7 @@
 //! puts them into the stream's order for a tape that recalls them.
 //!
 //! Decoded rows come few at a time, block by block. They are kept in large pieces, those of a block side by side, so that what is freed
-//! while the stream is put together block by block makes room for it; what pieces have too much goes back before.
+//! while the stream is put together block by block makes room for it. The unused end of a piece is given back before.
 
 use std::collections::VecDeque;
 
@@ -33,8 +33,8 @@ enum Place {
 }
 
 struct Prompt {
+    ids: Vec<u32>,
     samples: usize,
-    rows: usize,
     blocks: VecDeque<Arrays>,
 }
 
@@ -44,8 +44,8 @@ pub struct DecoderMemory {
     room: Option<usize>,
     outputs_only: bool,
     prompts: Vec<Prompt>,
-    /// Prompt and sample of each decoded row.
-    decoded: Vec<(usize, usize)>,
+    /// Prompt, sample and token of each decoded row.
+    decoded: Vec<(usize, usize, u32)>,
     /// Rows that may still be decoded of the prompts so far.
     expected: usize,
     /// By block, then by array.
@@ -70,26 +70,26 @@ impl DecoderMemory {
         }
     }
 
-    /// The next prefill is of the next prompt, of `rows` tokens, with so many samples of at most `longest` tokens.
-    pub fn begin_prompt(&mut self, rows: usize, samples: usize, longest: usize) {
-        self.take_room(rows);
+    /// The next prefill is of the next prompt, with so many samples of at most `longest` tokens.
+    pub fn begin_prompt(&mut self, ids: &[u32], samples: usize, longest: usize) {
         self.expected += samples * longest.saturating_sub(1);
         self.in_prompt = true;
-        self.prompts.push(Prompt { samples, rows, blocks: VecDeque::new() });
+        self.prompts.push(Prompt { ids: ids.to_vec(), samples, blocks: VecDeque::new() });
+        self.take_room(ids.len());
     }
 
-    /// The next step of decoding has these rows: prompt and sample of each.
-    pub fn begin_step(&mut self, rows: impl Iterator<Item = (usize, usize)>) {
+    /// The next step of decoding has these rows: prompt, sample and token of each.
+    pub fn begin_step(&mut self, rows: impl Iterator<Item = (usize, usize, u32)>) {
         let before = self.decoded.len();
         self.decoded.extend(rows);
-        self.take_room(self.decoded.len() - before);
         self.in_prompt = false;
+        self.take_room(self.decoded.len() - before);
     }
 
     fn take_room(&mut self, rows: usize) {
         self.room = self.room.and_then(|room| room.checked_sub(rows));
         if self.room.is_none() {
-            (self.prompts, self.stacks) = (Vec::new(), Vec::new());
+            (self.prompts, self.decoded, self.stacks) = (Vec::new(), Vec::new(), Vec::new());
         }
     }
 
@@ -129,8 +129,8 @@ impl DecoderMemory {
         })
     }
 
-    /// What the blocks of a stream of just these prompts with all their samples computed, in the stream's order; nothing where
-    /// something was forgotten, or the stream is another one.
+    /// What the blocks of a stream of just these prompts with all their samples computed, in the stream's order, with the weights
+    /// that sampled; nothing where something was forgotten, or tokens of the stream are others.
     ///
     /// # Errors
     /// Rows that are not on the CPU.
@@ -174,26 +174,29 @@ impl DecoderMemory {
 }
 
 /// Where each row of the stream was computed, if it is a stream of these prompts and samples.
-fn places(prompts: &[Prompt], decoded: &[(usize, usize)], stream: &PackedStream) -> Option<Vec<Place>> {
+fn places(prompts: &[Prompt], decoded: &[(usize, usize, u32)], stream: &PackedStream) -> Option<Vec<Place>> {
     let first: Vec<usize> = prompts
         .iter()
         .scan(0, |next, prompt| Some(std::mem::replace(next, *next + prompt.samples)))
         .collect();
     let mut of_sample = vec![Vec::new(); prompts.iter().map(|prompt| prompt.samples).sum()];
-    for (row, &(prompt, sample)) in decoded.iter().enumerate() {
+    for (row, &(prompt, sample, _)) in decoded.iter().enumerate() {
         of_sample.get_mut(first.get(prompt)? + sample)?.push(row);
     }
     let as_long = |(rows, &len): (&Vec<usize>, &usize)| rows.len() + 1 == len;
     if of_sample.len() != stream.lengths().len() || !of_sample.iter().zip(stream.lengths()).all(as_long) {
         return None;
     }
-    let mut places = Vec::with_capacity(stream.rows());
+    let (mut places, mut ids) = (Vec::with_capacity(stream.rows()), Vec::with_capacity(stream.rows()));
     for (at, prompt) in prompts.iter().enumerate() {
-        places.extend((0..prompt.rows).map(|row| Place::Prompt(at, row)));
-        let own = &of_sample[first[at]..first[at] + prompt.samples];
-        places.extend(own.iter().flatten().map(|&row| Place::Decoded(row)));
+        places.extend((0..prompt.ids.len()).map(|row| Place::Prompt(at, row)));
+        ids.extend_from_slice(&prompt.ids);
+        for &row in of_sample[first[at]..first[at] + prompt.samples].iter().flatten() {
+            places.push(Place::Decoded(row));
+            ids.push(decoded[row].2);
+        }
     }
-    (places.len() == stream.rows()).then_some(places)
+    (ids == stream.ids).then_some(places)
 }
 
 /// One array of a block in the stream's order; none where the block keeps none.

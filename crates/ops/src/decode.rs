@@ -305,9 +305,9 @@ impl OnCard {
             if known && self.records {
                 let mut done = Ok(());
                 let made = gpu.capture(&self.arena, || done = run(out));
-                done?;
                 match made {
                     Ok(made) => {
+                        done?;
                         *graph = Some(made);
                         self.replays.recorded += 1;
                     }

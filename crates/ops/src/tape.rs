@@ -94,7 +94,7 @@ impl Var {
 /// What the blocks of a pass computed, in their order, for a second pass over the same input.
 #[derive(Default)]
 pub struct Memory {
-    /// Of each an output and what the operation keeps, if that is known.
+    /// The output of each block, and what its backward pass needs where that is known.
     kept: VecDeque<Box<dyn Any + Send>>,
 }
 

@@ -151,7 +151,8 @@ impl<'a> Generator<'a> {
         self.generate_with(requests, on_token, None)
     }
 
-    /// As [`Self::generate`]; what the decoder computed goes to `memory`.
+    /// As [`Self::generate`]; what the decoder computed goes to `memory`, which stays empty where the model
+    /// [cannot recall it](Model::can_recall).
     ///
     /// # Errors
     /// As [`Self::generate`].
@@ -159,9 +160,10 @@ impl<'a> Generator<'a> {
         &self,
         requests: &[Request<'a>],
         mut on_token: impl FnMut(TokenEvent),
-        mut memory: Option<&mut DecoderMemory>,
+        memory: Option<&mut DecoderMemory>,
     ) -> Result<Vec<Vec<Completion>>> {
         self.params.validate()?;
+        let mut memory = memory.filter(|_| self.model.can_recall());
         let mut finished: Vec<Vec<Option<Completion>>> =
             requests.iter().map(|r| vec![None; r.num_samples]).collect();
         let mut waiting = requests.iter().enumerate();
@@ -222,7 +224,7 @@ impl<'a> Generator<'a> {
         let x = self.model.embed_prompt(prompt, request.features)?;
         if let Some(memory) = memory.as_deref_mut() {
             let longest = self.params.max_completion_length;
-            memory.begin_prompt(prompt.ids.len(), request.num_samples, longest);
+            memory.begin_prompt(&prompt.ids, request.num_samples, longest);
         }
         let rope = decoder.rope_table(&prompt.positions);
         let hidden = decoder.prefill(x, &rope, &mut cache, &pass, memory)?;
@@ -255,7 +257,11 @@ impl<'a> Generator<'a> {
         mut memory: Option<&mut DecoderMemory>,
     ) -> Result<()> {
         if let Some(memory) = memory.as_deref_mut() {
-            memory.begin_step(live.iter().flat_map(|g| g.sequences.iter().map(|s| (g.request, s.slot))));
+            let of_group = |g: &Live| -> Vec<(usize, usize, u32)> {
+                let last = |s: &Sequence| Some((g.request, s.slot, *s.done.ids.last()?));
+                g.sequences.iter().filter_map(last).collect()
+            };
+            memory.begin_step(live.iter().flat_map(of_group));
         }
         let (mut ids, mut positions, mut from) = (Vec::new(), Vec::new(), Vec::new());
         let mut groups = Vec::with_capacity(live.len());

@@ -151,7 +151,7 @@ impl<'a> Pass<'a> {
             && !plan.needs_entropy()
             && self.training.router.is_off();
         let stream = PackedStream::new(&rollouts.stream(parts))?;
-        // Of another stream it is of no use, and would take memory.
+        // It fits the stream of the whole rollout; for any other one it would be memory held for nothing.
         let recalled = rollouts.recalled.take().filter(|_| !rollouts.updated && rollouts.is_whole(parts));
 
         let reference = match self.reference.filter(|_| plan.needs_reference()) {

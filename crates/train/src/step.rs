@@ -163,7 +163,7 @@ pub struct StepOutcome {
     /// Trained weights without a gradient.
     pub params_without_grad: usize,
     /// |log p(rollout) − log p(training)|, both at the scoring temperature, over the tokens that went through the model:
-    /// largest and mean. Only for sampled, on-policy steps.
+    /// largest and mean. Only for sampled, on-policy steps. Where the rollout was recalled it is that of the heads alone.
     pub rollout_gap: Option<(f64, f64)>,
     /// |log p(rollout) − log q|, where q is the distribution that tokens were drawn from, after temperature, penalties and
     /// truncation: largest and mean. Only for sampled, on-policy steps.
@@ -231,7 +231,8 @@ impl Collector<'_> {
         timer: &mut PhaseTimer,
     ) -> Result<Rollouts> {
         let (algorithm, size) = (self.algorithm, self.algorithm.num_generations);
-        let mut sampled = self.sample(rows, rollout, timer)?;
+        let memory = self.memory(&rows);
+        let mut sampled = self.sample(rows, rollout, memory, timer)?;
         let mut dropped = 0;
         for round in 1..=algorithm.max_resample_times as u64 {
             let idle = alike(algorithm, &sampled.rewards)?;
@@ -240,34 +241,37 @@ impl Collector<'_> {
                 break;
             }
             let rows = timed(timer, "data", || draw(idle.len()))?;
-            let others = self.sample(rows, rollout + round * AGAIN, timer)?;
+            let others = self.sample(rows, rollout + round * AGAIN, None, timer)?;
             let alike = alike(algorithm, &others.rewards)?;
             let telling = others.groups.into_iter().enumerate().filter(|(group, _)| !alike[*group]);
             for (to, (from, group)) in idle.into_iter().zip(telling) {
                 sampled.groups[to] = group;
                 sampled.rewards.replace(to * size, &others.rewards, from * size..(from + 1) * size);
+                // They are of the prompts that were there first.
+                (sampled.memories, sampled.recalled) = (Memories::default(), None);
                 dropped += 1;
             }
         }
-        let Sampled { groups, mut memories, mut recalled, mut rewards } = sampled;
+        let Sampled { groups, memories, recalled, mut rewards } = sampled;
         if algorithm.max_resample_times > 0 {
             rewards.logged.metrics.insert("sampling/resampled_prompts".into(), f64::from(dropped));
-        }
-        if dropped > 0 {
-            // They are of the prompts that were there first.
-            (memories, recalled) = (Memories::default(), None);
         }
         let rollouts = Rollouts::new(algorithm, groups, memories, rewards)?;
         Ok(Rollouts { recalled, ..rollouts })
     }
 
-    fn sample(&self, rows: Vec<PreparedRow>, rollout: u64, timer: &mut PhaseTimer) -> Result<Sampled> {
+    fn sample(
+        &self,
+        rows: Vec<PreparedRow>,
+        rollout: u64,
+        mut recalled: Option<DecoderMemory>,
+        timer: &mut PhaseTimer,
+    ) -> Result<Sampled> {
         let Self { model, prompts, shuffled, rewards, algorithm } = *self;
         let activity = timer.activity().clone();
         let (features, memories) = timed(timer, "encode", || {
             features::encode(model, Keep::for_update(algorithm), rows.iter().map(|row| &*row.prompt))
         })?;
-        let mut recalled = self.memory(&rows);
         let completions = timed(timer, "rollout", || {
             let requests = requests(&rows, &features, algorithm.num_generations, rollout);
             activity.parts("completions", 0, rows.len() * algorithm.num_generations);

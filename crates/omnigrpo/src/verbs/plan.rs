@@ -43,7 +43,8 @@ impl Forecast {
         let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
         let left = match device {
             Device::Cpu => limit.map(|(limit, _)| limit.saturating_sub(memory.total())),
-            _ => memory::free(),
+            // The rest is for what the run keeps beside the card: moments, a reference, rewards, media of two steps.
+            _ => memory::free().map(|free| free / 2),
         };
         let for_media = memory::for_media(settings, left);
         if device == Device::Cpu {
