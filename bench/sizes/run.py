@@ -88,7 +88,7 @@ def main():
                         "solution": "<answer>5</answer>"}) + "\n" for i in range(args.steps)))
         models = {}
         for at, (size, kind, recompute, dropout) in enumerate(cases):
-            name = f"{size}, {kind}, {'recomputed' if recompute else 'kept'}, {dropout}"
+            name = f"{size}, {kind}, {'recomputed' if recompute else 'kept'}, {'dropout' if dropout else 'no dropout'}"
             if args.only and not any(word in name for word in args.only):
                 continue
             if size not in models:
