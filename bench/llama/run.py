@@ -54,7 +54,7 @@ def llama(work, threads):
     found = list(work.glob("llama_cpp_python-*/vendor/llama.cpp"))
     if not found:
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
-        call(*pip, "-d", work, "llama-cpp-python")
+        call(*pip, "-d", work, "llama-cpp-python==0.3.36")
         with tarfile.open(next(work.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
         found = list(work.glob("llama_cpp_python-*/vendor/llama.cpp"))
