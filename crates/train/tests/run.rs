@@ -1210,9 +1210,12 @@ fn a_rollout_is_differentiated_where_it_fits() {
         setup.algorithm.sampling.min_completion_length = 0;
     };
     let twice = |setup: &mut TrainSetup| (setup.run.max_steps, setup.run.num_iterations) = (Some(2), 2);
-    let cases: [(&str, &dyn Fn(&mut TrainSetup)); 4] =
-        [("kept", &plain), ("recomputed", &recompute), ("short", &short), ("twice", &twice)];
-    for (name, change) in cases {
+    for (name, change) in [
+        ("kept", &plain as &dyn Fn(&mut TrainSetup)),
+        ("recomputed", &recompute),
+        ("short", &short),
+        ("twice", &twice),
+    ] {
         let [passed, recalled] = norms(name, change);
         assert!((recalled / passed - 1.0).abs() < 1e-4, "{name}: {passed} and {recalled}");
         assert_ne!(recalled, passed, "{name}: nothing was recalled");
