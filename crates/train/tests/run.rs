@@ -1218,7 +1218,8 @@ fn a_rollout_is_differentiated_where_it_fits() {
     ] {
         let [passed, recalled] = norms(name, change);
         assert!((recalled / passed - 1.0).abs() < 1e-4, "{name}: {passed} and {recalled}");
-        assert_ne!(recalled, passed, "{name}: nothing was recalled");
+        // A prompt runs through the same kernels either way.
+        assert!(name == "short" || recalled != passed, "{name}: nothing was recalled");
     }
     let streams = |setup: &mut TrainSetup| setup.algorithm.max_stream_tokens = Some(16);
     let micro = |setup: &mut TrainSetup| setup.algorithm.prompts_per_micro_batch = 1;
