@@ -259,9 +259,13 @@ impl Cuda {
         // SAFETY: the stream lives as long as `self`; the graph is destroyed once, after what runs was made of it.
         unsafe {
             let graph = result::stream::end_capture(self.stream).map_err(said("cuStreamEndCapture"))?;
-            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
-            result::graph::destroy(graph).map_err(said("cuGraphDestroy"))?;
-            made.map(Recorded).map_err(memory_or("cuGraphInstantiate", 0))
+            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).map(Recorded);
+            let destroyed = result::graph::destroy(graph).map_err(said("cuGraphDestroy"));
+            let made = made.map_err(memory_or("cuGraphInstantiate", 0))?;
+            match destroyed {
+                Ok(()) => Ok(made),
+                Err(error) => self.forget(made).and(Err(error)),
+            }
         }
     }
 

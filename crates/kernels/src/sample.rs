@@ -26,6 +26,21 @@ pub struct Sampler<'a> {
     pub forbidden: &'a [u32],
 }
 
+impl Default for Sampler<'_> {
+    /// Any token, by softmax(logits).
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            scoring_temperature: 1.0,
+            forbidden: &[],
+        }
+    }
+}
+
 impl Sampler<'_> {
     /// Whether only some tokens can be drawn.
     #[must_use]

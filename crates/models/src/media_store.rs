@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use omnigrpo_data::{MediumInfo, MediumRef, MediumSource};
 use omnigrpo_media::VideoSource;
@@ -126,14 +127,14 @@ impl MediaStore {
     }
 }
 
-/// The name of a medium under these settings; none where a file is large or cannot be read, which decoding will tell.
+/// The name of a medium under these settings; none where a file is large, slow or cannot be read, which decoding will tell.
 fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
     let source = match &medium.source {
         MediumSource::Path(path) => VideoSource::from_path(path),
         MediumSource::Frames(frames) => VideoSource::FrameList(frames.clone()),
     };
     let mut hash = Sha256::new();
-    let mut left = MOST_READ;
+    let (mut left, started) = (MOST_READ, Instant::now());
     let mut piece = vec![0; PIECE];
     for path in source.files(&settings.limits).ok()? {
         let about = std::fs::metadata(&path).ok()?;
@@ -144,6 +145,7 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
         let mut file = File::open(&path).ok()?.take(about.len());
         loop {
             match file.read(&mut piece).ok()? {
+                _ if started.elapsed() > settings.limits.timeout => return None,
                 0 => break,
                 read => hash.update(&piece[..read]),
             }

@@ -1283,15 +1283,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
 /// The same uniform number draws the same token on every device.
 #[test]
 fn tokens_are_drawn() {
-    let plain = Sampler {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-        forbidden: &[5, 6],
-    };
+    let plain = Sampler { forbidden: &[5, 6], ..Sampler::default() };
     let ways = [
         plain,
         Sampler { temperature: 0.0, ..plain },

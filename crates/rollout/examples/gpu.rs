@@ -157,15 +157,7 @@ fn decode(
     graphs: bool,
 ) -> Result<(), Error> {
     let (decoder, pass, prompt) = (model.decoder(), model.pass(), prompt(prompt_tokens));
-    let sampler = Sampler {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-        forbidden: &[],
-    };
+    let sampler = Sampler::default();
     let mut cache = decoder.cache(prompt_tokens, group, tokens, &pass)?;
     let started = Instant::now();
     let x = decoder.embed(&prompt.ids, &pass)?;

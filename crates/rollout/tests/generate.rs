@@ -406,11 +406,9 @@ fn recorded_tokens_are_those_of_single_launches() {
         let how = Sampler {
             temperature: 0.9,
             top_k: [0, 20][i % 2],
-            top_p: 1.0,
-            min_p: 0.0,
             repetition_penalty: [1.0, 1.3, 1.0][i % 3],
-            scoring_temperature: 1.0,
             forbidden: &[11, 40],
+            ..Sampler::default()
         };
         let dtype = [WeightDtype::BFloat16, WeightDtype::Float32][usize::from(i == 0)];
         let options = LoadOptions { dtype, device: card(), ..LoadOptions::default() };
@@ -437,15 +435,7 @@ fn recorded_tokens_go_from_page_to_page() {
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
     let model =
         Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
-    let how = Sampler {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        scoring_temperature: 1.0,
-        forbidden: &[],
-    };
+    let how = Sampler::default();
     let groups: [(u32, &[usize]); 2] = [(3, &[262]), (60, &[66])];
     let (own, _) = in_flight(&model, &groups, how, [true; 2]);
     let (recorded, by) = in_flight(&model, &groups, how, [false, true]);

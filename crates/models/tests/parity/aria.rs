@@ -6,7 +6,7 @@ use std::path::Path;
 use omnigrpo_media::aria::AriaProcessor;
 use omnigrpo_media::{Limits as MediaLimits, load_image};
 use omnigrpo_models::{
-    Checkpoint, Features, GroupStream, LoadOptions, LoraConfig, MediaSettings, MediumShape, Memories, Model,
+    Checkpoint, Features, GroupStream, LoadOptions, MediaSettings, MediumShape, Memories, Model,
     PackedStream, Prompt, Quantization, RouterPlan, Training, WeightDtype,
 };
 use omnigrpo_ops::{ParamDtype, Part, QuantBits};
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use crate::rows::{ARIA, builder, check_plans, dataset_of, prompt_of, settings};
 use crate::support::{
     Golden, assert_close, backward, card, causal_logits, check_gradients, checkpoint, copy_dir, golden,
-    max_diff, sketch, take_gradients, train_all, training, weight_bits,
+    max_diff, sketch, take_gradients, train_adapters, train_all, training, weight_bits,
 };
 
 fn load(name: &str) -> Model {
@@ -402,14 +402,7 @@ fn experts_of_few_bits() {
             wide.store(&few.read().f32()).unwrap();
         }
         let run = |model: &mut Model| {
-            let targets = ["all-linear", "experts"].map(str::to_owned).to_vec();
-            let lora = LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, targets, seed: 3 };
-            model.add_lora(&lora).unwrap();
-            model.params().iter().for_each(|p| p.set_trainable(false));
-            for param in model.adapter_params() {
-                param.set_trainable(true);
-                param.update(|w| w.iter_mut().for_each(|w| *w += 0.01)).unwrap();
-            }
+            train_adapters(model, &["all-linear", "experts"]);
             let groups = [GroupStream { prompt: &prompt, completions: completions.to_vec() }];
             let stream = PackedStream::new(&groups).unwrap();
             let pass = model.train_pass(&stream, &[Vec::new()], 1.0, Training::default()).unwrap();

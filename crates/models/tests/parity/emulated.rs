@@ -3,14 +3,12 @@
 
 use std::sync::Arc;
 
-use omnigrpo_models::{
-    Checkpoint, GroupStream, LoadOptions, LoraConfig, Model, PackedStream, Quantization, WeightDtype,
-};
+use omnigrpo_models::{Checkpoint, GroupStream, LoadOptions, Model, PackedStream, Quantization, WeightDtype};
 use omnigrpo_ops::{Device, Moments, Param, ParamDtype, Part, QuantBits, Step};
 
 use crate::support::{
     FAMILIES, Gradients, card, case_prompt, causal_logits, checkpoint, max_diff, norm, take_gradients,
-    train_all, training,
+    train_adapters, train_all, training,
 };
 
 const COMPLETIONS: [&[u32]; 2] = [&[17, 3, 250, 9], &[5, 6]];
@@ -151,14 +149,7 @@ fn adapters_on_few_bits_on_the_emulator() {
                 let mut model = Model::load_with(&opened, &options).unwrap();
                 let is_quantised = |p: &Arc<Param>| p.dtype() == ParamDtype::Quantised(bits);
                 assert!(model.params().iter().any(is_quantised), "{name}");
-                let targets = vec!["all-linear".to_owned()];
-                let lora = LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, targets, seed: 3 };
-                model.add_lora(&lora).unwrap();
-                model.params().iter().for_each(|p| p.set_trainable(false));
-                for param in model.adapter_params() {
-                    param.set_trainable(true);
-                    param.update(|w| w.iter_mut().for_each(|w| *w += 0.01)).unwrap();
-                }
+                train_adapters(&mut model, &["all-linear"]);
                 Run::new(model, case, false)
             });
             compare(runs, 1, FEW_BITS, &format!("{name}, {bits:?}"));

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use omnigrpo_media::qwen_vl::PatchGrid;
 use omnigrpo_models::{
-    Checkpoint, DecoderInput, FeatureGradients, GroupStream, LoadOptions, MediumInput, MediumShape, Memories,
-    Model, PackedStream, Position, Prompt, Training,
+    Checkpoint, DecoderInput, FeatureGradients, GroupStream, LoadOptions, LoraConfig, MediumInput,
+    MediumShape, Memories, Model, PackedStream, Position, Prompt, Training,
 };
 use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Tape};
 use omnigrpo_text::{MediumKind, Span};
@@ -423,6 +423,18 @@ pub fn backward(model: &Model, prompt: &Prompt, completion: &[u32], coefficients
     let pass = model.train_pass(&stream, &features, 1.0, how).unwrap();
     let gradients = pass.backward(coefficients, None).unwrap();
     model.backward_media(&[prompt], &features, Memories::default(), gradients, how).unwrap();
+}
+
+/// Adapters of rank 4 that have begun to learn, and nothing else that is trained.
+pub fn train_adapters(model: &mut Model, targets: &[&str]) {
+    let targets = targets.iter().map(|target| (*target).to_owned()).collect();
+    let lora = LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, targets, seed: 3 };
+    model.add_lora(&lora).unwrap();
+    model.params().iter().for_each(|p| p.set_trainable(false));
+    for param in model.adapter_params() {
+        param.set_trainable(true);
+        param.update(|w| w.iter_mut().for_each(|w| *w += 0.01)).unwrap();
+    }
 }
 
 /// Selects every weight.

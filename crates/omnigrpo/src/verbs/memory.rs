@@ -67,15 +67,18 @@ const PREPARED_WITH_MEDIA: usize = 4;
 pub struct Longest {
     rows: Vec<PreparedRow>,
     examples: Vec<SftExample>,
+    draws_frames: bool,
 }
 
 impl Longest {
     /// Prepares some of the rows. One that cannot be used is left out: it is told when it is drawn.
     pub fn prepare(prompts: &PromptBuilder, dataset: &Dataset, rows: &[u64], objective: Objective) -> Self {
-        let mut this = Self { rows: Vec::new(), examples: Vec::new() };
+        let mut this = Self { rows: Vec::new(), examples: Vec::new(), draws_frames: false };
         let mut with_media = 0;
         for sample in rows.iter().filter_map(|&row| dataset.get(row).ok()) {
             with_media += usize::from(!sample.media.is_empty());
+            let segments = sample.media.iter().filter_map(|medium| medium.options.segments.as_ref());
+            this.draws_frames |= segments.into_iter().any(|segments| segments.dynamic_sample);
             if with_media > PREPARED_WITH_MEDIA {
                 break;
             }
@@ -92,6 +95,11 @@ impl Longest {
     /// Tokens of the longest prompt.
     pub fn prompt_tokens(&self) -> usize {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
+    }
+
+    /// Whether one of them draws its number of frames anew in each pass.
+    pub fn draws_frames(&self) -> bool {
+        self.draws_frames
     }
 
     /// The most that the decoded media of one of them take, bytes.

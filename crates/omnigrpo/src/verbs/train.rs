@@ -169,8 +169,11 @@ impl Prepared {
         let steps = run.max_steps.unwrap_or(u64::MAX);
         let drawn = (self.rows.len() as u64).min(steps.saturating_mul(run.prompts_per_step as u64));
         let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
-        let versions = if self.shuffled.is_some() { 2 } else { 1 };
-        (versions * drawn + evaluated).saturating_mul(self.longest.media_bytes())
+        // A row with `meta.dynamic_sample` may draw another number of frames, and be kept again, in each pass.
+        let passes = steps.saturating_mul(run.prompts_per_step as u64).div_ceil(drawn.max(1));
+        let each = if self.longest.draws_frames() { passes } else { 1 };
+        let versions = each.saturating_mul(1 + u64::from(self.shuffled.is_some()));
+        (versions.saturating_mul(drawn).saturating_add(evaluated)).saturating_mul(self.longest.media_bytes())
     }
 }
 
