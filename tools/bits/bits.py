@@ -32,6 +32,8 @@ HEARD = [{"id": "rise", "audio": "rise.wav", "problem": "<audio>\nUp or down?", 
 
 STEP = ("--num_generations 3 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_steps 2 --save_steps 1 "
         "--max_completion_length 5 --reward_funcs random length --learning_rate 1e-3 --threads 2").split()
+# One micro-batch: the step differentiates what its rollout computed.
+ONE = [*STEP[:5], "1", *STEP[6:]]
 ALL = "--tune_mm_vision true --tune_mm_mlp true --tune_mm_llm true".split()
 LORA = "--use_lora true --lora_r 4 --lora_alpha 8 --lora_dropout 0.2".split()
 
@@ -44,6 +46,7 @@ def cases(names):
         yield f"{m}/train", "train", m, STEP + ALL
         yield f"{m}/recompute", "train", m, STEP + ALL + ["--gradient_checkpointing", "true"]
         yield f"{m}/split", "train", m, STEP + ALL + ["--max_stream_tokens", "48", "--num_iterations", "2"]
+        yield f"{m}/recalled", "train", m, ONE + ALL + ["--torch_dtype", "bfloat16"]
         yield f"{m}/lora", "train", m, STEP + LORA
         yield f"{m}/lora_all", "train", m, STEP + LORA + ["--lora_target_modules", ".*(vis|aud|attn|mlp|proj).*[a-z0-9]"]
         yield f"{m}/lora_8", "train", m, STEP + LORA + ["--load_in_8bit", "true"]

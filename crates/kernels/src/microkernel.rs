@@ -6,7 +6,6 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
-use std::ops::Range;
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -15,7 +14,7 @@ use pulp::WithSimd;
 use pulp::x86::V4;
 
 use crate::mat::Mat;
-use crate::simd::{self, Simd, load_ptr, prefetch, store_ptr};
+use crate::simd::{self, Simd, load_ptr, prefetch, prefetch_far, store_ptr};
 
 /// `c [m, n] = a [m, k] · b [k, n]`, or `+=` if `accumulate`, single-threaded.
 ///
@@ -145,8 +144,8 @@ pub(crate) enum WeightPtr {
 
 /// `y [m, n] = x [m, k] · wᵀ + bias` for few rows, single-threaded; `w [n, k]` contiguous.
 ///
-/// Weights are streamed from memory, so everything is arranged for them: the rows of `x` come packed and stay in the
-/// first-level cache, and while one group of weight rows is multiplied the next is asked for.
+/// Weights are streamed from memory, so everything is arranged for them: they are read in the order of memory and asked for
+/// ahead, and the rows of `x` come packed and stay in the caches.
 pub(crate) struct Dots<'a> {
     pub y: *mut f32,
     pub y_stride: usize,
@@ -170,21 +169,26 @@ const ROWS: usize = 8;
 const DEPTH: usize = 2048;
 /// Columns of `w` are padded to this in packed rows: two of the widest vectors.
 const PAD: usize = 32;
-/// How far ahead weights are asked for that are read once, bytes. Memory is 100 to 150 ns away; what comes long before it is
-/// needed has left the first-level cache by then.
+/// How far ahead weights are asked for into the second-level cache, bytes, beyond what the other rows of a tile take. It has room for
+/// more requests on their way than the first: with few of them memory would rest while products are made.
+const FAR: usize = 16 * 1024;
+/// How far ahead they are asked for from there into the first-level cache, bytes of a row.
 const NEAR: usize = 1024;
-/// Weight rows that are multiplied with all rows of `x` before the next: they stay in the first-level cache.
-const GROUP: usize = 6;
 
 /// Elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
     m.next_multiple_of(ROWS) * k.next_multiple_of(PAD)
 }
 
-/// How many of `rest` rows are multiplied together: four, or eight with the 32 registers of AVX-512.
+/// How many of `rest` rows are multiplied together: up to four, or eight with the 32 registers of AVX-512. Those beyond `rest` are
+/// zeros.
 #[inline(always)]
-fn side<S: Simd>(rest: usize) -> usize {
-    if S::F32_LANES >= 16 && rest > 4 { ROWS } else { 4 }
+fn side(lanes: usize, rest: usize) -> usize {
+    match rest {
+        5.. if lanes >= 16 => ROWS,
+        3.. => 4,
+        rest => rest,
+    }
 }
 
 /// Packs rows of `x` for [`Dots`]: those that are multiplied together side by side, one vector of each after the other, zero
@@ -204,7 +208,7 @@ pub(crate) fn round_rows(x: Mat, to: &mut [f32]) {
     let to = unsafe { std::slice::from_raw_parts_mut(to.as_mut_ptr().cast::<bf16>(), 2 * to.len()) };
     let mut i = 0;
     while i < m {
-        let rows = if m - i > 4 { ROWS } else { 4 };
+        let rows = side(PAD / 2, m - i);
         for (at, to) in to[i * padded..(i + rows) * padded].chunks_exact_mut(rows * PAD).enumerate() {
             for (r, to) in to.chunks_exact_mut(PAD).enumerate() {
                 let x = if i + r < m { &x.row(i + r)[at * PAD..k.min((at + 1) * PAD)] } else { &[] };
@@ -248,7 +252,7 @@ impl WithSimd for PackRows<'_> {
         let padded = k.next_multiple_of(PAD);
         let mut i = 0;
         while i < m {
-            let rows = side::<S>(m - i);
+            let rows = side(lanes, m - i);
             let to = &mut self.to[i * padded..(i + rows) * padded];
             for r in 0..rows {
                 let blocks = to.chunks_exact_mut(2 * rows * lanes).map(|to| {
@@ -287,12 +291,11 @@ struct Part {
     old: bool,
 }
 
-/// Where a tile stands: first row of `x`, first row of `w`, and the row of `w` from which on it asks for weights.
+/// Where a tile stands: first row of `x`, first row of `w`.
 #[derive(Clone, Copy)]
 struct Place {
     i: usize,
     j: usize,
-    ahead: usize,
 }
 
 /// Storage of a weight, as [`Dots`] reads it: so many elements of a row at a time as two vectors of f32 have.
@@ -468,67 +471,109 @@ impl Dots<'_> {
     #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
     unsafe fn run_pairs(&self, simd: V4, w: *const Paired) {
         // SAFETY: by the contract.
-        unsafe { self.blocks::<V4, Paired, ROWS, 3>(simd, w) }
+        unsafe { self.tiles::<V4, Paired, ROWS, 3>(simd, w) }
     }
 
-    /// All blocks of the inner dimension and all groups of weights.
+    /// All weights, in tiles of `R × N` and smaller ones.
     #[inline(always)]
-    unsafe fn blocks<S: Simd, T: Stored, const R: usize, const N: usize>(&self, simd: S, w: *const T) {
-        for start in (0..self.k.max(1)).step_by(DEPTH) {
-            let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
-            for j in (0..self.n).step_by(GROUP) {
-                // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
-                unsafe { self.group::<S, T, R, N>(simd, w, part, j, GROUP.min(self.n - j)) };
+    unsafe fn tiles<S: Simd, T: Stored, const R: usize, const N: usize>(&self, simd: S, w: *const T) {
+        let mut j = 0;
+        // SAFETY: the groups partition the n columns; the rest is the contract of `run`.
+        unsafe {
+            while j + N <= self.n {
+                self.group::<S, T, R, N>(simd, w, j);
+                j += N;
+            }
+            while j < self.n {
+                self.group::<S, T, R, 1>(simd, w, j);
+                j += 1;
             }
         }
     }
 
-    /// `R` rows of `x` and `N` of `w`. Asks for `AHEAD` elements per element of a row of `w`: for those that are needed
-    /// [`NEAR`] bytes later in the same rows if these are `N`, else for a part of the rows from `ahead` on.
+    /// All rows of `x` and the `N` rows of `w` from `j` on, which stay in the first-level cache for a block of the inner dimension.
     #[inline(always)]
-    unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const AHEAD: usize>(
+    unsafe fn group<S: Simd, T: Stored, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        w: *const T,
+        j: usize,
+    ) {
+        for start in (0..self.k.max(1)).step_by(DEPTH) {
+            let part = Part { start, len: DEPTH.min(self.k - start), old: self.old || start > 0 };
+            let mut i = 0;
+            while i < self.m {
+                let (at, first) = (Place { i, j }, i == 0);
+                // SAFETY: the rows are those that were packed together.
+                i += unsafe {
+                    match side(S::F32_LANES, self.m - i) {
+                        1 if first => self.tile::<S, T, 1, N, true>(simd, w, part, at),
+                        1 => self.tile::<S, T, 1, N, false>(simd, w, part, at),
+                        2 if first => self.tile::<S, T, 2, N, true>(simd, w, part, at),
+                        2 => self.tile::<S, T, 2, N, false>(simd, w, part, at),
+                        4 if first => self.tile::<S, T, 4, N, true>(simd, w, part, at),
+                        4 => self.tile::<S, T, 4, N, false>(simd, w, part, at),
+                        _ if first => self.tile::<S, T, R, N, true>(simd, w, part, at),
+                        _ => self.tile::<S, T, R, N, false>(simd, w, part, at),
+                    }
+                };
+            }
+        }
+    }
+
+    /// Where a tile asks for weights in the order of memory, at each of its steps for as many bytes as it reads. The rows of a tile
+    /// are read side by side, so its last row is asked for while its first is read a row's length earlier.
+    #[inline(always)]
+    fn far<T, const N: usize>(&self, w: *const T, part: Part, j: usize) -> *const T {
+        let done = j * self.k + part.start * N;
+        let ahead = done + FAR / size_of::<T>() + (N - 1) * self.k;
+        let (own, tile) = (self.n * self.k, part.len * N);
+        w.wrapping_add(match ahead + tile {
+            end if end <= own => ahead,
+            // What this thread will probably need next.
+            _ if self.after > self.n => ahead.max(own) + (self.after - self.n) * self.k,
+            // Nothing: what was read before.
+            _ => done,
+        })
+    }
+
+    /// `R` rows of `x` and `N` of `w`; `R`. Asks for weights ahead if they are `STREAMED`: nobody has read them before.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, T: Stored, const R: usize, const N: usize, const STREAMED: bool>(
         &self,
         simd: S,
         w: *const T,
         part: Part,
-        Place { i, j, ahead }: Place,
-    ) {
+        Place { i, j }: Place,
+    ) -> usize {
         let both = 2 * S::F32_LANES;
-        // Elements that are asked for at every step, and those of a cache line.
-        let (asked, line) = (AHEAD * both, 64 / size_of::<T>());
+        let line = 64 / size_of::<T>();
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
+        let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
         let mut w = w.wrapping_add(j * self.k + part.start);
+        // With one or two rows a tile is done with a line before the next arrives; the hardware follows.
+        let nearby = STREAMED && R > 2;
         // What is asked for next, and how many elements are left of its row.
-        let near = NEAR / size_of::<T>();
-        let (mut next, mut left) = if AHEAD == N {
-            let (rows, at) = (near / part.len.max(1), near % part.len.max(1));
-            (w.wrapping_add(rows * N * self.k + at), part.len - at)
-        } else {
-            (w.wrapping_sub(j * self.k).wrapping_add(ahead * self.k), part.len)
-        };
+        let (rows, at) = (NEAR / size_of::<T>() / part.len.max(1), NEAR / size_of::<T>() % part.len.max(1));
+        let (mut near, mut left) = (w.wrapping_add(rows * N * self.k + at), part.len - at);
         for _ in 0..part.len / both {
-            if AHEAD == N {
+            if STREAMED {
+                for at in (0..N * both).step_by(line) {
+                    prefetch_far(far.wrapping_add(at));
+                }
+                far = far.wrapping_add(N * both);
+            }
+            if nearby {
                 for c in 0..N {
                     for at in (0..both).step_by(line) {
-                        prefetch(next.wrapping_add(c * self.k + at));
+                        prefetch(near.wrapping_add(c * self.k + at));
                     }
                 }
-                next = next.wrapping_add(both);
+                near = near.wrapping_add(both);
                 left = left.saturating_sub(both);
                 if left == 0 {
-                    (next, left) = (next.wrapping_add(N * self.k - part.len), part.len);
-                }
-            } else if AHEAD > 0 {
-                // In the order of memory, which the hardware follows: a row, then the next.
-                for c in 0..asked.div_ceil(line) {
-                    prefetch(next.wrapping_add(c * line));
-                }
-                next = next.wrapping_add(asked);
-                left = left.wrapping_sub(asked);
-                if left == 0 || left > part.len {
-                    next = next.wrapping_add(self.k - part.len);
-                    left = left.wrapping_add(part.len);
+                    (near, left) = (near.wrapping_add(N * self.k - part.len), part.len);
                 }
             }
             // SAFETY: row j + c < n, that many elements of it; x is packed.
@@ -569,69 +614,7 @@ impl Dots<'_> {
                 }
             }
         }
-    }
-
-    /// All rows of `x` and the group of `count` rows of `w` from `j` on; tiles of `R × N` or `4 × N`.
-    #[inline(always)]
-    unsafe fn group<S: Simd, T: Stored, const R: usize, const N: usize>(
-        &self,
-        simd: S,
-        w: *const T,
-        part: Part,
-        j: usize,
-        count: usize,
-    ) {
-        let mut i = 0;
-        while i < self.m {
-            let rest = self.m - i;
-            // SAFETY: the rows are those that were packed together.
-            unsafe {
-                if side::<S>(rest) == R {
-                    self.rows::<S, T, R, N>(simd, w, part, i, i == R, j..j + count);
-                    i += R;
-                } else {
-                    self.rows::<S, T, 4, N>(simd, w, part, i, i == R, j..j + count);
-                    i += 4;
-                }
-            }
-        }
-    }
-
-    /// `R` rows of `x` from `i` on and the rows of `w` of a group; `second` after the first rows of `x`.
-    #[inline(always)]
-    unsafe fn rows<S: Simd, T: Stored, const R: usize, const N: usize>(
-        &self,
-        simd: S,
-        w: *const T,
-        part: Part,
-        i: usize,
-        second: bool,
-        group: Range<usize>,
-    ) {
-        let next = if group.end < self.n { group.end } else { self.after };
-        let mut j = group.start;
-        // SAFETY: the tiles partition the group.
-        unsafe {
-            while j + N <= group.end {
-                let first = j - group.start;
-                // All of the next group in one pass over the rows of x, or two thirds in the first and the rest in
-                // the second: loads that wait for memory are few at a time.
-                if self.m <= R {
-                    self.tile::<S, T, R, N, N>(simd, w, part, Place { i, j, ahead: next + first });
-                } else if i == 0 {
-                    self.tile::<S, T, R, N, 2>(simd, w, part, Place { i, j, ahead: next + first / N * 2 });
-                } else if second && N > 2 {
-                    self.tile::<S, T, R, N, 1>(simd, w, part, Place { i, j, ahead: next + 4 + first / N });
-                } else {
-                    self.tile::<S, T, R, N, 0>(simd, w, part, Place { i, j, ahead: next });
-                }
-                j += N;
-            }
-            while j < group.end {
-                self.tile::<S, T, R, 1, 0>(simd, w, part, Place { i, j, ahead: next });
-                j += 1;
-            }
-        }
+        R
     }
 }
 
@@ -645,10 +628,10 @@ impl WithSimd for Dots<'_> {
             // 4 × 3 accumulators, three weights and one input fill the 16 registers of AVX2, 8 × 3 most of the 32 of AVX-512;
             // widening needs more.
             match (self.w, S::F32_LANES >= 16) {
-                (WeightPtr::F32(w), true) => self.blocks::<S, f32, ROWS, 3>(simd, w),
-                (WeightPtr::F32(w), false) => self.blocks::<S, f32, 4, 3>(simd, w),
-                (WeightPtr::Bf16(w), true) => self.blocks::<S, bf16, ROWS, 2>(simd, w),
-                (WeightPtr::Bf16(w), false) => self.blocks::<S, bf16, 4, 2>(simd, w),
+                (WeightPtr::F32(w), true) => self.tiles::<S, f32, ROWS, 3>(simd, w),
+                (WeightPtr::F32(w), false) => self.tiles::<S, f32, 4, 3>(simd, w),
+                (WeightPtr::Bf16(w), true) => self.tiles::<S, bf16, ROWS, 2>(simd, w),
+                (WeightPtr::Bf16(w), false) => self.tiles::<S, bf16, 4, 2>(simd, w),
                 // They have their own.
                 (WeightPtr::Pairs(_), _) => {}
             }

@@ -248,6 +248,18 @@ pub(crate) fn prefetch<T>(ptr: *const T) {
     let _ = ptr;
 }
 
+/// [`prefetch`] into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_far<T>(ptr: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(ptr.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = ptr;
+}
+
 /// `yes` where the mask is set, else `no`; pulp's own version for floats is not always inlined.
 #[inline(always)]
 pub(crate) fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {

@@ -21,7 +21,7 @@ pub use gradients::{Gradient, backward_bias, backward_input, backward_input_into
 pub use rows::forward_rows_into;
 
 use crate::mat::{Mat, MatMut};
-use crate::quant::PANEL;
+use crate::quant::{PANEL, QuantRows};
 use crate::workspace::{WIDE, reserve};
 use crate::{Stored, Weight, rounds_bf16};
 
@@ -45,6 +45,14 @@ impl<'a> Layer<'a> {
     fn n(&self) -> usize {
         self.w.dims().0
     }
+
+    /// A weight of few bits.
+    fn few_bits(&self) -> Option<QuantRows<'a>> {
+        match self.w.stored() {
+            Stored::Quantised(w) => Some(w),
+            _ => None,
+        }
+    }
 }
 
 /// Outputs of all layers, side by side.
@@ -67,7 +75,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
     let mut col = 0;
     for &layer in layers {
         let (total, k) = layer.w.dims();
-        if let Stored::Quantised(w) = layer.w.stored() {
+        if let Some(w) = layer.few_bits() {
             let mut scratch = WIDE.take();
             let step = (WIDE_LEN / k.max(1)).next_multiple_of(PANEL);
             for start in (0..total).step_by(step) {
@@ -94,7 +102,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
 }
 
 fn any_quantised(layers: &[Layer]) -> bool {
-    layers.iter().any(|layer| matches!(layer.w.stored(), Stored::Quantised(_)))
+    layers.iter().any(|layer| layer.few_bits().is_some())
 }
 
 /// Whether `x`, layers and `y` fit together.

@@ -1,10 +1,11 @@
 //! The layers for few rows: decoding.
 
-use super::{Layer, any_quantised, fit, work};
+use super::{Layer, any_quantised, fit, outputs, work};
 use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Strips, tasks};
 use crate::profile::{self, Op, span};
+use crate::quant::QuantRows;
 use crate::workspace::{GROUPS, reserve};
 use crate::{Stored, quant, tiles};
 
@@ -21,12 +22,16 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     }
     if any_quantised(layers) {
         let mut col = 0;
-        for layer in layers {
-            let n = layer.n();
+        for layers in
+            layers.chunk_by(|a, b| a.few_bits().map(QuantRows::bits) == b.few_bits().map(QuantRows::bits))
+        {
+            let n = outputs(layers);
             let y = y.again().columns(col..col + n);
-            match layer.w.stored() {
-                Stored::Quantised(w) => quant::forward_rows(x, w, layer.bias, accumulate, y),
-                _ => forward_rows_into(x, &[*layer], accumulate, y),
+            let quantised: Vec<_> = layers.iter().filter_map(|l| Some((l.few_bits()?, l.bias))).collect();
+            if quantised.is_empty() {
+                forward_rows_into(x, layers, accumulate, y);
+            } else {
+                quant::forward_rows(x, &quantised, accumulate, y);
             }
             col += n;
         }

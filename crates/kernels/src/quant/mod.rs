@@ -251,6 +251,12 @@ impl<'a> QuantRows<'a> {
         (self.n, self.k)
     }
 
+    /// Bits of a code.
+    #[must_use]
+    pub fn bits(self) -> QuantBits {
+        self.bits
+    }
+
     /// Memory of codes and scales, bytes; rows that stand together with others count in part.
     #[must_use]
     pub fn num_bytes(self) -> usize {

@@ -18,51 +18,64 @@ use crate::simd::{Simd, store_ptr};
 
 use super::{GROUP, LANE, Line, PANEL, QuantBits, QuantRows};
 
-/// `y [m, n] = x [m, k] Wᵀ + b`, or that added to `y`; bits of a row depend on it, its weights and `k` alone.
-pub(crate) fn forward_rows(x: Mat, w: QuantRows, bias: Option<&[f32]>, accumulate: bool, y: MatMut) {
-    let ((m, k), n) = (x.dims(), w.n);
-    let groups = k.div_ceil(GROUP);
-    // Inputs in whole groups; beyond k there are zeros.
-    let mut padded = vec![0.0; m * groups * GROUP];
-    for (i, to) in padded.chunks_exact_mut((groups * GROUP).max(1)).enumerate() {
-        to[..k].copy_from_slice(x.row(i));
-    }
-    let inputs = Inputs::new(&padded, m, groups, w.bits);
-    let panels = (w.first + n).div_ceil(PANEL);
+/// `y [m, Σ n] = x [m, k] Wᵀ + b` of layers whose weights have the same number of bits, or that added to `y`; bits of a row depend on
+/// it, its weights and `k` alone.
+pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accumulate: bool, y: MatMut) {
+    let ((m, k), n) = (x.dims(), y.cols);
+    let Some((first, _)) = layers.first() else { return };
+    let bits = first.bits;
+    let inputs = Inputs::new(x, bits);
+    let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
+    let panels = layers.iter().map(|(w, _)| of(w)).sum();
     ranges(panels, 1, m * n * k / 8, |panels| {
-        for panel in panels {
-            let lines = &w.lines[panel * w.panel_lines()..][..w.panel_lines()];
-            // The first column of the panel, which may stand before the first of the weight.
-            let to = Columns { y: &y, bias, first: panel * PANEL, skip: w.first, n, accumulate };
-            inputs.multiply(lines, w.bits, &to);
+        // The first panel of a layer and its first column.
+        let (mut before, mut column) = (0, 0);
+        for &(w, bias) in layers {
+            let own = panels.start.max(before)..panels.end.min(before + of(&w));
+            for panel in own.start - before..own.end.max(own.start) - before {
+                let lines = &w.lines[panel * w.panel_lines()..][..w.panel_lines()];
+                // The first column of the panel, which may stand before the first of the weight.
+                let (first, skip) = (panel * PANEL, w.first);
+                inputs.multiply(
+                    lines,
+                    bits,
+                    &Columns { y: &y, bias, column, first, skip, n: w.n, accumulate },
+                );
+            }
+            (before, column) = (before + of(&w), column + w.n);
         }
     });
 }
 
 /// Rows of inputs as a kernel reads them.
-enum Inputs<'a> {
-    Wide(Sums<'a>),
+enum Inputs {
+    Wide(Sums),
     #[cfg(target_arch = "x86_64")]
     Bytes(bytes::Inputs),
 }
 
-/// Inputs `[m, groups · GROUP]` and the sums of their groups.
-struct Sums<'a> {
-    x: &'a [f32],
+/// Inputs `[m, groups · GROUP]`, zero beyond `k`, and the sums of their groups.
+struct Sums {
+    x: Vec<f32>,
     sums: Vec<f32>,
     m: usize,
     groups: usize,
 }
 
-impl<'a> Inputs<'a> {
-    fn new(x: &'a [f32], m: usize, groups: usize, bits: QuantBits) -> Self {
+impl Inputs {
+    fn new(x: Mat, bits: QuantBits) -> Self {
         #[cfg(target_arch = "x86_64")]
         if bytes::available() {
-            return Self::Bytes(bytes::Inputs::new(x, m, groups, bits));
+            return Self::Bytes(bytes::Inputs::new(x, bits));
         }
         let _ = bits;
-        let sums = x.as_chunks::<GROUP>().0.iter().map(sum).collect();
-        Self::Wide(Sums { x, sums, m, groups })
+        let ((m, k), groups) = (x.dims(), x.cols.div_ceil(GROUP));
+        let mut padded = vec![0.0; m * groups * GROUP];
+        for (i, to) in padded.chunks_exact_mut((groups * GROUP).max(1)).enumerate() {
+            to[..k].copy_from_slice(x.row(i));
+        }
+        let sums = padded.as_chunks::<GROUP>().0.iter().map(sum).collect();
+        Self::Wide(Sums { x: padded, sums, m, groups })
     }
 
     /// The columns of a panel.
@@ -90,7 +103,9 @@ fn sum(x: &[f32; GROUP]) -> f32 {
 struct Columns<'a> {
     y: &'a MatMut<'a>,
     bias: Option<&'a [f32]>,
-    /// Row of the panels that is the first of this one, and the one that is column 0.
+    /// Column of `y` that is the layer's first.
+    column: usize,
+    /// Row of the panels that is the first of this one, and the one that is column 0 of the layer.
     first: usize,
     skip: usize,
     n: usize,
@@ -98,21 +113,30 @@ struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Row `i` of `lanes` columns, from lane `lane` of the panel on.
+    /// Row `i` of columns from lane `lane` of the panel on.
     #[inline(always)]
     fn store(&self, i: usize, lane: usize, sums: &[f32]) {
-        for (at, &sum) in sums.iter().enumerate() {
-            let row = self.first + lane + at;
-            if row < self.skip || row - self.skip >= self.n {
-                continue;
-            }
-            let j = row - self.skip;
-            let sum = sum + self.bias.map_or(0.0, |bias| bias[j]);
-            // SAFETY: row i and column j of y; a panel is one task's.
-            unsafe {
-                let y = self.y.data.ptr(i * self.y.stride + j);
-                *y = if self.accumulate { *y + sum } else { sum };
-            }
+        let row = self.first + lane;
+        // Lanes that are columns of the layer.
+        let start = self.skip.saturating_sub(row).min(sums.len());
+        let end = (self.skip + self.n).saturating_sub(row).min(sums.len());
+        if start == 0 && end == sums.len() {
+            self.write(i, row - self.skip, sums);
+        } else if start < end {
+            self.write(i, row + start - self.skip, &sums[start..end]);
+        }
+    }
+
+    /// Row `i`, columns from `j` on.
+    #[inline(always)]
+    fn write(&self, i: usize, j: usize, sums: &[f32]) {
+        let y = self.y.data.ptr(i * self.y.stride + self.column + j);
+        // SAFETY: row i and columns j.. < n of the layer in y; a panel is one task's.
+        let y = unsafe { std::slice::from_raw_parts_mut(y, sums.len()) };
+        let bias = self.bias.map(|bias| &bias[j..j + sums.len()]);
+        for (at, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
+            let sum = sum + bias.map_or(0.0, |bias| bias[at]);
+            *y = if self.accumulate { *y + sum } else { sum };
         }
     }
 }
@@ -126,7 +150,7 @@ fn load<S: Simd>(line: &Line, first: usize) -> S::u32s {
 }
 
 simd_fn! {
-    fn wide<'a>(simd: S, inputs: &'a Sums<'a>, lines: &'a [Line], bits: QuantBits, to: &'a Columns<'a>) -> () {
+    fn wide<'a>(simd: S, inputs: &'a Sums, lines: &'a [Line], bits: QuantBits, to: &'a Columns<'a>) -> () {
         let mut i = 0;
         while i < inputs.m {
             let rows = inputs.m - i;
@@ -148,7 +172,7 @@ simd_fn! {
     }
 }
 
-impl Sums<'_> {
+impl Sums {
     /// `R` rows from `i` on. Sums are made in the order of groups and of elements.
     #[inline(always)]
     fn tile<S: Simd, const BITS: usize, const R: usize>(
@@ -210,13 +234,16 @@ pub(crate) mod bytes {
     use std::arch::x86_64::*;
 
     use super::{Columns, GROUP, LANE, Line, PANEL, QuantBits, sum};
-    use crate::probe;
+    use crate::mat::Mat;
     use crate::simd::{self, Instructions};
+    use crate::{parallel, probe};
 
     /// Rows that are multiplied together.
     const ROWS: usize = 8;
-    /// Lines that are asked for ahead.
-    const AHEAD: usize = 24;
+    /// Lines that are asked for ahead, into the first-level cache and, since that has few requests on their way, before into the
+    /// second.
+    const NEAR: usize = 24;
+    const FAR: usize = 320;
 
     /// Whether the instructions work here and are not switched off.
     pub(crate) fn available() -> bool {
@@ -235,10 +262,23 @@ pub(crate) mod bytes {
     }
 
     impl Inputs {
-        pub(super) fn new(x: &[f32], m: usize, groups: usize, bits: QuantBits) -> Self {
-            let mut this = Self { z: vec![0; x.len()], scales: vec![[0.0; 3]; m * groups], m, groups };
-            round(&mut this, x, bits.levels() as f32 / 2.0);
-            this
+        pub(super) fn new(x: Mat, bits: QuantBits) -> Self {
+            let ((m, k), groups) = (x.dims(), x.cols.div_ceil(GROUP));
+            let (mut z, mut scales) = (vec![0; m * groups * GROUP], vec![[0.0; 3]; m * groups]);
+            let middle = bits.levels() as f32 / 2.0;
+            let rows = z.chunks_mut((groups * GROUP).max(1)).zip(scales.chunks_mut(groups.max(1)));
+            parallel::map(rows.enumerate(), m * k, |(i, (z, scales))| {
+                let (whole, rest) = x.row(i).as_chunks::<GROUP>();
+                let mut last = [0.0; GROUP];
+                last[..rest.len()].copy_from_slice(rest);
+                for ((x, z), scales) in
+                    whole.iter().chain([&last]).zip(z.as_chunks_mut::<GROUP>().0).zip(scales)
+                {
+                    // SAFETY: the instructions exist.
+                    *scales = unsafe { round(x, z, middle) };
+                }
+            });
+            Self { z, scales, m, groups }
         }
 
         /// The columns of a panel.
@@ -281,6 +321,13 @@ pub(crate) mod bytes {
                 z[r] = self.z[(i + r) * self.groups * GROUP..].as_ptr();
                 scales[r] = self.scales[(i + r) * self.groups..].as_ptr();
             }
+            // Other rows find the panel where the first ones left it.
+            let ask = |line: *const Line| {
+                if i == 0 {
+                    simd::prefetch(line.wrapping_add(NEAR));
+                    simd::prefetch_far(line.wrapping_add(FAR));
+                }
+            };
             let half = _mm512_set1_epi8(0x0f);
             let mut acc = [_mm512_setzero_ps(); R];
             let mut line = lines.as_ptr();
@@ -288,9 +335,10 @@ pub(crate) mod bytes {
                 let mut dots = [_mm512_setzero_si512(); R];
                 // SAFETY: `groups` groups of lines, inputs and scales.
                 unsafe {
+                    ask(line);
                     let scale = _mm512_load_si512(line.cast());
                     for t in 0..words {
-                        simd::prefetch(line.wrapping_add(1 + t + AHEAD).cast::<f32>());
+                        ask(line.wrapping_add(1 + t));
                         let word = _mm512_load_si512(line.add(1 + t).cast());
                         for part in 0..8 / BITS {
                             let codes = match (BITS, part) {
@@ -330,29 +378,31 @@ pub(crate) mod bytes {
         }
     }
 
-    simd_fn! {
-        /// Fills in what [`Inputs`] hold of each group of `x`, with `c` the middle code.
-        fn round<'a>(simd: S, inputs: &'a mut Inputs, x: &'a [f32], c: f32) -> () {
-            let _ = simd;
-            let groups = x.as_chunks::<GROUP>().0.iter().zip(inputs.z.as_chunks_mut::<GROUP>().0);
-            for ((x, z), scales) in groups.zip(&mut inputs.scales) {
-                let mut most = [0.0f32; PANEL];
-                for x in x.as_chunks::<PANEL>().0 {
-                    most.iter_mut().zip(x).for_each(|(most, x)| *most = most.max(x.abs()));
-                }
-                let most = most.iter().fold(0.0f32, |most, &x| most.max(x));
-                // Numbers that are not finite make a sum that is none.
-                let (a, inverse) = if most > 0.0 { (most / 127.0, 127.0 / most) } else { (0.0, 0.0) };
-                let mut total = 0i32;
-                for (z, x) in z.iter_mut().zip(x) {
-                    // Adding 1.5·2²³ rounds to a whole number, ties to even.
-                    let rounded = (x * inverse + 12_582_912.0) - 12_582_912.0;
-                    *z = rounded as i8;
-                    total += i32::from(*z);
-                }
-                let sum = sum(x);
-                *scales = [a, c * (sum - a * total as f32), sum];
+    /// What [`Inputs`] hold of a group, with `c` the middle code. Numbers that are not finite make a sum that is none.
+    ///
+    /// # Safety
+    /// The instructions exist.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn round(x: &[f32; GROUP], z: &mut [i8; GROUP], c: f32) -> [f32; 3] {
+        let mut most = _mm512_setzero_ps();
+        for x in x.as_chunks::<PANEL>().0 {
+            // SAFETY: sixteen floats. Of a number and none, the instruction gives its second operand.
+            most = unsafe { _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x.as_ptr())), most) };
+        }
+        let most = _mm512_reduce_max_ps(most);
+        let (a, inverse) = if most > 0.0 { (most / 127.0, 127.0 / most) } else { (0.0, 0.0) };
+        let mut total = _mm512_setzero_si512();
+        for (x, z) in x.as_chunks::<PANEL>().0.iter().zip(z.as_chunks_mut::<PANEL>().0) {
+            // SAFETY: sixteen floats and bytes.
+            unsafe {
+                let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(inverse));
+                // To nearest, ties to even.
+                let rounded = _mm512_cvtps_epi32(scaled);
+                total = _mm512_add_epi32(total, rounded);
+                _mm_storeu_si128(z.as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(rounded));
             }
         }
+        let (sum, total) = (sum(x), _mm512_reduce_add_epi32(total));
+        [a, c * (sum - a * total as f32), sum]
     }
 }
