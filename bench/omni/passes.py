@@ -1,0 +1,72 @@
+"""Passes over the talking clips with decoded media kept, and without: seconds of reading rows, and of the whole, in each pass.
+
+    cargo build --release -p omnigrpo
+    cargo run --release -p omnigrpo-demo --example talking_clips -- runs/talking-data
+    python3 bench/omni/passes.py --clips runs/talking-data [--binary target/release/omnigrpo] [--threads 2] [--passes 3] [--rows 64]
+
+Both recipes of examples/humanomni from random weights: `sft` on all of its clips, `train` on the first `--rows` of its own. Reading is
+what other threads took for rows ahead (`data/ahead_time`) and, in the first step, the step itself; the whole is the sum of
+steps. Losses and rewards of both runs have to be equal. Standard library and ffmpeg.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {"sft": ("sft", 6), "train": ("train", 8)}
+
+
+def run(args, recipe, rows, num_rows, out, gib):
+    verb, batch = RECIPES[recipe]
+    command = [
+        args.binary, verb, "--config", ROOT / f"examples/humanomni/{recipe}.yaml", "--model_name_or_path", ROOT / "examples/humanomni/model",
+        "--init_weights", 1, "--train_file", rows, "--eval_file", args.clips.resolve() / "eval.jsonl", "--eval_strategy", "no", "--output_dir", out, "--max_steps", args.passes * num_rows // batch,
+        "--logging_steps", 1, "--threads", args.threads, "--skip_data_check", "--mm_processor_cache_gb", gib,
+    ]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in steps if "step_time" in line]
+    passes = []
+    for first in range(0, len(steps), num_rows // batch):
+        own = steps[first : first + num_rows // batch]
+        # The first step reads its own rows; what it reads ahead is told by the next.
+        reading = sum(line["data/ahead_time"] for line in own) + (own[0]["time/data"] if first == 0 else 0.0)
+        passes.append((reading, sum(line["step_time"] for line in own)))
+    results = [[line.get("loss"), line.get("reward"), line.get("grad_norm")] for line in steps]
+    return passes, results, steps[-1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clips", type=Path, required=True)
+    parser.add_argument("--binary", default=ROOT / "target/release/omnigrpo")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=64)
+    args = parser.parse_args()
+    for recipe, (_, batch) in RECIPES.items():
+        lines = (args.clips.resolve() / f"{recipe}.jsonl").read_text().splitlines(keepends=True)
+        lines = lines[: args.rows // batch * batch] if recipe == "train" else lines[: len(lines) // batch * batch]
+        with tempfile.TemporaryDirectory() as scratch:
+            # Beside the clips, which rows name by relative paths.
+            rows = args.clips.resolve() / f".passes-{recipe}.jsonl"
+            rows.write_text("".join(lines))
+            try:
+                off, without, _ = run(args, recipe, rows, len(lines), Path(scratch) / "off", 0)
+                on, with_store, last = run(args, recipe, rows, len(lines), Path(scratch) / "on", 4)
+            finally:
+                rows.unlink()
+        assert without == with_store, "the two runs differ"
+        print(f"\n{recipe}: {len(lines)} clips, {last['memory/media_store_mb']:.0f} MB kept, results equal")
+        print(f"{'pass':6}{'reading, s':>12}{'kept, s':>10}{'times':>8}{'all, s':>12}{'kept, s':>10}{'times':>8}")
+        for number, ((a, b), (c, d)) in enumerate(zip(off, on), 1):
+            print(f"{number:<6}{a:12.2f}{c:10.3f}{a / max(c, 1e-9):8.1f}{b:12.2f}{d:10.2f}{b / d:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
