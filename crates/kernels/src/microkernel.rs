@@ -551,12 +551,13 @@ impl Dots<'_> {
         let mut acc = [[simd.splat_f32s(0.0); N]; R];
         let mut x = self.x.wrapping_add((i * self.k.next_multiple_of(PAD) + part.start * R) * T::OF_X / 2);
         let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
-        let mut w = w.wrapping_add(j * self.k + part.start);
         // With one or two rows a tile is done with a line before the next arrives; the hardware follows.
         let nearby = STREAMED && R > 2;
-        // What is asked for next, and how many elements are left of its row.
-        let (rows, at) = (NEAR / size_of::<T>() / part.len.max(1), NEAR / size_of::<T>() % part.len.max(1));
-        let (mut near, mut left) = (w.wrapping_add(rows * N * self.k + at), part.len - at);
+        // What is asked for next, in this tile or one of the next, and how many elements are left of its row.
+        let ahead = part.start + NEAR / size_of::<T>();
+        let (tiles, at) = (ahead / self.k.max(1), ahead % self.k.max(1));
+        let (mut near, mut left) = (w.wrapping_add((tiles * N + j) * self.k + at), self.k - at);
+        let mut w = w.wrapping_add(j * self.k + part.start);
         for _ in 0..part.len / both {
             if STREAMED {
                 for at in (0..N * both).step_by(line) {
@@ -570,10 +571,10 @@ impl Dots<'_> {
                         prefetch(near.wrapping_add(c * self.k + at));
                     }
                 }
-                near = near.wrapping_add(both);
-                left = left.saturating_sub(both);
-                if left == 0 {
-                    (near, left) = (near.wrapping_add(N * self.k - part.len), part.len);
+                if left > both {
+                    (near, left) = (near.wrapping_add(both), left - both);
+                } else {
+                    (near, left) = (near.wrapping_add(left + (N - 1) * self.k), self.k);
                 }
             }
             // SAFETY: row j + c < n, that many elements of it; x is packed.

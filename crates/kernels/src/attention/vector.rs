@@ -11,8 +11,8 @@ use super::{
 use crate::mat::Mat;
 use crate::microkernel::Product;
 use crate::parallel;
-use crate::simd::{Simd, exp2, load, load_ptr, select, store, store_ptr, transpose};
-use crate::workspace::{Line, VECTOR, reserve};
+use crate::simd::{Simd, exp2, load, load_ptr, prefetch_far, select, store, store_ptr, transpose};
+use crate::workspace::{LINE, Line, VECTOR, reserve};
 
 /// Lanes processed together, unless one key head has more query heads.
 const MAX_LANES: usize = 64;
@@ -114,6 +114,16 @@ fn gather_rows(rows: Mat, keys: Range<usize>, at: usize, d: usize, to: &mut Vec<
     to.as_ptr()
 }
 
+/// Asks for rows of a head, as far as there are any.
+#[inline(always)]
+fn ask(rows: Mat, keys: Range<usize>, at: usize, d: usize) {
+    for key in keys.start..keys.end.min(rows.rows) {
+        for line in (at..at + d).step_by(LINE) {
+            prefetch_far(rows.data.as_ptr().wrapping_add(key * rows.stride + line));
+        }
+    }
+}
+
 /// Online softmax of one tile for the first `n` lanes of `s.scores [len, width]`, those from `first` on of the unit: scores
 /// become weights, `max` and `sum` are updated, `shrink` is what the lanes had is worth now.
 ///
@@ -189,6 +199,11 @@ fn forward_tile<S: Simd>(
     let Tile { key, len, causal_at } = tile;
     let d = call.shape.head_dim;
     let n = lanes.len();
+    if n < GATHER {
+        // Few lanes are done with rows before others arrive: while decoding, those of caches come from memory.
+        ask(call.v, key..key + len, kv_head * d, d);
+        ask(call.k, key + len..key + len + TILE, kv_head * d, d);
+    }
     let scores = reserve(&mut s.scores, TILE * width);
     // SAFETY: `key_rows` checks the key rows; scratch holds TILE × width scores, and queries for whole vectors of lanes.
     unsafe {

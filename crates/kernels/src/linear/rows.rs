@@ -57,9 +57,9 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     let (plain, narrow) = (&*plain, &*narrow);
     let widths: Vec<usize> = layers.iter().map(Layer::n).collect();
     let threads = rayon::current_num_threads();
-    // Strips of whole tiles, about four per thread.
-    let panel = if tiled { 32 } else { 6 };
-    let panels = n.div_ceil(panel * 4 * threads).max(if tiled { 1 } else { 4 });
+    // Strips of whole tiles: with vectors about sixteen per thread, so that none waits long for the other.
+    let (panel, each, least) = if tiled { (32, 4, 1) } else { (6, 16, 4) };
+    let panels = n.div_ceil(panel * each * threads).max(least);
     let strips = Strips { widths: &widths, panel, panels, row_parts: 1 };
     tasks(strips.len(), work(m, k, n), |i| {
         let (at, columns, _) = strips.get(i);
