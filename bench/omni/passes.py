@@ -4,7 +4,7 @@
     cargo run --release -p omnigrpo-demo --example talking_clips -- runs/talking-data
     python3 bench/omni/passes.py --clips runs/talking-data [--binary target/release/omnigrpo] [--threads 2] [--passes 3] [--rows 64]
 
-Both recipes of examples/humanomni from random weights: `sft` on all of its clips, `train` on the first `--rows` of its own. Reading is
+Both recipes of examples/humanomni from random weights, on the first `--rows` clips of each. Reading is
 what other threads took for rows ahead (`data/ahead_time`) and, in the first step, the step itself; the whole is the sum of
 steps. Losses and rewards of both runs have to be equal. Standard library and ffmpeg.
 """
@@ -23,7 +23,8 @@ def run(args, recipe, rows, num_rows, out, gib):
     verb, batch = RECIPES[recipe]
     command = [
         args.binary, verb, "--config", ROOT / f"examples/humanomni/{recipe}.yaml", "--model_name_or_path", ROOT / "examples/humanomni/model",
-        "--init_weights", 1, "--train_file", rows, "--eval_file", args.clips.resolve() / "eval.jsonl", "--eval_strategy", "no", "--output_dir", out, "--max_steps", args.passes * num_rows // batch,
+        "--init_weights", 1, "--train_file", rows, "--eval_file", args.clips.resolve() / "eval.jsonl", "--output_dir", out,
+        "--max_steps", args.passes * num_rows // batch, "--eval_strategy", "no",
         "--logging_steps", 1, "--threads", args.threads, "--skip_data_check", "--mm_processor_cache_gb", gib,
     ]
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
@@ -51,7 +52,9 @@ def main():
     args = parser.parse_args()
     for recipe, (_, batch) in RECIPES.items():
         lines = (args.clips.resolve() / f"{recipe}.jsonl").read_text().splitlines(keepends=True)
-        lines = lines[: args.rows // batch * batch] if recipe == "train" else lines[: len(lines) // batch * batch]
+        lines = lines[: min(len(lines), args.rows) // batch * batch]
+        if not lines:
+            raise SystemExit(f"{recipe}.jsonl or --rows has less than a step of {batch}")
         with tempfile.TemporaryDirectory() as scratch:
             # Beside the clips, which rows name by relative paths.
             rows = args.clips.resolve() / f".passes-{recipe}.jsonl"

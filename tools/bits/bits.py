@@ -33,7 +33,7 @@ HEARD = [{"id": "rise", "audio": "rise.wav", "problem": "<audio>\nUp or down?", 
 STEP = ("--num_generations 3 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_steps 2 --save_steps 1 "
         "--max_completion_length 5 --reward_funcs random length --learning_rate 1e-3 --threads 2").split()
 # One micro-batch: the step differentiates what its rollout computed.
-ONE = [*STEP[:5], "1", *STEP[6:]]
+ONE = " ".join(STEP).replace("accumulation_steps 2", "accumulation_steps 1").split()
 ALL = "--tune_mm_vision true --tune_mm_mlp true --tune_mm_llm true".split()
 LORA = "--use_lora true --lora_r 4 --lora_alpha 8 --lora_dropout 0.2".split()
 

@@ -164,8 +164,8 @@ pub(crate) struct Dots<'a> {
 
 /// Rows of `x` that are multiplied together at most.
 const ROWS: usize = 8;
-/// Longest block of the inner dimension. Shorter ones would leave more of `x` in the first-level cache, but weights come from
-/// memory, and do so at half the rate when each row is read in pieces smaller than a page.
+/// Longest block of the inner dimension, each of which is summed by itself. Of a tile's rows so much stays in the first-level cache while
+/// further rows of `x` pass.
 const DEPTH: usize = 2048;
 /// Columns of `w` are padded to this in packed rows: two of the widest vectors.
 const PAD: usize = 32;
@@ -174,6 +174,9 @@ const PAD: usize = 32;
 const FAR: usize = 16 * 1024;
 /// How far ahead they are asked for from there into the first-level cache, bytes of a row.
 const NEAR: usize = 1024;
+
+/// Lanes of the vectors that multiply pairs of bf16.
+const PAIRED_LANES: usize = 16;
 
 /// Elements that [`pack_rows`] writes.
 pub(crate) fn packed_len(m: usize, k: usize) -> usize {
@@ -208,7 +211,7 @@ pub(crate) fn round_rows(x: Mat, to: &mut [f32]) {
     let to = unsafe { std::slice::from_raw_parts_mut(to.as_mut_ptr().cast::<bf16>(), 2 * to.len()) };
     let mut i = 0;
     while i < m {
-        let rows = side(PAD / 2, m - i);
+        let rows = side(PAIRED_LANES, m - i);
         for (at, to) in to[i * padded..(i + rows) * padded].chunks_exact_mut(rows * PAD).enumerate() {
             for (r, to) in to.chunks_exact_mut(PAD).enumerate() {
                 let x = if i + r < m { &x.row(i + r)[at * PAD..k.min((at + 1) * PAD)] } else { &[] };
@@ -527,13 +530,15 @@ impl Dots<'_> {
     fn far<T, const N: usize>(&self, w: *const T, part: Part, j: usize) -> *const T {
         let done = j * self.k + part.start * N;
         let ahead = done + FAR / size_of::<T>() + (N - 1) * self.k;
-        let (own, tile) = (self.n * self.k, part.len * N);
-        w.wrapping_add(match ahead + tile {
-            end if end <= own => ahead,
+        let own = self.n * self.k;
+        w.wrapping_add(if ahead < own {
+            ahead
+        } else if self.after > self.n {
             // What this thread will probably need next.
-            _ if self.after > self.n => ahead.max(own) + (self.after - self.n) * self.k,
-            // Nothing: what was read before.
-            _ => done,
+            ahead + (self.after - self.n) * self.k
+        } else {
+            // Its own rows once more, which costs nothing.
+            done
         })
     }
 

@@ -209,6 +209,81 @@ fn many_rows_and_long_sums_match_their_twin() {
     }
 }
 
+/// Few rows whose sums have several blocks, the last of one element or of many.
+#[test]
+fn few_long_rows_match_their_twin() {
+    for (k, n) in [(2049, 13), (4100, 7), (2048, 1)] {
+        let (x, w, bias) = (noise(9 * k, 1), noise(n * k, 2), noise(n, 3));
+        let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+        let rounded: Vec<f32> = narrow_w.iter().map(|w| w.to_f32()).collect();
+        for (w, values) in [(Weight::f32(&w, n, k), &w), (Weight::bf16(&narrow_w, n, k), &rounded)] {
+            let run = |m: usize| {
+                let mut y = vec![0.5; m * n];
+                let x = Mat::new(&x[..m * k], m, k);
+                let layers = [Layer { w, bias: Some(&bias) }];
+                linear::forward_rows_into(x, &layers, true, MatMut::new(&mut y, m, n));
+                y
+            };
+            let (x64, w64) = (factor(&x, w.is_bf16()), wide(values));
+            let exact = twin::linear_forward(Mat::new(&x64, 9, k), Mat::new(&w64, n, k), Some(&wide(&bias)));
+            let all = run(9);
+            close(&all, &exact.iter().map(|y| y + 0.5).collect::<Vec<_>>(), 6e-6);
+            for m in [1, 2, 3, 5, 8] {
+                assert_eq!(run(m), all[..m * n], "{m} rows of {k}");
+            }
+        }
+    }
+}
+
+/// Layers of all kinds in one call, some of them rows of a weight that begin and end inside of a panel: the bits of each alone.
+#[test]
+fn layers_of_any_kind_are_those_of_their_own_calls() {
+    fn part(matrix: &QuantMatrix, from: usize, to: usize) -> Weight<'_> {
+        matrix.rows().rows(from, to).into()
+    }
+    let (k, n) = (640, 83);
+    let w = noise(n * k, 1);
+    let bias = noise(n, 2);
+    let narrow: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+    let [eight, four] = [QuantBits::Eight, QuantBits::Four].map(|bits| quantised(bits, &w, n, k));
+    let layers = [
+        Layer { w: part(&eight, 0, n), bias: Some(&bias[..]) },
+        Layer { w: part(&eight, 5, 37), bias: None },
+        Layer { w: Weight::f32(&w, n, k), bias: None },
+        Layer { w: Weight::bf16(&narrow, n, k), bias: Some(&bias[..]) },
+        Layer { w: part(&four, 0, 21), bias: Some(&bias[..21]) },
+        Layer { w: part(&four, 21, 32), bias: None },
+        Layer { w: part(&four, 32, 33), bias: Some(&bias[..1]) },
+        Layer { w: part(&eight, 82, 83), bias: None },
+    ];
+    let total: usize = layers.iter().map(|layer| layer.w.dims().0).sum();
+    for (m, threads) in [(1, 1), (3, 2), (8, 4), (11, 2)] {
+        let x = noise(m * k, 3);
+        let x = Mat::new(&x, m, k);
+        for accumulate in [false, true] {
+            let run = |layers: &[Layer], width: usize| {
+                // Two columns beyond, which stay.
+                let mut y = vec![0.25; m * (width + 2)];
+                let to = MatMut::new(&mut y, m, width + 2).columns(0..width);
+                with_threads(threads, || linear::forward_rows_into(x, layers, accumulate, to));
+                y
+            };
+            let all = run(&layers, total);
+            let mut first = 0;
+            for (at, layer) in layers.iter().enumerate() {
+                let n = layer.w.dims().0;
+                let own = run(&[*layer], n);
+                for i in 0..m {
+                    let of_all = &all[i * (total + 2) + first..][..n];
+                    assert_eq!(of_all, &own[i * (n + 2)..][..n], "layer {at}, row {i} of {m}, {accumulate}");
+                }
+                first += n;
+            }
+            assert!((0..m).all(|i| all[i * (total + 2) + total..][..2] == [0.25; 2]), "gap columns stay");
+        }
+    }
+}
+
 fn quantised(bits: QuantBits, w: &[f32], n: usize, k: usize) -> QuantMatrix {
     QuantMatrix::from_rows(bits, n, k, |i, row| row.copy_from_slice(&w[i * k..(i + 1) * k])).unwrap()
 }
@@ -306,7 +381,7 @@ fn rows_do_not_depend_on_the_batch() {
                 y
             };
             let all = run(0, rows);
-            for m in [1, 3, 6, 8, 12, 17, 33, 64] {
+            for m in [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17, 33, 64] {
                 for first in [0, rows - m] {
                     assert_eq!(run(first, m), all[first * n..(first + m) * n], "{m} rows from {first}");
                 }

@@ -143,6 +143,36 @@ fn few_rows_are_products_of_inputs_as_they_are_or_of_8_bits() {
     }
 }
 
+/// Inputs that are tiny, or not finite: the products of tiny ones are, those of a row with another are no numbers, and the others
+/// stay as they are.
+#[test]
+fn inputs_of_any_size() {
+    let (k, n) = (128, 17);
+    let w = noise(n * k, 2);
+    for bits in BITS {
+        let matrix = quantised(bits, &w, n, k);
+        let run = |x: &[f32]| {
+            let (m, layers) = (x.len() / k, [Layer::new(matrix.rows().into())]);
+            let mut y = vec![7.0; m * n];
+            linear::forward_rows_into(Mat::new(x, m, k), &layers, false, MatMut::new(&mut y, m, n));
+            y
+        };
+        let usual = noise(k, 3);
+        for size in [1e-38f32, 1e-42, 3e-37, 1e-30] {
+            let x: Vec<f32> = usual.iter().map(|x| x * size).collect();
+            let most = k as f32 * 4.0 * 4.0 * size;
+            assert!(run(&x).iter().all(|y| y.abs() <= most), "{bits:?} {size:e}");
+        }
+        for not_finite in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let mut x = [&usual[..], &usual].concat();
+            x[70] = not_finite;
+            let y = run(&x);
+            assert!(y[..n].iter().all(|y| !y.is_finite()), "{bits:?} {not_finite}");
+            assert_eq!(y[n..], run(&usual));
+        }
+    }
+}
+
 /// The layout for cards holds the same numbers.
 #[test]
 fn codes_by_rows_are_the_same() {

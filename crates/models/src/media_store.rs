@@ -127,7 +127,7 @@ impl MediaStore {
     }
 }
 
-/// The name of a medium under these settings; none where a file is large, slow or cannot be read, which decoding will tell.
+/// The name of a medium under these settings. None where a file is large, slow or cannot be read; decoding tells the last.
 fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
     let source = match &medium.source {
         MediumSource::Path(path) => VideoSource::from_path(path),
@@ -145,8 +145,8 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
         let mut file = File::open(&path).ok()?.take(about.len());
         loop {
             match file.read(&mut piece).ok()? {
-                _ if started.elapsed() > settings.limits.timeout => return None,
                 0 => break,
+                _ if started.elapsed() >= settings.limits.timeout => return None,
                 read => hash.update(&piece[..read]),
             }
         }

@@ -12,7 +12,7 @@
 //! which is off by `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`: rounding meets what weights are beside the middle of their range, not
 //! beside its end. `Σ q z` is exact.
 
-use crate::mat::{Mat, MatMut};
+use crate::mat::{Mat, MatMut, check};
 use crate::parallel::ranges;
 use crate::simd::{Simd, store_ptr};
 
@@ -24,6 +24,9 @@ pub(crate) fn forward_rows(x: Mat, layers: &[(QuantRows, Option<&[f32]>)], accum
     let ((m, k), n) = (x.dims(), y.cols);
     let Some((first, _)) = layers.first() else { return };
     let bits = first.bits;
+    let alike = layers.iter().all(|(w, _)| w.bits == bits && w.k == k);
+    let columns: usize = layers.iter().map(|(w, _)| w.n).sum();
+    check("linear, weights of few bits", alike && y.dims() == (m, columns));
     let inputs = Inputs::new(x, bits);
     let of = |w: &QuantRows| (w.first + w.n).div_ceil(PANEL);
     let panels = layers.iter().map(|(w, _)| of(w)).sum();
@@ -131,12 +134,14 @@ impl Columns<'_> {
     #[inline(always)]
     fn write(&self, i: usize, j: usize, sums: &[f32]) {
         let y = self.y.data.ptr(i * self.y.stride + self.column + j);
-        // SAFETY: row i and columns j.. < n of the layer in y; a panel is one task's.
-        let y = unsafe { std::slice::from_raw_parts_mut(y, sums.len()) };
         let bias = self.bias.map(|bias| &bias[j..j + sums.len()]);
-        for (at, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
+        for (at, sum) in sums.iter().enumerate() {
             let sum = sum + bias.map_or(0.0, |bias| bias[at]);
-            *y = if self.accumulate { *y + sum } else { sum };
+            // SAFETY: row i and columns j.. < n of the layer in y; a panel is one task's.
+            unsafe {
+                let y = y.wrapping_add(at);
+                y.write(if self.accumulate { *y + sum } else { sum });
+            }
         }
     }
 }
@@ -390,7 +395,9 @@ pub(crate) mod bytes {
             most = unsafe { _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x.as_ptr())), most) };
         }
         let most = _mm512_reduce_max_ps(most);
-        let (a, inverse) = if most > 0.0 { (most / 127.0, 127.0 / most) } else { (0.0, 0.0) };
+        let inverse = 127.0 / most;
+        // Nothing, or so small that 127 steps of it are none: what remains is less than rounding is elsewhere.
+        let (a, inverse) = if inverse.is_finite() { (most / 127.0, inverse) } else { (0.0, 0.0) };
         let mut total = _mm512_setzero_si512();
         for (x, z) in x.as_chunks::<PANEL>().0.iter().zip(z.as_chunks_mut::<PANEL>().0) {
             // SAFETY: sixteen floats and bytes.

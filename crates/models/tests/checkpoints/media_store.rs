@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use omnigrpo_data::{ReadOptions, Sample};
 use omnigrpo_models::{
@@ -78,6 +79,20 @@ fn what_is_kept_is_what_decoding_gives_and_found_by_content() {
     assert!(!same(&kept.build(&clip("a.gif")).unwrap(), &fewer));
     // A store without room is off.
     assert_eq!(plain.media_store().usage(), MediaUsage::default());
+}
+
+/// A file whose content takes longer to read than decoding may is not kept.
+#[test]
+fn a_file_that_is_read_slowly_is_not_kept() {
+    let (dir, open) = (folder(), checkpoint());
+    open.media_store().set_max_bytes(1 << 30);
+    let mut hurried = MediaSettings::default();
+    hurried.limits.timeout = Duration::ZERO;
+    let row = row(dir.path(), "image", &["a.png"]);
+    let prompt = prompts(&open, hurried).build(&row).unwrap();
+    assert_eq!(open.media_store().usage().bytes, 0);
+    assert_eq!(prompt, prompts(&open, MediaSettings::default()).build(&row).unwrap());
+    assert!(open.media_store().usage().bytes > 0);
 }
 
 #[test]

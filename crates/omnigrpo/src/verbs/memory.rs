@@ -67,18 +67,22 @@ const PREPARED_WITH_MEDIA: usize = 4;
 pub struct Longest {
     rows: Vec<PreparedRow>,
     examples: Vec<SftExample>,
-    draws_frames: bool,
+    versions: u64,
 }
 
 impl Longest {
     /// Prepares some of the rows. One that cannot be used is left out: it is told when it is drawn.
     pub fn prepare(prompts: &PromptBuilder, dataset: &Dataset, rows: &[u64], objective: Objective) -> Self {
-        let mut this = Self { rows: Vec::new(), examples: Vec::new(), draws_frames: false };
+        let mut this = Self { rows: Vec::new(), examples: Vec::new(), versions: 1 };
         let mut with_media = 0;
         for sample in rows.iter().filter_map(|&row| dataset.get(row).ok()) {
             with_media += usize::from(!sample.media.is_empty());
-            let segments = sample.media.iter().filter_map(|medium| medium.options.segments.as_ref());
-            this.draws_frames |= segments.into_iter().any(|segments| segments.dynamic_sample);
+            for segments in sample.media.iter().filter_map(|medium| medium.options.segments.as_ref()) {
+                if segments.dynamic_sample {
+                    let numbers = 1 + segments.max_frames.saturating_sub(segments.min_frames);
+                    this.versions = this.versions.max(numbers.into());
+                }
+            }
             if with_media > PREPARED_WITH_MEDIA {
                 break;
             }
@@ -97,9 +101,9 @@ impl Longest {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
     }
 
-    /// Whether one of them draws its number of frames anew in each pass.
-    pub fn draws_frames(&self) -> bool {
-        self.draws_frames
+    /// In how many numbers of frames a clip of these rows may be drawn, at most.
+    pub fn versions(&self) -> u64 {
+        self.versions
     }
 
     /// The most that the decoded media of one of them take, bytes.

@@ -166,12 +166,14 @@ pub struct Prepared {
 impl Prepared {
     /// The most that the decoded media of all rows that such a run draws may take, bytes: as if each had those of the longest.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
-        let steps = run.max_steps.unwrap_or(u64::MAX);
-        let drawn = (self.rows.len() as u64).min(steps.saturating_mul(run.prompts_per_step as u64));
+        let rows = self.rows.len() as u64;
+        let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
+        let draws =
+            run.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(run.prompts_per_step as u64));
+        let drawn = rows.min(draws);
         let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
         // A row with `meta.dynamic_sample` may draw another number of frames, and be kept again, in each pass.
-        let passes = steps.saturating_mul(run.prompts_per_step as u64).div_ceil(drawn.max(1));
-        let each = if self.longest.draws_frames() { passes } else { 1 };
+        let each = self.longest.versions().min(draws.div_ceil(drawn.max(1)));
         let versions = each.saturating_mul(1 + u64::from(self.shuffled.is_some()));
         (versions.saturating_mul(drawn).saturating_add(evaluated)).saturating_mul(self.longest.media_bytes())
     }
