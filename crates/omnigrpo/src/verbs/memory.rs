@@ -79,8 +79,8 @@ impl Longest {
             with_media += usize::from(!sample.media.is_empty());
             for segments in sample.media.iter().filter_map(|medium| medium.options.segments.as_ref()) {
                 if segments.dynamic_sample {
-                    let numbers = 1 + segments.max_frames.saturating_sub(segments.min_frames);
-                    this.versions = this.versions.max(numbers.into());
+                    let more = segments.max_frames.saturating_sub(segments.min_frames);
+                    this.versions = this.versions.max(1 + u64::from(more));
                 }
             }
             if with_media > PREPARED_WITH_MEDIA {
