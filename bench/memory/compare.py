@@ -72,6 +72,9 @@ WORKLOADS = {
     "text, whole model, f32, reference": dict(
         sizes=SMALL, rows=(8, 150), verb="train",
         flags=GRPO + ["--max_completion_length", "96", "--gradient_accumulation_steps", "4", "--beta", "0.04"]),
+    "the same, weights in a file": dict(
+        sizes=SMALL, rows=(8, 150), verb="train", saved=True,
+        flags=GRPO + ["--max_completion_length", "96", "--gradient_accumulation_steps", "4", "--beta", "0.04"]),
     "images, LoRA, bf16": dict(
         sizes=MIDDLE, rows=(4, 60, ("image", 448)), verb="train",
         flags=GRPO + ["--max_completion_length", "48", "--use_peft", "--torch_dtype", "bfloat16",
@@ -115,9 +118,14 @@ def main():
             place = Path(place)
             checkpoint(place / "start", work["sizes"])
             rows(place, *work["rows"])
-            command = [program, work["verb"], "--model_name_or_path", place / "start", "--init_weights", "1",
-                       "--train_file", place / "rows.jsonl", "--device", "cpu", "--save_strategy", "no"] + work["flags"]
+            flags = ["--train_file", place / "rows.jsonl", "--device", "cpu", "--save_strategy", "no"] + work["flags"]
+            command = [program, work["verb"], *flags, "--model_name_or_path"]
             with open(place / "log", "w") as log:
+                model = [place / "start", "--init_weights", "1"]
+                if work.get("saved"):
+                    resident(command + model + ["--output_dir", place / "saved", "--max_steps", "1"], log)
+                    model = [place / "saved"]
+                command += model
                 resident(command + ["--dry_run", "--json", place / "plan.json"], log)
                 plan = json.loads((place / "plan.json").read_text())
                 took = resident(command + ["--output_dir", place / "run", "--max_steps", "2"], log)

@@ -4,11 +4,13 @@
     python3 bench/sizes/run.py --tokenizer DIR [--binary target/release/omnigrpo] [--before OTHER] [--only 3B] [--steps 2]
 
 Weights are random, everything else is as published: the configuration of Qwen2.5-VL, one picture of 448 × 448, G = 8, 64 new
-tokens, LoRA of rank 16 on all linear layers of the decoder without dropout (a case has the default's 0.05), KL to the base. `DIR` holds `tokenizer.json` and `tokenizer_config.json` of
-a Qwen model. With `--before` another binary runs the same in turn. Standard library only.
+tokens, LoRA of rank 16 on all linear layers of the decoder without dropout (a case has the default's 0.05), KL to the base. `DIR` holds
+`tokenizer.json` and `tokenizer_config.json` of a Qwen model. With `--before` another binary runs the same in turn. `--keep` leaves models
+and rows in a directory, where run_trl.py finds what TRL is to do. Standard library only.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -72,6 +74,7 @@ def main():
     parser.add_argument("--before", type=Path)
     parser.add_argument("--only", action="append", help="cases whose name holds this")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="directory for models, rows and runs")
     args = parser.parse_args()
     kinds = (("3B", "bf16"), ("3B", "8 bits"), ("3B", "4 bits"), ("7B", "4 bits"))
     cases = [(*kind, recompute, 0) for kind in kinds for recompute in (False, True)]
@@ -79,7 +82,9 @@ def main():
     before = " before, s | before, GB |" if args.before else ""
     print("| model | base | activations | dropout | seconds a step | peak, GB |" + before)
     print("|---|---|---|---|---|---|" + ("---|---|" if args.before else ""))
-    with tempfile.TemporaryDirectory() as scratch:
+    if args.keep:
+        args.keep.mkdir(parents=True)
+    with contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         picture(scratch / "picture.png")
         rows = scratch / "rows.jsonl"

@@ -15,6 +15,16 @@ pub enum ModelError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A file of weights that is read while the model is used is not what it was.
+    #[error(
+        "{} was written to while its weights were in use; a reference reads them where they lie. Put the file back as it was, and \
+         keep it so until the run has ended",
+        path.display()
+    )]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
     /// The directory holds no weights that can be read.
     #[error("{}: {what}", dir.display())]
     Checkpoint {

@@ -50,6 +50,8 @@ pub struct Model {
     /// Alphas of single layers of a loaded adapter, by the published name of the layer.
     pub(crate) alphas: BTreeMap<String, f64>,
     device: Device,
+    /// Files that weights are read in while the model is used, which must not change.
+    lenders: Option<WeightFiles>,
 }
 
 /// How a checkpoint is loaded.
@@ -138,6 +140,14 @@ impl FeatureGradients {
     }
 }
 
+/// A checkpoint's files, and which of its weights lie in directories of their own.
+fn weight_files(checkpoint: &Checkpoint) -> Result<(WeightFiles, HashSet<String>)> {
+    let format = checkpoint.family().format();
+    let mut files = WeightFiles::open(checkpoint.dir(), |key| format.published_name(key))?;
+    let outside = files.add_companions(&format.companions())?;
+    Ok((files, outside))
+}
+
 impl Model {
     pub(crate) fn new(
         checkpoint: Checkpoint,
@@ -158,6 +168,7 @@ impl Model {
             whole,
             alphas: BTreeMap::new(),
             device,
+            lenders: None,
         }
     }
 
@@ -175,8 +186,7 @@ impl Model {
     /// Unreadable files, tensors that do not fit.
     pub fn load_with(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Self> {
         let family = checkpoint.family();
-        let mut files = WeightFiles::open(checkpoint.dir(), |key| family.format().published_name(key))?;
-        let outside = files.add_companions(&family.format().companions())?;
+        let (files, outside) = weight_files(checkpoint)?;
         let mut source =
             FileSource::new(&files, options.dtype).quantised(options.quantization).in_place(options.in_place);
         let network = family.architecture().network(&mut source)?;
@@ -204,13 +214,7 @@ impl Model {
     /// Unreadable files. Tensors that do not fit are an error of loading.
     pub fn outline(checkpoint: &Checkpoint, options: &LoadOptions, random: bool) -> Result<Self> {
         let family = checkpoint.family();
-        let files = if random {
-            None
-        } else {
-            let mut files = WeightFiles::open(checkpoint.dir(), |key| family.format().published_name(key))?;
-            files.add_companions(&family.format().companions())?;
-            Some(files)
-        };
+        let files = if random { None } else { Some(weight_files(checkpoint)?.0) };
         let (dtype, quantization) = (options.dtype, options.quantization);
         let mut source = OutlineSource { files: files.as_ref(), dtype, quantization, params: Vec::new() };
         let network = family.architecture().network(&mut source)?;
@@ -230,8 +234,47 @@ impl Model {
     /// # Errors
     /// As [`Self::reference`].
     pub fn reference_on(&self, device: Device) -> Result<Self> {
+        self.reference_with(device, None)
+    }
+
+    /// As [`Self::reference`], for passes on the CPU, with the weights that are trained left in the checkpoint's files where these hold
+    /// the very numbers: they take no memory between passes. Others are copied. The files must stay as they are while the
+    /// reference is used; a pass over files that were written to since is [`ModelError::Changed`].
+    ///
+    /// # Errors
+    /// Out of memory, a file that cannot be mapped.
+    pub fn reference_in_place(&self) -> Result<Self> {
+        // Random weights, of a checkpoint that may have none.
+        let files = weight_files(&self.checkpoint).ok().map(|(files, _)| files);
+        let mut reference = self.reference_with(Device::Cpu, files.as_ref())?;
+        reference.lenders = files.filter(|_| reference.params.iter().any(|weight| weight.is_mapped()));
+        Ok(reference)
+    }
+
+    /// Bytes of memory that [`Self::reference_in_place`] takes at most at a time, if the weights are the checkpoint's: of an outline
+    /// too.
+    #[must_use]
+    pub fn reference_bytes(&self) -> u64 {
+        let files = weight_files(&self.checkpoint).ok().map(|(files, _)| files);
+        let trained = self.base_params().iter().filter(|weight| weight.trainable());
+        let (lent, copied): (Vec<_>, Vec<_>) =
+            trained.partition(|weight| files.as_ref().is_some_and(|files| files.lends(weight)));
+        let largest = lent.iter().map(|weight| weight.num_bytes()).max().unwrap_or(0);
+        (largest + copied.iter().map(|weight| weight.num_bytes()).sum::<usize>()) as u64
+    }
+
+    /// Fails where files that weights are read in have been written to since ([`Self::reference_in_place`]).
+    ///
+    /// # Errors
+    /// [`ModelError::Changed`].
+    pub fn files_unchanged(&self) -> Result<()> {
+        self.lenders.as_ref().map_or(Ok(()), WeightFiles::unchanged)
+    }
+
+    fn reference_with(&self, device: Device, files: Option<&WeightFiles>) -> Result<Self> {
         let policy = self.base_params().iter().map(|p| (p.name().to_owned(), Arc::clone(p))).collect();
-        let mut source = ReferenceSource { policy: &policy, tied: self.decoder().tied(), params: Vec::new() };
+        let mut source =
+            ReferenceSource { policy: &policy, tied: self.decoder().tied(), files, params: Vec::new() };
         let network = self.family().architecture().network(&mut source)?;
         Ok(Self::new(self.checkpoint.clone(), network, source.params, self.outside.clone(), device))
     }

@@ -13,12 +13,12 @@ use omnigrpo_guard::told;
 use omnigrpo_kernels::quant::QuantBits;
 use omnigrpo_models::{
     Checkpoint, GroupStream, Init, LoadOptions, LoraConfig, MediaSettings, Model, ModelError, PackedStream,
-    PromptBuilder, Quantization, WeightDtype, WeightSource,
+    Prompt, PromptBuilder, Quantization, WeightDtype, WeightSource,
 };
 use omnigrpo_ops::{Param, ParamDtype, Part};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
-use support::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, weight_bits};
+use support::{Golden, case_prompt, checkpoint, copy_dir, golden, max_diff, train_all, weight_bits};
 use tempfile::TempDir;
 
 fn load(name: &str, dtype: WeightDtype) -> Model {
@@ -221,6 +221,100 @@ fn weights_in_place_are_those_that_are_read() {
     for param in few.params() {
         assert_eq!(param.is_mapped(), param.dtype() == ParamDtype::F32, "{}", param.name());
     }
+}
+
+/// Pages of a file that are memory of this process, bytes.
+#[cfg(target_os = "linux")]
+fn resident(file: &Path) -> u64 {
+    let (file, maps) = (file.to_str().unwrap(), std::fs::read_to_string("/proc/self/smaps").unwrap());
+    let mut own = false;
+    let kib = maps.lines().filter_map(|line| {
+        // A map begins with its range of addresses.
+        if line.split('-').next().is_some_and(|from| u64::from_str_radix(from, 16).is_ok()) {
+            own = line.ends_with(file);
+        }
+        line.strip_prefix("Rss:").filter(|_| own)?.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    });
+    1024 * kib.sum::<u64>()
+}
+
+/// Weights of a reference stay in the files that hold just their numbers. They are those of a copy to the bit, whatever becomes of the
+/// policy, and are not kept in memory; files that are written to meanwhile are noticed, replaced ones are there still.
+#[test]
+fn a_reference_stays_in_files_that_hold_its_numbers() {
+    let dir = TempDir::new().unwrap();
+    copy_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/assets/model"), dir.path());
+    let load = |dtype: WeightDtype| {
+        let model = Model::load(dir.path(), dtype).unwrap();
+        train_all(&model);
+        model
+    };
+    let model = load(WeightDtype::Auto);
+    let (lent, copied) = (model.reference_in_place().unwrap(), model.reference().unwrap());
+    assert!(lent.params().iter().all(|weight| weight.is_mapped() && !weight.trainable()));
+    let ids: Vec<u32> = (5..40).collect();
+    let prompt = Prompt {
+        ids: ids[..20].to_vec(),
+        spans: Vec::new(),
+        positions: (0..20).map(|at| [at; 3]).collect(),
+        next_position: 20,
+        media: Vec::new(),
+        instruction: Vec::new(),
+        text: String::new(),
+    };
+    let groups = [GroupStream { prompt: &prompt, completions: vec![&ids[20..], &ids[25..]] }];
+    let stream = PackedStream::new(&groups).unwrap();
+    let score = |model: &Model| model.score(&stream, &[Vec::new()], 1.0).unwrap().0;
+    let expected = score(&copied);
+    let bytes = model.params().iter().map(|weight| weight.num_bytes() as u64).sum::<u64>();
+    let largest = model.params().iter().map(|weight| weight.num_bytes() as u64).max().unwrap();
+    assert_eq!(model.reference_bytes(), largest);
+    for weight in model.params() {
+        weight.store(&vec![0.5; weight.len()]).unwrap();
+    }
+    assert_eq!(score(&lent), expected);
+    #[cfg(target_os = "linux")]
+    {
+        let file = dir.path().join("model.safetensors");
+        // Small weights stay, and pages beside what is read.
+        assert!(resident(&file) < bytes / 2, "{} of {bytes} bytes are still in memory", resident(&file));
+        let guards: Vec<_> = lent.params().iter().map(|weight| weight.read()).collect();
+        let sum: f32 = guards.iter().flat_map(|guard| guard.f32().to_vec()).sum();
+        assert!(sum.is_finite() && resident(&file) > bytes / 10 * 9, "{}", resident(&file));
+    }
+
+    // A weight that is not the file's any more is copied, and all are where the file has another dtype.
+    let changed = load(WeightDtype::Auto);
+    let first = &changed.params()[0];
+    let mut values = first.read().f32().into_owned();
+    values[0] += 1.0;
+    first.store(&values).unwrap();
+    let reference = changed.reference_in_place().unwrap();
+    let mapped: Vec<bool> = reference.params().iter().map(|weight| weight.is_mapped()).collect();
+    assert_eq!(mapped.iter().filter(|mapped| !**mapped).count(), 1);
+    assert!(!mapped[0] && reference.params()[0].read().f32() == values);
+    let narrow = load(WeightDtype::BFloat16);
+    let all = narrow.params().iter().map(|weight| weight.num_bytes() as u64).sum::<u64>();
+    assert_eq!(narrow.reference_bytes(), all);
+    let narrow = narrow.reference_in_place().unwrap();
+    assert!(narrow.params().iter().all(|weight| !weight.is_mapped()));
+
+    // Another file in its place leaves the one that is open.
+    let file = dir.path().join("model.safetensors");
+    let other = dir.path().join("other");
+    std::fs::write(&other, b"another download").unwrap();
+    std::fs::copy(&file, dir.path().join("kept")).unwrap();
+    std::fs::rename(&other, &file).unwrap();
+    lent.files_unchanged().unwrap();
+    assert_eq!(score(&lent), expected);
+    std::fs::rename(dir.path().join("kept"), &file).unwrap();
+    let again = load(WeightDtype::Auto).reference_in_place().unwrap();
+    again.files_unchanged().unwrap();
+    let open = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+    open.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    let message = told(&again.files_unchanged().unwrap_err());
+    assert!(message.contains("model.safetensors was written to while its weights were in use"), "{message}");
+    narrow.files_unchanged().unwrap();
 }
 
 #[test]

@@ -123,6 +123,9 @@ impl Values {
     }
 }
 
+/// Bytes of a weight in a mapped file below which its pages are kept.
+const LEAST_LOAN: usize = 64 << 10;
+
 #[derive(Clone, Debug)]
 enum Data {
     Dense(Arc<Storage<RwLock<Values>>>),
@@ -131,11 +134,13 @@ enum Data {
 }
 
 /// Numbers in a mapped file, f32 or bf16 as the weight says: read where they are, never written.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Mapped {
     map: Arc<Mmap>,
     bytes: Range<usize>,
     dtype: ParamDtype,
+    /// Whether pages go back to the system when they have been read.
+    on_loan: bool,
 }
 
 impl Mapped {
@@ -153,6 +158,24 @@ impl Mapped {
             Stored::Bf16(data) => Values::Bf16(data.to_vec()),
             Stored::F32(data) => Values::F32(data.to_vec()),
             Stored::Quantised(_) => Values::F32(Vec::new()),
+        }
+    }
+
+    /// Takes the pages out of this process. The system has the file's numbers still, or reads them again.
+    fn give_back(&self) {
+        #[cfg(unix)]
+        {
+            let Range { start, end } = self.bytes;
+            // SAFETY: the map is of a file and read-only, so what a reader finds afterwards is what was there before.
+            let done = unsafe {
+                self.map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    start,
+                    end.saturating_sub(start),
+                )
+            };
+            // Only advice: where it is not taken the pages stay.
+            drop(done);
         }
     }
 }
@@ -207,6 +230,16 @@ enum Reading<'a> {
     Dense(RwLockReadGuard<'a, Values>),
     Quantised(&'a QuantMatrix),
     Mapped(Stored<'a>),
+    OnLoan(Loan<'a>),
+}
+
+/// Numbers in a mapped file until somebody has read them.
+struct Loan<'a>(&'a Mapped);
+
+impl Drop for Loan<'_> {
+    fn drop(&mut self) {
+        self.0.give_back();
+    }
 }
 
 impl WeightGuard<'_> {
@@ -220,6 +253,7 @@ impl WeightGuard<'_> {
             },
             Reading::Quantised(matrix) => Stored::Quantised(matrix.rows()),
             Reading::Mapped(stored) => *stored,
+            Reading::OnLoan(loan) => loan.0.stored(),
         }
     }
 
@@ -312,7 +346,7 @@ impl Param {
             ParamDtype::Bf16 => 2,
             ParamDtype::Quantised(_) => 0,
         };
-        let mapped = Mapped { map, bytes: at..at.saturating_add(size * len), dtype };
+        let mapped = Mapped { map, bytes: at..at.saturating_add(size * len), dtype, on_loan: false };
         let found = match mapped.stored() {
             Stored::Bf16(data) => data.len(),
             Stored::F32(data) => data.len(),
@@ -323,6 +357,17 @@ impl Param {
             return Err(Error::Weight { name, what });
         }
         Ok(Self::over(name, part, Data::Mapped(Storage::new(mapped)), dtype, shape.to_vec()))
+    }
+
+    /// The same weight, if it is in a mapped file, with pages that go back to the system whenever they have been read: it takes no
+    /// memory of the process between two readers, and the next one finds the numbers in the system's cache of files or
+    /// has them read again.
+    #[must_use]
+    pub fn on_loan(mut self) -> Self {
+        if let Data::Mapped(mapped) = &self.data {
+            self.data = Data::Mapped(Storage::new(Mapped { on_loan: true, ..mapped.host.clone() }));
+        }
+        self
     }
 
     fn over(name: String, part: Part, data: Data, dtype: ParamDtype, shape: Vec<usize>) -> Self {
@@ -514,6 +559,10 @@ impl Param {
         WeightGuard(match &self.data {
             Data::Dense(values) => Reading::Dense(values.read()),
             Data::Quantised(matrix) => Reading::Quantised(&matrix.host),
+            // A few pages are not worth the call.
+            Data::Mapped(mapped) if mapped.host.on_loan && mapped.host.bytes.len() >= LEAST_LOAN => {
+                Reading::OnLoan(Loan(&mapped.host))
+            }
             Data::Mapped(mapped) => Reading::Mapped(mapped.host.stored()),
         })
     }

@@ -39,7 +39,7 @@ pub use evaluate::{Batch, EvalOptions, EvalPlan, Evaluation, Judged, eval_row, e
 pub use features::{Keep, encode};
 pub use imitate::{ImitationOutcome, imitate};
 pub use infer::{Generated, Recorded, generate, logprobs, score_recorded};
-pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, Work, media_bytes, memory};
+pub use memory::{Memory, MemoryOf, MemoryPlan, Phase, ReferenceKept, Work, media_bytes, memory};
 pub use optimizer::{AdamW, AdamWConfig, Moments, Update};
 pub use plan::{
     EvalWhen, Objective, Observer, ResumeFrom, RunPlan, RunSummary, SaveWhen, SyncReference, TrainSetup,

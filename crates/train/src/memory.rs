@@ -44,6 +44,17 @@ pub enum Work {
     None,
 }
 
+/// What a reference takes, beside the weights that it shares with the policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReferenceKept {
+    /// There is none.
+    No,
+    /// Copies of the weights that are trained.
+    Copied,
+    /// One weight at a time, where the others can be read in the checkpoint's files ([`Model::reference_in_place`]).
+    InPlace,
+}
+
 /// What a run does, as far as memory depends on it.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan<'a> {
@@ -57,8 +68,8 @@ pub struct MemoryPlan<'a> {
     pub prompts_per_step: usize,
     /// Prompts that an evaluation completes at once, and how many completions of each.
     pub evaluation: Option<(Vec<Arc<Prompt>>, usize)>,
-    /// Whether a reference is kept there.
-    pub reference: bool,
+    /// The reference that is kept there.
+    pub reference: ReferenceKept,
     /// Where the model is.
     pub of: MemoryOf,
 }
@@ -76,7 +87,7 @@ pub struct Memory {
     pub adapters: u64,
     /// Moments and masters of the optimizer.
     pub optimizer: u64,
-    /// The reference's copies of what is trained whole.
+    /// The reference, as far as it is not the policy's weights.
     pub reference: u64,
     /// Gradients, at the moment when passes hold most.
     pub gradients: u64,
@@ -171,8 +182,11 @@ pub fn memory(model: &Model, plan: &MemoryPlan) -> Result<Memory> {
         *(if at < base { &mut out.weights } else { &mut out.adapters }) += bytes;
         if param.trainable() {
             out.optimizer += len * state_bytes(param.dtype(), plan);
-            out.reference += if plan.reference && at < base { bytes } else { 0 };
+            out.reference += if plan.reference == ReferenceKept::Copied && at < base { bytes } else { 0 };
         }
+    }
+    if plan.reference == ReferenceKept::InPlace {
+        out.reference = model.reference_bytes();
     }
     let mut most = Footprint::default();
     let mut take = |phase: Phase, seen: Footprint| {

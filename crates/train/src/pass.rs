@@ -243,6 +243,7 @@ impl<'a> Pass<'a> {
         temperature: f32,
     ) -> Result<Vec<f64>> {
         if rollouts.members(parts).any(|c| c.reference.is_none()) {
+            reference.files_unchanged()?;
             let mut seen = Vec::with_capacity(parts.len());
             for part in parts {
                 let slot = &mut self.reference_features[part.group];

@@ -8,6 +8,7 @@ use std::time::Instant;
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
+use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 
 use crate::buffer::BufferState;
@@ -195,7 +196,11 @@ impl Loop {
         console.line(summary(&model).trim_end());
         let imitate = run.objective == Objective::Imitate;
         let reference = if algorithm.loss.needs_reference() && !imitate {
-            Some(model.reference_on(reference_device)?)
+            // One that moves is written to.
+            Some(match (reference_device, run.sync_reference) {
+                (Device::Cpu, None) => model.reference_in_place()?,
+                _ => model.reference_on(reference_device)?,
+            })
         } else {
             None
         };

@@ -14,8 +14,8 @@ use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, build};
 use omnigrpo_train::{
-    AdamW, AdamWConfig, Algorithm, Collector, MemoryOf, MemoryPlan, PreparedRow, Selection, UpdateAt, Work,
-    memory, update,
+    AdamW, AdamWConfig, Algorithm, Collector, MemoryOf, MemoryPlan, PreparedRow, ReferenceKept, Selection,
+    UpdateAt, Work, memory, update,
 };
 use serde_json::{Value, json};
 
@@ -125,7 +125,7 @@ fn an_update_holds_what_its_outline_says() {
             work: Work::Rollout(rows.clone()),
             prompts_per_step: 3,
             evaluation: None,
-            reference: true,
+            reference: ReferenceKept::Copied,
             of: MemoryOf::Host,
         };
         let outline = make(Device::Outline);

@@ -9,6 +9,7 @@ use std::fmt::Display;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::SystemTime;
 
 use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
@@ -48,6 +49,8 @@ pub(super) struct Shard {
     path: PathBuf,
     file: File,
     num_bytes: u64,
+    /// When it was last written to, where the system says.
+    modified: Option<SystemTime>,
     /// Where the numbers begin.
     data: u64,
     map: OnceLock<Arc<Mmap>>,
@@ -58,8 +61,10 @@ impl Shard {
     pub(super) fn open(path: &Path) -> Result<(Self, Metadata)> {
         let invalid = |what: SafeTensorError| ModelError::safetensors(path, "read")(what);
         let file = File::open(path).map_err(ModelError::io(path))?;
-        let num_bytes = file.metadata().map_err(ModelError::io(path))?.len();
-        let mut shard = Self { path: path.to_path_buf(), file, num_bytes, data: 8, map: OnceLock::new() };
+        let metadata = file.metadata().map_err(ModelError::io(path))?;
+        let (num_bytes, modified) = (metadata.len(), metadata.modified().ok());
+        let mut shard =
+            Self { path: path.to_path_buf(), file, num_bytes, modified, data: 8, map: OnceLock::new() };
         if num_bytes < 8 {
             return Err(invalid(SafeTensorError::HeaderTooSmall));
         }
@@ -91,6 +96,14 @@ impl Shard {
     /// Where the numbers begin.
     pub(super) fn data(&self) -> u64 {
         self.data
+    }
+
+    fn unchanged(&self) -> Result<()> {
+        let now = self.file.metadata().map_err(ModelError::io(&self.path))?;
+        match now.len() == self.num_bytes && now.modified().ok() == self.modified {
+            true => Ok(()),
+            false => Err(ModelError::Changed { path: self.path.clone() }),
+        }
     }
 
     /// Reads the bytes from `at` on. Threads do not disturb each other.
@@ -267,14 +280,9 @@ impl WeightFiles {
         part: Part,
         dtype: WeightDtype,
     ) -> Result<Option<std::result::Result<Param, String>>> {
-        let Some(Entry { shard, info }) = self.tensors.get(name) else { return Ok(None) };
-        let same = match (info.dtype, self.held_as(name, dtype)) {
-            (Dtype::F32, Some(held @ ParamDtype::F32)) | (Dtype::BF16, Some(held @ ParamDtype::Bf16)) => held,
-            _ => return Ok(None),
-        };
-        let shard = &self.shards[*shard];
-        let at = shard.data as usize + info.data_offsets.0;
-        let Ok(param) = Param::mapped(name, part, &info.shape, same, (Arc::clone(shard.map()?), at)) else {
+        let Some(param) =
+            self.held_as(name, dtype).map_or(Ok(None), |dtype| self.mapped(name, part, dtype))?
+        else {
             return Ok(None);
         };
         let guard = param.read();
@@ -288,6 +296,50 @@ impl WeightFiles {
             Some(what) => Err(format!("  tensor {name}: {what}")),
             None => Ok(param),
         }))
+    }
+
+    /// A tensor in its mapped file, where that has numbers of this dtype at an address that they can be read from.
+    fn mapped(&self, name: &str, part: Part, dtype: ParamDtype) -> Result<Option<Param>> {
+        let Some(Entry { shard, info }) = self.tensors.get(name) else { return Ok(None) };
+        if !matches!((info.dtype, dtype), (Dtype::F32, ParamDtype::F32) | (Dtype::BF16, ParamDtype::Bf16)) {
+            return Ok(None);
+        }
+        let shard = &self.shards[*shard];
+        let at = shard.data as usize + info.data_offsets.0;
+        Ok(Param::mapped(name, part, &info.shape, dtype, (Arc::clone(shard.map()?), at)).ok())
+    }
+
+    /// The file's numbers for a weight that has just these, to be read there and nowhere kept; `None` where the file has
+    /// others or in another form.
+    ///
+    /// # Errors
+    /// A file that cannot be mapped.
+    pub(super) fn on_loan(&self, weight: &Param) -> Result<Option<Param>> {
+        let found = self.mapped(weight.name(), weight.part(), weight.dtype())?;
+        let Some(param) = found.filter(|found| found.shape() == weight.shape()).map(Param::on_loan) else {
+            return Ok(None);
+        };
+        let same = match (param.read().stored(), weight.read().stored()) {
+            (Stored::F32(a), Stored::F32(b)) => same_bits(a, b),
+            (Stored::Bf16(a), Stored::Bf16(b)) => same_bits(a, b),
+            _ => false,
+        };
+        Ok(same.then_some(param))
+    }
+
+    /// Whether [`Self::on_loan`] would find a weight of this name, dtype and shape, if its numbers are the file's.
+    pub(crate) fn lends(&self, weight: &Param) -> bool {
+        let mapped = self.mapped(weight.name(), weight.part(), weight.dtype());
+        matches!(mapped, Ok(Some(found)) if found.shape() == weight.shape())
+    }
+
+    /// Fails where a file has been written to since it was opened. One that was replaced, as downloads do, is there still for who
+    /// has it open.
+    ///
+    /// # Errors
+    /// [`ModelError::Changed`]; a file whose state cannot be read.
+    pub(crate) fn unchanged(&self) -> Result<()> {
+        self.shards.iter().try_for_each(Shard::unchanged)
     }
 
     /// Reads a tensor. The inner error is a line for the list of problems.
@@ -366,6 +418,15 @@ fn first_not_finite<T: Copy + Display + Sync>(
     });
     let at = found.into_iter().flatten().next()?;
     Some(not_finite(at, data[at]))
+}
+
+/// Whether two slices hold the same, by all threads.
+fn same_bits<T: bytemuck::NoUninit + Sync>(a: &[T], b: &[T]) -> bool {
+    let pieces = a.chunks(PIECE).zip(b.chunks(PIECE));
+    let same = parallel::map(pieces, 2 * a.len(), |(a, b)| {
+        bytemuck::cast_slice::<T, u8>(a) == bytemuck::cast_slice::<T, u8>(b)
+    });
+    a.len() == b.len() && same.into_iter().all(|same| same)
 }
 
 fn not_finite(at: usize, number: impl Display) -> String {

@@ -437,6 +437,8 @@ pub struct ReferenceSource<'a> {
     pub policy: &'a std::collections::HashMap<String, Arc<Param>>,
     /// Whether the policy's head is its embedding.
     pub tied: bool,
+    /// Files that weights may stay in.
+    pub files: Option<&'a WeightFiles>,
     /// The weights handed out so far.
     pub params: Vec<Arc<Param>>,
 }
@@ -446,8 +448,10 @@ impl WeightSource for ReferenceSource<'_> {
         let Some(param) = self.policy.get(name) else {
             return Err(ModelError::weights(format!("reference model: the policy has no tensor {name}")));
         };
+        let on_loan = |files: &WeightFiles| files.on_loan(param);
         let param = if param.trainable() {
-            Arc::new(param.frozen_copy())
+            let lent = self.files.map(on_loan).transpose()?.flatten();
+            Arc::new(lent.unwrap_or_else(|| param.frozen_copy()))
         } else if param.adapter().is_some() {
             Arc::new(param.bare())
         } else {

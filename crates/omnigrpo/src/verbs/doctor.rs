@@ -11,7 +11,9 @@ use omnigrpo_models::{
 };
 use omnigrpo_ops::Device;
 use omnigrpo_text::{StopSet, Tokenizer};
-use omnigrpo_train::{AdamWConfig, Algorithm, MemoryOf, MemoryPlan, STREAM_ROWS, Selection, Work};
+use omnigrpo_train::{
+    AdamWConfig, Algorithm, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work,
+};
 
 use super::{Context, memory, print, setup};
 use crate::problem::Problem;
@@ -187,7 +189,7 @@ fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
             work: if selection.is_some() { Work::Examples(vec![stream.clone()]) } else { Work::None },
             prompts_per_step: 1,
             evaluation: None,
-            reference: true,
+            reference: ReferenceKept::InPlace,
             of: MemoryOf::Host,
         };
         let memory = omnigrpo_train::memory(&outline, &plan)?;

@@ -7,7 +7,9 @@ use anyhow::Result;
 use omnigrpo_data::Dataset;
 use omnigrpo_models::{Checkpoint, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_ops::Device;
-use omnigrpo_train::{Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, Work, media_bytes};
+use omnigrpo_train::{
+    Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, ReferenceKept, Work, media_bytes,
+};
 
 use super::setup;
 use super::train::Prepared;
@@ -139,15 +141,23 @@ pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared)
         let prompts: Vec<Arc<Prompt>> = prepared.longest.prompts().map(|p| Arc::new(p.clone())).collect();
         (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
     });
+    let needed = objective == Objective::Reinforce && settings.algorithm.loss.needs_reference();
+    // Weights that are the files' when the run begins.
+    let published = settings.model.init_weights.is_none() && settings.model.adapter.is_none();
+    let reference = match () {
+        () if !needed || device != reference_device => ReferenceKept::No,
+        () if device == Device::Cpu && published && settings.run.sync_reference.is_none() => {
+            ReferenceKept::InPlace
+        }
+        () => ReferenceKept::Copied,
+    };
     let plan = MemoryPlan {
         algorithm: &settings.algorithm,
         optimizer: &settings.optimizer,
         work: prepared.longest.work(rows, objective),
         prompts_per_step: prompts,
         evaluation,
-        reference: objective == Objective::Reinforce
-            && settings.algorithm.loss.needs_reference()
-            && device == reference_device,
+        reference,
         of: if device == Device::Cpu { MemoryOf::Host } else { MemoryOf::Card },
     };
     Ok(omnigrpo_train::memory(&outline, &plan)?)

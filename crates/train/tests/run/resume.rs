@@ -552,3 +552,40 @@ fn checkpoints_can_be_written_by_time() {
     run(setup).unwrap();
     assert!(checkpoints(&place.out("slow")).is_empty());
 }
+
+/// The reference is read where the checkpoint lies. Weights that are not what they were stop the run before a step is taken with
+/// them; with the file in peace it goes on.
+#[test]
+fn a_checkpoint_that_is_written_to_stops_the_run() {
+    let place = Place::new();
+    let weights = place.out("model").join("model.safetensors");
+    std::fs::create_dir(place.out("model")).unwrap();
+    for name in names(&checkpoint(NAME)) {
+        std::fs::copy(checkpoint(NAME).join(&name), place.out("model").join(&name)).unwrap();
+    }
+    let new = |name: &str, touched: Option<usize>| {
+        let mut setup = place.setup(name);
+        setup.model = Model::load(&place.out("model"), WeightDtype::Auto).unwrap();
+        setup.run.save = SaveWhen::Steps(1);
+        setup.run.max_steps = Some(4);
+        let (file, asked) = (weights.clone(), std::sync::atomic::AtomicUsize::new(0));
+        setup.rewards = reward(move |input| {
+            // Two prompts with three completions a step.
+            if touched == Some(asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) / 6) {
+                let open = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+                open.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+            }
+            input.completion.len() as f64
+        });
+        setup
+    };
+    run(new("whole", None)).unwrap();
+    let message = told(&run(new("touched", Some(2))).unwrap_err());
+    assert!(message.contains("model.safetensors was written to while its weights were in use"), "{message}");
+    assert_eq!(steps(&place.out("touched")), [1.0, 2.0]);
+    assert_eq!(checkpoints(&place.out("touched")), ["checkpoint-1", "checkpoint-2"]);
+    run(new("touched", None)).unwrap();
+    assert_eq!(steps(&place.out("touched")), [1.0, 2.0, 3.0, 4.0]);
+    let of = |name: &str| tensors(&place.out(name).join("model.safetensors"));
+    assert_eq!(of("touched"), of("whole"));
+}
