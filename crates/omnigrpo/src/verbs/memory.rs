@@ -103,6 +103,11 @@ impl Longest {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
     }
 
+    /// What their decoded media take, until the run begins, bytes.
+    pub fn held(&self) -> u64 {
+        self.prompts().map(media_bytes).sum()
+    }
+
     /// In how many numbers of frames a clip of these rows may be drawn, at most.
     pub fn versions(&self) -> u64 {
         self.versions

@@ -61,7 +61,8 @@ impl Forecast {
 /// Adds what stands in this process already, where the model comes to the same memory.
 fn with_program(mut memory: Memory, prepared: &Prepared) -> Memory {
     if prepared.devices[0] == Device::Cpu {
-        memory.program = memory::resident().saturating_sub(prepared.reward_bytes);
+        // Rows that were prepared to count with are gone when the model comes.
+        memory.program = memory::resident().saturating_sub(prepared.reward_bytes + prepared.longest.held());
         memory.rewards = prepared.reward_bytes;
     }
     memory

@@ -288,8 +288,11 @@ fn run_logged(
     let prepared = prepare(settings, context, objective, &lock.root().join(".cache"))?;
     let checkpoint = context.checkpoint()?;
     plan::foresee(resolved, checkpoint, &prepared)?;
-    let Prepared { devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, .. } =
-        prepared;
+    let Prepared {
+        devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, longest, ..
+    } = prepared;
+    // Its decoded media would be held as long as the run lasts.
+    drop(longest);
     let model = setup::trained_model(settings, checkpoint, devices[0])?;
     let selection = setup::selection(settings, checkpoint.family());
     let bad: HashSet<u64> = bad_rows.iter().map(|(row, ..)| *row).collect();
