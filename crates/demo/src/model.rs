@@ -34,7 +34,9 @@ pub fn write_model(dir: &Path) -> Result<(), DemoError> {
     write(dir, fs::create_dir_all(dir))?;
     for (name, bytes) in MODEL_FILES {
         let path = dir.join(name);
-        write(&path, fs::write(&path, bytes))?;
+        // At once: a run may be reading the one that is there.
+        let part = dir.join(format!(".{name}.part"));
+        write(&path, fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path)))?;
     }
     Ok(())
 }

@@ -17,8 +17,8 @@ pub enum ModelError {
     },
     /// A file of weights that is read while the model is used is not what it was.
     #[error(
-        "{} was written to while its weights were in use; a reference reads them where they lie. Put the file back as it was, and \
-         keep it so until the run has ended",
+        "{} was written to while its weights were in use: the reference is read where it lies. Put the file back as it was, keep it so \
+         until the run has ended, and start the run again: it goes on from its last checkpoint",
         path.display()
     )]
     Changed {

@@ -238,29 +238,33 @@ impl Model {
     }
 
     /// As [`Self::reference`], for passes on the CPU, with the weights that are trained left in the checkpoint's files where these hold
-    /// the very numbers: they take no memory between passes. Others are copied. The files must stay as they are while the
-    /// reference is used; a pass over files that were written to since is [`ModelError::Changed`].
+    /// the very numbers: they take no memory between passes. Others are copied, as are those of files that cannot be mapped. The files
+    /// must stay as they are while the reference is used ([`Self::files_unchanged`]).
     ///
     /// # Errors
-    /// Out of memory, a file that cannot be mapped.
+    /// As [`Self::reference`].
     pub fn reference_in_place(&self) -> Result<Self> {
-        // Random weights, of a checkpoint that may have none.
-        let files = weight_files(&self.checkpoint).ok().map(|(files, _)| files);
+        let files = self.lenders();
         let mut reference = self.reference_with(Device::Cpu, files.as_ref())?;
         reference.lenders = files.filter(|_| reference.params.iter().any(|weight| weight.is_mapped()));
         Ok(reference)
     }
 
-    /// Bytes of memory that [`Self::reference_in_place`] takes at most at a time, if the weights are the checkpoint's: of an outline
-    /// too.
+    /// Bytes of memory that [`Self::reference_in_place`] takes, if the weights are the checkpoint's: copies, and of what stays in files the
+    /// largest weight. Of an outline too.
     #[must_use]
     pub fn reference_bytes(&self) -> u64 {
-        let files = weight_files(&self.checkpoint).ok().map(|(files, _)| files);
+        let files = self.lenders();
         let trained = self.base_params().iter().filter(|weight| weight.trainable());
         let (lent, copied): (Vec<_>, Vec<_>) =
             trained.partition(|weight| files.as_ref().is_some_and(|files| files.lends(weight)));
         let largest = lent.iter().map(|weight| weight.num_bytes()).max().unwrap_or(0);
         (largest + copied.iter().map(|weight| weight.num_bytes()).sum::<usize>()) as u64
+    }
+
+    /// The checkpoint's files; a model of random weights may have none.
+    fn lenders(&self) -> Option<WeightFiles> {
+        weight_files(&self.checkpoint).ok().map(|(files, _)| files)
     }
 
     /// Fails where files that weights are read in have been written to since ([`Self::reference_in_place`]).

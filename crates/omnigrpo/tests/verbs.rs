@@ -707,11 +707,11 @@ fn doctor_looks_at_a_checkpoint() {
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
     }
-    // 112,848 values in f32; of what `sft` would train moments take 8 bytes each, gradients and a reference 4.
+    // 112,848 values in f32; of what `sft` would train moments take 8 bytes each and gradients 4, of a reference one weight is held.
     let memory = [
         "without training: 0.5 MB (weights 0.5 MB)",
         "full: ",
-        "weights 0.5 MB, reference 0.3 MB, moments and masters 0.7 MB, gradients 0.2 MB, activations ",
+        "weights 0.5 MB, reference 0.1 MB, moments and masters 0.7 MB, gradients 0.2 MB, activations ",
         "LoRA, 4 bit: ",
     ];
     let model = ["qwen2_5_vl: 2 layers, width 64", "80 tensors", "<|im_end|>", "embeddings tied"];
@@ -805,6 +805,19 @@ fn a_plan_says_what_a_run_takes_and_begins_none() {
     let json: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
     let sum: u64 = json["parts"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum();
     assert_eq!((json["total"].as_u64(), json["fits"].as_bool()), (Some(sum), Some(true)));
+
+    // The reference is read in the files, one weight after the other, unless it moves or the files have other numbers.
+    let reference = |more: &str| {
+        place.run(&format!("plan {flags} {more} --json plan.json")).ok();
+        let json: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
+        (json["parts"]["reference"].as_u64().unwrap(), json["parts"]["weights"].as_u64().unwrap())
+    };
+    let (lent, weights) = reference("");
+    assert!(lent > 0 && lent < weights / 4, "{lent} of {weights}");
+    for (more, share) in [("--sync_ref_model", 1), ("--init_weights 1", 1), ("--torch_dtype bfloat16", 2)] {
+        let (copied, all) = reference(more);
+        assert!(copied > all / 2 && copied <= all && all == weights / share, "{more}: {copied} of {all}");
+    }
 
     let adapted = place.run(&format!("plan {flags} --use_peft --lora_r 2")).ok().stdout;
     line(&adapted, "adapters");

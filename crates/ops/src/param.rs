@@ -166,7 +166,8 @@ impl Mapped {
         #[cfg(unix)]
         {
             let Range { start, end } = self.bytes;
-            // SAFETY: the map is of a file and read-only, so what a reader finds afterwards is what was there before.
+            // SAFETY: the map is shared with a file and read-only. Whoever still reads these pages, or the neighbours' part of the first
+            // and last one, has the same bytes of the file brought back by the next access.
             let done = unsafe {
                 self.map.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,

@@ -243,7 +243,6 @@ impl<'a> Pass<'a> {
         temperature: f32,
     ) -> Result<Vec<f64>> {
         if rollouts.members(parts).any(|c| c.reference.is_none()) {
-            reference.files_unchanged()?;
             let mut seen = Vec::with_capacity(parts.len());
             for part in parts {
                 let slot = &mut self.reference_features[part.group];
@@ -254,6 +253,8 @@ impl<'a> Pass<'a> {
                 seen.push(slot.clone().unwrap_or_default());
             }
             let (logprobs, _) = reference.score(stream, &seen, temperature)?;
+            // Before anybody learns from them.
+            reference.files_unchanged()?;
             let mut each = stream.each(&logprobs);
             for part in parts {
                 let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];

@@ -152,6 +152,15 @@ pub struct RunPlan {
     pub files: Vec<(&'static str, Vec<u8>)>,
 }
 
+impl RunPlan {
+    /// Whether a reference that runs there may stay in the checkpoint's files ([`Model::reference_in_place`]): one that moves is
+    /// written to.
+    #[must_use]
+    pub fn lends_reference(&self, device: Device) -> bool {
+        device == Device::Cpu && self.sync_reference.is_none()
+    }
+}
+
 impl Default for RunPlan {
     /// One pass over the rows, eight prompts an update, a checkpoint every hundred updates, no evaluation.
     fn default() -> Self {

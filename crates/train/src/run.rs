@@ -8,7 +8,6 @@ use std::time::Instant;
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
-use omnigrpo_ops::Device;
 use omnigrpo_rewards::RewardSet;
 
 use crate::buffer::BufferState;
@@ -196,10 +195,9 @@ impl Loop {
         console.line(summary(&model).trim_end());
         let imitate = run.objective == Objective::Imitate;
         let reference = if algorithm.loss.needs_reference() && !imitate {
-            // One that moves is written to.
-            Some(match (reference_device, run.sync_reference) {
-                (Device::Cpu, None) => model.reference_in_place()?,
-                _ => model.reference_on(reference_device)?,
+            Some(match run.lends_reference(reference_device) {
+                true => model.reference_in_place()?,
+                false => model.reference_on(reference_device)?,
             })
         } else {
             None

@@ -309,37 +309,36 @@ impl WeightFiles {
         Ok(Param::mapped(name, part, &info.shape, dtype, (Arc::clone(shard.map()?), at)).ok())
     }
 
-    /// The file's numbers for a weight that has just these, to be read there and nowhere kept; `None` where the file has
-    /// others or in another form.
-    ///
-    /// # Errors
-    /// A file that cannot be mapped.
-    pub(super) fn on_loan(&self, weight: &Param) -> Result<Option<Param>> {
-        let found = self.mapped(weight.name(), weight.part(), weight.dtype())?;
-        let Some(param) = found.filter(|found| found.shape() == weight.shape()).map(Param::on_loan) else {
-            return Ok(None);
-        };
-        let same = match (param.read().stored(), weight.read().stored()) {
+    /// A weight in its mapped file, to be read there and nowhere kept; `None` where the file has it in another form or cannot be
+    /// mapped. Its numbers need not be those of `weight`.
+    fn found(&self, weight: &Param) -> Option<Param> {
+        let found = self.mapped(weight.name(), weight.part(), weight.dtype()).ok()??;
+        (found.shape() == weight.shape()).then(|| found.on_loan())
+    }
+
+    /// [`Self::found`] for a weight that has just the file's numbers.
+    pub(super) fn on_loan(&self, weight: &Param) -> Option<Param> {
+        let found = self.found(weight)?;
+        let same = match (found.read().stored(), weight.read().stored()) {
             (Stored::F32(a), Stored::F32(b)) => same_bits(a, b),
             (Stored::Bf16(a), Stored::Bf16(b)) => same_bits(a, b),
             _ => false,
         };
-        Ok(same.then_some(param))
+        same.then_some(found)
     }
 
-    /// Whether [`Self::on_loan`] would find a weight of this name, dtype and shape, if its numbers are the file's.
+    /// Whether [`Self::on_loan`] would find a weight, if its numbers are the file's.
     pub(crate) fn lends(&self, weight: &Param) -> bool {
-        let mapped = self.mapped(weight.name(), weight.part(), weight.dtype());
-        matches!(mapped, Ok(Some(found)) if found.shape() == weight.shape())
+        self.found(weight).is_some()
     }
 
-    /// Fails where a file has been written to since it was opened. One that was replaced, as downloads do, is there still for who
+    /// Fails where a file that is mapped has been written to since it was opened. One that was replaced, as downloads do, is there still for who
     /// has it open.
     ///
     /// # Errors
     /// [`ModelError::Changed`]; a file whose state cannot be read.
     pub(crate) fn unchanged(&self) -> Result<()> {
-        self.shards.iter().try_for_each(Shard::unchanged)
+        self.shards.iter().filter(|shard| shard.map.get().is_some()).try_for_each(Shard::unchanged)
     }
 
     /// Reads a tensor. The inner error is a line for the list of problems.

@@ -448,9 +448,8 @@ impl WeightSource for ReferenceSource<'_> {
         let Some(param) = self.policy.get(name) else {
             return Err(ModelError::weights(format!("reference model: the policy has no tensor {name}")));
         };
-        let on_loan = |files: &WeightFiles| files.on_loan(param);
         let param = if param.trainable() {
-            let lent = self.files.map(on_loan).transpose()?.flatten();
+            let lent = self.files.and_then(|files| files.on_loan(param));
             Arc::new(lent.unwrap_or_else(|| param.frozen_copy()))
         } else if param.adapter().is_some() {
             Arc::new(param.bare())

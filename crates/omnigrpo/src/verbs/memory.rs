@@ -149,12 +149,12 @@ pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared)
     let needed = objective == Objective::Reinforce && settings.algorithm.loss.needs_reference();
     // Weights that are the files' when the run begins.
     let published = settings.model.init_weights.is_none() && settings.model.adapter.is_none();
-    let reference = match () {
-        () if !needed || device != reference_device => ReferenceKept::No,
-        () if device == Device::Cpu && published && settings.run.sync_reference.is_none() => {
-            ReferenceKept::InPlace
-        }
-        () => ReferenceKept::Copied,
+    let reference = if !needed || device != reference_device {
+        ReferenceKept::No
+    } else if published && settings.run.lends_reference(device) {
+        ReferenceKept::InPlace
+    } else {
+        ReferenceKept::Copied
     };
     let plan = MemoryPlan {
         algorithm: &settings.algorithm,
