@@ -1,5 +1,6 @@
 //! The `omnigrpo` program.
 
+mod bus;
 mod cli;
 mod config;
 mod deepspeed;
@@ -29,6 +30,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 
 fn main() -> ExitCode {
     heap::keep();
+    bus::tell();
     quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
     let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));

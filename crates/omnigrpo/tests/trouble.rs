@@ -8,7 +8,7 @@ use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
 use serde_json::json;
-use support::{Place, appears, ran};
+use support::{Place, appears, golden, ran};
 
 const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24";
 
@@ -286,6 +286,28 @@ fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
     assert_eq!(place.lines("killed/metrics.jsonl").len(), 5);
     assert!(place.text("kills").lines().count() >= 4, "{}", place.text("kills"));
     same(&place, "steady", "killed");
+}
+
+/// A file that is cut off under a run ends it with words, and put back lets it go on.
+#[cfg(unix)]
+#[test]
+fn a_model_that_is_cut_off_mid_run_is_told() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("model")).unwrap();
+    for entry in std::fs::read_dir(golden("checkpoints/qwen2_5_vl_tied")).unwrap() {
+        let file = entry.unwrap().path();
+        std::fs::copy(&file, place.path("model").join(file.file_name().unwrap())).unwrap();
+    }
+    std::fs::copy(place.path("model/model.safetensors"), place.path("kept")).unwrap();
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9; [ -e cut ] && : > model/model.safetensors;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    place.write("cut.sh", format!("while read -r line; do {answer}; done"));
+    place.write("cut", "");
+    let line = "train --model model --train_file rows.jsonl --max_steps 2 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --beta 0.04 --output_dir run";
+    let run = || place.run_with(line, &["--reward_funcs", "mine=cmd:\"bash cut.sh\""]);
+    run().fails(1, &["a file was cut off", "put the file back as it was"]);
+    std::fs::remove_file(place.path("cut")).unwrap();
+    std::fs::rename(place.path("kept"), place.path("model/model.safetensors")).unwrap();
+    run().ok();
 }
 
 /// However long a step takes, the signal is answered at once, and the second one needs no patience at all.
