@@ -3,7 +3,7 @@
     python3 bench/sizes/run.py --tokenizer DIR --only "3B, bf16, kept, no" --keep SIZES
     python bench/sizes/run_trl.py SIZES/3B SIZES/rows.jsonl --output FILE --gradient_checkpointing
 
-In an environment with bench/peer/requirements.txt and peft. A step is the whole of one generation and one update.
+In an environment with bench/peer/requirements.txt and peft 0.21.2. A step is the whole of one generation and one update.
 """
 
 import argparse

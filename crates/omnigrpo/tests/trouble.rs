@@ -8,7 +8,7 @@ use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
 use serde_json::json;
-use support::{Place, appears, golden, ran};
+use support::{Place, appears, ran};
 
 const TRAIN: &str = "train --model M --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24";
 
@@ -293,11 +293,7 @@ fn a_reward_program_that_is_killed_mid_run_loses_no_step() {
 #[test]
 fn a_model_that_is_cut_off_mid_run_is_told() {
     let place = Place::new();
-    std::fs::create_dir(place.path("model")).unwrap();
-    for entry in std::fs::read_dir(golden("checkpoints/qwen2_5_vl_tied")).unwrap() {
-        let file = entry.unwrap().path();
-        std::fs::copy(&file, place.path("model").join(file.file_name().unwrap())).unwrap();
-    }
+    place.copied_checkpoint("model");
     std::fs::copy(place.path("model/model.safetensors"), place.path("kept")).unwrap();
     let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9; [ -e cut ] && : > model/model.safetensors;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
     place.write("cut.sh", format!("while read -r line; do {answer}; done"));

@@ -332,8 +332,8 @@ impl WeightFiles {
         self.found(weight).is_some()
     }
 
-    /// Fails where a file that is mapped has been written to since it was opened. One that was replaced, as downloads do, is there still for who
-    /// has it open.
+    /// Fails where a file that is mapped has been written to since it was opened. One that was replaced, as downloads do, is
+    /// there still for who has it open.
     ///
     /// # Errors
     /// [`ModelError::Changed`]; a file whose state cannot be read.

@@ -170,13 +170,19 @@ impl Prepared {
         let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
         let draws =
             run.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(run.prompts_per_step as u64));
-        let drawn = rows.min(draws);
+        let orders = 1 + u64::from(self.shuffled.is_some());
         let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
-        // A row with `meta.dynamic_sample` may draw another number of frames, and be kept again, in each pass.
-        let each = self.longest.versions().min(draws.div_ceil(drawn.max(1)));
-        let versions = each.saturating_mul(1 + u64::from(self.shuffled.is_some()));
-        (versions.saturating_mul(drawn).saturating_add(evaluated)).saturating_mul(self.longest.media_bytes())
+        let kept = kept_rows([rows, draws], self.longest.versions(), orders).saturating_add(evaluated);
+        kept.saturating_mul(self.longest.media_bytes())
     }
+}
+
+/// How often the media of a row may come to be kept, when so many are drawn of so many: a row with `meta.dynamic_sample` may be drawn
+/// with another number of frames, of so many `versions`, in each pass, and each of them in several orders.
+fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
+    let drawn = rows.min(draws);
+    let each = versions.min(draws.div_ceil(drawn.max(1)));
+    each.saturating_mul(orders).saturating_mul(drawn)
 }
 
 /// Opens and checks everything but the model.
@@ -482,5 +488,26 @@ fn is_ignored(signal: i32) -> bool {
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kept_rows;
+
+    #[test]
+    fn media_are_kept_for_what_is_drawn() {
+        for (of, versions, orders, kept) in [
+            ([10, 4], 1, 1, 4),
+            ([10, 30], 1, 1, 10),
+            // Three passes meet three of five numbers of frames, or both of two.
+            ([10, 30], 5, 1, 30),
+            ([10, 30], 2, 1, 20),
+            ([10, 30], 2, 2, 40),
+            ([10, u64::MAX], 7, 1, 70),
+            ([0, 0], 3, 2, 0),
+        ] {
+            assert_eq!(kept_rows(of, versions, orders), kept, "{of:?}, {versions}, {orders}");
+        }
     }
 }

@@ -113,14 +113,19 @@ impl Place {
         ran(self.command(line).args(more))
     }
 
-    /// A copy of the tiny checkpoint with its weight file changed: its header and its tensors' bytes.
-    pub fn checkpoint(&self, name: &str, change: impl FnOnce(&mut Map<String, Value>, &mut Vec<u8>)) {
+    /// A copy of the tiny checkpoint.
+    pub fn copied_checkpoint(&self, name: &str) {
         let from = golden("checkpoints/qwen2_5_vl_tied");
         fs::create_dir(self.path(name)).unwrap();
         for entry in fs::read_dir(from).unwrap() {
             let file = entry.unwrap().path();
             fs::copy(&file, self.path(name).join(file.file_name().unwrap())).unwrap();
         }
+    }
+
+    /// [`Self::copied_checkpoint`] with its weight file changed: its header and its tensors' bytes.
+    pub fn checkpoint(&self, name: &str, change: impl FnOnce(&mut Map<String, Value>, &mut Vec<u8>)) {
+        self.copied_checkpoint(name);
         let path = self.path(name).join("model.safetensors");
         let all = fs::read(&path).unwrap();
         let split = 8 + u64::from_le_bytes(all[..8].try_into().unwrap()) as usize;
