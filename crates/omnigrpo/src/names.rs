@@ -76,6 +76,38 @@ choice!(
     /// All of them.
     All = "all",
 );
+choice!(
+    /// What products with weights of few bits make of activations.
+    QuantizedActivations:
+    /// What is fastest: two 8-bit parts while decoding where the CPU multiplies bytes, bfloat16 for many rows where it multiplies that, else float32.
+    Auto = "auto",
+    /// As they are, everywhere: decoding and training then differ by the order of sums alone.
+    Float32 = "float32",
+);
+#[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
+impl Default for QuantizedActivations {
+    fn default() -> Self {
+        Self::Auto
+    }
+}
+choice!(
+    /// How products with bfloat16 weights are computed.
+    Bf16Products:
+    /// On tiles where the CPU has them; else as is faster on its model.
+    Auto = "auto",
+    /// Weights are widened to float32; nothing is rounded.
+    Widened = "widened",
+    /// In vectors that multiply pairs (AVX512-BF16); activations are rounded.
+    Dot = "dot",
+    /// In matrix tiles; activations are rounded.
+    Amx = "amx",
+);
+#[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
+impl Default for Bf16Products {
+    fn default() -> Self {
+        Self::Auto
+    }
+}
 /// Lists a type of another crate.
 macro_rules! listed {
     ($name:ty: $($text:literal = $value:expr, $help:literal);+ $(;)?) => {

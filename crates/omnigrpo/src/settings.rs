@@ -20,7 +20,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::environment::Environment;
 use crate::flags;
-use crate::names::{AllowUrls, HubStrategy, Tracker};
+use crate::names::{AllowUrls, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
@@ -156,6 +156,8 @@ pub struct ModelSource {
     pub layout: Option<String>,
     pub load_in_8bit: bool,
     pub load_in_4bit: bool,
+    pub quantized_activations: QuantizedActivations,
+    pub bf16_products: Bf16Products,
     pub init_weights: Option<u64>,
     /// Also true where training starts from an adapter.
     pub use_peft: bool,

@@ -100,3 +100,26 @@ fn four_bits_under_adapters_and_patterns() {
     fails("--lora_modules_to_save merger", 2, &["tune_mm_mlp"]);
     place.run("export --model M --output_dir out").fails(2, &["nothing to change"]);
 }
+
+/// What decides about bits and is no file or number of the user: the path of bf16 products, and what few bits are multiplied with.
+#[test]
+fn a_run_is_resumed_with_the_products_it_began_with() {
+    let place = Place::new();
+    let line = |steps: u32, more: &str| {
+        format!(
+            "train --model M {TRAIN} {LORA} --load_in_8bit --output_dir out --max_steps {steps} --save_steps 1 {more}"
+        )
+    };
+    place.run(&line(1, "--bf16_products widened --quantized_activations float32")).ok();
+    let refused = place.run(&line(2, "--bf16_products widened"));
+    refused.fails(1, &["was written with other settings", "quantized_activations: \"float32\" → \"auto\""]);
+    let path = "out/checkpoint-1/trainer_state.json";
+    let state = place.text(path);
+    let other = state.replace("\"path of bf16 products\":\"widened\"", "\"path of bf16 products\":\"dot\"");
+    let other = other.replace("\"path of bf16 products\": \"widened\"", "\"path of bf16 products\": \"dot\"");
+    assert_ne!(state, other);
+    place.write(path, other);
+    place
+        .run(&line(2, "--bf16_products widened --quantized_activations float32"))
+        .fails(1, &["was written with other settings", "path of bf16 products: \"dot\" → \"widened\""]);
+}

@@ -707,6 +707,17 @@ fn doctor_looks_at_a_checkpoint() {
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
     }
+    // Rates of every path, of which one is used.
+    for name in ["float32", "bfloat16 widened", "bfloat16 dot", "bfloat16 amx", "8 bits", "4 bits"] {
+        let line = shown.lines().find(|line| line.trim_start().starts_with(&format!("{name} "))).unwrap();
+        assert!(line.contains(" GFLOP/s") || line.ends_with("does not work here"), "{line}");
+    }
+    assert_eq!(shown.matches(" GFLOP/s, used").count(), 1, "{shown}");
+    let widened = place.run("doctor --bf16_products widened").ok().stdout;
+    assert!(
+        widened.lines().any(|line| line.contains("bfloat16 widened") && line.ends_with("used")),
+        "{widened}"
+    );
     // 112,848 values in f32; of what `sft` would train moments take 8 bytes each and gradients 4, of a reference one weight is held.
     let memory = [
         "without training: 0.5 MB (weights 0.5 MB)",

@@ -410,6 +410,8 @@ pub(super) const MODEL: &[Verb] =
     &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, Export, Doctor, Bench];
 /// Verbs that run a model.
 pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
+/// Verbs that multiply with the weights of a model.
+pub(super) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Doctor, Demo, Bench];
 /// Verbs whose model runs where it is told to.
 pub(super) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
 /// Verbs that take a model with an adapter.

@@ -1,7 +1,7 @@
 //! The checkpoint, its precision, its memory.
 
 use super::*;
-use crate::names::words;
+use crate::names::{Bf16Products, QuantizedActivations, words};
 use crate::settings::DeviceChoice;
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
@@ -104,6 +104,25 @@ pub const FLAGS: &[Flag] = &[
         "The same in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the rounding \
              error of 8 bits.",
     ),
+    row("quantized_activations", Choice(words::<QuantizedActivations>), at!(model.quantized_activations), QUANTISED)
+        .help(
+            "What products with frozen weights of few bits make of activations. `float32` decodes and trains slower \
+             on CPUs that multiply 8 bits or bfloat16.",
+        )
+        .idle(|s, _| {
+            (!s.model.load_in_8bit && !s.model.load_in_4bit)
+                .then_some("no weight has few bits without `load_in_8bit` or `load_in_4bit`")
+        }),
+    row("bf16_products", Choice(words::<Bf16Products>), at!(model.bf16_products), MULTIPLIES)
+        .help(
+            "How the CPU multiplies with bfloat16 weights, and with weights of few bits where rows are many. `doctor` measures \
+             each. A run is resumed with what it began with.",
+        )
+        .free(LOOP)
+        .idle(|s, verb| {
+            let wide = s.model.dtype == WeightDtype::Float32 && !s.model.load_in_8bit && !s.model.load_in_4bit;
+            (wide && verb != Doctor).then_some("`torch_dtype` is float32 and no weight has few bits")
+        }),
     row("init_weights", int(0, i64::MAX), at!(model.init_weights), &[Train, Sft])
         .help(
             "Start from random weights with this seed instead; the directory then needs no weight \

@@ -15,7 +15,7 @@ use omnigrpo_train::{
     AdamWConfig, Algorithm, MemoryOf, MemoryPlan, ReferenceKept, STREAM_ROWS, Selection, Work,
 };
 
-use super::{Context, memory, print, setup};
+use super::{Context, memory, print, rates, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
@@ -28,6 +28,9 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     for feature in omnigrpo_kernels::probe::features() {
         let used = if feature.works { "works" } else { "not used" };
         line(&format!("  {}", feature.name), format!("{used}: {}", feature.why));
+    }
+    for (name, value) in rates::lines() {
+        line(&name, value);
     }
     line("memory", system_memory().unwrap_or_else(|| "unknown".into()));
     line("ffmpeg", program("ffmpeg", "needed for video files; GIF, WebP and frame folders work without it"));

@@ -12,6 +12,7 @@ mod options;
 mod plan;
 mod profile;
 mod push;
+mod rates;
 mod resume;
 mod rewards;
 mod setup;
@@ -27,11 +28,14 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, Result};
+use omnigrpo_kernels::paths::Path;
 use omnigrpo_models::Checkpoint;
 use omnigrpo_observe::{Console, escape, stdout_columns, wrap};
 use omnigrpo_ops::Device;
 
 use crate::flags::Verb;
+use crate::names::{Bf16Products, QuantizedActivations};
+use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
 use crate::wording::worded;
@@ -102,6 +106,18 @@ impl Context {
 pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     // Before there are threads: trials of instructions run in a child.
     let doubts = omnigrpo_kernels::probe::doubts();
+    let activations = resolved.settings.model.quantized_activations;
+    omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
+    let path = match resolved.settings.model.bf16_products {
+        Bf16Products::Auto => None,
+        Bf16Products::Widened => Some(Path::Widened),
+        Bf16Products::Dot => Some(Path::Dot),
+        Bf16Products::Amx => Some(Path::Amx),
+    };
+    omnigrpo_kernels::paths::choose(path).map_err(|error| {
+        Problem::failure(error.to_string())
+            .help("`doctor` shows what works; `--bf16_products auto` takes what does")
+    })?;
     if let Some(threads) = resolved.settings.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)

@@ -10,7 +10,7 @@ use omnigrpo_data::{Dataset, split};
 use omnigrpo_guard::told;
 use omnigrpo_models::{Model, PromptBuilder, source_digest};
 use omnigrpo_observe::{DebugLog, Error as LogError, RunLock};
-use omnigrpo_ops::Device;
+use omnigrpo_ops::{Device, ParamDtype};
 use omnigrpo_rewards::{Corpus, RewardSet, answer_reward};
 use omnigrpo_rollout::SamplingParams;
 use omnigrpo_train::{
@@ -403,7 +403,23 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
         out.insert(format!("files of {name}"), digest.files.into());
     }
     out.extend(resume::inputs(&resolved.settings, dataset)?);
+    out.extend(products(model));
     Ok(out)
+}
+
+/// How the CPU multiplies with the weights of a model that are not f32, where that decides about bits.
+fn products(model: &Model) -> Map<String, Value> {
+    let mut out = Map::new();
+    let params =
+        || model.params().iter().filter(|_| model.device() == Device::Cpu).map(|param| param.dtype());
+    if params().any(|dtype| dtype != ParamDtype::F32) {
+        out.insert("path of bf16 products".into(), omnigrpo_kernels::paths::path().name().into());
+    }
+    if params().any(|dtype| matches!(dtype, ParamDtype::Quantised(_))) {
+        let inputs = if omnigrpo_kernels::quant::rounds_inputs() { "bytes" } else { "float32" };
+        out.insert("activations of products with few bits".into(), inputs.into());
+    }
+    out
 }
 
 /// Paths as the system knows them, however they were written.
