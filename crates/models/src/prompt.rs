@@ -11,7 +11,7 @@ use omnigrpo_text::{
 use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
-use crate::families::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, probe_medium};
+use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
 use crate::stream::next_key;
@@ -175,22 +175,24 @@ impl PromptBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
-        let settings = MediaSettings { epoch, ..self.settings.media.clone() };
-        let found: Vec<_> = sample.media.iter().map(|m| self.media_store.find(m, &settings)).collect();
+        let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
+        let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
+        let each = || sample.media.iter().zip(&settings);
+        let found: Vec<_> = each().map(|(m, settings)| self.media_store.find(m, settings)).collect();
         let headers = sample.media.iter().zip(&found).map(|(m, found)| match &found.decoded {
             Some(decoded) => Ok(decoded.header.clone()),
-            None => probe_medium(m, &settings.limits),
+            None => probe_medium(m, &self.settings.media.limits),
         });
         let headers = headers.collect::<Result<Vec<_>>>()?;
         let (rendered, plans) = self.plan(sample, &headers)?;
         let mut media = Vec::with_capacity(headers.len());
-        for ((m, found), header) in sample.media.iter().zip(found).zip(headers) {
+        for (((m, settings), found), header) in each().zip(found).zip(headers) {
             media.push(match &found.decoded {
                 Some(decoded) => Arc::clone(&decoded.input),
                 None => {
-                    let input = Arc::new(self.family.processor().prepare(m, &settings)?);
+                    let input = Arc::new(self.family.processor().prepare(m, settings)?);
                     let decoded = Decoded { header, input: Arc::clone(&input) };
-                    self.media_store.keep(&found, m, &settings, decoded);
+                    self.media_store.keep(&found, m, settings, decoded);
                     input
                 }
             });

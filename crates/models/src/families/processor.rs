@@ -29,8 +29,9 @@ pub trait Processor: Send + Sync {
     /// Options that exclude every choice, a kind this family does not take.
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
 
-    /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Neither their epoch nor the path
-    /// may count, for the result is kept for later passes over the data ([`MediaStore`](crate::MediaStore)).
+    /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Their key may count through the
+    /// number of frames and their order alone, and the path may not count, for the result is kept for other rows and later passes
+    /// over the data ([`MediaStore`](crate::MediaStore)).
     ///
     /// # Errors
     /// As [`Self::plan`], and whatever only decoding shows.
