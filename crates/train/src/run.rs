@@ -18,7 +18,7 @@ use crate::imitate::{self, ImitationOutcome};
 use crate::length::Length;
 use crate::model_card;
 use crate::optimizer::AdamW;
-use crate::pass::old_logprobs;
+use crate::pass::{entropies, old_logprobs, reference_logprobs};
 use crate::plan::{EvalWhen, Objective, Observer, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
 use crate::replay::replay;
@@ -232,7 +232,9 @@ impl Loop {
                 source.order_mut().resume(resumed.state.order.clone())?;
             }
             if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
-                let parts = saved.restore(&algorithm, &model, &prompts, &dataset, run.prompts_per_step)?;
+                let moves = reference.is_some() && run.sync_reference.is_some();
+                let (per_step, dataset) = (run.prompts_per_step, &dataset);
+                let parts = saved.restore(&algorithm, &model, &prompts, dataset, per_step, moves)?;
                 place.buffer = Some((parts, saved.iteration));
             }
         }
@@ -375,9 +377,17 @@ impl Loop {
         self.place.rollout += 1;
         let mut parts = collected.split(self.run.prompts_per_step);
         for (at, part) in parts.iter_mut().enumerate() {
-            part.gate(&self.algorithm.loss)?;
+            let (model, algorithm) = (&self.model, &self.algorithm);
+            if self.run.replay && algorithm.loss.top_entropy < 1.0 {
+                timed(timer, "entropy", || entropies(model, algorithm, part))?;
+            }
+            part.gate(&algorithm.loss)?;
             if at > 0 && part.completions().any(|c| c.old.is_none()) {
-                timed(timer, "old", || old_logprobs(&self.model, &self.algorithm, part))?;
+                timed(timer, "old", || old_logprobs(model, algorithm, part))?;
+            }
+            // A reference that stays has the same numbers whenever an update asks for them.
+            if let Some(reference) = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()) {
+                timed(timer, "reference", || reference_logprobs(reference, model, algorithm, part))?;
             }
         }
         Ok(parts)
