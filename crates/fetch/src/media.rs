@@ -17,7 +17,7 @@ use ureq::unversioned::transport::DefaultConnector;
 use crate::public::PublicOnly;
 use crate::{FetchError, check_scheme, config, hex};
 
-/// Of the name of a file in the cache.
+/// Most bytes of the name of a file in the cache.
 const MAX_NAME_BYTES: u64 = 1 << 10;
 
 /// How media are fetched.
@@ -129,7 +129,7 @@ pub(crate) fn place(
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
     let mut builder = tempfile::Builder::new();
-    // As any other file: a cache of the hub may be shared by the users of a machine.
+    // The mode of any other file: the users of a machine may share a cache of the hub.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let mut file = builder.tempfile_in(folder).map_err(FetchError::io(folder))?;

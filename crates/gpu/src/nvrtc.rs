@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::sources::PRIMITIVES;
 
-/// Of a file in the cache; those of this program have a few megabytes.
+/// Most bytes of a file in the cache. Those of this program have a few megabytes.
 const MAX_CUBIN_BYTES: u64 = 256 << 20;
 
 /// Machine code and the assembler's report (registers, shared memory, spills of each kernel; empty from the cache).
@@ -134,7 +134,7 @@ fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> R
     Ok(cubin)
 }
 
-/// What ends a file of the cache: a hash of its name, its length and its code.
+/// The last bytes of a file of the cache: a hash of its name, its length and its code.
 fn seal(name: &str, cubin: &[u8]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update((name.len() as u64).to_le_bytes());

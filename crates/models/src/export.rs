@@ -35,7 +35,7 @@ const CARD: &str = "README.md";
 /// Folder of templates beside the default one.
 const MORE_TEMPLATES: &str = "additional_chat_templates";
 
-/// Of a file beside the weights: a tokenizer of a large vocabulary has 35 MB.
+/// Most bytes of a file beside the weights. A tokenizer of a large vocabulary has 35 MB.
 const MAX_COMPANION_BYTES: u64 = 256 << 20;
 
 /// The files beside the weights of a checkpoint directory that a model takes along, by their paths from there: those of

@@ -1020,7 +1020,7 @@ fn rows_of_the_hub_are_tables_of_a_split() {
     assert!(hub.requests().is_empty() && again.contains("6 rows: 8 images"), "{again}");
 }
 
-/// What is made of a file never takes its place, by whatever name.
+/// No verb writes its output over its input, under whatever name.
 #[test]
 fn no_output_replaces_its_input() {
     let place = Place::new();

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::error::{Result, ScorerError};
 
-/// Of `modules.json`; published ones have a kilobyte.
+/// Most bytes of `modules.json`. Published ones have a kilobyte.
 const MAX_MODULES_BYTES: u64 = 1 << 20;
 
 /// A text encoder with pooling and dense layers.

@@ -44,7 +44,7 @@ pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
     Ok(write_atomic(&dir.join("README.md"), |out| out.write_all(text.as_bytes()))?)
 }
 
-/// Of the card of the model that a run began with.
+/// Most bytes of the card of the model that a run began with.
 const MAX_CARD_BYTES: u64 = 16 << 20;
 
 struct Card {

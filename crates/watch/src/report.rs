@@ -47,13 +47,13 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f7f9;border:1px so
 /// A step's numbers.
 type Row = BTreeMap<String, f64>;
 
-/// What was written.
+/// The files that [`report`] wrote.
 #[derive(Debug)]
 pub struct Report {
     /// The file.
     pub path: PathBuf,
     /// Folders outside of the run directory whose pictures and sounds are in it. Records name media by path, and a record may
-    /// name any of this machine, so whoever hands a report of somebody else's run around should know.
+    /// name any file of this machine, so the user should see them before a report is handed on.
     pub media_folders: BTreeSet<PathBuf>,
 }
 
@@ -508,7 +508,7 @@ mod tests {
         let svg = std::fs::read_to_string(root.join("plots/reward.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("polyline"), "{svg}");
         assert_eq!(page.matches("data:image/svg+xml;base64,").count(), 2);
-        // Media from elsewhere are told of, with those that are shown alone.
+        // Folders outside of the run directory are returned, where their media are shown.
         std::fs::copy(root.join("wide.png"), foreign.join("theirs.png")).unwrap();
         let mut rollout = rollout;
         rollout["media"] =

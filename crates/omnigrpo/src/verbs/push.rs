@@ -22,7 +22,7 @@ use crate::settings::Settings;
 
 /// The file that says which weight files a model consists of.
 const INDEX: &str = "model.safetensors.index.json";
-/// Of a text that is read for the names in it.
+/// Most bytes of a text that is read for the names in it.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 /// The folder of templates beside the default one.
 const TEMPLATES: &str = "additional_chat_templates";
