@@ -14,7 +14,6 @@
 //! commit. In one commit with the new files go weights and settings of an earlier form of the checkpoint (another split into
 //! files, an adapter), since readers would take those.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
 use std::time::Duration;
