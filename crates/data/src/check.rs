@@ -5,12 +5,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{BufRead, BufReader, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
 
+use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::inside;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -151,9 +153,9 @@ impl Report {
 /// Checks every row of `dataset`.
 ///
 /// # Errors
-/// When worker threads cannot be started or the cache cannot be written. Problems of rows are in the report.
+/// When worker threads cannot be started. Problems of rows are in the report.
 pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataError> {
-    let cache = Cache::open(options.cache_dir)?;
+    let cache = Cache::open(options.cache_dir);
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(options.num_threads.max(1)).build().map_err(|error| {
             DataError::Io {
@@ -179,7 +181,6 @@ pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataEr
     });
     report.problems.sort_by_key(|problem| problem.row);
     report.keep_longest(options.num_longest);
-    cache.finish(options.cache_dir)?;
     Ok(report)
 }
 
@@ -284,16 +285,11 @@ fn name(source: &MediumSource) -> String {
 
 /// What is known of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
 /// change its own time when a frame does. What is learnt is written at once, so that a check which is killed goes on where
-/// it was.
+/// it was. A cache that cannot be used, or no longer, costs time and nothing else.
 struct Cache {
     known: Mutex<HashMap<Key, MediumInfo>>,
-    out: Option<Mutex<Append>>,
-}
-
-/// The end of the cache's file, and what went wrong there.
-struct Append {
-    file: File,
-    error: Option<std::io::Error>,
+    /// The end of the cache's file.
+    out: Option<Mutex<File>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -313,19 +309,32 @@ struct Line {
 
 /// Raised when [`MediumInfo`] or the meaning of its fields changes.
 const CACHE_NAME: &str = "media-headers-1.jsonl";
+/// Bytes of the cache's file: about a million files. One that is longer is begun anew.
+const MAX_CACHE_BYTES: u64 = 256 << 20;
 
 impl Cache {
-    fn open(folder: Option<&Path>) -> Result<Self, DataError> {
-        let mut known = HashMap::new();
-        let Some(folder) = folder else { return Ok(Self { known: Mutex::new(known), out: None }) };
-        std::fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
+    fn open(folder: Option<&Path>) -> Self {
+        let opened = folder.and_then(|folder| Self::read(folder, MAX_CACHE_BYTES).ok());
+        let (known, out) = opened.map_or_else(Default::default, |(known, file)| (known, Some(file)));
+        Self { known: Mutex::new(known), out: out.map(Mutex::new) }
+    }
+
+    /// What is known, and the file that more is appended to.
+    fn read(folder: &Path, max_bytes: u64) -> std::io::Result<(HashMap<Key, MediumInfo>, File)> {
+        own_folder(folder)?;
         let path = folder.join(CACHE_NAME);
-        let failed = || DataError::io("open", &path);
-        let mut file = File::options().read(true).append(true).create(true).open(&path).map_err(failed())?;
+        match inside::open(folder, CACHE_NAME) {
+            // A link that leads nowhere would be followed to where the file is then made.
+            Err(error) if error.kind() != ErrorKind::NotFound || path.is_symlink() => return Err(error),
+            Ok(file) if file.metadata()?.len() > max_bytes => std::fs::remove_file(&path)?,
+            _ => {}
+        }
+        let mut file = File::options().read(true).append(true).create(true).open(&path)?;
+        let mut known = HashMap::new();
         let mut reader = BufReader::new(&file);
         let mut line = Vec::new();
         let mut whole = true;
-        while reader.read_until(b'\n', &mut line).map_err(failed())? > 0 {
+        while reader.read_until(b'\n', &mut line)? > 0 {
             // A line that cannot be read is work to do again and nothing worse.
             if let Ok(Line { key, info }) = serde_json::from_slice(&line) {
                 known.insert(key, info);
@@ -334,9 +343,9 @@ impl Cache {
             line.clear();
         }
         if !whole {
-            file.write_all(b"\n").map_err(failed())?;
+            file.write_all(b"\n")?;
         }
-        Ok(Self { known: Mutex::new(known), out: Some(Mutex::new(Append { file, error: None })) })
+        Ok((known, file))
     }
 
     fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, String> {
@@ -347,24 +356,14 @@ impl Cache {
         }
         let info = probe(medium)?;
         let line = Line { key, info };
-        let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
-        if out.error.is_none() {
-            // In one piece, so that another run which appends to the same file does not mix with it.
-            let text = serde_json::to_string(&line).map_err(std::io::Error::from);
-            out.error = text.and_then(|text| out.file.write_all(format!("{text}\n").as_bytes())).err();
+        if let Ok(text) = serde_json::to_string(&line) {
+            // In one piece, so that another run which appends to the same file does not mix with it. What a full disk keeps
+            // out is read again by the next check.
+            let _ =
+                out.lock().unwrap_or_else(PoisonError::into_inner).write_all(format!("{text}\n").as_bytes());
         }
         self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(line.key, line.info.clone());
         Ok(line.info)
-    }
-
-    /// # Errors
-    /// What could not be written.
-    fn finish(self, folder: Option<&Path>) -> Result<(), DataError> {
-        let error = self.out.and_then(|out| out.into_inner().unwrap_or_else(PoisonError::into_inner).error);
-        match (error, folder) {
-            (Some(error), Some(folder)) => Err(DataError::io("write", &folder.join(CACHE_NAME))(error)),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -375,7 +374,7 @@ impl Key {
         let modified = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
         Some(Self {
             kind: medium.kind.as_str().to_owned(),
-            path: path.clone(),
+            path: std::path::absolute(path).ok()?,
             size_bytes: metadata.len(),
             modified_nanos: u64::try_from(modified.as_nanos()).ok()?,
         })
@@ -537,6 +536,50 @@ mod tests {
         // Of the other four one is refused, and looked at again.
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
+    }
+
+    /// Relative paths mean other files in other folders, and a file that grew without end begins anew.
+    #[test]
+    fn keys_are_absolute_and_the_file_is_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let cache = folder.path().join("cache");
+        run(&dataset, 1, Some(&cache));
+        let (known, _) = Cache::read(&cache, 1 << 20).unwrap();
+        assert_eq!(known.len(), 6);
+        assert!(known.keys().all(|key| key.path.is_absolute()), "{known:?}");
+        let source = MediumSource::Path("Cargo.toml".into());
+        let medium = MediumRef { source, ..dataset.get(0).unwrap().media[0].clone() };
+        let here = std::path::absolute("Cargo.toml").unwrap();
+        assert_eq!(Key::of(&medium).map(|key| key.path), Some(here));
+        assert!(Cache::read(&cache, 10).unwrap().0.is_empty());
+        assert_eq!(std::fs::metadata(cache.join(CACHE_NAME)).unwrap().len(), 0);
+    }
+
+    /// A cache that is somebody else's, a link or no folder is not used, and the check goes on without it.
+    #[cfg(unix)]
+    #[test]
+    fn a_cache_that_cannot_be_used_is_no_error() {
+        use std::os::unix::fs::symlink;
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let (whole, ..) = run(&dataset, 1, None);
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir(at("victim")).unwrap();
+        symlink(at("victim"), at("link")).unwrap();
+        std::fs::write(at("file"), "").unwrap();
+        for name in ["leads out", "dangling"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        std::fs::write(at("notes"), "mine").unwrap();
+        symlink(at("notes"), at("leads out").join(CACHE_NAME)).unwrap();
+        symlink(at("new"), at("dangling").join(CACHE_NAME)).unwrap();
+        for name in ["link", "file", "file/below", "leads out", "dangling"] {
+            assert_eq!(run(&dataset, 1, Some(&at(name))).0, whole, "{name}");
+        }
+        assert_eq!(std::fs::read_dir(at("victim")).unwrap().count(), 0);
+        assert_eq!(std::fs::read_to_string(at("notes")).unwrap(), "mine");
+        assert!(!at("new").exists());
     }
 
     #[test]

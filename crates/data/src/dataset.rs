@@ -335,6 +335,11 @@ impl Dataset {
         self.parts.iter().map(|part| (&*part.name, part.len()))
     }
 
+    /// The annotation file of each dataset.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.parts.iter().map(|part| &*part.file.path)
+    }
+
     /// Reads and parses a row. The media it names exist and lie inside their roots; they are not opened.
     ///
     /// # Errors

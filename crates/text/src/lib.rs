@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+mod charsmap;
 mod error;
 mod files;
 mod placeholders;

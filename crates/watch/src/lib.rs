@@ -41,7 +41,7 @@ mod wandb;
 pub use board::Board;
 pub use error::Error;
 pub use prometheus::Prometheus;
-pub use report::{curves, report};
+pub use report::{Report, curves, report};
 pub use server::Server;
 pub use tensorboard::TensorBoard;
 pub use wandb::{Wandb, WandbRun};

@@ -470,7 +470,7 @@ impl WeightSource for ReferenceSource<'_> {
 }
 
 /// Joins a file name from a checkpoint's index to its directory; a name that is not a plain file name is refused.
-fn inside(dir: &Path, name: &str) -> Result<PathBuf> {
+fn named_in(dir: &Path, name: &str) -> Result<PathBuf> {
     let plain = Path::new(name).components().count() == 1
         && matches!(Path::new(name).components().next(), Some(std::path::Component::Normal(_)));
     if plain {

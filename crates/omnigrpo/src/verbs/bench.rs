@@ -205,7 +205,9 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
         let text =
             path.extension().is_some_and(|e| e == "json" || e == "jinja" || e == "txt" || e == "model");
         if let Some(name) = path.file_name().filter(|_| text) {
-            std::fs::copy(&path, dir.join(name)).with_context(|| format!("copying {}", path.display()))?;
+            let copied = omnigrpo_guard::inside::open_path(&path)
+                .and_then(|mut file| std::io::copy(&mut file, &mut std::fs::File::create(dir.join(name))?));
+            copied.with_context(|| format!("copying {}", path.display()))?;
         }
     }
     Ok(())

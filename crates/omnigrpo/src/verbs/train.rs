@@ -42,8 +42,8 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
     if settings.io.dry_run {
-        let cache = std::env::temp_dir().join("omnigrpo-check");
-        return plan::show(resolved, context, &prepare(settings, context, objective, &cache)?);
+        let prepared = prepare(settings, context, objective, &settings.env.check_cache())?;
+        return plan::show(resolved, context, &prepared);
     }
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());

@@ -44,10 +44,18 @@ fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
 }
 
 /// Writes each run as one file.
-pub fn report(settings: &Settings) -> Result<()> {
+pub fn report(settings: &Settings, context: &Context) -> Result<()> {
     for directory in &settings.io.run_dirs {
-        let path = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
-        print(&format!("{}\n", path.display()))?;
+        let report = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
+        print(&format!("{}\n", report.path.display()))?;
+        let folders: Vec<_> =
+            report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
+        if !folders.is_empty() {
+            context.console.line(&format!(
+                "it holds pictures or sounds of {}: look at them before you hand it on",
+                folders.join(", ")
+            ));
+        }
     }
     Ok(())
 }
