@@ -134,7 +134,10 @@ impl Model {
                 if let Some(folder) = to.parent() {
                     std::fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
                 }
-                std::fs::copy(&from, &to).map_err(ModelError::io(to))?;
+                // A new file gets the mode that the umask says; `fs::copy` would keep the mode of the source.
+                let mut source = std::fs::File::open(&from).map_err(ModelError::io(&from))?;
+                let mut copy = std::fs::File::create(&to).map_err(ModelError::io(&to))?;
+                std::io::copy(&mut source, &mut copy).map_err(ModelError::io(to))?;
             }
         }
         Ok(())
