@@ -154,6 +154,11 @@ impl Console {
         self.say(text, &[]);
     }
 
+    /// A line that the log does not get: one with a secret.
+    pub fn unlogged(&self, text: &str) {
+        self.show(text, &[]);
+    }
+
     /// A line that begins with `warning:`.
     pub fn warning(&self, text: &str) {
         self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
@@ -166,9 +171,13 @@ impl Console {
 
     /// Writes text, and in colour the first place of each mark in its style.
     fn say(&self, text: &str, marks: &[(&str, Style)]) {
+        self.log(text);
+        self.show(text, marks);
+    }
+
+    fn show(&self, text: &str, marks: &[(&str, Style)]) {
         let text = self.worded(text);
         let text = escape(&text);
-        self.log(&text);
         *locked(&self.0.last_line) = Instant::now();
         // See the type: output is best effort.
         let _ = match &self.0.sink {
@@ -723,6 +732,7 @@ mod tests {
         let earlier = console.clone();
         console.log_to(&path).unwrap();
         earlier.warning("again\u{1b}");
+        console.unlogged("secret");
         let log = std::fs::read_to_string(&path).unwrap();
         assert!(log.ends_with(" warning: again\\u{1b}\n") && log.starts_with("20"), "{log}");
     }
