@@ -21,7 +21,7 @@ fn config(dir: &tempfile::TempDir, name: &str) -> Value {
     serde_json::from_slice(&fs::read(dir.path().join(name)).unwrap()).unwrap()
 }
 
-/// As two tests or two programs do that share a folder.
+/// Two tests or two programs may share a folder.
 #[test]
 fn several_writers_fill_one_directory_at_once() {
     let dir = tempfile::tempdir().unwrap();

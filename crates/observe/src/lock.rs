@@ -74,7 +74,7 @@ impl RunLock {
     }
 }
 
-/// What the holder said of itself; empty where that cannot be read, since the refusal does not depend on it.
+/// Returns the holder's text; an empty one where it cannot be read, since the refusal does not depend on it.
 fn read_holder(path: &Path) -> String {
     let mut text = Vec::new();
     let _ = File::open(path).and_then(|file| file.take(HOLDER_BYTES).read_to_end(&mut text));
