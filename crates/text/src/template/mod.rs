@@ -10,16 +10,16 @@
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not;
 //! `strftime_now` needs a time from the caller; what `guard` refuses.
 
+mod engine;
 mod guard;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::files::{read_json, read_limited};
 use crate::{Result, Role, TextError};
@@ -75,9 +75,7 @@ pub(crate) enum ContentForm {
 /// A compiled chat template.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
-    syntax: SyntaxConfig,
-    source: String,
+    threads: Arc<engine::Threads>,
     origin: TemplateOrigin,
     /// For system, user, assistant.
     forms: [ContentForm; 3],
@@ -162,17 +160,11 @@ impl ChatTemplate {
         env.add_function("raise_exception", |message: String| -> std::result::Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        let mut template = ChatTemplate {
-            env,
-            syntax,
-            // Jinja2 reads every kind of line end as one.
-            source: without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n"),
-            origin,
-            forms: [ContentForm::Parts; 3],
-        };
-        let compiled =
-            guard::apart(guard::RENDER, || template.compiled().map(drop)).map_err(|e| template.problem(e))?;
-        compiled.map_err(|e| template.error(&e))?;
+        // Jinja2 reads every kind of line end as one.
+        let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
+        let threads = Arc::new(engine::Threads::new(engine::Engine { env, syntax, source }));
+        let mut template = ChatTemplate { threads, origin, forms: [ContentForm::Parts; 3] };
+        template.threads.compile().map_err(|e| template.failed(e))?;
         template.forms = template.probe_forms();
         Ok(template)
     }
@@ -184,7 +176,7 @@ impl ChatTemplate {
 
     /// The template's text, without `{% generation %}` tags.
     pub fn source(&self) -> &str {
-        &self.source
+        self.threads.source()
     }
 
     pub(crate) fn form(&self, role: Role) -> ContentForm {
@@ -227,45 +219,16 @@ impl ChatTemplate {
         context.push(("strftime_now", strftime_now));
 
         let context = Value::from_pairs(context);
-        guard::apart(bounds, || self.render(context).map_err(|e| self.error(&e)))
-            .map_err(|e| self.problem(e))?
+        self.threads.render(bounds, context).map_err(|e| self.failed(e))
     }
 
-    /// Parses and compiles the source, with bounds.
-    fn compiled(&self) -> std::result::Result<CompiledTemplate<'_>, Error> {
-        guard::check_source(&self.source, &self.syntax)?;
-        let config = TemplateConfig {
-            syntax_config: self.syntax.clone(),
-            default_auto_escape: Arc::new(|_| AutoEscape::None),
-        };
-        let mut compiled = CompiledTemplate::new("template", &self.source, &config)?;
-        compiled.instructions = guard::guarded(&compiled.instructions)?;
-        for block in compiled.blocks.values_mut() {
-            *block = guard::guarded(block)?;
-        }
-        Ok(compiled)
-    }
-
-    fn render(&self, context: Value) -> std::result::Result<String, Error> {
-        let compiled = self.compiled()?;
-        let mut text = String::new();
-        {
-            let CompiledTemplate { instructions, blocks, initial_auto_escape, .. } = &compiled;
-            let mut output = machinery::make_string_output(&mut text);
-            machinery::eval(
-                &self.env,
-                instructions,
-                context,
-                blocks,
-                &mut output,
-                initial_auto_escape.clone(),
-            )?;
-        }
-        match text.len() {
-            len if len > MAX_OUTPUT_BYTES => {
-                Err(invalid(format!("writes {len} bytes, more than {MAX_OUTPUT_BYTES}")))
+    fn failed(&self, failure: engine::Failure) -> TextError {
+        match failure {
+            engine::Failure::Template(error) => self.error(&error),
+            engine::Failure::Engine => self.problem("the template engine failed".to_owned()),
+            engine::Failure::NoThread(source) => {
+                TextError::NoThread { what: format!("the chat template ({})", self.origin), source }
             }
-            _ => Ok(text),
         }
     }
 
