@@ -1,10 +1,10 @@
-//! Whose failure an error is.
+//! The owner of an error: a row, the machine or the run.
 
 use std::error::Error;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Whose failure an error is.
+/// The owner of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The row's: it can never be used, and is skipped.
@@ -119,7 +119,11 @@ mod tests {
         }
         // No such file, no permission, a directory, a file that grew too large, a name that is too long.
         for number in [2, 13, 21, 27, 36] {
-            assert_eq!(fault(&Outer(io::Error::from_raw_os_error(number)), Fault::Row), Fault::Row, "{number}");
+            assert_eq!(
+                fault(&Outer(io::Error::from_raw_os_error(number)), Fault::Row),
+                Fault::Row,
+                "{number}"
+            );
         }
     }
 

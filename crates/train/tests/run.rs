@@ -6,6 +6,8 @@ mod support;
 
 #[path = "run/algorithms.rs"]
 mod algorithms;
+#[path = "run/machine.rs"]
+mod machine;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
