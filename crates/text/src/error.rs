@@ -101,11 +101,13 @@ pub enum TextError {
         problem: String,
     },
     /// The machine has no thread left for work that needs one. No row is to blame.
-    #[error("{what} needs a thread of its own, and none could be started; raise the limit of processes or of memory")]
+    #[error(
+        "{what} needs a thread of its own, and none could be started; raise the limit of processes or of memory"
+    )]
     NoThread {
-        /// What would run on it.
+        /// The work that needs it.
         what: String,
-        /// What the system said.
+        /// The answer of the system.
         source: omnigrpo_guard::MachineFailure,
     },
     /// The chat template does not reproduce a part of the conversation verbatim.

@@ -18,7 +18,7 @@ use super::{MAX_OUTPUT_BYTES, guard, invalid};
 
 /// Why there is no text.
 pub(super) enum Failure {
-    /// What the template did.
+    /// The template failed.
     Template(Error),
     /// The template engine panicked.
     Engine,
@@ -88,6 +88,11 @@ impl Threads {
             }
             _ => Err(Failure::Engine),
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn num_idle(&self) -> usize {
+        self.idle.lock().unwrap().len()
     }
 }
 
