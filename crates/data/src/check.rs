@@ -13,6 +13,7 @@ use std::time::UNIX_EPOCH;
 
 use omnigrpo_guard::cache::own_folder;
 use omnigrpo_guard::inside;
+use omnigrpo_guard::{Fault, WAITS, fault, retried};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -38,12 +39,14 @@ pub struct MediumInfo {
     pub sample_rate_hz: Option<u32>,
 }
 
+/// The error of a medium or a row. If [`omnigrpo_guard::fault`] says that it is the machine's, the row may be good.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 /// Reads a medium's header; the error says what is wrong with it. Must depend on the medium's source only, not on its
 /// options.
-pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, String> + Sync + 'a;
+pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, Cause> + Sync + 'a;
 /// Prompt length of a row in tokens, given its media's headers in the order of [`Sample::media`]; the error says why
 /// the row cannot be used, which may be that length.
-pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, String> + Sync + 'a;
+pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, Cause> + Sync + 'a;
 
 /// How to check.
 pub struct CheckOptions<'a> {
@@ -153,9 +156,13 @@ impl Report {
 /// Checks every row of `dataset`.
 ///
 /// # Errors
-/// When worker threads cannot be started. Problems of rows are in the report.
+/// When worker threads cannot be started or when the machine fails at a row and goes on
+/// failing. Problems of rows are in the report.
 pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataError> {
     let cache = Cache::open(options.cache_dir);
+    dataset.remember_media(
+        cache.known.lock().unwrap_or_else(PoisonError::into_inner).keys().map(|key| &*key.path),
+    );
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(options.num_threads.max(1)).build().map_err(|error| {
             DataError::Io {
@@ -169,44 +176,39 @@ pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataEr
     let mut report = pool.install(|| {
         (0..total)
             .into_par_iter()
-            .fold(Report::default, |mut report, row| {
-                check_row(dataset, row, options, &cache, &mut report);
+            .try_fold(Report::default, |mut report, row| {
+                check_row(dataset, row, options, &cache, &mut report)?;
                 let done = done.fetch_add(1, Ordering::Relaxed) + 1;
                 if done.is_multiple_of(64) || done == total {
                     (options.progress)(done, total);
                 }
-                report
+                Ok::<_, DataError>(report)
             })
-            .reduce(Report::default, |a, b| a.merge(b, options.num_longest))
-    });
+            .try_reduce(Report::default, |a, b| Ok(a.merge(b, options.num_longest)))
+    })?;
     report.problems.sort_by_key(|problem| problem.row);
     report.keep_longest(options.num_longest);
     Ok(report)
 }
 
-fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache, report: &mut Report) {
+fn check_row(
+    dataset: &Dataset,
+    row: u64,
+    options: &CheckOptions,
+    cache: &Cache,
+    report: &mut Report,
+) -> Result<(), DataError> {
+    let (sample, outcome) = retried(&WAITS, || checked(dataset, row, options, cache))?;
     report.counts.rows += 1;
-    let outcome = match dataset.get(row) {
-        Ok(sample) => {
-            count(&sample, &mut report.counts);
-            if let Some(from) = &sample.solution_from {
-                match report.solutions_from.get_mut(&**from) {
-                    Some(rows) => *rows += 1,
-                    None => drop(report.solutions_from.insert(from.to_string(), 1)),
-                }
+    if let Some(sample) = &sample {
+        count(sample, &mut report.counts);
+        if let Some(from) = &sample.solution_from {
+            match report.solutions_from.get_mut(&**from) {
+                Some(rows) => *rows += 1,
+                None => drop(report.solutions_from.insert(from.to_string(), 1)),
             }
-            usable(&sample, options, cache)
-                .map(|num_tokens| LongPrompt { num_tokens, row, id: sample.id })
-                .map_err(|what| (sample.origin, what, None))
         }
-        Err(RowError { file, line, problem, .. }) => {
-            let missing = match &problem {
-                RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
-                _ => None,
-            };
-            Err((Origin { file, line }, omnigrpo_guard::told(&problem), missing))
-        }
-    };
+    }
     match outcome {
         Ok(prompt) => {
             report.longest.push(prompt);
@@ -219,6 +221,53 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
             report.counts.bad_rows += 1;
             let (file, line) = (origin.file.to_path_buf(), origin.line);
             report.problems.push(Problem { row, file, line, what, missing });
+        }
+    }
+    Ok(())
+}
+
+/// A bad row: where it is, what is wrong, and the kind of the medium that was found nowhere.
+type Bad = (Origin, String, Option<MediumKind>);
+
+/// The row and its place among the longest, or what is wrong with it. An error is the machine's.
+fn checked(
+    dataset: &Dataset,
+    row: u64,
+    options: &CheckOptions,
+    cache: &Cache,
+) -> Result<(Option<Sample>, Result<LongPrompt, Bad>), DataError> {
+    let judged = |origin: &Origin, source: Cause| match fault(&*source, Fault::Row) {
+        Fault::Machine => {
+            Err(DataError::Machine { path: origin.file.to_path_buf(), line: origin.line, source })
+        }
+        _ => Ok(omnigrpo_guard::told(&*source)),
+    };
+    match dataset.get(row) {
+        Ok(sample) => {
+            let bad = match usable(&sample, options, cache) {
+                Ok(num_tokens) => {
+                    let prompt = LongPrompt { num_tokens, row, id: sample.id.clone() };
+                    return Ok((Some(sample), Ok(prompt)));
+                }
+                Err(source) => {
+                    let what = judged(&sample.origin, source)?;
+                    // A folder that has gone away meanwhile.
+                    if let Err(gone) = dataset.get(row) {
+                        judged(&sample.origin, gone.into())?;
+                    }
+                    (sample.origin.clone(), what, None)
+                }
+            };
+            Ok((Some(sample), Err(bad)))
+        }
+        Err(RowError { file, line, problem, .. }) => {
+            let missing = match &problem {
+                RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
+                _ => None,
+            };
+            let origin = Origin { file, line };
+            let what = judged(&origin, problem.into())?;
+            Ok((None, Err((origin, what, missing))))
         }
     }
 }
@@ -236,7 +285,7 @@ fn count(sample: &Sample, counts: &mut Counts) {
 }
 
 /// The row's prompt length, or why it cannot be used. Every broken medium of the row is named.
-fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, String> {
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
     for medium in &sample.media {
@@ -248,11 +297,15 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64,
                 );
                 infos.push(info);
             }
-            Err(what) => broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source))),
+            Err(machine) if fault(&*machine, Fault::Row) == Fault::Machine => return Err(machine),
+            Err(what) => {
+                let what = omnigrpo_guard::told(&*what);
+                broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source)));
+            }
         }
     }
     if !broken.is_empty() {
-        return Err(broken.join("; "));
+        return Err(broken.join("; ").into());
     }
     (options.estimate)(sample, &infos)
 }
@@ -348,7 +401,7 @@ impl Cache {
         Ok((known, file))
     }
 
-    fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, String> {
+    fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, Cause> {
         let Some((out, key)) = self.out.as_ref().zip(Key::of(medium)) else { return probe(medium) };
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(info) = known {
@@ -407,10 +460,10 @@ mod tests {
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
     }
 
-    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, String> {
+    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, Cause> {
         match 10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()) {
             tokens @ ..=85 => Ok(tokens),
-            tokens => Err(format!("got {tokens} tokens, expected at most 85")),
+            tokens => Err(format!("got {tokens} tokens, expected at most 85").into()),
         }
     }
 
@@ -418,10 +471,10 @@ mod tests {
         let (probes, last) = (AtomicUsize::new(0), AtomicU64::new(0));
         let probe = |medium: &MediumRef| {
             probes.fetch_add(1, Ordering::Relaxed);
-            let MediumSource::Path(path) = &medium.source else { return Err("no path".to_owned()) };
+            let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
             match std::fs::read_to_string(path).unwrap().as_str() {
                 "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
-                _ => Err("not an image".to_owned()),
+                _ => Err("not an image".into()),
             }
         };
         let options = CheckOptions {
@@ -470,6 +523,40 @@ mod tests {
         };
         assert_eq!(report.counts, counts);
         assert_eq!(run(&dataset, 4, None).0, report);
+    }
+
+    /// The first attempts at each header fail, as for want of descriptors; or all do, and then no row is to blame.
+    #[test]
+    fn a_failure_of_the_machine_is_waited_for_and_never_a_bad_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let (expected, ..) = run(&dataset, 1, None);
+        let checked = |well: &(dyn Fn(usize) -> bool + Sync)| {
+            let attempts = AtomicUsize::new(0);
+            let probe = |medium: &MediumRef| {
+                if !well(attempts.fetch_add(1, Ordering::Relaxed)) {
+                    return Err(std::io::Error::from_raw_os_error(24).into());
+                }
+                let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
+                match std::fs::read_to_string(path).unwrap().as_str() {
+                    "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
+                    _ => Err("not an image".into()),
+                }
+            };
+            let options = CheckOptions {
+                probe: &probe,
+                estimate: &estimate,
+                num_longest: 2,
+                num_threads: 2,
+                cache_dir: None,
+                progress: &|_, _| {},
+            };
+            check(&dataset, &options)
+        };
+        assert_eq!(checked(&|attempt| attempt != 2 && attempt != 3).unwrap(), expected);
+        let error = checked(&|_| false).unwrap_err();
+        assert!(matches!(error, DataError::Machine { .. }), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("no fault of the row"), "{error}");
     }
 
     #[test]

@@ -367,6 +367,13 @@ impl Dataset {
             .map_err(|problem| RowError { row, file: part.file.path.clone(), line, problem })
     }
 
+    /// Notes that media lay at these paths, so that a folder of theirs which is not there is known to be away.
+    pub(crate) fn remember_media<'a>(&self, paths: impl Iterator<Item = &'a Path>) {
+        for path in paths {
+            self.parts.iter().for_each(|part| part.resolver.remember(path));
+        }
+    }
+
     /// The id of a row, also of one that cannot be used: its own, or `dataset:line`.
     pub fn id(&self, row: u64) -> String {
         let Some((part, in_file)) = self.locate(row) else { return format!("row {row}") };

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_guard::MachineFailure;
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
 
@@ -38,6 +39,19 @@ pub enum DataError {
         line: u64,
         /// What is wrong and what was expected.
         problem: String,
+    },
+    /// The machine failed while rows were checked, and went on failing. The rows may be good.
+    #[error(
+        "the machine failed at {}:{line}; this is no fault of the row, and the same command can succeed once the machine is well",
+        path.display()
+    )]
+    Machine {
+        /// The annotation file.
+        path: PathBuf,
+        /// Line of the row that was being checked, from 1.
+        line: u64,
+        /// How it failed.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Nothing to train on.
     #[error(
@@ -244,6 +258,14 @@ pub enum PathProblem {
     NotFound {
         /// Where it was looked for.
         tried: Vec<PathBuf>,
+    },
+    /// The folder it lies in was there before and is not now: a drive that is away.
+    #[error("its folder {} was there before and is away", folder.display())]
+    FolderAway {
+        /// The folder.
+        folder: PathBuf,
+        /// The answer of the system.
+        source: MachineFailure,
     },
     /// The system refused.
     #[error("it cannot be read")]

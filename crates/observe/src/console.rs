@@ -364,7 +364,7 @@ impl Shown {
     fn lines(console: &Console, line: impl Fn() -> String + Send + 'static) -> Self {
         let over = Arc::new((Mutex::new(false), Condvar::new()));
         let (console, watched) = (console.clone(), Arc::clone(&over));
-        let thread = std::thread::spawn(move || {
+        let work = move || {
             let every = console.0.plain_every;
             let mut is_over = locked(&watched.0);
             while !*is_over {
@@ -376,8 +376,9 @@ impl Shown {
                 let woken = watched.1.wait_timeout(is_over, wait);
                 is_over = woken.unwrap_or_else(PoisonError::into_inner).0;
             }
-        });
-        Self::Lines(over, Some(thread))
+        };
+        // Without a thread nothing is shown in between.
+        Self::Lines(over, std::thread::Builder::new().name("progress".to_owned()).spawn(work).ok())
     }
 
     fn set_position(&self, done: u64) {

@@ -136,7 +136,7 @@ impl BufferState {
         }
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
-            let row = prepare(dataset, prompts, None, row, epoch).map_err(|e| TrainError::Checkpoint {
+            let row = prepare(dataset, prompts, None, row, epoch)?.map_err(|e| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));

@@ -56,6 +56,9 @@ pub struct TrainerState {
     pub epochs_seen: u64,
     /// A rollout that still has updates to come.
     pub buffer: Option<BufferState>,
+    /// Whether the evaluation of this step is still to come, since the machine failed in it.
+    #[serde(default)]
+    pub evaluation_due: bool,
 }
 
 /// What a checkpoint holds beside the state.

@@ -256,7 +256,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         let dataset =
             Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
         let made = |row| {
-            prepare(&dataset, prompts, None, row, 0)
+            prepare(&dataset, prompts, None, row, 0)?
                 .map_err(|unusable| Problem::failure(unusable.reason).into())
         };
         (0..dataset.len()).map(made).collect()

@@ -174,7 +174,7 @@ impl Observer for Saved {
         }
         let (hub, repo, console) = (Arc::clone(&self.hub), self.repo.clone(), self.console.clone());
         let checkpoint = checkpoint.to_owned();
-        let push = std::thread::spawn(move || {
+        let work = move || {
             let pushed = model_files(&checkpoint).and_then(|files| {
                 Ok(hub.push(&repo, &files, &format!("Model after step {step}"), &mut |_| {})?)
             });
@@ -184,8 +184,13 @@ impl Observer for Saved {
                     format!("warning: the checkpoint of step {step} was not pushed: {}", told(error.as_ref()))
                 }
             });
-        });
-        *beside = Some((step, push));
+        };
+        match std::thread::Builder::new().name("push".to_owned()).spawn(work) {
+            Ok(push) => *beside = Some((step, push)),
+            Err(error) => self.console.line(&format!(
+                "warning: the checkpoint of step {step} was not pushed: no thread for it: {error}"
+            )),
+        }
     }
 }
 

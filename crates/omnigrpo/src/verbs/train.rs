@@ -115,7 +115,14 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
             "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
         }
     };
-    Err(Problem::stopped("the run was stopped before its end").help(again).into())
+    Err(match &summary.machine {
+        Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
+            .got(how.as_str())
+            .expected("a machine that is well: no row was skipped for it, and none is lost")
+            .help(format!("put it right, then {again}")),
+        None => Problem::stopped("the run was stopped before its end").help(again),
+    }
+    .into())
 }
 
 /// Builds everything from the settings and trains. What is shown goes to the run's log as well, errors included.
@@ -469,8 +476,8 @@ fn install_signals(context: &Context) -> Result<()> {
     }
     let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
-    // It waits until the process ends.
-    std::thread::spawn(move || {
+    // It waits until the process ends. Without it a signal is obeyed all the same.
+    let answer = move || {
         if signals.forever().next().is_some() {
             let what = match console.activity().step() {
                 Some(step) => format!("finishing step {step}, then saving"),
@@ -478,7 +485,8 @@ fn install_signals(context: &Context) -> Result<()> {
             };
             console.line(&format!("{what}; press Ctrl-C again to stop now"));
         }
-    });
+    };
+    let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(answer);
     Ok(())
 }
 

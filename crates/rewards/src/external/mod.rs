@@ -398,7 +398,11 @@ fn spread<'a>(
     let threads = pool_size.clamp(1, ranges.len().max(1));
     std::thread::scope(|scope| {
         for worker in 1..threads {
-            scope.spawn(move || work(worker));
+            // The threads that run do the work of one that cannot be started.
+            let thread = std::thread::Builder::new().name(format!("reward {worker}"));
+            if thread.spawn_scoped(scope, move || work(worker)).is_err() {
+                break;
+            }
         }
         work(0);
     });
