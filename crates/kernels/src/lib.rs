@@ -52,6 +52,7 @@ pub mod logprob;
 pub mod norm;
 pub mod optim;
 pub mod parallel;
+pub mod paths;
 pub mod probe;
 pub mod profile;
 pub mod quant;

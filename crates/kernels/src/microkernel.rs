@@ -138,7 +138,7 @@ impl WithSimd for Product {
 pub(crate) enum WeightPtr {
     F32(*const f32),
     Bf16(*const bf16),
-    /// bf16 that is multiplied as such, where [`crate::tiles::pairs`] says so.
+    /// bf16 that is multiplied as such ([`crate::paths::Path::Dot`]).
     Pairs(*const bf16),
 }
 

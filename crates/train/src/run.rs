@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use omnigrpo_data::{Dataset, Order};
+use omnigrpo_grpo::CorrectionKind;
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
@@ -184,6 +185,8 @@ struct Loop {
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
+    /// Whether this process has warned of the gap between rollout and training.
+    gap_told: bool,
     /// Let go after all else.
     lock: RunLock,
 }
@@ -279,6 +282,7 @@ impl Loop {
         Ok(Self {
             schedule: length.schedule(&run),
             console: console.clone(),
+            gap_told: false,
             model,
             reference,
             prompts,
@@ -333,6 +337,12 @@ impl Loop {
             timer,
         )
         .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
+        if !self.gap_told
+            && let Some(warning) = gap_warning(outcome.rollout_gap, self.algorithm.loss.correction.kind)
+        {
+            self.console.line(&warning);
+            self.gap_told = true;
+        }
         let mut metrics = reinforcement_metrics(&outcome);
         let reward = outcome.sums.reward();
         timed(timer, "records", || {
@@ -589,6 +599,21 @@ fn continued(records: &RunDir, resumed: &Resumed, total: u64, console: &Console)
     Ok(continued.evaluated.then_some(step))
 }
 
+/// Mean difference of log-probabilities between rollout and training, in nats, from which on a run without a correction warns.
+const LARGE_GAP: f64 = 0.02;
+
+/// What to say of the difference between rollout and training, its largest and its mean. A correction answers it.
+fn gap_warning(gap: Option<(f64, f64)>, correction: CorrectionKind) -> Option<String> {
+    let (max, mean) = gap?;
+    (mean > LARGE_GAP && correction == CorrectionKind::Off).then(|| {
+        format!(
+            "warning: log-probabilities of the rollout differ from those of training by {mean:.3} nats in the mean and {max:.2} at \
+             most; up to {LARGE_GAP} is ordinary. The loss takes both for the same policy. Algorithm::loss.correction.kind \
+             weighs each token or completion by the difference"
+        )
+    })
+}
+
 fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
     let mut metrics: Vec<Metric> = outcome.sums.metrics();
     let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
@@ -621,4 +646,20 @@ fn imitation_metrics(outcome: &ImitationOutcome) -> Vec<Metric> {
     let router = outcome.router.into_iter().flatten();
     let router = ["router_aux_loss", "router_z_loss"].into_iter().zip(router);
     each.into_iter().chain(router).map(|(name, value)| (name.to_owned(), Some(value))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_gap_is_told_with_what_corrects_it() {
+        let told = gap_warning(Some((1.25, 0.0312)), CorrectionKind::Off).unwrap_or_default();
+        for part in ["0.031 nats in the mean", "1.25 at most", "Algorithm::loss.correction.kind"] {
+            assert!(told.contains(part), "{told}");
+        }
+        assert_eq!(gap_warning(Some((1.25, 0.02)), CorrectionKind::Off), None);
+        assert_eq!(gap_warning(Some((1.25, 0.5)), CorrectionKind::TokenTruncate), None);
+        assert_eq!(gap_warning(None, CorrectionKind::Off), None);
+    }
 }

@@ -8,7 +8,7 @@
 //! Sums are `f32`. Where the CPU multiplies bf16, in matrix tiles or in vectors ([`crate::rounds_bf16`]), products with
 //! a bf16 weight round the other factor to bf16 too, and both factors of its gradient; elsewhere bf16 is widened and nothing
 //! is rounded. A bf16 number below 2⁻¹²⁶ counts as zero there. Weights of few bits are widened piece by piece, to bf16 where
-//! it is multiplied, else to f32; while decoding they are not ([`crate::quant`]).
+//! it is multiplied, else to f32 ([`crate::quant::keep_inputs`] says f32 everywhere); while decoding they are not ([`crate::quant`]).
 //!
 //! Several layers with the same input (queries, keys and values; gate and up) run as one call.
 
@@ -23,7 +23,7 @@ pub use rows::forward_rows_into;
 use crate::mat::{Mat, MatMut};
 use crate::quant::{PANEL, QuantRows};
 use crate::workspace::{WIDE, reserve};
-use crate::{Stored, Weight, rounds_bf16};
+use crate::{Stored, Weight, quant, rounds_bf16};
 
 /// One weight of a call, and its bias.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +82,7 @@ fn each_wide(layers: &[Layer], mut f: impl FnMut(usize, Layer)) {
                 let n = step.min(total - start);
                 let bias = layer.bias.map(|bias| &bias[start..start + n]);
                 let (w, wide) = (w.rows(start, start + n), reserve(&mut scratch, n * k));
-                let w = if rounds_bf16() {
+                let w = if rounds_bf16() && !quant::keeps_inputs() {
                     // SAFETY: two bf16 in the place of each f32; any bits are valid for both.
                     let wide = unsafe { std::slice::from_raw_parts_mut(wide.as_mut_ptr().cast(), n * k) };
                     w.widen_bf16(wide);

@@ -4,6 +4,7 @@ use super::{Layer, any_quantised, fit, outputs, work};
 use crate::mat::{Mat, MatMut, check};
 use crate::microkernel::{self, Dots, WeightPtr};
 use crate::parallel::{Strips, tasks};
+use crate::paths::{self, Path};
 use crate::profile::{self, Op, span};
 use crate::quant::QuantRows;
 use crate::workspace::{GROUPS, reserve};
@@ -39,8 +40,9 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
     }
     let mut scratch = GROUPS.take();
     let dtypes = [false, true].map(|bf16| layers.iter().any(|layer| layer.w.is_bf16() == bf16));
-    let tiled = dtypes[1] && k > 0 && tiles::available();
-    let paired = dtypes[1] && tiles::pairs();
+    let path = paths::path();
+    let tiled = dtypes[1] && k > 0 && path == Path::Amx;
+    let paired = dtypes[1] && path == Path::Dot;
     let plain_len = microkernel::packed_len(m, k);
     let narrow_len = if tiled { tiles::packed_len(m, k) } else { plain_len };
     let (plain, narrow) = reserve(&mut scratch, plain_len + narrow_len).split_at_mut(plain_len);

@@ -17,13 +17,28 @@
 
 mod rows;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use half::bf16;
 
 use crate::parallel;
 
 pub(crate) use rows::forward_rows;
 
-/// Whether products of few rows with these weights round their inputs to 8 bits, because this CPU multiplies bytes faster.
+static KEEP_INPUTS: AtomicBool = AtomicBool::new(false);
+
+/// Keeps the inputs of products with these weights in f32, with many rows and with few, so that only the order of sums tells them
+/// apart. Otherwise products of many rows round them as [`crate::rounds_bf16`] says, and those of few rows as
+/// [`rounds_inputs`] says. Not to be changed while a kernel runs.
+pub fn keep_inputs(keep: bool) {
+    KEEP_INPUTS.store(keep, Ordering::Relaxed);
+}
+
+pub(crate) fn keeps_inputs() -> bool {
+    KEEP_INPUTS.load(Ordering::Relaxed)
+}
+
+/// Whether products of few rows with these weights write their inputs as two or three bytes, because this CPU multiplies bytes faster.
 #[must_use]
 pub fn rounds_inputs() -> bool {
     #[cfg(target_arch = "x86_64")]

@@ -3,14 +3,18 @@
 //! Of a group of weights with minimum `m` and step `s`, and of its inputs, the product is `s·Σ q x + m·Σ x`. So codes are multiplied as
 //! they are, and scales once a group.
 //!
-//! Vectors of `f32` widen codes and round nothing. Where the CPU multiplies bytes (AVX512-VNNI), four times as fast, inputs are rounded
-//! to 8 bits a group: `x ≈ a·z`, `a = max|x|/127`, `z` a whole number. With `c` the middle code, and with the sum of the
-//! inputs as they are,
+//! Vectors of `f32` widen codes and round nothing. Where the CPU multiplies bytes (AVX512-VNNI), four times as fast, inputs are written
+//! as bytes: `x ≈ a·z`, `z` a whole number. With 8 bits a weight `z = 256·h + l` has two bytes and `a = max|x|/32639` for the group;
+//! with 4 bits, whose weights are coarser, it has one, and each half of the group its own `a = max|x|/127`. An input that is more than
+//! [`bytes::far_out`] times as large as the mean of the others counts as zero in `z` and is multiplied as f32; beside it the others would
+//! have few bits. With `c` the middle code, and with the sum of the inputs as they are,
 //!
 //! `s·Σ q x ≈ s·(a·Σ q z + c·(Σ x − a·Σ z))`,
 //!
 //! which is off by `s·Σ (q − c)(x − a z)`, at most `s·L/2·Σ a/2`: rounding meets what weights are beside the middle of their range, not
-//! beside its end. `Σ q z` is exact.
+//! beside its end. Sums of bytes are exact.
+//!
+//! [`keep_inputs`](super::keep_inputs) switches bytes off.
 
 use crate::mat::{Mat, MatMut, check};
 use crate::parallel::ranges;
@@ -253,34 +257,83 @@ pub(crate) mod bytes {
     /// Whether the instructions work here and are not switched off.
     pub(crate) fn available() -> bool {
         let works = probe::vnni().works && is_x86_feature_detected!("avx512bw");
-        works && simd::allowed(Instructions::Pairs)
+        works && simd::allowed(Instructions::Pairs) && !super::super::keeps_inputs()
     }
 
-    /// Inputs in 8 bits, and of each group of a row what its sums are completed with.
+    /// How many times the mean of the others an input is that is multiplied as f32: with one byte sooner, since all of them go to the
+    /// ordinary ones. The largest of 32 normal numbers is three times their mean.
+    pub(super) const fn far_out(bits: QuantBits) -> f32 {
+        match bits {
+            QuantBits::Eight => 32.0,
+            QuantBits::Four => 5.0,
+        }
+    }
+
+    /// Words of a group of a row, four neighbours each: of `h` and of `l`, or of `z`.
+    const fn words_of(bits: QuantBits) -> usize {
+        match bits {
+            QuantBits::Eight => 2 * GROUP / LANE,
+            QuantBits::Four => GROUP / LANE,
+        }
+    }
+
+    /// What the sums of a group of a row are completed with.
+    #[derive(Clone, Copy, Default)]
+    struct Scales {
+        /// `a`, or that of each half.
+        steps: [f32; 2],
+        /// `c·(Σ x − a·Σ z)` of those that are not far out.
+        middle: f32,
+        /// `Σ x`.
+        sum: f32,
+        /// Inputs that are far out, 0 where none is, and their places in the group.
+        outliers: [(f32, u32); 2],
+    }
+
+    /// Inputs in bytes. Rows that are multiplied together stand together: of each group, and of each four neighbours in it, both bytes
+    /// of every row.
     pub(super) struct Inputs {
-        /// `z`, `[m, groups · GROUP]`.
-        z: Vec<i8>,
-        /// `[m, groups]`: `a`, `c·(Σ x − a·Σ z)` and `Σ x`.
-        scales: Vec<[f32; 3]>,
+        z: Vec<i32>,
+        /// Of each group those of every row.
+        scales: Vec<Scales>,
         m: usize,
         groups: usize,
+    }
+
+    /// How many of `rest` rows are multiplied together.
+    const fn side(rest: usize) -> usize {
+        match rest {
+            ROWS.. => ROWS,
+            4.. => 4,
+            2.. => 2,
+            _ => 1,
+        }
     }
 
     impl Inputs {
         pub(super) fn new(x: Mat, bits: QuantBits) -> Self {
             let ((m, k), groups) = (x.dims(), x.cols.div_ceil(GROUP));
-            let (mut z, mut scales) = (vec![0; m * groups * GROUP], vec![[0.0; 3]; m * groups]);
-            let middle = bits.levels() as f32 / 2.0;
-            let rows = z.chunks_mut((groups * GROUP).max(1)).zip(scales.chunks_mut(groups.max(1)));
-            parallel::map(rows.enumerate(), m * k, |(i, (z, scales))| {
-                let (whole, rest) = x.row(i).as_chunks::<GROUP>();
-                let mut last = [0.0; GROUP];
-                last[..rest.len()].copy_from_slice(rest);
-                for ((x, z), scales) in
-                    whole.iter().chain([&last]).zip(z.as_chunks_mut::<GROUP>().0).zip(scales)
-                {
-                    // SAFETY: the instructions exist.
-                    *scales = unsafe { round(x, z, middle) };
+            let words = words_of(bits);
+            let (mut z, mut scales) = (vec![0; m * groups * words], vec![Scales::default(); m * groups]);
+            let tiles = z.chunks_mut((ROWS * groups * words).max(1));
+            let tiles = tiles.zip(scales.chunks_mut((ROWS * groups).max(1)));
+            parallel::map(tiles.enumerate(), m * k, |(tile, (z, scales))| {
+                let (first, end) = (tile * ROWS, m.min(tile * ROWS + ROWS));
+                let mut i = first;
+                while i < end {
+                    let side = side(end - i);
+                    let (z, scales) =
+                        (&mut z[(i - first) * groups * words..], &mut scales[(i - first) * groups..]);
+                    for r in 0..side {
+                        for (g, x) in x.row(i + r).chunks(GROUP).enumerate() {
+                            let mut group = [0.0; GROUP];
+                            group[..x.len()].copy_from_slice(x);
+                            let z = &mut z[g * side * words..][..side * words];
+                            // SAFETY: the instructions exist.
+                            scales[g * side + r] = unsafe { round(bits, &mut group, z, (side, r)) };
+                        }
+                    }
+                    i += side;
                 }
             });
             Self { z, scales, m, groups }
@@ -296,13 +349,13 @@ pub(crate) mod bytes {
             while i < self.m {
                 // SAFETY: rows that exist.
                 unsafe {
-                    i += match (self.m - i, bits) {
-                        (ROWS.., QuantBits::Eight) => self.tile::<8, ROWS>(lines, i, to),
-                        (ROWS.., QuantBits::Four) => self.tile::<4, ROWS>(lines, i, to),
-                        (4.., QuantBits::Eight) => self.tile::<8, 4>(lines, i, to),
-                        (4.., QuantBits::Four) => self.tile::<4, 4>(lines, i, to),
-                        (2.., QuantBits::Eight) => self.tile::<8, 2>(lines, i, to),
-                        (2.., QuantBits::Four) => self.tile::<4, 2>(lines, i, to),
+                    i += match (side(self.m - i), bits) {
+                        (ROWS, QuantBits::Eight) => self.tile::<8, ROWS>(lines, i, to),
+                        (ROWS, QuantBits::Four) => self.tile::<4, ROWS>(lines, i, to),
+                        (4, QuantBits::Eight) => self.tile::<8, 4>(lines, i, to),
+                        (4, QuantBits::Four) => self.tile::<4, 4>(lines, i, to),
+                        (2, QuantBits::Eight) => self.tile::<8, 2>(lines, i, to),
+                        (2, QuantBits::Four) => self.tile::<4, 2>(lines, i, to),
                         (_, QuantBits::Eight) => self.tile::<8, 1>(lines, i, to),
                         (_, QuantBits::Four) => self.tile::<4, 1>(lines, i, to),
                     };
@@ -321,11 +374,8 @@ pub(crate) mod bytes {
         ) -> usize {
             let words = GROUP * BITS / 32;
             debug_assert!(lines.len() == self.groups * (1 + words) && i + R <= self.m);
-            let (mut z, mut scales) = ([std::ptr::null::<i8>(); R], [std::ptr::null::<[f32; 3]>(); R]);
-            for r in 0..R {
-                z[r] = self.z[(i + r) * self.groups * GROUP..].as_ptr();
-                scales[r] = self.scales[(i + r) * self.groups..].as_ptr();
-            }
+            let mut z = self.z[i * self.groups * words_of(bits_of::<BITS>())..].as_ptr();
+            let mut scales = self.scales[i * self.groups..].as_ptr();
             // Other rows find the panel where the first ones left it.
             let ask = |line: *const Line| {
                 if i == 0 {
@@ -336,8 +386,8 @@ pub(crate) mod bytes {
             let half = _mm512_set1_epi8(0x0f);
             let mut acc = [_mm512_setzero_ps(); R];
             let mut line = lines.as_ptr();
-            for g in 0..self.groups {
-                let mut dots = [_mm512_setzero_si512(); R];
+            for _ in 0..self.groups {
+                let mut dots = [[_mm512_setzero_si512(); 2]; R];
                 // SAFETY: `groups` groups of lines, inputs and scales.
                 unsafe {
                     ask(line);
@@ -351,10 +401,17 @@ pub(crate) mod bytes {
                                 (_, 0) => _mm512_and_si512(word, half),
                                 _ => _mm512_and_si512(_mm512_srli_epi32::<4>(word), half),
                             };
-                            let at = g * GROUP + (part * words + t) * LANE;
+                            let at = (part * words + t) * R;
                             for r in 0..R {
-                                let four = _mm512_set1_epi32(z[r].add(at).cast::<i32>().read_unaligned());
-                                dots[r] = _mm512_dpbusd_epi32(dots[r], codes, four);
+                                if BITS == 8 {
+                                    for p in 0..2 {
+                                        let four = _mm512_set1_epi32(*z.add((at + r) * 2 + p));
+                                        dots[r][p] = _mm512_dpbusd_epi32(dots[r][p], codes, four);
+                                    }
+                                } else {
+                                    let four = _mm512_set1_epi32(*z.add(at + r));
+                                    dots[r][part] = _mm512_dpbusd_epi32(dots[r][part], codes, four);
+                                }
                             }
                         }
                     }
@@ -362,13 +419,32 @@ pub(crate) mod bytes {
                     let step = _mm512_castsi512_ps(step);
                     let min = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(scale));
                     for r in 0..R {
-                        let [a, middle, sum] = *scales[r].add(g);
-                        let dot = _mm512_cvtepi32_ps(dots[r]);
-                        let dot = _mm512_fmadd_ps(dot, _mm512_set1_ps(a), _mm512_set1_ps(middle));
+                        let Scales { steps, middle, sum, outliers } = *scales.add(r);
+                        let middle = _mm512_set1_ps(middle);
+                        let [first, second] = steps.map(|step| _mm512_set1_ps(step));
+                        let mut dot = if BITS == 8 {
+                            // At most 64 · 255 · 32639, which is below 2³⁰.
+                            let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(dots[r][0]), dots[r][1]);
+                            _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), first, middle)
+                        } else {
+                            let [a, b] = dots[r].map(|dot| _mm512_cvtepi32_ps(dot));
+                            _mm512_fmadd_ps(b, second, _mm512_fmadd_ps(a, first, middle))
+                        };
+                        for (outlier, at) in outliers {
+                            if outlier != 0.0 {
+                                let (word, shift) = bits_of::<BITS>().place(at as usize);
+                                let word = _mm512_load_si512(line.add(1 + word).cast());
+                                let code = _mm512_srlv_epi32(word, _mm512_set1_epi32(shift as i32));
+                                let code = _mm512_and_si512(code, _mm512_set1_epi32((1 << BITS) - 1));
+                                dot = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(outlier), dot);
+                            }
+                        }
                         acc[r] = _mm512_fmadd_ps(dot, step, acc[r]);
                         acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(sum), min, acc[r]);
                     }
                     line = line.add(1 + words);
+                    z = z.add(R * words_of(bits_of::<BITS>()));
+                    scales = scales.add(R);
                 }
             }
             let mut out = [[0.0f32; PANEL]; R];
@@ -383,33 +459,85 @@ pub(crate) mod bytes {
         }
     }
 
-    /// What [`Inputs`] hold of a group, with `c` the middle code. Numbers that are not finite make a sum that is none.
+    const fn bits_of<const BITS: usize>() -> QuantBits {
+        if BITS == 8 { QuantBits::Eight } else { QuantBits::Four }
+    }
+
+    /// What [`Inputs`] hold of a group, which goes to row `r` of `side`. Numbers that are not finite make a sum that is none.
     ///
     /// # Safety
     /// The instructions exist.
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn round(x: &[f32; GROUP], z: &mut [i8; GROUP], c: f32) -> [f32; 3] {
-        let mut most = _mm512_setzero_ps();
-        for x in x.as_chunks::<PANEL>().0 {
-            // SAFETY: sixteen floats. Of a number and none, the instruction gives its second operand.
-            most = unsafe { _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x.as_ptr())), most) };
+    unsafe fn round(
+        bits: QuantBits,
+        x: &mut [f32; GROUP],
+        z: &mut [i32],
+        (side, r): (usize, usize),
+    ) -> Scales {
+        let mut out = Scales { sum: sum(x), ..Scales::default() };
+        // The largest number of two bytes with signs whose upper one does not overflow when it is rounded, or of one.
+        let (most_code, len) = match bits {
+            QuantBits::Eight => (32_639.0, GROUP),
+            QuantBits::Four => (127.0, GROUP / 2),
+        };
+        let mut steps = [(0.0, 0.0); 2];
+        for (part, x) in x.chunks_exact_mut(len).enumerate() {
+            // SAFETY: the instructions exist.
+            let (mut most, size) = unsafe { most_and_size(x) };
+            if most * (len - 1) as f32 > far_out(bits) * (size - most) {
+                let at = x.iter().position(|x| x.abs() == most).unwrap_or(0);
+                out.outliers[part] = (std::mem::take(&mut x[at]), (part * len + at) as u32);
+                // SAFETY: as above.
+                most = unsafe { most_and_size(x) }.0;
+            }
+            let inverse = most_code / most;
+            // Nothing, or so small that this many steps of it are none: what remains is less than rounding is elsewhere.
+            steps[part] = if inverse.is_finite() { (most / most_code, inverse) } else { (0.0, 0.0) };
         }
-        let most = _mm512_reduce_max_ps(most);
-        let inverse = 127.0 / most;
-        // Nothing, or so small that 127 steps of it are none: what remains is less than rounding is elsewhere.
-        let (a, inverse) = if inverse.is_finite() { (most / 127.0, inverse) } else { (0.0, 0.0) };
-        let mut total = _mm512_setzero_si512();
-        for (x, z) in x.as_chunks::<PANEL>().0.iter().zip(z.as_chunks_mut::<PANEL>().0) {
+        let mut total = [0; 2];
+        for (at, x) in x.as_chunks::<PANEL>().0.iter().enumerate() {
+            let (mut high, mut low, part) = ([0i32; LANE], [0i32; LANE], at * PANEL / len);
             // SAFETY: sixteen floats and bytes.
             unsafe {
-                let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(inverse));
+                let scaled = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(steps[part].1));
                 // To nearest, ties to even.
                 let rounded = _mm512_cvtps_epi32(scaled);
-                total = _mm512_add_epi32(total, rounded);
-                _mm_storeu_si128(z.as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(rounded));
+                total[part] += _mm512_reduce_add_epi32(rounded);
+                let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
+                let lower = _mm512_sub_epi32(rounded, _mm512_slli_epi32::<8>(upper));
+                _mm_storeu_si128(high.as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(upper));
+                _mm_storeu_si128(low.as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(lower));
+            }
+            for e in 0..LANE {
+                let place = (at * LANE + e) * side + r;
+                match bits {
+                    QuantBits::Eight => z[2 * place..2 * place + 2].copy_from_slice(&[high[e], low[e]]),
+                    // Its upper byte is 0.
+                    QuantBits::Four => z[place] = low[e],
+                }
             }
         }
-        let (sum, total) = (sum(x), _mm512_reduce_add_epi32(total));
-        [a, c * (sum - a * total as f32), sum]
+        let [(first, _), (second, _)] = steps;
+        let near = first * total[0] as f32 + second * total[1] as f32;
+        out.middle = bits.levels() as f32 / 2.0 * (sum(x) - near);
+        out.steps = [first, second];
+        out
+    }
+
+    /// The largest size of the numbers, sixteen or more, and the sum of all sizes.
+    ///
+    /// # Safety
+    /// The instructions exist.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn most_and_size(x: &[f32]) -> (f32, f32) {
+        let (mut most, mut size) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+        for x in x.as_chunks::<PANEL>().0 {
+            // SAFETY: sixteen floats. Of a number and none, the maximum is its second operand.
+            unsafe {
+                let x = _mm512_abs_ps(_mm512_loadu_ps(x.as_ptr()));
+                (most, size) = (_mm512_max_ps(x, most), _mm512_add_ps(size, x));
+            }
+        }
+        (_mm512_reduce_max_ps(most), _mm512_reduce_add_ps(size))
     }
 }

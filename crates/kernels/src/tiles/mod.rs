@@ -12,9 +12,9 @@
 //! as bf16 (from 3.39·10³⁸) gives NaN. (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence
 //! Datatype For Higher-Precision Computations", arXiv 1904.06376.)
 //!
-//! A bf16 weight is one number, and the factor beside it is rounded to one: one product. CPUs without tiles may still have
-//! vectors that add up products of bf16 pairs at twice the rate of `f32` ([`pairs`]): the same operands, packed in the same
-//! way, go through them.
+//! A bf16 weight is one number, and the factor beside it is rounded to one: one product. Vectors may add up products of bf16 pairs
+//! at twice the rate of `f32` ([`pairs`]): the same operands, packed in the same way, go through them, or neither
+//! ([`crate::paths`] chooses).
 //!
 //! Both operands are cut into tiles by `split` when they are packed. Pairs that the instruction adds up are elements `p`
 //! and `p + 16` of 32 neighbours of the inner dimension, on both sides.
@@ -42,6 +42,7 @@ use half::bf16;
 use crate::Stored;
 use crate::mat::Mat;
 use crate::parallel::Shared;
+use crate::paths::{self, Path};
 
 /// Whether products run on matrix tiles: CPU and system have them, and they are not switched off.
 #[must_use]
@@ -52,19 +53,19 @@ pub(crate) fn available() -> bool {
     false
 }
 
-/// Whether vectors multiply bf16, and there are no tiles, which do it faster.
+/// Whether vectors multiply bf16: CPU and system can, and it is not switched off.
 #[must_use]
-pub(crate) fn pairs() -> bool {
+pub(crate) fn has_pairs() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return !amx::available() && pairs::available();
+    return pairs::available();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
 }
 
-/// Whether products with a bf16 weight round the other factor to bf16, because instructions of this CPU multiply only that.
+/// Whether products with a bf16 weight round the other factor to bf16, because they are made by instructions that multiply only that.
 #[must_use]
 pub fn rounds_bf16() -> bool {
-    available() || pairs()
+    paths::path() != Path::Widened
 }
 
 /// Rows of the left operand, and where their products go.
@@ -109,7 +110,7 @@ pub(crate) unsafe fn multiply(
     rounded: bool,
 ) -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if k > 0 && (amx::available() || rounded && pairs::available()) {
+    if k > 0 && if rounded { rounds_bf16() } else { amx::available() } {
         debug_assert!(lefts.windows(2).all(|w| (w[0].outer, w[0].inner) == (w[1].outer, w[1].inner)));
         if lefts.iter().all(|left| left.rows == 0) || rights.iter().all(|right| right.columns == 0) {
             return true;
@@ -117,9 +118,9 @@ pub(crate) unsafe fn multiply(
         // SAFETY: the contract of this function, and the instructions exist.
         unsafe {
             if rounded {
-                product::multiply::<1>(lefts, rights, k, ldc, old);
+                product::multiply::<1>(lefts, rights, k, ldc, old, paths::path() == Path::Amx);
             } else {
-                product::multiply::<{ amx::PARTS }>(lefts, rights, k, ldc, old);
+                product::multiply::<{ amx::PARTS }>(lefts, rights, k, ldc, old, true);
             }
         }
         return true;

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::amx::{
-    self, Element, GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack,
-    panel_len, store, words,
+    Element, GROUP, Output, Packed, SIDE, STEP, Tiles, multiply_rounded, multiply_wide, pack, panel_len,
+    store, words,
 };
 use super::{Left, Right, pairs};
 use crate::Stored;
@@ -51,13 +51,14 @@ unsafe fn pack_run<T: Element, const N: usize>(
 /// See the function of the same name outside; `N` is the number of parts.
 ///
 /// # Safety
-/// Its contract, and the instructions exist.
+/// Its contract, and the instructions exist: those of tiles if `tiled` or there are several parts.
 pub(super) unsafe fn multiply<const N: usize>(
     lefts: &[Left],
     rights: &[Right],
     k: usize,
     ldc: usize,
     old: bool,
+    tiled: bool,
 ) {
     // Operand and first row of every group.
     let groups: Vec<(usize, usize)> = lefts
@@ -104,7 +105,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                 let right = &rights[at];
                 let mut scratch = RIGHT.take();
                 // SAFETY: the instructions exist.
-                let tiles = amx::available().then(|| unsafe { Tiles::new() });
+                let tiles = tiled.then(|| unsafe { Tiles::new() });
                 let mut output = Output([0.0; GROUP * GROUP]);
                 for block in now {
                     let len = panel_len(N, block.len());
