@@ -676,9 +676,6 @@ mod sources {
         insta::assert_snapshot!("source_internvl", accepted("vivqa-x", INTERNVL, &of));
         insta::assert_snapshot!("source_internvl_explained", accepted("vivqa-x", INTERNVL_EXPLAINED, &of));
         insta::assert_snapshot!("source_adapters", accepted("vivqa-x", ADAPTERS, &["lora_r", "torch_dtype"]));
-        // What the run itself needs is said before anything is loaded.
-        let error = refused(&words("vivqa-x", INTERNVL_EXPLAINED));
-        assert!(error.starts_with("error: the reward `explanation` needs a CLIP\n"), "{error}");
         // The README's example of a reward of one's own is one name short of a program.
         let mine = INTERNVL.replace("accuracy format", "accuracy format explanation my_new_reward");
         let error = refused(&[words("vivqa-x", &mine), vec!["--print_config"]].concat());
