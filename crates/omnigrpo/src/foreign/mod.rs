@@ -265,6 +265,7 @@ mod tests {
             }
         };
         let values = [
+            "grpo",
             "true",
             "false",
             "lora",
