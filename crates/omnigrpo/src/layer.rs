@@ -137,7 +137,9 @@ impl Entry {
 
     /// The name as it was written.
     fn shown(&self) -> String {
-        if self.origin == Origin::Flag { format!("--{}", self.name) } else { self.name.clone() }
+        // verl and EasyR1 write `group.name=value` without dashes.
+        let dashes = self.origin == Origin::Flag && !self.name.contains('.');
+        if dashes { format!("--{}", self.name) } else { self.name.clone() }
     }
 }
 

@@ -233,7 +233,7 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.rollout.top_p", "worker.rollout.top_p"], |v| Becomes("top_p", v.into())),
     (&["actor_rollout_ref.rollout.*", "worker.rollout.*"], |_| Dropped(IN_PROCESS)),
     (&["actor_rollout_ref.ref.*", "worker.ref.*"], |_| {
-        Dropped("the reference is scored in the same pass form")
+        Dropped("the reference is scored in the same process")
     }),
     // Rewards.
     (&["worker.reward.reward_function", "worker.reward.score_function"], |v| {
