@@ -27,7 +27,7 @@ enum Field {
     NoEffect(&'static str),
     /// Read by a function of its own.
     Read(fn(&Value, &Settings) -> Result<String, String>),
-    /// As `Read`, where it matters whether the model is on a GPU.
+    /// Read by a function that also asks whether the model is on a GPU.
     ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 

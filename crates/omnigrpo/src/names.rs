@@ -53,7 +53,7 @@ choice!(
     All = "all",
 );
 choice!(
-    /// What sizes of batches count.
+    /// The unit of a batch size.
     BatchUnit:
     /// Prompts, each with all of its completions (TRL before 0.16, R1-V, R1-Omni).
     Prompts = "prompts",

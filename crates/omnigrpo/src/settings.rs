@@ -175,7 +175,7 @@ pub struct Push {
 /// The batch of an optimizer step.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
-    /// What `per_device` counts.
+    /// The unit of `per_device`.
     pub unit: BatchUnit,
     /// Prompts or completions worked on at a time.
     pub per_device: usize,
@@ -449,7 +449,7 @@ impl Settings {
             }
             BatchUnit::Completions => {
                 let prompts = per_device * accumulation / each;
-                // As many whole groups at a time as the given size holds, if they divide the step.
+                // The given size holds this many whole groups, which must divide the step.
                 let at_a_time = (per_device / each).max(1);
                 (if prompts.is_multiple_of(at_a_time) { at_a_time } else { 1 }, prompts)
             }

@@ -15,7 +15,7 @@ pub enum Fate {
     Becomes(&'static str, String),
     /// It is read as several settings, each unless it is given itself.
     BecomesAll(Vec<(&'static str, String)>),
-    /// Its value and that of another setting of the same source decide together; `None` where that one is not given.
+    /// Decided together with another setting of the same source; `None` where that one is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
     /// Nothing depends on it, for the reason given.
     Dropped(&'static str),
