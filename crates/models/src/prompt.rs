@@ -251,12 +251,12 @@ impl PromptBuilder {
         // Settings of a run do not reach a model that judges.
         let too_long = |tokens| ModelError::PromptTooLong {
             tokens,
-            limit: self.max_prompt_tokens(),
+            limit: self.model_tokens(),
             which: "the positions of the model that judges",
             remedy: "shorten the text, or let the row name fewer frames or pixels".to_owned(),
         };
         let features: usize = media.iter().map(num_features).sum();
-        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
+        if features > self.model_tokens().max(MOST_RENDERED) {
             return Err(too_long(features));
         }
         let arranged = self.family.processor().arrange(turns);
@@ -264,20 +264,15 @@ impl PromptBuilder {
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
         match rendered.ids.len() {
-            tokens if tokens > self.max_prompt_tokens() => Err(too_long(tokens)),
+            tokens if tokens > self.model_tokens() => Err(too_long(tokens)),
             _ => Ok(rendered),
         }
     }
 
-    /// The longest prompt that is accepted, tokens.
-    fn max_prompt_tokens(&self) -> usize {
-        let model = self
-            .family
-            .architecture()
-            .decoder_config()
-            .max_positions
-            .saturating_sub(self.settings.max_completion_length);
-        self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
+    /// Tokens of the longest prompt that leaves the model room for a completion.
+    fn model_tokens(&self) -> usize {
+        let positions = self.family.architecture().decoder_config().max_positions;
+        positions.saturating_sub(self.settings.max_completion_length)
     }
 
     /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
@@ -352,16 +347,14 @@ impl PromptBuilder {
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
         }
-        let features: usize = media.iter().map(num_features).sum();
-        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
-            return Err(self.too_long(features, media));
+        let features = media.iter().map(num_features).sum();
+        if features > MOST_RENDERED {
+            self.check_length(features, media)?;
         }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let rendered = renderer.render(turns, media, &self.settings.render)?;
-        match rendered.ids.len() {
-            tokens if tokens > self.max_prompt_tokens() => Err(self.too_long(tokens, media)),
-            _ => Ok(rendered),
-        }
+        self.check_length(rendered.ids.len(), media)?;
+        Ok(rendered)
     }
 
     fn prompt(
@@ -393,26 +386,44 @@ impl PromptBuilder {
         })
     }
 
-    /// Names the limit, and what would help: where media are a fifth of the prompt, the settings of the kind that has most.
-    fn too_long(&self, tokens: usize, media: &[MediumTokens]) -> ModelError {
+    /// Compares a prompt of `tokens`, features of media included, with the limits: that of the settings, as the family
+    /// counts, and the model's. The error names the limit and what would help: where media are a fifth of what is counted,
+    /// the settings of the kind that has most.
+    fn check_length(&self, tokens: usize, media: &[MediumTokens]) -> Result<()> {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
-        let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 5 * of(*kind) > tokens);
+        let as_one = self.family.processor().counts_medium_as_one();
+        let counted = match as_one {
+            true => tokens.saturating_sub(kinds.into_iter().map(of).sum()) + media.len(),
+            false => tokens,
+        };
+        let model = self.model_tokens();
+        let given =
+            self.settings.max_prompt_length.filter(|&given| counted > given && (given <= model || as_one));
+        if given.is_none() && tokens <= model {
+            return Ok(());
+        }
+        let longest = kinds.into_iter().max_by_key(|kind| of(*kind));
+        let longest = longest.filter(|kind| 5 * of(*kind) > tokens && !(as_one && given.is_some()));
         let shorten = match longest {
             Some(kind) => self.family.processor().shorten(kind).unwrap_or("give fewer media"),
             None => "shorten the text",
         };
-        let limit = self.max_prompt_tokens();
-        let (which, or) = match self.settings.max_prompt_length {
-            Some(given) if given == limit => {
-                ("PromptSettings::max_prompt_length", ", or raise PromptSettings::max_prompt_length")
-            }
-            _ => (
+        let (tokens, limit, which, or) = match given {
+            Some(given) => (
+                counted,
+                given,
+                "PromptSettings::max_prompt_length",
+                ", or raise PromptSettings::max_prompt_length",
+            ),
+            None => (
+                tokens,
+                model,
                 "the model's positions less PromptSettings::max_completion_length",
                 ", or lower PromptSettings::max_completion_length",
             ),
         };
-        ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") }
+        Err(ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") })
     }
 }
 

@@ -23,6 +23,12 @@ pub trait Processor: Send + Sync {
     /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
+    /// Whether a limit on the length of prompts counts a medium as one token, as the family's own trainer does, which
+    /// cuts its prompts before features take the place of media.
+    fn counts_medium_as_one(&self) -> bool {
+        false
+    }
+
     /// What a medium will become, given its header (see [`super::probe_medium`]).
     ///
     /// # Errors

@@ -25,6 +25,7 @@ use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
 use crate::flags::Kind;
+use crate::names::BatchUnit;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
@@ -200,7 +201,7 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
         context.console.line(&format!("{}:", path.display()));
-        for line in deepspeed::read(path, settings)? {
+        for line in deepspeed::read(path, settings, devices[0] != Device::Cpu)? {
             context.console.line(&format!("  {line}"));
         }
     }
@@ -393,7 +394,7 @@ fn eval_options(settings: &Settings) -> EvalOptions {
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (flag, value) in resolved.values.binding(resolved.verb) {
-        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths);
+        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
         out.insert(flag.name.to_owned(), if is_path { real_paths(value) } else { value });
     }
     let mut sources = vec![("the model", model.dir().to_owned())];
@@ -448,12 +449,16 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
 fn step_takes(settings: &Settings, objective: Objective) -> String {
     let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
-    match objective {
-        Objective::Imitate => format!("a step takes {prompts} answer{plural}"),
-        Objective::Reinforce => {
+    let each = settings.algorithm.num_generations;
+    match (objective, settings.batch.unit) {
+        (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
+        (Objective::Reinforce, BatchUnit::Prompts) => {
+            format!("a step takes {prompts} prompt{plural} of {each} completions")
+        }
+        (Objective::Reinforce, BatchUnit::Completions) => {
             format!(
-                "a step takes {prompts} prompt{plural}, {} completions each",
-                settings.algorithm.num_generations
+                "a step takes {prompts} prompt{plural} of {each} completions, as the source: its batch of {} counts completions",
+                prompts * each
             )
         }
     }
