@@ -130,13 +130,16 @@ pub(crate) struct Ready {
 }
 
 /// The way from rows of a dataset to the features of their media.
+///
+/// # Errors
+/// A dataset that was written to while in use.
 pub(crate) fn prepare_all(
     model: &Model,
     prompts: &PromptBuilder,
     dataset: &Dataset,
     rewards: Option<&RewardSet>,
     rows: &[u64],
-) -> Ready {
+) -> Result<Ready> {
     let mut ready = Ready::default();
     for &row in rows {
         let made = prepare(dataset, prompts, rewards, row, 0).and_then(|prepared| {
@@ -152,7 +155,8 @@ pub(crate) fn prepare_all(
             Err(why) => ready.unusable.push((row, why)),
         }
     }
-    ready
+    dataset.unchanged()?;
+    Ok(ready)
 }
 
 /// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that
@@ -294,7 +298,7 @@ impl RowSource {
     /// The next `count` rows with their prompts.
     ///
     /// # Errors
-    /// No usable row left, or more skipped rows than the policy allows.
+    /// No usable row left, more skipped rows than the policy allows, or a dataset that was written to while in use.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
         let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
@@ -328,6 +332,8 @@ impl RowSource {
             let made = ready
                 .remove(&at)
                 .unwrap_or_else(|| make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making));
+            // A file that changes is no fault of the row.
+            self.dataset.unchanged()?;
             match made {
                 Ok((id, value)) => {
                     out.push(value);
