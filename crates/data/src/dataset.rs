@@ -104,7 +104,7 @@ impl Default for ReadOptions {
 /// Rows that are looked at for the names of columns.
 const LOOKED_AT: u64 = 1000;
 
-/// The rows of one or several datasets, read when asked for. What is kept in memory is 16 bytes per row.
+/// The rows of one or several datasets, read when asked for. What is kept in memory is 24 bytes per row.
 ///
 /// Rows are numbered `0..len` in the order of the specs and files, after sampling; the numbers are the same whenever files,
 /// settings and seed are the same.
@@ -372,6 +372,15 @@ impl Dataset {
         for path in paths {
             self.parts.iter().for_each(|part| part.resolver.remember(path));
         }
+    }
+
+    /// Fails if a row that was read, on whatever thread, was not the one that its file held when it was opened. Such a row is an
+    /// error of its own, too; this tells that the dataset as a whole is no longer what it was.
+    ///
+    /// # Errors
+    /// [`DataError::Changed`].
+    pub fn unchanged(&self) -> Result<(), DataError> {
+        self.parts.iter().try_for_each(|part| part.file.unchanged())
     }
 
     /// The id of a row, also of one that cannot be used: its own, or `dataset:line`.

@@ -53,6 +53,14 @@ pub enum DataError {
         /// How it failed.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A file that was written to while in use.
+    #[error("{}:{line}: the row is not the one that stood there when the file was opened, so the file was written to while in use; nothing of the new text was used. Put the file back as it was and start again to resume, or start a new run with the new rows", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Line of the first row that was found changed, from 1.
+        line: u64,
+    },
     /// Nothing to train on.
     #[error(
         "the dataset is empty: got 0 rows in {files}, expected at least one; check the file and its sampling rate"
@@ -164,8 +172,13 @@ pub enum RowProblem {
         len: u64,
     },
     /// The file could not be read at this place.
-    #[error("cannot read the row; did the file change while in use?")]
+    #[error("cannot read the row")]
     Io(#[from] std::io::Error),
+    /// Something else stands where the row stood when the file was opened.
+    #[error(
+        "the row is not the one that stood there when the file was opened; the file was written to while in use"
+    )]
+    Changed,
     /// Longer than a row may be.
     #[error("the row is longer than {limit_bytes} bytes; refer to media by path instead of embedding them")]
     TooLong {

@@ -236,15 +236,16 @@ impl PromptBuilder {
         self.prompt(turns, self.render_finished(turns, &tokens)?, media)
     }
 
-    /// Whether a finished conversation can be read, from the headers of its media alone.
+    /// The tokens of a finished conversation that can be read, from the headers of its media alone.
     ///
     /// # Errors
     /// As [`Self::finished`], except for what only decoding shows.
-    pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<()> {
+    pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         let limits = &self.settings.media.limits;
         let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
         let plans = self.plans(media, &headers)?;
-        self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?).map(drop)
+        let rendered = self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
+        Ok(rendered.ids.len())
     }
 
     fn render_finished(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
@@ -259,7 +260,7 @@ impl PromptBuilder {
         if features > self.model_tokens().max(MOST_RENDERED) {
             return Err(too_long(features));
         }
-        let arranged = self.family.processor().arrange(turns);
+        let arranged = self.family.processor().arrange(turns, &self.template);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
@@ -343,7 +344,7 @@ impl PromptBuilder {
     }
 
     fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
-        let turns = &self.family.processor().arrange(turns);
+        let turns = &self.family.processor().arrange(turns, &self.template);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
         }

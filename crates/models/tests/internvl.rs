@@ -7,16 +7,18 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use omnigrpo_data::{ReadOptions, Sample};
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
     Training, WeightDtype,
 };
 use omnigrpo_ops::Part;
+use serde_json::json;
 use support::rows::{INTERNVL, builder, check_plans, dataset, prompt};
 use support::{
-    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, max_diff, take_gradients,
-    train_all, training, weight_bits,
+    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
+    take_gradients, train_all, training, weight_bits,
 };
 use tempfile::TempDir;
 
@@ -70,6 +72,40 @@ fn ids_and_pixels_equal_the_reference() {
         assert!(got.iter().copied().eq(want), "{name} {case}: pixels differ");
         let positions: Vec<[u32; 3]> = (0..prompt.ids.len() as u32).map(|p| [p; 3]).collect();
         assert_eq!((prompt.positions, prompt.next_position), (positions, prompt.ids.len() as u32));
+    }
+}
+
+/// Rows of InternVL, LLaVA and VLM-R1 write a line break behind `<image>`; users of `transformers` write none. The template of
+/// the hf layout writes one, too.
+#[test]
+fn a_line_break_behind_a_medium_is_written_once_in_both_layouts() {
+    let user = |turns: &str| format!("<|im_start|>user\n{turns}<|im_end|>\n<|im_start|>assistant\n");
+    let text = |name: &str, value: &str| {
+        let row = json!({
+            "image": ["media/shapes.png", "media/shapes.png"], "video": "media/clip.gif",
+            "conversations": [{ "from": "system", "value": "Look." }, { "from": "human", "value": value }],
+        });
+        let sample = Sample::from_row(row, "rows", &golden(""), &ReadOptions::default()).unwrap();
+        let prompt = builder(&checkpoint(name), MediaSettings::default()).build(&sample).unwrap();
+        let text = prompt.text.split_once("Look.<|im_end|>\n").unwrap().1.to_owned();
+        (text.replace("<IMG_CONTEXT>", "<image>"), prompt.ids)
+    };
+    for (value, expected) in [
+        ("<image>\n<image>\n<video>\nWhat?", "<image>\n<image>\n<video>\nWhat?"),
+        ("<image><image><video>What?", "<image>\n<image>\n<video>\nWhat?"),
+        // The second of two line breaks is the row's own.
+        ("<image>\n\n<image>\n<video>\nWhat?", "<image>\n\n<image>\n<video>\nWhat?"),
+        ("First <image>\n<image>\n<video>\nWhat?\n", "First <image>\n<image>\n<video>\nWhat?\n"),
+    ] {
+        for (hf, original) in
+            [("internvl_hf", "internvl_original"), ("internvl3_5_hf", "internvl3_5_original")]
+        {
+            let (of_hf, ids) = text(hf, value);
+            assert_eq!(of_hf, user(expected), "{hf}: {value:?}");
+            let (of_original, original_ids) = text(original, value);
+            assert_eq!(of_original, user(expected), "{original}: {value:?}");
+            assert_eq!(ids, original_ids, "{hf}: {value:?}");
+        }
     }
 }
 

@@ -95,7 +95,9 @@ pub fn score_recorded(
 ) -> Result<()> {
     let (temperature, max_tokens) = (algorithm.sampling.scoring_temperature(), algorithm.max_stream_tokens);
     for &number in rows {
-        let recorded = prepare(dataset, prompts, None, number, 0)?.and_then(|row| {
+        let prepared = prepare(dataset, prompts, None, number, 0);
+        dataset.unchanged()?;
+        let recorded = prepared?.and_then(|row| {
             let unusable = |reason: String| Unusable { id: row.sample.id.clone(), reason };
             let completions = row.sample.completions.as_deref();
             let completions = completions.ok_or_else(|| unusable("the row has no `completions`".into()))?;

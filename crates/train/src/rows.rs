@@ -159,7 +159,10 @@ pub(crate) struct Ready {
     pub(crate) unusable: Vec<(u64, Unusable)>,
 }
 
-/// The way from rows of a dataset to the features of their media. An error is the machine's.
+/// Prepares rows up to the features of their media.
+///
+/// # Errors
+/// A failure of the machine, a dataset that was written to while in use.
 pub(crate) fn prepare_all(
     model: &Model,
     prompts: &PromptBuilder,
@@ -182,6 +185,7 @@ pub(crate) fn prepare_all(
             Err(why) => ready.unusable.push((row, why)),
         }
     }
+    dataset.unchanged()?;
     Ok(ready)
 }
 
@@ -325,8 +329,8 @@ impl RowSource {
     /// The next `count` rows with their prompts.
     ///
     /// # Errors
-    /// No usable row left, more skipped rows than the policy allows, or the machine's failure, after which the order is to be put
-    /// back to where it was.
+    /// No usable row left, more skipped rows than the policy allows, a dataset that was written to while in use, or the machine's
+    /// failure, after which the order is to be put back to where it was.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
         let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
@@ -361,6 +365,8 @@ impl RowSource {
                 Some(made) => made,
                 None => make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making)?,
             };
+            // A file that changes is no fault of the row.
+            self.dataset.unchanged()?;
             match made {
                 Ok((id, value)) => {
                     out.push(value);

@@ -458,6 +458,18 @@ impl Loop {
         let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         self.console.activity().leave();
+        if let (true, Some(first)) = (evaluation.rows.is_empty(), evaluation.skipped.first()) {
+            return Err(TrainError::Data {
+                what: format!(
+                    "none of the {} evaluation rows can be used; row {} (id {}): {}; correct the rows, or run without an \
+                     evaluation",
+                    evaluation.skipped.len(),
+                    first.row,
+                    first.id,
+                    first.reason
+                ),
+            });
+        }
         self.observer.evaluation(step, &evaluation);
         if self.place.evaluated_at != Some(step) {
             self.records.evaluation(step, epoch, &evaluation)?;
@@ -490,15 +502,23 @@ impl Loop {
         Ok(improved)
     }
 
+    /// Whether an evaluation is the best so far; not where it has no value to compare.
     fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> Result<bool> {
         let Some(evaluation) = evaluation else { return Ok(false) };
-        let Some(value) = evaluation.metric(&self.run.best_metric) else {
-            let known: Vec<&str> = evaluation.summary.metrics.iter().map(|(name, _)| name.as_str()).collect();
+        let metrics = &evaluation.summary.metrics;
+        let Some((name, value)) = metrics.iter().find(|(name, _)| *name == self.run.best_metric) else {
+            let known: Vec<&str> = metrics.iter().map(|(name, _)| name.as_str()).collect();
             return Err(TrainError::setting(
                 "RunPlan::best_metric",
                 &self.run.best_metric,
                 format!("the evaluation has no such metric; it has {}", known.join(", ")),
             ));
+        };
+        let Some(value) = *value else {
+            self.console.line(&format!(
+                "the evaluation after step {step} has no value of {name}, so it is not compared with the best one"
+            ));
+            return Ok(false);
         };
         let better = self.place.best.is_none_or(|(best, _)| value > best);
         if better {

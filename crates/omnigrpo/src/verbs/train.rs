@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
@@ -267,6 +267,12 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     if !scored {
         setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
     }
+    if scored || !eval_rows.is_empty() {
+        rewards_read_all(settings, &rewards)?;
+    }
+    if let (true, Some(prompts)) = (settings.data.skip_check, &eval_prompts) {
+        any_usable(&eval_dataset, &eval_rows, prompts, &rewards)?;
+    }
     let eval = eval_prompts.map(|prompts| EvalPlan {
         prompts,
         dataset: eval_dataset,
@@ -288,6 +294,44 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         bad_rows,
         longest,
     })
+}
+
+/// Fails if a reward cannot read the longest completion behind the longest prompt that it was asked about: such completions would
+/// have no value.
+fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
+    let longest = settings.algorithm.sampling.max_completion_length;
+    let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
+    let lower = match limit.room() {
+        0 => String::new(),
+        room => format!("lower --max_completion_length to {room}, "),
+    };
+    Err(Problem::usage("a reward cannot read the longest completions")
+        .got(format!(
+            "`{name}` in --reward_funcs reads at most {} tokens; the longest prompt has {} of them and --max_completion_length \
+             {longest} allows {longest} more",
+            limit.most, limit.longest_prompt
+        ))
+        .expected("prompt and completion within the limit; a token of the policy is taken for one of the reward")
+        .help(format!("{lower}leave out the longest prompts, or take a reward model that reads more"))
+        .into())
+}
+
+/// Fails if none of the evaluation rows can be used, which the first evaluation would find out hours later. Rows are read until
+/// one can be used; mostly that is the first.
+fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
+    let mut first = None;
+    for &row in rows {
+        match omnigrpo_train::prepare(dataset, prompts, Some(rewards), row, 0) {
+            Ok(_) => return Ok(()),
+            Err(why) => drop(first.get_or_insert((row, why))),
+        }
+    }
+    let Some((row, why)) = first else { return Ok(()) };
+    Err(Problem::failure("no evaluation row can be used")
+        .got(format!("{} rows that cannot; row {row} (id {}): {}", rows.len(), why.id, why.reason))
+        .expected("at least one row to evaluate on")
+        .help("`omnigrpo data check` lists all of them; without --eval_file and --val_split_ratio nothing is evaluated")
+        .into())
 }
 
 fn run_logged(
@@ -464,31 +508,37 @@ fn step_takes(settings: &Settings, objective: Objective) -> String {
     }
 }
 
-/// Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint, and are answered at once; a second
-/// one ends it at once, with the exit code that shells give to that signal.
+/// Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint, and are answered at once. A second
+/// one of the first three ends it at once, with the exit code that shells give to that signal. SIGUSR1 is a scheduler's warning,
+/// which SIGTERM follows: it counts neither as the first of the two nor as the second.
 fn install_signals(context: &Context) -> Result<()> {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     let unable = "signals cannot be handled";
     context.stop.store(false, Ordering::Relaxed);
+    let told = Arc::new(AtomicBool::new(false));
     // A run under `nohup` is to survive its terminal.
     let handled: Vec<i32> =
-        [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
-    // What is registered first acts first: the second signal finds the flag set.
+        [SIGINT, SIGTERM, SIGUSR1, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
     for &signal in &handled {
-        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&context.stop))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&context.stop)))
-            .context(unable)?;
+        signal_hook::flag::register(signal, Arc::clone(&context.stop)).context(unable)?;
+        if signal != SIGUSR1 {
+            // Handlers act in the order of their registration: the second signal finds the flag set.
+            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&told))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&told)))
+                .context(unable)?;
+        }
     }
     let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
     // It waits until the process ends. Without it a signal is obeyed all the same.
     let answer = move || {
-        if signals.forever().next().is_some() {
+        for signal in &mut signals {
             let what = match console.activity().step() {
                 Some(step) => format!("finishing step {step}, then saving"),
                 None => "finishing what is under way".to_owned(),
             };
-            console.line(&format!("{what}; press Ctrl-C again to stop now"));
+            let more = if signal == SIGUSR1 { "" } else { "; press Ctrl-C again to stop now" };
+            console.line(&format!("{what}{more}"));
         }
     };
     let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(answer);
