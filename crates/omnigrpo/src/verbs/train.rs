@@ -321,7 +321,7 @@ fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
 fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
     let mut first = None;
     for &row in rows {
-        match omnigrpo_train::prepare(dataset, prompts, Some(rewards), row, 0) {
+        match omnigrpo_train::prepare(dataset, prompts, Some(rewards), row, 0)? {
             Ok(_) => return Ok(()),
             Err(why) => drop(first.get_or_insert((row, why))),
         }
