@@ -162,7 +162,7 @@ const AMD: &str = "AuthenticAMD";
 const INTEL: &str = "GenuineIntel";
 
 /// The ranges of AMD's models are those of the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
-pub const TABLE: &[Row] = &[
+pub static TABLE: &[Row] = &[
     row(AMD, 25, 0x10..=0x1f, "Zen 4", true, None),
     row(AMD, 25, 0x60..=0xaf, "Zen 4", true, None),
     row(AMD, 26, 0x00..=0x2f, "Zen 5", true, Some([194.0, 414.0])),

@@ -260,7 +260,7 @@ impl PromptBuilder {
         if features > self.model_tokens().max(MOST_RENDERED) {
             return Err(too_long(features));
         }
-        let arranged = self.family.processor().arrange(turns, &self.template);
+        let arranged = self.family.processor().arrange(turns);
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
@@ -344,7 +344,7 @@ impl PromptBuilder {
     }
 
     fn render(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
-        let turns = &self.family.processor().arrange(turns, &self.template);
+        let turns = &self.family.processor().arrange(turns);
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
         }

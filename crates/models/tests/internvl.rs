@@ -76,36 +76,20 @@ fn ids_and_pixels_equal_the_reference() {
 }
 
 /// Rows of InternVL, LLaVA and VLM-R1 write a line break behind `<image>`; users of `transformers` write none. The template of
-/// the hf layout writes one, too.
+/// the hf layout writes one of its own, as in `transformers`, so the first kind of row has two there.
 #[test]
-fn a_line_break_behind_a_medium_is_written_once_in_both_layouts() {
-    let user = |turns: &str| format!("<|im_start|>user\n{turns}<|im_end|>\n<|im_start|>assistant\n");
+fn the_hf_template_writes_a_line_break_of_its_own() {
     let text = |name: &str, value: &str| {
-        let row = json!({
-            "image": ["media/shapes.png", "media/shapes.png"], "video": "media/clip.gif",
-            "conversations": [{ "from": "system", "value": "Look." }, { "from": "human", "value": value }],
-        });
+        let row =
+            json!({ "image": "media/shapes.png", "conversations": [{ "from": "human", "value": value }] });
         let sample = Sample::from_row(row, "rows", &golden(""), &ReadOptions::default()).unwrap();
         let prompt = builder(&checkpoint(name), MediaSettings::default()).build(&sample).unwrap();
-        let text = prompt.text.split_once("Look.<|im_end|>\n").unwrap().1.to_owned();
-        (text.replace("<IMG_CONTEXT>", "<image>"), prompt.ids)
+        prompt.text.replace("<IMG_CONTEXT>", "<image>")
     };
-    for (value, expected) in [
-        ("<image>\n<image>\n<video>\nWhat?", "<image>\n<image>\n<video>\nWhat?"),
-        ("<image><image><video>What?", "<image>\n<image>\n<video>\nWhat?"),
-        // The second of two line breaks is the row's own.
-        ("<image>\n\n<image>\n<video>\nWhat?", "<image>\n\n<image>\n<video>\nWhat?"),
-        ("First <image>\n<image>\n<video>\nWhat?\n", "First <image>\n<image>\n<video>\nWhat?\n"),
-    ] {
-        for (hf, original) in
-            [("internvl_hf", "internvl_original"), ("internvl3_5_hf", "internvl3_5_original")]
-        {
-            let (of_hf, ids) = text(hf, value);
-            assert_eq!(of_hf, user(expected), "{hf}: {value:?}");
-            let (of_original, original_ids) = text(original, value);
-            assert_eq!(of_original, user(expected), "{original}: {value:?}");
-            assert_eq!(ids, original_ids, "{hf}: {value:?}");
-        }
+    for (hf, original) in [("internvl_hf", "internvl_original"), ("internvl3_5_hf", "internvl3_5_original")] {
+        assert!(text(hf, "<image>What?").contains("<image>\nWhat?"));
+        assert!(text(original, "<image>\nWhat?").contains("<image>\nWhat?"));
+        assert!(text(hf, "<image>\nWhat?").contains("<image>\n\nWhat?"));
     }
 }
 

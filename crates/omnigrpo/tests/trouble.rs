@@ -102,7 +102,9 @@ fn a_start_right_after_a_kill_is_not_refused() {
     }
     place.run(&line(40, 1, "cut")).ok();
     same(&place, "whole", "cut");
-    dead.iter_mut().for_each(|child| drop(child.wait().unwrap()));
+    for mut child in dead {
+        child.wait().unwrap();
+    }
 }
 
 /// With the preset's `save_only_model` too, the checkpoint of an interruption is one to go on from.

@@ -66,9 +66,8 @@ pub trait Processor: Send + Sync {
         Ok(((0..len as u32).map(|p| [p; 3]).collect(), len as u32))
     }
 
-    /// The conversation as this template renders it: a family may put white space around media that the row does not place, or
-    /// take away what the template writes itself.
-    fn arrange(&self, turns: &[Turn], _template: &ChatTemplate) -> Vec<Turn> {
+    /// The conversation as it is rendered: a family may put white space around media that the row does not place.
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
         turns.to_vec()
     }
 

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{
-    ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn,
-};
+use omnigrpo_text::{MediumKind, MediumSegment, MediumTokens, Part as TurnPart, Role, Tokenizer, Turn};
 
 use super::config::{HumanOmniConfig, PromptForm};
 use super::projector::{audio_tokens, num_tokens};
@@ -75,7 +73,7 @@ impl Processor for HumanOmniProcessor {
     }
 
     /// A line break behind every medium, where the row has not put white space there itself.
-    fn arrange(&self, turns: &[Turn], _: &ChatTemplate) -> Vec<Turn> {
+    fn arrange(&self, turns: &[Turn]) -> Vec<Turn> {
         let mut turns = turns.to_vec();
         for turn in &mut turns {
             let mut parts: Vec<TurnPart> = Vec::with_capacity(turn.parts.len());

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use omnigrpo_data::{MediumInfo, MediumRef};
-use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, Part, TemplateOrigin, Turn};
+use omnigrpo_text::{ChatTemplate, MediumKind, MediumSegment, MediumTokens, TemplateOrigin};
 
 use super::config::Layout;
 use super::{CLOSE, CONTEXT, InternVl, OPEN, media, template};
@@ -77,35 +77,6 @@ impl Processor for InternVlProcessor {
             return Ok(ChatTemplate::from_source(template::HF)?);
         }
         Ok(template)
-    }
-
-    /// Drops the line break that a row writes behind a medium (`<image>\nWhat?`) where the template writes its own, as those of
-    /// the hf layout do. Then both layouts give the ids that the models were trained with.
-    fn arrange(&self, turns: &[Turn], template: &ChatTemplate) -> Vec<Turn> {
-        let breaks = |kind: MediumKind| {
-            let marker = if kind == MediumKind::Image { CONTEXT } else { "<video>" };
-            // Jinja's escape, or the character.
-            ["\\n", "\n"].iter().any(|end| template.source().contains(&format!("{marker}{end}")))
-        };
-        let [after_image, after_video] = [MediumKind::Image, MediumKind::Video].map(breaks);
-        let mut turns = turns.to_vec();
-        for turn in &mut turns {
-            let mut doubled = false;
-            for part in &mut turn.parts {
-                match part {
-                    Part::Medium { kind, .. } => {
-                        doubled = if *kind == MediumKind::Image { after_image } else { after_video };
-                    }
-                    Part::Text(text) => {
-                        if std::mem::take(&mut doubled) && text.starts_with('\n') {
-                            text.remove(0);
-                        }
-                    }
-                }
-            }
-            turn.parts.retain(|part| !matches!(part, Part::Text(text) if text.is_empty()));
-        }
-        turns
     }
 
     fn stop_tokens(&self) -> &'static [&'static str] {
