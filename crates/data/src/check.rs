@@ -372,7 +372,7 @@ impl Cache {
         Self { known: Mutex::new(known), out: out.map(Mutex::new) }
     }
 
-    /// What is known, and the file that more is appended to.
+    /// Known headers, and the file that new ones are appended to.
     fn read(folder: &Path, max_bytes: u64) -> std::io::Result<(HashMap<Key, MediumInfo>, File)> {
         own_folder(folder)?;
         let path = folder.join(CACHE_NAME);

@@ -75,7 +75,7 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     let expected = regular(std::fs::symlink_metadata(&real)?)?;
     let mut options = File::options();
     options.read(true);
-    // What takes the file's place now may be a pipe: opening it does not wait for its other end.
+    // A pipe may have taken the file's place: opening it does not wait for its other end.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         &mut options,

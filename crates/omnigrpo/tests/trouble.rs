@@ -131,19 +131,21 @@ fn an_interrupted_run_that_saves_models_only_goes_on() {
 #[test]
 fn a_second_start_in_one_directory_is_refused_and_disturbs_nothing() {
     let place = Place::new();
-    place.run(&line(40, 1, "whole")).ok();
+    // Long enough for three refused starts, each of which waits a moment for the holder.
+    const STEPS: usize = 300;
+    place.run(&line(STEPS, 1, "whole")).ok();
     let child =
-        place.command(&line(40, 1, "run")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        place.command(&line(STEPS, 1, "run")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     assert!(appears(&place.path("run/rollouts/step-000002.jsonl")));
     let holder = format!("process {} on ", child.id());
     for more in ["", " --seed 2", " --resume_from_checkpoint never"] {
-        let refused = place.run(&(line(40, 1, "run") + more));
+        let refused = place.run(&(line(STEPS, 1, "run") + more));
         refused
             .fails(1, &["the run directory is in use", &holder, "since 20", "one process per run directory"]);
     }
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(0));
     same(&place, "whole", "run");
-    for step in [1, 40] {
+    for step in [1, STEPS] {
         let log = format!("rollouts/step-{step:06}.jsonl");
         assert_eq!(place.lines(&format!("run/{log}")).len(), place.lines(&format!("whole/{log}")).len());
     }

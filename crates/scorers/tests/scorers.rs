@@ -768,7 +768,7 @@ fn what_is_no_reward_model_is_said() {
     let batch = [said(&turns, &columns, &endless), said(&turns, &columns, " blue")];
     let blue = model.score(&batch[1..]).unwrap()[0];
     assert!(blue.is_some() && model.take_logged() == Logged::default());
-    // What is too long has no value, and the others have theirs.
+    // A completion that is too long has no value; the others have theirs.
     assert_eq!(model.score(&batch).unwrap(), [None, blue]);
     assert_eq!(model.take_logged().metrics, [("too_long".to_owned(), 1.0)].into());
     assert_eq!(model.take_logged(), Logged::default());

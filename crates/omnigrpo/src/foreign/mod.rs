@@ -178,7 +178,7 @@ fn row(name: &str) -> Option<&'static Row> {
         Some(start) => name.starts_with(start) && crate::flags::find(&name).is_none(),
         None => **pattern == name,
     };
-    TABLE.iter().chain(peers::TABLE).find(|(names, _)| names.iter().any(|pattern| fits(&pattern)))
+    TABLE.iter().chain(peers::TABLE).find(|(names, _)| names.iter().any(fits))
 }
 
 /// The name and the value of a word that verl or EasyR1 would take, `group.name=value`.
@@ -276,7 +276,7 @@ mod tests {
                 Some(Dropped(_)) => true,
                 _ => false,
             };
-            assert!(values.iter().any(|value| fits(&value)), "no value fits {name}");
+            assert!(values.iter().any(fits), "no value fits {name}");
         }
         assert_eq!(
             fate("data.train_files", "hiyouga/geometry3k@train", |_| None),

@@ -55,7 +55,7 @@ const SIMPLE: [&str; 12] = [
 ];
 
 thread_local! {
-    /// What the run on this thread has left. A thread has one run at a time.
+    /// The budget that the run on this thread has left. A thread has one run at a time.
     static LEFT: Cell<Bounds> = const { Cell::new(RENDER) };
 }
 
