@@ -172,7 +172,8 @@ fn same_file(_: &Metadata, _: &Metadata) -> bool {
     true
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
