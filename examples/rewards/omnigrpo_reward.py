@@ -15,8 +15,10 @@ Run it yourself to use another interpreter, or from within the file that holds t
 
     serve(reward)
 
-Prompts and completions arrive as TRL gives them for conversational data ([{"role": ..., "content": ...}]); with
-`text=True` (or `--text`) as plain strings. Every column of the dataset is a keyword argument, one entry per completion;
+Prompts and completions arrive as TRL gives them for conversational data: each prompt is the whole conversation, a list of
+{"role": ..., "content": ...} with the system turn and earlier turns. In rows with media each content is a list of parts,
+{"type": "text", "text": ...} and {"type": "image", "image": path}. With `text=True` (or `--text`) they are plain strings, a
+prompt the text of the last question. Every column of the dataset is a keyword argument, one entry per completion;
 so are `solution`, `completion_ids`, `image_path` (the row's media), and `trainer_state`. `log_metric(name, value)` and
 `log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
 Return one number, or None for "not applicable", per completion. `async def` works as well.
@@ -58,12 +60,15 @@ def _arguments(rows, text, log):
     def message(role, content):
         return content if text else [{"role": role, "content": content}]
 
+    def prompt(row):
+        return not text and row.get("turns") or message("user", row["prompt"])
+
     columns = {name: None for row in rows for name in row["columns"]}
     columns = {name: [row["columns"].get(name) for row in rows] for name in columns if name not in ("prompt", "completion")}
     columns.setdefault("solution", [row["solution"] for row in rows])
     columns.setdefault("image_path", [row["media"] for row in rows])
     return columns | {
-        "prompts": [message("user", row["prompt"]) for row in rows],
+        "prompts": [prompt(row) for row in rows],
         "completions": [message("assistant", row["completion"]) for row in rows],
         "completion_ids": [row["completion_ids"] for row in rows],
         "trainer_state": SimpleNamespace(global_step=rows[0]["step"] if rows else 0),

@@ -5,12 +5,15 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{BufRead, BufReader, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
 
+use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::inside;
+use omnigrpo_guard::{Fault, WAITS, fault, retried};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -36,12 +39,14 @@ pub struct MediumInfo {
     pub sample_rate_hz: Option<u32>,
 }
 
+/// The error of a medium or a row. If [`omnigrpo_guard::fault`] says that it is the machine's, the row may be good.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 /// Reads a medium's header; the error says what is wrong with it. Must depend on the medium's source only, not on its
 /// options.
-pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, String> + Sync + 'a;
+pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, Cause> + Sync + 'a;
 /// Prompt length of a row in tokens, given its media's headers in the order of [`Sample::media`]; the error says why
 /// the row cannot be used, which may be that length.
-pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, String> + Sync + 'a;
+pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, Cause> + Sync + 'a;
 
 /// How to check.
 pub struct CheckOptions<'a> {
@@ -151,9 +156,13 @@ impl Report {
 /// Checks every row of `dataset`.
 ///
 /// # Errors
-/// When worker threads cannot be started or the cache cannot be written. Problems of rows are in the report.
+/// When worker threads cannot be started or when the machine fails at a row and goes on
+/// failing. Problems of rows are in the report.
 pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataError> {
-    let cache = Cache::open(options.cache_dir)?;
+    let cache = Cache::open(options.cache_dir);
+    dataset.remember_media(
+        cache.known.lock().unwrap_or_else(PoisonError::into_inner).keys().map(|key| &*key.path),
+    );
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(options.num_threads.max(1)).build().map_err(|error| {
             DataError::Io {
@@ -167,45 +176,39 @@ pub fn check(dataset: &Dataset, options: &CheckOptions) -> Result<Report, DataEr
     let mut report = pool.install(|| {
         (0..total)
             .into_par_iter()
-            .fold(Report::default, |mut report, row| {
-                check_row(dataset, row, options, &cache, &mut report);
+            .try_fold(Report::default, |mut report, row| {
+                check_row(dataset, row, options, &cache, &mut report)?;
                 let done = done.fetch_add(1, Ordering::Relaxed) + 1;
                 if done.is_multiple_of(64) || done == total {
                     (options.progress)(done, total);
                 }
-                report
+                Ok::<_, DataError>(report)
             })
-            .reduce(Report::default, |a, b| a.merge(b, options.num_longest))
-    });
+            .try_reduce(Report::default, |a, b| Ok(a.merge(b, options.num_longest)))
+    })?;
     report.problems.sort_by_key(|problem| problem.row);
     report.keep_longest(options.num_longest);
-    cache.finish(options.cache_dir)?;
     Ok(report)
 }
 
-fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache, report: &mut Report) {
+fn check_row(
+    dataset: &Dataset,
+    row: u64,
+    options: &CheckOptions,
+    cache: &Cache,
+    report: &mut Report,
+) -> Result<(), DataError> {
+    let (sample, outcome) = retried(&WAITS, || checked(dataset, row, options, cache))?;
     report.counts.rows += 1;
-    let outcome = match dataset.get(row) {
-        Ok(sample) => {
-            count(&sample, &mut report.counts);
-            if let Some(from) = &sample.solution_from {
-                match report.solutions_from.get_mut(&**from) {
-                    Some(rows) => *rows += 1,
-                    None => drop(report.solutions_from.insert(from.to_string(), 1)),
-                }
+    if let Some(sample) = &sample {
+        count(sample, &mut report.counts);
+        if let Some(from) = &sample.solution_from {
+            match report.solutions_from.get_mut(&**from) {
+                Some(rows) => *rows += 1,
+                None => drop(report.solutions_from.insert(from.to_string(), 1)),
             }
-            usable(&sample, options, cache)
-                .map(|num_tokens| LongPrompt { num_tokens, row, id: sample.id })
-                .map_err(|what| (sample.origin, what, None))
         }
-        Err(RowError { file, line, problem, .. }) => {
-            let missing = match &problem {
-                RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
-                _ => None,
-            };
-            Err((Origin { file, line }, omnigrpo_guard::told(&problem), missing))
-        }
-    };
+    }
     match outcome {
         Ok(prompt) => {
             report.longest.push(prompt);
@@ -218,6 +221,53 @@ fn check_row(dataset: &Dataset, row: u64, options: &CheckOptions, cache: &Cache,
             report.counts.bad_rows += 1;
             let (file, line) = (origin.file.to_path_buf(), origin.line);
             report.problems.push(Problem { row, file, line, what, missing });
+        }
+    }
+    Ok(())
+}
+
+/// A bad row: where it is, what is wrong, and the kind of the medium that was found nowhere.
+type Bad = (Origin, String, Option<MediumKind>);
+
+/// The row and its place among the longest, or what is wrong with it. An error is the machine's.
+fn checked(
+    dataset: &Dataset,
+    row: u64,
+    options: &CheckOptions,
+    cache: &Cache,
+) -> Result<(Option<Sample>, Result<LongPrompt, Bad>), DataError> {
+    let judged = |origin: &Origin, source: Cause| match fault(&*source, Fault::Row) {
+        Fault::Machine => {
+            Err(DataError::Machine { path: origin.file.to_path_buf(), line: origin.line, source })
+        }
+        _ => Ok(omnigrpo_guard::told(&*source)),
+    };
+    match dataset.get(row) {
+        Ok(sample) => {
+            let bad = match usable(&sample, options, cache) {
+                Ok(num_tokens) => {
+                    let prompt = LongPrompt { num_tokens, row, id: sample.id.clone() };
+                    return Ok((Some(sample), Ok(prompt)));
+                }
+                Err(source) => {
+                    let what = judged(&sample.origin, source)?;
+                    // A folder that has gone away meanwhile.
+                    if let Err(gone) = dataset.get(row) {
+                        judged(&sample.origin, gone.into())?;
+                    }
+                    (sample.origin.clone(), what, None)
+                }
+            };
+            Ok((Some(sample), Err(bad)))
+        }
+        Err(RowError { file, line, problem, .. }) => {
+            let missing = match &problem {
+                RowProblem::Medium { kind, problem: PathProblem::NotFound { .. }, .. } => Some(*kind),
+                _ => None,
+            };
+            let origin = Origin { file, line };
+            let what = judged(&origin, problem.into())?;
+            Ok((None, Err((origin, what, missing))))
         }
     }
 }
@@ -235,7 +285,7 @@ fn count(sample: &Sample, counts: &mut Counts) {
 }
 
 /// The row's prompt length, or why it cannot be used. Every broken medium of the row is named.
-fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, String> {
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
     for medium in &sample.media {
@@ -247,11 +297,15 @@ fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64,
                 );
                 infos.push(info);
             }
-            Err(what) => broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source))),
+            Err(machine) if fault(&*machine, Fault::Row) == Fault::Machine => return Err(machine),
+            Err(what) => {
+                let what = omnigrpo_guard::told(&*what);
+                broken.push(format!("{} {}: {what}", medium.kind, name(&medium.source)));
+            }
         }
     }
     if !broken.is_empty() {
-        return Err(broken.join("; "));
+        return Err(broken.join("; ").into());
     }
     (options.estimate)(sample, &infos)
 }
@@ -284,16 +338,11 @@ fn name(source: &MediumSource) -> String {
 
 /// What is known of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
 /// change its own time when a frame does. What is learnt is written at once, so that a check which is killed goes on where
-/// it was.
+/// it was. A cache that cannot be used, or no longer, costs time and nothing else.
 struct Cache {
     known: Mutex<HashMap<Key, MediumInfo>>,
-    out: Option<Mutex<Append>>,
-}
-
-/// The end of the cache's file, and what went wrong there.
-struct Append {
-    file: File,
-    error: Option<std::io::Error>,
+    /// The end of the cache's file.
+    out: Option<Mutex<File>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -313,19 +362,32 @@ struct Line {
 
 /// Raised when [`MediumInfo`] or the meaning of its fields changes.
 const CACHE_NAME: &str = "media-headers-1.jsonl";
+/// Bytes of the cache's file: about a million files. One that is longer is begun anew.
+const MAX_CACHE_BYTES: u64 = 256 << 20;
 
 impl Cache {
-    fn open(folder: Option<&Path>) -> Result<Self, DataError> {
-        let mut known = HashMap::new();
-        let Some(folder) = folder else { return Ok(Self { known: Mutex::new(known), out: None }) };
-        std::fs::create_dir_all(folder).map_err(DataError::io("create", folder))?;
+    fn open(folder: Option<&Path>) -> Self {
+        let opened = folder.and_then(|folder| Self::read(folder, MAX_CACHE_BYTES).ok());
+        let (known, out) = opened.map_or_else(Default::default, |(known, file)| (known, Some(file)));
+        Self { known: Mutex::new(known), out: out.map(Mutex::new) }
+    }
+
+    /// Known headers, and the file that new ones are appended to.
+    fn read(folder: &Path, max_bytes: u64) -> std::io::Result<(HashMap<Key, MediumInfo>, File)> {
+        own_folder(folder)?;
         let path = folder.join(CACHE_NAME);
-        let failed = || DataError::io("open", &path);
-        let mut file = File::options().read(true).append(true).create(true).open(&path).map_err(failed())?;
+        match inside::open(folder, CACHE_NAME) {
+            // A link that leads nowhere would be followed to where the file is then made.
+            Err(error) if error.kind() != ErrorKind::NotFound || path.is_symlink() => return Err(error),
+            Ok(file) if file.metadata()?.len() > max_bytes => std::fs::remove_file(&path)?,
+            _ => {}
+        }
+        let mut file = File::options().read(true).append(true).create(true).open(&path)?;
+        let mut known = HashMap::new();
         let mut reader = BufReader::new(&file);
         let mut line = Vec::new();
         let mut whole = true;
-        while reader.read_until(b'\n', &mut line).map_err(failed())? > 0 {
+        while reader.read_until(b'\n', &mut line)? > 0 {
             // A line that cannot be read is work to do again and nothing worse.
             if let Ok(Line { key, info }) = serde_json::from_slice(&line) {
                 known.insert(key, info);
@@ -334,12 +396,12 @@ impl Cache {
             line.clear();
         }
         if !whole {
-            file.write_all(b"\n").map_err(failed())?;
+            file.write_all(b"\n")?;
         }
-        Ok(Self { known: Mutex::new(known), out: Some(Mutex::new(Append { file, error: None })) })
+        Ok((known, file))
     }
 
-    fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, String> {
+    fn probe(&self, medium: &MediumRef, probe: &Probe) -> Result<MediumInfo, Cause> {
         let Some((out, key)) = self.out.as_ref().zip(Key::of(medium)) else { return probe(medium) };
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(info) = known {
@@ -347,24 +409,14 @@ impl Cache {
         }
         let info = probe(medium)?;
         let line = Line { key, info };
-        let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
-        if out.error.is_none() {
-            // In one piece, so that another run which appends to the same file does not mix with it.
-            let text = serde_json::to_string(&line).map_err(std::io::Error::from);
-            out.error = text.and_then(|text| out.file.write_all(format!("{text}\n").as_bytes())).err();
+        if let Ok(text) = serde_json::to_string(&line) {
+            // In one piece, so that another run which appends to the same file does not mix with it. What a full disk keeps
+            // out is read again by the next check.
+            let _ =
+                out.lock().unwrap_or_else(PoisonError::into_inner).write_all(format!("{text}\n").as_bytes());
         }
         self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(line.key, line.info.clone());
         Ok(line.info)
-    }
-
-    /// # Errors
-    /// What could not be written.
-    fn finish(self, folder: Option<&Path>) -> Result<(), DataError> {
-        let error = self.out.and_then(|out| out.into_inner().unwrap_or_else(PoisonError::into_inner).error);
-        match (error, folder) {
-            (Some(error), Some(folder)) => Err(DataError::io("write", &folder.join(CACHE_NAME))(error)),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -375,7 +427,7 @@ impl Key {
         let modified = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
         Some(Self {
             kind: medium.kind.as_str().to_owned(),
-            path: path.clone(),
+            path: std::path::absolute(path).ok()?,
             size_bytes: metadata.len(),
             modified_nanos: u64::try_from(modified.as_nanos()).ok()?,
         })
@@ -408,10 +460,10 @@ mod tests {
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
     }
 
-    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, String> {
+    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, Cause> {
         match 10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()) {
             tokens @ ..=85 => Ok(tokens),
-            tokens => Err(format!("got {tokens} tokens, expected at most 85")),
+            tokens => Err(format!("got {tokens} tokens, expected at most 85").into()),
         }
     }
 
@@ -419,10 +471,10 @@ mod tests {
         let (probes, last) = (AtomicUsize::new(0), AtomicU64::new(0));
         let probe = |medium: &MediumRef| {
             probes.fetch_add(1, Ordering::Relaxed);
-            let MediumSource::Path(path) = &medium.source else { return Err("no path".to_owned()) };
+            let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
             match std::fs::read_to_string(path).unwrap().as_str() {
                 "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
-                _ => Err("not an image".to_owned()),
+                _ => Err("not an image".into()),
             }
         };
         let options = CheckOptions {
@@ -471,6 +523,40 @@ mod tests {
         };
         assert_eq!(report.counts, counts);
         assert_eq!(run(&dataset, 4, None).0, report);
+    }
+
+    /// The first attempts at each header fail, as for want of descriptors; or all do, and then no row is to blame.
+    #[test]
+    fn a_failure_of_the_machine_is_waited_for_and_never_a_bad_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let (expected, ..) = run(&dataset, 1, None);
+        let checked = |well: &(dyn Fn(usize) -> bool + Sync)| {
+            let attempts = AtomicUsize::new(0);
+            let probe = |medium: &MediumRef| {
+                if !well(attempts.fetch_add(1, Ordering::Relaxed)) {
+                    return Err(std::io::Error::from_raw_os_error(24).into());
+                }
+                let MediumSource::Path(path) = &medium.source else { return Err("no path".into()) };
+                match std::fs::read_to_string(path).unwrap().as_str() {
+                    "fine" => Ok(MediumInfo { width_px: Some(3), ..Default::default() }),
+                    _ => Err("not an image".into()),
+                }
+            };
+            let options = CheckOptions {
+                probe: &probe,
+                estimate: &estimate,
+                num_longest: 2,
+                num_threads: 2,
+                cache_dir: None,
+                progress: &|_, _| {},
+            };
+            check(&dataset, &options)
+        };
+        assert_eq!(checked(&|attempt| attempt != 2 && attempt != 3).unwrap(), expected);
+        let error = checked(&|_| false).unwrap_err();
+        assert!(matches!(error, DataError::Machine { .. }), "{error}");
+        assert!(omnigrpo_guard::told(&error).contains("no fault of the row"), "{error}");
     }
 
     #[test]
@@ -537,6 +623,50 @@ mod tests {
         // Of the other four one is refused, and looked at again.
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
+    }
+
+    /// Relative paths mean other files in other folders, and a file that grew without end begins anew.
+    #[test]
+    fn keys_are_absolute_and_the_file_is_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let cache = folder.path().join("cache");
+        run(&dataset, 1, Some(&cache));
+        let (known, _) = Cache::read(&cache, 1 << 20).unwrap();
+        assert_eq!(known.len(), 6);
+        assert!(known.keys().all(|key| key.path.is_absolute()), "{known:?}");
+        let source = MediumSource::Path("Cargo.toml".into());
+        let medium = MediumRef { source, ..dataset.get(0).unwrap().media[0].clone() };
+        let here = std::path::absolute("Cargo.toml").unwrap();
+        assert_eq!(Key::of(&medium).map(|key| key.path), Some(here));
+        assert!(Cache::read(&cache, 10).unwrap().0.is_empty());
+        assert_eq!(std::fs::metadata(cache.join(CACHE_NAME)).unwrap().len(), 0);
+    }
+
+    /// A cache that is somebody else's, a link or no folder is not used, and the check goes on without it.
+    #[cfg(unix)]
+    #[test]
+    fn a_cache_that_cannot_be_used_is_no_error() {
+        use std::os::unix::fs::symlink;
+        let folder = tempfile::tempdir().unwrap();
+        let dataset = dataset(folder.path());
+        let (whole, ..) = run(&dataset, 1, None);
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir(at("victim")).unwrap();
+        symlink(at("victim"), at("link")).unwrap();
+        std::fs::write(at("file"), "").unwrap();
+        for name in ["leads out", "dangling"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        std::fs::write(at("notes"), "mine").unwrap();
+        symlink(at("notes"), at("leads out").join(CACHE_NAME)).unwrap();
+        symlink(at("new"), at("dangling").join(CACHE_NAME)).unwrap();
+        for name in ["link", "file", "file/below", "leads out", "dangling"] {
+            assert_eq!(run(&dataset, 1, Some(&at(name))).0, whole, "{name}");
+        }
+        assert_eq!(std::fs::read_dir(at("victim")).unwrap().count(), 0);
+        assert_eq!(std::fs::read_to_string(at("notes")).unwrap(), "mine");
+        assert!(!at("new").exists());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use omnigrpo_guard::MachineFailure;
 use omnigrpo_text::{MediumKind, TextError};
 use serde_json::Value;
 
@@ -38,6 +39,27 @@ pub enum DataError {
         line: u64,
         /// What is wrong and what was expected.
         problem: String,
+    },
+    /// The machine failed while rows were checked, and went on failing. The rows may be good.
+    #[error(
+        "the machine failed at {}:{line}; this is no fault of the row, and the same command can succeed once the machine is well",
+        path.display()
+    )]
+    Machine {
+        /// The annotation file.
+        path: PathBuf,
+        /// Line of the row that was being checked, from 1.
+        line: u64,
+        /// How it failed.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A file that was written to while in use.
+    #[error("{}:{line}: the row is not the one that stood there when the file was opened, so the file was written to while in use; nothing of the new text was used. Put the file back as it was and start again to resume, or start a new run with the new rows", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Line of the first row that was found changed, from 1.
+        line: u64,
     },
     /// Nothing to train on.
     #[error(
@@ -150,8 +172,13 @@ pub enum RowProblem {
         len: u64,
     },
     /// The file could not be read at this place.
-    #[error("cannot read the row; did the file change while in use?")]
+    #[error("cannot read the row")]
     Io(#[from] std::io::Error),
+    /// Something else stands where the row stood when the file was opened.
+    #[error(
+        "the row is not the one that stood there when the file was opened; the file was written to while in use"
+    )]
+    Changed,
     /// Longer than a row may be.
     #[error("the row is longer than {limit_bytes} bytes; refer to media by path instead of embedding them")]
     TooLong {
@@ -244,6 +271,14 @@ pub enum PathProblem {
     NotFound {
         /// Where it was looked for.
         tried: Vec<PathBuf>,
+    },
+    /// The folder it lies in was there before and is not now: a drive that is away.
+    #[error("its folder {} was there before and is away", folder.display())]
+    FolderAway {
+        /// The folder.
+        folder: PathBuf,
+        /// The answer of the system.
+        source: MachineFailure,
     },
     /// The system refused.
     #[error("it cannot be read")]

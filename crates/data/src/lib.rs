@@ -25,7 +25,9 @@ mod sampling;
 mod store;
 mod vivqa_x;
 
-pub use check::{CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check};
+pub use check::{
+    Cause, CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check,
+};
 pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};
 pub use formats::{FORMATS, Format};

@@ -7,7 +7,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
+use omnigrpo_guard::inside::is_same_file;
+
 use crate::error::DataError;
+
+/// Refuses to replace an input by what is made of it.
+pub(crate) fn check_is_other(input: &Path, output: &Path) -> Result<(), DataError> {
+    match is_same_file(input, output) {
+        true => Err(DataError::Setting {
+            setting: "output",
+            got: output.display().to_string(),
+            expected: "another file than the input",
+        }),
+        false => Ok(()),
+    }
+}
 
 /// A file being written under a temporary name beside its place. Dropped before [`Output::finish`], it leaves nothing.
 pub(crate) struct Output {

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::error::DataError;
-use crate::output::Output;
+use crate::output::{Output, check_is_other};
 use crate::roots::media_folder;
 use crate::store::{short_hash, store};
 use ::parquet::errors::ParquetError;
@@ -33,8 +33,9 @@ const MAX_GROWTH: u64 = 64;
 ///
 /// # Errors
 /// A file that is no parquet or uses an unknown type or compression, no rows, rows that are out of proportion to the
-/// file, or a place that cannot be written.
+/// file, or a place that cannot be written; the input itself as output.
 pub fn convert_parquet(input: &Path, output: &Path) -> Result<u64, DataError> {
+    check_is_other(input, output)?;
     let mut stem = output.file_stem().unwrap_or_default().to_owned();
     stem.push("_media");
     let media = Media { folder: output.with_file_name(&stem), prefix: stem.into() };

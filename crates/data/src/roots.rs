@@ -5,10 +5,15 @@
 //! - A path that leaves its root by `..` or through a link is refused, and so is a folder with a link out of it.
 //! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
 //! - `http(s)` addresses are fetched where the run allows it, `data:` addresses are written to the cache; both become files.
+//! - A path that is not found in a folder which held media before is away with its folder: a failure of the machine and not of the
+//!   row. Without such a folder it is a path that names nothing.
 //! - COCO file names find their split's folder: `COCO_train2014_….jpg` is also looked for in `train2014/`.
 
+use std::collections::HashSet;
 use std::path::{Component, Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
+use omnigrpo_guard::MachineFailure;
 use omnigrpo_text::MediumKind;
 
 use crate::dataset::{Fetch, ReadOptions};
@@ -55,6 +60,8 @@ pub(crate) struct Resolver {
     kept: Option<PathBuf>,
     /// A path where nothing is counts as found.
     missing: bool,
+    /// Folders in which media were found, by this process or an earlier check.
+    seen: Mutex<HashSet<PathBuf>>,
 }
 
 /// Where media that came as bytes are kept.
@@ -102,6 +109,7 @@ impl Resolver {
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
             missing: options.missing_media,
+            seen: Mutex::default(),
         })
     }
 
@@ -116,6 +124,7 @@ impl Resolver {
             fetch: options.fetch.clone(),
             kept: options.cache_dir.as_deref().map(media_folder),
             missing: options.missing_media,
+            seen: Mutex::default(),
         })
     }
 
@@ -149,9 +158,12 @@ impl Resolver {
             let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
             let kept = self.kept.as_ref().and_then(|folder| folder.canonicalize().ok());
             return match roots.folders.iter().chain(&kept).find(|root| canonical.starts_with(root)) {
-                Some(root) if roots.given => folder_inside(canonical, kind, root),
+                Some(root) if roots.given => self.found(path, canonical, kind, root),
                 None if roots.given => Err(leaves()),
-                _ => Ok(canonical),
+                _ => {
+                    self.remember(path);
+                    Ok(canonical)
+                }
             };
         }
         if climbs(path) {
@@ -163,23 +175,62 @@ impl Resolver {
             for candidate in std::iter::once(root.join(path)).chain(in_split) {
                 match canonicalize(&candidate)? {
                     Some(canonical) if canonical.starts_with(root) => {
-                        return folder_inside(canonical, kind, root);
+                        return self.found(&candidate, canonical, kind, root);
                     }
                     Some(_) => return Err(leaves()),
                     None => tried.push(candidate),
                 }
             }
         }
+        if let Some(root) = roots.folders.iter().find(|root| !self.missing && is_away(root)) {
+            return Err(away(root));
+        }
         self.absent(tried)
+    }
+
+    fn found(
+        &self,
+        path: &Path,
+        canonical: PathBuf,
+        kind: MediumKind,
+        root: &Path,
+    ) -> Result<PathBuf, PathProblem> {
+        self.remember(path);
+        folder_inside(canonical, kind, root)
+    }
+
+    /// Notes that a medium was found at this path.
+    pub(crate) fn remember(&self, path: &Path) {
+        let Some(folder) = path.parent() else { return };
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if !seen.contains(folder) {
+            seen.insert(folder.to_owned());
+        }
     }
 
     /// What a path that was looked for in vain is.
     fn absent(&self, tried: Vec<PathBuf>) -> Result<PathBuf, PathProblem> {
         match tried.first() {
-            Some(path) if self.missing => Ok(path.clone()),
-            _ => Err(PathProblem::NotFound { tried }),
+            Some(path) if self.missing => return Ok(path.clone()),
+            _ => {}
+        }
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let folders = tried.iter().filter_map(|path| path.parent());
+        match folders.into_iter().find(|folder| seen.contains(*folder) && is_away(folder)) {
+            Some(folder) => Err(away(folder)),
+            None => Err(PathProblem::NotFound { tried }),
         }
     }
+}
+
+/// Whether a folder that was there is not.
+fn is_away(folder: &Path) -> bool {
+    matches!(folder.try_exists(), Ok(false))
+}
+
+fn away(folder: &Path) -> PathProblem {
+    let source = MachineFailure(std::io::ErrorKind::NotFound.into());
+    PathProblem::FolderAway { folder: folder.to_owned(), source }
 }
 
 /// What stands behind `data:`: `image/png;base64,iVBO…`.
@@ -282,6 +333,33 @@ mod tests {
 
     fn image(resolver: &Resolver, path: &str) -> Result<PathBuf, PathProblem> {
         resolver.path(MediumKind::Image, path)
+    }
+
+    #[test]
+    fn a_folder_that_was_there_is_away_and_one_that_never_was_is_the_rows_mistake() {
+        let place = place();
+        let resolver = resolver(&place, &Roots::all(place.base.join("data")));
+        let problem = |path: &str| image(&resolver, path).unwrap_err();
+        assert!(matches!(problem("in/never.png"), PathProblem::NotFound { .. }));
+        assert!(matches!(problem("nowhere/b.png"), PathProblem::NotFound { .. }));
+        image(&resolver, "in/b.png").unwrap();
+        let hide = |name: &str, to: &str| {
+            std::fs::rename(place.base.join(name), place.base.join(to)).unwrap();
+        };
+        hide("data/in", "data/hidden");
+        assert!(
+            matches!(problem("in/b.png"), PathProblem::FolderAway { folder, .. } if folder.ends_with("in"))
+        );
+        assert!(matches!(problem("nowhere/b.png"), PathProblem::NotFound { .. }));
+        hide("data/hidden", "data/in");
+        assert_eq!(image(&resolver, "in/b.png").unwrap(), place.base.join("data/in/b.png"));
+        assert!(matches!(problem("in/never.png"), PathProblem::NotFound { .. }), "the folder is there");
+        // The root itself, of which nothing was read yet.
+        hide("data", "hidden");
+        assert!(
+            matches!(problem("a.png"), PathProblem::FolderAway { folder, .. } if folder.ends_with("data"))
+        );
+        assert!(matches!(problem("nowhere/b.png"), PathProblem::FolderAway { .. }));
     }
 
     #[test]

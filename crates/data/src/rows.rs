@@ -3,14 +3,16 @@
 //!
 //! JSON lines and JSON arrays are told apart by their first character. Only the frame is read when the file is
 //! opened (quotes and brackets of an array, ends of lines); what is wrong inside a row shows when that row is read. The file is
-//! read, not mapped: a file that shrinks while in use is an error of a row and not a crash.
+//! read, not mapped: a file that shrinks while in use is an error and not a crash. Each row's bytes are hashed when the file is
+//! opened and compared whenever the row is read, so that nothing of a file that is overwritten in place is taken for a row.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use serde_json::Value;
+use sha2::{Digest as _, Sha256};
 
 use crate::error::{DataError, RowProblem, shorten};
 use crate::formats::outputs::{self, RolloutLine};
@@ -23,6 +25,10 @@ pub(crate) struct RowFile {
     pub(crate) path: Arc<Path>,
     file: Mutex<File>,
     rows: Vec<RowSpan>,
+    /// Hash of each row's bytes, as they were when the file was opened.
+    hashes: Vec<u64>,
+    /// Line of a row that was found changed, the first one.
+    changed: OnceLock<u64>,
     /// Whether the rows came through a pipe.
     piped: bool,
     /// A rollout log, whose rows are several lines each.
@@ -51,6 +57,12 @@ struct RowSpan {
     /// `u32::MAX` for a row beyond the limit.
     len_bytes: u32,
     line: u32,
+}
+
+/// The first 64 bits of SHA-256.
+fn hash(row: &[u8]) -> u64 {
+    let digest: [u8; 32] = Sha256::digest(row).into();
+    digest.iter().take(8).fold(0, |hash, &byte| hash << 8 | u64::from(byte))
 }
 
 impl RowSpan {
@@ -95,15 +107,36 @@ impl RowFile {
         let mut reader = BufReader::with_capacity(1 << 20, file);
         let rows = index(&mut reader, path)?;
         let file = Mutex::new(reader.into_inner());
-        let mut this = Self { path: path.into(), file, rows, piped, is_rollouts: false };
+        let (hashes, changed) = (Vec::new(), OnceLock::new());
+        let mut this = Self { path: path.into(), file, rows, hashes, changed, piped, is_rollouts: false };
         if this.rollout_line(0).is_some() {
             this.join_rollouts();
         }
+        this.hashes = this.hashed().map_err(DataError::io("read", path))?;
         Ok(this)
     }
 
+    /// Hashes the rows, in one pass over the file.
+    fn hashed(&self) -> std::io::Result<Vec<u64>> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.rewind()?;
+        let mut reader = BufReader::with_capacity(1 << 20, &mut *file);
+        let (mut hashes, mut at, mut bytes) = (Vec::with_capacity(self.rows.len()), 0, Vec::new());
+        for span in &self.rows {
+            // Nobody reads a row beyond the limit.
+            let len_bytes = if span.len_bytes == u32::MAX { 0 } else { span.len_bytes };
+            let gap = i64::try_from(span.offset.saturating_sub(at)).unwrap_or(i64::MAX);
+            reader.seek_relative(gap)?;
+            bytes.resize(len_bytes as usize, 0);
+            reader.read_exact(&mut bytes)?;
+            hashes.push(hash(&bytes));
+            at = span.offset + u64::from(len_bytes);
+        }
+        Ok(hashes)
+    }
+
     fn rollout_line(&self, row: u64) -> Option<RolloutLine> {
-        serde_json::from_slice(&self.read(row).ok()?).ok()
+        serde_json::from_slice(&self.bytes(self.rows.get(row as usize)?).ok()?).ok()
     }
 
     /// Makes one row of the lines of a prompt. A line that cannot be read belongs to the prompt before it, which is then
@@ -176,11 +209,33 @@ impl RowFile {
         if span.len_bytes == u32::MAX {
             return Err(RowProblem::TooLong { limit_bytes: MAX_ROW_BYTES });
         }
+        let was = self.hashes.get(row as usize);
+        let unchanged = match self.bytes(span) {
+            Ok(bytes) => Some(bytes).filter(|bytes| was == Some(&hash(bytes))),
+            // It is shorter than it was.
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => None,
+            Err(error) => return Err(error.into()),
+        };
+        unchanged.ok_or_else(|| {
+            self.changed.get_or_init(|| u64::from(span.line));
+            RowProblem::Changed
+        })
+    }
+
+    fn bytes(&self, span: &RowSpan) -> std::io::Result<Vec<u8>> {
         let mut bytes = vec![0; span.len_bytes as usize];
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.seek(SeekFrom::Start(span.offset))?;
         file.read_exact(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Fails if a row was not as it was when the file was opened, in whatever thread that was found.
+    pub(crate) fn unchanged(&self) -> Result<(), DataError> {
+        match self.changed.get() {
+            Some(&line) => Err(DataError::Changed { path: self.path.to_path_buf(), line }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -437,14 +492,29 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_shrank_is_an_error_of_the_row() {
+    fn a_file_that_is_written_to_gives_no_row_but_those_it_had() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.jsonl");
-        std::fs::write(&path, "{\"a\":1}\n{\"b\":1}\n").unwrap();
-        let file = RowFile::open(&path).unwrap();
-        std::fs::write(&path, "{\"a\":1}\n").unwrap();
-        assert!(file.read(0).is_ok());
-        assert!(matches!(file.read(1), Err(RowProblem::Io(_))));
+        for (name, text, changed) in [
+            ("a.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n\n{\"b\":2}\n"),
+            ("b.json", "[{\"a\":1},\n\n{\"b\":1} ]", "[{\"a\":1},\n\n{\"b\":2} ]"),
+            // Cut off.
+            ("c.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n"),
+            // The rows behind have moved.
+            ("d.jsonl", "{\"a\":1}\n\n{\"b\":1}\n", "{\"a\":1}\n{\"b\":1}\n"),
+        ] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            let file = RowFile::open(&path).unwrap();
+            assert_eq!(file.read(1).unwrap(), b"{\"b\":1}");
+            std::fs::write(&path, changed).unwrap();
+            assert!(file.read(0).is_ok() && file.unchanged().is_ok(), "{name}");
+            assert!(matches!(file.read(1), Err(RowProblem::Changed)), "{name}");
+            let told = file.unchanged().unwrap_err().to_string();
+            assert!(told.contains(&format!("{name}:3: the row is not the one")), "{told}");
+            // The same text again is the same row; what was found stays found.
+            std::fs::write(&path, text).unwrap();
+            assert!(file.read(1).is_ok() && file.unchanged().is_err(), "{name}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::error::DataError;
-use crate::output::Output;
+use crate::output::{Output, check_is_other};
 use crate::rows::RowFile;
 
 /// What [`convert_vivqa_x`] did.
@@ -53,8 +53,9 @@ struct Item {
 /// Converts one split. The output is there whole or not at all.
 ///
 /// # Errors
-/// An input that is no list of items, an output that cannot be written, or not one usable item.
+/// An input that is no list of items, an output that cannot be written or is the input, or not one usable item.
 pub fn convert_vivqa_x(input: &Path, output: &Path) -> Result<Conversion, DataError> {
+    check_is_other(input, output)?;
     let items = RowFile::open(input)?;
     let mut conversion = Conversion { num_written: 0, dropped: Vec::new() };
     let mut out = Output::create(output)?;

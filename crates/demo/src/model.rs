@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::DemoError;
 
@@ -23,7 +24,8 @@ pub const MODEL_FILES: &[(&str, &[u8])] = embedded![
     "tokenizer_config.json",
 ];
 
-/// Writes the checkpoint's files to `dir`, which is made if need be; files of the same names are replaced.
+/// Writes the checkpoint's files to `dir`, which is made if need be; files of the same names are replaced. Several threads and
+/// processes may write to one directory at once.
 ///
 /// # Errors
 /// [`DemoError::Write`].
@@ -31,12 +33,19 @@ pub fn write_model(dir: &Path) -> Result<(), DemoError> {
     let write = |path: &Path, result: std::io::Result<()>| {
         result.map_err(|source| DemoError::Write { path: path.to_path_buf(), source })
     };
+    static WRITES: AtomicU64 = AtomicU64::new(0);
     write(dir, fs::create_dir_all(dir))?;
+    let own = format!("{}-{}", std::process::id(), WRITES.fetch_add(1, Ordering::Relaxed));
     for (name, bytes) in MODEL_FILES {
         let path = dir.join(name);
         // At once: a run may be reading the one that is there.
-        let part = dir.join(format!(".{name}.part"));
-        write(&path, fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path)))?;
+        let part = dir.join(format!(".{name}.{own}.part"));
+        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path));
+        if written.is_err() {
+            // The error that matters is the one above.
+            let _ = fs::remove_file(&part);
+        }
+        write(&path, written)?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use omnigrpo_demo::{Form, Kind, Sizes, generate, write_model};
+use omnigrpo_demo::{Form, Kind, MODEL_FILES, Sizes, generate, write_model};
 use omnigrpo_text::{
     ChatTemplate, MediumKind, MediumTokens, Part, PromptRenderer, RenderOptions, Role, StopSet, Tokenizer,
     Turn,
@@ -19,6 +19,23 @@ fn model_dir() -> tempfile::TempDir {
 
 fn config(dir: &tempfile::TempDir, name: &str) -> Value {
     serde_json::from_slice(&fs::read(dir.path().join(name)).unwrap()).unwrap()
+}
+
+/// Two tests or two programs may share a folder.
+#[test]
+fn several_writers_fill_one_directory_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        let writers: Vec<_> =
+            (0..4).map(|_| scope.spawn(|| (0..20).try_for_each(|_| write_model(dir.path())))).collect();
+        for writer in writers {
+            writer.join().unwrap().unwrap();
+        }
+    });
+    for (name, bytes) in MODEL_FILES {
+        assert!(fs::read(dir.path().join(name)).unwrap() == *bytes, "{name}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), MODEL_FILES.len(), "nothing else is left");
 }
 
 #[test]

@@ -9,11 +9,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use omnigrpo_data::medium_extension;
+use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::inside;
 use sha2::{Digest, Sha256};
 use ureq::unversioned::transport::DefaultConnector;
 
 use crate::public::PublicOnly;
 use crate::{FetchError, check_scheme, config, hex};
+
+/// Most bytes of the name of a file in the cache.
+const MAX_NAME_BYTES: u64 = 1 << 10;
 
 /// How media are fetched.
 #[derive(Debug, Clone)]
@@ -56,9 +61,13 @@ impl UrlMedia {
         check_scheme(url)?;
         let key = self.options.cache_dir.join("urls").join(hex(&Sha256::digest(url)));
         let folder = self.options.cache_dir.join("media");
-        if let Ok(name) = std::fs::read_to_string(&key)
-            && let Some(name) = Path::new(&name).file_name()
-            && folder.join(name).is_file()
+        for folder in [key.parent().unwrap_or(&key), &folder] {
+            own_folder(folder).map_err(FetchError::io(folder))?;
+        }
+        if let Ok(name) = inside::read_path(&key, MAX_NAME_BYTES)
+            && let Ok(name) = std::str::from_utf8(&name)
+            && let Some(name) = Path::new(name).file_name()
+            && inside::open(&folder, name).is_ok()
         {
             return Ok(folder.join(name));
         }
@@ -84,7 +93,6 @@ impl UrlMedia {
             return Err(too_large());
         }
         let mut body = response.body_mut().with_config().limit(u64::MAX).reader();
-        std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
         let mut file = tempfile::NamedTempFile::new_in(folder).map_err(FetchError::io(folder))?;
         let (mut hash, mut num_bytes, mut start) = (Sha256::new(), 0u64, Vec::new());
         let mut buffer = vec![0; 1 << 16];
@@ -121,7 +129,7 @@ pub(crate) fn place(
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(FetchError::io(folder))?;
     let mut builder = tempfile::Builder::new();
-    // As any other file: caches are shared by the users of a machine.
+    // The mode of any other file: the users of a machine may share a cache of the hub.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let mut file = builder.tempfile_in(folder).map_err(FetchError::io(folder))?;

@@ -5,10 +5,15 @@ use std::io::Write;
 use std::path::Path;
 
 use cudarc::nvrtc::{result, sys};
+use omnigrpo_guard::cache::own_folder;
+use omnigrpo_guard::inside;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 use crate::sources::PRIMITIVES;
+
+/// Most bytes of a file in the cache. Those of this program have a few megabytes.
+const MAX_CUBIN_BYTES: u64 = 256 << 20;
 
 /// Machine code and the assembler's report (registers, shared memory, spills of each kernel; empty from the cache).
 #[derive(Clone, Debug)]
@@ -101,7 +106,8 @@ fn text_of(log: &[c_char]) -> String {
 }
 
 /// As [`compile`], from `cache` where it has been compiled before. The name of a file in the cache is a hash of the text, the
-/// architecture, the options and the compiler's version; files appear there at once.
+/// architecture, the options and the compiler's version; files appear there at once. The folder is the user's own
+/// ([`own_folder`]), and a file whose content is not what was stored is compiled again.
 ///
 /// # Errors
 /// As [`compile`]. A cache that cannot be written is no error: the next start compiles again.
@@ -112,22 +118,95 @@ pub fn compile_cached(file: &str, text: &str, arch: &str, cache: &Path) -> Resul
         hash.update(part);
     }
     let hash: String = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
-    let path = cache.join(format!("{file}-{arch}-{hash}.cubin"));
-    if let Ok(cubin) = std::fs::read(&path)
-        && cubin.starts_with(b"\x7fELF")
-    {
+    cached(cache, &format!("{file}-{arch}-{hash}.cubin"), || Ok(compile(file, text, arch)?.cubin))
+}
+
+/// A file of the cache, made where it is not there or not what was stored.
+fn cached(cache: &Path, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let is_own = own_folder(cache).is_ok();
+    if let Some(cubin) = is_own.then(|| load(cache, name)).flatten() {
         return Ok(cubin);
     }
-    let cubin = compile(file, text, arch)?.cubin;
-    let _ = store(&path, &cubin);
+    let cubin = make()?;
+    if is_own {
+        let _ = store(cache, name, &cubin);
+    }
     Ok(cubin)
 }
 
-fn store(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+/// The last bytes of a file of the cache: a hash of its name, its length and its code.
+fn seal(name: &str, cubin: &[u8]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    hash.update((name.len() as u64).to_le_bytes());
+    hash.update(name);
+    hash.update((cubin.len() as u64).to_le_bytes());
+    hash.update(cubin);
+    hash.finalize().into()
+}
+
+fn load(cache: &Path, name: &str) -> Option<Vec<u8>> {
+    let mut cubin = inside::read(cache, name, MAX_CUBIN_BYTES).ok()?;
+    let sealed = cubin.split_off(cubin.len().checked_sub(32)?);
+    (sealed == seal(name, &cubin)).then_some(cubin)
+}
+
+fn store(cache: &Path, name: &str, cubin: &[u8]) -> std::io::Result<()> {
+    let mut file = tempfile::NamedTempFile::new_in(cache)?;
     file.write_all(cubin)?;
-    file.persist(path)?;
+    file.write_all(&seal(name, cubin))?;
+    file.as_file().sync_all()?;
+    file.persist(cache.join(name))?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_stored_is_loaded() {
+        let place = tempfile::tempdir().unwrap();
+        let cache = place.path().join("kernels");
+        let (name, code) = ("norm-sm_90a-00.cubin", b"\x7fELF and so on".to_vec());
+        let made = std::cell::Cell::new(0);
+        let get = |name: &str| {
+            cached(&cache, name, || {
+                made.set(made.get() + 1);
+                Ok(code.clone())
+            })
+            .unwrap()
+        };
+        assert_eq!((get(name), made.get()), (code.clone(), 1));
+        assert_eq!((get(name), made.get()), (code.clone(), 1), "from the cache");
+        let path = cache.join(name);
+        let whole = std::fs::read(&path).unwrap();
+        let mut wrong = vec![Vec::new(), code.clone(), [&whole[..], b"x"].concat()];
+        wrong.extend((0..whole.len()).map(|len| whole[..len].to_vec()));
+        wrong.extend((0..whole.len()).map(|at| {
+            let mut altered = whole.clone();
+            altered[at] ^= 1;
+            altered
+        }));
+        for (at, wrong) in wrong.iter().enumerate() {
+            std::fs::write(&path, wrong).unwrap();
+            assert_eq!((get(name), made.get()), (code.clone(), 2 + at), "compiled again");
+            assert_eq!(std::fs::read(&path).unwrap(), whole, "and stored");
+        }
+        // A file under the name of another.
+        let before = made.get();
+        std::fs::copy(&path, cache.join("head-sm_90a-00.cubin")).unwrap();
+        assert_eq!((get("head-sm_90a-00.cubin"), made.get()), (code.clone(), before + 1));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_cache_that_is_a_link_is_neither_read_nor_written() {
+        let place = tempfile::tempdir().unwrap();
+        let (victim, cache) = (place.path().join("victim"), place.path().join("kernels"));
+        std::fs::create_dir(&victim).unwrap();
+        std::os::unix::fs::symlink(&victim, &cache).unwrap();
+        store(&victim, "a.cubin", b"planted").unwrap();
+        assert_eq!(cached(&cache, "a.cubin", || Ok(b"own".to_vec())).unwrap(), b"own");
+        assert_eq!(load(&victim, "a.cubin").unwrap(), b"planted");
+    }
 }

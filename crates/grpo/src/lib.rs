@@ -27,8 +27,8 @@ pub use advantage::{AdvantageKind, Advantages};
 pub use custom::{CustomTerm, Dual, PolicyToken};
 pub use error::Error;
 pub use loss::{
-    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Kl, LossOutput, LossPlan, Normalizer,
-    RatioLevel, Surrogate, evaluate,
+    Aggregation, Batch, Correction, CorrectionKind, Kl, LossOutput, LossPlan, Normalizer, RatioLevel,
+    Surrogate, evaluate, top_entropy_tokens,
 };
 pub use metrics::{Metric, MetricSums};
 pub use papers::Paper;

@@ -8,7 +8,7 @@
 //! c_it  = exp(d_it)            RatioLevel::Token
 //! c_i   = exp(mean_t d_it)     RatioLevel::Sequence
 //! l_it  = surrogate(c, A_i, lp_it) * g_it * v_it
-//! g_it  = 1 for the `top_entropy` share of tokens with the highest entropy, else 0
+//! g_it  = 1 for the `top_entropy` share of tokens with the highest entropy, else 0; see top_entropy_tokens
 //! v_it  = weight of the difference between sampler and policy, see Correction
 //! k_it  = kl(lp_it, ref_it, c)
 //! loss  = sum_it w_i (l_it + beta k_it)  -  entropy_coef * mean_it H_it
@@ -24,6 +24,8 @@
 //!   towards the reference stays. With [`Kl::K3Corrected`] the clamp bounds the value alone: its gradient is
 //!   `-c (ref - lp)`, linear on both sides.
 //! - The entropy bonus is a mean over the tokens of the whole optimizer step, not a mean of micro-batch means.
+//! - The tokens of the entropy gate are decided once for a rollout, from the entropies of the weights that sampled. TRL decides
+//!   them in each pass from that pass's own entropies.
 //! - `dapo` and `cispo` divide by the tokens of the optimizer step, not by those of the generation batch divided by its
 //!   number of steps. Both are the same with one optimizer step per rollout.
 
@@ -200,8 +202,8 @@ pub struct LossPlan {
     pub beta: f64,
     /// Weight of the entropy bonus (mean entropy per token, in nats); 0 needs no entropies.
     pub entropy_coef: f64,
-    /// Share of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest entropy. The
-    /// step's [`EntropyGate`] holds the bound.
+    /// Share of a step's tokens, in (0, 1], that the policy term and the entropy bonus keep: those with the highest entropy.
+    /// [`top_entropy_tokens`] finds them, and [`Batch::kept`] names them.
     pub top_entropy: f64,
     /// For the difference between sampler and policy.
     pub correction: Correction,
@@ -279,47 +281,40 @@ pub struct Batch<'a> {
     pub reference: Option<&'a [f64]>,
     /// Entropy of the current policy at each token, in nats.
     pub entropy: Option<&'a [f64]>,
+    /// Whether policy term and entropy bonus keep each token; `None` keeps all. See [`top_entropy_tokens`].
+    pub kept: Option<&'a [bool]>,
     /// Advantage of each completion.
     pub advantages: &'a [f64],
     /// Whether a completion ran into the length limit.
     pub truncated: &'a [bool],
 }
 
-/// Restricts policy term and entropy bonus to the tokens where the policy is undecided (arXiv 2506.01939, TRL
-/// `top_entropy_quantile`). The KL term keeps all tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct EntropyGate {
-    /// Tokens with at least this entropy pass, in nats.
-    pub threshold: f64,
-    /// Number of tokens of the optimizer step that pass.
-    pub tokens: usize,
-}
-
-impl EntropyGate {
-    /// The gate that lets the `top` fraction of `entropies` pass (by linear interpolation between order statistics),
-    /// or `None` if `top` is 1 or there are no tokens.
-    ///
-    /// # Errors
-    /// `top` outside (0, 1].
-    pub fn top(entropies: &[f64], top: f64) -> Result<Option<Self>, Error> {
-        if !(top > 0.0 && top <= 1.0) {
-            return Err(Error::Setting {
-                setting: "top_entropy",
-                value: top,
-                expected: "a number in (0, 1]",
-            });
-        }
-        if top == 1.0 || entropies.is_empty() {
-            return Ok(None);
-        }
-        let mut sorted = entropies.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        let position = (1.0 - top) * (sorted.len() - 1) as f64;
-        let (below, fraction) = (position.floor() as usize, position.fract());
-        let above = (below + 1).min(sorted.len() - 1);
-        let threshold = sorted[below] + fraction * (sorted[above] - sorted[below]);
-        Ok(Some(Self { threshold, tokens: entropies.iter().filter(|h| **h >= threshold).count() }))
+/// Finds the `top` share of a step's tokens with the highest entropy, to which policy term and entropy bonus are restricted
+/// (arXiv 2506.01939, TRL `top_entropy_quantile`). The KL term keeps all tokens. Returns whether each token is kept, or `None`
+/// if `top` is 1.
+///
+/// The gate keeps `n - ceil((1 - top) (n - 1))` of `n` tokens. These are as many as reach the linear `1 - top` quantile where no two
+/// entropies are equal. Of tokens with equal entropies the earlier ones are kept, so that the number stays the same. TRL keeps
+/// all that equal the quantile.
+///
+/// # Errors
+/// `top` outside (0, 1].
+pub fn top_entropy_tokens(entropies: &[f64], top: f64) -> Result<Option<Vec<bool>>, Error> {
+    if !(top > 0.0 && top <= 1.0) {
+        return Err(Error::Setting { setting: "top_entropy", value: top, expected: "a number in (0, 1]" });
     }
+    if top == 1.0 {
+        return Ok(None);
+    }
+    let mut falling: Vec<usize> = (0..entropies.len()).collect();
+    falling.sort_by(|&a, &b| entropies[b].total_cmp(&entropies[a]));
+    // 0.7 is not exact: (1 - 0.7) 10 is a little above 3.
+    let position = (1.0 - top) * entropies.len().saturating_sub(1) as f64 - 1e-9;
+    let mut kept = vec![false; entropies.len()];
+    for &token in &falling[..entropies.len() - position.ceil().max(0.0) as usize] {
+        kept[token] = true;
+    }
+    Ok(Some(kept))
 }
 
 /// The denominators of one optimizer step, the same for all of its parts.
@@ -335,8 +330,8 @@ pub struct Normalizer {
     pub micro_batch_tokens: usize,
     /// Micro-batches per optimizer step (gradient accumulation times ranks); used by [`Aggregation::TokenMeanLocal`].
     pub micro_batches: usize,
-    /// See [`EntropyGate`]; `None` lets every token pass.
-    pub entropy_gate: Option<EntropyGate>,
+    /// Tokens that count and that the entropy gate keeps; `None` without a gate.
+    pub kept_tokens: Option<usize>,
 }
 
 impl Normalizer {
@@ -364,7 +359,7 @@ impl Normalizer {
             max_completion_length,
             micro_batch_tokens: tokens,
             micro_batches: 1,
-            entropy_gate: None,
+            kept_tokens: None,
         })
     }
 
@@ -386,10 +381,10 @@ impl Normalizer {
         Ok(Self { micro_batch_tokens: counted_tokens(plan, lengths, truncated)?, micro_batches, ..*self })
     }
 
-    /// The same step with an entropy gate.
+    /// Returns the same step with an entropy gate that keeps so many of the tokens that count.
     #[must_use]
-    pub fn with_entropy_gate(self, gate: Option<EntropyGate>) -> Self {
-        Self { entropy_gate: gate, ..self }
+    pub fn with_kept_tokens(self, kept_tokens: Option<usize>) -> Self {
+        Self { kept_tokens, ..self }
     }
 
     fn token_weight(&self, aggregation: Aggregation, length: usize) -> f64 {
@@ -412,6 +407,17 @@ fn counted_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool]) -> Res
     let counts = |cut: bool| !(cut && plan.mask_truncated_completions);
     let counted = lengths.iter().zip(truncated).filter(|(_, cut)| counts(**cut));
     Ok(counted.fold(0, |sum: usize, (length, _)| sum.saturating_add(*length)))
+}
+
+/// Number of tokens that count and are kept. `kept` has an entry for each token of the completions.
+fn kept_tokens(plan: &LossPlan, lengths: &[usize], truncated: &[bool], kept: &[bool]) -> usize {
+    let mut start = 0;
+    let mut of_completion = |(&length, &cut): (&usize, &bool)| {
+        let own = &kept[start..start + length];
+        start += length;
+        if cut && plan.mask_truncated_completions { 0 } else { own.iter().filter(|kept| **kept).count() }
+    };
+    lengths.iter().zip(truncated).map(&mut of_completion).sum()
 }
 
 /// The value of a batch's share of the loss, and its gradient.
@@ -454,7 +460,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         dentropy: vec![0.0; batch.entropy.map_or(0, <[f64]>::len)],
         sums: MetricSums::default(),
     };
-    let entropy_tokens = normalizer.entropy_gate.map_or(normalizer.tokens, |gate| gate.tokens).max(1) as f64;
+    let entropy_tokens = normalizer.kept_tokens.unwrap_or(normalizer.tokens).max(1) as f64;
     let entropy_weight = plan.entropy_coef / entropy_tokens;
     let mut kl_sum = 0.0;
 
@@ -474,10 +480,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         let weight = normalizer.token_weight(plan.aggregation, length);
         let ratios = Ratios::of(plan.ratio, logp, batch.old.map(|old| &old[span.clone()]));
 
-        let gate = |t: usize| match (normalizer.entropy_gate, batch.entropy) {
-            (Some(gate), Some(entropy)) => entropy[span.start + t] >= gate.threshold,
-            _ => true,
-        };
+        let kept = |t: usize| batch.kept.is_none_or(|kept| kept[span.start + t]);
         let corrected = batch.sampler.filter(|_| plan.correction.is_on()).map(|sampler| {
             let old = batch.old.map_or(logp, |old| &old[span.clone()]);
             let weights =
@@ -493,7 +496,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
         for t in 0..length {
             let ratio = ratios.at(t);
             clipped.count(plan.surrogate, ratio.value, advantage);
-            if advantage == 0.0 || !gate(t) {
+            if advantage == 0.0 || !kept(t) {
                 continue;
             }
             let term = policy_term(plan.surrogate, ratio.value, advantage, logp[t]);
@@ -532,7 +535,7 @@ pub fn evaluate(batch: &Batch<'_>, plan: &LossPlan, normalizer: &Normalizer) -> 
             let entropy = &entropy[span.clone()];
             out.sums.entropy_tokens += length as u64;
             out.sums.entropy += entropy.iter().sum::<f64>();
-            for t in (0..length).filter(|t| gate(*t)) {
+            for t in (0..length).filter(|t| kept(*t)) {
                 out.entropy_term -= entropy_weight * entropy[t];
                 out.dentropy[span.start + t] = -entropy_weight;
             }
@@ -714,15 +717,20 @@ fn check_batch<'a>(
     } else {
         None
     };
-    if batch.entropy.is_none() && (plan.needs_entropy() || normalizer.entropy_gate.is_some()) {
-        let needed_by = if plan.needs_entropy() { "entropy_coef" } else { "top_entropy" };
+    if batch.entropy.is_none() && plan.needs_entropy() {
         return Err(Error::MissingInput {
             what: "entropies",
-            needed_by,
+            needed_by: "entropy_coef",
             remedy: "evaluate the policy with entropies or turn the setting off",
         });
     }
-
+    if batch.kept.is_some() != normalizer.kept_tokens.is_some() {
+        return Err(Error::MissingInput {
+            what: if batch.kept.is_some() { "number of tokens" } else { "tokens" },
+            needed_by: "top_entropy",
+            remedy: "give Batch::kept and Normalizer::kept_tokens both, or neither",
+        });
+    }
     if batch.sampler.is_none() && plan.correction.is_on() {
         return Err(Error::MissingInput {
             what: "log-probabilities of the sampler",
@@ -731,6 +739,9 @@ fn check_batch<'a>(
         });
     }
 
+    if let Some(kept) = batch.kept {
+        expect_length("kept", kept.len(), tokens, "one per token")?;
+    }
     let per_token = [
         ("logp", Some(batch.logp)),
         ("old logp", batch.old),
@@ -761,6 +772,12 @@ fn check_batch<'a>(
     let counted = counted_tokens(plan, batch.lengths, batch.truncated)?;
     if counted > normalizer.tokens {
         return Err(Error::Normalizer { unit: "tokens", got: counted, expected: normalizer.tokens });
+    }
+    if let (Some(kept), Some(expected)) = (batch.kept, normalizer.kept_tokens) {
+        let got = kept_tokens(plan, batch.lengths, batch.truncated, kept);
+        if got > expected {
+            return Err(Error::Normalizer { unit: "tokens kept", got, expected });
+        }
     }
     Ok(reference)
 }

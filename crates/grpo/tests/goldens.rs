@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, EntropyGate, Kl, LossPlan, Normalizer, RatioLevel,
-    Surrogate, evaluate,
+    Aggregation, Batch, Correction, CorrectionKind, Kl, LossPlan, Normalizer, RatioLevel, Surrogate,
+    evaluate, top_entropy_tokens,
 };
 use serde::Deserialize;
 
@@ -90,18 +90,20 @@ fn every_loss_and_gradient_equals_torch_autograd() {
     let golden: Golden = serde_json::from_str(include_str!("data/loss_golden.json")).unwrap();
     for case in &golden.cases {
         let plan = plan(case);
-        let counted: Vec<f64> = golden
-            .lengths
-            .iter()
-            .zip(&golden.truncated)
-            .flat_map(|(length, cut)| vec![!(*cut && case.mask_truncated); *length])
-            .zip(&golden.entropy)
-            .filter_map(|(counts, entropy)| counts.then_some(*entropy))
-            .collect();
+        let cut = golden.lengths.iter().zip(&golden.truncated);
+        let counts: Vec<bool> =
+            cut.flat_map(|(length, cut)| vec![!(*cut && case.mask_truncated); *length]).collect();
+        let entropies = golden.entropy.iter().zip(&counts).filter_map(|(h, counts)| counts.then_some(*h));
+        let kept = top_entropy_tokens(&entropies.collect::<Vec<f64>>(), case.top_entropy).unwrap();
+        let kept_tokens = kept.as_ref().map(|kept| kept.iter().filter(|kept| **kept).count());
+        let kept = kept.map(|kept| {
+            let mut kept = kept.into_iter();
+            counts.iter().map(|counts| *counts && kept.next().unwrap()).collect::<Vec<bool>>()
+        });
         let normalizer =
             Normalizer::for_step(&plan, &golden.lengths, &golden.truncated, golden.max_completion_length)
                 .unwrap()
-                .with_entropy_gate(EntropyGate::top(&counted, case.top_entropy).unwrap());
+                .with_kept_tokens(kept_tokens);
         let batch = Batch {
             lengths: &golden.lengths,
             logp: &golden.logp,
@@ -109,6 +111,7 @@ fn every_loss_and_gradient_equals_torch_autograd() {
             sampler: Some(&golden.sampler),
             reference: Some(&golden.reference),
             entropy: Some(&golden.entropy),
+            kept: kept.as_deref(),
             advantages: &golden.advantages,
             truncated: &golden.truncated,
         };

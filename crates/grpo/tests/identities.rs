@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use omnigrpo_grpo::{
-    Aggregation, Batch, Correction, CorrectionKind, CustomTerm, Dual, EntropyGate, Error, Kl, LossOutput,
-    LossPlan, MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
+    Aggregation, Batch, Correction, CorrectionKind, CustomTerm, Dual, Error, Kl, LossOutput, LossPlan,
+    MetricSums, Normalizer, PolicyToken, RECIPES, RatioLevel, Surrogate, evaluate, recipe,
+    top_entropy_tokens,
 };
 use proptest::prelude::*;
 
@@ -16,6 +17,7 @@ struct Data {
     sampler: Vec<f64>,
     reference: Vec<f64>,
     entropy: Vec<f64>,
+    kept: Option<Vec<bool>>,
     advantages: Vec<f64>,
     truncated: Vec<bool>,
 }
@@ -41,6 +43,7 @@ impl Data {
             sampler,
             reference,
             entropy: (0..tokens).map(|_| 2.0 * uniform()).collect(),
+            kept: None,
             advantages: lengths.iter().map(|_| 3.0 * uniform() - 1.5).collect(),
             truncated: lengths.iter().enumerate().map(|(c, _)| c % 3 == 2).collect(),
             logp,
@@ -55,13 +58,24 @@ impl Data {
             sampler: Some(&self.sampler),
             reference: Some(&self.reference),
             entropy: Some(&self.entropy),
+            kept: self.kept.as_deref(),
             advantages: &self.advantages,
             truncated: &self.truncated,
         }
     }
 
     fn normalizer(&self, plan: &LossPlan) -> Normalizer {
-        Normalizer::for_step(plan, &self.lengths, &self.truncated, MAX_LENGTH).unwrap()
+        let normalizer = Normalizer::for_step(plan, &self.lengths, &self.truncated, MAX_LENGTH).unwrap();
+        let counts = self.lengths.iter().zip(&self.truncated);
+        let counts = counts.flat_map(|(n, cut)| vec![!(*cut && plan.mask_truncated_completions); *n]);
+        let kept =
+            self.kept.as_ref().map(|kept| kept.iter().zip(counts).filter(|(kept, counts)| **kept && *counts));
+        normalizer.with_kept_tokens(kept.map(Iterator::count))
+    }
+
+    /// Returns the same data with an entropy gate.
+    fn gated(self, top: f64) -> Self {
+        Self { kept: top_entropy_tokens(&self.entropy, top).unwrap(), ..self }
     }
 
     fn evaluate(&self, plan: &LossPlan) -> LossOutput {
@@ -79,6 +93,7 @@ impl Data {
             sampler: self.sampler[start..end].to_vec(),
             reference: self.reference[start..end].to_vec(),
             entropy: self.entropy[start..end].to_vec(),
+            kept: self.kept.as_ref().map(|kept| kept[start..end].to_vec()),
             advantages: self.advantages[from..to].to_vec(),
             truncated: self.truncated[from..to].to_vec(),
         }
@@ -128,13 +143,12 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
     let data = Data::new(&[4, 1, 3, 0, 5, 2], true, 3);
     let step = 1e-6;
     for (name, plan) in plans() {
-        let normalizer =
-            data.normalizer(&plan).with_entropy_gate(EntropyGate::top(&data.entropy, 0.8).unwrap());
-        // The gate's constant is no part of the derivative check of CISPO's own formula above.
-        let normalizer = match plan.surrogate {
-            Surrogate::Cispo { .. } => normalizer.with_entropy_gate(None),
-            _ => normalizer,
+        // The gate is no part of CISPO's own formula above.
+        let data = match plan.surrogate {
+            Surrogate::Cispo { .. } => data.clone(),
+            _ => data.clone().gated(0.8),
         };
+        let normalizer = data.normalizer(&plan);
         let out = evaluate(&data.batch(), &plan, &normalizer).unwrap();
         for t in 0..data.logp.len() {
             let at = |delta: f64| {
@@ -174,6 +188,7 @@ fn a_correction_weighs_what_the_sampler_saw_differently() {
         old: None,
         sampler: d.iter().map(|d| -1.0 - d).collect(),
         reference: vec![-1.0; 5],
+        kept: None,
         entropy: vec![0.0; 5],
         advantages: vec![3.0, -2.0],
         truncated: vec![false; 2],
@@ -232,10 +247,9 @@ fn a_correction_weighs_what_the_sampler_saw_differently() {
 
 #[test]
 fn parts_of_a_step_add_up_to_the_step() {
-    let data = Data::new(&[4, 1, 3, 0, 5, 2, 7, 2], true, 11);
+    let data = Data::new(&[4, 1, 3, 0, 5, 2, 7, 2], true, 11).gated(0.7);
     for (name, plan) in plans() {
-        let normalizer =
-            data.normalizer(&plan).with_entropy_gate(EntropyGate::top(&data.entropy, 0.7).unwrap());
+        let normalizer = data.normalizer(&plan);
         let whole = evaluate(&data.batch(), &plan, &normalizer).unwrap();
         let mut loss = 0.0;
         let mut dlogp = Vec::new();
@@ -365,6 +379,7 @@ fn documented_sequence_loss_of_one_completion() {
         old: None,
         sampler: vec![-1.0, -2.0, -0.5],
         reference: vec![-1.2, -1.5, -0.5],
+        kept: None,
         entropy: vec![0.0; 3],
         advantages: vec![1.0],
         truncated: vec![false],
@@ -441,6 +456,7 @@ fn clip_stops_the_gradient_only_on_the_side_of_the_advantage() {
         old: Some(vec![-2.0; 4]),
         sampler: vec![-2.0; 4],
         reference: vec![-2.0; 4],
+        kept: None,
         entropy: vec![0.0; 4],
         advantages: vec![1.0, -1.0, 1.0, -1.0],
         truncated: vec![false; 4],
@@ -506,6 +522,7 @@ fn the_corrected_kl_pulls_in_proportion_to_the_distance() {
                 sampler: None,
                 reference: Some(&[logp[0] + x]),
                 entropy: None,
+                kept: None,
                 advantages: &[0.0],
                 truncated: &[false],
             };
@@ -593,14 +610,50 @@ fn bad_input_is_named() {
 }
 
 #[test]
-fn entropy_gate_threshold_is_a_linear_quantile() {
-    // numpy.quantile([0, 1, 2, 3], 0.5) = 1.5; 0.75 quantile = 2.25.
+fn the_entropy_gate_keeps_the_tokens_above_a_linear_quantile() {
+    let kept = |entropies: &[f64], top: f64| -> Option<Vec<usize>> {
+        let flags = top_entropy_tokens(entropies, top).unwrap();
+        flags.map(|flags| (0..flags.len()).filter(|&token| flags[token]).collect())
+    };
+    // numpy.quantile([0, 1, 2, 3], 0.5) = 1.5; 0.75 quantile = 2.25; 2/3 quantile = 2, which one token equals.
     let entropies = [2.0, 0.0, 3.0, 1.0];
-    assert_eq!(EntropyGate::top(&entropies, 0.5).unwrap(), Some(EntropyGate { threshold: 1.5, tokens: 2 }));
-    assert_eq!(EntropyGate::top(&entropies, 0.25).unwrap(), Some(EntropyGate { threshold: 2.25, tokens: 1 }));
-    assert_eq!(EntropyGate::top(&entropies, 1.0).unwrap(), None);
-    assert_eq!(EntropyGate::top(&[], 0.5).unwrap(), None);
-    assert!(EntropyGate::top(&entropies, 0.0).is_err());
+    assert_eq!(kept(&entropies, 0.5), Some(vec![0, 2]));
+    assert_eq!(kept(&entropies, 0.25), Some(vec![2]));
+    assert_eq!(kept(&entropies, 1.0 / 3.0), Some(vec![0, 2]));
+    assert_eq!(kept(&entropies, 1e-6), Some(vec![2]));
+    assert_eq!((kept(&entropies, 1.0), kept(&[], 0.5)), (None, Some(vec![])));
+    assert!(top_entropy_tokens(&entropies, 0.0).is_err());
+    // Where the quantile is one of many equal entropies, the number stays and the earlier tokens are kept.
+    assert_eq!(kept(&[1.0, 5.0, 1.0, 1.0, 0.0], 0.5), Some(vec![0, 1, 2]));
+    // Eight tokens reach the quantile of 0.7, although (1 - 0.7) 10 is a little more than 3.
+    let rising: Vec<f64> = (0..11).map(f64::from).collect();
+    for (top, tokens) in [(0.2, 3), (0.7, 8), (0.9, 10), (0.95, 10), (0.15, 2)] {
+        assert_eq!(kept(&rising, top).unwrap(), (11 - tokens..11).collect::<Vec<_>>(), "{top}");
+    }
+}
+
+/// Which tokens pass was decided before, so entropies of the pass itself change nothing but the bonus; it is divided by those.
+#[test]
+fn the_entropy_gate_does_not_look_at_the_pass() {
+    let plan = LossPlan { entropy_coef: 0.5, ..recipe("grpo").unwrap().loss };
+    let data = Data::new(&[4, 3], true, 5).gated(0.4);
+    let tokens = data.kept.as_ref().unwrap().iter().filter(|kept| **kept).count();
+    assert_eq!(tokens, 3);
+    let before = data.evaluate(&plan);
+    let mut moved = data.clone();
+    moved.entropy.iter_mut().for_each(|h| *h = 3.0 - *h);
+    let after = moved.evaluate(&plan);
+    assert_eq!((&after.dlogp, &after.dentropy), (&before.dlogp, &before.dentropy));
+    for (d, kept) in after.dentropy.iter().zip(data.kept.as_ref().unwrap()) {
+        assert_eq!(*d, if *kept { -0.5 / 3.0 } else { 0.0 });
+    }
+    let no_number = data.normalizer(&plan).with_kept_tokens(None);
+    assert!(matches!(evaluate(&data.batch(), &plan, &no_number), Err(Error::MissingInput { .. })));
+    let too_few = data.normalizer(&plan).with_kept_tokens(Some(2));
+    assert!(matches!(
+        evaluate(&data.batch(), &plan, &too_few),
+        Err(Error::Normalizer { unit: "tokens kept", got: 3, expected: 2 })
+    ));
 }
 
 proptest! {

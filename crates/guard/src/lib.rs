@@ -1,8 +1,19 @@
-//! What failed, for whoever tells it: panics of other people's code as values, and errors with their causes.
+//! What stands between this program and what others made: panics of their code as values, errors with their causes as one
+//! text, files of their directories ([`inside`]), and caches that they cannot reach ([`cache`]).
 //!
 //! Decoders, tokenizers and rewards meet input that they were not made for. Where one panics, the caller tells it as an error
 //! of that input. The process's panic hook would have told it before, in words for programmers; a program that asks
 //! [`is_guarded`] in its hook can keep quiet there and nowhere else.
+//!
+//! An error belongs to a row, to the machine or to the run ([`Fault`]): a row that cannot be used costs that row, a failure of the
+//! machine is retried ([`retried`]) and then stops the run, which loses nothing.
+
+mod fault;
+
+pub use fault::{Fault, MachineFailure, WAITS, fault, is_machine, retried};
+
+pub mod cache;
+pub mod inside;
 
 use std::cell::Cell;
 use std::error::Error;

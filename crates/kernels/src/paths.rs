@@ -30,7 +30,7 @@ impl Path {
     /// Every one, the slowest instruction first.
     pub const ALL: [Self; 3] = [Self::Widened, Self::Dot, Self::Amx];
 
-    /// Its name among the settings.
+    /// Returns its name among the settings.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -61,7 +61,7 @@ impl Path {
     }
 }
 
-/// What a CPU says of itself.
+/// The model of a CPU, as it identifies itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpu {
     /// Twelve letters, such as `GenuineIntel`.
@@ -104,7 +104,7 @@ impl Cpu {
         Self { vendor, family, model }
     }
 
-    /// What the table says of vectors that multiply bf16.
+    /// Returns the row of the table for this model.
     #[must_use]
     pub fn row(self) -> Option<&'static Row> {
         TABLE.iter().find(|row| {
@@ -138,7 +138,7 @@ pub struct Row {
     vendor: &'static str,
     family: u32,
     models: RangeInclusive<u32>,
-    /// What they are called.
+    /// The name of the models.
     pub name: &'static str,
     /// Whether [`Path::Dot`] is faster than [`Path::Widened`].
     pub dot: bool,
@@ -162,7 +162,7 @@ const AMD: &str = "AuthenticAMD";
 const INTEL: &str = "GenuineIntel";
 
 /// The ranges of AMD's models are those of the Linux kernel (`arch/x86/kernel/cpu/amd.c`).
-pub const TABLE: &[Row] = &[
+pub static TABLE: &[Row] = &[
     row(AMD, 25, 0x10..=0x1f, "Zen 4", true, None),
     row(AMD, 25, 0x60..=0xaf, "Zen 4", true, None),
     row(AMD, 26, 0x00..=0x2f, "Zen 5", true, Some([194.0, 414.0])),
@@ -182,7 +182,7 @@ static CHOSEN: AtomicU8 = AtomicU8::new(0);
 pub struct Unavailable {
     /// The path.
     pub path: Path,
-    /// What is missing.
+    /// The reason why it does not work.
     pub why: &'static str,
 }
 
@@ -198,7 +198,7 @@ pub fn choose(path: Option<Path>) -> Result<(), Unavailable> {
     Ok(())
 }
 
-/// What [`choose`] was told last.
+/// Returns the path that [`choose`] set last.
 #[must_use]
 pub fn chosen() -> Option<Path> {
     let chosen = CHOSEN.load(Ordering::Relaxed);

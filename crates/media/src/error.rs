@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::MachineFailure;
+
 /// Failure of reading, checking, decoding or laying out one medium.
 ///
-/// Every variant concerns one medium (or one setting); none of them poisons the process, so a caller may
-/// skip the row and go on.
+/// Every variant concerns one medium (or one setting), but for those with a [`MachineFailure`] as their source, which
+/// [`omnigrpo_guard::fault`] tells apart. None of them poisons the process, so a caller may skip the row and go on.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MediaError {
@@ -74,6 +76,33 @@ pub enum MediaError {
         path: PathBuf,
         /// The program.
         program: &'static str,
+        /// The answer of the system.
+        source: MachineFailure,
+    },
+    /// `ffmpeg` or `ffprobe` is there and could not be started, or not be watched over.
+    #[error("{}: the program `{program}` could not be started", path.display())]
+    ProgramNotStarted {
+        /// The file.
+        path: PathBuf,
+        /// The program.
+        program: &'static str,
+        /// The answer of the system.
+        source: MachineFailure,
+    },
+    /// `ffmpeg` or `ffprobe` lived long and computed little, and was killed.
+    #[error(
+        "{}: `{program}` was killed after {waited_secs} s in which it hardly computed; the machine is overloaded or its disk does not answer",
+        path.display()
+    )]
+    ProgramWaits {
+        /// The file.
+        path: PathBuf,
+        /// The program.
+        program: &'static str,
+        /// How long it lived, in seconds.
+        waited_secs: f64,
+        /// The likely reason.
+        source: MachineFailure,
     },
     /// `ffmpeg` or `ffprobe` ended with an error.
     #[error("{}: `{program}` failed ({status}): {stderr_tail}; the file is damaged or of an unsupported kind", path.display())]
@@ -87,8 +116,8 @@ pub enum MediaError {
         /// The end of what it wrote to standard error.
         stderr_tail: String,
     },
-    /// `ffmpeg` or `ffprobe` did not end in time and was killed.
-    #[error("{}: `{program}` did not finish within {limit_secs} s and was killed; shorten the file or raise the limit", path.display())]
+    /// `ffmpeg` or `ffprobe` took more processor time than it may and was killed; or a decoder of this program took more.
+    #[error("{}: `{program}` did not finish within {limit_secs} s of processor time; shorten the file or raise the limit", path.display())]
     Timeout {
         /// The file.
         path: PathBuf,

@@ -7,6 +7,9 @@ use std::time::Duration;
 
 use crate::MediaError;
 
+/// Of a processor's configuration; published ones have a few kilobytes, and 2 MB with mel filters.
+pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
 /// Bounds on memory and time per medium. Files come from outside, so every decode runs under these.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
@@ -24,7 +27,7 @@ pub struct Limits {
     pub max_audio_secs: f64,
     /// Highest sample rate of sound, Hz. 768 000.
     pub max_sample_rate_hz: u32,
-    /// Time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation or sound. 120 s.
+    /// Processor time for one run of `ffprobe` or `ffmpeg`, and for decoding one animation or sound. 120 s.
     pub timeout: Duration,
 }
 
@@ -91,6 +94,35 @@ impl Limits {
         Self::check(path, "file size in bytes", bytes.len() as u64, self.max_file_bytes)?;
         Ok(bytes)
     }
+}
+
+/// Processor time of the thread that asks, so that a loaded machine makes no file a bad one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stopwatch(Duration);
+
+impl Stopwatch {
+    pub(crate) fn start() -> Self {
+        Self(thread_time())
+    }
+
+    /// Since the start, which was on this thread.
+    pub(crate) fn elapsed(self) -> Duration {
+        thread_time().saturating_sub(self.0)
+    }
+}
+
+#[cfg(unix)]
+fn thread_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes one value of the type that it is given. Where it fails, no time passes.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+#[cfg(not(unix))]
+fn thread_time() -> Duration {
+    static START: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
+    START.elapsed()
 }
 
 /// Fails unless `path` is (or links to) a regular file.

@@ -3,6 +3,11 @@
 //! A child gets no standard input, may open only this file (`-protocol_whitelist file,pipe`) as one of the usual
 //! containers (playlists and scripts that name other files are refused), runs under a bound on its address space, and is
 //! killed together with what it started when its time is up.
+//!
+//! The limit counts processor time, so that a loaded machine makes no file a bad one. A child that lives [`WALL_FACTOR`] times as
+//! long without having used that time waits for something, a disk or its turn: this is a failure of the machine, and so is a
+//! program that is missing or cannot be started. Where the system does not tell the processor time of a child, its
+//! lifetime counts.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -13,6 +18,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use omnigrpo_guard::MachineFailure;
 use serde::de::DeserializeOwned;
 
 use crate::{Limits, MediaError};
@@ -24,6 +30,12 @@ const FORMATS: &str = "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,ogg,a
 /// Address space of a child. Far above what 8K video takes; keeps a hostile file from taking the machine's memory.
 #[cfg(target_os = "linux")]
 const MAX_ADDRESS_SPACE: u64 = 8 << 30;
+
+/// A child may live this many times as long as it may compute.
+const WALL_FACTOR: u32 = 10;
+
+/// How long a look at the processor time of a child takes effect at least.
+const SHORTEST_LOOK: Duration = Duration::from_millis(10);
 
 /// Kept of a child's standard error.
 const STDERR_TAIL_BYTES: usize = 2048;
@@ -85,7 +97,16 @@ pub(crate) fn ffprobe<T: DeserializeOwned>(
     Ok((answer, output.stderr_tail))
 }
 
-/// Runs a program on `path`, hands its standard output to `consume`, and kills it when `limit` has passed.
+/// Why a child was killed.
+#[derive(Clone, Copy, PartialEq)]
+enum Killed {
+    /// It had computed as long as it may.
+    Computed,
+    /// It had lived too long without computing so much.
+    Waited,
+}
+
+/// Runs a program on `path`, hands its standard output to `consume`, and kills it when it has computed for `limit`.
 pub(crate) fn run<T>(
     program: &'static str,
     args: &[OsString],
@@ -104,35 +125,55 @@ pub(crate) fn run<T>(
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|e| match e.kind() {
-            ErrorKind::NotFound => MediaError::ProgramMissing { path: path.to_owned(), program },
-            _ => failed(path, program, "could not be started", &e),
+            ErrorKind::NotFound => {
+                MediaError::ProgramMissing { path: path.to_owned(), program, source: MachineFailure(e) }
+            }
+            // A request that is longer than the system takes, which the row asked for.
+            ErrorKind::ArgumentListTooLong => failed(path, program, "could not be started", &e),
+            _ => not_started(path, program, e),
         })?;
     bound_memory(&child);
     let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(failed(path, program, "could not be started", &"no pipes"));
     };
     let child = &Mutex::new(child);
-    let started = Instant::now();
+    let longest = limit.saturating_mul(WALL_FACTOR);
+    let deadline = Instant::now() + longest;
     let (done, is_done) = mpsc::channel::<()>();
 
-    let (value, status, timed_out, stderr_tail) = std::thread::scope(|scope| {
-        let tail = scope.spawn(move || read_tail(&mut stderr));
-        let watchdog = scope.spawn(move || {
-            let timed_out = matches!(is_done.recv_timeout(limit), Err(RecvTimeoutError::Timeout));
-            if timed_out {
-                kill(child);
-            }
-            timed_out
+    let ran = std::thread::scope(|scope| {
+        let thread = |name: &str| std::thread::Builder::new().name(format!("{program} {name}"));
+        let threads = thread("stderr").spawn_scoped(scope, move || read_tail(&mut stderr)).and_then(|tail| {
+            Ok((tail, thread("time").spawn_scoped(scope, move || watch(child, limit, deadline, &is_done))?))
         });
+        let (tail, watchdog) = threads.inspect_err(|_| {
+            // Nobody would bound it. The pipes that it holds end with it.
+            kill(child);
+            let _ = wait(child, Instant::now() + Duration::from_secs(5));
+        })?;
         let value = consume(&mut stdout);
         drop(stdout); // a child that still writes ends on the closed pipe
-        let status = wait(child, started + limit + Duration::from_secs(5));
+        let status = wait(child, deadline + Duration::from_secs(5));
         drop(done);
-        let timed_out = watchdog.join().unwrap_or(true);
-        (value, status, timed_out, tail.join().unwrap_or_default())
+        let killed = watchdog.join().unwrap_or(None);
+        Ok((value, status, killed, tail.join().unwrap_or_default()))
     });
-    if timed_out {
-        return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs: limit.as_secs_f64() });
+    let (value, status, killed, stderr_tail) = ran.map_err(|e: io::Error| not_started(path, program, e))?;
+    match killed {
+        Some(Killed::Computed) => {
+            let limit_secs = limit.as_secs_f64();
+            return Err(MediaError::Timeout { path: path.to_owned(), program, limit_secs });
+        }
+        Some(Killed::Waited) => {
+            let source = io::Error::new(ErrorKind::TimedOut, "it waited for its turn or for its file");
+            return Err(MediaError::ProgramWaits {
+                path: path.to_owned(),
+                program,
+                waited_secs: longest.as_secs_f64(),
+                source: MachineFailure(source),
+            });
+        }
+        None => {}
     }
     let value = value.map_err(|e| failed(path, program, "its output could not be read", &e))?;
     let status = status.map_err(|e| failed(path, program, "its end could not be awaited", &e))?;
@@ -146,6 +187,61 @@ fn failed(path: &Path, program: &'static str, status: &str, reason: &dyn std::fm
         status: status.into(),
         stderr_tail: reason.to_string(),
     }
+}
+
+fn not_started(path: &Path, program: &'static str, source: io::Error) -> MediaError {
+    MediaError::ProgramNotStarted { path: path.to_owned(), program, source: MachineFailure(source) }
+}
+
+/// Kills the child once it has computed for `limit` or lives at the `deadline`, unless `is_done` ends before.
+fn watch(
+    child: &Mutex<Child>,
+    limit: Duration,
+    deadline: Instant,
+    is_done: &mpsc::Receiver<()>,
+) -> Option<Killed> {
+    let started = Instant::now();
+    loop {
+        let computed = {
+            let child = child.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            processor_time(&child).unwrap_or_else(|| started.elapsed())
+        };
+        let killed = match (computed >= limit, Instant::now() >= deadline) {
+            (true, _) => Some(Killed::Computed),
+            (_, true) => Some(Killed::Waited),
+            _ => None,
+        };
+        if killed.is_some() {
+            kill(child);
+            return killed;
+        }
+        // A child with one decoding thread cannot reach its limit before.
+        let next = (limit - computed).min(deadline.saturating_duration_since(Instant::now()));
+        match is_done.recv_timeout(next.max(SHORTEST_LOOK)) {
+            Err(RecvTimeoutError::Timeout) => {}
+            _ => return None,
+        }
+    }
+}
+
+/// How long a child has computed. `None` where the system does not tell, or no longer.
+#[cfg(target_os = "linux")]
+fn processor_time(child: &Child) -> Option<Duration> {
+    let pid = libc::pid_t::try_from(child.id()).ok()?;
+    let (mut clock, mut time) = (0, libc::timespec { tv_sec: 0, tv_nsec: 0 });
+    // SAFETY: both calls write one value of the type that they are given, and outlive neither. A number that is no process's any more
+    // is an error of theirs.
+    let known = unsafe {
+        libc::clock_getcpuclockid(pid, &mut clock) == 0 && libc::clock_gettime(clock, &mut time) == 0
+    };
+    known.then(|| {
+        Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+    })
+}
+
+#[cfg(not(target_os = "linux"))]
+fn processor_time(_: &Child) -> Option<Duration> {
+    None
 }
 
 fn kill(child: &Mutex<Child>) {
@@ -205,6 +301,8 @@ fn bound_memory(_: &Child) {}
 
 #[cfg(test)]
 mod tests {
+    use omnigrpo_guard::{Fault, fault};
+
     use super::*;
 
     #[test]
@@ -215,7 +313,37 @@ mod tests {
                 .unwrap();
         let text = error.to_string();
         assert!(matches!(error, MediaError::ProgramMissing { .. }), "{text}");
+        assert_eq!(fault(&error, Fault::Row), Fault::Machine);
         assert!(text.contains("clip.mp4") && text.contains("apt install ffmpeg"), "{text}");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_program_that_cannot_be_started_is_the_machines_failure() {
+        // A directory cannot be run, by root neither.
+        let error = run("/", &[], Path::new("clip.mp4"), Duration::from_secs(1), |_| Ok(())).err().unwrap();
+        assert!(matches!(error, MediaError::ProgramNotStarted { .. }), "{error}");
+        assert_eq!(fault(&error, Fault::Row), Fault::Machine);
+    }
+
+    /// The child computes for a short time after a long wait: with a limit of lifetime it would be a bad file.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn time_spent_waiting_is_not_counted() {
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let args = ["-c".into(), "sleep 1; echo done".into()];
+        let output = run("sh", &args, Path::new("clip.mp4"), Duration::from_millis(500), read).unwrap();
+        assert_eq!(output.value, 5);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_child_that_computes_too_long_is_killed_and_its_file_is_bad() {
+        let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
+        let args = ["-c".into(), "while :; do :; done".into()];
+        let error = run("sh", &args, Path::new("clip.mp4"), Duration::from_millis(100), read).err().unwrap();
+        assert!(matches!(error, MediaError::Timeout { limit_secs: 0.1, .. }), "{error}");
+        assert_eq!(fault(&error, Fault::Row), Fault::Row);
     }
 
     #[test]
@@ -224,7 +352,8 @@ mod tests {
         let limit = Duration::from_millis(50);
         let read = |stdout: &mut dyn Read| stdout.read_to_end(&mut Vec::new());
         let error = run("sleep", &["60".into()], Path::new("clip.mp4"), limit, read).err().unwrap();
-        assert!(matches!(error, MediaError::Timeout { limit_secs: 0.05, .. }), "{error}");
+        assert!(matches!(error, MediaError::ProgramWaits { waited_secs: 0.5, .. }), "{error}");
+        assert_eq!(fault(&error, Fault::Row), Fault::Machine);
         assert!(started.elapsed() < Duration::from_secs(5));
     }
 
@@ -247,7 +376,7 @@ mod tests {
         let script = "sleep 60 & sleep 60";
         let error =
             run("sh", &["-c".into(), script.into()], Path::new("clip.mp4"), limit, read).err().unwrap();
-        assert!(matches!(error, MediaError::Timeout { .. }), "{error}");
+        assert!(matches!(error, MediaError::ProgramWaits { .. }), "{error}");
         assert!(started.elapsed() < Duration::from_secs(5));
     }
 }

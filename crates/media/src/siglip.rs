@@ -61,11 +61,11 @@ impl SiglipProcessor {
         let fail = |got: String, expected: &str| {
             Err(MediaError::setting("SigLIP processor", format!("{}: {got}", path.display()), expected))
         };
-        let text = match std::fs::read_to_string(path) {
+        let text = match omnigrpo_guard::inside::read_path(path, crate::limits::MAX_CONFIG_BYTES) {
             Ok(text) => text,
             Err(e) => return fail(e.to_string(), "a readable preprocessor_config.json"),
         };
-        let config: Config = match serde_json::from_str(&text) {
+        let config: Config = match serde_json::from_slice(&text) {
             Ok(config) => config,
             Err(e) => return fail(e.to_string(), "size, image_mean and image_std of a SigLIP processor"),
         };

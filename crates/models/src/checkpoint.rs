@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
+use crate::export::check_links;
 use crate::families::{Family, FamilyRow, family_of};
 use crate::media_store::MediaStore;
 
@@ -35,7 +36,8 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// No readable `config.json`, a model this program does not know, a configuration or processor that is impossible.
+    /// No readable `config.json`, a model this program does not know, a configuration or processor that is impossible, a
+    /// file beside it that is a link out of the directory.
     pub fn open(dir: &Path) -> Result<Self> {
         Self::open_with(dir, |_| Ok(Map::new()))
     }
@@ -46,6 +48,7 @@ impl Checkpoint {
     /// As [`Self::open`].
     pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
         let config = ConfigJson::read(&dir.join("config.json"))?;
+        check_links(dir)?;
         let family = Arc::new(Family::open(row, dir, &config)?);
         Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
@@ -67,6 +70,7 @@ impl Checkpoint {
             }));
         }
         let mut config = ConfigJson::read(&path)?;
+        check_links(dir)?;
         config.replace(replace(&config)?);
         let family = Arc::new(family_of(dir, &config)?);
         Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Result};
@@ -34,18 +35,9 @@ impl ConfigJson {
     /// Reads a JSON object from a file.
     ///
     /// # Errors
-    /// A missing, oversized or malformed file.
+    /// A missing, oversized or malformed file, a link that leads out of its directory.
     pub fn read(path: &Path) -> Result<Self> {
-        let metadata = std::fs::metadata(path).map_err(ModelError::io(path))?;
-        // A link to a device or a pipe has no length, and may have no end.
-        if !metadata.is_file() {
-            return Err(Self::fail(path, "not a regular file".into()));
-        }
-        let bytes = metadata.len();
-        if bytes > MAX_BYTES {
-            return Err(Self::fail(path, format!("{bytes} bytes; a configuration has at most {MAX_BYTES}")));
-        }
-        let text = std::fs::read(path).map_err(ModelError::io(path))?;
+        let text = inside::read_path(path, MAX_BYTES).map_err(ModelError::io(path))?;
         match serde_json::from_slice(&text) {
             Ok(Value::Object(object)) => Ok(Self { path: path.to_path_buf(), object }),
             Ok(_) => Err(Self::fail(path, "expected a JSON object".into())),

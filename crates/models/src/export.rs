@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use omnigrpo_text::{ChatTemplate, TemplateOrigin};
 use serde_json::Value;
 
@@ -29,8 +30,62 @@ pub const COMPANIONS: [&str; 16] = [
     "configuration.json",
     "sentencepiece.bpe.model",
 ];
+/// The card, of which the licence is taken over.
+const CARD: &str = "README.md";
 /// Folder of templates beside the default one.
 const MORE_TEMPLATES: &str = "additional_chat_templates";
+
+/// Most bytes of a file beside the weights. A tokenizer of a large vocabulary has 35 MB.
+const MAX_COMPANION_BYTES: u64 = 256 << 20;
+
+/// The files beside the weights of a checkpoint directory that a model takes along, by their paths from there: those of
+/// [`COMPANIONS`] and, of checkpoints that are published with code and several templates, these.
+///
+/// # Errors
+/// A folder that cannot be read; a link that leads out of the directory, what is no regular file.
+pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut names: Vec<PathBuf> = COMPANIONS.into_iter().map(PathBuf::from).collect();
+    names.extend(files_ending(dir, Path::new(""), "py")?);
+    names.extend(files_ending(dir, Path::new(MORE_TEMPLATES), "jinja")?);
+    let there = names.into_iter().filter_map(|name| match is_there(dir, &name) {
+        Ok(there) => there.then_some(Ok(name)),
+        Err(error) => Some(Err(error)),
+    });
+    there.collect()
+}
+
+/// Fails where a file beside the weights is a link that leads out of the directory: when a checkpoint is opened, and not when
+/// the trained model is written.
+///
+/// # Errors
+/// As [`companions`].
+pub(crate) fn check_links(dir: &Path) -> Result<()> {
+    companions(dir)?;
+    is_there(dir, Path::new(CARD)).map(drop)
+}
+
+fn is_there(dir: &Path, name: &Path) -> Result<bool> {
+    if dir.join(name).is_dir() {
+        return Ok(false);
+    }
+    match inside::open(dir, name) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(ModelError::io(dir.join(name))(error)),
+    }
+}
+
+/// The content of a file beside the weights, if it is there.
+///
+/// # Errors
+/// As [`companions`]; a file that is too long.
+pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
+    if !is_there(dir, name)? {
+        return Ok(None);
+    }
+    let content = inside::read(dir, name, MAX_COMPANION_BYTES);
+    content.map(Some).map_err(ModelError::io(dir.join(name)))
+}
 
 /// Names of the files in `folder` of `dir` that end so, sorted; none where there is no such folder.
 fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
@@ -123,19 +178,16 @@ impl Model {
     /// Copies tokenizer and processor files into `dir`, and the code of checkpoints that are published with their own,
     /// which is never run here.
     pub(crate) fn copy_companions(&self, dir: &Path, left_out: &[&str]) -> Result<()> {
-        let mut names: Vec<PathBuf> =
-            COMPANIONS.into_iter().filter(|name| !left_out.contains(name)).map(PathBuf::from).collect();
-        names.extend(files_ending(self.dir(), Path::new(""), "py")?);
-        names.extend(files_ending(self.dir(), Path::new(MORE_TEMPLATES), "jinja")?);
-        for name in names {
-            let from = self.dir().join(&name);
-            if from.is_file() {
-                let to = dir.join(&name);
-                if let Some(folder) = to.parent() {
-                    std::fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
-                }
-                std::fs::copy(&from, &to).map_err(ModelError::io(to))?;
+        for name in companions(self.dir())? {
+            if left_out.iter().any(|left_out| name == Path::new(left_out)) {
+                continue;
             }
+            let Some(content) = companion(self.dir(), &name)? else { continue };
+            let to = dir.join(&name);
+            if let Some(folder) = to.parent() {
+                std::fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+            }
+            std::fs::write(&to, content).map_err(ModelError::io(to))?;
         }
         Ok(())
     }

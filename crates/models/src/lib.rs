@@ -43,8 +43,8 @@ pub use export::COMPANIONS;
 pub use families::humanomni;
 pub use families::{
     Architecture, Companion, Converted, Encoder, FAMILIES, Family, FamilyOption, FamilyRow, Format,
-    FrameRule, IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, MissingAudio, Network,
-    OptionKind, Processor, Roles, probe_medium, sound,
+    FrameRule, IdleSettings, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, MissingAudio,
+    Network, OptionKind, Processor, Roles, probe_medium, sound,
 };
 pub use lora::LoraConfig;
 pub use media_classifier::MediaClassifier;

@@ -106,11 +106,17 @@ impl MediaClassifier {
         self.prompts.finished(turns, media)
     }
 
-    /// Whether a conversation can be read, from the headers of its media alone.
+    /// The most tokens that a conversation may have.
+    #[must_use]
+    pub fn max_tokens(&self) -> usize {
+        self.model.decoder().config().max_positions
+    }
+
+    /// The tokens of a conversation that can be read, from the headers of its media alone.
     ///
     /// # Errors
     /// As [`PromptBuilder::finished`]; a medium that is unreadable, or of a kind this family does not take.
-    pub fn check(&self, turns: &[Turn], media: &[MediumRef]) -> Result<()> {
+    pub fn check(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         self.prompts.check_finished(turns, media)
     }
 

@@ -1,8 +1,9 @@
 //! Decoded media that stay in memory from one pass over the data to the next.
 //!
 //! Media are told apart by what decides their numbers: the content of their files (SHA-256), the row's options and the run's
-//! settings, with the number of frames where one is drawn, and the path where frames are shuffled, which it keys. So a file that
-//! changes is decoded again, and a medium that several rows show is decoded once. Errors are not kept.
+//! settings, with the number of frames where one is drawn, and the medium's place in the dataset where frames are shuffled, which
+//! keys their order. So a file that changes is decoded again, and a medium that several rows show is decoded once. Errors are not
+//! kept.
 //!
 //! What came first stays, up to a bound in bytes. A pass over shuffled data comes back to a medium after most others: with room
 //! for a share c of the data, what stays is found in a share c of all cases, while a store that made room for the newest (LRU)
@@ -19,7 +20,7 @@ use omnigrpo_media::VideoSource;
 use omnigrpo_text::MediumKind;
 use sha2::{Digest, Sha256};
 
-use crate::families::{MediaSettings, MediumInput};
+use crate::families::{MediaSettings, MediumInput, MediumKey};
 
 /// Files of a medium beyond so many bytes are not read to be told apart: a few frames of a film are decoded as quickly.
 const MOST_READ: u64 = 256 << 20;
@@ -157,10 +158,10 @@ fn name_of(medium: &MediumRef, settings: &MediaSettings) -> Option<Name> {
         seed: if shuffled { settings.seed } else { 0 },
         // They act through the number that is drawn.
         dynamic_sample: false,
-        epoch: 0,
+        key: if shuffled { MediumKey { epoch: 0, ..settings.key } } else { MediumKey::default() },
         ..settings.clone()
     };
-    let (drawn, path) = (settings.drawn(medium), shuffled.then_some(&medium.source));
-    hash.update(format!("{:?} {:?} {rest:?} {drawn:?} {path:?}", medium.kind, medium.options));
+    let drawn = settings.drawn(medium);
+    hash.update(format!("{:?} {:?} {rest:?} {drawn:?}", medium.kind, medium.options));
     Some(hash.finalize().into())
 }

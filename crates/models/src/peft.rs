@@ -20,6 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use omnigrpo_guard::inside;
 use omnigrpo_ops::{Adapter, Param};
 use regex::Regex;
 use safetensors::SafeTensors;
@@ -440,10 +441,7 @@ impl AdapterFile {
                 "adapter_model.bin is a pickle, which can run code when it is read; save the adapter as safetensors".into(),
             ));
         }
-        if path.exists() && !path.is_file() {
-            return Err(fail(format!("{} is not a regular file", path.display())));
-        }
-        let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;
+        let bytes = inside::read_path(&path, u64::MAX).map_err(ModelError::io(&path))?;
         let file = SafeTensors::deserialize(&bytes).map_err(ModelError::safetensors(&path, "read"))?;
         let targets = target_parameters(dir)?;
         let mut this = Self { pairs: BTreeMap::new(), modules: BTreeMap::new(), whole: BTreeMap::new() };

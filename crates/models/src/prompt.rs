@@ -11,7 +11,7 @@ use omnigrpo_text::{
 use crate::checkpoint::Checkpoint;
 use crate::decoder::Position;
 use crate::error::{ModelError, Result};
-use crate::families::{Family, MediaSettings, MediumInput, MediumPlan, MediumShape, probe_medium};
+use crate::families::{Family, MediaSettings, MediumInput, MediumKey, MediumPlan, MediumShape, probe_medium};
 use crate::media_store::{Decoded, MediaStore};
 use crate::rope::RopeScaling;
 use crate::stream::next_key;
@@ -175,22 +175,24 @@ impl PromptBuilder {
     /// # Errors
     /// As [`Self::build`].
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
-        let settings = MediaSettings { epoch, ..self.settings.media.clone() };
-        let found: Vec<_> = sample.media.iter().map(|m| self.media_store.find(m, &settings)).collect();
+        let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
+        let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
+        let each = || sample.media.iter().zip(&settings);
+        let found: Vec<_> = each().map(|(m, settings)| self.media_store.find(m, settings)).collect();
         let headers = sample.media.iter().zip(&found).map(|(m, found)| match &found.decoded {
             Some(decoded) => Ok(decoded.header.clone()),
-            None => probe_medium(m, &settings.limits),
+            None => probe_medium(m, &self.settings.media.limits),
         });
         let headers = headers.collect::<Result<Vec<_>>>()?;
         let (rendered, plans) = self.plan(sample, &headers)?;
         let mut media = Vec::with_capacity(headers.len());
-        for ((m, found), header) in sample.media.iter().zip(found).zip(headers) {
+        for (((m, settings), found), header) in each().zip(found).zip(headers) {
             media.push(match &found.decoded {
                 Some(decoded) => Arc::clone(&decoded.input),
                 None => {
-                    let input = Arc::new(self.family.processor().prepare(m, &settings)?);
+                    let input = Arc::new(self.family.processor().prepare(m, settings)?);
                     let decoded = Decoded { header, input: Arc::clone(&input) };
-                    self.media_store.keep(&found, m, &settings, decoded);
+                    self.media_store.keep(&found, m, settings, decoded);
                     input
                 }
             });
@@ -234,27 +236,28 @@ impl PromptBuilder {
         self.prompt(turns, self.render_finished(turns, &tokens)?, media)
     }
 
-    /// Whether a finished conversation can be read, from the headers of its media alone.
+    /// The tokens of a finished conversation that can be read, from the headers of its media alone.
     ///
     /// # Errors
     /// As [`Self::finished`], except for what only decoding shows.
-    pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<()> {
+    pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         let limits = &self.settings.media.limits;
         let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
         let plans = self.plans(media, &headers)?;
-        self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?).map(drop)
+        let rendered = self.render_finished(turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
+        Ok(rendered.ids.len())
     }
 
     fn render_finished(&self, turns: &[Turn], media: &[MediumTokens]) -> Result<RenderedPrompt> {
         // Settings of a run do not reach a model that judges.
         let too_long = |tokens| ModelError::PromptTooLong {
             tokens,
-            limit: self.max_prompt_tokens(),
+            limit: self.model_tokens(),
             which: "the positions of the model that judges",
             remedy: "shorten the text, or let the row name fewer frames or pixels".to_owned(),
         };
         let features: usize = media.iter().map(num_features).sum();
-        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
+        if features > self.model_tokens().max(MOST_RENDERED) {
             return Err(too_long(features));
         }
         let arranged = self.family.processor().arrange(turns);
@@ -262,20 +265,15 @@ impl PromptBuilder {
         let options = &self.settings.render;
         let rendered = renderer.render_conversation(&arranged, media, options, &self.stops)?.prompt;
         match rendered.ids.len() {
-            tokens if tokens > self.max_prompt_tokens() => Err(too_long(tokens)),
+            tokens if tokens > self.model_tokens() => Err(too_long(tokens)),
             _ => Ok(rendered),
         }
     }
 
-    /// The longest prompt that is accepted, tokens.
-    fn max_prompt_tokens(&self) -> usize {
-        let model = self
-            .family
-            .architecture()
-            .decoder_config()
-            .max_positions
-            .saturating_sub(self.settings.max_completion_length);
-        self.settings.max_prompt_length.map_or(model, |limit| limit.min(model))
+    /// Tokens of the longest prompt that leaves the model room for a completion.
+    fn model_tokens(&self) -> usize {
+        let positions = self.family.architecture().decoder_config().max_positions;
+        positions.saturating_sub(self.settings.max_completion_length)
     }
 
     /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
@@ -350,16 +348,14 @@ impl PromptBuilder {
         if !turns.iter().any(|turn| turn.role == Role::User) {
             return Err(ModelError::NoUserTurn);
         }
-        let features: usize = media.iter().map(num_features).sum();
-        if features > self.max_prompt_tokens().max(MOST_RENDERED) {
-            return Err(self.too_long(features, media));
+        let features = media.iter().map(num_features).sum();
+        if features > MOST_RENDERED {
+            self.check_length(features, media)?;
         }
         let renderer = PromptRenderer::new(&self.tokenizer, &self.template);
         let rendered = renderer.render(turns, media, &self.settings.render)?;
-        match rendered.ids.len() {
-            tokens if tokens > self.max_prompt_tokens() => Err(self.too_long(tokens, media)),
-            _ => Ok(rendered),
-        }
+        self.check_length(rendered.ids.len(), media)?;
+        Ok(rendered)
     }
 
     fn prompt(
@@ -391,26 +387,44 @@ impl PromptBuilder {
         })
     }
 
-    /// Names the limit, and what would help: where media are a fifth of the prompt, the settings of the kind that has most.
-    fn too_long(&self, tokens: usize, media: &[MediumTokens]) -> ModelError {
+    /// Compares a prompt of `tokens`, features of media included, with the limits: that of the settings, as the family
+    /// counts, and the model's. The error names the limit and what would help: where media are a fifth of what is counted,
+    /// the settings of the kind that has most.
+    fn check_length(&self, tokens: usize, media: &[MediumTokens]) -> Result<()> {
         let of = |kind| media.iter().filter(|m| m.kind == kind).map(num_features).sum::<usize>();
         let kinds = [MediumKind::Image, MediumKind::Video, MediumKind::Audio];
-        let longest = kinds.into_iter().max_by_key(|kind| of(*kind)).filter(|kind| 5 * of(*kind) > tokens);
+        let as_one = self.family.processor().counts_medium_as_one();
+        let counted = match as_one {
+            true => tokens.saturating_sub(kinds.into_iter().map(of).sum()) + media.len(),
+            false => tokens,
+        };
+        let model = self.model_tokens();
+        let given =
+            self.settings.max_prompt_length.filter(|&given| counted > given && (given <= model || as_one));
+        if given.is_none() && tokens <= model {
+            return Ok(());
+        }
+        let longest = kinds.into_iter().max_by_key(|kind| of(*kind));
+        let longest = longest.filter(|kind| 5 * of(*kind) > tokens && !(as_one && given.is_some()));
         let shorten = match longest {
             Some(kind) => self.family.processor().shorten(kind).unwrap_or("give fewer media"),
             None => "shorten the text",
         };
-        let limit = self.max_prompt_tokens();
-        let (which, or) = match self.settings.max_prompt_length {
-            Some(given) if given == limit => {
-                ("PromptSettings::max_prompt_length", ", or raise PromptSettings::max_prompt_length")
-            }
-            _ => (
+        let (tokens, limit, which, or) = match given {
+            Some(given) => (
+                counted,
+                given,
+                "PromptSettings::max_prompt_length",
+                ", or raise PromptSettings::max_prompt_length",
+            ),
+            None => (
+                tokens,
+                model,
                 "the model's positions less PromptSettings::max_completion_length",
                 ", or lower PromptSettings::max_completion_length",
             ),
         };
-        ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") }
+        Err(ModelError::PromptTooLong { tokens, limit, which, remedy: format!("{shorten}{or}") })
     }
 }
 

@@ -655,13 +655,16 @@ fn files_without_end_are_not_read() {
             "chat_template.jinja" => told(&omnigrpo_text::ChatTemplate::from_dir(dir.path()).unwrap_err()),
             _ => told(&load("qwen2_vl_untied", WeightDtype::Auto).load_adapter(dir.path()).unwrap_err()),
         };
-        assert!(error.contains(name) && error.contains("not a regular file"), "{name}: {error}");
+        assert!(
+            error.contains(name) && error.contains("leads to /dev/zero, which is outside"),
+            "{name}: {error}"
+        );
     }
     let dir = TempDir::new().unwrap();
     copy_dir(&checkpoint("qwen2_5_vl_untied"), dir.path());
     let index = std::fs::File::create(dir.path().join("model.safetensors.index.json")).unwrap();
     index.set_len(1 << 40).unwrap();
-    assert_refused(dir.path(), &["model.safetensors.index.json has 1099511627776 bytes"]);
+    assert_refused(dir.path(), &["model.safetensors.index.json", "1099511627776 bytes, expected at most"]);
 }
 
 #[test]
@@ -979,4 +982,66 @@ fn companions_are_copied_and_the_template_is_a_file() {
     let own = folder.path().join("own");
     load("qwen2_vl_tied", WeightDtype::Auto).save_pretrained(&own).unwrap();
     assert!(own.join("chat_template.json").is_file() && !own.join("chat_template.jinja").exists());
+}
+
+/// Links may stand for files of the checkpoint or for the blobs of its cache entry. One that leads elsewhere is named before
+/// anything is read, and nothing is copied through it.
+#[cfg(unix)]
+#[test]
+fn links_that_lead_out_of_a_checkpoint_are_refused() {
+    use std::os::unix::fs::symlink;
+    let place = TempDir::new().unwrap();
+    let (root, model) = (place.path().canonicalize().unwrap(), place.path().join("model"));
+    std::fs::create_dir(root.join("model")).unwrap();
+    std::fs::write(root.join("secret"), "a key").unwrap();
+    copy_dir(&checkpoint("qwen2_5_vl_tied"), &model);
+    let opened = omnigrpo_models::Checkpoint::open(&model).unwrap();
+    let loaded = Model::load_with(&opened, &LoadOptions::default()).unwrap();
+    std::fs::create_dir(model.join("additional_chat_templates")).unwrap();
+    for name in ["LICENSE", "modeling.py", "additional_chat_templates/rag.jinja", "README.md"] {
+        let link = model.join(name);
+        symlink(root.join("secret"), &link).unwrap();
+        let said = format!("leads to {}", root.join("secret").display());
+        let error = error(&model);
+        assert!(error.contains(name) && error.contains(&said), "{name}: {error}");
+        if name != "README.md" {
+            let error = told(&loaded.save_pretrained(&root.join("out")).unwrap_err());
+            assert!(error.contains(name) && error.contains(&said), "{name}: {error}");
+            assert!(!root.join("out").join(name).exists());
+            let error = omnigrpo_models::source_digest(&model).map(drop).map_err(|e| told(&e));
+            assert_eq!(error.is_err(), name == "LICENSE", "{name}: {error:?}");
+        }
+        std::fs::remove_file(link).unwrap();
+    }
+    // Weights too, and what an index names.
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::rename(model.join(name), root.join(name)).unwrap();
+        symlink(root.join(name), model.join(name)).unwrap();
+        assert_refused(&model, &[name, "which is outside of"]);
+        std::fs::remove_file(model.join(name)).unwrap();
+        std::fs::rename(root.join(name), model.join(name)).unwrap();
+    }
+    // A link that stays inside, and the layout of a hub cache.
+    std::fs::rename(model.join("tokenizer.json"), model.join("other.json")).unwrap();
+    symlink("other.json", model.join("tokenizer.json")).unwrap();
+    let entry = root.join("models--org--name");
+    std::fs::create_dir_all(entry.join("blobs")).unwrap();
+    std::fs::create_dir_all(entry.join("snapshots/0123")).unwrap();
+    for (at, file) in std::fs::read_dir(&model).unwrap().enumerate() {
+        let file = file.unwrap();
+        if file.path().is_file() {
+            std::fs::copy(file.path(), entry.join(format!("blobs/{at}"))).unwrap();
+            symlink(format!("../../blobs/{at}"), entry.join("snapshots/0123").join(file.file_name()))
+                .unwrap();
+        }
+    }
+    for dir in [model, entry.join("snapshots/0123")] {
+        let opened = omnigrpo_models::Checkpoint::open(&dir).unwrap();
+        let out = dir.with_extension("out");
+        Model::load_with(&opened, &LoadOptions::default()).unwrap().save_pretrained(&out).unwrap();
+        assert!(
+            std::fs::symlink_metadata(out.join("tokenizer.json")).unwrap().is_file(),
+            "a file and no link"
+        );
+    }
 }

@@ -7,16 +7,18 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use omnigrpo_data::{ReadOptions, Sample};
 use omnigrpo_guard::told;
 use omnigrpo_models::{
     Checkpoint, Features, GroupStream, MediaSettings, MediumShape, Memories, Model, PackedStream, Prompt,
     Training, WeightDtype,
 };
 use omnigrpo_ops::Part;
+use serde_json::json;
 use support::rows::{INTERNVL, builder, check_plans, dataset, prompt};
 use support::{
-    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, max_diff, take_gradients,
-    train_all, training, weight_bits,
+    Golden, assert_close, causal_logits, check_gradients, checkpoint, copy_dir, golden, max_diff,
+    take_gradients, train_all, training, weight_bits,
 };
 use tempfile::TempDir;
 
@@ -70,6 +72,24 @@ fn ids_and_pixels_equal_the_reference() {
         assert!(got.iter().copied().eq(want), "{name} {case}: pixels differ");
         let positions: Vec<[u32; 3]> = (0..prompt.ids.len() as u32).map(|p| [p; 3]).collect();
         assert_eq!((prompt.positions, prompt.next_position), (positions, prompt.ids.len() as u32));
+    }
+}
+
+/// Rows of InternVL, LLaVA and VLM-R1 write a line break behind `<image>`; users of `transformers` write none. The template of
+/// the hf layout writes one of its own, as in `transformers`, so the first kind of row has two there.
+#[test]
+fn the_hf_template_writes_a_line_break_of_its_own() {
+    let text = |name: &str, value: &str| {
+        let row =
+            json!({ "image": "media/shapes.png", "conversations": [{ "from": "human", "value": value }] });
+        let sample = Sample::from_row(row, "rows", &golden(""), &ReadOptions::default()).unwrap();
+        let prompt = builder(&checkpoint(name), MediaSettings::default()).build(&sample).unwrap();
+        prompt.text.replace("<IMG_CONTEXT>", "<image>")
+    };
+    for (hf, original) in [("internvl_hf", "internvl_original"), ("internvl3_5_hf", "internvl3_5_original")] {
+        assert!(text(hf, "<image>What?").contains("<image>\nWhat?"));
+        assert!(text(original, "<image>\nWhat?").contains("<image>\nWhat?"));
+        assert!(text(hf, "<image>\nWhat?").contains("<image>\n\nWhat?"));
     }
 }
 

@@ -196,6 +196,7 @@ fn groups_equal_transformers_on_separate_sequences() {
                 sampler: None,
                 reference: Some(&reference),
                 entropy: None,
+                kept: None,
                 advantages: &advantages,
                 truncated: &truncated,
             };

@@ -154,6 +154,11 @@ impl Console {
         self.say(text, &[]);
     }
 
+    /// A line that the log does not get: one with a secret.
+    pub fn unlogged(&self, text: &str) {
+        self.show(text, &[]);
+    }
+
     /// A line that begins with `warning:`.
     pub fn warning(&self, text: &str) {
         self.say(&format!("warning: {text}"), &[("warning:", YELLOW)]);
@@ -166,9 +171,13 @@ impl Console {
 
     /// Writes text, and in colour the first place of each mark in its style.
     fn say(&self, text: &str, marks: &[(&str, Style)]) {
+        self.log(text);
+        self.show(text, marks);
+    }
+
+    fn show(&self, text: &str, marks: &[(&str, Style)]) {
         let text = self.worded(text);
         let text = escape(&text);
-        self.log(&text);
         *locked(&self.0.last_line) = Instant::now();
         // See the type: output is best effort.
         let _ = match &self.0.sink {
@@ -355,7 +364,7 @@ impl Shown {
     fn lines(console: &Console, line: impl Fn() -> String + Send + 'static) -> Self {
         let over = Arc::new((Mutex::new(false), Condvar::new()));
         let (console, watched) = (console.clone(), Arc::clone(&over));
-        let thread = std::thread::spawn(move || {
+        let work = move || {
             let every = console.0.plain_every;
             let mut is_over = locked(&watched.0);
             while !*is_over {
@@ -367,8 +376,9 @@ impl Shown {
                 let woken = watched.1.wait_timeout(is_over, wait);
                 is_over = woken.unwrap_or_else(PoisonError::into_inner).0;
             }
-        });
-        Self::Lines(over, Some(thread))
+        };
+        // Without a thread nothing is shown in between.
+        Self::Lines(over, std::thread::Builder::new().name("progress".to_owned()).spawn(work).ok())
     }
 
     fn set_position(&self, done: u64) {
@@ -723,6 +733,7 @@ mod tests {
         let earlier = console.clone();
         console.log_to(&path).unwrap();
         earlier.warning("again\u{1b}");
+        console.unlogged("secret");
         let log = std::fs::read_to_string(&path).unwrap();
         assert!(log.ends_with(" warning: again\\u{1b}\n") && log.starts_with("20"), "{log}");
     }

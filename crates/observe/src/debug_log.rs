@@ -21,11 +21,14 @@ impl DebugLog {
         Self { path }
     }
 
-    /// Appends the completions of a step.
+    /// Appends the completions of a step. Creates the folder of the file.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// A folder that cannot be created, a file that cannot be written.
     pub fn append(&self, rollouts: &[Rollout], now: &jiff::Zoned) -> Result<(), Error> {
+        if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|source| Error::io("create", folder, source))?;
+        }
         let time = now.strftime("%d-%H-%M-%S-%6f").to_string();
         for name in rollouts.first().into_iter().flat_map(|first| first.rewards.keys()) {
             let path = self.path_of(name);
@@ -97,9 +100,10 @@ mod tests {
             row: None,
         };
         let now: jiff::Zoned = "2026-01-02T03:04:05.000006+00:00[UTC]".parse().unwrap();
-        let log = DebugLog::new(directory.path().join("debug.txt"));
+        // The folder does not exist yet, as in the published scripts.
+        let log = DebugLog::new(directory.path().join("logs/debug.txt"));
         log.append(&[rollout], &now).unwrap();
-        let read = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
+        let read = |name: &str| std::fs::read_to_string(directory.path().join("logs").join(name)).unwrap();
         let rest = "Media: clip.mp4\nContent: <answer>B</answer>\nSolution: <answer>A</answer>\n";
         let head = "------------- 02-03-04-05-000006 ";
         assert_eq!(read("debug.txt"), format!("{head}Accuracy reward: 0.0 -------------\n{rest}"));

@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, write_atomic};
@@ -68,7 +69,7 @@ struct Stamp {
 /// Drops the lines of steps after `last_step` and a torn last line; kept lines stay byte for byte. A missing file is
 /// an empty one.
 pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
-    let reader = match File::open(path) {
+    let reader = match inside::open_path(path) {
         Ok(file) => BufReader::new(file),
         Err(source) if source.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(source) => return Err(Error::io("read", path, source)),
@@ -84,7 +85,7 @@ pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
 
 /// The step of the last line, and the rows of one step.
 pub(crate) fn tail(path: &Path, step: u64) -> Result<(Option<u64>, Vec<serde_json::Value>), Error> {
-    let file = File::open(path).map_err(|source| Error::io("read", path, source))?;
+    let file = inside::open_path(path).map_err(|source| Error::io("read", path, source))?;
     let (mut last, mut rows) = (None, Vec::new());
     for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
         let line = line.map_err(|source| Error::io("read", path, source))?;

@@ -3,12 +3,18 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::Error;
 
 const NAME: &str = ".lock";
 /// Most bytes of a holder's description that are read back.
 const HOLDER_BYTES: u64 = 1024;
+/// How long a start waits for a holder that is ending: the system takes its time to give back the memory of a killed process,
+/// and the lock comes last.
+const ENDING: Duration = Duration::from_secs(5);
+/// How long a start waits for any other holder. The instant in which a process learns of its end cannot be seen from outside.
+const GRACE: Duration = Duration::from_millis(200);
 
 /// A run directory that no other process may write. It is given back when this value is dropped, and by the operating
 /// system however the process ends; the file itself stays.
@@ -21,28 +27,34 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Takes the directory, which is created. `holder` says to others who has it.
+    /// Takes the directory, which is created. `holder` says to others who has it; where it begins with `process ID`, others
+    /// wait a few seconds for a process that is ending.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another process has it; a directory that cannot be written.
+    /// [`Error::Locked`] if another process has it and keeps it; a directory that cannot be written.
     pub fn acquire(root: &Path, holder: &str) -> Result<Self, Error> {
         fs::create_dir_all(root).map_err(|source| Error::io("create the directory", root, source))?;
         let path = root.join(NAME);
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = file.map_err(|source| Error::io("open", &path, source))?;
-        let exclusive = match file.try_lock() {
-            Ok(()) => true,
-            Err(TryLockError::WouldBlock) => {
-                let mut text = Vec::new();
-                // What cannot be read is not said: the refusal does not depend on it.
-                let _ = file.take(HOLDER_BYTES).read_to_end(&mut text);
-                let text: String =
-                    String::from_utf8_lossy(&text).chars().filter(|c| !c.is_control()).collect();
-                let holder = if text.is_empty() { "another process".to_owned() } else { text };
-                return Err(Error::Locked { path: root.to_owned(), holder });
+        let started = Instant::now();
+        let exclusive = loop {
+            match file.try_lock() {
+                Ok(()) => break true,
+                Err(TryLockError::WouldBlock) => {
+                    let holder = read_holder(&path);
+                    let patience = if is_ending(&holder) { ENDING } else { GRACE };
+                    if started.elapsed() >= patience {
+                        let holder = if holder.is_empty() { "another process".to_owned() } else { holder };
+                        return Err(Error::Locked { path: root.to_owned(), holder });
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(TryLockError::Error(source)) if source.kind() == io::ErrorKind::Unsupported => {
+                    break false;
+                }
+                Err(TryLockError::Error(source)) => return Err(Error::io("lock", &path, source)),
             }
-            Err(TryLockError::Error(source)) if source.kind() == io::ErrorKind::Unsupported => false,
-            Err(TryLockError::Error(source)) => return Err(Error::io("lock", &path, source)),
         };
         // Best effort, since a full disk must not keep a run from going on: the lock holds without it.
         let _ = file.set_len(0).and_then(|()| file.write_all(holder.as_bytes()));
@@ -62,6 +74,36 @@ impl RunLock {
     }
 }
 
+/// Returns the holder's text; an empty one where it cannot be read, since the refusal does not depend on it.
+fn read_holder(path: &Path) -> String {
+    let mut text = Vec::new();
+    let _ = File::open(path).and_then(|file| file.take(HOLDER_BYTES).read_to_end(&mut text));
+    String::from_utf8_lossy(&text).chars().filter(|c| !c.is_control()).collect()
+}
+
+/// Whether the process that a holder's text names has ended, is ending, or has been killed and does not know it yet. Also true
+/// for a process of another machine, which this one cannot see; waiting for that one costs seconds and nothing else.
+fn is_ending(holder: &str) -> bool {
+    let id = holder.strip_prefix("process ").and_then(|rest| rest.split(' ').next()?.parse::<u32>().ok());
+    let Some(id) = id.filter(|_| cfg!(target_os = "linux")) else { return false };
+    let place = PathBuf::from(format!("/proc/{id}"));
+    let (Ok(stat), Ok(status)) =
+        (fs::read_to_string(place.join("stat")), fs::read_to_string(place.join("status")))
+    else {
+        return true;
+    };
+    // The name in parentheses may hold anything. Behind it: the state, and seven fields on the flags of `linux/sched.h`.
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+    const PF_EXITING: u64 = 0x4;
+    const SIGKILL: u64 = 1 << 8;
+    let flags = fields.get(6).and_then(|flags| flags.parse().ok()).unwrap_or(0u64);
+    let killed = status.lines().any(|line| {
+        let pending = line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:"));
+        pending.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).is_some_and(|set| set & SIGKILL != 0)
+    });
+    matches!(fields.first(), Some(&("Z" | "X"))) || flags & PF_EXITING != 0 || killed
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,16 +112,39 @@ mod tests {
     fn a_directory_has_one_holder_at_a_time_and_names_it() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().join("run");
-        let first = RunLock::acquire(&root, "process 7 on host a since noon").unwrap();
+        let this = format!("process {} on host a since noon", std::process::id());
+        let first = RunLock::acquire(&root, &this).unwrap();
         assert!(first.is_exclusive());
         let refused = RunLock::acquire(&root, "process 8").unwrap_err();
-        assert!(
-            matches!(&refused, Error::Locked { holder, .. } if holder == "process 7 on host a since noon")
-        );
-        assert!(refused.to_string().contains("process 7 on host a since noon"), "{refused}");
+        assert!(matches!(&refused, Error::Locked { holder, .. } if *holder == this));
+        assert!(refused.to_string().contains(&this), "{refused}");
         drop(first);
         let second = RunLock::acquire(&root, "process 9").unwrap();
         assert_eq!(fs::read_to_string(root.join(NAME)).unwrap(), "process 9", "the old name is gone");
         drop(second);
+    }
+
+    /// The holder is killed; the system keeps its lock for a while, as it does when it has much memory to give back.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_start_waits_for_a_holder_that_is_dead_and_for_no_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().join("run");
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let holder = format!("process {} on host a", child.id());
+        assert!(!is_ending(&holder) && !is_ending("someone") && !is_ending(""));
+        let held = RunLock::acquire(&root, &holder).unwrap();
+        assert!(matches!(RunLock::acquire(&root, "process 9"), Err(Error::Locked { .. })));
+
+        child.kill().unwrap();
+        assert!(is_ending(&holder), "killed, and not waited for");
+        let given_back = std::thread::spawn(move || {
+            std::thread::sleep(2 * GRACE);
+            drop(held);
+        });
+        drop(RunLock::acquire(&root, "process 9").unwrap());
+        given_back.join().unwrap();
+        child.wait().unwrap();
+        assert!(is_ending(&holder), "gone");
     }
 }

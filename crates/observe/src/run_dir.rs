@@ -112,6 +112,9 @@ pub struct Tokens {
     /// Log-probability of each token under the reference; empty where there is none.
     #[serde(serialize_with = "rounded", skip_serializing_if = "Vec::is_empty")]
     pub reference_logprobs: Vec<f32>,
+    /// Whether the entropy gate keeps each token for the policy term; empty without a gate.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<bool>,
 }
 
 fn rounded<S: serde::Serializer>(values: &[f32], serializer: S) -> Result<S::Ok, S::Error> {

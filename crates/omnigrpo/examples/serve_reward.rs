@@ -2,9 +2,8 @@
 //! `serve ADDRESS` it only serves, for `omnigrpo train --reward_funcs http://ADDRESS`.
 #![allow(clippy::print_stdout)]
 
-use std::io::Read as _;
-
 use omnigrpo::{RewardInput, RewardOptions, RowKey, Think, build_rewards};
+use omnigrpo_watch::http::{Answer, Http, Limits, Request};
 use serde_json::{Map, Value, json};
 
 /// The share of the completion's words that the solution has, too.
@@ -15,29 +14,28 @@ fn overlap(item: &Value) -> Option<f64> {
     Some(shared as f64 / answer.len().max(1) as f64)
 }
 
-/// Answers requests as docs/rewards.md has them: a list of rows becomes a list of numbers, null where there is none.
-fn serve(server: &tiny_http::Server) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    for mut request in server.incoming_requests() {
-        let mut body = String::new();
-        request.as_reader().take(64 << 20).read_to_string(&mut body)?;
-        let body: Value = serde_json::from_str(&body)?;
-        let rows = body["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let rewards: Vec<Option<f64>> = rows.iter().map(overlap).collect();
-        request.respond(tiny_http::Response::from_string(
-            json!({ "id": body["id"], "rewards": rewards }).to_string(),
-        ))?;
-    }
-    Ok(())
+/// Answers a request as docs/rewards.md has it: a list of rows becomes a list of numbers, null where there is none.
+fn answer(request: &Request) -> Answer {
+    let Ok(body) = serde_json::from_slice::<Value>(request.body()) else {
+        return Answer::new(400, "text/plain", "this is no JSON\n");
+    };
+    let rows = body["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let rewards: Vec<Option<f64>> = rows.iter().map(overlap).collect();
+    Answer::new(200, "application/json", json!({ "id": body["id"], "rewards": rewards }).to_string())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let mut args = std::env::args().skip(1);
+    let limits = Limits { body_bytes: 64 << 20, ..Limits::default() };
     if args.next().as_deref() == Some("serve") {
-        return serve(&tiny_http::Server::http(args.next().as_deref().unwrap_or("127.0.0.1:8000"))?);
+        let address = args.next().unwrap_or_else(|| "127.0.0.1:8000".to_owned());
+        let _server = Http::start("reward", address, limits, answer)?;
+        loop {
+            std::thread::park();
+        }
     }
-    let server = tiny_http::Server::http("127.0.0.1:0")?;
-    let address = server.server_addr();
-    std::thread::spawn(move || serve(&server));
+    let server = Http::start("reward", "127.0.0.1:0", limits, answer)?;
+    let address = server.address();
 
     let rewards = build_rewards(&[format!("overlap=http://{address}")], &RewardOptions::default())?;
     let row = RewardInput {

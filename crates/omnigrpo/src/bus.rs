@@ -1,4 +1,5 @@
-//! What is said when a file is cut off while it is read where it lies.
+//! Signals that the system sends for what happens to files: one that is cut off while it is read where it lies, and one that may not
+//! grow any more (`ulimit -f`).
 
 /// Ends the process with a message where the system ends it with a bus error: a page of a mapped file is not there any more.
 pub(crate) fn tell() {
@@ -6,6 +7,15 @@ pub(crate) fn tell() {
     // SAFETY: the handler calls only what a handler may call.
     unsafe {
         libc::signal(libc::SIGBUS, ended as *const () as libc::sighandler_t);
+    }
+}
+
+/// Has a file over the limit of its size fail to be written, as on a full disk, instead of ending the process without a word.
+pub(crate) fn write_to_the_limit() {
+    #[cfg(unix)]
+    // SAFETY: to ignore a signal runs nothing.
+    unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
     }
 }
 

@@ -15,7 +15,7 @@ use crate::names::Tracker;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
-use crate::{config, foreign, presets, rules, values};
+use crate::{config, deepspeed, foreign, presets, rules, values};
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -152,6 +152,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
         values.reset(weaker, verb);
     }
     presets::complete(&mut values);
+    offload(&mut values);
     notes.extend(presets::reweigh(&mut values, &preset_values));
     let settings = match Settings::from_values(&values, env.clone()) {
         Ok(settings) => settings,
@@ -210,6 +211,16 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     notes.extend(rules::doubts(verb, &settings));
     notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
+}
+
+/// Does what a DeepSpeed file asks of the optimizer's state, unless the setting is given itself or there is no GPU.
+fn offload(values: &mut Values) {
+    let Some((Value::Text(path), _)) = values.lookup("deepspeed").cloned() else { return };
+    let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
+    let asked = values.rank("offload_optimizer") == 0 && deepspeed::offloads_optimizer(Path::new(&path));
+    if let (Some(flag), true, false) = (flags::find("offload_optimizer"), asked, on_cpu) {
+        values.set(Given { flag, value: Value::Bool(true), origin: Origin::Config(path) });
+    }
 }
 
 /// Puts the weights that name their reward into the list of all: what is printed then says each once, and reads back.
@@ -300,6 +311,12 @@ fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
     for arg in args {
         let text = arg.to_string_lossy();
         rest |= text == "--";
+        if let Some((name, value)) = foreign::dotted(&text).filter(|_| !rest) {
+            apart = true;
+            let raw = Some(Raw::Arguments(vec![value.to_owned()]));
+            entries.push(Entry { name: name.to_owned(), raw, origin: Origin::Flag });
+            continue;
+        }
         let name = text.strip_prefix("--").filter(|name| !rest && !name.is_empty());
         if let Some(name) = name {
             let (name, value) = match name.split_once('=') {
@@ -426,7 +443,7 @@ fn argument(flag: &'static Flag, verb: Verb) -> Arg {
     match flag.kind {
         Kind::Bool => arg.num_args(0..=1).default_missing_value("true"),
         Kind::Path => arg.value_hint(ValueHint::AnyPath),
-        Kind::Paths => arg.value_hint(ValueHint::AnyPath).num_args(1..).action(ArgAction::Append),
+        Kind::Paths(_) => arg.value_hint(ValueHint::AnyPath).num_args(1..).action(ArgAction::Append),
         Kind::Int { .. } | Kind::Float { .. } => arg.allow_negative_numbers(true),
         Kind::Floats => arg.num_args(1..).action(ArgAction::Append).allow_negative_numbers(true),
         kind if kind.is_list() => arg.num_args(1..).action(ArgAction::Append),

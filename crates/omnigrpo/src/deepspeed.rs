@@ -27,25 +27,27 @@ enum Field {
     NoEffect(&'static str),
     /// Read by a function of its own.
     Read(fn(&Value, &Settings) -> Result<String, String>),
+    /// Read by a function that also asks whether the model is on a GPU.
+    ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
 }
 
-use Field::{NoEffect, Read, Same, SameList};
+use Field::{ByDevice, NoEffect, Read, Same, SameList};
 
 const COMMUNICATION: &str = "one process exchanges nothing";
 const SCALING: &str = "there is no fp16 and so no loss scaling";
+const PINNED: &str = "how host memory is held does not depend on it";
 const PARAMETERS: &str = "all weights are in one process";
 
 /// Every known field by its path.
 const FIELDS: &[(&str, Field)] = &[
     (
         "train_batch_size",
-        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| s.run.prompts_per_step as f64),
+        Same("per_device_train_batch_size × gradient_accumulation_steps", |s| {
+            (s.batch.per_device * s.batch.accumulation) as f64
+        }),
     ),
-    (
-        "train_micro_batch_size_per_gpu",
-        Same("per_device_train_batch_size", |s| s.algorithm.prompts_per_micro_batch as f64),
-    ),
-    ("gradient_accumulation_steps", Same("gradient_accumulation_steps", |s| s.accumulation() as f64)),
+    ("train_micro_batch_size_per_gpu", Same("per_device_train_batch_size", |s| s.batch.per_device as f64)),
+    ("gradient_accumulation_steps", Same("gradient_accumulation_steps", |s| s.batch.accumulation as f64)),
     ("gradient_clipping", Same("max_grad_norm", |s| s.optimizer.max_grad_norm)),
     ("optimizer.type", Read(optimizer)),
     ("optimizer.params.lr", Same("learning_rate", |s| s.optimizer.learning_rate)),
@@ -64,19 +66,13 @@ const FIELDS: &[(&str, Field)] = &[
     ("scheduler.params.total_num_steps", Read(total_steps)),
     ("scheduler.params.warmup_type", Read(warmup_type)),
     ("zero_optimization.stage", Read(stage)),
-    ("zero_optimization.offload_optimizer.device", Read(offload)),
-    (
-        "zero_optimization.offload_optimizer.pin_memory",
-        NoEffect("the optimizer's state is in host memory already"),
-    ),
-    (
-        "zero_optimization.offload_optimizer.ratio",
-        NoEffect("the optimizer's state is in host memory already"),
-    ),
+    ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
+    ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
+    ("zero_optimization.offload_optimizer.ratio", NoEffect("the whole state moves, or nothing")),
     ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COMMUNICATION)),
     ("zero_optimization.offload_optimizer.fast_init", NoEffect(COMMUNICATION)),
-    ("zero_optimization.offload_param.device", Read(offload)),
-    ("zero_optimization.offload_param.pin_memory", NoEffect("weights are in host memory already")),
+    ("zero_optimization.offload_param.device", ByDevice(offload_param)),
+    ("zero_optimization.offload_param.pin_memory", NoEffect(PINNED)),
     ("zero_optimization.offload_param.buffer_count", NoEffect(PARAMETERS)),
     ("zero_optimization.offload_param.buffer_size", NoEffect(PARAMETERS)),
     ("zero_optimization.offload_param.max_in_cpu", NoEffect(PARAMETERS)),
@@ -106,7 +102,11 @@ const FIELDS: &[(&str, Field)] = &[
     ),
     (
         "zero_optimization.cpu_offload",
-        Read(|v, _| switch(v, "the optimizer's state is in host memory, as always")),
+        ByDevice(|v, s, on_gpu| match v {
+            Value::Bool(true) => offload_optimizer(&"cpu".into(), s, on_gpu),
+            Value::Bool(false) => offload_optimizer(&"none".into(), s, on_gpu),
+            _ => Err("expected true or false".into()),
+        }),
     ),
     ("zero_allow_untested_optimizer", NoEffect("AdamW is the only optimizer")),
     ("zero_force_ds_cpu_optimizer", NoEffect("AdamW is the only optimizer")),
@@ -124,11 +124,8 @@ const FIELDS: &[(&str, Field)] = &[
     ("dump_state", NoEffect("`--print_config` shows every setting")),
 ];
 
-/// Reads a file and says, a line per field, what it does in this run.
-///
-/// # Errors
-/// A file that cannot be read, fields that are not known, that differ from a setting, or that ask for what there is not.
-pub fn read(path: &Path, settings: &Settings) -> Result<Vec<String>, Problem> {
+/// Reads the file as JSON.
+fn parse(path: &Path) -> Result<Value, Problem> {
     let place = path.display().to_string();
     let unreadable = |e: String| {
         Problem::usage("the DeepSpeed file cannot be read")
@@ -142,15 +139,22 @@ pub fn read(path: &Path, settings: &Settings) -> Result<Vec<String>, Problem> {
     }
     let text = std::fs::read_to_string(path).map_err(|e| unreadable(e.to_string()))?;
     let json: Value = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
-    if !json.is_object() {
-        return Err(unreadable("no JSON object".into()));
-    }
+    if json.is_object() { Ok(json) } else { Err(unreadable("no JSON object".into())) }
+}
+
+/// Reads a file and returns a line per field: what it does in this run, whose model is on a GPU or not.
+///
+/// # Errors
+/// A file that cannot be read, fields that are unknown, that differ from a setting, or that ask for what is unsupported.
+pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String>, Problem> {
+    let place = path.display().to_string();
+    let json = parse(path)?;
     let mut leaves = Vec::new();
     collect("", &json, &mut leaves);
     let (mut lines, mut problems) = (Vec::new(), Vec::new());
     for (name, value) in leaves {
         match FIELDS.iter().find(|(known, _)| *known == name) {
-            Some((_, field)) => match effect(field, value, settings) {
+            Some((_, field)) => match effect(field, value, settings, on_gpu) {
                 Ok(text) => lines.push(format!("{name} = {value}: {text}")),
                 Err(problem) => problems.push(format!("{name} = {value}: {problem}")),
             },
@@ -179,10 +183,11 @@ fn collect<'v>(path: &str, value: &'v Value, leaves: &mut Vec<(String, &'v Value
     }
 }
 
-fn effect(field: &Field, value: &Value, settings: &Settings) -> Result<String, String> {
+fn effect(field: &Field, value: &Value, settings: &Settings, on_gpu: bool) -> Result<String, String> {
     match field {
         NoEffect(why) => Ok(format!("no effect: {why}")),
         Read(read) => read(value, settings),
+        ByDevice(read) => read(value, settings, on_gpu),
         Same(name, ours) => same(name, value, &[ours(settings)]),
         SameList(name, ours) => same(name, value, &ours(settings)),
     }
@@ -211,13 +216,6 @@ fn auto_or(value: &Value, expected: f64, meaning: &str) -> Result<String, String
         Some(x) if x == expected => Ok(meaning.to_owned()),
         None if value == "auto" => Ok(meaning.to_owned()),
         _ => Err(format!("{meaning}; expected \"auto\" or {expected}")),
-    }
-}
-
-fn switch(value: &Value, meaning: &str) -> Result<String, String> {
-    match value {
-        Value::Bool(_) => Ok(meaning.to_owned()),
-        _ => Err("expected true or false".into()),
     }
 }
 
@@ -280,13 +278,40 @@ fn stage(value: &Value, _: &Settings) -> Result<String, String> {
     }
 }
 
-fn offload(value: &Value, _: &Settings) -> Result<String, String> {
-    match value.as_str() {
-        Some("cpu") => Ok("in host memory, as always".into()),
-        Some("none") => Ok("nothing is moved".into()),
-        Some("nvme") => Err("there is no offload to disk; expected cpu or none".into()),
+fn offload_optimizer(value: &Value, s: &Settings, on_gpu: bool) -> Result<String, String> {
+    match (value.as_str(), on_gpu) {
+        (Some("cpu"), false) => Ok("the state is in host memory, as always on a CPU".into()),
+        (Some("cpu"), true) if s.optimizer.offload => {
+            Ok("`offload_optimizer`: the state stays in host memory".into())
+        }
+        (Some("cpu"), true) => {
+            Err("`offload_optimizer` is false; leave that out or write \"device\": \"none\"".into())
+        }
+        (Some("none"), _) => Ok("the file moves nothing".into()),
+        (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
         _ => Err("expected cpu or none".into()),
     }
+}
+
+fn offload_param(value: &Value, _: &Settings, on_gpu: bool) -> Result<String, String> {
+    match (value.as_str(), on_gpu) {
+        (Some("cpu"), false) => Ok("weights are in host memory, as always on a CPU".into()),
+        (Some("cpu"), true) => Err(
+            "weights stay on the GPU; write none, and lower their size with `load_in_4bit` or `load_in_8bit`"
+                .into(),
+        ),
+        (Some("none"), _) => Ok("the file moves nothing".into()),
+        (Some("nvme"), _) => Err("offload to a disk is unsupported; expected cpu or none".into()),
+        _ => Err("expected cpu or none".into()),
+    }
+}
+
+/// Whether a file asks for the optimizer's state in host memory. A file that cannot be read asks for nothing here:
+/// [`read`] reports it.
+pub fn offloads_optimizer(path: &Path) -> bool {
+    let Ok(json) = parse(path) else { return false };
+    let zero = &json["zero_optimization"];
+    zero["offload_optimizer"]["device"] == "cpu" || zero["cpu_offload"] == true
 }
 
 fn bf16(value: &Value, s: &Settings) -> Result<String, String> {

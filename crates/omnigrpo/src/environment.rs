@@ -74,6 +74,11 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
 }
 
 impl Environment {
+    /// The folder of what `data check` and dry runs learned of media files. Runs keep theirs in their own directory.
+    pub fn check_cache(&self) -> PathBuf {
+        self.cache_dir.join("check")
+    }
+
     /// Reads the variables through `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
         // Empty, this one hides every card; any other that is empty is as good as none.

@@ -50,7 +50,10 @@ pub fn expected(kind: &Kind) -> String {
         Kind::Choices(names) => format!("some of {}", listed(*names, ", ")),
         Kind::Words => "words with spaces or commas between them".into(),
         Kind::Floats => "numbers with spaces or commas between them".into(),
-        Kind::Paths => "paths with spaces, commas or colons between them".into(),
+        Kind::Paths(separators) if separators.contains(&':') => {
+            "paths with spaces, commas or colons between them".into()
+        }
+        Kind::Paths(_) => "paths with spaces or commas between them".into(),
         Kind::Specs => "reward names, `DIR`, `cmd:PROGRAM`, `FILE.py:FUNCTION` or `http://…`".into(),
         Kind::Texts => "texts, one per argument".into(),
         Kind::Object => "a JSON object".into(),
@@ -72,7 +75,7 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
         Kind::Choice(_) => "NAME",
         Kind::Choices(_) | Kind::Words => "NAME,…",
         Kind::Floats => "X,…",
-        Kind::Paths => "PATH,…",
+        Kind::Paths(_) => "PATH,…",
         Kind::Specs => "REWARD,…",
         Kind::Texts => "TEXT…",
         Kind::Object => "JSON",

@@ -8,6 +8,7 @@ use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, place};
 
 /// A name and a value as they were written.
+#[derive(Clone)]
 pub struct Entry {
     /// Any spelling of a setting's name, without dashes in front.
     pub name: String,
@@ -39,20 +40,28 @@ impl Layer {
         let mut layer = Self::default();
         // Until all is read nobody knows whether the setting is given itself.
         let mut becoming = Vec::new();
+        let texts: Vec<(String, String)> =
+            entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
+        let others = |name: &str| {
+            let other = texts.iter().find(|(known, _)| known == name);
+            other.map(|(_, text)| text.as_str())
+        };
         for entry in entries {
-            let text = match &entry.raw {
-                Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
-                _ => String::new(),
-            };
+            let text = entry.text();
             let shown = entry.shown();
-            match foreign::fate(&entry.name, &text) {
+            match foreign::fate(&entry.name, &text, others) {
                 Some(Fate::Becomes(name, value)) => becoming.push((name, value, entry)),
+                Some(Fate::BecomesAll(settings)) => {
+                    becoming.extend(
+                        settings.iter().map(|(name, value)| (*name, (*value).to_owned(), entry.clone())),
+                    );
+                }
                 Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {text}"), why.into())),
                 Some(Fate::Refused(advice)) => layer.problem(
                     &entry.origin,
                     Problem::usage(format!("`{shown}` asks for what there is not")).got(text).help(advice),
                 ),
-                Some(Fate::Own) | None => match layer.setting(&entry, verb) {
+                Some(Fate::Own | Fate::Depends(..)) | None => match layer.setting(&entry, verb) {
                     Ok(given) => layer.given.push(given),
                     Err(problem) => layer.problem(&entry.origin, problem),
                 },
@@ -118,9 +127,19 @@ impl Layer {
 }
 
 impl Entry {
+    /// The words of the value with spaces between them.
+    fn text(&self) -> String {
+        match &self.raw {
+            Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
+            _ => String::new(),
+        }
+    }
+
     /// The name as it was written.
     fn shown(&self) -> String {
-        if self.origin == Origin::Flag { format!("--{}", self.name) } else { self.name.clone() }
+        // verl and EasyR1 write `group.name=value` without dashes.
+        let dashes = self.origin == Origin::Flag && !self.name.contains('.');
+        if dashes { format!("--{}", self.name) } else { self.name.clone() }
     }
 }
 

@@ -31,6 +31,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 fn main() -> ExitCode {
     heap::keep();
     bus::tell();
+    bus::write_to_the_limit();
     quiet_guarded_panics();
     let env = |name: &str| std::env::var(name).ok();
     let console = Console::stderr(wants_colour(env, std::io::stderr().is_terminal()));

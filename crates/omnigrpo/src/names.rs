@@ -53,6 +53,14 @@ choice!(
     All = "all",
 );
 choice!(
+    /// The unit of a batch size.
+    BatchUnit:
+    /// Prompts, each with all of its completions (TRL before 0.16, R1-V, R1-Omni).
+    Prompts = "prompts",
+    /// Completions (TRL since 0.16, VLM-R1): a step has their number over `num_generations` prompts.
+    Completions = "completions",
+);
+choice!(
     /// When a model is pushed to the hub.
     HubStrategy:
     /// When training is over.

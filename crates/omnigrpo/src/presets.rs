@@ -1,4 +1,4 @@
-//! The presets: settings of the source systems as small YAML files.
+//! The presets: settings of the source systems and of TRL as small YAML files.
 
 use crate::config;
 use crate::explain;
@@ -52,6 +52,18 @@ const PRESETS: &[Preset] = &[
         name: "vivqa-x",
         help: "Vietnamese answers with explanations",
         text: include_str!("../presets/vivqa-x.yaml"),
+        sft: "",
+    },
+    Preset {
+        name: "vlm-r1",
+        help: "VLM-R1: images, batches counted in completions",
+        text: include_str!("../presets/vlm-r1.yaml"),
+        sft: "",
+    },
+    Preset {
+        name: "trl",
+        help: "TRL 1.16's defaults, batches counted in completions",
+        text: include_str!("../presets/trl.yaml"),
         sft: "",
     },
 ];

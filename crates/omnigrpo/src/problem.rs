@@ -2,13 +2,15 @@
 
 use std::fmt;
 
+use omnigrpo_guard::Fault;
 use omnigrpo_train::TrainError;
 
 /// The exit code of a command line or file of settings that cannot be used.
 pub const EXIT_USAGE: u8 = 2;
 /// The exit code of a run that failed.
 pub const EXIT_FAILURE: u8 = 1;
-/// The exit code of a run that was asked to stop and can go on: what `sysexits.h` calls a temporary failure.
+/// The exit code of a run that was asked to stop and can go on, and of a command that the machine failed: what `sysexits.h` calls a
+/// temporary failure.
 pub const EXIT_STOPPED: u8 = 75;
 
 /// One error as the user sees it: what is wrong, where, what was found, what would be right, what to do.
@@ -69,7 +71,11 @@ impl Problem {
             Some(TrainError::UnscoredKept { rows, .. }) => Some(rows),
             _ => None,
         };
-        let problem = Self::of(error.as_ref());
+        let mut problem = Self::of(error.as_ref());
+        if error.downcast_ref().is_some_and(|error: &TrainError| error.fault() == Fault::Machine) {
+            problem.0.exit_code = EXIT_STOPPED;
+            problem = problem.help("put the machine right and start the same command again");
+        }
         match kept {
             Some(rows) => problem.help(format!(
                 "`omnigrpo rewards run --input {} --output scored.jsonl --reward_funcs …` scores it, with the media \

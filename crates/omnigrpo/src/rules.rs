@@ -279,14 +279,6 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     );
     let wants = |name: &str| verb != Verb::DataCheck && !s.lacks_reward(name);
     need(
-        wants("explanation")
-            && s.rewards.scorers.explanation_clip_weight > 0.0
-            && s.rewards.scorers.clip_model.is_none(),
-        Problem::usage("the reward `explanation` needs a CLIP")
-            .expected("`--clip_model DIR`")
-            .help("`--explanation_clip_weight 0` is CIDEr alone"),
-    );
-    need(
         wants("bertscore") && s.rewards.scorers.bertscore_model.is_none(),
         Problem::usage("the reward `bertscore` needs a text encoder").expected("`--bertscore_model DIR`"),
     );

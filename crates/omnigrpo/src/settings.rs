@@ -20,7 +20,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::environment::Environment;
 use crate::flags;
-use crate::names::{AllowUrls, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
+use crate::names::{AllowUrls, BatchUnit, Bf16Products, HubStrategy, QuantizedActivations, Tracker};
 use crate::problem::Problem;
 use crate::values::{Values, take};
 
@@ -174,6 +174,28 @@ pub struct Push {
     pub strategy: HubStrategy,
 }
 
+/// The batch of an optimizer step.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    /// The unit of `per_device`.
+    pub unit: BatchUnit,
+    /// Prompts or completions worked on at a time.
+    pub per_device: usize,
+    /// Such batches per optimizer step.
+    pub accumulation: usize,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        let per_device = Algorithm::default().prompts_per_micro_batch;
+        let accumulation = RunPlan::default().prompts_per_step / per_device.max(1);
+        Self { unit: BatchUnit::Prompts, per_device, accumulation }
+    }
+}
+
+/// The CLIP of the reward `explanation` where none is given: that of vqa-nle's trainer.
+pub const CLIP: &str = "openai/clip-vit-base-patch16";
+
 /// The registry that is taken where none is given.
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
@@ -282,6 +304,8 @@ pub struct Settings {
     pub lora: LoraConfig,
     /// Length, records, checkpoints.
     pub run: RunPlan,
+    /// The batch of a step as it was given; `algorithm` and `run` have it in prompts.
+    pub batch: Batch,
     /// Evaluation during training, and tables of `eval`.
     pub eval: EvalOptions,
     /// Where on the hub the model goes.
@@ -356,6 +380,7 @@ impl Default for Settings {
             selection: Selection::default(),
             lora: LoraConfig::default(),
             run: RunPlan::default(),
+            batch: Batch::default(),
             eval: EvalOptions::default(),
             push: Push { enabled: false, model_id: None, private: false, strategy: HubStrategy::End },
             log: Log {
@@ -395,6 +420,10 @@ impl Settings {
             }
         }
         settings.rewards.options.weights = reward_weights(values, &settings.rewards)?;
+        settings.count_in_prompts()?;
+        if !settings.lacks_reward("explanation") && settings.rewards.scorers.explanation_clip_weight > 0.0 {
+            settings.rewards.scorers.clip_model.get_or_insert_with(|| CLIP.into());
+        }
         if values.lookup("eval_strategy").is_none()
             && settings.run.eval == EvalWhen::Never
             && settings.data.has_eval_rows()
@@ -403,6 +432,32 @@ impl Settings {
         }
         settings.name_directories()?;
         Ok(settings)
+    }
+
+    /// Puts the batch of a step into the plans, in prompts.
+    fn count_in_prompts(&mut self) -> Result<(), Problem> {
+        let Batch { unit, per_device, accumulation } = self.batch;
+        let each = self.algorithm.num_generations;
+        let (at_a_time, prompts) = match unit {
+            BatchUnit::Prompts => (per_device, per_device * accumulation),
+            BatchUnit::Completions if each == 0 || per_device * accumulation % each != 0 => {
+                return Err(Problem::usage("the completions of a step do not make whole groups")
+                    .got(format!(
+                        "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \
+                         completions, `num_generations` {each}"
+                    ))
+                    .expected("a multiple of `num_generations`")
+                    .help("`--batch_unit prompts` counts prompts, which always make whole groups"));
+            }
+            BatchUnit::Completions => {
+                let prompts = per_device * accumulation / each;
+                // The given size holds this many whole groups, which must divide the step.
+                let at_a_time = (per_device / each).max(1);
+                (if prompts.is_multiple_of(at_a_time) { at_a_time } else { 1 }, prompts)
+            }
+        };
+        (self.algorithm.prompts_per_micro_batch, self.run.prompts_per_step) = (at_a_time, prompts);
+        Ok(())
     }
 
     /// Takes the run directory and the log from the name of the experiment.
@@ -452,11 +507,6 @@ impl Settings {
     /// Keys what is random about rows and media.
     pub fn data_seed(&mut self, seed: u64) {
         (self.run.data_seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
-    }
-
-    /// Batches of prompts per optimizer step.
-    pub fn accumulation(&self) -> usize {
-        self.run.prompts_per_step / self.algorithm.prompts_per_micro_batch.max(1)
     }
 
     /// Optimizer steps between evaluations; 0 where they are not given.

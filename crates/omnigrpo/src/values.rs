@@ -1,7 +1,7 @@
 //! Untyped values of the settings: text to value, layers of sources, lookup.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Map, Value as Json};
@@ -139,7 +139,9 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
         Kind::Specs if text.starts_with("cmd:") || text.contains("=cmd:") || text.contains("://") => {
             vec![text]
         }
-        Kind::Paths => text.split([',', ':']).map(str::trim).collect(),
+        // Names may contain separators, as those with a time of day do.
+        Kind::Paths(_) if Path::new(text).exists() => vec![text],
+        Kind::Paths(separators) => text.split(*separators).map(str::trim).collect(),
         // VLM-R1 joins a rule per file by colons.
         Kind::Choices(_) => text.split(|c: char| c == ',' || c == ':' || c.is_whitespace()).collect(),
         _ => text.split(|c: char| c == ',' || c.is_whitespace()).collect(),

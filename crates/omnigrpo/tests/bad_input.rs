@@ -343,7 +343,8 @@ fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
             "video",
             "never cut: lower --video_max_frames or --nframes, or raise --max_prompt_length",
         ),
-        ("humanomni", "video", "never cut: lower --nframes, or raise --max_prompt_length"),
+        // A clip counts as one token there.
+        ("humanomni", "video", "never cut: shorten the text, or raise --max_prompt_length"),
     ] {
         let model = support::golden("checkpoints").join(model);
         let line = format!("data check --train_file {rows}.jsonl --max_prompt_length 12 --model");

@@ -6,13 +6,16 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use support::{Place, ROWS, Ran, ran};
 
 const TRAIN: &str = "train --model M --threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_steps 4 --max_completion_length 4 --train_file with.jsonl --output_dir run";
 const CLIP: &str = r#"{"id": "bad", "video": "clip.mp4", "problem": "<video>What?", "solution": "x"}"#;
+
+/// The body of a program that computes for ever.
+const BUSY: &str = "while :; do :; done";
 
 /// Good rows, and a bad one in second place.
 fn with(place: &Place, bad: &str) {
@@ -52,23 +55,77 @@ fn skipped(place: &Place, more: &str, reason: &str) {
 }
 
 #[test]
-fn a_decoder_that_hangs_on_the_header() {
+fn a_decoder_that_computes_for_ever_on_the_header() {
     let place = Place::new();
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
     // The sleep is a child of the script, and holds its output open.
-    programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
-    skipped(&place, "--media_timeout_secs 0.4", "`ffprobe` did not finish within 0.4 s");
+    programs(&place, &[("ffprobe", &format!("sleep 600 & {BUSY}")), ("ffmpeg", BUSY)]);
+    skipped(&place, "--media_timeout_secs 0.4", "`ffprobe` did not finish within 0.4 s of processor time");
 }
 
 #[test]
-fn a_decoder_that_hangs_on_the_frames() {
+fn a_decoder_that_computes_for_ever_on_the_frames() {
     let place = Place::new();
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
     let header = r#"echo '{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "nb_read_packets": "8", "avg_frame_rate": "4/1"}]}'"#;
-    programs(&place, &[("ffprobe", header), ("ffmpeg", "sleep 600; exit 0")]);
-    skipped(&place, "--media_timeout_secs 0.4", "`ffmpeg` did not finish within 0.4 s");
+    programs(&place, &[("ffprobe", header), ("ffmpeg", &format!("sleep 600 & {BUSY}"))]);
+    skipped(&place, "--media_timeout_secs 0.4", "`ffmpeg` did not finish within 0.4 s of processor time");
+}
+
+/// A decoder that gets no processor time says nothing about its file: no row is skipped for it.
+#[test]
+fn a_decoder_that_waits_is_a_failure_of_the_machine() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
+    let said = "`ffprobe` was killed after 1 s in which it hardly computed";
+    with_programs(&place, &format!("{TRAIN} --media_timeout_secs 0.1 --max_skipped 0.5")).fails(75, &[said]);
+    assert!(!place.exists("run/skipped.jsonl"));
+}
+
+/// Without ffmpeg a clip is not a bad one, and neither a check nor a run nor an inference takes it for one. Where the program comes
+/// back in time, nothing is noticed.
+#[test]
+fn a_decoder_that_is_missing_is_a_failure_of_the_machine() {
+    let place = Place::new();
+    place.write("clip.mp4", "anything");
+    with(&place, CLIP);
+    let header = r#"echo '{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "nb_read_packets": "8", "avg_frame_rate": "4/1"}]}'"#;
+    // The script writes black frames of 56 × 56 pixels, as many as the command asks for.
+    let frames = r#"while [ $# -gt 0 ]; do if [ "$1" = -frames:v ]; then n=$2; fi; shift; done; /usr/bin/head -c $((n * 9408)) /dev/zero"#;
+    programs(&place, &[("ffprobe", header), ("ffmpeg", frames)]);
+    let line = |verb: &str| match verb {
+        "generate" => {
+            "generate --model M --input with.jsonl --output out.jsonl --max_completion_length 4".to_owned()
+        }
+        "check" => "data check --model M --train_file with.jsonl".to_owned(),
+        _ => TRAIN.replace("--output_dir run", &format!("--output_dir {verb}")),
+    };
+    let found = |verb: &str| with_programs(&place, &line(verb));
+    found("whole").ok();
+    found("generate").ok();
+    assert!(place.lines("out.jsonl")[1].get("error").is_none());
+    fs::remove_file(place.path("out.jsonl")).unwrap();
+    // Another ffmpeg that may be installed is not found.
+    let hidden = |verb: &str| {
+        let mut command = place.command(&line(verb));
+        command.env("PATH", place.path("bin"));
+        command
+    };
+    fs::rename(place.path("bin"), place.path("away")).unwrap();
+    for verb in ["check", "generate", "cut"] {
+        let ran = ran(&mut hidden(verb)).fails(75, &["machine", "ffmpeg"]);
+        assert!(!ran.stderr.contains("cannot be used"), "{}", ran.stderr);
+    }
+    assert!(!place.exists("out.jsonl") && !place.exists("cut/skipped.jsonl"));
+    let mut child = hidden("back").stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    fs::rename(place.path("away"), place.path("bin")).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(place.bytes("back/model.safetensors") == place.bytes("whole/model.safetensors"));
 }
 
 #[test]
@@ -260,8 +317,8 @@ fn sound_that_cannot_be_heard() {
     place.write("empty.wav", "");
     wav(&place, "hour.wav", 1, 3600 * 16_000, &[]);
     wav(&place, "nan.wav", 3, 8, &[0, 0, 0, 0, 0, 0, 0xc0, 0x7f]);
-    // No opus without ffmpeg, and this one sleeps.
-    programs(&place, &[("ffprobe", "sleep 600; exit 0"), ("ffmpeg", "sleep 600; exit 0")]);
+    // No opus without ffmpeg, and this one never ends.
+    programs(&place, &[("ffprobe", BUSY), ("ffmpeg", BUSY)]);
 
     let row = |id: &str, file: &str| {
         format!(
@@ -275,7 +332,7 @@ fn sound_that_cannot_be_heard() {
         ("hour", "hour.wav", "length of the sound in seconds"),
         ("nan", "nan.wav", "sample 1 is NaN"),
         ("mute", "mute.mp4", "no audio track"),
-        ("hang", "hang.opus", "`ffprobe` did not finish within 0.4 s"),
+        ("hang", "hang.opus", "`ffprobe` did not finish within 0.4 s of processor time"),
     ];
     let mut rows: Vec<String> = bad.iter().map(|(id, file, _)| row(id, file)).collect();
     // The last one has the wrong name, which does not matter.

@@ -676,15 +676,68 @@ mod sources {
         insta::assert_snapshot!("source_internvl", accepted("vivqa-x", INTERNVL, &of));
         insta::assert_snapshot!("source_internvl_explained", accepted("vivqa-x", INTERNVL_EXPLAINED, &of));
         insta::assert_snapshot!("source_adapters", accepted("vivqa-x", ADAPTERS, &["lora_r", "torch_dtype"]));
-        // What the run itself needs is said before anything is loaded.
-        let error = refused(&words("vivqa-x", INTERNVL_EXPLAINED));
-        assert!(error.starts_with("error: the reward `explanation` needs a CLIP\n"), "{error}");
         // The README's example of a reward of one's own is one name short of a program.
         let mine = INTERNVL.replace("accuracy format", "accuracy format explanation my_new_reward");
         let error = refused(&[words("vivqa-x", &mine), vec!["--print_config"]].concat());
         assert!(error.contains("`my_new_reward`") && error.contains("`cmd:PROGRAM`"), "{error}");
         let mine = mine.replace("my_new_reward", "my_new_reward=cmd:./reward.py");
         assert!(accepted("vivqa-x", &mine, &["reward_weights"]).contains("1.0, 1.0]"));
+    }
+
+    /// ms-swift's script for a 7B model with vLLM.
+    const SWIFT: &str = "--rlhf_type grpo --model Qwen/Qwen2.5-VL-7B-Instruct --train_type lora --dataset rows.jsonl \
+        --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 4 \
+        --torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 \
+        --learning_rate 1e-6 --save_total_limit 2 --logging_steps 5 --output_dir output --gradient_accumulation_steps 8 \
+        --warmup_ratio 0.05 --dataloader_num_workers 4 --max_completion_length 1024 --reward_funcs accuracy format \
+        --num_generations 8 --sleep_level 1 --temperature 1.0 --top_p 0.85 --lr_scheduler_type cosine";
+
+    /// verl's script for Geometry3K, on files of this machine.
+    const VERL: &str = "algorithm.adv_estimator=grpo data.train_files=geo3k/train.parquet data.val_files=geo3k/test.parquet \
+        data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=2048 \
+        data.filter_overlong_prompts=True data.truncation=error data.image_key=images \
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6 \
+        actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10 actor_rollout_ref.actor.use_kl_loss=True \
+        actor_rollout_ref.actor.kl_loss_coef=0.01 actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+        actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True \
+        actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm \
+        actor_rollout_ref.rollout.n=5 actor_rollout_ref.ref.fsdp_config.param_offload=True \
+        algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=['console','wandb'] \
+        trainer.experiment_name=qwen2_5_vl_7b trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 \
+        trainer.test_freq=5 trainer.total_epochs=15";
+
+    /// EasyR1's script for Geometry3K.
+    const EASY_R1: &str = "config=examples/config.yaml data.train_files=hiyouga/geometry3k@train \
+        data.val_files=hiyouga/geometry3k@test worker.actor.model.model_path=Qwen/Qwen2.5-VL-7B-Instruct \
+        worker.rollout.tensor_parallel_size=1 worker.reward.reward_function=./math.py:compute_score \
+        trainer.experiment_name=qwen2_5_vl_7b_geo_grpo trainer.n_gpus_per_node=8";
+
+    #[test]
+    fn scripts_of_peers_start_with_notes() {
+        let shown = |line: &str, of: &[&str]| {
+            let words: Vec<&str> =
+                ["train", "--batch_unit", "prompts"].into_iter().chain(line.split_whitespace()).collect();
+            let config = printed(&words);
+            let notes: Vec<&str> = config.lines().take_while(|line| !line.is_empty()).collect();
+            [notes.join("\n"), of.iter().map(|name| setting(&config, name)).collect::<Vec<_>>().join("\n")]
+                .join("\n")
+        };
+        let of = ["train_file", "use_peft", "max_completion_length", "num_generations"];
+        insta::assert_snapshot!("source_swift", shown(SWIFT, &of));
+        let of = [
+            "train_file",
+            "eval_file",
+            "steps_per_generation",
+            "gradient_accumulation_steps",
+            "beta",
+            "report_to",
+        ];
+        insta::assert_snapshot!("source_verl", shown(VERL, &of));
+        insta::assert_snapshot!(
+            "source_easy_r1",
+            shown(EASY_R1, &["train_file", "dataset_train_split", "reward_funcs"])
+        );
     }
 
     #[test]

@@ -44,6 +44,34 @@ fn model(name: &str) -> String {
     golden("checkpoints").join(name).display().to_string()
 }
 
+/// The source cuts prompts before features take the place of media: each medium counts as one token.
+#[test]
+fn the_limit_on_prompts_counts_a_medium_as_one_token() {
+    let place = place();
+    let base = model("humanomni");
+    let row = place.text("omni.jsonl").lines().next().unwrap().to_owned();
+    place.write("one.jsonl", row);
+    let check = |limit: usize| {
+        place.run(&format!("data check --model {base} --train_file one.jsonl --max_prompt_length {limit}"))
+    };
+    let refused = check(1).stdout;
+    let counted: usize =
+        refused.split_once("got ").unwrap().1.split_once(" tokens").unwrap().0.parse().unwrap();
+    check(counted - 1).fails(1, &["1 of 1 rows cannot be used"]);
+    check(counted).ok();
+    // The clip and its sound have more features than the limit.
+    let shown = place.run(&format!("data show --model {base} --train_file one.jsonl")).ok().stdout;
+    let total: usize = shown
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .collect::<Vec<_>>()
+        .windows(2)
+        .filter(|pair| pair[1] == "tokens")
+        .filter_map(|pair| pair[0].parse::<usize>().ok())
+        .max()
+        .unwrap();
+    assert!(total > counted + 2, "{total} and {counted} in\n{shown}");
+}
+
 #[test]
 fn the_recipe_runs_on_rows_of_every_kind() {
     let place = place();

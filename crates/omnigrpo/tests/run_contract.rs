@@ -28,7 +28,7 @@ fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in
         "DS_SKIP_CUDA_CHECK is on: no effect",
         "omnigrpo ",
         "model ",
-        "a step takes 1 prompt, 2 completions each",
+        "a step takes 1 prompt of 2 completions",
         "step 1/2 |",
         "step 2/2 |",
     ];
@@ -272,7 +272,7 @@ fn deepspeed_files_are_explained_field_by_field() {
     for part in [
         "zero_optimization.stage = 2: shards optimizer states and gradients over processes; with one process it keeps \
          them whole",
-        "zero_optimization.offload_optimizer.device = \"cpu\": in host memory, as always",
+        "zero_optimization.offload_optimizer.device = \"cpu\": the state is in host memory, as always on a CPU",
         "zero_optimization.overlap_comm = false: no effect: one process exchanges nothing",
         "gradient_clipping = \"auto\": max_grad_norm = 1",
         "train_batch_size = \"auto\": per_device_train_batch_size × gradient_accumulation_steps = 1",
@@ -290,6 +290,42 @@ fn deepspeed_files_are_explained_field_by_field() {
         place.bytes("three/model.safetensors"),
         "a file that only explains changed the result"
     );
+}
+
+/// Where the model may be on a GPU the file sets `offload_optimizer`; a setting that is given itself wins.
+#[test]
+fn a_deepspeed_file_moves_the_optimizer() {
+    let place = Place::new();
+    let shown = |more: &str| {
+        let line = format!("{TRAIN} --output_dir out --print_config {more} --deepspeed");
+        place.run_with(&line, &[&example("zero2.json")]).ok().stdout
+    };
+    assert!(shown("--device auto").contains("offload_optimizer: true"), "{}", shown("--device auto"));
+    let own = shown("--device auto --offload_optimizer false");
+    let line = own.lines().find(|line| line.starts_with("offload_optimizer:")).unwrap();
+    assert!(line.starts_with("offload_optimizer: false ") && line.ends_with("# flag"), "{line}");
+    assert!(!shown("--device cpu").contains("offload_optimizer: true"));
+}
+
+/// A step's prompts are the completions of the source over the size of a group.
+#[test]
+fn batches_are_counted_as_the_source_counts() {
+    let place = Place::new();
+    let line = "train --model M --train_file rows.jsonl --reward_funcs random --num_generations 2 --max_completion_length 4 \
+                --threads 1 --max_steps 1 --save_strategy no --batch_unit completions";
+    let sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 3";
+    let said = place.run(&format!("{line} {sizes} --output_dir a")).ok().stderr;
+    assert!(said.contains("a step takes 6 prompts of 2 completions, as the source"), "{said}");
+    let metrics = place.lines("a/metrics.jsonl");
+    assert_eq!(metrics.len(), 1);
+    let completions = place.lines("a/rollouts/step-000001.jsonl").len();
+    assert_eq!(completions, 12);
+    place
+        .run(&format!(
+            "{line} --per_device_train_batch_size 3 --gradient_accumulation_steps 1 --output_dir b"
+        ))
+        .fails(2, &["do not make whole groups", "`num_generations` 2", "--batch_unit prompts"]);
+    assert!(!place.exists("b"));
 }
 
 /// As Qwen2.5-VL's and VLM-R1's fine-tuning code publish it.
@@ -321,7 +357,7 @@ fn deepspeed_fields_that_would_be_disregarded_are_errors() {
     refused(r#"{"fp16": {"enabled": true}}"#, &["fp16.enabled = true: there is no fp16 training; use bf16"]);
     refused(
         r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}"#,
-        &["zero_optimization.offload_param.device = \"nvme\": there is no offload to disk"],
+        &["zero_optimization.offload_param.device = \"nvme\": offload to a disk is unsupported"],
     );
     refused(
         r#"{"gradient_clipping": 0.5, "optimizer": {"type": "OneBitAdam", "params": {"betas": [0.9, 0.95]}}}"#,
@@ -360,5 +396,5 @@ fn every_preset_has_a_launch_script_that_sets_what_it_says() {
         );
         count += 1;
     }
-    assert_eq!(count, 5);
+    assert_eq!(count, 7);
 }

@@ -64,7 +64,7 @@ fn a_killed_run_goes_on_bit_for_bit() {
 fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
     let place = Place::new();
     place.run(&line(40, 1, "whole")).ok();
-    for signal in ["INT", "TERM", "HUP"] {
+    for signal in ["INT", "TERM", "HUP", "USR1"] {
         let dir = format!("cut{signal}");
         let never = line(40, 1, &dir).replace("--save_steps 5", "--save_steps 1000");
         let mut command = place.command(&never);
@@ -81,6 +81,29 @@ fn an_interrupted_run_writes_a_checkpoint_and_goes_on() {
         assert!(place.names(&dir).iter().any(|name| name.starts_with("checkpoint-")));
         assert!(place.run(&never).ok().stderr.contains("resuming from"));
         same(&place, "whole", &dir);
+    }
+}
+
+/// A supervisor that kills and starts again without waiting for the end.
+#[test]
+fn a_start_right_after_a_kill_is_not_refused() {
+    let place = Place::new();
+    place.run(&line(40, 1, "whole")).ok();
+    let mut dead = Vec::new();
+    for step in [2, 8, 14] {
+        let mut child =
+            place.command(&line(40, 1, "cut")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        assert!(
+            appears(&place.path(&format!("cut/rollouts/step-{step:06}.jsonl"))),
+            "refused before step {step}"
+        );
+        child.kill().unwrap();
+        dead.push(child);
+    }
+    place.run(&line(40, 1, "cut")).ok();
+    same(&place, "whole", "cut");
+    for mut child in dead {
+        child.wait().unwrap();
     }
 }
 
@@ -108,19 +131,21 @@ fn an_interrupted_run_that_saves_models_only_goes_on() {
 #[test]
 fn a_second_start_in_one_directory_is_refused_and_disturbs_nothing() {
     let place = Place::new();
-    place.run(&line(40, 1, "whole")).ok();
+    // Long enough for three refused starts, each of which waits a moment for the holder.
+    const STEPS: usize = 300;
+    place.run(&line(STEPS, 1, "whole")).ok();
     let child =
-        place.command(&line(40, 1, "run")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        place.command(&line(STEPS, 1, "run")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     assert!(appears(&place.path("run/rollouts/step-000002.jsonl")));
     let holder = format!("process {} on ", child.id());
     for more in ["", " --seed 2", " --resume_from_checkpoint never"] {
-        let refused = place.run(&(line(40, 1, "run") + more));
+        let refused = place.run(&(line(STEPS, 1, "run") + more));
         refused
             .fails(1, &["the run directory is in use", &holder, "since 20", "one process per run directory"]);
     }
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(0));
     same(&place, "whole", "run");
-    for step in [1, 40] {
+    for step in [1, STEPS] {
         let log = format!("rollouts/step-{step:06}.jsonl");
         assert_eq!(place.lines(&format!("run/{log}")).len(), place.lines(&format!("whole/{log}")).len());
     }
@@ -141,6 +166,10 @@ fn files_have_the_mode_that_the_umask_says() {
             "model.safetensors",
             "config.json",
             "metrics.jsonl",
+            "log.txt",
+            "rollouts/step-000001.jsonl",
+            "tokenizer.json",
+            "checkpoint-5/tokenizer.json",
             "checkpoint-5/model.safetensors",
             "checkpoint-5/optimizer.safetensors",
             "checkpoint-5/trainer_state.json",
@@ -162,7 +191,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     std::fs::remove_file(place.path("cut/model.safetensors")).unwrap();
     let program = place.command(&line(10, 1, "cut"));
     let mut limited = Command::new("bash");
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 600; exec \"$@\"", "bash"]).arg(program.get_program());
+    limited.args(["-c", "ulimit -f 600; exec \"$@\"", "bash"]).arg(program.get_program());
     limited.args(program.get_args()).current_dir(place.path(""));
     let full = ran(&mut limited).fails(1, &["optimizer.safetensors", "File too large"]);
     assert!(full.stderr.contains("resuming from"), "{}", full.stderr);
@@ -304,6 +333,62 @@ fn a_model_that_is_cut_off_mid_run_is_told() {
     std::fs::remove_file(place.path("cut")).unwrap();
     std::fs::rename(place.path("kept"), place.path("model/model.safetensors")).unwrap();
     run().ok();
+}
+
+/// A file of rows that is overwritten in place ends the run before anything of it is used, and put back lets it go on.
+#[test]
+fn rows_that_are_overwritten_mid_run_are_told() {
+    let place = Place::new();
+    let rows = |word: &str| {
+        let row = |i| format!(r#"{{"id": {i}, "problem": "{word} {i}?", "solution": "{i}"}}"#);
+        (0..8).map(row).collect::<Vec<_>>().join("\n")
+    };
+    place.write("mine.jsonl", rows("first"));
+    place.write("first.jsonl", rows("first"));
+    place.write("other.jsonl", rows("other"));
+    let answer = r#"id=${line#*\"id\":}; case $line in *\"probe\":true*) r=0;; *) r=0.1,0.9; [ -e swap ] && cat other.jsonl > mine.jsonl;; esac; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r]}""#;
+    place.write("swap.sh", format!("while read -r line; do {answer}; done"));
+    let line = |dir: &str| {
+        format!(
+            "train --model M --train_file mine.jsonl --max_steps 4 --save_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --learning_rate 1e-3 --threads 1 --output_dir {dir}"
+        )
+    };
+    let run = |dir: &str| place.run_with(&line(dir), &["--reward_funcs", "mine=cmd:\"bash swap.sh\""]);
+    run("whole").ok();
+    place.write("swap", "");
+    run("cut")
+        .fails(1, &["mine.jsonl:", "the row is not the one that stood there", "Put the file back as it was"]);
+    let logged = place
+        .names("cut/rollouts")
+        .iter()
+        .map(|name| place.text(&format!("cut/rollouts/{name}")))
+        .collect::<String>();
+    assert!(logged.contains("first ") && !logged.contains("other "), "{logged}");
+    std::fs::remove_file(place.path("swap")).unwrap();
+    std::fs::copy(place.path("first.jsonl"), place.path("mine.jsonl")).unwrap();
+    assert!(run("cut").ok().stderr.contains("resuming from"));
+    same(&place, "whole", "cut");
+}
+
+/// The option for the best metric was never given, so no message speaks of it.
+#[test]
+fn evaluation_rows_of_which_none_can_be_used_are_told_before_the_first_step() {
+    let place = Place::new();
+    let row = |i| {
+        format!(r#"{{"id": "e{i}", "image": "missing{i}.png", "problem": "<image>What?", "solution": "x"}}"#)
+    };
+    let line = "train --model M --train_file rows.jsonl --eval_file eval.jsonl --skip_data_check --reward_funcs random --max_steps 2 --eval_strategy steps --eval_steps 1 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --output_dir run";
+    place.write("eval.jsonl", format!("{}\n{}\n", row(0), row(1)));
+    let told = place
+        .run(line)
+        .fails(1, &["no evaluation row can be used", "2 rows that cannot; row 0 (id e0)", "missing0.png"]);
+    assert!(!told.stderr.contains("metric"), "{}", told.stderr);
+    assert!(!place.exists("run/rollouts/step-000001.jsonl"));
+    place.write(
+        "eval.jsonl",
+        format!("{}\n{}\n", row(0), r#"{"id": "good", "problem": "2?", "solution": "2"}"#),
+    );
+    place.run(line).ok();
 }
 
 /// However long a step takes, the signal is answered at once, and the second one needs no patience at all.

@@ -1031,6 +1031,34 @@ fn rows_of_the_hub_are_tables_of_a_split() {
     assert!(hub.requests().is_empty() && again.contains("6 rows: 8 images"), "{again}");
 }
 
+/// No verb writes its output over its input, under whatever name.
+#[test]
+fn no_output_replaces_its_input() {
+    let place = Place::new();
+    let rows = r#"[{"question": "q", "image_name": "a.jpg", "answer": "x", "explanation": ["y"], "completions": ["x"]}]"#;
+    std::fs::write(place.path("rows.json"), rows).unwrap();
+    let mut names = vec!["rows.json", "./rows.json"];
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("rows.json", place.path("soft.json")).unwrap();
+        std::fs::hard_link(place.path("rows.json"), place.path("hard.json")).unwrap();
+        names.extend(["soft.json", "hard.json"]);
+    }
+    for name in names {
+        for line in ["data convert vivqa-x", "data convert parquet", "rewards run --reward_funcs format"] {
+            place
+                .run(&format!("{line} --input rows.json --output {name}"))
+                .fails(2, &["the output would replace the input", name]);
+        }
+        assert_eq!(std::fs::read_to_string(place.path("rows.json")).unwrap(), rows, "{name}");
+    }
+    // The numbers beside the rows are an output too.
+    std::fs::rename(place.path("rows.json"), place.path("out.summary.json")).unwrap();
+    place
+        .run("rewards run --reward_funcs format --input out.summary.json --output out.jsonl")
+        .fails(2, &["the output would replace the input", "out.summary.json"]);
+}
+
 /// A trained model goes to the hub (a stand-in here); whatever happens there, it is safe here and can be pushed later.
 #[test]
 fn a_trained_model_is_pushed_to_the_hub() {
@@ -1104,6 +1132,16 @@ fn a_trained_model_is_pushed_to_the_hub() {
     }
     for name in ["secrets.py", "rows.json", "notes.txt", "judge.safetensors", "prompt.jinja"] {
         assert!(!pushed.contains(&name.to_owned()), "{name}: {pushed:?}");
+    }
+    // A file that is a link to one of yours is named, and nothing is sent.
+    #[cfg(unix)]
+    for name in ["LICENSE", "vocab.json", "additional_chat_templates/rag.jinja"] {
+        let link = place.path(&format!("project/{name}"));
+        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", &link).unwrap();
+        run("push project --hub_model_id me/linked").fails(1, &[name, "leads to /etc/passwd", "outside of"]);
+        assert!(hub.look("me/linked", |_| ()).is_none(), "{name}");
+        std::fs::remove_file(&link).unwrap();
     }
     // Settings without weights are no model, and no repository is made for them.
     std::fs::remove_file(place.path("project/model.safetensors")).unwrap();

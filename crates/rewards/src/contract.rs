@@ -74,6 +74,23 @@ pub struct Logged {
     pub columns: BTreeMap<String, Vec<Value>>,
 }
 
+/// How much a reward can read, in tokens of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenLimit {
+    /// Most tokens of prompt and completion together.
+    pub most: usize,
+    /// Tokens of the longest prompt among the rows that it was asked about ([`Reward::applies`]); 0 before the first.
+    pub longest_prompt: usize,
+}
+
+impl TokenLimit {
+    /// Tokens that the longest prompt leaves to a completion.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.most.saturating_sub(self.longest_prompt)
+    }
+}
+
 /// A scoring function. Built-in rewards look at one completion at a time; a program or an endpoint gets the batch.
 pub trait Reward: Send + Sync {
     /// Name in metrics (`rewards/<name>/mean`) and errors.
@@ -82,7 +99,9 @@ pub trait Reward: Send + Sync {
     /// Smallest and largest value it may return, inclusive; infinite where it has no bound.
     fn range(&self) -> (f64, f64);
 
-    /// One value per completion, in order; `None` where the reward does not apply (no ground truth, for example).
+    /// One value per completion, in order; `None` where the reward does not apply (no ground truth, for example), or cannot read
+    /// a completion that the policy was free to write. An error ends the run, and a run that is started again samples the same
+    /// completion: what can be wrong with one is therefore `None`, and counted in [`Self::take_logged`].
     ///
     /// # Errors
     /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
@@ -100,6 +119,11 @@ pub trait Reward: Send + Sync {
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let _ = row;
         Ok(None)
+    }
+
+    /// How much it can read, where it has a limit. Compared with the length of completions before a run.
+    fn token_limit(&self) -> Option<TokenLimit> {
+        None
     }
 
     /// Scores one completion before a run, so that what cannot be reached or started is found before anything is
@@ -303,6 +327,13 @@ impl RewardSet {
             })
         };
         self.rewards.iter().map(|reward| ask(reward.as_ref())).collect()
+    }
+
+    /// The rewards that cannot read a completion of so many tokens behind the longest prompt that they were asked about, with
+    /// their limits. A token of the policy counts as one of the reward.
+    pub fn too_short_for(&self, completion_tokens: usize) -> Vec<(&str, TokenLimit)> {
+        let limits = self.rewards.iter().filter_map(|reward| Some((reward.name(), reward.token_limit()?)));
+        limits.filter(|(_, limit)| limit.room() < completion_tokens).collect()
     }
 
     /// Has every program and endpoint score one completion, the values of which are not used.

@@ -35,7 +35,9 @@ mod weighted_sum;
 mod yes_no;
 
 pub use cider::{DocumentFrequencies, explanation, references};
-pub use contract::{Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, reward};
+pub use contract::{
+    Logged, Reward, RewardInput, RewardMatrix, RewardSet, RowKey, Score, Think, TokenLimit, reward,
+};
 pub use corpus::Corpus;
 pub use error::RewardError;
 pub use evaluation::{

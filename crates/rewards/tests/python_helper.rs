@@ -4,8 +4,82 @@
 
 use std::path::Path;
 
+use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
 use omnigrpo_rewards::{RewardError, RewardInput, RewardOptions, RowKey, Think, build};
-use serde_json::{Map, json};
+use omnigrpo_text::{MediumKind, Part, Role, Turn};
+use serde_json::{Map, Value, json};
+
+/// `prompts` is what TRL gives: the whole conversation, with parts where the row has media.
+#[test]
+#[ignore = "needs python3"]
+fn prompts_are_whole_conversations() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = r#"
+import json
+
+def told(prompts, completions, log_extra, **columns):
+    log_extra("prompts", [json.dumps(prompt) for prompt in prompts])
+    return [len(prompt) for prompt in prompts]
+"#;
+    let path = dir.path().join("mine.py");
+    std::fs::write(&path, source).unwrap();
+    let mut turns = vec![
+        Turn::text(Role::System, "Be brief."),
+        Turn::text(Role::User, "Hello."),
+        Turn::text(Role::Assistant, "Yes?"),
+        Turn::text(Role::User, "What colour?"),
+    ];
+    let media = [
+        medium(MediumKind::Image, MediumSource::Path("/data/1.png".into())),
+        medium(MediumKind::Video, MediumSource::Frames(vec!["/data/a.png".into(), "/data/b.png".into()])),
+    ];
+    let say = |turns: &[Turn], media: &[MediumRef], system: Option<&str>| {
+        let mut options = RewardOptions::default();
+        options.external.system = system.map(str::to_owned);
+        let set = build(&[format!("{}:told", path.display())], &options).unwrap();
+        let matrix =
+            on(&[("red", None)], |batch| set.score(&[RewardInput { turns, media, ..batch[0] }])).unwrap();
+        let prompt: Value =
+            serde_json::from_str(matrix.logged.columns["prompts"][0].as_str().unwrap()).unwrap();
+        (matrix.values[0][0], prompt)
+    };
+    let (count, prompt) = say(&turns, &[], None);
+    assert_eq!(count, Some(4.0));
+    assert_eq!(
+        prompt,
+        json!([
+            { "role": "system", "content": "Be brief." },
+            { "role": "user", "content": "Hello." },
+            { "role": "assistant", "content": "Yes?" },
+            { "role": "user", "content": "What colour?" },
+        ])
+    );
+    // The run's own system text is the one that the policy read.
+    assert_eq!(say(&turns, &[], Some("Think.")).1[0], json!({ "role": "system", "content": "Think." }));
+    assert_eq!(
+        say(&turns[3..], &[], Some("Think.")).1[1],
+        json!({ "role": "user", "content": "What colour?" })
+    );
+
+    turns[3].parts.insert(0, Part::Medium { kind: MediumKind::Video, index: 0 });
+    turns[3].parts.insert(0, Part::Medium { kind: MediumKind::Image, index: 0 });
+    let (_, prompt) = say(&turns, &media, None);
+    assert_eq!(prompt[0], json!({ "role": "system", "content": [{ "type": "text", "text": "Be brief." }] }));
+    assert_eq!(
+        prompt[3]["content"],
+        json!([
+            { "type": "image", "image": "/data/1.png" },
+            { "type": "video", "video": ["/data/a.png", "/data/b.png"] },
+            { "type": "text", "text": "What colour?" },
+        ])
+    );
+    // A row without turns, as an older program sends it.
+    assert_eq!(say(&[], &[], None).1, json!([{ "role": "user", "content": "What colour?" }]));
+}
+
+fn medium(kind: MediumKind, source: MediumSource) -> MediumRef {
+    MediumRef { kind, source, options: MediumOptions::default() }
+}
 
 /// What `ask` makes of rows as a run would have them.
 fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {

@@ -9,16 +9,19 @@
 //!
 //! Differences by design: literals of control tokens in texts are ordinary text, where TRL lets a completion forge turns; encoders get
 //! the start and end tokens of their tokenizer, since their heads read the row of the first, and without a template of
-//! their own they read the last question and the completion, a line break between them, where TRL fails; what is too long is an error.
+//! their own they read the last question and the completion, a line break between them, where TRL fails. Nothing is cut: a prompt
+//! that alone is too long is an error of its row, and a completion that is too long with its prompt has no value, is counted
+//! (`too_long`) and told.
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use omnigrpo_data::MediumRef;
 use omnigrpo_guard::told;
-use omnigrpo_models::{MediaClassifier, MediumInput, Prompt, SequenceClassifier, WeightDtype};
+use omnigrpo_models::{MediaClassifier, MediumInput, ModelError, Prompt, SequenceClassifier, WeightDtype};
 use omnigrpo_ops::Pass;
-use omnigrpo_rewards::{Reward, RewardError, RewardInput};
+use omnigrpo_rewards::{Logged, Reward, RewardError, RewardInput, TokenLimit};
 use omnigrpo_text::{ChatTemplate, PromptRenderer, RenderOptions, Role, TemplateOrigin, Tokenizer, Turn};
 
 use crate::error::{Result, ScorerError};
@@ -27,6 +30,10 @@ use crate::error::{Result, ScorerError};
 pub struct RewardModel {
     name: String,
     model: Reader,
+    /// Tokens of the longest prompt that it was asked about.
+    longest_prompt: AtomicUsize,
+    /// Completions of the last batch that were too long.
+    too_long: AtomicUsize,
 }
 
 enum Reader {
@@ -59,7 +66,16 @@ impl RewardModel {
             let model = SequenceClassifier::load(dir, dtype)?;
             Reader::Text(Box::new(TextReader { model, tokenizer, template, render }))
         };
-        Ok(Self { name: name.to_owned(), model })
+        let (longest_prompt, too_long) = Default::default();
+        Ok(Self { name: name.to_owned(), model, longest_prompt, too_long })
+    }
+
+    /// The most tokens that it reads.
+    fn max_tokens(&self) -> usize {
+        match &self.model {
+            Reader::Text(text) => text.model.max_tokens(),
+            Reader::Media(model) => model.max_tokens(),
+        }
     }
 
     /// Name and place of the model that the spec of a reward asks for: `DIR` or `ORG/MODEL`, whose last part is the name
@@ -94,19 +110,30 @@ fn turns(input: &RewardInput<'_>) -> Vec<Turn> {
     turns
 }
 
-/// Row and completion for the model. Media that the row before has read already are taken from `last`.
+/// Row and completion for the model, `None` where they are too long. Media that the row before has read already are taken from
+/// `last`.
 fn conversation(
     model: &MediaClassifier,
     input: &RewardInput<'_>,
     last: &mut Option<(Vec<MediumRef>, Vec<Arc<MediumInput>>)>,
-) -> Result<Prompt, String> {
+) -> Result<Option<Prompt>, String> {
     let asked = input.media.to_vec();
     let read = match last.take().filter(|(before, _)| *before == asked) {
         Some((_, read)) => read,
         None => model.media(&asked).map_err(|e| told(&e))?,
     };
     *last = Some((asked, read.clone()));
-    model.conversation(&turns(input), read).map_err(|e| told(&e))
+    match model.conversation(&turns(input), read) {
+        Ok(prompt) => Ok(Some(prompt)),
+        Err(ModelError::PromptTooLong { .. }) => Ok(None),
+        Err(error) => Err(told(&error)),
+    }
+}
+
+/// One number per completion: the next score for each that fits.
+fn placed(fits: &[bool], scores: Vec<f32>) -> Vec<Option<f64>> {
+    let mut scores = scores.into_iter().map(f64::from);
+    fits.iter().map(|&fits| if fits { scores.next() } else { None }).collect()
 }
 
 impl TextReader {
@@ -133,13 +160,8 @@ impl TextReader {
             }
         };
         let ids = ids.map_err(|e| told(&e))?;
-        let (got, most) = (ids.len(), self.model.max_tokens());
-        match got {
+        match ids.len() {
             0 => Err("the reward model got no token: prompt and completion are empty".to_owned()),
-            _ if got > most => Err(format!(
-                "prompt and completion are {got} tokens for the reward model, which reads at most {most}; nothing is cut: \
-                 shorten the prompt, allow shorter completions, or take another model"
-            )),
             _ => Ok(ids),
         }
     }
@@ -163,38 +185,73 @@ impl Reward for RewardModel {
 
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         let rows = || batch.iter().enumerate();
-        let scores = match &self.model {
+        let (mut fits, mut scores) = (Vec::with_capacity(batch.len()), Vec::with_capacity(batch.len()));
+        let failed = |e| ScorerError::from(e).of_batch(&self.name);
+        match &self.model {
             Reader::Text(text) => {
-                let ids =
-                    rows().map(|(i, input)| text.ids(input).map_err(|what| self.of_row(i, input, what)));
-                text.scores(&ids.collect::<Result<Vec<_>, _>>()?)
+                let mut all = Vec::with_capacity(batch.len());
+                for (i, input) in rows() {
+                    let ids = text.ids(input).map_err(|what| self.of_row(i, input, what))?;
+                    fits.push(ids.len() <= self.max_tokens());
+                    all.extend(Some(ids).filter(|ids| ids.len() <= self.max_tokens()));
+                }
+                scores = text.scores(&all).map_err(failed)?;
             }
             Reader::Media(model) => {
-                let mut scores = Ok(Vec::with_capacity(batch.len()));
                 let mut last = None;
                 // Media in numbers are large, so those of one row are held at a time.
                 for group in rows().collect::<Vec<_>>().chunk_by(|(_, a), (_, b)| a.media == b.media) {
-                    let own = group.iter().map(|(i, input)| {
-                        conversation(model, input, &mut last).map_err(|what| self.of_row(*i, input, what))
-                    });
-                    let own = own.collect::<Result<Vec<_>, _>>()?;
-                    scores = scores.and_then(|mut all: Vec<f32>| {
-                        all.extend(model.scores(&own)?);
-                        Ok(all)
-                    });
+                    let mut own = Vec::with_capacity(group.len());
+                    for (i, input) in group {
+                        let prompt = conversation(model, input, &mut last);
+                        let prompt = prompt.map_err(|what| self.of_row(*i, input, what))?;
+                        fits.push(prompt.is_some());
+                        own.extend(prompt);
+                    }
+                    scores.extend(model.scores(&own).map_err(failed)?);
                 }
-                scores
             }
-        };
-        let scores = scores.map_err(|e| ScorerError::from(e).of_batch(&self.name))?;
-        Ok(scores.into_iter().map(|score| Some(f64::from(score))).collect())
+        }
+        let too_long = fits.iter().filter(|fits| !**fits).count();
+        self.too_long.store(too_long, Ordering::Relaxed);
+        if too_long > 0 {
+            tracing::warn!(
+                "reward `{}`: {too_long} of {} completions have no value: with their prompts they are longer than the {} tokens \
+                 that it reads",
+                self.name,
+                batch.len(),
+                self.max_tokens()
+            );
+        }
+        Ok(placed(&fits, scores))
+    }
+
+    fn take_logged(&self) -> Logged {
+        let too_long = self.too_long.swap(0, Ordering::Relaxed);
+        let metric = (too_long > 0).then(|| ("too_long".to_owned(), too_long as f64));
+        Logged { metrics: metric.into_iter().collect(), ..Logged::default() }
     }
 
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         let asked = match &self.model {
-            Reader::Text(text) => text.ids(row).map(drop),
+            Reader::Text(text) => text.ids(row).map(|ids| ids.len()),
             Reader::Media(model) => model.check(&turns(row), row.media).map_err(|e| told(&e)),
         };
-        asked.map(|()| Some(true)).map_err(|what| self.of_row(0, row, what))
+        let most = self.max_tokens();
+        let tokens = asked.and_then(|tokens| match tokens {
+            _ if tokens <= most => Ok(tokens),
+            _ => Err(format!(
+                "the prompt alone is {tokens} tokens for the reward model, which reads at most {most}; nothing is cut: shorten \
+                 the prompt, or take another model"
+            )),
+        });
+        let tokens = tokens.map_err(|what| self.of_row(0, row, what))?;
+        self.longest_prompt.fetch_max(tokens, Ordering::Relaxed);
+        Ok(Some(true))
+    }
+
+    fn token_limit(&self) -> Option<TokenLimit> {
+        let longest_prompt = self.longest_prompt.load(Ordering::Relaxed);
+        Some(TokenLimit { most: self.max_tokens(), longest_prompt })
     }
 }

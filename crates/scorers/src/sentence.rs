@@ -14,6 +14,9 @@ use serde_json::Value;
 
 use crate::error::{Result, ScorerError};
 
+/// Most bytes of `modules.json`. Published ones have a kilobyte.
+const MAX_MODULES_BYTES: u64 = 1 << 20;
+
 /// A text encoder with pooling and dense layers.
 pub struct SentenceEncoder {
     bert: Bert,
@@ -51,7 +54,8 @@ impl SentenceEncoder {
             let what = "modules.json is missing; expected a directory of `sentence-transformers`";
             return Err(fail(dir, what));
         }
-        let bytes = std::fs::read(&modules).map_err(ScorerError::io(&modules))?;
+        let bytes = omnigrpo_guard::inside::read_path(&modules, MAX_MODULES_BYTES)
+            .map_err(ScorerError::io(&modules))?;
         let list: Vec<Value> = serde_json::from_slice(&bytes)
             .map_err(|source| ScorerError::Json { path: modules.clone(), source })?;
         let mut transformer = None;
@@ -190,9 +194,10 @@ fn read_pooling(dir: &Path) -> Result<Pooling> {
     }
 }
 
-/// A folder of a directory; nothing outside it.
+/// A folder of a directory; nothing outside it, through links neither.
 fn inside(dir: &Path, path: &str) -> Option<PathBuf> {
-    Path::new(path).components().all(|part| matches!(part, Component::Normal(_))).then(|| dir.join(path))
+    let plain = Path::new(path).components().all(|part| matches!(part, Component::Normal(_)));
+    (plain && omnigrpo_guard::inside::resolve(dir, path).is_ok()).then(|| dir.join(path))
 }
 
 /// Token ids with start and end tokens, cut to at most `max_tokens` with the end token kept.

@@ -12,7 +12,8 @@ use omnigrpo_media::clip::ClipPixels;
 use omnigrpo_media::{Limits, Rgb8Image, load_image};
 use omnigrpo_models::WeightDtype;
 use omnigrpo_rewards::{
-    DocumentFrequencies, Reward, RewardInput, RewardOptions, RewardSet, RowKey, Think, build_with,
+    DocumentFrequencies, Logged, Reward, RewardInput, RewardOptions, RewardSet, RowKey, Think, TokenLimit,
+    build_with,
 };
 use omnigrpo_scorers::{BertScorer, ClipScorer, RewardModel, ScorerOptions, table};
 use omnigrpo_text::{MediumKind, Part, RenderOptions, Role, Turn};
@@ -764,9 +765,26 @@ fn what_is_no_reward_model_is_said() {
     assert!(model.applies(&input).is_err());
     let (turns, columns) = asked(&json!("The sky is"));
     let endless = "x".repeat(600);
-    let error = told(&model.score(&[said(&turns, &columns, &endless)]).unwrap_err());
-    assert!(error.contains("at most 512") && error.contains("shorter completions"), "{error}");
-    assert!(model.score(&[said(&turns, &columns, " blue")]).unwrap()[0].is_some());
+    let batch = [said(&turns, &columns, &endless), said(&turns, &columns, " blue")];
+    let blue = model.score(&batch[1..]).unwrap()[0];
+    assert!(blue.is_some() && model.take_logged() == Logged::default());
+    // A completion that is too long has no value; the others have theirs.
+    assert_eq!(model.score(&batch).unwrap(), [None, blue]);
+    assert_eq!(model.take_logged().metrics, [("too_long".to_owned(), 1.0)].into());
+    assert_eq!(model.take_logged(), Logged::default());
+
+    // The limit is known before a run, with the longest prompt that it was asked about.
+    assert_eq!(model.token_limit(), Some(TokenLimit { most: 512, longest_prompt: 0 }));
+    assert_eq!(model.applies(&said(&turns, &columns, "")).unwrap(), Some(true));
+    let limit = model.token_limit().unwrap();
+    assert!((1..=10).contains(&limit.longest_prompt), "{limit:?}");
+    let (turns, columns) = asked(&json!(endless));
+    let error = told(&model.applies(&said(&turns, &columns, "")).unwrap_err());
+    assert!(error.contains("the prompt alone is") && error.contains("at most 512"), "{error}");
+    assert_eq!(model.token_limit(), Some(limit), "such a row is not drawn");
+    let set = RewardSet::new(vec![Box::new(model)], &[]).unwrap();
+    assert!(set.too_short_for(limit.room()).is_empty());
+    assert_eq!(set.too_short_for(limit.room() + 1), [("rm", limit)]);
 }
 
 #[test]

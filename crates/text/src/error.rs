@@ -100,6 +100,16 @@ pub enum TextError {
         /// The engine's message with line and reason.
         problem: String,
     },
+    /// The machine has no thread left for work that needs one. No row is to blame.
+    #[error(
+        "{what} needs a thread of its own, and none could be started; raise the limit of processes or of memory"
+    )]
+    NoThread {
+        /// The work that needs it.
+        what: String,
+        /// The answer of the system.
+        source: omnigrpo_guard::MachineFailure,
+    },
     /// The chat template does not reproduce a part of the conversation verbatim.
     #[error(
         "chat template ({origin}) {problem} (turn {turn}); a prompt is only used if the template keeps every part, so \

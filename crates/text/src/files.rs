@@ -1,19 +1,17 @@
-//! Reading small configuration files from a model directory, with a bound.
+//! Reading small configuration files from a model directory, with a bound. Links that lead out of it are refused.
 
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
+use omnigrpo_guard::inside;
 use serde_json::Value;
 
 use crate::{Result, TextError};
 
-/// The file's bytes, or `None` if there is no such file. A pipe, which may never be written to, is not opened.
+/// The file's bytes, or `None` if there is no such file.
 pub(crate) fn read_limited(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let read_error = |source| TextError::Read { path: path.to_owned(), source };
-    let file = match std::fs::metadata(path).and_then(|found| match found.is_file() {
-        true => std::fs::File::open(path),
-        false => Err(std::io::Error::other("not a regular file")),
-    }) {
+    let file = match inside::open_path(path) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(read_error(e)),

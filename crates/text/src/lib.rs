@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+mod charsmap;
 mod error;
 mod files;
 mod placeholders;
@@ -35,7 +36,7 @@ pub use error::{Cause, Result, TextError};
 pub use placeholders::{MediaCounts, split_conversation, split_placeholders};
 pub use prompt::{
     MediumKind, MediumSegment, MediumTokens, Part, PromptRenderer, RenderOptions, RenderedConversation,
-    RenderedPrompt, Role, Span, Turn,
+    RenderedPrompt, Role, Span, Turn, with_system,
 };
 pub use stop::{StopHit, StopMatcher, StopSet};
 pub use template::{ChatTemplate, TemplateOrigin};

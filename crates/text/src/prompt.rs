@@ -565,8 +565,9 @@ impl StandIns {
     }
 }
 
-/// Replaces the first system turn's text, or puts one in front.
-fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
+/// Replaces the first system turn, or puts one in front.
+#[must_use]
+pub fn with_system(turns: &[Turn], system: Option<&str>) -> Vec<Turn> {
     let mut turns = turns.to_vec();
     if let Some(system) = system {
         let system = Turn::text(Role::System, system);

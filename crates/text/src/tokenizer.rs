@@ -13,7 +13,8 @@
 //! table. Refused: BPE dropout, files over 256 MiB, ids of 2²⁴ and more.
 //!
 //! `tokenizer.json` comes with a model and is not trusted: panics inside the crate are errors, and a normaliser that would
-//! make a text many times longer is refused before it does.
+//! make a text many times longer is refused before it does. The map of a `Precompiled` normaliser says how long it is; what is
+//! longer than the file has is refused before memory is taken for it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -36,6 +37,7 @@ use tokenizers::{
     PreTokenizedString, PreTokenizer, PreTokenizerWrapper, SplitDelimiterBehavior, Token,
 };
 
+use crate::charsmap::check_charsmaps;
 use crate::files::{read_json, read_limited};
 use crate::{Cause, Result, TextError};
 
@@ -123,8 +125,10 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let (path, mut inner) = match read_limited(&path, MAX_TOKENIZER_BYTES)? {
             Some(bytes) => {
-                let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes))
-                    .map_err(|e| broken(&path, "not a tokenizer this program can read", e))?;
+                let unreadable =
+                    |e: tokenizers::Error| broken(&path, "not a tokenizer this program can read", e);
+                check_charsmaps(&bytes).map_err(|e| unreadable(e.into()))?;
+                let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(unreadable)?;
                 check_parts(&inner).map_err(|what| bad(&path, what))?;
                 (path, inner)
             }
@@ -809,6 +813,7 @@ fn qwen_from_slow_files(dir: &Path, config: &Value) -> Result<tokenizers::Tokeni
         ));
     }
     for path in [&vocab, &merges] {
+        // The library reads them by their paths.
         read_limited(path, MAX_TOKENIZER_BYTES)?;
     }
     let broken = |e: tokenizers::Error| broken(&vocab, "vocab.json and merges.txt do not load", e);

@@ -3,6 +3,8 @@
 
 use std::path::Path;
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use omnigrpo_text::{StopSet, StreamDecoder, TextError, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -281,6 +283,10 @@ fn hostile_tokenizers_are_errors() {
         file
     };
     let replace = |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let charsmap = |declared: u32, len: usize| {
+        let map = [&declared.to_le_bytes()[..], &vec![0; len]].concat();
+        json!({"type": "Precompiled", "precompiled_charsmap": BASE64_STANDARD.encode(map)})
+    };
     let long = "a".repeat(10 << 20);
     for (name, file, said) in [
         ("charsmap", with("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})), ""),
@@ -288,6 +294,19 @@ fn hostile_tokenizers_are_errors() {
             "empty trie",
             with("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAAAGEA"})),
             "",
+        ),
+        (
+            "trie beyond the map",
+            with("normalizer", charsmap(u32::MAX, 40)),
+            "declares a trie of 4294967295 bytes",
+        ),
+        (
+            "nested map",
+            with(
+                "normalizer",
+                json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, charsmap(44, 40)]}),
+            ),
+            "declares a trie of 44 bytes, expected at most the 40",
         ),
         (
             "length 0",

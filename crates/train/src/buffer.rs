@@ -1,7 +1,6 @@
 //! A rollout in the middle of its updates, as a checkpoint keeps it.
 
 use omnigrpo_data::Dataset;
-use omnigrpo_grpo::EntropyGate;
 use omnigrpo_models::{Memories, Model, PromptBuilder};
 use omnigrpo_rewards::{Logged, RewardMatrix};
 use omnigrpo_rollout::{Completion, FinishReason};
@@ -33,9 +32,12 @@ pub struct BufferState {
     /// Log-probabilities as they were sampled, likewise; empty for recorded completions.
     #[serde(default)]
     pub sampled: Vec<Vec<Vec<f32>>>,
-    /// Which tokens the policy term keeps, for each part of the rollout.
+    /// Log-probabilities under the reference, likewise; null where they are not known yet.
     #[serde(default)]
-    pub entropy_gates: Vec<Option<EntropyGate>>,
+    pub reference: Vec<Vec<Option<Vec<f32>>>>,
+    /// Whether the entropy gate keeps each token, likewise; null without a gate.
+    #[serde(default)]
+    pub kept: Vec<Vec<Option<Vec<bool>>>>,
     /// Reward names.
     pub reward_names: Vec<String>,
     /// Reward weights.
@@ -69,7 +71,8 @@ impl BufferState {
             truncated: each(rollouts, Scored::is_truncated),
             old: each(rollouts, |c| c.old.clone().unwrap_or_default()),
             sampled: each(rollouts, |c| c.completion.logprobs.clone()),
-            entropy_gates: rollouts.iter().map(|part| part.entropy_gate).collect(),
+            reference: each(rollouts, |c| c.reference.clone()),
+            kept: each(rollouts, |c| c.kept.clone()),
             reward_values: (0..names.len()).map(values).collect(),
             reward_names: names,
             reward_weights: weights,
@@ -96,6 +99,8 @@ impl BufferState {
                 && self.sampled.iter().zip(&self.ids).all(|(own, ids)| own.len() == ids.len());
         lists.iter().all(|&n| n == rows)
             && sampled
+            && per_token(&self.reference, &self.ids)
+            && per_token(&self.kept, &self.ids)
             && (0..rows).all(groups)
             && self.reward_totals.len() == completions
             && self.reward_values.len() == self.reward_names.len()
@@ -107,7 +112,7 @@ impl BufferState {
     /// the weights.
     ///
     /// # Errors
-    /// Rows that cannot be read any more.
+    /// Rows that cannot be read any more; a checkpoint of an earlier version without the numbers that this algorithm needs.
     pub(crate) fn restore(
         &self,
         algorithm: &Algorithm,
@@ -115,19 +120,38 @@ impl BufferState {
         prompts: &PromptBuilder,
         dataset: &Dataset,
         prompts_per_step: usize,
+        moving_reference: bool,
     ) -> Result<Vec<Rollouts>> {
+        let needed = [
+            ("top_entropy_quantile", algorithm.loss.top_entropy < 1.0, self.kept.is_empty()),
+            ("sync_ref_model", moving_reference, self.reference.is_empty()),
+        ];
+        if let Some((setting, ..)) = needed.iter().find(|(_, needed, missing)| *needed && *missing) {
+            return Err(TrainError::Checkpoint {
+                what: format!(
+                    "its rollout in progress has no numbers for {setting}: an earlier version wrote it; resume from a \
+                     checkpoint between two rollouts"
+                ),
+            });
+        }
         let mut groups = Vec::with_capacity(self.rows.len());
         for (r, (&row, &epoch)) in self.rows.iter().zip(&self.epochs).enumerate() {
-            let row = prepare(dataset, prompts, None, row, epoch).map_err(|e| TrainError::Checkpoint {
+            let row = prepare(dataset, prompts, None, row, epoch)?.map_err(|e| TrainError::Checkpoint {
                 what: format!("row {row} of a rollout in progress cannot be read any more: {}", e.reason),
             })?;
             let each = self.ids[r].iter().zip(&self.texts[r]).zip(self.truncated[r].iter().zip(&self.old[r]));
             let mut sampled = self.sampled.get(r).into_iter().flatten();
+            let mut reference = self.reference.get(r).into_iter().flatten();
+            let mut kept = self.kept.get(r).into_iter().flatten();
             let completions = each.map(|((ids, text), (&cut, old))| {
                 let reason = if cut { FinishReason::Length } else { FinishReason::Stop };
                 let mut completion = Completion::recorded(ids.clone(), reason, text.clone());
                 completion.logprobs = sampled.next().cloned().unwrap_or_default();
-                Scored::new(completion, Some(old.clone()))
+                Scored {
+                    reference: reference.next().cloned().flatten(),
+                    kept: kept.next().cloned().flatten(),
+                    ..Scored::new(completion, Some(old.clone()))
+                }
             });
             let features = encode_plain(model, [&*row.prompt])?.remove(0);
             groups.push(Group { features, completions: completions.collect(), row });
@@ -140,10 +164,16 @@ impl BufferState {
             logged: Logged::default(),
         };
         let rollouts = Rollouts::new(algorithm, groups, Memories::default(), rewards)?;
-        let mut parts = rollouts.split(prompts_per_step);
-        for (part, gate) in parts.iter_mut().zip(&self.entropy_gates) {
-            part.entropy_gate = *gate;
-        }
-        Ok(parts)
+        Ok(rollouts.split(prompts_per_step))
     }
+}
+
+/// Whether a list is empty, or has an entry for each completion and in it one for each token.
+fn per_token<T>(lists: &[Vec<Option<Vec<T>>>], ids: &[Vec<Vec<u32>>]) -> bool {
+    let fits =
+        |(own, ids): (&Option<Vec<T>>, &Vec<u32>)| own.as_ref().is_none_or(|own| own.len() == ids.len());
+    let group = |(own, ids): (&Vec<Option<Vec<T>>>, &Vec<Vec<u32>>)| {
+        own.len() == ids.len() && own.iter().zip(ids).all(fits)
+    };
+    lists.is_empty() || lists.len() == ids.len() && lists.iter().zip(ids).all(group)
 }

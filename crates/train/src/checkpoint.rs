@@ -14,6 +14,7 @@ use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_data::OrderState;
+use omnigrpo_guard::inside;
 use omnigrpo_models::Model;
 use omnigrpo_observe::sync_directory;
 use omnigrpo_ops::{Numbers, Param};
@@ -55,6 +56,9 @@ pub struct TrainerState {
     pub epochs_seen: u64,
     /// A rollout that still has updates to come.
     pub buffer: Option<BufferState>,
+    /// Whether the evaluation of this step is still to come, since the machine failed in it.
+    #[serde(default)]
+    pub evaluation_due: bool,
 }
 
 /// What a checkpoint holds beside the state.
@@ -132,6 +136,7 @@ pub fn save(
 pub(crate) fn load_reference(checkpoint: &Path, reference: &Model) -> Result<()> {
     let dir = checkpoint.join(REFERENCE);
     if dir.is_dir() {
+        inside::resolve(checkpoint, REFERENCE).map_err(TrainError::io(&dir))?;
         reference.load_weights(&dir)?;
     }
     Ok(())
@@ -237,7 +242,7 @@ pub(crate) fn read_state(checkpoint: &Path) -> Result<TrainerState> {
         });
     }
     check_sums(checkpoint, Some(STATE))?;
-    let text = fs::read(&path).map_err(TrainError::io(&path))?;
+    let text = inside::read(checkpoint, STATE, u64::MAX).map_err(TrainError::io(&path))?;
     let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{STATE}: {what}"));
     let state: TrainerState =
         serde_json::from_slice(&text).map_err(|e| unreadable(checkpoint, STATE, e.into()))?;
@@ -274,7 +279,7 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     check_sums(checkpoint, None)?;
     model.load_trained(checkpoint)?;
     let path = checkpoint.join(OPTIMIZER);
-    let bytes = fs::read(&path).map_err(TrainError::io(&path))?;
+    let bytes = inside::read(checkpoint, OPTIMIZER, u64::MAX).map_err(TrainError::io(&path))?;
     let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
     let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(checkpoint, OPTIMIZER, e.into()))?;
     let floats = |name: &str| -> Result<Vec<f32>> {
@@ -391,8 +396,8 @@ fn write_sums(dir: &Path) -> Result<()> {
     let sums: Result<Vec<String>> = files_below(dir)?
         .par_iter()
         .map(|path| {
-            let name = path.strip_prefix(dir).unwrap_or(path).display();
-            Ok(format!("{}  {name}\n", sum(path)?))
+            let name = path.strip_prefix(dir).unwrap_or(path);
+            Ok(format!("{}  {}\n", sum(dir, name)?, name.display()))
         })
         .collect();
     let path = dir.join(SUMS);
@@ -401,7 +406,7 @@ fn write_sums(dir: &Path) -> Result<()> {
 
 /// Compares files of a checkpoint with their sums: `only` one, or all.
 fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
-    let text = open_file(&checkpoint.join(SUMS)).and_then(std::io::read_to_string);
+    let text = inside::open(checkpoint, SUMS).and_then(std::io::read_to_string);
     let text = text.map_err(|e| unreadable(checkpoint, SUMS, e.into()))?;
     let mut listed = Vec::new();
     for line in text.lines() {
@@ -418,23 +423,16 @@ fn check_sums(checkpoint: &Path, only: Option<&str>) -> Result<()> {
         }
     }
     listed.retain(|(_, name)| only.is_none_or(|only| only == *name));
-    listed.par_iter().try_for_each(|(expected, name)| match sum(&checkpoint.join(name)) {
+    listed.par_iter().try_for_each(|(expected, name)| match sum(checkpoint, Path::new(name)) {
         Ok(got) if got == *expected => Ok(()),
         Ok(_) => Err(damaged(checkpoint, &format!("{name} is not what was saved (its checksum differs)"))),
         Err(e) => Err(unreadable(checkpoint, name, e.into())),
     })
 }
 
-/// Opens a file. Links to devices and pipes, which may have no end, are refused before they are opened.
-fn open_file(path: &Path) -> std::io::Result<File> {
-    if !fs::metadata(path)?.is_file() {
-        return Err(std::io::Error::other("it is not a regular file"));
-    }
-    File::open(path)
-}
-
-fn sum(path: &Path) -> Result<String> {
-    let mut file = open_file(path).map_err(TrainError::io(path))?;
+fn sum(dir: &Path, name: &Path) -> Result<String> {
+    let path = &dir.join(name);
+    let mut file = inside::open(dir, name).map_err(TrainError::io(path))?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {

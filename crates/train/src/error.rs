@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use omnigrpo_guard::{Fault, fault};
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
@@ -30,6 +32,16 @@ pub enum TrainError {
     Data {
         /// What is wrong and what to do.
         what: String,
+    },
+    /// The machine failed, and went on failing. No row is to blame, and the same work can succeed later.
+    #[error("the machine failed at row {row} ({id}), which may be good")]
+    Machine {
+        /// Index in the dataset.
+        row: u64,
+        /// The row's id.
+        id: String,
+        /// The failure.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A gradient overflowed.
     #[error(
@@ -134,6 +146,22 @@ pub enum TrainError {
 }
 
 impl TrainError {
+    /// [`Fault::Machine`] for what the same command can get over once the machine is well, else [`Fault::Run`].
+    ///
+    /// A file of the run that cannot be written is the run's: what it has done so far would not be complete.
+    #[must_use]
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Machine { .. } => Fault::Machine,
+            Self::Dataset(error @ omnigrpo_data::DataError::Machine { .. }) => fault(error, Fault::Machine),
+            Self::Model(omnigrpo_models::ModelError::Media(_) | omnigrpo_models::ModelError::Text(_))
+            | Self::Reward(_)
+            | Self::Unscored { .. }
+            | Self::UnscoredKept { .. } => fault(self, Fault::Run),
+            _ => Fault::Run,
+        }
+    }
+
     pub(crate) fn setting(name: &str, got: &str, what: String) -> Self {
         Self::Setting { name: name.to_owned(), got: got.to_owned(), what }
     }

@@ -178,7 +178,7 @@ pub fn evaluate_rest(
     let rest: Vec<u64> = plan.rows.iter().copied().filter(|row| !done.contains_key(row)).collect();
     for batch in rest.chunks(options.batch_rows.max(1)) {
         let Ready { rows, features, unusable } =
-            prepare_all(model, prompts, &plan.dataset, Some(rewards), batch);
+            prepare_all(model, prompts, &plan.dataset, Some(rewards), batch)?;
         let skip = |(row, Unusable { id, reason })| SkippedRow { row, id, reason, replaced_by: None };
         out.skipped.extend(unusable.into_iter().map(skip));
         let requests = requests(&rows, &features, options.num_generations, EVAL_ROLLOUT);

@@ -85,7 +85,7 @@ pub struct Recorded {
 /// as it is done, or why it cannot be scored.
 ///
 /// # Errors
-/// What `each` fails with.
+/// The machine's failure, and any error of `each`.
 pub fn score_recorded(
     model: &Model,
     prompts: &PromptBuilder,
@@ -95,7 +95,9 @@ pub fn score_recorded(
 ) -> Result<()> {
     let (temperature, max_tokens) = (algorithm.sampling.scoring_temperature(), algorithm.max_stream_tokens);
     for &number in rows {
-        let recorded = prepare(dataset, prompts, None, number, 0).and_then(|row| {
+        let prepared = prepare(dataset, prompts, None, number, 0);
+        dataset.unchanged()?;
+        let recorded = prepared?.and_then(|row| {
             let unusable = |reason: String| Unusable { id: row.sample.id.clone(), reason };
             let completions = row.sample.completions.as_deref();
             let completions = completions.ok_or_else(|| unusable("the row has no `completions`".into()))?;
@@ -151,7 +153,7 @@ pub struct Generated<'a> {
 /// ```
 ///
 /// # Errors
-/// As the generator, and what `each` fails with.
+/// The errors of the generator and of `each`, and the machine's failure.
 pub fn generate(
     model: &Model,
     prompts: &PromptBuilder,
@@ -162,7 +164,7 @@ pub fn generate(
 ) -> Result<()> {
     let generator = Generator::new(model, prompts, &options.sampling, options.max_live);
     for batch in rows.chunks(options.batch_rows.max(1)) {
-        let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch);
+        let Ready { rows, features, unusable } = prepare_all(model, prompts, dataset, None, batch)?;
         let requests = requests(&rows, &features, options.num_generations, 0);
         let completions = generator.generate(&requests, &mut *token)?;
         each(Generated { rows: &rows, completions: &completions, unusable: &unusable })?;

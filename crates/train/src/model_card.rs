@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use omnigrpo_data::Dataset;
+use omnigrpo_guard::inside;
 use omnigrpo_models::{Model, Origin};
 use omnigrpo_observe::write_atomic;
 use serde_json::{Value, json};
@@ -43,6 +44,9 @@ pub(crate) fn write(dir: &Path, facts: Facts) -> Result<()> {
     Ok(write_atomic(&dir.join("README.md"), |out| out.write_all(text.as_bytes()))?)
 }
 
+/// Most bytes of the card of the model that a run began with.
+const MAX_CARD_BYTES: u64 = 16 << 20;
+
 struct Card {
     name: String,
     base: Origin,
@@ -73,7 +77,9 @@ impl Card {
         let Facts { run, model, dataset, algorithm, .. } = facts;
         let imitate = run.objective == Objective::Imitate;
         let base = Origin::of(model.dir());
-        let fields = std::fs::read_to_string(model.dir().join("README.md")).unwrap_or_default();
+        // Links out of the directory were refused when the checkpoint was opened.
+        let fields = inside::read(model.dir(), "README.md", MAX_CARD_BYTES).unwrap_or_default();
+        let fields = String::from_utf8_lossy(&fields);
         let own_name = || dir.file_name().map_or("model".into(), |n| n.to_string_lossy().into_owned());
         let mut datasets: Vec<(String, u64)> = Vec::new();
         for (name, rows) in dataset.parts() {

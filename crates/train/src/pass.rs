@@ -4,6 +4,7 @@
 //! through their towers once, after the last stream.
 
 use std::mem::take;
+use std::ops::Range;
 
 use omnigrpo_grpo::{Batch, MetricSums, Normalizer, evaluate};
 use omnigrpo_models::{FeatureGradients, Features, Model, PackedStream, Prompt, Training};
@@ -21,9 +22,6 @@ use crate::timing::timed;
 /// The passes of an update, on their way.
 pub(crate) struct Pass<'a> {
     model: &'a Model,
-    reference: Option<&'a Model>,
-    /// Features of each prompt's media as the reference sees them, once they were needed.
-    reference_features: Vec<Option<Vec<Features>>>,
     /// Feature gradients summed per prompt.
     gradients: FeatureGradients,
     algorithm: &'a Algorithm,
@@ -57,7 +55,6 @@ pub(crate) struct Passed {
 impl<'a> Pass<'a> {
     pub(crate) fn new(
         model: &'a Model,
-        reference: Option<&'a Model>,
         algorithm: &'a Algorithm,
         training: Training,
         rollouts: &Rollouts,
@@ -66,7 +63,7 @@ impl<'a> Pass<'a> {
         let truncated: Vec<bool> = rollouts.completions().map(Scored::is_truncated).collect();
         let longest = algorithm.sampling.max_completion_length;
         let normalizer = Normalizer::for_step(&algorithm.loss, &lengths, &truncated, longest)?
-            .with_entropy_gate(rollouts.entropy_gate);
+            .with_kept_tokens(rollouts.kept_tokens());
         let mut sums = MetricSums::default();
         sums.add_completions(&lengths, &truncated)?;
         let rewards = &rollouts.rewards;
@@ -80,8 +77,6 @@ impl<'a> Pass<'a> {
         let training = Training { step_tokens, ..training };
         Ok(Self {
             model,
-            reference,
-            reference_features: vec![None; rollouts.groups.len()],
             gradients: FeatureGradients::default(),
             algorithm,
             training,
@@ -115,9 +110,7 @@ impl<'a> Pass<'a> {
                 &self.truncated[span],
                 num_prompts.div_ceil(micro),
             )?;
-            let shapes: Vec<_> = rollouts.groups[first..last].iter().map(Group::shape).collect();
-            for mut stream in pack(&shapes, algorithm.stream_rows()) {
-                stream.iter_mut().for_each(|part| part.group += first);
+            for stream in streams(rollouts, first..last, algorithm.stream_rows()) {
                 let done = stream.first().map_or(first, |part| part.group);
                 timer.activity().parts("prompts", done, num_prompts);
                 self.stream(&stream, rollouts, &normalizer, timer)?;
@@ -144,6 +137,7 @@ impl<'a> Pass<'a> {
     ) -> Result<()> {
         let plan = &self.algorithm.loss;
         let temperature = self.algorithm.sampling.scoring_temperature();
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
         let advantages: Vec<f64> = rollouts.members(parts).map(|c| c.advantage).collect();
         // No term of the loss depends on these completions, so there is nothing to carry back; they count as all others do.
         let idle = advantages.iter().all(|&a| a == 0.0)
@@ -154,12 +148,6 @@ impl<'a> Pass<'a> {
         // It fits the stream of the whole rollout; for any other one it would be memory held for nothing.
         let recalled = rollouts.recalled.take().filter(|_| !rollouts.updated && rollouts.is_whole(parts));
 
-        let reference = match self.reference.filter(|_| plan.needs_reference()) {
-            Some(reference) => Some(timed(timer, "reference", || {
-                self.reference_logprobs(reference, &stream, parts, rollouts, temperature)
-            })?),
-            None => None,
-        };
         let drawn = if idle { self.as_drawn(parts, rollouts) } else { None };
         let (logprobs, entropies, pass) = if let Some((logprobs, entropies)) = drawn {
             (logprobs, entropies, None)
@@ -183,7 +171,11 @@ impl<'a> Pass<'a> {
         let sampler = rollouts.members(parts).flat_map(|c| &c.completion.logprobs);
         let sampler: Vec<f64> = sampler.map(|&x| f64::from(x)).collect();
         let truncated: Vec<bool> = rollouts.members(parts).map(Scored::is_truncated).collect();
-        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+        let reference: Option<Vec<&[f32]>> =
+            rollouts.members(parts).map(|c| c.reference.as_deref()).collect();
+        let reference = reference.map(|each| wide(&each.concat()));
+        let kept: Option<Vec<&[bool]>> = rollouts.members(parts).map(|c| c.kept.as_deref()).collect();
+        let kept = kept.map(|each| each.concat());
         let (logp, entropy) = (wide(&logprobs), wide(&entropies));
         let out = evaluate(
             &Batch {
@@ -193,6 +185,7 @@ impl<'a> Pass<'a> {
                 sampler: sampled.then_some(&sampler),
                 reference: reference.as_deref(),
                 entropy: Some(&entropy),
+                kept: kept.as_deref(),
                 advantages: &advantages,
                 truncated: &truncated,
             },
@@ -213,6 +206,7 @@ impl<'a> Pass<'a> {
                 entropies: entropies.to_vec(),
                 old: scored.old.clone().unwrap_or_default(),
                 reference: scored.reference.clone().unwrap_or_default(),
+                kept: scored.kept.clone().unwrap_or_default(),
             }));
         }
         let Some(pass) = pass.filter(|_| !idle) else {
@@ -233,38 +227,6 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Reference log-probabilities of a stream's tokens, computed at the first update of a rollout and kept for the rest.
-    fn reference_logprobs(
-        &mut self,
-        reference: &Model,
-        stream: &PackedStream,
-        parts: &[Part],
-        rollouts: &mut Rollouts,
-        temperature: f32,
-    ) -> Result<Vec<f64>> {
-        if rollouts.members(parts).any(|c| c.reference.is_none()) {
-            let mut seen = Vec::with_capacity(parts.len());
-            for part in parts {
-                let slot = &mut self.reference_features[part.group];
-                if slot.is_none() {
-                    let Group { row, features, .. } = &rollouts.groups[part.group];
-                    *slot = Some(features::of_reference(reference, self.model, &row.prompt, features)?);
-                }
-                seen.push(slot.clone().unwrap_or_default());
-            }
-            let (logprobs, _) = reference.score(stream, &seen, temperature)?;
-            // Before anybody learns from them.
-            reference.files_unchanged()?;
-            let mut each = stream.each(&logprobs);
-            for part in parts {
-                let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];
-                completions.iter_mut().for_each(|c| c.reference = each.next().map(<[f32]>::to_vec));
-            }
-        }
-        let known = rollouts.members(parts).filter_map(|c| c.reference.as_deref()).flatten();
-        Ok(known.map(|&x| f64::from(x)).collect())
-    }
-
     /// Log-probabilities and entropies of a stream's tokens as the rollout saw them, where the weights are still the same and
     /// no adapter drops inputs: what a pass through the model would give, but for rounding.
     fn as_drawn(&self, parts: &[Part], rollouts: &Rollouts) -> Option<(Vec<f32>, Vec<f32>)> {
@@ -281,23 +243,86 @@ impl<'a> Pass<'a> {
     }
 }
 
+/// Streams of some groups of a rollout.
+fn streams(rollouts: &Rollouts, groups: Range<usize>, max_rows: usize) -> Vec<Vec<Part>> {
+    let shapes: Vec<_> = rollouts.groups[groups.clone()].iter().map(Group::shape).collect();
+    let mut streams = pack(&shapes, max_rows);
+    streams.iter_mut().flatten().for_each(|part| part.group += groups.start);
+    streams
+}
+
+/// Has a model score completions and gives each of them its log-probabilities and entropies. `seen` are the features of a group's
+/// media as the model sees them.
+fn score(
+    model: &Model,
+    algorithm: &Algorithm,
+    rollouts: &mut Rollouts,
+    streams: Vec<Vec<Part>>,
+    seen: impl Fn(&Group) -> Result<Vec<Features>>,
+    keep: impl Fn(&mut Scored, &[f32], &[f32]),
+) -> Result<()> {
+    let temperature = algorithm.sampling.scoring_temperature();
+    let mut last: Option<(usize, Vec<Features>)> = None;
+    for parts in streams {
+        let stream = PackedStream::new(&rollouts.stream(&parts))?;
+        let mut features = Vec::with_capacity(parts.len());
+        for part in &parts {
+            // A group that is cut goes on in the next stream.
+            let own = match last.take() {
+                Some((group, own)) if group == part.group => own,
+                _ => seen(&rollouts.groups[part.group])?,
+            };
+            features.push(own.clone());
+            last = Some((part.group, own));
+        }
+        let (logprobs, entropies) = model.score(&stream, &features, temperature)?;
+        let mut each = stream.each(&logprobs).zip(stream.each(&entropies));
+        for part in &parts {
+            let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];
+            completions.iter_mut().zip(each.by_ref()).for_each(|(c, (logp, h))| keep(c, logp, h));
+        }
+    }
+    Ok(())
+}
+
 /// Has the weights that sampled score the completions, for updates that come when the weights have changed.
 ///
 /// # Errors
 /// As [`Model::score`].
 pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
-    let temperature = algorithm.sampling.scoring_temperature();
-    let shapes: Vec<_> = rollouts.groups.iter().map(Group::shape).collect();
-    for parts in pack(&shapes, algorithm.stream_rows()) {
-        let stream = PackedStream::new(&rollouts.stream(&parts))?;
-        let seen: Vec<Vec<Features>> =
-            parts.iter().map(|part| rollouts.groups[part.group].features.clone()).collect();
-        let (logprobs, _) = model.score(&stream, &seen, temperature)?;
-        let mut each = stream.each(&logprobs);
-        for part in &parts {
-            let completions = &mut rollouts.groups[part.group].completions[part.completions.clone()];
-            completions.iter_mut().for_each(|c| c.old = each.next().map(<[f32]>::to_vec));
-        }
-    }
-    Ok(())
+    let streams = streams(rollouts, 0..rollouts.groups.len(), algorithm.stream_rows());
+    let seen = |group: &Group| Ok(group.features.clone());
+    score(model, algorithm, rollouts, streams, seen, |c, logp, _| c.old = Some(logp.to_vec()))
+}
+
+/// Has the weights of the moment say how undecided they are at each token of recorded completions. Each completion is a stream
+/// of its own, so that the entropies do not depend on `max_stream_tokens`.
+///
+/// # Errors
+/// As [`Model::score`].
+pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
+    let streams = streams(rollouts, 0..rollouts.groups.len(), 1);
+    let seen = |group: &Group| Ok(group.features.clone());
+    score(model, algorithm, rollouts, streams, seen, |c, _, h| c.completion.entropies = h.to_vec())
+}
+
+/// Has the reference score the completions, in the streams of the update. They keep the numbers for all updates.
+///
+/// # Errors
+/// As [`Model::score`]; weights whose files have changed.
+pub(crate) fn reference_logprobs(
+    reference: &Model,
+    model: &Model,
+    algorithm: &Algorithm,
+    rollouts: &mut Rollouts,
+) -> Result<()> {
+    let num_prompts = rollouts.groups.len();
+    let micro = algorithm.prompts_per_micro_batch.max(1);
+    let micro_batches = (0..num_prompts).step_by(micro).map(|first| first..(first + micro).min(num_prompts));
+    let streams =
+        micro_batches.flat_map(|groups| streams(rollouts, groups, algorithm.stream_rows())).collect();
+    let seen = |group: &Group| features::of_reference(reference, model, &group.row.prompt, &group.features);
+    score(reference, algorithm, rollouts, streams, seen, |c, logp, _| c.reference = Some(logp.to_vec()))?;
+    // Before anybody learns from them.
+    Ok(reference.files_unchanged()?)
 }

@@ -275,8 +275,10 @@ pub struct RunSummary {
     pub steps: u64,
     /// Updates done by this process.
     pub steps_here: u64,
-    /// Whether it was asked to stop early.
+    /// Whether it was asked to stop early, or the machine failed; it is saved and can go on.
     pub interrupted: bool,
+    /// How the machine failed, where that is what stopped it.
+    pub machine: Option<String>,
     /// Evaluation before the first update.
     pub before: Option<Evaluation>,
     /// Evaluation after the last.

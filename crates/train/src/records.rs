@@ -174,6 +174,7 @@ impl Records {
                     sampled_logprobs: if is_first { completion.logprobs.clone() } else { Vec::new() },
                     old_logprobs: own.old,
                     reference_logprobs: own.reference,
+                    kept: own.kept,
                 }
             })
             .collect();

@@ -8,6 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use omnigrpo_models::{COMPANIONS, Model};
 use omnigrpo_observe::{Console, Existing, step_files};
 use serde_json::Value;
@@ -231,7 +232,9 @@ impl Start {
             let (from, to) = (dir.join(name), aside.join(name));
             // Logs that go on are left here as well.
             if from.is_file() && !paths.contains(&from) {
-                std::fs::copy(&from, to).map_err(TrainError::io(&from))?;
+                let copied = inside::open(dir, name)
+                    .and_then(|mut log| std::io::copy(&mut log, &mut std::fs::File::create(to)?));
+                copied.map_err(TrainError::io(&from))?;
             }
         }
         for path in paths {

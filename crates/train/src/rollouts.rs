@@ -2,12 +2,12 @@
 
 use std::mem::{replace, take};
 
-use omnigrpo_grpo::{Advantages, EntropyGate, LossPlan, advantage};
+use omnigrpo_grpo::{Advantages, LossPlan, advantage, top_entropy_tokens};
 use omnigrpo_models::{DecoderMemory, Features, GroupStream, Memories};
 use omnigrpo_rewards::RewardMatrix;
 use omnigrpo_rollout::{Completion, FinishReason};
 
-use crate::error::{Result, TrainError};
+use crate::error::Result;
 use crate::rows::PreparedRow;
 use crate::step::Algorithm;
 use crate::streams::Part;
@@ -22,13 +22,16 @@ pub struct Scored {
     /// Log-probability of each token, in nats, that the ratio compares with: recorded ones, or those of the first
     /// update. `None` before that one, which is on-policy.
     pub old: Option<Vec<f32>>,
-    /// Log-probability of each token under the reference, in nats, once an update has asked for it.
+    /// Log-probability of each token under the reference, in nats: from the rollout on where the reference moves, else from the
+    /// first update on.
     pub(crate) reference: Option<Vec<f32>>,
+    /// Whether policy term and entropy bonus keep each token, decided once for the rollout; `None` keeps all.
+    pub(crate) kept: Option<Vec<bool>>,
 }
 
 impl Scored {
     pub(crate) fn new(completion: Completion, old: Option<Vec<f32>>) -> Self {
-        Self { completion, advantage: 0.0, old, reference: None }
+        Self { completion, advantage: 0.0, old, reference: None, kept: None }
     }
 
     pub(crate) fn is_truncated(&self) -> bool {
@@ -66,32 +69,8 @@ pub struct Rollouts {
     pub(crate) memories: Memories,
     /// What the decoder computed for the completions, likewise.
     pub(crate) recalled: Option<DecoderMemory>,
-    /// Which tokens the policy term keeps, by their entropy when they were sampled.
-    pub(crate) entropy_gate: Option<EntropyGate>,
     /// Whether the weights have changed since the features were computed.
     pub(crate) updated: bool,
-}
-
-/// The gate of a plan that keeps a share of the tokens. Completions that do not count in the loss do not count here.
-///
-/// # Errors
-/// Recorded completions, whose entropies nobody knows.
-fn entropy_gate(plan: &LossPlan, groups: &[Group]) -> Result<Option<EntropyGate>> {
-    if plan.top_entropy == 1.0 {
-        return Ok(None);
-    }
-    let counts = |c: &&Scored| !(plan.mask_truncated_completions && c.is_truncated());
-    let completions =
-        || groups.iter().flat_map(|group| &group.completions).filter(counts).map(|c| &c.completion);
-    if completions().any(|c| c.entropies.len() != c.ids.len()) {
-        return Err(TrainError::setting(
-            "top_entropy_quantile",
-            &plan.top_entropy.to_string(),
-            "the entropies of recorded completions are not known; leave it at 1".into(),
-        ));
-    }
-    let entropies: Vec<f64> = completions().flat_map(|c| &c.entropies).map(|&h| f64::from(h)).collect();
-    Ok(EntropyGate::top(&entropies, plan.top_entropy)?)
 }
 
 /// How much better each completion is than the others of its group.
@@ -121,16 +100,28 @@ impl Rollouts {
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(&advantages.values).for_each(|(c, value)| c.advantage = *value);
         let zero_std = advantages.zero_std;
-        Ok(Self { groups, rewards, zero_std, memories, recalled: None, entropy_gate: None, updated: false })
+        Ok(Self { groups, rewards, zero_std, memories, recalled: None, updated: false })
     }
 
-    /// Finds the tokens of sampled completions that the policy term keeps.
-    ///
-    /// # Errors
-    /// Recorded completions, whose entropies nobody knows.
+    /// Decides which tokens policy term and entropy bonus keep, from the entropies of the weights that sampled. Completions that
+    /// do not count in the loss do not count here.
     pub(crate) fn gate(&mut self, plan: &LossPlan) -> Result<()> {
-        self.entropy_gate = entropy_gate(plan, &self.groups)?;
+        let counts = |c: &Scored| !(plan.mask_truncated_completions && c.is_truncated());
+        let counted = self.completions().filter(|c| counts(c)).flat_map(|c| &c.completion.entropies);
+        let entropies: Vec<f64> = counted.map(|&h| f64::from(h)).collect();
+        let Some(kept) = top_entropy_tokens(&entropies, plan.top_entropy)? else { return Ok(()) };
+        let mut kept = kept.into_iter();
+        for c in self.groups.iter_mut().flat_map(|group| &mut group.completions) {
+            let tokens = c.completion.ids.len();
+            c.kept = Some(if counts(c) { kept.by_ref().take(tokens).collect() } else { vec![false; tokens] });
+        }
         Ok(())
+    }
+
+    /// Tokens that policy term and entropy bonus keep; `None` where they keep all.
+    pub(crate) fn kept_tokens(&self) -> Option<usize> {
+        let each = self.completions().map(|c| c.kept.as_ref());
+        each.map(|kept| kept.map(|kept| kept.iter().filter(|kept| **kept).count())).sum()
     }
 
     /// Cuts it into parts of so many groups, each for an update of its own; all but the first are updated from when the weights
@@ -153,7 +144,6 @@ impl Rollouts {
                 // They are of all groups together.
                 memories: Memories::default(),
                 recalled: None,
-                entropy_gate: None,
                 updated: !parts.is_empty(),
             });
         }

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use omnigrpo_data::{Dataset, MediumSource, Order, RowError, Sample};
-use omnigrpo_guard::told;
+use omnigrpo_guard::{Fault, WAITS, fault, retried, told};
 use omnigrpo_models::{Features, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_rollout::Request;
@@ -92,13 +92,45 @@ pub struct Unusable {
     pub reason: String,
 }
 
-/// Reads a row of a dataset. With `rewards` a row that they cannot score is as unusable as one that cannot be read.
-fn read(dataset: &Dataset, rewards: Option<&RewardSet>, row: u64) -> Result<Sample, Unusable> {
-    let sample = dataset.get(row).map_err(|e| Unusable { id: dataset.id(row), reason: reason(&e) })?;
-    match rewards.map_or(Ok(Vec::new()), |rewards| scoring::applies(rewards, &sample)) {
-        Ok(_) => Ok(sample),
-        Err(reason) => Err(Unusable { id: sample.id, reason }),
-    }
+/// The outcome of preparing a row. The outer error is the machine's and says nothing about the row.
+type Attempt<T> = Result<Result<T, Unusable>>;
+
+/// Reads a row of a dataset and makes something of it. With `rewards` a row that they cannot score is as unusable as one that
+/// cannot be read. A failure of the machine is waited for.
+fn attempted<T>(
+    dataset: &Dataset,
+    rewards: Option<&RewardSet>,
+    row: u64,
+    build: impl Fn(Sample) -> omnigrpo_models::Result<T>,
+) -> Attempt<T> {
+    let machine =
+        |id: &str, source: omnigrpo_data::Cause| TrainError::Machine { row, id: id.to_owned(), source };
+    let read = || match dataset.get(row) {
+        Err(error) if fault(&error, Fault::Row) == Fault::Machine => {
+            Err(machine(&dataset.id(row), error.into()))
+        }
+        other => Ok(other),
+    };
+    let attempt = || -> Attempt<T> {
+        let sample = match read()? {
+            Ok(sample) => sample,
+            Err(error) => return Ok(Err(Unusable { id: dataset.id(row), reason: reason(&error) })),
+        };
+        let id = sample.id.clone();
+        if let Some(Err(reason)) = rewards.map(|rewards| scoring::applies(rewards, &sample)) {
+            return Ok(Err(Unusable { id, reason }));
+        }
+        match build(sample) {
+            Ok(made) => Ok(Ok(made)),
+            Err(error) if fault(&error, Fault::Row) == Fault::Machine => Err(machine(&id, error.into())),
+            Err(error) => {
+                // A folder that has gone away since the row was read.
+                drop(read()?);
+                Ok(Err(Unusable { id, reason: told(&error) }))
+            }
+        }
+    };
+    retried(&WAITS, attempt)
 }
 
 /// The way from a row of a dataset to its prompt, the same for training, evaluation, generation, scoring and measuring. With
@@ -106,17 +138,15 @@ fn read(dataset: &Dataset, rewards: Option<&RewardSet>, row: u64) -> Result<Samp
 /// features of its media, and [`requests`] makes of both what a generator completes.
 ///
 /// # Errors
-/// Why the row cannot be used.
+/// [`TrainError::Machine`] where the machine failed and went on failing; within, why the row cannot be used.
 pub fn prepare(
     dataset: &Dataset,
     prompts: &PromptBuilder,
     rewards: Option<&RewardSet>,
     row: u64,
     epoch: u64,
-) -> Result<PreparedRow, Unusable> {
-    let sample = read(dataset, rewards, row)?;
-    let id = sample.id.clone();
-    PreparedRow::new(prompts, sample, epoch).map_err(|e| Unusable { id, reason: told(&e) })
+) -> Result<Result<PreparedRow, Unusable>> {
+    attempted(dataset, rewards, row, |sample| PreparedRow::new(prompts, sample, epoch))
 }
 
 /// Rows that are ready for a generator, and those that cannot be used.
@@ -129,17 +159,20 @@ pub(crate) struct Ready {
     pub(crate) unusable: Vec<(u64, Unusable)>,
 }
 
-/// The way from rows of a dataset to the features of their media.
+/// Prepares rows up to the features of their media.
+///
+/// # Errors
+/// A failure of the machine, a dataset that was written to while in use.
 pub(crate) fn prepare_all(
     model: &Model,
     prompts: &PromptBuilder,
     dataset: &Dataset,
     rewards: Option<&RewardSet>,
     rows: &[u64],
-) -> Ready {
+) -> Result<Ready> {
     let mut ready = Ready::default();
     for &row in rows {
-        let made = prepare(dataset, prompts, rewards, row, 0).and_then(|prepared| {
+        let made = prepare(dataset, prompts, rewards, row, 0)?.and_then(|prepared| {
             let encoded = encode_plain(model, [&*prepared.prompt]);
             let id = || prepared.sample.id.clone();
             encoded.map_err(|e| Unusable { id: id(), reason: told(&e) }).map(|own| (prepared, own))
@@ -152,7 +185,8 @@ pub(crate) fn prepare_all(
             Err(why) => ready.unusable.push((row, why)),
         }
     }
-    ready
+    dataset.unchanged()?;
+    Ok(ready)
 }
 
 /// Asks for `num_samples` completions of each row. Samples of a row that comes again in the list are numbered on, so that
@@ -195,7 +229,8 @@ enum Made {
 ///
 /// While a step computes, [`Self::prepare_ahead`] has the rows of the next one read and decoded on another thread. That
 /// changes no result: the thread only makes what [`Self::draw`] would make of the same rows, the order moves when they
-/// are drawn, and a row that failed ahead is skipped when its turn comes.
+/// are drawn, and a row that failed ahead is skipped when its turn comes. What a failing machine kept it from making, the thread
+/// itself included, is made when it is drawn.
 pub struct RowSource {
     dataset: Arc<Dataset>,
     order: Order,
@@ -223,20 +258,19 @@ fn make(
     rewards: Option<&RewardSet>,
     (row, epoch): (u64, u64),
     making: Making,
-) -> Result<(String, Made), Unusable> {
-    match making {
-        Making::Prompt => {
-            let row = prepare(dataset, prompts, rewards, row, epoch)?;
-            Ok((row.sample.id.clone(), Made::Prompt(row)))
-        }
-        Making::Example => {
-            let sample = read(dataset, rewards, row)?;
-            match prompts.build_sft(&sample, epoch) {
-                Ok(example) => Ok((sample.id, Made::Example(example))),
-                Err(e) => Err(Unusable { id: sample.id, reason: told(&e) }),
+) -> Attempt<(String, Made)> {
+    attempted(dataset, rewards, row, |sample| {
+        Ok(match making {
+            Making::Prompt => {
+                let row = PreparedRow::new(prompts, sample, epoch)?;
+                (row.sample.id.clone(), Made::Prompt(row))
             }
-        }
-    }
+            Making::Example => {
+                let example = prompts.build_sft(&sample, epoch)?;
+                (sample.id, Made::Example(example))
+            }
+        })
+    })
 }
 
 impl RowSource {
@@ -261,13 +295,14 @@ impl RowSource {
             (0..count).map_while(|_| Some((order.draw().ok()?, order.state().epoch))).collect();
         let (dataset, prompts) = (Arc::clone(&self.dataset), Arc::clone(&self.prompts));
         let rewards = self.rewards.clone();
-        let thread = std::thread::spawn(move || {
+        let work = move || {
             let started = Instant::now();
-            let each = |row| (row, make(&dataset, &prompts, rewards.as_deref(), row, making));
-            let made = rows.into_iter().map(each).collect();
+            let each = |row| Some((row, make(&dataset, &prompts, rewards.as_deref(), row, making).ok()?));
+            let made = rows.into_iter().map_while(each).collect();
             (made, started.elapsed())
-        });
-        self.ahead = Some(Ahead { making, thread });
+        };
+        let thread = std::thread::Builder::new().name("rows ahead".to_owned()).spawn(work);
+        self.ahead = thread.ok().map(|thread| Ahead { making, thread });
     }
 
     /// Time spent on other threads since the last call, for rows that have been drawn.
@@ -294,7 +329,8 @@ impl RowSource {
     /// The next `count` rows with their prompts.
     ///
     /// # Errors
-    /// No usable row left, or more skipped rows than the policy allows.
+    /// No usable row left, more skipped rows than the policy allows, a dataset that was written to while in use, or the machine's
+    /// failure, after which the order is to be put back to where it was.
     pub fn draw(&mut self, count: usize) -> Result<Vec<PreparedRow>> {
         let each = |made| if let Made::Prompt(row) = made { Some(row) } else { None };
         Ok(self.draw_made(count, Making::Prompt)?.into_iter().filter_map(each).collect())
@@ -325,9 +361,12 @@ impl RowSource {
         while out.len() < count {
             let row = self.order.draw()?;
             let at = (row, self.order.state().epoch);
-            let made = ready
-                .remove(&at)
-                .unwrap_or_else(|| make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making));
+            let made = match ready.remove(&at) {
+                Some(made) => made,
+                None => make(&self.dataset, &self.prompts, self.rewards.as_deref(), at, making)?,
+            };
+            // A file that changes is no fault of the row.
+            self.dataset.unchanged()?;
             match made {
                 Ok((id, value)) => {
                     out.push(value);

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use omnigrpo_data::{Dataset, Order};
 use omnigrpo_grpo::CorrectionKind;
+use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
 use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
 use omnigrpo_rewards::RewardSet;
@@ -19,7 +20,7 @@ use crate::imitate::{self, ImitationOutcome};
 use crate::length::Length;
 use crate::model_card;
 use crate::optimizer::AdamW;
-use crate::pass::old_logprobs;
+use crate::pass::{entropies, old_logprobs, reference_logprobs};
 use crate::plan::{EvalWhen, Objective, Observer, RunPlan, RunSummary, SaveWhen, TrainSetup};
 use crate::records::Records;
 use crate::replay::replay;
@@ -34,7 +35,8 @@ use crate::timing::timed;
 /// Runs GRPO or supervised training.
 ///
 /// # Errors
-/// Settings that cannot work, unusable data, non-finite losses, a full disk. The last complete checkpoint stays usable.
+/// Settings that cannot work, unusable data, non-finite losses, a full disk. The last complete checkpoint stays usable. Where the
+/// machine fails in mid-run the run is saved and ends as if it had been asked to ([`RunSummary::machine`]).
 pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<RunSummary> {
     let mut this = Loop::begin(setup, console)?;
     let total = this.length.total;
@@ -46,13 +48,30 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
     let mut last_save = Instant::now();
     let shown = console.steps(step, total);
     let mut asked_to_stop = false;
+    if this.place.evaluation_due && step < total {
+        let improved = this.evaluate_step(step, &mut summary)?;
+        if improved && this.run.save == SaveWhen::Best {
+            this.save(!this.run.save_only_model)?;
+        }
+        asked_to_stop = this.place.evaluation_due;
+    }
     while step < total && !asked_to_stop && !stop.load(Ordering::Relaxed) {
         let mut timer = PhaseTimer::shown(Instant::now(), console.activity());
         let factor = this.schedule.factor(step);
         let at = UpdateAt { step, learning_rate_factor: factor };
-        let (mut metrics, reward) = match this.run.objective {
-            Objective::Imitate => (this.imitate(at, &mut timer)?, None),
-            Objective::Reinforce => this.reinforce(at, &mut timer)?,
+        let order = this.source.order().clone();
+        let updated = match this.run.objective {
+            Objective::Imitate => this.imitate(at, &mut timer).map(|metrics| (metrics, None)),
+            Objective::Reinforce => this.reinforce(at, &mut timer),
+        };
+        let (mut metrics, reward) = match updated {
+            // Rows are drawn before anything is learned, so the step has not happened once they are put back.
+            Err(error) if error.fault() == Fault::Machine => {
+                *this.source.order_mut() = order;
+                summary.machine = Some(told(&error));
+                break;
+            }
+            updated => updated?,
         };
         this.move_reference(step + 1)?;
         metrics.push(("learning_rate".into(), Some(this.optimizer.learning_rate() * factor)));
@@ -89,9 +108,8 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let mut improved = false;
         // Before the checkpoint of the step: its logs are then complete, and going on from it evaluates nothing twice.
         if evaluate_now || step == total {
-            let evaluation = this.evaluate(step, epoch)?;
-            improved = this.improved(step, evaluation.as_ref())?;
-            summary.after = evaluation.filter(|_| step == total);
+            improved = this.evaluate_step(step, &mut summary)?;
+            asked_to_stop |= this.place.evaluation_due;
         }
         // A stop on the last step leaves nothing to go on with.
         let interrupted = step < total && (asked_to_stop || stop.load(Ordering::Relaxed));
@@ -126,6 +144,8 @@ struct Place {
     best: Option<(f64, u64)>,
     /// The step whose evaluation is in the records.
     evaluated_at: Option<u64>,
+    /// The machine failed in the evaluation of this step.
+    evaluation_due: bool,
     /// Of a step whose checkpoint another start can go on from.
     saved_at: Option<u64>,
 }
@@ -139,6 +159,7 @@ impl Place {
             rollout: state.rollout,
             epochs_seen: if resumed.keeps_position() { state.epochs_seen } else { 0 },
             best: state.best,
+            evaluation_due: state.evaluation_due,
             saved_at: resumed.is_in(dir).then_some(state.global_step),
             ..Self::default()
         }
@@ -235,7 +256,9 @@ impl Loop {
                 source.order_mut().resume(resumed.state.order.clone())?;
             }
             if let Some(saved) = resumed.state.buffer.as_ref().filter(|_| resumed.keeps_rollout()) {
-                let parts = saved.restore(&algorithm, &model, &prompts, &dataset, run.prompts_per_step)?;
+                let moves = reference.is_some() && run.sync_reference.is_some();
+                let (per_step, dataset) = (run.prompts_per_step, &dataset);
+                let parts = saved.restore(&algorithm, &model, &prompts, dataset, per_step, moves)?;
                 place.buffer = Some((parts, saved.iteration));
             }
         }
@@ -385,9 +408,17 @@ impl Loop {
         self.place.rollout += 1;
         let mut parts = collected.split(self.run.prompts_per_step);
         for (at, part) in parts.iter_mut().enumerate() {
-            part.gate(&self.algorithm.loss)?;
+            let (model, algorithm) = (&self.model, &self.algorithm);
+            if self.run.replay && algorithm.loss.top_entropy < 1.0 {
+                timed(timer, "entropy", || entropies(model, algorithm, part))?;
+            }
+            part.gate(&algorithm.loss)?;
             if at > 0 && part.completions().any(|c| c.old.is_none()) {
-                timed(timer, "old", || old_logprobs(&self.model, &self.algorithm, part))?;
+                timed(timer, "old", || old_logprobs(model, algorithm, part))?;
+            }
+            // A reference that stays has the same numbers whenever an update asks for them.
+            if let Some(reference) = self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()) {
+                timed(timer, "reference", || reference_logprobs(reference, model, algorithm, part))?;
             }
         }
         Ok(parts)
@@ -427,6 +458,18 @@ impl Loop {
         let evaluation = evaluate(&self.model, &self.rewards, plan, &mut |done| progress.advance(done))?;
         drop(progress);
         self.console.activity().leave();
+        if let (true, Some(first)) = (evaluation.rows.is_empty(), evaluation.skipped.first()) {
+            return Err(TrainError::Data {
+                what: format!(
+                    "none of the {} evaluation rows can be used; row {} (id {}): {}; correct the rows, or run without an \
+                     evaluation",
+                    evaluation.skipped.len(),
+                    first.row,
+                    first.id,
+                    first.reason
+                ),
+            });
+        }
         self.observer.evaluation(step, &evaluation);
         if self.place.evaluated_at != Some(step) {
             self.records.evaluation(step, epoch, &evaluation)?;
@@ -435,15 +478,47 @@ impl Loop {
         Ok(Some(evaluation))
     }
 
+    /// Evaluates after a step, and says whether the model is the best so far. Where the machine fails the evaluation stays due, for
+    /// the next start.
+    ///
+    /// # Errors
+    /// The machine's too after the last step, which then has a checkpoint.
+    fn evaluate_step(&mut self, step: u64, summary: &mut RunSummary) -> Result<bool> {
+        self.place.evaluation_due = true;
+        let evaluation = match self.evaluate(step, self.source.order().epochs_done()) {
+            Err(error) if error.fault() == Fault::Machine => {
+                if step == self.length.total {
+                    self.save(true)?;
+                    return Err(error);
+                }
+                summary.machine = Some(told(&error));
+                return Ok(false);
+            }
+            evaluation => evaluation?,
+        };
+        self.place.evaluation_due = false;
+        let improved = self.improved(step, evaluation.as_ref())?;
+        summary.after = evaluation.filter(|_| step == self.length.total);
+        Ok(improved)
+    }
+
+    /// Whether an evaluation is the best so far; not where it has no value to compare.
     fn improved(&mut self, step: u64, evaluation: Option<&Evaluation>) -> Result<bool> {
         let Some(evaluation) = evaluation else { return Ok(false) };
-        let Some(value) = evaluation.metric(&self.run.best_metric) else {
-            let known: Vec<&str> = evaluation.summary.metrics.iter().map(|(name, _)| name.as_str()).collect();
+        let metrics = &evaluation.summary.metrics;
+        let Some((name, value)) = metrics.iter().find(|(name, _)| *name == self.run.best_metric) else {
+            let known: Vec<&str> = metrics.iter().map(|(name, _)| name.as_str()).collect();
             return Err(TrainError::setting(
                 "RunPlan::best_metric",
                 &self.run.best_metric,
                 format!("the evaluation has no such metric; it has {}", known.join(", ")),
             ));
+        };
+        let Some(value) = *value else {
+            self.console.line(&format!(
+                "the evaluation after step {step} has no value of {name}, so it is not compared with the best one"
+            ));
+            return Ok(false);
         };
         let better = self.place.best.is_none_or(|(best, _)| value > best);
         if better {
@@ -464,6 +539,7 @@ impl Loop {
             fingerprint: self.run.fingerprint.clone(),
             best: place.best,
             epochs_seen: place.epochs_seen,
+            evaluation_due: place.evaluation_due,
             buffer: place.buffer.as_ref().map(|(rollouts, iteration)| BufferState::of(rollouts, *iteration)),
             ..TrainerState::default()
         };

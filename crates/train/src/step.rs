@@ -22,7 +22,7 @@
 //! | Dr. GRPO, arXiv 2503.20783 | Aᵢ = Rᵢ − mean R; one constant, the longest completion allowed, in place of each \|oᵢ\| | `Advantages`, `Normalizer` |
 //! | DAPO, arXiv 2503.14476 | Σᵢ Σₜ over the tokens of the whole step, divided by their number; clip from 1−ε to 1+ε_high | `Normalizer`, `LossPlan` |
 //! | GSPO, arXiv 2507.18071 | one ratio per completion: rᵢ = exp(1/\|oᵢ\| Σₜ log rᵢₜ) | `LossPlan` |
-//! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps the share of tokens with the highest entropy | `EntropyGate` |
+//! | high-entropy tokens, arXiv 2506.01939 | the policy term keeps the share of tokens with the highest entropy | `top_entropy_tokens` |
 //! | TIS, MIS | each token weighs what the training pass found it to be likelier than the sampler did | `Correction` |
 //! | CISPO, arXiv 2506.13585 | min(rᵢₜ, cap) is a constant weight on Aᵢ log π(oᵢₜ) | `LossPlan` |
 //!
@@ -39,7 +39,7 @@ use crate::error::{Result, TrainError};
 use crate::features::{self, Keep};
 use crate::gap::Gap;
 use crate::optimizer::AdamW;
-use crate::pass::Pass;
+use crate::pass::{Pass, reference_logprobs};
 use crate::rollouts::{Group, Rollouts, Scored, alike};
 use crate::rows::{PreparedRow, requests};
 use crate::scoring;
@@ -187,6 +187,8 @@ pub struct TokenNumbers {
     pub old: Vec<f32>,
     /// Log-probabilities under the reference; empty without one.
     pub reference: Vec<f32>,
+    /// Whether the entropy gate keeps each token; empty without one.
+    pub kept: Vec<bool>,
 }
 
 /// What a rollout is made with.
@@ -320,9 +322,13 @@ pub fn update(
     rollouts: &mut Rollouts,
     timer: &mut PhaseTimer,
 ) -> Result<StepOutcome> {
-    let pass = Pass::new(model, reference, algorithm, at.training(algorithm), rollouts)?;
+    let pass = Pass::new(model, algorithm, at.training(algorithm), rollouts)?;
     if rollouts.updated && model.trains_media() {
         timed(timer, "encode", || features::encode_again(model, &mut rollouts.groups))?;
+    }
+    let unknown = rollouts.completions().any(|c| c.reference.is_none());
+    if let Some(reference) = reference.filter(|_| algorithm.loss.needs_reference() && unknown) {
+        timed(timer, "reference", || reference_logprobs(reference, model, algorithm, rollouts))?;
     }
     let passed = pass.run(rollouts, timer)?;
     let mut sampler_gap = Gap::default();

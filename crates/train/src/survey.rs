@@ -4,8 +4,7 @@
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use omnigrpo_data::{CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check};
-use omnigrpo_guard::told;
+use omnigrpo_data::{Cause, CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check};
 use omnigrpo_models::{Limits, PromptBuilder, probe_medium};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
@@ -33,14 +32,15 @@ impl RowCheck<'_> {
     /// Reads every row and the header of every medium, on all threads. Problems of rows are in the report.
     ///
     /// # Errors
-    /// Threads that cannot be started, a cache that cannot be written.
+    /// Threads that cannot be started, a cache that cannot be written, a machine that goes on failing.
     pub fn run(&self, dataset: &Dataset) -> Result<Report> {
-        let probe = |medium: &MediumRef| probe_medium(medium, self.limits).map_err(|e| told(&e));
-        let estimate = |sample: &Sample, headers: &[MediumInfo]| {
+        let probe = |medium: &MediumRef| Ok(probe_medium(medium, self.limits)?);
+        let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<u64, Cause> {
             self.survey.map_or(Ok(()), |survey| survey.ask(sample))?;
             match self.prompts {
                 Some(prompts) => {
-                    prompts.plan(sample, headers).map(|(p, _)| p.ids.len() as u64).map_err(|e| told(&e))
+                    let (prompt, _) = prompts.plan(sample, headers)?;
+                    Ok(prompt.ids.len() as u64)
                 }
                 None => Ok(0),
             }

@@ -3,6 +3,7 @@
 //! largest value.
 
 use omnigrpo_data::MediumKind;
+use omnigrpo_guard::{WAITS, retried};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::{RewardMatrix, answer_reward, temporal_order_bonus};
 use omnigrpo_rollout::Generator;
@@ -47,7 +48,7 @@ pub fn add_order_bonus(
     let has_video = |row: &PreparedRow| row.prompt.media.iter().any(|m| m.kind == MediumKind::Video);
     let videos = rows.iter().filter(|row| has_video(row));
     let videos = videos
-        .map(|row| Ok(PreparedRow::new(shuffled, row.sample.clone(), row.epoch)?))
+        .map(|row| Ok(retried(&WAITS, || PreparedRow::new(shuffled, row.sample.clone(), row.epoch))?))
         .collect::<Result<Vec<_>>>()?;
     let features = encode_plain(model, videos.iter().map(|row| &*row.prompt))?;
     let requests = requests(&videos, &features, (group / 2).max(1), SHUFFLED | rollout);

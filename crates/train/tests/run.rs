@@ -6,6 +6,10 @@ mod support;
 
 #[path = "run/algorithms.rs"]
 mod algorithms;
+#[path = "run/exact.rs"]
+mod exact;
+#[path = "run/machine.rs"]
+mod machine;
 #[path = "run/resume.rs"]
 mod resume;
 mod setup;
@@ -295,29 +299,36 @@ fn resume_is_exact(place: &Place, change: impl Fn(&mut TrainSetup), what: &str) 
     let whole = place.out("whole");
     assert_eq!(checkpoints(&whole), ["checkpoint-3", "checkpoint-6"], "{what}");
 
-    // As if killed during step 5: later rows are there, later checkpoints are not.
-    let part = place.out("part");
-    support::copy_dir(&whole.join("checkpoint-3"), &part.join("checkpoint-3"));
+    resumes_from(place, 3, "part", new, what);
+}
+
+/// Resumes a copy of the run `whole` from a step's checkpoint, and compares the ends of both.
+fn resumes_from(place: &Place, step: usize, name: &str, new: impl Fn(&str) -> TrainSetup, what: &str) {
+    // The copy looks like a run that was killed in the step after the next: it has later rows and no later checkpoint.
+    let (whole, part) = (place.out("whole"), place.out(name));
+    let from = format!("checkpoint-{step}");
+    support::copy_dir(&whole.join(&from), &part.join(&from));
     let metrics = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
-    let mut cut: String = metrics.lines().take(4).map(|line| format!("{line}\n")).collect();
-    cut.push_str(&metrics.lines().nth(4).unwrap()[..40]);
+    let mut cut: String = metrics.lines().take(step + 1).map(|line| format!("{line}\n")).collect();
+    cut.push_str(&metrics.lines().nth(step + 1).unwrap()[..40]);
     std::fs::write(part.join("metrics.jsonl"), cut).unwrap();
     std::fs::copy(whole.join("skipped.jsonl"), part.join("skipped.jsonl")).unwrap();
-    let summary = run(new("part")).unwrap();
-    assert_eq!(summary.steps, 6, "{what}");
+    let summary = run(new(name)).unwrap();
+    assert_eq!((summary.steps, summary.steps_here), (6, 6 - step as u64), "{what}");
 
-    assert_eq!(timeless(&part), timeless(&whole), "{what}");
+    assert_eq!(timeless(&part), timeless(&whole), "{what}, from step {step}");
     assert_eq!(lines(&part.join("skipped.jsonl")), lines(&whole.join("skipped.jsonl")), "{what}");
     for file in ["model.safetensors", "checkpoint-6/model.safetensors", "checkpoint-6/optimizer.safetensors"]
     {
-        assert!(raw_tensors(&part.join(file)) == raw_tensors(&whole.join(file)), "{what}: {file} differs");
+        let same = raw_tensors(&part.join(file)) == raw_tensors(&whole.join(file));
+        assert!(same, "{what}: {file} differs from step {step}");
     }
     let state = |dir: &Path| -> Value {
         serde_json::from_slice(&std::fs::read(dir.join("checkpoint-6/trainer_state.json")).unwrap()).unwrap()
     };
-    assert_eq!(state(&part), state(&whole), "{what}");
-    let saved = |step: u64| raw_tensors(&whole.join(format!("checkpoint-{step}/model.safetensors")));
-    assert!(saved(3) != saved(6), "{what}: nothing has moved");
+    assert_eq!(state(&part), state(&whole), "{what}, from step {step}");
+    let saved = |step: usize| raw_tensors(&whole.join(format!("checkpoint-{step}/model.safetensors")));
+    assert!(saved(step) != saved(6), "{what}: nothing has moved");
 }
 
 #[test]

@@ -16,7 +16,7 @@
 //! Rows and completions are hostile text, and a run directory may come from somebody else.
 //!
 //! - The server listens on loopback, answers only names of loopback in `Host`, and has a random token of 128 bits in each
-//!   address. It only reads.
+//!   address. It only reads, and [`http`] bounds what anybody can send to it.
 //! - Nothing is fetched from elsewhere: scripts and styles are in the binary, and the page's content security policy allows no
 //!   other. The page sets text, never markup.
 //! - A medium is named by its place in a record (`step`, `group`, index), never by a path. Its recorded path has to be that of
@@ -27,6 +27,7 @@ mod assets;
 mod board;
 mod error;
 mod evaluations;
+pub mod http;
 mod index;
 mod media;
 mod plot;
@@ -41,7 +42,7 @@ mod wandb;
 pub use board::Board;
 pub use error::Error;
 pub use prometheus::Prometheus;
-pub use report::{curves, report};
+pub use report::{Report, curves, report};
 pub use server::Server;
 pub use tensorboard::TensorBoard;
 pub use wandb::{Wandb, WandbRun};

@@ -1,22 +1,21 @@
 //! The newest numbers for Prometheus to scrape, on a port of this machine.
 
-use std::io;
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 
 use omnigrpo_observe::{Event, Metric, Tracker};
-use tiny_http::{Header, Method, Response};
+
+use crate::http::{Answer, Http, Limits, Request};
+
+const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Serves `http://127.0.0.1:PORT/metrics` until it is dropped.
 pub struct Prometheus {
-    http: Arc<tiny_http::Server>,
     page: Arc<Mutex<String>>,
-    port: u16,
     run: String,
     /// The last value of each metric, in the order of their names.
     values: std::collections::BTreeMap<String, f64>,
-    thread: Option<JoinHandle<()>>,
+    http: Http,
 }
 
 impl Prometheus {
@@ -25,33 +24,22 @@ impl Prometheus {
     /// # Errors
     /// A port that is taken.
     pub fn start(port: u16, run: &str) -> Result<Self, String> {
-        let failed = |error: &dyn std::fmt::Display| format!("127.0.0.1:{port} cannot be served: {error}");
-        let http = tiny_http::Server::http((Ipv4Addr::LOCALHOST, port)).map_err(|error| failed(&error))?;
-        let port = http.server_addr().to_ip().map_or(port, |address| address.port());
-        let (http, page) = (Arc::new(http), Arc::new(Mutex::new(String::new())));
-        let (server, text) = (Arc::clone(&http), Arc::clone(&page));
-        let work = move || {
-            // `recv` fails when the tracker is dropped.
-            while let Ok(request) = server.recv() {
-                let is_ours = *request.method() == Method::Get && request.url() == "/metrics";
-                let body = if is_ours { locked(&text).clone() } else { "only GET /metrics\n".to_owned() };
-                let kind = Header::from_bytes("Content-Type", "text/plain; version=0.0.4; charset=utf-8");
-                let mut answer =
-                    Response::from_string(body).with_status_code(if is_ours { 200 } else { 404 });
-                kind.into_iter().for_each(|header| answer.add_header(header));
-                // Whoever asked may be gone.
-                let _: io::Result<()> = request.respond(answer);
-            }
+        let page = Arc::new(Mutex::new(String::new()));
+        let text = Arc::clone(&page);
+        let work = move |request: &Request| match request.path() {
+            "/metrics" => Answer::new(200, KIND, locked(&text).clone()),
+            _ => Answer::new(404, KIND, "only GET /metrics\n"),
         };
-        let thread = std::thread::Builder::new().name("prometheus".to_owned()).spawn(work);
-        let thread = Some(thread.map_err(|error| failed(&error))?);
-        Ok(Self { http, page, port, run: run.to_owned(), values: Default::default(), thread })
+        let limits = Limits { connections: 32, handlers: 1, ..Limits::default() };
+        let http = Http::start("prometheus", (Ipv4Addr::LOCALHOST, port), limits, work)
+            .map_err(|error| format!("127.0.0.1:{port} cannot be served: {error}"))?;
+        Ok(Self { page, run: run.to_owned(), values: Default::default(), http })
     }
 
     /// The port it is served on.
     #[must_use]
     pub fn port(&self) -> u16 {
-        self.port
+        self.http.address().port()
     }
 
     fn set(&mut self, metrics: &[Metric]) {
@@ -92,15 +80,6 @@ impl Tracker for Prometheus {
             self.set(&[&place[..], metrics].concat());
         }
         Ok(())
-    }
-}
-
-impl Drop for Prometheus {
-    fn drop(&mut self) {
-        self.http.unblock();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }
 

@@ -1,12 +1,13 @@
 //! A run as one file to hand around: `report.html`, with its plots as pictures in it and as SVG files beside it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::{Cursor, Read as _};
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use omnigrpo_guard::inside;
 use omnigrpo_observe::write_atomic;
 use serde_json::{Map, Value};
 
@@ -46,16 +47,27 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f7f9;border:1px so
 /// A step's numbers.
 type Row = BTreeMap<String, f64>;
 
-/// Writes `report.html` and `plots/*.svg` into a run directory and gives the path of the first.
+/// The files that [`report`] wrote.
+#[derive(Debug)]
+pub struct Report {
+    /// The file.
+    pub path: PathBuf,
+    /// Folders outside of the run directory whose pictures and sounds are in it. Records name media by path, and a record may
+    /// name any file of this machine, so the user should see them before a report is handed on.
+    pub media_folders: BTreeSet<PathBuf>,
+}
+
+/// Writes `report.html` and `plots/*.svg` into a run directory.
 ///
 /// # Errors
 /// A directory without a run, or one that cannot be written.
-pub fn report(directory: &Path) -> Result<PathBuf, Error> {
+pub fn report(directory: &Path) -> Result<Report, Error> {
     let run = Run::find(&[directory.to_owned()])?.remove(0);
     let (rows, evaluations) = metrics(&run)?;
     let plots = plots(&rows, &evaluations);
     let folder = run.dir.join("plots");
-    std::fs::create_dir_all(&folder).map_err(Error::io("make the directory", &folder))?;
+    let made = std::fs::create_dir_all(&folder).and_then(|()| inside::resolve(&run.dir, "plots"));
+    let folder = made.map_err(Error::io("make the directory", &folder))?;
     let written = |path: &Path, text: &str| {
         write_atomic(path, |out| out.write_all(text.as_bytes())).map_err(Error::from)
     };
@@ -66,8 +78,10 @@ pub fn report(directory: &Path) -> Result<PathBuf, Error> {
         pictures.push((plot.title.clone(), svg));
     }
     let path = run.dir.join("report.html");
-    written(&path, &page(&run, &rows, &pictures)?)?;
-    Ok(path)
+    let mut media_folders = BTreeSet::new();
+    written(&path, &page(&run, &rows, &pictures, &mut media_folders)?)?;
+    media_folders.retain(|folder| !folder.starts_with(&run.dir));
+    Ok(Report { path, media_folders })
 }
 
 /// The curves that say most about a run, as one SVG; `None` where it has no step.
@@ -151,7 +165,12 @@ fn plots(rows: &[Row], evaluations: &[Row]) -> Vec<Plot> {
     plots
 }
 
-fn page(run: &Run, rows: &[Row], plots: &[(String, String)]) -> Result<String, Error> {
+fn page(
+    run: &Run,
+    rows: &[Row],
+    plots: &[(String, String)],
+    folders: &mut BTreeSet<PathBuf>,
+) -> Result<String, Error> {
     let mut out = String::new();
     let name = escaped(&run.name());
     let last = rows.last().and_then(|row| row.get("step")).copied().unwrap_or(0.0);
@@ -172,8 +191,8 @@ fn page(run: &Run, rows: &[Row], plots: &[(String, String)]) -> Result<String, E
         }
         out.push_str("</div>");
     });
-    evaluation(&mut out, run)?;
-    samples(&mut out, run)?;
+    evaluation(&mut out, run, folders)?;
+    samples(&mut out, run, folders)?;
     section(&mut out, "Time", |out| timing(out, rows));
     section(&mut out, "Settings", |out| {
         out.push_str("<table>");
@@ -204,7 +223,7 @@ fn section(out: &mut String, title: &str, fill: impl FnOnce(&mut String)) {
     }
 }
 
-fn evaluation(out: &mut String, run: &Run) -> Result<(), Error> {
+fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
     let all = Evaluations::summaries(run)?;
     let all = all.as_array().map(Vec::as_slice).unwrap_or_default();
     let (Some(first), Some(last)) = (all.first(), all.last()) else { return Ok(()) };
@@ -258,7 +277,8 @@ fn evaluation(out: &mut String, run: &Run) -> Result<(), Error> {
         for row in rows {
             out.push_str("<div class=\"card\">");
             let at = row["row"].as_u64().unwrap_or(0) as usize;
-            embed(out, row["media"].as_array(), |place| evaluations.medium(run, step(last), at, place));
+            let open = |place| evaluations.medium(run, step(last), at, place);
+            embed(out, row["media"].as_array(), open, folders);
             let _ = write!(
                 out,
                 "<pre>{}</pre><p class=\"q\">truth {}</p><div class=\"sides\">",
@@ -276,7 +296,7 @@ fn evaluation(out: &mut String, run: &Run) -> Result<(), Error> {
 }
 
 /// Prompts of the last step with completions.
-fn samples(out: &mut String, run: &Run) -> Result<(), Error> {
+fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
     let Some(step) = run.steps("rollouts")?.pop() else { return Ok(()) };
     let records = Records::default();
     let found = records.groups(run, step, 0, 500)?;
@@ -294,7 +314,7 @@ fn samples(out: &mut String, run: &Run) -> Result<(), Error> {
         let at = group["group"].as_u64().unwrap_or(0) as usize;
         let shown = records.group(run, step, at)?;
         out.push_str("<div class=\"card\">");
-        embed(out, shown["media"].as_array(), |place| records.medium(run, step, at, place));
+        embed(out, shown["media"].as_array(), |place| records.medium(run, step, at, place), folders);
         let _ = write!(
             out,
             "<pre>{}</pre><p class=\"q\">{} · truth {}</p><div class=\"sides\">",
@@ -328,15 +348,20 @@ fn samples(out: &mut String, run: &Run) -> Result<(), Error> {
     Ok(())
 }
 
-/// Puts pictures, small animations and sounds into the page; names what is left out.
+/// Puts pictures, small animations and sounds into the page; names what is left out. `folders` gets where they come from.
 fn embed(
     out: &mut String,
     listed: Option<&Vec<Value>>,
     open: impl Fn(usize) -> Result<media::Medium, Error>,
+    folders: &mut BTreeSet<PathBuf>,
 ) {
     for (place, own) in listed.into_iter().flatten().enumerate() {
         let name = text(&own["name"]);
-        let data = open(place).ok().and_then(|medium| data_address(&medium));
+        let data = open(place).ok().and_then(|medium| {
+            let data = data_address(&medium)?;
+            folders.extend(medium.path.parent().map(Path::to_owned));
+            Some(data)
+        });
         let _ = match data {
             Some(data) if data.starts_with("data:image/") => {
                 write!(out, "<img alt=\"{name}\" src=\"{data}\">")
@@ -457,7 +482,10 @@ mod tests {
             "advantage": -0.5, "length": 3, "media": [root.join("wide.png"), "/etc/passwd"], "finish_reason": "stop",
         });
         std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
-        let path = report(&root).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        let foreign = std::fs::canonicalize(elsewhere.path()).unwrap();
+        let Report { path, media_folders } = report(&root).unwrap();
+        assert!(media_folders.is_empty(), "{media_folders:?}");
         let page = std::fs::read_to_string(&path).unwrap();
         assert_eq!(path, root.join("report.html"));
         assert!(page.contains("<title>&lt;i&gt;mine&lt;/i&gt;</title>"));
@@ -480,5 +508,20 @@ mod tests {
         let svg = std::fs::read_to_string(root.join("plots/reward.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("polyline"), "{svg}");
         assert_eq!(page.matches("data:image/svg+xml;base64,").count(), 2);
+        // Folders outside of the run directory are returned, where their media are shown.
+        std::fs::copy(root.join("wide.png"), foreign.join("theirs.png")).unwrap();
+        let mut rollout = rollout;
+        rollout["media"] =
+            serde_json::json!([root.join("wide.png"), foreign.join("theirs.png"), "/etc/passwd"]);
+        std::fs::write(root.join("rollouts/step-000002.jsonl"), format!("{rollout}\n")).unwrap();
+        assert_eq!(report(&root).unwrap().media_folders, BTreeSet::from([foreign.clone()]));
+        // Plots go into the run directory and not where a link leads.
+        #[cfg(unix)]
+        {
+            std::fs::remove_dir_all(root.join("plots")).unwrap();
+            std::os::unix::fs::symlink(&foreign, root.join("plots")).unwrap();
+            assert!(omnigrpo_guard::told(&report(&root).unwrap_err()).contains("which is outside of"));
+            assert!(!foreign.join("reward.svg").exists());
+        }
     }
 }

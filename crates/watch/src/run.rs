@@ -2,9 +2,10 @@
 
 use std::collections::HashSet;
 use std::fs::{self, File};
-use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use omnigrpo_observe::step_files;
 use serde::Serialize;
 
@@ -123,18 +124,11 @@ impl Run {
     /// A link that leads out of the run directory, what is not a file (to open a pipe would wait for its other end), or one
     /// that cannot be opened.
     pub(crate) fn open(&self, path: &Path) -> Result<File, Error> {
-        let real = fs::canonicalize(path).map_err(Error::io("open", path))?;
-        if !real.starts_with(&self.dir) {
-            return Err(Error::missing(format!(
-                "{} is not read: it leads to {}, which is not in the run directory",
-                path.display(),
-                real.display()
-            )));
-        }
-        if !real.is_file() {
-            return Err(Error::missing(format!("{} is not a file", path.display())));
-        }
-        File::open(&real).map_err(Error::io("open", path))
+        inside::open(&self.dir, path).map_err(|error| match error.kind() {
+            ErrorKind::PermissionDenied if inside::leads_out(&error) => Error::missing(error.to_string()),
+            ErrorKind::InvalidInput => Error::missing(format!("{} is {error}", path.display())),
+            _ => Error::io("open", path)(error),
+        })
     }
 
     fn metrics_path(&self) -> PathBuf {
@@ -310,9 +304,9 @@ mod tests {
         fs::write(rollouts.join("step-000006.jsonl"), "").unwrap();
         assert_eq!(run.steps("rollouts").unwrap(), [1, 6]);
         let told = |step| run.open(&run.step_file("rollouts", step)).unwrap_err().to_string();
-        assert!(told(1).contains("secret, which is not in the run directory"), "{}", told(1));
-        assert!(told(3).ends_with("step-000003.jsonl is not a file"), "{}", told(3));
-        assert!(told(5).ends_with("step-000005.jsonl is not a file"), "{}", told(5));
+        assert!(told(1).contains("secret, which is outside of"), "{}", told(1));
+        assert!(told(3).ends_with("step-000003.jsonl is not a regular file"), "{}", told(3));
+        assert!(told(5).ends_with("step-000005.jsonl is not a regular file"), "{}", told(5));
         assert!(run.open(&run.step_file("rollouts", 6)).is_ok());
     }
 

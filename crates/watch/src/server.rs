@@ -1,23 +1,23 @@
 //! The server of the page.
 
-use std::fs::File;
-use std::io::{self, Read as _, Seek as _, SeekFrom, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use hyper::header::{self, HeaderName};
 use omnigrpo_guard::told;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tiny_http::{Method, Request, StatusCode};
 
 use crate::Error;
 use crate::assets;
 use crate::evaluations::{Comparison, Evaluations};
+use crate::http::{Answer, Http, Limits, Request};
 use crate::media::Medium;
 use crate::rollouts::{Filter, Records};
 use crate::run::{Metrics, Run};
@@ -26,48 +26,50 @@ use crate::run::{Metrics, Run};
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// A page that is still there hears something at least this often.
 const ALIVE_EVERY: Duration = Duration::from_secs(10);
-/// Pages that are told of news at a time.
+/// Pages that listen to news at a time.
 const MAX_LISTENERS: usize = 32;
 /// Prompts in one answer.
 const MAX_GROUPS: usize = 500;
-/// Requests that are answered at a time.
-const THREADS: usize = 4;
 /// Bytes of a medium in one answer to a player that asks for a part. A player stops reading where it has enough: an answer
-/// that does not fit the buffers on the way would keep a thread here and one of the browser's few connections.
+/// that does not fit the buffers on the way would keep one of the browser's few connections.
 const PART_BYTES: u64 = 1 << 20;
+/// Bytes of a medium that are read at a time.
+const CHUNK_BYTES: u64 = 64 << 10;
 
 /// Everything comes from here, text is never markup, and nobody may frame the page or learn its address.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// What the browser is told with every answer.
-const HEADERS: [(&str, &str); 6] = [
-    ("Content-Security-Policy", POLICY),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cache-Control", "no-store"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Cross-Origin-Opener-Policy", "same-origin"),
+static FIELDS: [(HeaderName, &str); 6] = [
+    (header::CONTENT_SECURITY_POLICY, POLICY),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::REFERRER_POLICY, "no-referrer"),
+    (header::CACHE_CONTROL, "no-store"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
 /// The page of some runs, served until this is dropped.
 pub struct Server {
     url: String,
-    app: Arc<App>,
-    threads: Vec<JoinHandle<()>>,
+    /// Holds the address while a run is served that is under way.
+    address_file: Option<PathBuf>,
+    _http: Http,
 }
 
 struct App {
-    http: tiny_http::Server,
     token: String,
     runs: Vec<Run>,
     records: Records,
     evaluations: Evaluations,
-    over: AtomicBool,
-    listeners: AtomicUsize,
+    listeners: Arc<AtomicUsize>,
 }
 
 impl Server {
+    /// Name of the file in the directory of a run under way that holds the address of its page. Only its owner can read it.
+    pub const ADDRESS_FILE: &str = "page.url";
+
     /// Serves runs that are there, each a run directory or a directory of them.
     ///
     /// # Errors
@@ -76,33 +78,32 @@ impl Server {
         Self::serve(Run::find(directories)?, port)
     }
 
-    /// Serves a run that is about to begin in this directory, which exists, named without links.
+    /// Serves a run that is about to begin in this directory, which exists, named without links. [`Self::ADDRESS_FILE`] is
+    /// there until this is dropped.
     ///
     /// # Errors
-    /// A port that is taken.
+    /// A port that is taken, a directory that cannot be written.
     pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
-        Self::serve(vec![Run { dir: directory }], port)
+        let path = directory.join(Self::ADDRESS_FILE);
+        let mut server = Self::serve(vec![Run { dir: directory }], port)?;
+        write_private(&path, &format!("{}\n", server.url)).map_err(Error::io("write", &path))?;
+        server.address_file = Some(path);
+        Ok(server)
     }
 
     fn serve(runs: Vec<Run>, port: u16) -> Result<Self, Error> {
         let failed = |source| Error::Serve { port, source };
-        let http = tiny_http::Server::http((Ipv4Addr::LOCALHOST, port)).map_err(|error| {
-            failed(error.downcast::<io::Error>().map_or_else(io::Error::other, |error| *error))
-        })?;
-        let bound = http.server_addr().to_ip().map_or(port, |address| address.port());
         let mut secret = [0; 16];
         getrandom::fill(&mut secret).map_err(|error| failed(io::Error::other(error)))?;
         let token: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
-        let url = format!("http://127.0.0.1:{bound}/{token}/");
         let (records, evaluations) = (Records::default(), Evaluations::default());
-        let (over, listeners) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let app = Arc::new(App { http, token, runs, records, evaluations, over, listeners });
-        let threads = (0..THREADS).map(|_| {
-            let app = Arc::clone(&app);
-            std::thread::Builder::new().name("watch".to_owned()).spawn(move || work(&app))
-        });
-        let threads = threads.collect::<Result<_, _>>().map_err(failed)?;
-        Ok(Self { url, app, threads })
+        let app =
+            Arc::new(App { token: token.clone(), runs, records, evaluations, listeners: Arc::default() });
+        let limits = Limits { fields: &FIELDS, ..Limits::default() };
+        let work = move |request: &Request| app.respond(request);
+        let http = Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, work).map_err(failed)?;
+        let url = format!("http://{}/{token}/", http.address());
+        Ok(Self { url, address_file: None, _http: http })
     }
 
     /// The page's address. Whoever has it can read the runs.
@@ -110,86 +111,42 @@ impl Server {
     pub fn url(&self) -> &str {
         &self.url
     }
+
+    /// The file that holds the address of a run under way.
+    #[must_use]
+    pub fn address_file(&self) -> Option<&Path> {
+        self.address_file.as_deref()
+    }
 }
 
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("url", &self.url).finish_non_exhaustive()
+        f.debug_struct("Server").finish_non_exhaustive()
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.app.over.store(true, Ordering::Relaxed);
-        for _ in &self.threads {
-            self.app.http.unblock();
-        }
-        for thread in self.threads.drain(..) {
-            // A panic in it has been reported where it happened.
-            let _ = thread.join();
-        }
+        // A file that stays behind leads nowhere.
+        let _ = self.address_file.as_deref().map(fs::remove_file);
     }
 }
 
-fn work(app: &Arc<App>) {
-    while !app.over.load(Ordering::Relaxed) {
-        let Ok(request) = app.http.recv() else { continue };
-        let route = route(&request, &app.token);
-        // Whoever asked may be gone: nothing depends on the answer.
-        let _ = match route {
-            Ok((path, query)) if path == "api/events" => listen(app, request, &query),
-            Ok((path, query)) => {
-                let answer = app.answer(&path, &query, &request).unwrap_or_else(|error| refusal(&error));
-                answer.send(request)
-            }
-            Err((status, why)) => answer(status, "text/plain", why.into()).send(request),
-        };
+/// Writes a new file that its owner alone can read, in the place of one that may be there.
+fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
     }
-}
-
-/// What a request is answered with.
-struct Answer {
-    status: u16,
-    /// Beside [`HEADERS`], the length and the type.
-    headers: Vec<(&'static str, String)>,
-    kind: &'static str,
-    bytes: u64,
-    content: Box<dyn io::Read + Send>,
-}
-
-impl Answer {
-    /// Sends it, and has the browser close the connection: a connection that is kept holds a thread of the library, which does
-    /// not always start another for the next one, and a page of a machine that trains then waits for ever.
-    fn send(self, request: Request) -> io::Result<()> {
-        let mut out = request.into_writer();
-        let length = ("Content-Length", self.bytes.to_string());
-        head(&mut out, self.status, self.kind, self.headers.into_iter().chain([length]))?;
-        // Never more than was announced, should the file grow.
-        io::copy(&mut self.content.take(self.bytes), &mut out)?;
-        out.flush()
-    }
-}
-
-fn head(
-    out: &mut impl Write,
-    status: u16,
-    kind: &str,
-    more: impl IntoIterator<Item = (&'static str, String)>,
-) -> io::Result<()> {
-    let phrase = StatusCode(status).default_reason_phrase();
-    write!(out, "HTTP/1.1 {status} {phrase}\r\nConnection: close\r\nContent-Type: {kind}\r\n")?;
-    HEADERS.iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
-    more.into_iter().try_for_each(|(name, value)| write!(out, "{name}: {value}\r\n"))?;
-    write!(out, "\r\n")
-}
-
-fn answer(status: u16, kind: &'static str, content: Vec<u8>) -> Answer {
-    let bytes = content.len() as u64;
-    Answer { status, headers: Vec::new(), kind, bytes, content: Box::new(io::Cursor::new(content)) }
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)?.write_all(text.as_bytes())
 }
 
 fn json_answer(value: &Value) -> Answer {
-    answer(200, "application/json", value.to_string().into_bytes())
+    Answer::new(200, "application/json", value.to_string())
 }
 
 fn refusal(error: &Error) -> Answer {
@@ -197,24 +154,7 @@ fn refusal(error: &Error) -> Answer {
         Error::Missing(_) | Error::NoRun { .. } | Error::Query(_) => 404,
         _ => 500,
     };
-    answer(status, "application/json", json!({ "error": told(error) }).to_string().into_bytes())
-}
-
-/// The path behind the token, and the query.
-fn route(request: &Request, token: &str) -> Result<(String, String), (u16, &'static str)> {
-    // Another page's name that leads to loopback is none of ours.
-    let host = request.headers().iter().find(|header| header.field.equiv("Host"));
-    let host = host.map_or("", |header| header.value.as_str());
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    if !["127.0.0.1", "localhost"].contains(&name) {
-        return Err((421, "this page is served to 127.0.0.1 and localhost\n"));
-    }
-    if *request.method() != Method::Get {
-        return Err((405, "this page is only read\n"));
-    }
-    let (path, query) = request.url().split_once('?').unwrap_or((request.url(), ""));
-    let inside = path.strip_prefix('/').and_then(|path| path.strip_prefix(token)?.strip_prefix('/'));
-    inside.map(|path| (path.to_owned(), query.to_owned())).ok_or((404, "not found\n"))
+    Answer::new(status, "application/json", json!({ "error": told(error) }).to_string())
 }
 
 fn asked<T: DeserializeOwned>(query: &str) -> Result<T, Error> {
@@ -242,14 +182,24 @@ struct Asked {
 }
 
 impl App {
+    fn respond(self: &Arc<Self>, request: &Request) -> Answer {
+        let inside =
+            || request.path().strip_prefix('/')?.strip_prefix(self.token.as_str())?.strip_prefix('/');
+        match inside() {
+            None => Answer::new(404, "text/plain", "not found\n"),
+            Some("api/events") => self.listen(),
+            Some(path) => self.answer(path, request.query(), request).unwrap_or_else(|error| refusal(&error)),
+        }
+    }
+
     fn answer(&self, path: &str, query: &str, request: &Request) -> Result<Answer, Error> {
         if path.is_empty() {
-            return Ok(answer(200, "text/html; charset=utf-8", assets::PAGE.into()));
+            return Ok(Answer::new(200, "text/html; charset=utf-8", assets::PAGE));
         }
         if let Some(name) = path.strip_prefix("page/") {
             let file = assets::FILES.iter().find(|(own, ..)| *own == name);
             let (_, kind, content) = file.ok_or_else(|| Error::missing("not found"))?;
-            return Ok(answer(200, kind, (*content).into()));
+            return Ok(Answer::new(200, kind, *content));
         }
         let given: Asked = asked(query)?;
         let run = self.runs.get(given.run);
@@ -266,11 +216,11 @@ impl App {
             "api/group" => self.records.group(run, given.step, group)?,
             "api/text" => {
                 let text = self.records.text(run, given.step, group, given.sample)?;
-                return Ok(answer(200, "text/plain; charset=utf-8", text.into_bytes()));
+                return Ok(Answer::new(200, "text/plain; charset=utf-8", text));
             }
             "api/tokens" => {
                 let line = self.records.tokens(run, given.step, group, given.sample.unwrap_or(0))?;
-                return Ok(answer(200, "application/json", line));
+                return Ok(Answer::new(200, "application/json", line));
             }
             "api/find" => self.records.find(run, &asked::<Filter>(query)?)?,
             "api/media" => {
@@ -295,9 +245,9 @@ fn described((run, name): (&Run, String)) -> Value {
 
 fn rows(run: &Run, from: u64) -> Result<Answer, Error> {
     let slice = run.metrics(from)?;
-    let mut out = answer(200, "application/x-ndjson; charset=utf-8", slice.rows);
-    out.headers = vec![("X-File", slice.id.to_string()), ("X-Next", slice.next.to_string())];
-    Ok(out)
+    let out = Answer::new(200, "application/x-ndjson; charset=utf-8", slice.rows);
+    let out = out.with(HeaderName::from_static("x-file"), slice.id.to_string());
+    Ok(out.with(HeaderName::from_static("x-next"), slice.next.to_string()))
 }
 
 /// A medium, or the part of it that a player asks for.
@@ -305,16 +255,25 @@ fn file(medium: &Medium, request: &Request) -> Result<Answer, Error> {
     let failed = |error| Error::io("read", &medium.path)(error);
     let mut file = File::open(&medium.path).map_err(failed)?;
     let length = file.metadata().map_err(failed)?.len();
-    let asked = request.headers().iter().find(|header| header.field.equiv("Range"));
-    let range = asked.and_then(|header| range(header.value.as_str(), length));
+    let range = request.field(&header::RANGE).and_then(|asked| range(asked, length));
     let (status, from, until) =
         range.map_or((200, 0, length), |(from, until)| (206, from, until.min(from + PART_BYTES)));
     file.seek(SeekFrom::Start(from)).map_err(failed)?;
-    let mut headers = vec![("Accept-Ranges", "bytes".to_owned())];
-    if status == 206 {
-        headers.push(("Content-Range", format!("bytes {from}-{}/{length}", until - 1)));
-    }
-    Ok(Answer { status, headers, kind: medium.mime, bytes: until - from, content: Box::new(file) })
+    // Never more than was announced, should the file grow.
+    let mut rest = file.take(until - from);
+    let parts = std::iter::from_fn(move || {
+        let mut part = Vec::new();
+        match rest.by_ref().take(CHUNK_BYTES).read_to_end(&mut part) {
+            Ok(0) => None,
+            read => Some(read.map(|_| part)),
+        }
+    });
+    let answer = Answer::stream(status, medium.mime, Some(until - from), Duration::ZERO, Box::new(parts))
+        .with(header::ACCEPT_RANGES, "bytes");
+    Ok(match status {
+        206 => answer.with(header::CONTENT_RANGE, format!("bytes {from}-{}/{length}", until - 1)),
+        _ => answer,
+    })
 }
 
 /// First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; `None` for what is to be answered with the whole.
@@ -329,39 +288,48 @@ fn range(text: &str, length: u64) -> Option<(u64, u64)> {
     (from < until).then_some((from, until))
 }
 
-/// Tells a page what there is of each run's metrics, at once and whenever that changes, on a thread of its own.
-fn listen(app: &Arc<App>, request: Request, _query: &str) -> io::Result<()> {
-    if app.listeners.fetch_add(1, Ordering::Relaxed) >= MAX_LISTENERS {
-        app.listeners.fetch_sub(1, Ordering::Relaxed);
-        return answer(503, "text/plain", "too many pages are open\n".into()).send(request);
+impl App {
+    /// Tells a page what there is of each run's metrics, at once and whenever that changes.
+    fn listen(self: &Arc<Self>) -> Answer {
+        let Some(listener) = Listener::enter(&self.listeners) else {
+            return Answer::new(503, "text/plain", "too many pages are open\n");
+        };
+        let app = Arc::clone(self);
+        let seen = |all: &[Metrics]| all.iter().map(|own| (own.id, own.bytes, own.done)).collect::<Vec<_>>();
+        let (mut last, mut spoken) = (None, Instant::now());
+        let parts = std::iter::from_fn(move || {
+            let _listens = &listener;
+            let now: Vec<Metrics> = app.runs.iter().map(Run::metrics_now).collect();
+            let text = if last.as_ref() != Some(&seen(&now)) {
+                last = Some(seen(&now));
+                format!("data: {}\n\n", json!(now))
+            } else if spoken.elapsed() > ALIVE_EVERY {
+                ":\n\n".to_owned()
+            } else {
+                return Some(Ok(Vec::new()));
+            };
+            spoken = Instant::now();
+            Some(Ok(text.into_bytes()))
+        });
+        Answer::stream(200, "text/event-stream", None, LOOK_EVERY, Box::new(parts))
     }
-    let app = Arc::clone(app);
-    std::thread::Builder::new().name("watch-events".to_owned()).spawn(move || {
-        // It ends when the page is closed.
-        let _ = tell(&app, request.into_writer());
-        app.listeners.fetch_sub(1, Ordering::Relaxed);
-    })?;
-    Ok(())
 }
 
-fn tell(app: &App, mut out: impl Write) -> io::Result<()> {
-    head(&mut out, 200, "text/event-stream", [])?;
-    let told = |all: &[Metrics]| all.iter().map(|own| (own.id, own.bytes, own.done)).collect::<Vec<_>>();
-    let (mut last, mut spoken) = (None, Instant::now());
-    while !app.over.load(Ordering::Relaxed) {
-        let now: Vec<Metrics> = app.runs.iter().map(Run::metrics_now).collect();
-        if last.as_ref() != Some(&told(&now)) {
-            last = Some(told(&now));
-            write!(out, "data: {}\n\n", json!(now))?;
-            spoken = Instant::now();
-        } else if spoken.elapsed() > ALIVE_EVERY {
-            write!(out, ":\n\n")?;
-            spoken = Instant::now();
-        }
-        out.flush()?;
-        std::thread::sleep(LOOK_EVERY);
+/// A page that listens to news, counted until it is dropped.
+struct Listener(Arc<AtomicUsize>);
+
+impl Listener {
+    fn enter(all: &Arc<AtomicUsize>) -> Option<Self> {
+        let own = Self(Arc::clone(all));
+        // Dropped again, it is counted off.
+        (all.fetch_add(1, Ordering::Relaxed) < MAX_LISTENERS).then_some(own)
     }
-    Ok(())
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 #[cfg(test)]

@@ -399,7 +399,9 @@ mod tests {
                 path => match path.strip_prefix(&prefix) {
                     Some(name) if name.ends_with(".safetensors") => {
                         let headers = format!(
-                            "Location: http://localhost:{}/{name}\r\nContent-Length: 0",
+                            "Location: http://{}:{}/{name}\r\nContent-Length: 0",
+                            // Another host, and another port of the same one.
+                            if name == "model-1.safetensors" { "localhost" } else { "127.0.0.1" },
                             storage.port()
                         );
                         Answer { headers, ..Answer::new(302, b"") }
@@ -420,6 +422,48 @@ mod tests {
         let (endpoint, token) = (format!("http://{address}/"), token.map(str::to_owned));
         let hub = Hub::new(HubOptions { endpoint, token, cache: cache.to_owned() });
         Hub { pause: PAUSE, ..hub }
+    }
+
+    #[test]
+    fn the_token_follows_redirects_within_the_endpoint_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let record = |asked: &Arc<Mutex<Vec<String>>>, request: &Request, at: &str| {
+            let with = request.headers.contains("secret-token");
+            asked.lock().unwrap().push(format!("{at}{} {with}", request.path));
+        };
+        let other = server({
+            let asked = Arc::clone(&asked);
+            move |request| {
+                record(&asked, request, "other");
+                Answer::new(200, b"elsewhere")
+            }
+        });
+        let home = server({
+            let asked = Arc::clone(&asked);
+            move |request| {
+                record(&asked, request, "home");
+                let location = match request.path.as_str() {
+                    "/renamed" => "/new/name".to_owned(),
+                    "/away" => format!("http://{other}/x"),
+                    "/circle" => "circle".to_owned(),
+                    _ => return Answer::new(200, b"here"),
+                };
+                Answer {
+                    headers: format!("Location: {location}\r\nContent-Length: 0"),
+                    ..Answer::new(307, b"")
+                }
+            }
+        });
+        assert_eq!(home.ip(), other.ip(), "one host, two ports");
+        let client = client(home, folder.path(), Some("secret-token"));
+        let get = |path: &str| client.get(&format!("http://{home}{path}"), 0);
+        assert_eq!(get("/renamed").unwrap().body_mut().read_to_string().unwrap(), "here");
+        assert_eq!(get("/away").unwrap().body_mut().read_to_string().unwrap(), "elsewhere");
+        let expected = ["home/renamed true", "home/new/name true", "home/away true", "other/x false"];
+        assert_eq!(*asked.lock().unwrap(), expected);
+        let error = omnigrpo_guard::told(&get("/circle").unwrap_err());
+        assert!(error.contains("more than 10 redirects"), "{error}");
     }
 
     #[test]

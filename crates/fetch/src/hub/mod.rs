@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
+use ureq::http::Uri;
 
 use crate::{FetchError, PATIENCE, check_scheme, config, hex};
 
@@ -31,6 +32,8 @@ const MAX_LISTING_BYTES: u64 = 32 << 20;
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 /// Most files of a repository.
 const MAX_FILES: usize = 10_000;
+/// Redirects of one request.
+const MAX_REDIRECTS: usize = 10;
 /// Attempts at one thing, each of which goes on where the one before broke off.
 const ATTEMPTS: usize = 5;
 
@@ -173,8 +176,8 @@ impl Hub {
     /// A client; nothing is asked yet.
     #[must_use]
     pub fn new(options: HubOptions) -> Self {
-        let same_host = ureq::config::RedirectAuthHeaders::SameHost;
-        let config = config().redirect_auth_headers(same_host).timeout_per_write(Some(PATIENCE));
+        // Followed here: the token goes by scheme, host and port, which the client's own rules do not.
+        let config = config().max_redirects(0).timeout_per_write(Some(PATIENCE));
         let agent = ureq::Agent::new_with_config(config.build());
         let endpoint = options.endpoint.trim_end_matches('/').to_owned();
         Self { agent, options: HubOptions { endpoint, ..options }, pause: Duration::from_secs(1) }
@@ -201,15 +204,34 @@ impl Hub {
         self.options.token.as_ref().map(|token| format!("Bearer {token}"))
     }
 
+    /// A header with the token, for an address of the endpoint: its scheme, host and port.
+    fn authorization_at(&self, url: &str) -> Option<String> {
+        let origin = |url: &str| Origin::of(&url.parse().ok()?);
+        let known = origin(&self.options.endpoint).is_some_and(|home| origin(url) == Some(home));
+        self.authorization().filter(|_| known)
+    }
+
     fn get(&self, url: &str, from: u64) -> Result<ureq::http::Response<ureq::Body>, FetchError> {
-        let mut request = self.agent.get(url);
-        if let Some(authorization) = self.authorization() {
-            request = request.header("Authorization", authorization);
+        let mut at = url.to_owned();
+        for _ in 0..=MAX_REDIRECTS {
+            check_scheme(&at)?;
+            let mut request = self.agent.get(&at);
+            if let Some(authorization) = self.authorization_at(&at) {
+                request = request.header("Authorization", authorization);
+            }
+            if from > 0 {
+                request = request.header("Range", format!("bytes={from}-"));
+            }
+            let response = request.call().map_err(|error| FetchError::of(url, error))?;
+            let to = response.headers().get("location").filter(|_| response.status().is_redirection());
+            let Some(to) = to else { return Ok(response) };
+            at = to.to_str().ok().and_then(|to| resolved(&at, to)).ok_or_else(|| FetchError::Answer {
+                url: url.to_owned(),
+                what: format!("got a redirect to {to:?}, expected an address"),
+            })?;
         }
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
-        }
-        request.call().map_err(|error| FetchError::of(url, error))
+        let what = format!("got more than {MAX_REDIRECTS} redirects");
+        Err(FetchError::Answer { url: url.to_owned(), what })
     }
 
     /// Asks what a repository holds at a revision.
@@ -269,6 +291,39 @@ impl Hub {
     }
 }
 
+/// Whom a request goes to.
+#[derive(PartialEq, Eq)]
+struct Origin {
+    scheme: String,
+    host: String,
+    port: u16,
+}
+
+impl Origin {
+    fn of(uri: &Uri) -> Option<Self> {
+        let scheme = uri.scheme_str()?.to_ascii_lowercase();
+        let default = if scheme == "https" { 443 } else { 80 };
+        let host = uri.host()?.to_ascii_lowercase();
+        Some(Self { scheme, host, port: uri.port_u16().unwrap_or(default) })
+    }
+}
+
+/// The address that a `Location` means at the address of the request.
+fn resolved(at: &str, location: &str) -> Option<String> {
+    let at: Uri = at.parse().ok()?;
+    let (scheme, authority) = (at.scheme_str()?, at.authority()?);
+    let location = location.split('#').next().unwrap_or_default();
+    let folder = || at.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+    Some(match location {
+        _ if location.starts_with("http://") || location.starts_with("https://") => location.to_owned(),
+        _ if location.starts_with("//") => format!("{scheme}:{location}"),
+        _ if location.starts_with('/') => format!("{scheme}://{authority}{location}"),
+        _ if location.is_empty() || location.contains("://") => return None,
+        _ if location.starts_with('?') => format!("{scheme}://{authority}{}{location}", at.path()),
+        _ => format!("{scheme}://{authority}{}/{location}", folder()),
+    })
+}
+
 fn is_hash(text: &str) -> bool {
     (7..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -310,6 +365,42 @@ fn escaped(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn redirects_are_resolved_as_browsers_do() {
+        for (at, location, expected) in [
+            ("http://a:1/x/y?z", "/b?c#d", Some("http://a:1/b?c")),
+            ("https://a/x/y?z", "w", Some("https://a/x/w")),
+            ("https://a/x/y?z", "?w", Some("https://a/x/y?w")),
+            ("https://a/x", "//b:2/w", Some("https://b:2/w")),
+            ("https://a/x", "http://b/w", Some("http://b/w")),
+            ("https://a/x", "file:///etc/passwd", None),
+            ("https://a/x", "", None),
+        ] {
+            assert_eq!(resolved(at, location).as_deref(), expected, "{at} {location}");
+        }
+    }
+
+    #[test]
+    fn the_token_is_for_one_origin() {
+        let hub = |endpoint: &str| {
+            let (endpoint, token) = (endpoint.to_owned(), Some("hf_secret".to_owned()));
+            Hub::new(HubOptions { endpoint, token, cache: PathBuf::new() })
+        };
+        for (endpoint, url, expected) in [
+            ("https://hub.example", "https://hub.example/api", true),
+            ("https://hub.example", "https://HUB.example:443/api", true),
+            ("https://hub.example", "http://hub.example/api", false),
+            ("https://hub.example", "https://hub.example:8443/api", false),
+            ("https://hub.example", "https://cdn.hub.example/api", false),
+            ("https://hub.example", "https://hub.example.evil/api", false),
+            ("https://hub.example", "https://hub.example@evil/api", false),
+            ("http://hub.example:81/mirror", "http://hub.example:81/other", true),
+            ("http://hub.example:81/mirror", "http://hub.example:80/mirror", false),
+        ] {
+            assert_eq!(hub(endpoint).authorization_at(url).is_some(), expected, "{endpoint} {url}");
+        }
+    }
 
     #[test]
     fn names_of_repositories() {

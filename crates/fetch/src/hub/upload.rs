@@ -14,13 +14,13 @@
 //! commit. In one commit with the new files go weights and settings of an earlier form of the checkpoint (another split into
 //! files, an adapter), since readers would take those.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use omnigrpo_guard::inside;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -172,7 +172,10 @@ impl Hub {
         }
         let mut items = Vec::with_capacity(files.len());
         for (name, path) in files {
-            let num_bytes = std::fs::metadata(path).map_err(FetchError::read(path))?.len();
+            let num_bytes = inside::open_path(path)
+                .and_then(|file| file.metadata())
+                .map_err(FetchError::read(path))?
+                .len();
             items.push(Item { name: name.clone(), path: path.clone(), num_bytes, sha256: None });
         }
         let mut patience = self.patience();
@@ -202,7 +205,7 @@ impl Hub {
             }
             // The storage takes no empty file.
             let is_large = mode.upload_mode == "lfs" && item.num_bytes > 0;
-            let mut file = File::open(&item.path).map_err(FetchError::read(&item.path))?;
+            let mut file = inside::open_path(&item.path).map_err(FetchError::read(&item.path))?;
             let hash = match &item.sha256 {
                 Some(known) if is_large => known.clone(),
                 _ => hash_of(&mut file, !is_large).map_err(FetchError::read(&item.path))?,
@@ -218,7 +221,8 @@ impl Hub {
                 lines.push(json!({"key": "lfsFile", "value": value}));
                 large.push(&*item);
             } else if item.num_bytes <= MAX_TEXT_BYTES {
-                let content = std::fs::read(&item.path).map_err(FetchError::read(&item.path))?;
+                let content =
+                    inside::read_path(&item.path, MAX_TEXT_BYTES).map_err(FetchError::read(&item.path))?;
                 let content = BASE64_STANDARD.encode(content);
                 let value = json!({"path": item.name, "encoding": "base64", "content": content});
                 lines.push(json!({"key": "file", "value": value}));
@@ -265,7 +269,7 @@ impl Hub {
             let mut files = Vec::with_capacity(items.len());
             for Item { name, path, num_bytes, .. } in items {
                 let mut sample = Vec::new();
-                File::open(path)
+                inside::open_path(path)
                     .and_then(|file| file.take(SAMPLE_BYTES).read_to_end(&mut sample))
                     .map_err(FetchError::read(path))?;
                 files
@@ -416,7 +420,7 @@ impl Hub {
     ) -> Result<Option<String>, FetchError> {
         let Piece { item, from, len } = *piece;
         check_scheme(url)?;
-        let mut file = File::open(&item.path).map_err(FetchError::read(&item.path))?;
+        let mut file = inside::open_path(&item.path).map_err(FetchError::read(&item.path))?;
         file.seek(SeekFrom::Start(from)).map_err(FetchError::read(&item.path))?;
         let mut request = self.agent.put(url).config().timeout_recv_response(Some(PATIENCE)).build();
         for (name, value) in headers {
@@ -444,10 +448,9 @@ impl Hub {
         body: &str,
     ) -> Result<ureq::http::Response<ureq::Body>, FetchError> {
         check_scheme(url)?;
-        let config = self.agent.post(url).config().timeout_recv_response(Some(PATIENCE)).max_redirects(0);
+        let config = self.agent.post(url).config().timeout_recv_response(Some(PATIENCE));
         let mut request = config.build().header("Content-Type", kind).header("Accept", kind_of_answer(kind));
-        let home = format!("{}/", self.options.endpoint);
-        if let Some(authorization) = self.authorization().filter(|_| url.starts_with(&home)) {
+        if let Some(authorization) = self.authorization_at(url) {
             request = request.header("Authorization", authorization);
         }
         request.send(body).map_err(|error| FetchError::of(&without_query(url), error))

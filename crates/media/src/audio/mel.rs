@@ -105,7 +105,7 @@ impl LogMel {
     /// # Errors
     /// A file that cannot be read, belongs to another feature extractor, or asks for what this one does not do.
     pub fn from_config(path: &Path) -> Result<Self, MediaError> {
-        let text = std::fs::read_to_string(path)
+        let text = omnigrpo_guard::inside::read_path(path, crate::limits::MAX_CONFIG_BYTES)
             .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
         let wrong = |e: serde_json::Error| {
             MediaError::setting(
@@ -115,7 +115,7 @@ impl LogMel {
             )
         };
         // Through a map, since a list would pass for a struct without any key.
-        let map: serde_json::Map<_, _> = serde_json::from_str(&text).map_err(wrong)?;
+        let map: serde_json::Map<_, _> = serde_json::from_slice(&text).map_err(wrong)?;
         let config: Config = serde_json::from_value(map.into()).map_err(wrong)?;
         Self::new(&config)
     }

@@ -6,7 +6,6 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use symphonia::core::codecs::audio::{AudioDecoder, AudioDecoderOptions};
 use symphonia::core::errors::Error;
@@ -16,7 +15,7 @@ use symphonia::core::io::{MediaSource, MediaSourceStream};
 use symphonia::core::meta::MetadataOptions;
 
 use super::{AudioInfo, Mix};
-use crate::limits::require_regular_file;
+use crate::limits::{Stopwatch, require_regular_file};
 use crate::{Limits, MediaError};
 
 /// An open audio track and the decoder for it.
@@ -27,14 +26,14 @@ pub(super) struct NativeTrack {
     track_id: u32,
     /// Frames the header promises.
     num_frames: Option<u64>,
-    started: Instant,
+    started: Stopwatch,
     pub(super) info: AudioInfo,
 }
 
 /// Opens the first audio track, or gives `None` for a kind of file or sound that only ffmpeg reads.
 pub(super) fn open(path: &Path, limits: &Limits) -> Result<Option<NativeTrack>, MediaError> {
     require_regular_file(path)?;
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let read = |source| MediaError::Read { path: path.to_owned(), source };
     let file = File::open(path).map_err(read)?;
     let num_bytes = file.metadata().map_err(read)?.len();
@@ -184,7 +183,7 @@ impl NativeTrack {
 fn unreadable<T>(
     path: &Path,
     error: Error,
-    started: Instant,
+    started: Stopwatch,
     limits: &Limits,
 ) -> Result<Option<T>, MediaError> {
     if started.elapsed() > limits.timeout {
@@ -218,7 +217,7 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, MediaError>) -> Resu
 struct Source {
     file: File,
     num_bytes: u64,
-    started: Instant,
+    started: Stopwatch,
     limits: Limits,
 }
 

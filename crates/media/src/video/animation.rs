@@ -6,7 +6,6 @@
 
 use std::io::Cursor;
 use std::path::Path;
-use std::time::Instant;
 
 use image::codecs::gif::GifDecoder;
 use image::codecs::webp::WebPDecoder;
@@ -14,6 +13,7 @@ use image::{AnimationDecoder, DynamicImage, Frames, ImageDecoder, ImageFormat, I
 
 use super::{Plan, VideoFrames, VideoInfo, VideoRequest};
 use crate::image::{check_size, decoder_limits, guarded, rgb_from_dynamic};
+use crate::limits::Stopwatch;
 use crate::{Limits, MediaError};
 
 const PROGRAM: &str = "animation decoder";
@@ -64,7 +64,7 @@ fn walk(
     limits: &Limits,
     mut visit: impl FnMut(usize, image::Frame) -> Result<bool, MediaError>,
 ) -> Result<(u32, u32), MediaError> {
-    let deadline = Instant::now() + limits.timeout;
+    let started = Stopwatch::start();
     guarded(path, || {
         let (size, frames) = open(bytes, format, limits).map_err(|e| MediaError::decode(path, e))?;
         check_size(path, size.0, size.1, limits)?;
@@ -75,7 +75,7 @@ fn walk(
             return Ok(size);
         };
         for (i, frame) in frames.enumerate() {
-            if Instant::now() > deadline {
+            if started.elapsed() > limits.timeout {
                 return Err(MediaError::Timeout {
                     path: path.to_owned(),
                     program: PROGRAM,

@@ -98,15 +98,10 @@ impl FramePlan {
     ///
     /// # Errors
     /// An unreadable video, a choice it cannot give.
-    pub fn decode(
-        self,
-        medium: &MediumRef,
-        settings: &MediaSettings,
-        size: FrameSize,
-    ) -> Result<VideoFrames> {
+    pub fn decode(self, settings: &MediaSettings, size: FrameSize) -> Result<VideoFrames> {
         let request = VideoRequest { sampling: self.sampling, size, listed_fps: self.listed_fps };
         let mut video = decode_video(&self.source, &request, &settings.limits)?;
-        settings.order(&medium.source, &mut video.frames);
+        settings.order(&mut video.frames);
         Ok(video)
     }
 

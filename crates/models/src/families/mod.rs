@@ -25,7 +25,7 @@ pub use architecture::{Architecture, Encoder, Network};
 pub use format::{Companion, Converted, Format};
 pub use medium::{MediumInput, MediumPlan, MediumShape, probe_medium};
 pub use processor::Processor;
-pub use settings::{FrameRule, IdleSettings, MediaSettings, MissingAudio};
+pub use settings::{FrameRule, IdleSettings, MediaSettings, MediumKey, MissingAudio};
 pub use table::{FAMILIES, FamilyOption, FamilyRow, OptionKind};
 
 use crate::config_json::ConfigJson;

@@ -23,14 +23,21 @@ pub trait Processor: Send + Sync {
     /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
+    /// Whether a limit on the length of prompts counts a medium as one token, as the family's own trainer does, which
+    /// cuts its prompts before features take the place of media.
+    fn counts_medium_as_one(&self) -> bool {
+        false
+    }
+
     /// What a medium will become, given its header (see [`super::probe_medium`]).
     ///
     /// # Errors
     /// Options that exclude every choice, a kind this family does not take.
     fn plan(&self, medium: &MediumRef, header: &MediumInfo, settings: &MediaSettings) -> Result<MediumPlan>;
 
-    /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Neither their epoch nor the path
-    /// may count, for the result is kept for later passes over the data ([`MediaStore`](crate::MediaStore)).
+    /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Their key may count through the
+    /// number of frames and their order alone, and the path may not count, for the result is kept for other rows and later passes
+    /// over the data ([`MediaStore`](crate::MediaStore)).
     ///
     /// # Errors
     /// As [`Self::plan`], and whatever only decoding shows.

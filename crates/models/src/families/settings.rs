@@ -1,6 +1,6 @@
 //! How media are read where a row does not say otherwise, and what is drawn at random about them.
 
-use omnigrpo_data::{MediumOptions, MediumRef, MediumSource};
+use omnigrpo_data::{MediumOptions, MediumRef};
 use omnigrpo_media::Limits;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -29,6 +29,17 @@ pub enum MissingAudio {
     Silence,
 }
 
+/// Which medium it is that something is drawn for. Where its files lie does not count, so that copied data are the same data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MediumKey {
+    /// Number of its row in the dataset.
+    pub row: u64,
+    /// Number of the medium in its row, from 0.
+    pub index: u64,
+    /// The pass over the data, from 0. Numbers of frames are drawn anew in each; the order of frames stays.
+    pub epoch: u64,
+}
+
 /// How media are read where a row does not say otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediaSettings {
@@ -46,8 +57,8 @@ pub struct MediaSettings {
     pub shuffle_frames: bool,
     /// Keys the draw and the order.
     pub seed: u64,
-    /// Which pass over the data, from 0: keys the draw.
-    pub epoch: u64,
+    /// The medium that is read: keys the draw and the order.
+    pub key: MediumKey,
     /// What a file without sound gives.
     pub missing_audio: MissingAudio,
     /// What one medium may cost.
@@ -73,7 +84,7 @@ impl Default for MediaSettings {
             dynamic_sample: false,
             shuffle_frames: false,
             seed: 0,
-            epoch: 0,
+            key: MediumKey::default(),
             missing_audio: MissingAudio::default(),
             limits: Limits::default(),
             max_tiles: None,
@@ -101,26 +112,31 @@ impl MediaSettings {
         .filter_map(|(field, given)| given.then_some(field))
     }
 
-    /// A number from `min` to `max` that depends on the seed, the epoch and the medium alone.
-    fn draw(&self, source: &MediumSource, min: u32, max: u32) -> u32 {
+    /// Returns the same settings for one medium.
+    pub(crate) fn keyed(&self, key: MediumKey) -> Self {
+        Self { key, ..self.clone() }
+    }
+
+    /// Draws a number from `min` to `max`.
+    fn draw(&self, min: u32, max: u32) -> u32 {
         let span = u64::from(max.saturating_sub(min)) + 1;
-        min + (self.stream(source, self.epoch << 1).next_u64() % span) as u32
+        min + (self.stream(self.key.epoch << 1).next_u64() % span) as u32
     }
 
     /// The number of frames that is drawn for a medium; none where its number is not left to chance.
     pub(crate) fn drawn(&self, medium: &MediumRef) -> Option<u32> {
         let segments = medium.options.segments.as_ref().filter(|s| s.dynamic_sample)?;
         let asked_for = self.dynamic_sample && self.rule == FrameRule::Segments;
-        asked_for.then(|| self.draw(&medium.source, segments.min_frames, segments.max_frames))
+        asked_for.then(|| self.draw(segments.min_frames, segments.max_frames))
     }
 
     /// Brings decoded frames into the order asked for: as they are, or one that depends on the seed and the medium
     /// alone and is never theirs.
-    pub(crate) fn order<T>(&self, source: &MediumSource, frames: &mut [T]) {
+    pub(crate) fn order<T>(&self, frames: &mut [T]) {
         if !self.shuffle_frames || frames.len() < 2 {
             return;
         }
-        let mut random = self.stream(source, 1);
+        let mut random = self.stream(1);
         let mut moved = false;
         for last in (1..frames.len()).rev() {
             let pick = (random.next_u64() % (last as u64 + 1)) as usize;
@@ -132,13 +148,13 @@ impl MediaSettings {
         }
     }
 
-    /// Random numbers keyed by the seed and the medium, a stream per use: even ones for draws, 1 for the order.
-    fn stream(&self, source: &MediumSource, purpose: u64) -> ChaCha8Rng {
+    /// Random numbers keyed by the seed, the row and the medium, a stream per use: even ones for draws, 1 for the order.
+    fn stream(&self, purpose: u64) -> ChaCha8Rng {
         let mut key = [0u8; 32];
-        key[..8].copy_from_slice(&self.seed.to_le_bytes());
-        for (i, byte) in format!("{source:?}").bytes().enumerate() {
-            let slot = &mut key[8 + i % 24];
-            *slot = slot.wrapping_mul(31).wrapping_add(byte);
+        for (slot, part) in
+            key.as_chunks_mut::<8>().0.iter_mut().zip([self.seed, self.key.row, self.key.index])
+        {
+            *slot = part.to_le_bytes();
         }
         let mut random = ChaCha8Rng::from_seed(key);
         random.set_stream(purpose);
@@ -160,35 +176,44 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_drawn_anew_in_every_epoch() {
-        let source = MediumSource::Path("clip.mp4".into());
-        let draw = |seed: u64, epoch: u64| {
-            MediaSettings { seed, epoch, ..MediaSettings::default() }.draw(&source, 3, 6)
+    fn a_number_is_drawn_anew_for_every_medium_and_epoch() {
+        let draw = |seed: u64, row: u64, index: u64, epoch: u64| {
+            let key = MediumKey { row, index, epoch };
+            MediaSettings { seed, key, ..MediaSettings::default() }.draw(3, 6)
         };
-        let mut seen = [0; 4];
-        for epoch in 0..400 {
-            assert_eq!(draw(7, epoch), draw(7, epoch));
-            seen[draw(7, epoch) as usize - 3] += 1;
+        let (mut seen, mut of_rows) = ([0; 4], [0; 4]);
+        for n in 0..400 {
+            assert_eq!(draw(7, 5, 1, n), draw(7, 5, 1, n));
+            seen[draw(7, 5, 1, n) as usize - 3] += 1;
+            of_rows[draw(7, n, 1, 5) as usize - 3] += 1;
         }
         // Each of the four about a hundred times; the standard deviation is 9.
-        assert!(seen.iter().all(|n| (60..140).contains(n)), "{seen:?}");
-        assert!((0..50).any(|epoch| draw(7, epoch) != draw(8, epoch)));
+        for seen in [seen, of_rows] {
+            assert!(seen.iter().all(|n| (60..140).contains(n)), "{seen:?}");
+        }
+        assert!((0..50).any(|epoch| draw(7, 5, 1, epoch) != draw(8, 5, 1, epoch)));
+        assert!((0..50).any(|epoch| draw(7, 5, 1, epoch) != draw(7, 5, 0, epoch)));
+        assert!((0..50).any(|epoch| draw(7, 5, 1, epoch) != draw(7, 1, 5, epoch)));
     }
 
     #[test]
-    fn an_order_is_never_the_old_one() {
-        let source = MediumSource::Path("clip.mp4".into());
+    fn an_order_is_never_the_old_one_and_stays_over_epochs() {
         for seed in 0..50 {
-            let settings = MediaSettings { shuffle_frames: true, seed, ..MediaSettings::default() };
+            let of = |epoch: u64| {
+                let key = MediumKey { row: seed / 7, index: 0, epoch };
+                MediaSettings { shuffle_frames: true, seed, key, ..MediaSettings::default() }
+            };
             for num in 2..5 {
                 let plain: Vec<usize> = (0..num).collect();
-                let mut order = plain.clone();
-                settings.order(&source, &mut order);
+                let [mut order, mut later] = [plain.clone(), plain.clone()];
+                of(0).order(&mut order);
+                of(3).order(&mut later);
+                assert_eq!(order, later);
                 assert_ne!(order, plain);
                 order.sort_unstable();
                 assert_eq!(order, plain);
             }
-            settings.order(&source, &mut [0]);
+            of(0).order(&mut [0]);
         }
     }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::files::{Shard, shard_paths};
-use crate::error::{ModelError, Result};
-use crate::export::COMPANIONS;
+use crate::error::Result;
+use crate::export::{COMPANIONS, companion};
 use crate::peft;
 
 /// Bytes at each end of a tensor that are looked at.
@@ -38,9 +38,7 @@ pub fn source_digest(dir: &Path) -> Result<SourceDigest> {
     };
     let mut files = Sha256::new();
     for name in ["config.json", "adapter_config.json"].iter().chain(&COMPANIONS) {
-        let path = dir.join(name);
-        if path.is_file() {
-            let content = std::fs::read(&path).map_err(ModelError::io(&path))?;
+        if let Some(content) = companion(dir, Path::new(name))? {
             files.update(name.as_bytes());
             files.update((content.len() as u64).to_le_bytes());
             files.update(content);

@@ -14,12 +14,13 @@ use std::time::SystemTime;
 use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
 use memmap2::Mmap;
+use omnigrpo_guard::inside;
 use omnigrpo_kernels::{Stored, parallel};
 use omnigrpo_ops::{Param, ParamDtype, Part, Values};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-use super::{WeightDtype, inside};
+use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::Companion;
 
@@ -60,7 +61,7 @@ impl Shard {
     /// Opens a file and reads its header. The tensors it speaks of are in the file.
     pub(super) fn open(path: &Path) -> Result<(Self, Metadata)> {
         let invalid = |what: SafeTensorError| ModelError::safetensors(path, "read")(what);
-        let file = File::open(path).map_err(ModelError::io(path))?;
+        let file = inside::open_path(path).map_err(ModelError::io(path))?;
         let metadata = file.metadata().map_err(ModelError::io(path))?;
         let (num_bytes, modified) = (metadata.len(), metadata.modified().ok());
         let mut shard =
@@ -443,19 +444,13 @@ pub(super) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
         struct Index {
             weight_map: BTreeMap<String, String>,
         }
-        let bytes = std::fs::metadata(&index).map_err(ModelError::io(&index))?.len();
-        if bytes > MAX_INDEX_BYTES {
-            return Err(fail(format!(
-                "model.safetensors.index.json has {bytes} bytes, expected at most {MAX_INDEX_BYTES}"
-            )));
-        }
-        let text = std::fs::read(&index).map_err(ModelError::io(&index))?;
+        let text = inside::read_path(&index, MAX_INDEX_BYTES).map_err(ModelError::io(&index))?;
         let index: Index =
             serde_json::from_slice(&text).map_err(|source| ModelError::Json { path: index, source })?;
         let mut names: Vec<_> = index.weight_map.into_values().collect();
         names.sort_unstable();
         names.dedup();
-        return names.iter().map(|name| inside(dir, name)).collect();
+        return names.iter().map(|name| named_in(dir, name)).collect();
     }
     let single = dir.join("model.safetensors");
     if single.is_file() {

@@ -46,16 +46,30 @@ pub struct Quantization<'a> {
 }
 
 impl Quantization<'_> {
-    /// Whether a tensor is the weight of a linear layer or of experts worth quantising: embeddings, output heads and routers are not, as in
-    /// `bitsandbytes`' integration, and rows shorter than a group would gain nothing.
+    /// Whether a tensor is held in few bits. Rows shorter than a group would gain nothing.
     fn takes(&self, name: &str, part: Part, shape: &[usize]) -> bool {
+        self.asks_for(name, part, shape) && shape.last().is_some_and(|&k| k >= GROUP)
+    }
+
+    /// Whether a tensor stays as it is because its rows are shorter than a group, [`Self::GROUP`].
+    #[must_use]
+    pub fn leaves(&self, name: &str, part: Part, shape: &[usize]) -> bool {
+        self.asks_for(name, part, shape) && !self.takes(name, part, shape)
+    }
+
+    /// Length of a group of weights with one scale.
+    pub const GROUP: usize = GROUP;
+
+    /// Whether a tensor is the weight of a linear layer or of experts that is not trained: embeddings, output heads and routers are
+    /// not among them, as in `bitsandbytes`' integration.
+    fn asks_for(&self, name: &str, part: Part, shape: &[usize]) -> bool {
         let plain = |component: &str| {
             !(component.contains("embed") || ["lm_head", "head", "router", "gate"].contains(&component))
         };
         let experts = name.split('.').any(|component| component == "experts");
         let matrix = match *shape {
-            [_, k] => k >= GROUP,
-            [_, _, k] => k >= GROUP && experts,
+            [_, _] => true,
+            [_, _, _] => experts,
             _ => false,
         };
         let linear = matrix && name.ends_with(".weight");
@@ -470,7 +484,7 @@ impl WeightSource for ReferenceSource<'_> {
 }
 
 /// Joins a file name from a checkpoint's index to its directory; a name that is not a plain file name is refused.
-fn inside(dir: &Path, name: &str) -> Result<PathBuf> {
+fn named_in(dir: &Path, name: &str) -> Result<PathBuf> {
     let plain = Path::new(name).components().count() == 1
         && matches!(Path::new(name).components().next(), Some(std::path::Component::Normal(_)));
     if plain {

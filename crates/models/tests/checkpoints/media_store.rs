@@ -124,7 +124,7 @@ fn a_file_that_changes_is_decoded_again_and_errors_are_not_kept() {
     assert_ne!(kept.build(&frames).unwrap(), four);
 }
 
-/// Frames that are drawn anew in each epoch, and shuffled ones, whose order the path keys.
+/// Frames that are drawn anew in each epoch, and shuffled ones, whose order the row keys.
 #[test]
 fn chance_has_the_result_it_has_without_a_store() {
     let (dir, open) = (folder(), checkpoint());
@@ -134,8 +134,8 @@ fn chance_has_the_result_it_has_without_a_store() {
     for settings in [drawn, shuffled.clone(), MediaSettings { seed: 4, ..shuffled }] {
         let (kept, plain) = (prompts(&open, settings.clone()), prompts(&checkpoint(), settings));
         for epoch in 0..6 {
-            for file in ["a.gif", "b.gif"] {
-                let row = row(dir.path(), "video", &[file]);
+            for (number, file) in (0..).zip(["a.gif", "b.gif"]) {
+                let row = Sample { row: number, ..row(dir.path(), "video", &[file]) };
                 assert_eq!(kept.build_in(&row, epoch).unwrap(), plain.build_in(&row, epoch).unwrap());
             }
         }

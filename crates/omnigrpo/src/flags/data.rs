@@ -19,7 +19,7 @@ fn no_hub_rows(s: &Settings) -> Option<&'static str> {
 
 /// The settings.
 pub const FLAGS: &[Flag] = &[
-    row("train_file", Paths, at!(data.train_file), TRAIN_ROWS)
+    row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
             "JSON, JSONL or parquet files of training rows, or the name of a dataset of the hub with \
              parquet tables (`ORG/NAME`); one that is not in the local cache is fetched.",
@@ -52,7 +52,7 @@ pub const FLAGS: &[Flag] = &[
             (s.data.dataset_use.is_empty() && s.data.eval_dataset_use.is_empty())
                 .then_some("neither `dataset_use` nor `eval_dataset_use` names a dataset")
         }),
-    row("data_file_paths", Paths, at!(data.data_file_paths), TRAIN_ROWS)
+    row("data_file_paths", Paths(&[',', ':']), at!(data.data_file_paths), TRAIN_ROWS)
         .help("Training files with one image folder each, joined by colons (the form of VLM-R1).")
         .alias(&["data_paths"])
         .free(LOOP)
@@ -68,7 +68,7 @@ pub const FLAGS: &[Flag] = &[
     row("curriculum", Choice(words::<Curriculum>), at!(run.lessons.curriculum), GRPO)
         .help("Which rows of a pass over the data come first, by what they earned in the pass before.")
         .idle(|s, _| one_pass(s)),
-    row("eval_file", Paths, at!(data.eval_file), EVAL_ROWS)
+    row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
         .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset of the hub.")
         .free(LOOP),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
@@ -103,10 +103,10 @@ pub const FLAGS: &[Flag] = &[
         .help("Column with the videos.")
         .alias(&["video_key"])
         .unset("`video` or `videos`"),
-    row("image_folders", Paths, at!(data.roots.images), READS_ROWS)
+    row("image_folders", Paths(&[',', ':']), at!(data.roots.images), READS_ROWS)
         .help("Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
-    row("video_folders", Paths, at!(data.roots.videos), READS_ROWS).help("Roots of relative video paths."),
-    row("audio_folders", Paths, at!(data.roots.audios), READS_ROWS).help("Roots of relative audio paths."),
+    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Roots of relative video paths."),
+    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Roots of relative audio paths."),
     row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
         "Hear video files too: the audio track of each becomes a medium behind it, in rows that \
              name no sound. Rows that mention `<audio>` and list none mean it anyway.",

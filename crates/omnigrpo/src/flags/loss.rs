@@ -275,7 +275,7 @@ pub const FLAGS: &[Flag] = &[
     row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
         .help("Leave completions that hit the length limit out of the loss."),
     row("top_entropy_quantile", float(1e-6, 1.0), at!(algorithm.loss.top_entropy), GRPO)
-        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term keeps."),
+        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term and the entropy bonus keep in all updates."),
     row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
         .help("Weigh what decoding, with other kernels or fewer bits, thought likelier or less likely than training does.")
         .alias(&["vllm_importance_sampling_mode"]),

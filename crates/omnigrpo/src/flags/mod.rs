@@ -85,8 +85,8 @@ pub enum Kind {
     Words,
     /// Numbers; spaces or commas between them.
     Floats,
-    /// Paths; spaces (several arguments), commas or colons between them.
-    Paths,
+    /// Paths; spaces (several arguments) or one of these characters between them. A path that exists is taken whole.
+    Paths(&'static [char]),
     /// Names of rewards as `Words`, but a program (`cmd:…`) or an address (`http://…`) is kept whole.
     Specs,
     /// Texts taken whole, one per argument.
@@ -100,7 +100,7 @@ impl Kind {
     pub const fn is_list(&self) -> bool {
         matches!(
             self,
-            Self::Choices(_) | Self::Words | Self::Floats | Self::Paths | Self::Specs | Self::Texts
+            Self::Choices(_) | Self::Words | Self::Floats | Self::Paths(_) | Self::Specs | Self::Texts
         )
     }
 }

@@ -1,7 +1,7 @@
 //! What is trained and how fast.
 
 use super::*;
-use crate::names::words;
+use crate::names::{BatchUnit, words};
 use crate::settings::{DeviceChoice, Settings};
 use crate::values::Field as _;
 use Kind::{Bool, Choice, Fraction, Texts, Words};
@@ -161,19 +161,20 @@ pub const FLAGS: &[Flag] = &[
     row("use_rslora", Bool, at!(lora.rslora), TUNES)
         .help("Scale adapters by alpha over the root of the rank, which keeps high ranks learning.")
         .idle(|s, _| no_new_adapter(s)),
-    row("per_device_train_batch_size", int(1, 65_536), at!(algorithm.prompts_per_micro_batch), STEPS)
-        .help("Prompts (not completions) worked on at a time."),
+    row(
+        "per_device_train_batch_size",
+        int(1, 65_536),
+        Place { field: "algorithm.prompts_per_micro_batch", ..at!(batch.per_device) },
+        STEPS,
+    )
+    .help("Prompts worked on at a time; completions where `batch_unit` says so."),
+    row("batch_unit", Choice(words::<BatchUnit>), at!(batch.unit), &[Train])
+        .help("What `per_device_train_batch_size` counts. A preset brings the unit of its source."),
     row(
         "gradient_accumulation_steps",
         int(1, 65_536),
-        Place { field: "run.prompts_per_step",
-            set: |s, v| {
-                s.run.prompts_per_step = s.algorithm.prompts_per_micro_batch * take::<usize>(v)?;
-                Ok(())
-            },
-            get: |s| s.accumulation().value(),
-        },
+        Place { field: "run.prompts_per_step", ..at!(batch.accumulation) },
         STEPS,
     )
-    .help("Batches of prompts per optimizer step."),
+    .help("Batches per optimizer step."),
 ];

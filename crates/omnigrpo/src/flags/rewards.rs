@@ -195,10 +195,10 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("clip_model", Text, at!(rewards.scorers.clip_model), REWARDED)
         .help(
-            "CLIP of the `explanation` reward: a checkpoint directory, or a model in the local cache. \
-             A preset's `cider` becomes `explanation` with it.",
+            "CLIP of the `explanation` reward: a checkpoint directory, or a model of the hub or of its local \
+             cache. A preset's `cider` becomes `explanation` with it.",
         )
-        .unset("none")
+        .unset("openai/clip-vit-base-patch16")
         .idle(|s, verb| no_clip_score(s).or_else(|| unscored(s, verb))),
     row("clip_text_model", Text, at!(rewards.scorers.clip_text_model), REWARDED)
         .help(

@@ -205,7 +205,9 @@ fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
         let text =
             path.extension().is_some_and(|e| e == "json" || e == "jinja" || e == "txt" || e == "model");
         if let Some(name) = path.file_name().filter(|_| text) {
-            std::fs::copy(&path, dir.join(name)).with_context(|| format!("copying {}", path.display()))?;
+            let copied = omnigrpo_guard::inside::open_path(&path)
+                .and_then(|mut file| std::io::copy(&mut file, &mut std::fs::File::create(dir.join(name))?));
+            copied.with_context(|| format!("copying {}", path.display()))?;
         }
     }
     Ok(())
@@ -254,7 +256,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         let dataset =
             Dataset::open(&[DatasetSpec::file(&file, Roots::all(dir))], &setup::read_options(settings))?;
         let made = |row| {
-            prepare(&dataset, prompts, None, row, 0)
+            prepare(&dataset, prompts, None, row, 0)?
                 .map_err(|unusable| Problem::failure(unusable.reason).into())
         };
         (0..dataset.len()).map(made).collect()

@@ -37,7 +37,7 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         Some(_) => Some(setup::prompts(settings, context.checkpoint()?, false)?),
         None => None,
     };
-    let cache = std::env::temp_dir().join("omnigrpo-check");
+    let cache = settings.env.check_cache();
     let (mut bad, mut rows, mut help) = (0, 0, None);
     for (which, dataset) in trained.into_iter().chain(held_out) {
         let rewards = setup::text_rewards(settings, &dataset)?;
@@ -301,6 +301,7 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
             .expected("`data convert FORMAT --input FILE --output FILE`")
             .into());
     };
+    super::infer::keep_inputs(output, [input.as_path()])?;
     match format.as_str() {
         "vivqa-x" => {
             let done = omnigrpo_data::convert_vivqa_x(input, output)?;

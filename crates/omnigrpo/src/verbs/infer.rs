@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{ColumnNames, Dataset, ReadOptions, Sample};
+use omnigrpo_guard::inside::is_same_file;
 use omnigrpo_models::{ModelError, PromptBuilder};
 use omnigrpo_observe::Partial;
 use omnigrpo_rollout::{Completion, Generator};
@@ -83,10 +84,25 @@ pub fn can_write(path: &Path) -> Result<()> {
         .map_err(|e| problem(e.to_string()).into())
 }
 
+/// An error if what is written would replace what was read, by whatever path or link.
+pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
+    let written = [output.to_owned(), output.with_extension("summary.json")];
+    for input in inputs {
+        if let Some(written) = written.iter().find(|written| is_same_file(input, written)) {
+            return Err(Problem::usage("the output would replace the input")
+                .at("--output")
+                .got(format!("{}, which is the file {}", written.display(), input.display()))
+                .expected("the name of another file")
+                .into());
+        }
+    }
+    Ok(())
+}
+
 /// Log-probabilities of given completions.
 pub fn score(settings: &Settings, context: &Context) -> Result<()> {
-    let output = output(settings)?;
-    let dataset = input(settings)?;
+    let (output, dataset) = (output(settings)?, input(settings)?);
+    keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     // No room is kept for new tokens: what counts is how long the given completions are.
@@ -165,8 +181,8 @@ pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
 
 fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
-    let output = output(settings)?;
-    let dataset = input(settings)?;
+    let (output, dataset) = (output(settings)?, input(settings)?);
+    keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
     let prompts = setup::prompts(settings, checkpoint, false)?;
@@ -293,6 +309,7 @@ pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
         .ok_or_else(|| Problem::usage("no rows to evaluate").expected("`--eval_file FILE`"))?;
     if let Some(output) = &settings.io.output {
         can_write(output)?;
+        keep_inputs(output, settings.data.eval_file.iter().map(PathBuf::as_path).chain(dataset.files()))?;
     }
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;

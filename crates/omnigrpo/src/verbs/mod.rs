@@ -148,7 +148,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::Demo => demo::demo(resolved, &context),
         Verb::Bench => bench::bench(&resolved.settings, &context),
         Verb::Watch => watch::watch(&resolved.settings, &context),
-        Verb::Report => watch::report(&resolved.settings),
+        Verb::Report => watch::report(&resolved.settings, &context),
         Verb::Completions => shell::completions(&resolved.settings),
         Verb::Man => shell::man(&resolved.settings),
     }

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context as _, Result};
 use omnigrpo_fetch::{FetchError, Hub, is_repo_name};
+use omnigrpo_guard::inside::{read_path, resolve};
 use omnigrpo_guard::told;
 use omnigrpo_models::COMPANIONS;
 use omnigrpo_observe::Console;
@@ -21,6 +22,8 @@ use crate::settings::Settings;
 
 /// The file that says which weight files a model consists of.
 const INDEX: &str = "model.safetensors.index.json";
+/// Most bytes of a text that is read for the names in it.
+const MAX_TEXT_BYTES: u64 = 256 << 20;
 /// The folder of templates beside the default one.
 const TEMPLATES: &str = "additional_chat_templates";
 
@@ -171,7 +174,7 @@ impl Observer for Saved {
         }
         let (hub, repo, console) = (Arc::clone(&self.hub), self.repo.clone(), self.console.clone());
         let checkpoint = checkpoint.to_owned();
-        let push = std::thread::spawn(move || {
+        let work = move || {
             let pushed = model_files(&checkpoint).and_then(|files| {
                 Ok(hub.push(&repo, &files, &format!("Model after step {step}"), &mut |_| {})?)
             });
@@ -181,14 +184,19 @@ impl Observer for Saved {
                     format!("warning: the checkpoint of step {step} was not pushed: {}", told(error.as_ref()))
                 }
             });
-        });
-        *beside = Some((step, push));
+        };
+        match std::thread::Builder::new().name("push".to_owned()).spawn(work) {
+            Ok(push) => *beside = Some((step, push)),
+            Err(error) => self.console.line(&format!(
+                "warning: the checkpoint of step {step} was not pushed: no thread for it: {error}"
+            )),
+        }
     }
 }
 
 /// Files of a directory that make up a model, by name in a repository and path: weights, settings, tokenizer, templates, code,
 /// licence, card. Nothing else goes, whatever it is called: a model may lie among somebody's own files, and what has been public
-/// once stays so.
+/// once stays so. For the same reason no link is followed out of the directory.
 fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     const WEIGHTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
     const OTHERS: [&str; 10] = [
@@ -227,7 +235,19 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
             names.insert(format!("{TEMPLATES}/{name}"));
         }
     }
-    Ok(names.into_iter().map(|name| (name.clone(), dir.join(name))).collect())
+    let real = |name: String| {
+        let path = dir.join(&name);
+        // A file that is missing is named by the push.
+        match path.exists().then(|| resolve(dir, &name)).transpose() {
+            Ok(real) => Ok((name, real.unwrap_or(path))),
+            Err(error) => Err(Problem::failure("a file of the model cannot be pushed")
+                .at(path.display().to_string())
+                .got(told(&error))
+                .expected("a file of this directory")
+                .into()),
+        }
+    };
+    names.into_iter().map(real).collect()
 }
 
 /// The weight files that an index names, if there is one.
@@ -242,7 +262,7 @@ fn shards(dir: &Path) -> Result<Vec<String>> {
             .got(what)
             .expected("`weight_map` with the names of safetensors files in this directory")
     };
-    let text = std::fs::read(&path).map_err(|error| bad(error.to_string()))?;
+    let text = read_path(&path, MAX_TEXT_BYTES).map_err(|error| bad(error.to_string()))?;
     let index: Value = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
     let map = index["weight_map"].as_object().ok_or_else(|| bad("no `weight_map`".to_owned()))?;
     let mut shards = Vec::new();
@@ -268,7 +288,7 @@ fn code(dir: &Path) -> BTreeSet<String> {
     ];
     let mut modules = Vec::new();
     for name in SETTINGS {
-        let text = std::fs::read(dir.join(name)).unwrap_or_default();
+        let text = read_path(&dir.join(name), MAX_TEXT_BYTES).unwrap_or_default();
         let settings: Value = serde_json::from_slice(&text).unwrap_or_default();
         for value in settings["auto_map"].as_object().into_iter().flat_map(|map| map.values()) {
             // A tokenizer has two classes: slow and fast. A class of another repository is `ORG/NAME--MODULE.CLASS`.
@@ -282,7 +302,8 @@ fn code(dir: &Path) -> BTreeSet<String> {
         let name = format!("{module}.py");
         let is_name = module.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         if is_name && dir.join(&name).is_file() && files.insert(name.clone()) {
-            let text = std::fs::read_to_string(dir.join(&name)).unwrap_or_default();
+            let text = read_path(&dir.join(&name), MAX_TEXT_BYTES).unwrap_or_default();
+            let text = String::from_utf8_lossy(&text);
             let imports = text.lines().filter_map(|line| line.trim_start().strip_prefix("from ."));
             modules.extend(imports.filter_map(|rest| Some(rest.split_whitespace().next()?.to_owned())));
         }

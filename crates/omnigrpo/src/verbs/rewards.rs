@@ -45,6 +45,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::can_write(output)?;
     // A reward that looks at media says itself what it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
+    super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
     let rewards = setup::rewards(settings, setup::corpus(settings, &dataset, 0..dataset.len()).as_ref())?;
     let measures = settings.eval.measures.clone();

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, split};
@@ -25,6 +25,7 @@ use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::deepspeed;
 use crate::explain::print_config;
 use crate::flags::Kind;
+use crate::names::BatchUnit;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
@@ -42,8 +43,8 @@ pub fn sft(resolved: &Resolved, context: &Context) -> Result<()> {
 fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result<()> {
     let settings = &resolved.settings;
     if settings.io.dry_run {
-        let cache = std::env::temp_dir().join("omnigrpo-check");
-        return plan::show(resolved, context, &prepare(settings, context, objective, &cache)?);
+        let prepared = prepare(settings, context, objective, &settings.env.check_cache())?;
+        return plan::show(resolved, context, &prepared);
     }
     let Some(output_dir) = &settings.io.output_dir else {
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
@@ -115,7 +116,14 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
             "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
         }
     };
-    Err(Problem::stopped("the run was stopped before its end").help(again).into())
+    Err(match &summary.machine {
+        Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
+            .got(how.as_str())
+            .expected("a machine that is well: no row was skipped for it, and none is lost")
+            .help(format!("put it right, then {again}")),
+        None => Problem::stopped("the run was stopped before its end").help(again),
+    }
+    .into())
 }
 
 /// Builds everything from the settings and trains. What is shown goes to the run's log as well, errors included.
@@ -193,7 +201,7 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
         context.console.line(&format!("{}:", path.display()));
-        for line in deepspeed::read(path, settings)? {
+        for line in deepspeed::read(path, settings, devices[0] != Device::Cpu)? {
             context.console.line(&format!("  {line}"));
         }
     }
@@ -259,6 +267,12 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     if !scored {
         setup::probe_rewards(&rewards, &eval_dataset, eval_rows.iter().copied(), &prompts)?;
     }
+    if scored || !eval_rows.is_empty() {
+        rewards_read_all(settings, &rewards)?;
+    }
+    if let (true, Some(prompts)) = (settings.data.skip_check, &eval_prompts) {
+        any_usable(&eval_dataset, &eval_rows, prompts, &rewards)?;
+    }
     let eval = eval_prompts.map(|prompts| EvalPlan {
         prompts,
         dataset: eval_dataset,
@@ -280,6 +294,44 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         bad_rows,
         longest,
     })
+}
+
+/// Fails if a reward cannot read the longest completion behind the longest prompt that it was asked about: such completions would
+/// have no value.
+fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
+    let longest = settings.algorithm.sampling.max_completion_length;
+    let Some((name, limit)) = rewards.too_short_for(longest).into_iter().next() else { return Ok(()) };
+    let lower = match limit.room() {
+        0 => String::new(),
+        room => format!("lower --max_completion_length to {room}, "),
+    };
+    Err(Problem::usage("a reward cannot read the longest completions")
+        .got(format!(
+            "`{name}` in --reward_funcs reads at most {} tokens; the longest prompt has {} of them and --max_completion_length \
+             {longest} allows {longest} more",
+            limit.most, limit.longest_prompt
+        ))
+        .expected("prompt and completion within the limit; a token of the policy is taken for one of the reward")
+        .help(format!("{lower}leave out the longest prompts, or take a reward model that reads more"))
+        .into())
+}
+
+/// Fails if none of the evaluation rows can be used, which the first evaluation would find out hours later. Rows are read until
+/// one can be used; mostly that is the first.
+fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
+    let mut first = None;
+    for &row in rows {
+        match omnigrpo_train::prepare(dataset, prompts, Some(rewards), row, 0)? {
+            Ok(_) => return Ok(()),
+            Err(why) => drop(first.get_or_insert((row, why))),
+        }
+    }
+    let Some((row, why)) = first else { return Ok(()) };
+    Err(Problem::failure("no evaluation row can be used")
+        .got(format!("{} rows that cannot; row {row} (id {}): {}", rows.len(), why.id, why.reason))
+        .expected("at least one row to evaluate on")
+        .help("`omnigrpo data check` lists all of them; without --eval_file and --val_split_ratio nothing is evaluated")
+        .into())
 }
 
 fn run_logged(
@@ -386,7 +438,7 @@ fn eval_options(settings: &Settings) -> EvalOptions {
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (flag, value) in resolved.values.binding(resolved.verb) {
-        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths);
+        let is_path = matches!(flag.kind, Kind::Path | Kind::Paths(_));
         out.insert(flag.name.to_owned(), if is_path { real_paths(value) } else { value });
     }
     let mut sources = vec![("the model", model.dir().to_owned())];
@@ -457,44 +509,55 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
 fn step_takes(settings: &Settings, objective: Objective) -> String {
     let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
-    match objective {
-        Objective::Imitate => format!("a step takes {prompts} answer{plural}"),
-        Objective::Reinforce => {
+    let each = settings.algorithm.num_generations;
+    match (objective, settings.batch.unit) {
+        (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
+        (Objective::Reinforce, BatchUnit::Prompts) => {
+            format!("a step takes {prompts} prompt{plural} of {each} completions")
+        }
+        (Objective::Reinforce, BatchUnit::Completions) => {
             format!(
-                "a step takes {prompts} prompt{plural}, {} completions each",
-                settings.algorithm.num_generations
+                "a step takes {prompts} prompt{plural} of {each} completions, as the source: its batch of {} counts completions",
+                prompts * each
             )
         }
     }
 }
 
-/// Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint, and are answered at once; a second
-/// one ends it at once, with the exit code that shells give to that signal.
+/// Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint, and are answered at once. A second
+/// one of the first three ends it at once, with the exit code that shells give to that signal. SIGUSR1 is a scheduler's warning,
+/// which SIGTERM follows: it counts neither as the first of the two nor as the second.
 fn install_signals(context: &Context) -> Result<()> {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     let unable = "signals cannot be handled";
     context.stop.store(false, Ordering::Relaxed);
+    let told = Arc::new(AtomicBool::new(false));
     // A run under `nohup` is to survive its terminal.
     let handled: Vec<i32> =
-        [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
-    // What is registered first acts first: the second signal finds the flag set.
+        [SIGINT, SIGTERM, SIGUSR1, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
     for &signal in &handled {
-        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&context.stop))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&context.stop)))
-            .context(unable)?;
+        signal_hook::flag::register(signal, Arc::clone(&context.stop)).context(unable)?;
+        if signal != SIGUSR1 {
+            // Handlers act in the order of their registration: the second signal finds the flag set.
+            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&told))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&told)))
+                .context(unable)?;
+        }
     }
     let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
-    // It waits until the process ends.
-    std::thread::spawn(move || {
-        if signals.forever().next().is_some() {
+    // It waits until the process ends. Without it a signal is obeyed all the same.
+    let answer = move || {
+        for signal in &mut signals {
             let what = match console.activity().step() {
                 Some(step) => format!("finishing step {step}, then saving"),
                 None => "finishing what is under way".to_owned(),
             };
-            console.line(&format!("{what}; press Ctrl-C again to stop now"));
+            let more = if signal == SIGUSR1 { "" } else { "; press Ctrl-C again to stop now" };
+            console.line(&format!("{what}{more}"));
         }
-    });
+    };
+    let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(answer);
     Ok(())
 }
 

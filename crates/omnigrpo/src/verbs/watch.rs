@@ -44,10 +44,18 @@ fn table(directories: &[PathBuf], context: &Context) -> Result<()> {
 }
 
 /// Writes each run as one file.
-pub fn report(settings: &Settings) -> Result<()> {
+pub fn report(settings: &Settings, context: &Context) -> Result<()> {
     for directory in &settings.io.run_dirs {
-        let path = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
-        print(&format!("{}\n", path.display()))?;
+        let report = omnigrpo_watch::report(Path::new(directory)).map_err(problem)?;
+        print(&format!("{}\n", report.path.display()))?;
+        let folders: Vec<_> =
+            report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
+        if !folders.is_empty() {
+            context.console.line(&format!(
+                "it holds pictures or sounds of {}: look at them before you hand it on",
+                folders.join(", ")
+            ));
+        }
     }
     Ok(())
 }
@@ -100,8 +108,22 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
     }
     let directory = std::fs::canonicalize(directory)?;
     let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
-    context.console.line(&format!("the run as a page: {}", server.url()));
+    // The address has a token, and others may read the log.
+    let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
+    context.console.log(&format!("the address of the run's page is in {file}"));
+    match is_read_by_others(std::io::stderr()) {
+        true => context.console.unlogged(&format!("the address of the run's page is in {file}")),
+        false => context.console.unlogged(&format!("the run as a page: {}", server.url())),
+    }
     Ok(Some(server))
+}
+
+/// Whether an output goes to a file that other accounts may read, such as the log of a batch system.
+fn is_read_by_others(output: impl std::os::fd::AsFd) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    let file = output.as_fd().try_clone_to_owned().map(std::fs::File::from);
+    let about = file.and_then(|file| file.metadata());
+    about.is_ok_and(|about| about.is_file() && about.mode() & 0o077 != 0)
 }
 
 fn problem(error: Error) -> anyhow::Error {

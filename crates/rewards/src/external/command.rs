@@ -177,7 +177,7 @@ impl CommandReward {
             })?),
         };
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let line = worker.exchange(&Request::new(id, rows, probe), self.options.timeout)?;
+        let line = worker.exchange(&Request::new(id, rows, &self.options, probe), self.options.timeout)?;
         let answer: Answer = serde_json::from_str(&line).map_err(|error| {
             Failure::Final(format!(
                 "not an answer on its stdout ({error}): `{}`; other output belongs on stderr",

@@ -74,7 +74,8 @@ impl HttpReward {
     ) -> Result<(Vec<Option<f64>>, Logged), RewardError> {
         attempts(&self.name, named, &self.options, self.options.backoff, || {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let answer: Answer = self.client.post(&self.url, &Request::new(id, rows, probe))?;
+            let answer: Answer =
+                self.client.post(&self.url, &Request::new(id, rows, &self.options, probe))?;
             if answer.id.is_some_and(|got| got != id) {
                 return Err(Failure::Final(format!("answer to request {:?}, expected {id}", answer.id)));
             }

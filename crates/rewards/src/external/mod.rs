@@ -4,10 +4,16 @@
 //! One request carries a batch of rows, one answer a number or null for each:
 //!
 //! ```text
-//! {"id": 7, "rows": [{"prompt": "…", "completion": "…", "completion_ids": [1, 2], "solution": "…", "columns": {…},
-//!                     "think": true, "media": ["/data/1.png"], "step": 3, "row": 12, "sample": 0, "truncated": false}]}
+//! {"id": 7, "rows": [{"prompt": "…", "turns": […], "completion": "…", "completion_ids": [1, 2], "solution": "…",
+//!                     "columns": {…}, "think": true, "media": ["/data/1.png"], "step": 3, "row": 12, "sample": 0,
+//!                     "truncated": false}]}
 //! {"id": 7, "rewards": [0.5]}        or        {"id": 7, "error": "what went wrong"}
 //! ```
+//!
+//! `prompt` is the text of the last question. `turns` is the whole conversation in the form that TRL gives to a reward
+//! (`prepare_multimodal_messages`): `{"role": "user", "content": "…"}` for each turn of a row without media; in a row with
+//! media every `content` is a list of parts, `{"type": "text", "text": "…"}` or `{"type": "image", "image": "/data/1.png"}`,
+//! with paths in place of decoded pictures. A run's own system text is the first turn.
 //!
 //! Beside `rewards` an answer may have `"metrics": {"name": 1.5}`, which become metrics of the step (means over its
 //! requests, by their rows), and `"columns": {"name": ["a value per row"]}` for the records of completions.
@@ -29,9 +35,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
+use omnigrpo_data::{MediumRef, MediumSource};
+use omnigrpo_text::{Part, Turn, with_system};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::contract::{Logged, row_name};
 use crate::{Reward, RewardError, RewardInput, RewardOptions, Think};
@@ -60,6 +68,8 @@ pub struct ExternalOptions {
     pub judge_api_key: Option<String>,
     /// Interpreter of rewards that are functions of Python files.
     pub python: String,
+    /// System text of the run, which replaces that of a row.
+    pub system: Option<String>,
 }
 
 impl Default for ExternalOptions {
@@ -75,6 +85,7 @@ impl Default for ExternalOptions {
             judge_template: judge::TEMPLATE.to_owned(),
             judge_api_key: None,
             python: "python3".to_owned(),
+            system: None,
         }
     }
 }
@@ -166,6 +177,7 @@ pub fn redacted(spec: &str) -> String {
 #[derive(Debug, Serialize)]
 struct RequestRow<'a> {
     prompt: &'a str,
+    turns: Vec<Value>,
     completion: &'a str,
     completion_ids: &'a [u32],
     solution: Option<&'a str>,
@@ -187,9 +199,10 @@ struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    fn new(id: u64, rows: &[RewardInput<'a>], probe: bool) -> Self {
+    fn new(id: u64, rows: &[RewardInput<'a>], options: &ExternalOptions, probe: bool) -> Self {
         let row = |input: &RewardInput<'a>| RequestRow {
             prompt: input.prompt,
+            turns: messages(input, options.system.as_deref()),
             completion: input.completion,
             completion_ids: input.completion_ids,
             solution: input.solution,
@@ -203,6 +216,33 @@ impl<'a> Request<'a> {
         };
         Self { id, rows: rows.iter().map(row).collect(), probe }
     }
+}
+
+/// The conversation of a row as TRL's messages.
+fn messages(input: &RewardInput<'_>, system: Option<&str>) -> Vec<Value> {
+    let path = |medium: &MediumRef| match &medium.source {
+        MediumSource::Path(path) => json!(path),
+        MediumSource::Frames(paths) => json!(paths),
+    };
+    let part = |part: &Part| match part {
+        Part::Text(text) => json!({ "type": "text", "text": text }),
+        Part::Medium { kind, index } => {
+            let medium = input.media.iter().filter(|medium| medium.kind == *kind).nth(*index);
+            json!({ "type": kind.as_str(), (kind.as_str()): medium.map(path) })
+        }
+    };
+    let text = |part: &Part| match part {
+        Part::Text(text) => text.clone(),
+        Part::Medium { .. } => String::new(),
+    };
+    let message = |turn: &Turn| {
+        let content = match input.media {
+            [] => Value::String(turn.parts.iter().map(text).collect()),
+            _ => turn.parts.iter().map(part).collect(),
+        };
+        json!({ "role": turn.role.as_str(), "content": content })
+    };
+    with_system(input.turns, system).iter().map(message).collect()
 }
 
 #[derive(Debug, Deserialize)]
@@ -358,7 +398,11 @@ fn spread<'a>(
     let threads = pool_size.clamp(1, ranges.len().max(1));
     std::thread::scope(|scope| {
         for worker in 1..threads {
-            scope.spawn(move || work(worker));
+            // The threads that run do the work of one that cannot be started.
+            let thread = std::thread::Builder::new().name(format!("reward {worker}"));
+            if thread.spawn_scoped(scope, move || work(worker)).is_err() {
+                break;
+            }
         }
         work(0);
     });

@@ -3,7 +3,8 @@
 //! The engine counts instructions, which bounds loops but not what one instruction does: a string that is appended to itself
 //! doubles, a list can hold itself, a filter takes widths of a billion. So a template is compiled, and every instruction that
 //! makes or reads whole values is replaced by a call of a function of this module, which looks at the operands first. Runs
-//! and parsing have a thread of their own, whose stack is enough for the deepest value and expression that are let through.
+//! and parsing happen on threads whose stack ([`STACK_BYTES`]) is enough for the deepest value and expression that are let
+//! through.
 //!
 //! Refused, all with an error that says so: chained comparisons (`a < b < c`), `*args` in filters, tests and methods,
 //! namespaces inside of lists, dicts and namespaces, filters by name in `map` other than simple ones.
@@ -20,7 +21,7 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 type Result<T> = std::result::Result<T, Error>;
 
 /// Enough for [`MAX_TAG_TOKENS`] nested expressions and for values of [`MAX_DEPTH`]; only what is touched takes memory.
-const STACK_BYTES: usize = 64 << 20;
+pub(super) const STACK_BYTES: usize = 64 << 20;
 /// Tokens between `{{` and `}}`, or `{%` and `%}`. The longest published ones have some hundred.
 const MAX_TAG_TOKENS: usize = 2_000;
 /// Multiplications in a template. Those of constants happen while it is compiled, and each can make 100 MB.
@@ -54,21 +55,13 @@ const SIMPLE: [&str; 12] = [
 ];
 
 thread_local! {
-    /// What the run on this thread has left. A run has a thread of its own.
+    /// The budget that the run on this thread has left. A thread has one run at a time.
     static LEFT: Cell<Bounds> = const { Cell::new(RENDER) };
 }
 
-/// Runs `f` within these bounds on a thread with a large stack.
-pub(super) fn apart<T: Send>(bounds: Bounds, f: impl FnOnce() -> T + Send) -> std::result::Result<T, String> {
-    std::thread::scope(|scope| {
-        let run = || {
-            LEFT.set(bounds);
-            f()
-        };
-        let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, run);
-        let thread = thread.map_err(|e| format!("no thread to run it on: {e}"))?;
-        thread.join().map_err(|_| "the template engine failed".to_owned())
-    })
+/// Begins a run with these bounds on this thread.
+pub(super) fn begin(bounds: Bounds) {
+    LEFT.set(bounds);
 }
 
 fn refuse(what: impl Into<String>) -> Error {

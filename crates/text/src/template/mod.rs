@@ -10,16 +10,16 @@
 //! Differences from Jinja2: only single `None`, `True` and `False` print as in Python, lists and dicts do not;
 //! `strftime_now` needs a time from the caller; what `guard` refuses.
 
+mod engine;
 mod guard;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::{Environment, Error, ErrorKind, Value};
 
 use crate::files::{read_json, read_limited};
 use crate::{Result, Role, TextError};
@@ -75,9 +75,7 @@ pub(crate) enum ContentForm {
 /// A compiled chat template.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
-    syntax: SyntaxConfig,
-    source: String,
+    threads: Arc<engine::Threads>,
     origin: TemplateOrigin,
     /// For system, user, assistant.
     forms: [ContentForm; 3],
@@ -162,17 +160,11 @@ impl ChatTemplate {
         env.add_function("raise_exception", |message: String| -> std::result::Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        let mut template = ChatTemplate {
-            env,
-            syntax,
-            // Jinja2 reads every kind of line end as one.
-            source: without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n"),
-            origin,
-            forms: [ContentForm::Parts; 3],
-        };
-        let compiled =
-            guard::apart(guard::RENDER, || template.compiled().map(drop)).map_err(|e| template.problem(e))?;
-        compiled.map_err(|e| template.error(&e))?;
+        // Jinja2 reads every kind of line end as one.
+        let source = without_generation_tags(source).replace("\r\n", "\n").replace('\r', "\n");
+        let threads = Arc::new(engine::Threads::new(engine::Engine { env, syntax, source }));
+        let mut template = ChatTemplate { threads, origin, forms: [ContentForm::Parts; 3] };
+        template.threads.compile().map_err(|e| template.failed(e))?;
         template.forms = template.probe_forms();
         Ok(template)
     }
@@ -184,7 +176,7 @@ impl ChatTemplate {
 
     /// The template's text, without `{% generation %}` tags.
     pub fn source(&self) -> &str {
-        &self.source
+        self.threads.source()
     }
 
     pub(crate) fn form(&self, role: Role) -> ContentForm {
@@ -227,45 +219,16 @@ impl ChatTemplate {
         context.push(("strftime_now", strftime_now));
 
         let context = Value::from_pairs(context);
-        guard::apart(bounds, || self.render(context).map_err(|e| self.error(&e)))
-            .map_err(|e| self.problem(e))?
+        self.threads.render(bounds, context).map_err(|e| self.failed(e))
     }
 
-    /// Parses and compiles the source, with bounds.
-    fn compiled(&self) -> std::result::Result<CompiledTemplate<'_>, Error> {
-        guard::check_source(&self.source, &self.syntax)?;
-        let config = TemplateConfig {
-            syntax_config: self.syntax.clone(),
-            default_auto_escape: Arc::new(|_| AutoEscape::None),
-        };
-        let mut compiled = CompiledTemplate::new("template", &self.source, &config)?;
-        compiled.instructions = guard::guarded(&compiled.instructions)?;
-        for block in compiled.blocks.values_mut() {
-            *block = guard::guarded(block)?;
-        }
-        Ok(compiled)
-    }
-
-    fn render(&self, context: Value) -> std::result::Result<String, Error> {
-        let compiled = self.compiled()?;
-        let mut text = String::new();
-        {
-            let CompiledTemplate { instructions, blocks, initial_auto_escape, .. } = &compiled;
-            let mut output = machinery::make_string_output(&mut text);
-            machinery::eval(
-                &self.env,
-                instructions,
-                context,
-                blocks,
-                &mut output,
-                initial_auto_escape.clone(),
-            )?;
-        }
-        match text.len() {
-            len if len > MAX_OUTPUT_BYTES => {
-                Err(invalid(format!("writes {len} bytes, more than {MAX_OUTPUT_BYTES}")))
+    fn failed(&self, failure: engine::Failure) -> TextError {
+        match failure {
+            engine::Failure::Template(error) => self.error(&error),
+            engine::Failure::Engine => self.problem("the template engine failed".to_owned()),
+            engine::Failure::NoThread(source) => {
+                TextError::NoThread { what: format!("the chat template ({})", self.origin), source }
             }
-            _ => Ok(text),
         }
     }
 
@@ -775,6 +738,82 @@ mod tests {
             }
         }
         assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), expected.len(), wrong.join("\n"));
+    }
+
+    /// A thread for each caller at a time, and none for each render. What a render has used up is not missing from the next.
+    #[test]
+    fn threads_are_kept_from_render_to_render() {
+        let template = ChatTemplate::from_source("{{ messages[0].content }}{{ 'x' * n }}").unwrap();
+        let run = |n: u64| {
+            let variables = json!({ "n": n }).as_object().cloned().unwrap();
+            template.run(&json!([{"role": "user", "content": "hi"}]), false, &variables, None)
+        };
+        let names = || {
+            let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+            let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+            names.filter(|name| name.trim() == "template").count()
+        };
+        assert_eq!(template.threads.num_idle(), 1, "the one that compiled it");
+        for _ in 0..5 {
+            assert_eq!(run(3).unwrap(), "hixxx");
+            // Nearly all of the memory that a render has, each time; and too much.
+            assert_eq!(run(60 << 20).unwrap().len(), 2 + (60 << 20));
+            let error = run(1 << 40).unwrap_err().to_string();
+            assert!(error.contains("makes too much text"), "{error}");
+        }
+        assert_eq!(template.threads.num_idle(), 1);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..50).for_each(|n| assert_eq!(run(n).unwrap().len() as u64, 2 + n)));
+            }
+        });
+        let kept = template.threads.num_idle();
+        assert!((1..=4).contains(&kept), "{kept}");
+        // They end with the template. Other tests have threads of that name, so these are only looked for where there are none.
+        if cfg!(target_os = "linux") {
+            assert!(names() >= kept);
+        }
+    }
+
+    /// The engine panics in one render: that is its error, and the next has a new thread.
+    #[test]
+    fn a_thread_that_fails_is_replaced() {
+        let mut env = Environment::new();
+        env.add_function("fail", || -> String { std::panic::resume_unwind(Box::new("the engine's own")) });
+        guard::install(&mut env);
+        let syntax = SyntaxConfig::default();
+        let source = "{% if bad %}{{ fail() }}{% endif %}good".to_owned();
+        let threads = engine::Threads::new(engine::Engine { env, syntax, source });
+        let run = |bad: bool| threads.render(guard::RENDER, Value::from_pairs([("bad", Value::from(bad))]));
+        for _ in 0..2 {
+            assert_eq!(run(false).ok().unwrap(), "good");
+            assert!(matches!(run(true), Err(engine::Failure::Engine)));
+            assert_eq!(threads.num_idle(), 0);
+        }
+        assert_eq!(run(false).ok().unwrap(), "good");
+    }
+
+    /// Prints the cost of a render beside one on a thread of its own. `cargo test -p omnigrpo-text --lib -- --ignored --nocapture cost`
+    #[test]
+    #[ignore = "prints times"]
+    fn cost_of_a_render() {
+        let template = ChatTemplate::compile(BUILT_IN, TemplateOrigin::BuiltIn).unwrap();
+        let one = || {
+            let messages = json!([{"role": "user", "content": [{"type": "text", "text": "What is 1 + 2?"}]}]);
+            template.run(&messages, true, &serde_json::Map::new(), None).unwrap().len()
+        };
+        let timed = |what: &str, run: &dyn Fn() -> usize| {
+            let start = std::time::Instant::now();
+            (0..2000).for_each(|_| assert!(run() > 0));
+            println!("{what}: {:.1} µs a render", start.elapsed().as_secs_f64() / 2000.0 * 1e6);
+        };
+        timed("kept thread", &one);
+        timed("kept thread, from a new thread with 64 MiB of stack each", &|| {
+            std::thread::scope(|scope| {
+                let thread = std::thread::Builder::new().stack_size(guard::STACK_BYTES);
+                thread.spawn_scoped(scope, one).unwrap().join().unwrap()
+            })
+        });
     }
 
     #[test]

@@ -157,7 +157,7 @@ impl MediaReader {
                 let info = probe_video(&plan.source, plan.listed_fps, &settings.limits)?;
                 let (width_px, height_px) = pictures.fitted_size(info.width_px, info.height_px);
                 let size = FrameSize::Exact { width_px, height_px };
-                let video = plan.decode(medium, settings, size)?;
+                let video = plan.decode(settings, size)?;
                 (pictures.process_frames(&video.frames)?, video.timestamps_s)
             }
             MediumKind::Audio => return Err(no_audio()),

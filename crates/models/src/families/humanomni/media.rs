@@ -122,7 +122,7 @@ impl MediaReader {
             MediumKind::Video => {
                 let (request, source) = self.video_request(medium, settings)?;
                 let mut video = decode_video(&source, &request, &settings.limits)?;
-                settings.order(&medium.source, &mut video.frames);
+                settings.order(&mut video.frames);
                 let data = self.pictures.process(&video.frames)?;
                 (self.shape(video.frames.len()), data, video.timestamps_s)
             }

@@ -34,6 +34,10 @@ impl HumanOmniProcessor {
 }
 
 impl Processor for HumanOmniProcessor {
+    fn counts_medium_as_one(&self) -> bool {
+        true
+    }
+
     fn idle_settings(&self) -> IdleSettings {
         media::IDLE
     }

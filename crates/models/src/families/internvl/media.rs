@@ -124,7 +124,7 @@ impl MediaReader {
             MediumKind::Video => {
                 let plan = FramePlan::new(medium, settings);
                 let size = FrameSize::Exact { width_px: tiles.side_px, height_px: tiles.side_px };
-                let video = plan.decode(medium, settings, size)?;
+                let video = plan.decode(settings, size)?;
                 (tiles.process_frames(&video.frames)?, video.timestamps_s)
             }
             MediumKind::Audio => return Err(no_audio()),

@@ -102,7 +102,7 @@ impl MediaReader {
 
     fn video(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput> {
         let size = self.frame_size(medium, settings)?;
-        let video = FramePlan::new(medium, settings).decode(medium, settings, size)?;
+        let video = FramePlan::new(medium, settings).decode(settings, size)?;
         let Some(first) = video.frames.first() else {
             return Err(ModelError::Medium { kind: medium.kind, what: "it gave no frame" });
         };

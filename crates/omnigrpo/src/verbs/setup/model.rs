@@ -135,10 +135,21 @@ fn load(
             &Model::outline(checkpoint, options, settings.model.init_weights.is_some())?,
             device,
         )?;
-        Ok(match settings.model.init_weights {
+        let model = match settings.model.init_weights {
             Some(seed) => Model::random(checkpoint, seed, options)?,
             None => Model::load_with(checkpoint, options)?,
-        })
+        };
+        if let Some(quantization) = &options.quantization {
+            let params = model.params().iter();
+            let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
+            if left > 0 {
+                tracing::warn!(
+                    "{left} linear weights are not held in few bits: their rows are shorter than a group of {} numbers",
+                    Quantization::GROUP
+                );
+            }
+        }
+        Ok(model)
     })?;
     if let Some(adapter) = &settings.model.adapter {
         model.load_adapter(adapter)?;

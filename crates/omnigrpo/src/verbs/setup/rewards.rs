@@ -35,6 +35,7 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
     let wants = |name: &str| !settings.lacks_reward(name);
     let mut options = asked.options.clone();
     options.external.judge_api_key = settings.env.judge_api_key.clone();
+    options.external.system = settings.prompts.render.system.clone();
     if let Some(path) = &asked.judge_prompt {
         options.external.judge_template = judge_prompt(path)?;
     }

@@ -1,14 +1,22 @@
 //! Settings of other trainers, and what becomes of each here.
 //!
-//! A launch script of transformers, TRL, VLM-R1 or qwen-vl-finetune is full of settings that say how *that* program is
+//! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] is full of settings that say how *that* program is
 //! to work. One that has a counterpart is read as it, one that nothing here depends on is dropped and listed in a note,
 //! one that asks for what there is not is an error that says what to do.
 
+use omnigrpo_data::QUESTION_TEMPLATES;
+
 /// What becomes of a setting.
+// Only fates without a function are compared.
+#[allow(unpredictable_function_pointer_comparisons)]
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fate {
     /// It is read as this setting with this value, unless that one is given itself.
     Becomes(&'static str, String),
+    /// It is read as several settings, each unless it is given itself.
+    BecomesAll(Vec<(&'static str, String)>),
+    /// Decided together with another setting of the same source; `None` where that one is not given.
+    Depends(&'static str, fn(&str, Option<&str>) -> Fate),
     /// Nothing depends on it, for the reason given.
     Dropped(&'static str),
     /// It asks for what there is not; what to do.
@@ -17,9 +25,12 @@ pub enum Fate {
     Own,
 }
 
-use Fate::{Becomes, Dropped, Own, Refused};
+use Fate::{Becomes, BecomesAll, Depends, Dropped, Own, Refused};
 
-/// Names and what becomes of a value, whose words have a space between them; a bare flag is `true`.
+mod peers;
+
+/// Names and what becomes of a value, whose words have a space between them; a bare flag is `true`. A name that ends in
+/// `*` stands for all that begin with it and have no row before.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
 /// Places that transformers can report to, and this program cannot.
@@ -65,13 +76,6 @@ const TABLE: &[Row] = &[
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
         _ => Dropped("earlier checkpoints are moved aside, never written over"),
     }),
-    (&["use_vllm"], |v| match on(v) {
-        Some(false) => Dropped(IN_PROCESS),
-        _ => Refused("leave it out: completions are sampled in the same process with the trained weights"),
-    }),
-    (&["vllm_mode", "vllm_device", "vllm_gpu_memory_utilization", "vllm_max_model_len"], |_| {
-        Dropped(IN_PROCESS)
-    }),
     (&["attn_implementation"], |_| Dropped("there is one attention implementation")),
     (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
     (&["gradient_checkpointing_kwargs"], |_| Dropped("blocks are recomputed in one way only")),
@@ -91,7 +95,13 @@ const TABLE: &[Row] = &[
     }),
     (&["trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
     (&["save_safetensors"], |_| Dropped("checkpoints are always safetensors")),
-    (&["task_type"], |_| Dropped("tasks differ by their rows and rewards alone")),
+    // VLM-R1 chooses the wording of the question by the task.
+    (&["task_type"], |v| match QUESTION_TEMPLATES.iter().find(|template| template.name == v) {
+        Some(template) => Becomes("question_template", template.name.into()),
+        None => Dropped(
+            "no question template has this name; `--question_template default` adds VLM-R1's sentence about tags",
+        ),
+    }),
     (&["lora_task_type"], |_| Dropped("adapters are those of a causal language model")),
     (&["lora_modules_to_save"], |_| {
         Refused(
@@ -114,9 +124,16 @@ const TABLE: &[Row] = &[
         "1" => Dropped("completions are sampled"),
         _ => Refused("leave it out: completions are sampled, there is no beam search"),
     }),
+    // `select_reward_func` of VLM-R1's model modules has rewards of its own for `rec` alone and raises for any other task.
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
         Some(false) => Dropped("rewards are those of `reward_funcs`"),
-        _ => Refused("use `reward_funcs` and `accuracy_mode`; `omnigrpo rewards list` shows VLM-R1's rules"),
+        _ => Depends("task_type", |_, task| match task {
+            Some("rec") => BecomesAll(vec![("accuracy_mode", "iou".into()), ("format_mode", "rec".into())]),
+            _ => Refused(
+                "VLM-R1 has rewards of its own for `--task_type rec` only; use `reward_funcs`, `accuracy_mode` and `format_mode` \
+                 (`omnigrpo rewards list` shows VLM-R1's rules)",
+            ),
+        }),
     }),
     (&["reward_model", "reward_model_path", "reward_model_name_or_path"], |_| {
         Refused("give its directory or its name on the hub to `reward_funcs`")
@@ -133,6 +150,7 @@ const TABLE: &[Row] = &[
     (&["ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation", "local_rank"], |_| {
         Dropped(ONE_PROCESS)
     }),
+    (&["use_vllm", "vllm_*"], |_| Dropped(IN_PROCESS)),
 ];
 
 fn on(value: &str) -> Option<bool> {
@@ -143,17 +161,34 @@ fn on(value: &str) -> Option<bool> {
     }
 }
 
-/// What becomes of a setting, if it is another trainer's. Dashes count as underscores.
-pub fn fate(name: &str, value: &str) -> Option<Fate> {
+/// Tells what becomes of a setting, if it is another trainer's. Dashes count as underscores. `others` looks up the text
+/// of another setting of the same source by its name.
+pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str>) -> Option<Fate> {
+    let fate = match row(name).map(|(_, fate)| fate(value))? {
+        Depends(other, fate) => fate(value, others(other)),
+        fate => fate,
+    };
+    (fate != Own).then_some(fate)
+}
+
+/// The row of a setting. A name of this program's own is never taken for the beginning of another one.
+fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('-', "_");
-    let row = TABLE.iter().find(|(names, _)| names.contains(&name.as_str()));
-    row.map(|(_, fate)| fate(value)).filter(|fate| *fate != Own)
+    let fits = |pattern: &&str| match pattern.strip_suffix('*') {
+        Some(start) => name.starts_with(start) && crate::flags::find(&name).is_none(),
+        None => **pattern == name,
+    };
+    TABLE.iter().chain(peers::TABLE).find(|(names, _)| names.iter().any(fits))
+}
+
+/// The name and the value of a word that verl or EasyR1 would take, `group.name=value`.
+pub fn dotted(word: &str) -> Option<(&str, &str)> {
+    peers::dotted(word)
 }
 
 /// Whether another trainer has a setting of this name.
 pub fn knows(name: &str) -> bool {
-    let name = name.replace('-', "_");
-    TABLE.iter().any(|(names, _)| names.contains(&name.as_str()))
+    row(name).is_some()
 }
 
 #[cfg(test)]
@@ -164,7 +199,7 @@ mod tests {
     #[test]
     fn no_name_is_a_setting_here_but_where_values_decide() {
         let mut seen = std::collections::BTreeSet::new();
-        for name in TABLE.iter().flat_map(|(names, _)| *names) {
+        for name in TABLE.iter().chain(peers::TABLE).flat_map(|(names, _)| *names) {
             assert!(seen.insert(name), "`{name}` is in two rows");
             assert_eq!(flags::find(name).is_some(), *name == "report_to", "{name}");
         }
@@ -177,8 +212,9 @@ mod tests {
             ("max-new-tokens", "64", "max_completion_length"),
             ("dataset_name", "rows.json", "train_file"),
             ("overwrite_output_dir", "true", "resume_from_checkpoint"),
+            ("task_type", "rec", "question_template"),
         ] {
-            let Some(Becomes(becomes, _)) = fate(name, value) else { panic!("{name}") };
+            let Some(Becomes(becomes, _)) = fate(name, value, |_| None) else { panic!("{name}") };
             assert_eq!(becomes, setting);
             assert!(flags::find(becomes).is_some());
         }
@@ -186,14 +222,76 @@ mod tests {
 
     #[test]
     fn values_decide() {
-        assert!(matches!(fate("optim", "adamw_torch"), Some(Dropped(_))));
-        assert!(matches!(fate("optim", "lion"), Some(Refused(_))));
-        assert!(matches!(fate("use_vllm", "False"), Some(Dropped(_))));
-        assert!(matches!(fate("use_vllm", "true"), Some(Refused(_))));
-        assert!(matches!(fate("report_to", "jsonl mlflow"), Some(Dropped(_))));
-        assert_eq!(fate("report_to", "tensorboard wandb"), None);
-        assert_eq!(fate("report_to", "none"), None);
-        assert_eq!(fate("report_to", "wandbb"), None);
-        assert_eq!(fate("beta", "0.1"), None);
+        let alone = |name, value| fate(name, value, |_| None);
+        assert!(matches!(alone("optim", "adamw_torch"), Some(Dropped(_))));
+        assert!(matches!(alone("optim", "lion"), Some(Refused(_))));
+        assert!(matches!(alone("use_vllm", "true"), Some(Dropped(_))));
+        assert!(matches!(alone("vllm_max_model_length", "2048"), Some(Dropped(_))));
+        // It is another name of a setting here.
+        assert_eq!(alone("vllm_importance_sampling_mode", "token_mask"), None);
+        assert!(matches!(alone("report_to", "jsonl mlflow"), Some(Dropped(_))));
+        assert_eq!(alone("report_to", "tensorboard wandb"), None);
+        assert_eq!(alone("report_to", "none"), None);
+        assert_eq!(alone("report_to", "wandbb"), None);
+        assert_eq!(alone("beta", "0.1"), None);
+        assert!(matches!(alone("task_type", "vqa"), Some(Dropped(_))));
+    }
+
+    #[test]
+    fn rewards_of_a_model_module_depend_on_the_task() {
+        let with = |task| fate("is_reward_customized_from_vlm_module", "True", move |_| task);
+        let Some(BecomesAll(settings)) = with(Some("rec")) else { panic!() };
+        assert_eq!(settings, [("accuracy_mode", "iou".to_owned()), ("format_mode", "rec".to_owned())]);
+        assert!(settings.iter().all(|(name, _)| flags::find(name).is_some()));
+        assert!(matches!(with(Some("vqa")), Some(Refused(_))));
+        assert!(matches!(with(None), Some(Refused(_))));
+    }
+
+    /// Each row of the peers gives a setting that exists and a value that its kind reads.
+    #[test]
+    fn settings_of_peers_are_read() {
+        use crate::values::{Raw, parse};
+        let is_read = |name: &'static str, value: &String| {
+            let flag = flags::find(name).unwrap_or_else(|| panic!("no setting {name}"));
+            parse(&flag.kind, &Raw::Arguments(vec![value.clone()])).is_ok()
+        };
+        let values = [
+            "grpo",
+            "true",
+            "false",
+            "lora",
+            "4",
+            "0",
+            "1",
+            "0.5",
+            "low_var_kl",
+            "token-mean",
+            "seq",
+            "['console','wandb']",
+        ];
+        for name in peers::TABLE.iter().flat_map(|(names, _)| *names).filter(|name| !name.ends_with('*')) {
+            let fits = |value: &&str| match fate(name, value, |_| None) {
+                Some(Becomes(setting, value)) => is_read(setting, &value),
+                Some(BecomesAll(settings)) => settings.iter().all(|(setting, value)| is_read(setting, value)),
+                Some(Dropped(_)) => true,
+                _ => false,
+            };
+            assert!(values.iter().any(fits), "no value fits {name}");
+        }
+        assert_eq!(
+            fate("data.train_files", "hiyouga/geometry3k@train", |_| None),
+            Some(BecomesAll(vec![
+                ("train_file", "hiyouga/geometry3k".into()),
+                ("dataset_train_split", "train".into())
+            ]))
+        );
+        let of = |update| fate("data.train_batch_size", "512", move |_| update);
+        assert_eq!(of(Some("128")), Some(Becomes("steps_per_generation", "4".into())));
+        assert!(matches!(of(Some("512")), Some(Dropped(_))));
+        assert!(matches!(of(Some("100")), Some(Refused(_))));
+        assert_eq!(of(None), Some(Becomes("gradient_accumulation_steps", "512".into())));
+        assert_eq!(dotted("+data.seed=1"), Some(("data.seed", "1")));
+        assert_eq!(dotted("mine=cmd:./reward.py"), None);
+        assert_eq!(dotted("http://a.b/c?d=e"), None);
     }
 }

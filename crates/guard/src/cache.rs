@@ -1,0 +1,82 @@
+//! Folders of the user's cache, which nobody else may write to.
+//!
+//! What lies in a cache is believed: compiled code is run, and what a header said is not read again. So a folder counts only
+//! where it is no link, belongs to the user of this process, and no other account can write to it.
+
+use std::io::{Error, Result};
+use std::path::Path;
+
+/// Makes a folder for the user alone, or makes sure that the one which is there is.
+///
+/// # Errors
+/// A folder that cannot be made, a link, another user's folder. The caller then works without a cache, where it can.
+pub fn own_folder(path: &Path) -> Result<()> {
+    let refused = |what: &str| {
+        Error::other(format!("{} {what}; set XDG_CACHE_HOME to a folder of your own", path.display()))
+    };
+    if let Some(above) = path.parent() {
+        std::fs::create_dir_all(above)?;
+    }
+    let mut builder = std::fs::DirBuilder::new();
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    match builder.create(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let found = std::fs::symlink_metadata(path)?;
+    if !found.is_dir() {
+        return Err(refused("is a link or a file, and a cache is a folder"));
+    }
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+        if found.uid() != rustix::process::geteuid().as_raw() {
+            return Err(refused("belongs to another user"));
+        }
+        if found.mode() & 0o022 != 0 {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    #[test]
+    fn a_folder_is_the_users_alone_or_refused() {
+        let place = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let new = place.path().join("omnigrpo/kernels");
+        own_folder(&new).unwrap();
+        assert_eq!(mode(&new), 0o700);
+        own_folder(&new).unwrap();
+        fs::set_permissions(&new, fs::Permissions::from_mode(0o777)).unwrap();
+        own_folder(&new).unwrap();
+        assert_eq!(mode(&new), 0o700, "others could write to it");
+        let (victim, link) = (place.path().join("victim"), place.path().join("link"));
+        fs::create_dir(&victim).unwrap();
+        symlink(&victim, &link).unwrap();
+        let error = own_folder(&link).unwrap_err().to_string();
+        assert!(error.contains("is a link or a file"), "{error}");
+        fs::write(place.path().join("file"), "").unwrap();
+        assert!(own_folder(&place.path().join("file")).is_err());
+        assert!(own_folder(&place.path().join("file/below")).is_err());
+        // Only root can give a folder away; anybody finds root's own.
+        let foreign = match rustix::process::geteuid().is_root() {
+            true => {
+                std::os::unix::fs::chown(&victim, Some(65_534), None).unwrap();
+                victim
+            }
+            false => Path::new("/usr").to_owned(),
+        };
+        let error = own_folder(&foreign).unwrap_err().to_string();
+        assert!(error.contains("belongs to another user"), "{error}");
+    }
+}

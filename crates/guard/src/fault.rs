@@ -1,0 +1,166 @@
+//! The owner of an error: a row, the machine or the run.
+
+use std::error::Error;
+use std::io;
+use std::time::{Duration, Instant};
+
+/// The owner of an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The row's: it can never be used, and is skipped.
+    Row,
+    /// The machine's: the same work can succeed later. No row is skipped for it.
+    Machine,
+    /// The run's: its settings or its state.
+    Run,
+}
+
+/// An error of the system that belongs to the machine whatever its kind: a program that is not there, a thread that cannot be
+/// started, a folder that is away. It stands as a source among the causes of other errors.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct MachineFailure(pub io::Error);
+
+/// Pauses between the attempts at what a failing machine kept from succeeding: 6.3 s in all.
+pub const WAITS: [Duration; 6] = [
+    Duration::from_millis(100),
+    Duration::from_millis(200),
+    Duration::from_millis(400),
+    Duration::from_millis(800),
+    Duration::from_millis(1600),
+    Duration::from_millis(3200),
+];
+
+/// Whether an error of the system is the machine's by itself: no threads, memory, descriptors or room left, a disk or a network
+/// drive that fails. A file that is missing or that may not be read is not.
+#[must_use]
+pub fn is_machine(error: &io::Error) -> bool {
+    use io::ErrorKind as K;
+    // Kinds alone are also made by code that waits for strangers (`TimedOut`, `WouldBlock`), so those need the system's number.
+    let by_kind = matches!(error.kind(), K::OutOfMemory | K::StorageFull | K::StaleNetworkFileHandle);
+    #[cfg(unix)]
+    let by_number = matches!(
+        error.raw_os_error(),
+        Some(
+            libc::EAGAIN
+                | libc::ENOMEM
+                | libc::EMFILE
+                | libc::ENFILE
+                | libc::EIO
+                | libc::ESTALE
+                | libc::ENOSPC
+                | libc::EDQUOT
+                | libc::ENODEV
+                | libc::ENXIO
+                | libc::ETIMEDOUT
+        )
+    );
+    #[cfg(not(unix))]
+    let by_number = false;
+    by_kind || by_number
+}
+
+/// [`Fault::Machine`] where the error or one of its causes is the machine's, else `otherwise`.
+#[must_use]
+pub fn fault(error: &(dyn Error + 'static), otherwise: Fault) -> Fault {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if error.is::<MachineFailure>() || error.downcast_ref::<io::Error>().is_some_and(is_machine) {
+            return Fault::Machine;
+        }
+        next = error.source();
+    }
+    otherwise
+}
+
+/// Tries again after each of the `waits` as long as the result is the machine's failure. No attempt begins later than the sum of
+/// the waits after the first, so that attempts which take long are not repeated.
+///
+/// # Errors
+/// The last attempt's, or the first that is not the machine's.
+pub fn retried<T, E: Error + 'static>(
+    waits: &[Duration],
+    mut attempt: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    let (started, longest) = (Instant::now(), waits.iter().sum::<Duration>());
+    for (number, wait) in waits.iter().enumerate() {
+        match attempt() {
+            Err(error) if fault(&error, Fault::Row) == Fault::Machine && started.elapsed() < longest => {
+                if number == 0 {
+                    tracing::warn!("{}; this is a failure of the machine; trying again", crate::told(&error));
+                }
+                std::thread::sleep(*wait);
+            }
+            other => return other,
+        }
+    }
+    attempt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("row 3")]
+    struct Outer(#[source] io::Error);
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("no program")]
+    struct Missing(#[source] MachineFailure);
+
+    #[cfg(unix)]
+    #[test]
+    fn errors_of_the_system_are_the_machines_by_number() {
+        for number in [11, 12, 24, 23, 5, 28, 116, 110] {
+            let error = Outer(io::Error::from_raw_os_error(number));
+            let expected = if cfg!(target_os = "linux") { Fault::Machine } else { fault(&error, Fault::Row) };
+            assert_eq!(fault(&error, Fault::Row), expected, "{number}");
+        }
+        // No such file, no permission, a directory, a file that grew too large, a name that is too long.
+        for number in [2, 13, 21, 27, 36] {
+            assert_eq!(
+                fault(&Outer(io::Error::from_raw_os_error(number)), Fault::Row),
+                Fault::Row,
+                "{number}"
+            );
+        }
+    }
+
+    #[test]
+    fn kinds_that_code_makes_when_a_stranger_is_slow_are_not_the_machines() {
+        for (kind, expected) in [
+            (io::ErrorKind::TimedOut, Fault::Run),
+            (io::ErrorKind::WouldBlock, Fault::Run),
+            (io::ErrorKind::NotFound, Fault::Run),
+            (io::ErrorKind::OutOfMemory, Fault::Machine),
+        ] {
+            assert_eq!(fault(&Outer(kind.into()), Fault::Run), expected, "{kind:?}");
+        }
+        let missing = Missing(MachineFailure(io::ErrorKind::NotFound.into()));
+        assert_eq!(fault(&missing, Fault::Row), Fault::Machine, "the marker outweighs the kind");
+    }
+
+    #[test]
+    fn only_failures_of_the_machine_are_tried_again() {
+        let waits = [Duration::from_millis(1); 3];
+        let tried = |number: i32, good_at: u32| {
+            let mut attempts = 0;
+            let result = retried(&waits, || {
+                attempts += 1;
+                if attempts == good_at { Ok(()) } else { Err(Outer(io::Error::from_raw_os_error(number))) }
+            });
+            (attempts, result.is_ok())
+        };
+        assert_eq!(tried(2, 2), (1, false), "no such file");
+        assert!(!tried(12, 9).1);
+        assert_eq!(retried(&[Duration::from_secs(60)], || Ok::<_, Outer>(7)).unwrap(), 7);
+        let mut attempts = 0;
+        let waits = [Duration::from_millis(1), Duration::from_secs(3600)];
+        let result = retried(&waits, || {
+            attempts += 1;
+            if attempts == 2 { Ok(()) } else { Err(Outer(io::Error::from_raw_os_error(12))) }
+        });
+        assert_eq!((attempts, result.is_ok()), (2, true));
+    }
+}

@@ -1,0 +1,281 @@
+//! Files of a directory that somebody else made: a checkpoint, an adapter, a run directory, a cache.
+//!
+//! A link in such a directory may name any file of this machine. What is read from there may be copied, shown or sent, so a
+//! file counts only where its resolved path lies within the resolved directory. One layout is known in which links lead
+//! out: in a cache of `huggingface_hub`, `models--x/snapshots/REVISION/NAME` is a link to `models--x/blobs/HASH`. These
+//! links are followed into the `blobs` of the same entry and nowhere else.
+//!
+//! Refused: links to other places, and what is no regular file (a pipe has no end, a device may act when it is opened).
+//! Not seen: a hard link, which is the file itself. Only who may already write beside a file can make one.
+
+use std::fs::{File, Metadata};
+use std::io::{Error, ErrorKind, Read, Result};
+use std::path::{Path, PathBuf};
+
+/// A link that leads out of its directory.
+#[derive(Debug)]
+struct LeadsOut {
+    link: PathBuf,
+    target: PathBuf,
+    dir: PathBuf,
+}
+
+impl std::fmt::Display for LeadsOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { link, target, dir } = self;
+        write!(
+            f,
+            "{} leads to {}, which is outside of {}; such a link is not followed: if you trust it, put a copy of the file in \
+             its place",
+            link.display(),
+            target.display(),
+            dir.display()
+        )
+    }
+}
+
+impl std::error::Error for LeadsOut {}
+
+/// Whether an error is that of a link which leads out of its directory.
+#[must_use]
+pub fn leads_out(error: &Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<LeadsOut>())
+}
+
+/// The real path of a file or folder of `dir`, by its path from there.
+///
+/// # Errors
+/// Nothing of this name; a link that leads out.
+pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
+    let link = dir.join(name);
+    let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
+    let within = target.starts_with(&home) || blobs_of(&home).is_some_and(|blobs| target.starts_with(blobs));
+    match within {
+        true => Ok(target),
+        false => Err(Error::new(ErrorKind::PermissionDenied, LeadsOut { link, target, dir: dir.to_owned() })),
+    }
+}
+
+/// The `blobs` of the cache entry that a resolved directory is a snapshot of. They are not resolved again: a `blobs` that is
+/// itself a link leads out.
+fn blobs_of(home: &Path) -> Option<PathBuf> {
+    let snapshots =
+        home.ancestors().find(|above| above.file_name().is_some_and(|name| name == "snapshots"))?;
+    let entry = snapshots.parent()?;
+    let name = entry.file_name()?.to_str()?;
+    ["models--", "datasets--"].iter().any(|kind| name.starts_with(kind)).then(|| entry.join("blobs"))
+}
+
+/// Opens a file of `dir`, by its path from there.
+///
+/// # Errors
+/// As [`resolve`]; what is no regular file; a file that is replaced meanwhile.
+pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
+    let real = resolve(dir, name)?;
+    let expected = regular(std::fs::symlink_metadata(&real)?)?;
+    let mut options = File::options();
+    options.read(true);
+    // A pipe may have taken the file's place: opening it does not wait for its other end.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(
+        &mut options,
+        rustix::fs::OFlags::NONBLOCK.bits().cast_signed(),
+    );
+    let file = options.open(&real)?;
+    let opened = regular(file.metadata()?)?;
+    match same_file(&expected, &opened) {
+        true => Ok(file),
+        false => Err(Error::other("the file was replaced while it was opened; try again")),
+    }
+}
+
+/// [`open`], of the directory that a path's last name stands in.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_path(path: &Path) -> Result<File> {
+    let (dir, name) = split(path);
+    open(dir, name)
+}
+
+/// [`resolve`], of the directory that a path's last name stands in; a regular file.
+///
+/// # Errors
+/// As [`open`].
+pub fn resolve_path(path: &Path) -> Result<PathBuf> {
+    let (dir, name) = split(path);
+    let real = resolve(dir, name)?;
+    regular(std::fs::symlink_metadata(&real)?)?;
+    Ok(real)
+}
+
+/// The bytes of a file of `dir`, by its path from there, if it has at most `limit_bytes`.
+///
+/// # Errors
+/// As [`open`]; a longer file.
+pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
+    let file = open(dir, name)?;
+    let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
+    if num_bytes <= limit_bytes {
+        file.take(limit_bytes.saturating_add(1)).read_to_end(&mut bytes)?;
+        num_bytes = bytes.len() as u64;
+    }
+    match num_bytes > limit_bytes {
+        true => Err(Error::new(
+            ErrorKind::FileTooLarge,
+            format!("the file has {num_bytes} bytes, expected at most {limit_bytes}"),
+        )),
+        false => Ok(bytes),
+    }
+}
+
+/// [`read`], of the directory that a path's last name stands in.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
+    let (dir, name) = split(path);
+    read(dir, name, limit_bytes)
+}
+
+/// Whether two paths lead to one file, by whatever links. Two paths of which one leads nowhere do not.
+#[must_use]
+pub fn is_same_file(a: &Path, b: &Path) -> bool {
+    let (Ok(one), Ok(other)) = (std::fs::metadata(a), std::fs::metadata(b)) else { return false };
+    if cfg!(unix) {
+        return same_file(&one, &other);
+    }
+    a.canonicalize().ok().zip(b.canonicalize().ok()).is_some_and(|(a, b)| a == b)
+}
+
+fn split(path: &Path) -> (&Path, &Path) {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    (dir, path.file_name().map_or(path, Path::new))
+}
+
+fn regular(metadata: Metadata) -> Result<Metadata> {
+    if metadata.is_file() {
+        Ok(metadata)
+    } else {
+        Err(Error::new(ErrorKind::InvalidInput, "not a regular file"))
+    }
+}
+
+#[cfg(unix)]
+fn same_file(a: &Metadata, b: &Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+#[cfg(not(unix))]
+fn same_file(_: &Metadata, _: &Metadata) -> bool {
+    true
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn tree() -> (tempfile::TempDir, PathBuf) {
+        let place = tempfile::tempdir().unwrap();
+        let root = place.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("model/sub")).unwrap();
+        fs::write(root.join("secret"), "key").unwrap();
+        fs::write(root.join("model/own"), "own").unwrap();
+        (place, root)
+    }
+
+    fn text(dir: &Path, name: &str) -> Result<String> {
+        read(dir, name, 16).map(|bytes| String::from_utf8(bytes).unwrap())
+    }
+
+    #[test]
+    fn a_link_that_leads_out_is_refused_and_named() {
+        let (_place, root) = tree();
+        let model = root.join("model");
+        symlink("../secret", model.join("LICENSE")).unwrap();
+        symlink("own", model.join("alias")).unwrap();
+        symlink("..", model.join("up")).unwrap();
+        symlink("nowhere", model.join("dangling")).unwrap();
+        symlink(&model, root.join("name")).unwrap();
+        let error = text(&model, "LICENSE").unwrap_err();
+        assert!(leads_out(&error));
+        let expected =
+            format!("{0}/model/LICENSE leads to {0}/secret, which is outside of {0}/model", root.display());
+        assert!(error.to_string().starts_with(&expected), "{error}");
+        for name in ["up/secret", "../secret", "/etc/passwd"] {
+            assert!(leads_out(&text(&model, name).unwrap_err()), "{name}");
+        }
+        assert!(leads_out(&open_path(&model.join("LICENSE")).unwrap_err()));
+        assert!(leads_out(&resolve_path(&model.join("LICENSE")).unwrap_err()));
+        assert_eq!(text(&model, "own").unwrap(), "own");
+        assert_eq!(text(&model, "alias").unwrap(), "own", "a link that stays inside");
+        assert_eq!(text(&root.join("name"), "own").unwrap(), "own", "the directory itself may be a link");
+        assert_eq!(text(&model, "dangling").unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(read(&model, "own", 2).unwrap_err().kind(), ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn links_of_a_hub_cache_lead_to_the_blobs_of_their_entry_alone() {
+        let (_place, root) = tree();
+        let entry = root.join("hub/models--org--name");
+        let snapshot = entry.join("snapshots/0123/sub");
+        let other = root.join("hub/models--org--other");
+        for dir in [&snapshot, &entry.join("blobs"), &other.join("blobs")] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        fs::write(entry.join("blobs/abc"), "mine").unwrap();
+        fs::write(other.join("blobs/abc"), "theirs").unwrap();
+        symlink("../../../blobs/abc", snapshot.join("config.json")).unwrap();
+        symlink("../../../../models--org--other/blobs/abc", snapshot.join("other")).unwrap();
+        symlink(root.join("secret"), entry.join("blobs/out")).unwrap();
+        symlink("../../../blobs/out", snapshot.join("twice")).unwrap();
+        assert_eq!(text(&snapshot, "config.json").unwrap(), "mine");
+        assert_eq!(text(snapshot.parent().unwrap(), "sub/config.json").unwrap(), "mine");
+        for name in ["other", "twice"] {
+            assert!(leads_out(&text(&snapshot, name).unwrap_err()), "{name}");
+        }
+        // An entry whose blobs are somebody's home.
+        let forged = root.join("hub/models--org--forged");
+        fs::create_dir_all(forged.join("snapshots/1")).unwrap();
+        symlink(&root, forged.join("blobs")).unwrap();
+        symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
+        assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
+        // The same links where no cache is.
+        fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
+        fs::create_dir_all(root.join("plain/blobs")).unwrap();
+        fs::write(root.join("plain/blobs/abc"), "x").unwrap();
+        symlink("../../blobs/abc", root.join("plain/snapshots/1/a")).unwrap();
+        assert!(leads_out(&text(&root.join("plain/snapshots/1"), "a").unwrap_err()));
+    }
+
+    #[test]
+    fn only_regular_files_are_opened() {
+        let (_place, root) = tree();
+        let model = root.join("model");
+        let pipe = model.join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        for name in ["pipe", "sub"] {
+            assert_eq!(open(&model, name).unwrap_err().to_string(), "not a regular file", "{name}");
+        }
+    }
+
+    #[test]
+    fn one_file_has_many_paths() {
+        let (_place, root) = tree();
+        let own = root.join("model/own");
+        fs::hard_link(&own, root.join("hard")).unwrap();
+        symlink(&own, root.join("soft")).unwrap();
+        fs::write(root.join("equal"), "own").unwrap();
+        for name in ["hard", "soft", "model/../model/own"] {
+            assert!(is_same_file(&own, &root.join(name)), "{name}");
+        }
+        for name in ["equal", "nowhere"] {
+            assert!(!is_same_file(&own, &root.join(name)), "{name}");
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Sends the servers what a stranger on this machine can send: it takes no memory, threads or places for good.
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use omnigrpo_watch::http::{Answer, Http, Limits, Request};
+use omnigrpo_watch::{Prometheus, Server};
+
+/// Longer than any limit here; only a server that fails lets a test wait so long.
+const HANGS: Duration = Duration::from_secs(60);
+
+fn connect(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(HANGS)).unwrap();
+    stream.set_write_timeout(Some(HANGS)).unwrap();
+    stream
+}
+
+/// All that comes until the other side closes.
+fn rest(mut stream: TcpStream) -> String {
+    let mut bytes = Vec::new();
+    match stream.read_to_end(&mut bytes) {
+        Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
+            panic!("the connection is still open: {error}")
+        }
+        // Closed, with bytes of ours unread or without.
+        _ => String::from_utf8(bytes).unwrap(),
+    }
+}
+
+fn ask(address: SocketAddr, text: &str) -> String {
+    let mut stream = connect(address);
+    stream.write_all(text.as_bytes()).unwrap();
+    rest(stream)
+}
+
+fn status(answer: &str) -> &str {
+    answer.split(' ').nth(1).unwrap_or("closed")
+}
+
+/// Address and a path that is answered with 200.
+fn served() -> (tempfile::TempDir, (Server, Prometheus), [(SocketAddr, String); 2]) {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
+    let page = Server::start(&[directory.path().to_owned()], 0).unwrap();
+    let (host, path) = page.url().strip_prefix("http://").unwrap().split_once('/').unwrap();
+    let own = (host.parse().unwrap(), format!("/{path}"));
+    let prometheus = Prometheus::start(0, "run").unwrap();
+    let scraped = (SocketAddr::from(([127, 0, 0, 1], prometheus.port())), "/metrics".to_owned());
+    (directory, (page, prometheus), [own, scraped])
+}
+
+fn hello(_: &Request) -> Answer {
+    Answer::new(200, "text/plain", "hello")
+}
+
+#[test]
+fn a_body_is_refused_before_it_is_looked_at() {
+    let (_directory, _servers, both) = served();
+    for (address, path) in both {
+        for length in ["5000", "50000000000", "99999999999999"] {
+            let fields = format!("Host: {address}\r\nContent-Length: {length}\r\n\r\n");
+            assert_eq!(status(&ask(address, &format!("POST / HTTP/1.1\r\n{fields}"))), "405", "{length}");
+            let get = ask(address, &format!("GET {path} HTTP/1.1\r\n{fields}"));
+            assert_eq!(status(&get), "200", "{length}");
+        }
+        let chunks = "Transfer-Encoding: chunked\r\n\r\nffffffffffff\r\nabc";
+        let chunked = ask(address, &format!("POST / HTTP/1.1\r\nHost: {address}\r\n{chunks}"));
+        assert_eq!(status(&chunked), "405");
+    }
+}
+
+#[test]
+fn a_body_that_is_allowed_has_a_bound() {
+    let echo = |request: &Request| Answer::new(200, "text/plain", request.body());
+    let limits = Limits { body_bytes: 10, ..Limits::default() };
+    let server = Http::start("test", "127.0.0.1:0", limits, echo).unwrap();
+    let post = |more: &str| ask(server.address(), &format!("POST / HTTP/1.1\r\nHost: localhost\r\n{more}"));
+    assert!(post("Content-Length: 10\r\n\r\n0123456789").ends_with("\r\n\r\n0123456789"));
+    assert!(post("Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n").ends_with("\r\n\r\nabc"));
+    assert_eq!(status(&post("Content-Length: 11\r\n\r\n")), "413");
+    assert_eq!(status(&post("Content-Length: 99999999999999\r\n\r\n")), "413");
+    assert_eq!(status(&post("Transfer-Encoding: chunked\r\n\r\nb\r\n0123456789a\r\n0\r\n\r\n")), "413");
+}
+
+#[test]
+fn a_head_has_a_bound() {
+    let (_directory, _servers, both) = served();
+    for (address, path) in both {
+        let mut stream = connect(address);
+        stream.write_all(b"GET / HTTP/1.1\r\nX: ").unwrap();
+        // No more is taken than the buffers of the system hold on both sides.
+        let part = [b'a'; 65536];
+        let sent = (0..4096).take_while(|_| stream.write_all(&part).is_ok()).count();
+        assert!(sent < 1024, "{sent} parts of an endless line were taken");
+        let fields: String = (0..1000).map(|at| format!("x-{at}: 1\r\n")).collect();
+        let many = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n");
+        assert_eq!(status(&ask(address, &format!("{many}{fields}\r\n"))), "431");
+        assert_eq!(status(&ask(address, &format!("{many}\r\n"))), "200");
+    }
+}
+
+#[test]
+fn idle_connections_make_room() {
+    let (_directory, _servers, both) = served();
+    for (address, path) in both {
+        let open = || {
+            let mut stream = connect(address);
+            stream.write_all(b"GET / HT").unwrap();
+            stream
+        };
+        let mut idle: Vec<TcpStream> = (0..200).map(|_| open()).collect();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n");
+        assert_eq!(status(&ask(address, &request)), "200");
+        assert_eq!(rest(idle.swap_remove(0)), "", "the oldest was cut");
+        // The newest was not.
+        let mut newest = idle.pop().unwrap();
+        newest.write_all(format!("TP/1.1\r\nHost: {address}\r\n\r\n").as_bytes()).unwrap();
+        assert_eq!(status(&rest(newest)), "404");
+    }
+}
+
+/// Starts a server whose handler of `/stuck` hangs until the sender is dropped.
+fn stuck(limits: Limits) -> (Http, Sender<()>) {
+    let (go, wait) = channel::<()>();
+    let wait = Mutex::new(wait);
+    let work = move |request: &Request| {
+        if request.path() == "/stuck" {
+            let _ = wait.lock().unwrap().recv();
+        }
+        hello(request)
+    };
+    (Http::start("test", "127.0.0.1:0", limits, work).unwrap(), go)
+}
+
+#[test]
+fn a_full_server_closes_what_is_too_much_and_recovers() {
+    let (server, go) = stuck(Limits { connections: 2, handlers: 2, ..Limits::default() });
+    let address = server.address();
+    let asked: Vec<TcpStream> = (0..2)
+        .map(|_| {
+            let mut stream = connect(address);
+            stream.write_all(b"GET /stuck HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+            stream
+        })
+        .collect();
+    // A new one can take the place of a connection whose head is not read yet, so the first may get through.
+    let refused = (0..1000).any(|_| rest(connect_and_ask(address)).is_empty());
+    assert!(refused);
+    drop(go);
+    asked.into_iter().for_each(|stream| drop(rest(stream)));
+    assert_eq!(status(&ask(address, "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")), "200");
+}
+
+fn connect_and_ask(address: SocketAddr) -> TcpStream {
+    let mut stream = connect(address);
+    // It may be closed already.
+    let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    stream
+}
+
+fn hasty() -> Limits {
+    let second = Duration::from_secs(1);
+    Limits { head_time: second, answer_time: second, slowest_bytes_per_sec: 1 << 40, ..Limits::default() }
+}
+
+#[test]
+fn a_head_that_drips_is_cut() {
+    let server = Http::start("test", "127.0.0.1:0", hasty(), hello).unwrap();
+    let mut stream = connect(server.address());
+    let silent = connect(server.address());
+    let drip = b"GET / HTTP/1.1\r\nX: ".iter().chain(std::iter::repeat(&b'a')).take(10_000);
+    let taken = drip
+        .take_while(|byte| {
+            std::thread::sleep(Duration::from_millis(10));
+            stream.write_all(&[**byte]).is_ok()
+        })
+        .count();
+    assert!(taken < 10_000, "the server waits for a head for ever");
+    assert_eq!(rest(silent), "");
+}
+
+#[test]
+fn a_body_that_does_not_come_is_cut() {
+    let limits = Limits { body_bytes: 10, ..hasty() };
+    let server = Http::start("test", "127.0.0.1:0", limits, hello).unwrap();
+    assert_eq!(ask(server.address(), "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"), "");
+}
+
+/// Parts of a megabyte that end when the answer does; the receiver hears that.
+fn flood(bytes: Option<u64>) -> (impl Fn(&Request) -> Answer + Send + Sync + 'static, Receiver<()>) {
+    let (held, dropped) = channel::<()>();
+    let held = Mutex::new(Some(held));
+    let work = move |_: &Request| {
+        let held = held.lock().unwrap().take();
+        let parts = std::iter::from_fn(move || {
+            let _ = &held;
+            Some(Ok(vec![0; 1 << 20]))
+        });
+        Answer::stream(200, "text/plain", bytes, Duration::ZERO, Box::new(parts))
+    };
+    (work, dropped)
+}
+
+#[test]
+fn a_reader_that_does_not_read_is_cut() {
+    let (work, dropped) = flood(Some(1 << 40));
+    let server = Http::start("test", "127.0.0.1:0", hasty(), work).unwrap();
+    let _held = connect_and_ask(server.address());
+    assert_eq!(dropped.recv_timeout(HANGS), Err(RecvTimeoutError::Disconnected));
+}
+
+#[test]
+fn a_stream_ends_with_its_reader() {
+    let (work, dropped) = flood(None);
+    let server = Http::start("test", "127.0.0.1:0", Limits::default(), work).unwrap();
+    drop(connect_and_ask(server.address()));
+    assert_eq!(dropped.recv_timeout(HANGS), Err(RecvTimeoutError::Disconnected));
+}
+
+#[test]
+fn only_names_of_this_machine_are_answered() {
+    let (_directory, _servers, both) = served();
+    for (address, path) in both {
+        let asked = |target: &str, hosts: &str| {
+            let answer = ask(address, &format!("GET {target} HTTP/1.1\r\n{hosts}\r\n"));
+            status(&answer).to_owned()
+        };
+        for host in ["127.0.0.1", "localhost", "LOCALHOST:1", "[::1]:80", &address.to_string()] {
+            assert_eq!(asked(&path, &format!("Host: {host}\r\n")), "200", "{host}");
+        }
+        let evil = ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "8.8.8.8", "localhost.", ""];
+        for host in evil {
+            assert_eq!(asked(&path, &format!("Host: {host}\r\n")), "421", "{host}");
+        }
+        assert_eq!(asked(&path, ""), "421");
+        assert_eq!(asked(&path, "Host: localhost\r\nHost: evil.example\r\n"), "421");
+        assert_eq!(asked(&format!("http://evil.example{path}"), "Host: localhost\r\n"), "421");
+        assert_eq!(asked(&format!("http://localhost{path}"), "Host: localhost\r\n"), "200");
+    }
+}
+
+#[test]
+fn only_reading_is_answered() {
+    let (_directory, _servers, both) = served();
+    for (address, path) in both {
+        let asked =
+            |method: &str| ask(address, &format!("{method} {path} HTTP/1.1\r\nHost: {address}\r\n\r\n"));
+        for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "get"] {
+            let answer = asked(method);
+            assert_eq!(status(&answer), "405", "{method}");
+            assert!(answer.contains("allow: GET, HEAD\r\n"), "{answer}");
+        }
+        let (head, get) = (asked("HEAD"), asked("GET"));
+        assert_eq!((status(&head), status(&get)), ("200", "200"));
+        assert!(head.ends_with("\r\n\r\n"), "{head}");
+        assert!(!asked("G E T").contains(" 200 "));
+    }
+}
+
+#[test]
+fn a_handler_that_panics_is_answered_for() {
+    let work = |request: &Request| match request.path() {
+        "/broken" => panic!("as it should"),
+        _ => hello(request),
+    };
+    let server = Http::start("test", "127.0.0.1:0", Limits::default(), work).unwrap();
+    for _ in 0..20 {
+        let get =
+            |path: &str| ask(server.address(), &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"));
+        assert_eq!(status(&get("/broken")), "500");
+        assert_eq!(status(&get("/")), "200");
+    }
+}
+
+#[test]
+fn the_end_waits_for_nobody() {
+    let (server, go) = stuck(Limits::default());
+    let address = server.address();
+    let mut held: Vec<TcpStream> = (0..8).map(|_| connect(address)).collect();
+    for stream in &mut held {
+        stream.write_all(b"GET /stuck HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    }
+    held.extend((0..8).map(|_| connect(address)));
+    drop(server);
+    // The handlers still hang. A `drop` that waited for them would never return.
+    held.into_iter().for_each(|stream| assert_eq!(rest(stream), ""));
+    assert!(TcpStream::connect(address).is_err());
+    drop(go);
+    let again = Http::start("test", address, Limits::default(), hello);
+    again.unwrap();
+}
