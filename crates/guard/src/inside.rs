@@ -8,7 +8,7 @@
 //! Refused: links to other places, and what is no regular file (a pipe has no end, a device may act when it is opened).
 //! Not seen: a hard link, which is the file itself. Only who may already write beside a file can make one.
 
-use std::fs::{File, Metadata};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::path::{Path, PathBuf};
 
@@ -87,6 +87,27 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
         true => Ok(file),
         false => Err(Error::other("the file was replaced while it was opened; try again")),
     }
+}
+
+/// Opens a file of a run for writing, with the given options. The last name of `path` must not be a link: what is written
+/// would go to another place.
+///
+/// # Errors
+/// A link, anything else that is not a regular file, or the error of opening.
+pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    if std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
+        let message = format!("{} is a link, which is not followed; remove it", path.display());
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
+    }
+    // NOFOLLOW: a link that appears after the check. NONBLOCK: a pipe without a reader.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(
+        options,
+        (rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits().cast_signed(),
+    );
+    let file = options.open(path)?;
+    regular(file.metadata()?)?;
+    Ok(file)
 }
 
 /// [`open`], of the directory that a path's last name stands in.
@@ -176,6 +197,7 @@ fn same_file(_: &Metadata, _: &Metadata) -> bool {
 #[cfg(unix)]
 mod tests {
     use std::fs;
+    use std::io::Write as _;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -262,6 +284,26 @@ mod tests {
         for name in ["pipe", "sub"] {
             assert_eq!(open(&model, name).unwrap_err().to_string(), "not a regular file", "{name}");
         }
+    }
+
+    #[test]
+    fn nothing_is_written_through_a_link() {
+        let (_place, root) = tree();
+        let append = |path: &Path| open_to_write(path, File::options().create(true).append(true));
+        let (log, link) = (root.join("log"), root.join("link"));
+        append(&log).unwrap().write_all(b"one").unwrap();
+        append(&log).unwrap().write_all(b"two").unwrap();
+        assert_eq!(fs::read_to_string(&log).unwrap(), "onetwo");
+        for target in ["secret", "nowhere"] {
+            symlink(target, &link).unwrap();
+            let error = append(&link).unwrap_err().to_string();
+            assert!(error.ends_with("link is a link, which is not followed; remove it"), "{error}");
+            fs::remove_file(&link).unwrap();
+        }
+        assert!(!root.join("nowhere").exists());
+        let pipe = root.join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        assert!(append(&pipe).is_err());
     }
 
     #[test]
