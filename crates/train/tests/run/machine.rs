@@ -96,7 +96,7 @@ fn a_folder_that_stays_away_ends_the_run_with_a_checkpoint() {
     }))
     .unwrap();
     let machine = summary.machine.unwrap();
-    assert!(machine.contains("was there before and is away"), "{machine}");
+    assert!(machine.contains("held media before and is missing or empty now"), "{machine}");
     // In the second step, when the rows of the third may have been read.
     assert!(summary.interrupted && (2..6).contains(&summary.steps), "{}", summary.steps);
     assert!(
