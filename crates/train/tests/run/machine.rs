@@ -141,3 +141,49 @@ fn rows_that_cannot_be_prepared_now_are_no_bad_rows() {
     // Text needs no folder.
     assert!(omnigrpo_train::prepare(&setup.dataset, &setup.prompts, None, 4, 0).unwrap().is_ok());
 }
+
+/// Runs `work` on a thread that cannot start another thread: the kernel answers `EAGAIN`, as it does at a limit.
+#[cfg(target_os = "linux")]
+fn without_threads<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const EQUALS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let line = |code, jt, k| libc::sock_filter { code, jt, jf: u8::from(code == EQUALS), k };
+    let refuse = |error: i32| libc::SECCOMP_RET_ERRNO | error as u32;
+    // glibc asks for `clone` where `clone3` does not exist.
+    let mut filter = [
+        line(LOAD, 0, 0),
+        line(EQUALS, 0, libc::SYS_clone3 as u32),
+        line(ANSWER, 0, refuse(libc::ENOSYS)),
+        line(EQUALS, 0, libc::SYS_clone as u32),
+        line(ANSWER, 0, refuse(libc::EAGAIN)),
+        line(ANSWER, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    std::thread::scope(|scope| {
+        let limited = move || {
+            let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+            // SAFETY: both calls read their arguments alone; the filter holds for this thread and ends with it.
+            let refused = unsafe {
+                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+                    + libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program)
+            };
+            assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
+            let error = std::thread::Builder::new().spawn(|| ()).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+            work()
+        };
+        scope.spawn(limited).join().unwrap()
+    })
+}
+
+/// Rows are then prepared and rewards computed on the thread that needs them.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_gets_no_more_threads_gives_the_same_bits() {
+    let place = Place::new();
+    run(new(&place, "whole", true, |_| {})).unwrap();
+    let cut = new(&place, "cut", true, |_| {});
+    let summary = without_threads(|| run(cut)).unwrap();
+    assert_eq!((summary.steps, summary.interrupted, summary.machine), (6, false, None));
+    same(&place, "whole", "cut");
+}
