@@ -182,8 +182,7 @@ fn without_threads<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 fn a_run_that_gets_no_more_threads_gives_the_same_bits() {
     let place = Place::new();
     run(new(&place, "whole", true, |_| {})).unwrap();
-    let cut = new(&place, "cut", true, |_| {});
-    let summary = without_threads(|| run(cut)).unwrap();
+    let summary = without_threads(|| run(new(&place, "cut", true, |_| {}))).unwrap();
     assert_eq!((summary.steps, summary.interrupted, summary.machine), (6, false, None));
     same(&place, "whole", "cut");
 }
