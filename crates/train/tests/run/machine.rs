@@ -142,38 +142,32 @@ fn rows_that_cannot_be_prepared_now_are_no_bad_rows() {
     assert!(omnigrpo_train::prepare(&setup.dataset, &setup.prompts, None, 4, 0).unwrap().is_ok());
 }
 
-/// Runs `work` on a thread that cannot start another thread: the kernel answers `EAGAIN`, as it does at a limit.
+/// Keeps this thread from starting another one: the kernel answers `EAGAIN`, as it does at a limit. That ends with the thread.
 #[cfg(target_os = "linux")]
-fn without_threads<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+fn deny_threads() {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const EQUALS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    let line = |code, jt, k| libc::sock_filter { code, jt, jf: u8::from(code == EQUALS), k };
+    let line = |code, k| libc::sock_filter { code, jt: 0, jf: u8::from(code == EQUALS), k };
     let refuse = |error: i32| libc::SECCOMP_RET_ERRNO | error as u32;
     // glibc asks for `clone` where `clone3` does not exist.
     let mut filter = [
-        line(LOAD, 0, 0),
-        line(EQUALS, 0, libc::SYS_clone3 as u32),
-        line(ANSWER, 0, refuse(libc::ENOSYS)),
-        line(EQUALS, 0, libc::SYS_clone as u32),
-        line(ANSWER, 0, refuse(libc::EAGAIN)),
-        line(ANSWER, 0, libc::SECCOMP_RET_ALLOW),
+        line(LOAD, 0),
+        line(EQUALS, libc::SYS_clone3 as u32),
+        line(ANSWER, refuse(libc::ENOSYS)),
+        line(EQUALS, libc::SYS_clone as u32),
+        line(ANSWER, refuse(libc::EAGAIN)),
+        line(ANSWER, libc::SECCOMP_RET_ALLOW),
     ];
-    std::thread::scope(|scope| {
-        let limited = move || {
-            let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-            // SAFETY: both calls read their arguments alone; the filter holds for this thread and ends with it.
-            let refused = unsafe {
-                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-                    + libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program)
-            };
-            assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
-            let error = std::thread::Builder::new().spawn(|| ()).unwrap_err();
-            assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-            work()
-        };
-        scope.spawn(limited).join().unwrap()
-    })
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: both calls only read their arguments.
+    let refused = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            + libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program)
+    };
+    assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
+    let error = std::thread::Builder::new().spawn(|| ()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
 }
 
 /// Rows are then prepared and rewards computed on the thread that needs them.
@@ -182,7 +176,14 @@ fn without_threads<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 fn a_run_that_gets_no_more_threads_gives_the_same_bits() {
     let place = Place::new();
     run(new(&place, "whole", true, |_| {})).unwrap();
-    let summary = without_threads(|| run(new(&place, "cut", true, |_| {}))).unwrap();
-    assert_eq!((summary.steps, summary.interrupted, summary.machine), (6, false, None));
+    std::thread::scope(|scope| {
+        let limited = || {
+            let setup = new(&place, "cut", true, |_| {});
+            deny_threads();
+            run(setup).unwrap()
+        };
+        let summary = scope.spawn(limited).join().unwrap();
+        assert_eq!((summary.steps, summary.interrupted, summary.machine), (6, false, None));
+    });
     same(&place, "whole", "cut");
 }
