@@ -45,7 +45,7 @@ pub fn leads_out(error: &Error) -> bool {
 /// The real path of a file or folder of `dir`, by its path from there.
 ///
 /// # Errors
-/// Nothing of this name; a link that leads out.
+/// No such file; a link that leads out.
 pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     let link = dir.join(name);
     let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
@@ -267,7 +267,7 @@ mod tests {
         symlink(&root, forged.join("blobs")).unwrap();
         symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
         assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
-        // The same links where no cache is.
+        // Equal links outside of a cache.
         fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
         fs::create_dir_all(root.join("plain/blobs")).unwrap();
         fs::write(root.join("plain/blobs/abc"), "x").unwrap();

@@ -2,7 +2,7 @@
 //!
 //! A router's logits `[t, experts]` choose `topk` experts of each row: the largest logits, of equal ones those of lower index.
 //! A row and one of its experts are a *place*; places stand by expert, and by row within one, so that an expert's product is
-//! one over consecutive rows. The choice is made on the host: a device gives the logits out once, and what it is told is
+//! one over consecutive rows. The host makes the choice: a device returns the logits once and then receives
 //! indices. Logits that are not numbers choose as `f64::total_cmp` orders them; they make what comes after them NaN.
 //!
 //! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of gone through expert by

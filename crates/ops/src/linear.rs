@@ -50,7 +50,7 @@ impl Linear {
         Ok(Self { weight, bias, n, k })
     }
 
-    /// The same without a bias.
+    /// Makes a layer without a bias.
     pub(crate) fn plain(weight: &Arc<Param>, n: usize, k: usize) -> Self {
         Self { weight: Arc::clone(weight), bias: None, n, k }
     }
