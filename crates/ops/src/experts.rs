@@ -155,9 +155,6 @@ impl Routes {
     }
 
     /// The gradients of both arguments of [`Self::weigh`].
-    ///
-    /// # Errors
-    /// As there; a gradient of another shape.
     pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
         self.check("weigh backward", x, logits)?;
         x.device().check("weigh backward", dy)?;
@@ -328,9 +325,6 @@ impl ExpertLinear {
     }
 
     /// `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`; the weight's gradient is added to its buffer.
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; a gradient of another shape or device.
     pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
         self.check(x, routes)?;
         x.device().check("experts backward", dy)?;

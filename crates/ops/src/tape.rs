@@ -51,9 +51,6 @@ pub trait Op<const N: usize = 1> {
     fn forward(&self, inputs: [&Rows; N]) -> Result<(Rows, Self::Kept)>;
 
     /// The gradients of the inputs that are `wanted`, from that of the output; those of weights are added to their buffers.
-    ///
-    /// # Errors
-    /// As [`Self::forward`].
     fn backward(
         &self,
         inputs: [&Rows; N],
@@ -184,9 +181,6 @@ impl Tape {
     }
 
     /// Runs an operation, and records it where the tape records.
-    ///
-    /// # Errors
-    /// As the operation.
     pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
         let x = inputs.map(|input| &input.rows);
         let (recompute, recalled) = match &mut self.mode {

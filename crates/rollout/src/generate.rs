@@ -153,9 +153,6 @@ impl<'a> Generator<'a> {
 
     /// Runs [`Self::generate`] and stores what the decoder computed in `memory`, which stays empty if the model
     /// [cannot recall it](Model::can_recall).
-    ///
-    /// # Errors
-    /// As [`Self::generate`].
     pub fn generate_with(
         &self,
         requests: &[Request<'a>],
