@@ -45,7 +45,7 @@ pub fn leads_out(error: &Error) -> bool {
 /// The real path of a file or folder of `dir`, by its path from there.
 ///
 /// # Errors
-/// Nothing of this name; a link that leads out.
+/// No such file; a link that leads out.
 pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     let link = dir.join(name);
     let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
@@ -111,18 +111,12 @@ pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
 }
 
 /// [`open`], of the directory that a path's last name stands in.
-///
-/// # Errors
-/// As [`open`].
 pub fn open_path(path: &Path) -> Result<File> {
     let (dir, name) = split(path);
     open(dir, name)
 }
 
 /// [`resolve`], of the directory that a path's last name stands in; a regular file.
-///
-/// # Errors
-/// As [`open`].
 pub fn resolve_path(path: &Path) -> Result<PathBuf> {
     let (dir, name) = split(path);
     let real = resolve(dir, name)?;
@@ -131,9 +125,6 @@ pub fn resolve_path(path: &Path) -> Result<PathBuf> {
 }
 
 /// The bytes of a file of `dir`, by its path from there, if it has at most `limit_bytes`.
-///
-/// # Errors
-/// As [`open`]; a longer file.
 pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = open(dir, name)?;
     let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
@@ -151,9 +142,6 @@ pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<
 }
 
 /// [`read`], of the directory that a path's last name stands in.
-///
-/// # Errors
-/// As [`read`].
 pub fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     let (dir, name) = split(path);
     read(dir, name, limit_bytes)
@@ -267,7 +255,7 @@ mod tests {
         symlink(&root, forged.join("blobs")).unwrap();
         symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
         assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
-        // The same links where no cache is.
+        // Equal links outside of a cache.
         fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
         fs::create_dir_all(root.join("plain/blobs")).unwrap();
         fs::write(root.join("plain/blobs/abc"), "x").unwrap();

@@ -89,9 +89,6 @@ pub fn load_image(path: &Path, limits: &Limits) -> Result<Rgb8Image, MediaError>
 }
 
 /// Decodes a picture held in memory; `name` stands for the path in errors.
-///
-/// # Errors
-/// As [`load_image`].
 pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
     let path = Path::new(name);
     Limits::check(path, "size in bytes", bytes.len() as u64, limits.max_file_bytes)?;
@@ -99,9 +96,6 @@ pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb
 }
 
 /// Reads size and format from a picture's header, without decoding it. Damage further on stays unseen.
-///
-/// # Errors
-/// As [`load_image`], as far as the header tells.
 pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
     let file = limits.open(path)?;
     let reader = ImageReader::new(source(BufReader::new(file)))

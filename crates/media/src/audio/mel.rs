@@ -193,9 +193,6 @@ impl LogMel {
     }
 
     /// Features of a sound at any rate.
-    ///
-    /// # Errors
-    /// As [`resample()`] and [`Self::features`].
     pub fn features_of(&self, clip: &AudioClip) -> Result<MelSpectrogram, MediaError> {
         self.features(&resample(clip, self.sample_rate_hz)?.samples)
     }
