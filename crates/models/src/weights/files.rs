@@ -181,6 +181,17 @@ impl WeightFiles {
         Ok(this)
     }
 
+    /// Opens one file, whose keys are the names.
+    ///
+    /// # Errors
+    /// An unreadable or truncated file.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let dir = path.parent().unwrap_or(Path::new(".")).to_path_buf();
+        let mut this = Self { dir, shards: Vec::new(), tensors: HashMap::new() };
+        this.add_file(path, |key| Some(key.to_owned()), &mut HashMap::new())?;
+        Ok(this)
+    }
+
     /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
     pub(crate) fn add_file(
         &mut self,
