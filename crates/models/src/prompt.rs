@@ -203,6 +203,29 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
+    /// Makes the prompt of a row without decoding: its media have the right size and no content. For outlines of a step.
+    ///
+    /// # Errors
+    /// An unreadable header, a prompt over the limit.
+    pub fn outline(&self, sample: &Sample) -> Result<Prompt> {
+        let limits = &self.settings.media.limits;
+        let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let (rendered, plans) = self.plan(sample, &headers)?;
+        let empty = |plan: MediumPlan| {
+            // A mask of zeros would leave nothing of a picture.
+            let masked = matches!(plan.shape, MediumShape::Masked { .. });
+            Arc::new(MediumInput {
+                data: vec![f32::from(u8::from(masked)); self.family.processor().numbers(&plan.shape)],
+                kind: plan.kind,
+                shape: plan.shape,
+                seconds_per_grid: 1.0,
+                frame_times_secs: plan.frame_times_secs,
+            })
+        };
+        let media = plans.into_iter().map(empty).collect();
+        self.prompt(&sample.turns, rendered, media)
+    }
+
     /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
     /// that draw their number of frames have the largest: what fits then fits in every epoch.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
@@ -269,10 +292,17 @@ impl PromptBuilder {
 
     /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
     pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
+        self.with_answer(sample, self.build_in(sample, epoch)?)
+    }
+
+    /// Makes an example of a row from its prompt.
+    ///
+    /// # Errors
+    /// A row without an answer, a tokenizer that cannot encode it.
+    pub fn with_answer(&self, sample: &Sample, prompt: Prompt) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
             return Err(ModelError::NoAnswer);
         };
-        let prompt = self.build_in(sample, epoch)?;
         let placeholders = self.family.processor().placeholder_ids();
         // An end of turn that is ordinary text is encoded with the answer before it, as templates write both.
         let end =

@@ -40,6 +40,21 @@ pub trait Processor: Send + Sync {
     /// over the data ([`MediaStore`](crate::MediaStore)).
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 
+    /// Returns how many numbers a prepared medium of this shape has.
+    fn numbers(&self, shape: &MediumShape) -> usize {
+        match *shape {
+            MediumShape::Patches(grid) => grid.t * grid.h * grid.w * self.patch_len(),
+            MediumShape::Pictures { count, height_px, width_px } => 3 * count * height_px * width_px,
+            MediumShape::Masked { count, side_px } => 4 * count * side_px * side_px,
+            MediumShape::Mel { mels, frames } => mels * frames,
+        }
+    }
+
+    /// Returns the numbers of a row of [`MediumShape::Patches`]; 0 for families without patches.
+    fn patch_len(&self) -> usize {
+        0
+    }
+
     /// How a medium of this shape, with frames at these times, appears in the prompt.
     ///
     /// # Errors

@@ -7,12 +7,14 @@ use omnigrpo_data::{Dataset, Report};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::MediumKind;
-use omnigrpo_train::{RowCheck, Survey};
+use omnigrpo_train::{Objective, RowCheck, Survey};
 
+use super::memory::{self, Longest};
 use super::survey::{idle, warnings};
-use super::{Context, print, setup};
+use super::{Context, plan, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
+use crate::values::Resolved;
 
 /// Prompts whose length is shown.
 const SHOWN_LONGEST: usize = 5;
@@ -26,7 +28,8 @@ const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
 
 /// Reads every row and medium header; fails if any row cannot be used.
-pub fn check(settings: &Settings, context: &Context) -> Result<()> {
+pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
     let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
     let trained = match setup::train_data(settings) {
         Ok(rows) => Some((TRAINING, rows)),
@@ -44,6 +47,9 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         let survey = rewards.as_ref().map(Survey::new);
         let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
         let mut out = describe(which, &report, &dataset, prompts.is_some());
+        if let Some(prompts) = &prompts {
+            out.push_str(&media_cost(resolved, context, prompts, &dataset, &report)?);
+        }
         if let Some(survey) = &survey {
             // Rows for supervised training are no mistake for want of a ground truth.
             let idle = idle(&survey.seen(), &dataset)
@@ -66,6 +72,46 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         .into())
 }
 
+/// Returns lines about the longest prompt if most of it stands for media: what they cost, and which settings change that.
+fn media_cost(
+    resolved: &Resolved,
+    context: &Context,
+    prompts: &PromptBuilder,
+    dataset: &Dataset,
+    report: &Report,
+) -> Result<String> {
+    /// Media of fewer tokens are not worth a line.
+    const LARGE: u64 = 2048;
+    let Some(row) = report.longest.first().filter(|row| row.media_tokens >= LARGE.max(row.num_tokens / 2))
+    else {
+        return Ok(String::new());
+    };
+    let longest = Longest::prepare(prompts, dataset, &[row.row], Objective::Reinforce);
+    let mut out = format!(
+        "row {}: {} of its {} tokens are media, {} decoded\n",
+        row.id,
+        row.media_tokens,
+        row.num_tokens,
+        memory::size(longest.media_bytes())
+    );
+    let checkpoint = context.checkpoint()?;
+    for flags in plan::media_flags(&resolved.settings, &longest) {
+        let Some(settings) = plan::changed(resolved, &flags) else { continue };
+        let Ok(prompts) = setup::prompts(&settings, checkpoint, false) else { continue };
+        let Some(smaller) = longest.with(&prompts, Objective::Reinforce) else { continue };
+        let tokens = smaller.prompt_tokens();
+        if tokens < longest.prompt_tokens() {
+            let share = tokens as f64 / longest.prompt_tokens() as f64;
+            out.push_str(&format!(
+                "  `{}` makes that {tokens} tokens: {:.0} % of the time and memory of its prompt\n",
+                plan::typed(&flags),
+                100.0 * share
+            ));
+        }
+    }
+    Ok(out)
+}
+
 /// What the check of training rows found.
 #[derive(Default)]
 pub struct Checked {
@@ -73,6 +119,8 @@ pub struct Checked {
     pub bad: Vec<(u64, String, String)>,
     /// The rows with the longest prompts, longest first.
     pub longest: Vec<u64>,
+    /// Mean memory of the decoded media of a usable row, bytes; `None` where rows were not checked.
+    pub row_media_bytes: Option<f64>,
 }
 
 /// The check of training rows. With `rewards` each is asked about every row.
@@ -95,21 +143,29 @@ pub fn check_before(
     let bad = |p: omnigrpo_data::Problem| {
         (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what))
     };
+    let row_media_bytes = Some(mean_media_bytes(&report));
     Ok(Checked {
         bad: report.problems.into_iter().map(bad).collect(),
         longest: report.longest.iter().map(|prompt| prompt.row).collect(),
+        row_media_bytes,
     })
 }
 
-/// The check of rows that a training run evaluates on. Each evaluation skips those that cannot be used.
+fn mean_media_bytes(report: &Report) -> f64 {
+    report.media_bytes as f64 / report.counts.rows.saturating_sub(report.counts.bad_rows).max(1) as f64
+}
+
+/// Checks the rows that a training run evaluates on. Each evaluation skips those that cannot be used. Returns the mean memory of a
+/// row's decoded media, bytes.
 pub fn check_held_out(
     settings: &Settings,
     context: &Context,
     dataset: &Dataset,
     prompts: &PromptBuilder,
     cache: &Path,
-) -> Result<()> {
-    tolerable(EVALUATION, settings, context, dataset, prompts, cache, None).map(drop)
+) -> Result<f64> {
+    tolerable(EVALUATION, settings, context, dataset, prompts, cache, None)
+        .map(|report| mean_media_bytes(&report))
 }
 
 /// The report, unless too many rows cannot be used.

@@ -136,7 +136,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Verb::Generate => infer::generate(resolved, &context),
         Verb::Score => infer::score(&resolved.settings, &context),
         Verb::Eval => infer::eval(resolved, &context),
-        Verb::DataCheck => data::check(&resolved.settings, &context),
+        Verb::DataCheck => data::check(resolved, &context),
         Verb::DataShow => data::show(&resolved.settings, &context),
         Verb::DataConvert => data::convert(&resolved.settings, &context),
         Verb::RewardsList => rewards::list(),

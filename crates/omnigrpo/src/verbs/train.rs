@@ -169,19 +169,25 @@ pub struct Prepared {
     pub eval: Option<EvalPlan>,
     bad_rows: Vec<(u64, String, String)>,
     pub longest: Longest,
+    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` where rows were not checked.
+    row_media_bytes: Option<f64>,
+    eval_media_bytes: Option<f64>,
 }
 
 impl Prepared {
-    /// The most that the decoded media of all rows that such a run draws may take, bytes: as if each had those of the longest.
+    /// The most that the decoded media of all rows that such a run draws may take, bytes: those of the check, as often as each may
+    /// be kept.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
         let rows = self.rows.len() as u64;
         let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
         let draws =
             run.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(run.prompts_per_step as u64));
         let orders = 1 + u64::from(self.shuffled.is_some());
-        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
-        let kept = kept_rows([rows, draws], self.longest.versions(), orders).saturating_add(evaluated);
-        kept.saturating_mul(self.longest.media_bytes())
+        let kept = kept_rows([rows, draws], self.longest.versions(), orders);
+        let mean = self.row_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
+        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len());
+        let held_out = self.eval_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
+        (kept as f64 * mean + evaluated as f64 * held_out) as u64
     }
 }
 
@@ -241,16 +247,18 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
     };
     let scored = objective == Objective::Reinforce && !settings.run.replay;
-    let Checked { bad: bad_rows, longest } = if settings.data.skip_check {
+    let mut eval_media_bytes = None;
+    let Checked { bad: bad_rows, longest, row_media_bytes } = if settings.data.skip_check {
         if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
             return Err(problem.into());
         }
         // Nobody knows which are the longest.
-        Checked { bad: Vec::new(), longest: rows.iter().copied().take(memory::PREPARED).collect() }
+        let longest = rows.iter().copied().take(memory::PREPARED).collect();
+        Checked { bad: Vec::new(), longest, row_media_bytes: None }
     } else {
         // Rows that are split off are among those of `dataset`.
         if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
-            data::check_held_out(settings, context, held_out, prompts, cache)?;
+            eval_media_bytes = Some(data::check_held_out(settings, context, held_out, prompts, cache)?);
         }
         let asked = scored.then_some(&rewards);
         data::check_before(settings, context, &dataset, &prompts, cache, asked)?
@@ -293,6 +301,8 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         eval,
         bad_rows,
         longest,
+        row_media_bytes,
+        eval_media_bytes: eval_media_bytes.or(row_media_bytes),
     })
 }
 
