@@ -170,7 +170,7 @@ impl PromptBuilder {
         self.build_in(sample, 0)
     }
 
-    /// As [`Self::build`], in that pass over the data: rows that draw their number of frames draw anew in each.
+    /// Makes the prompt of this pass over the data: rows that draw their number of frames draw again in each.
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
         let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
@@ -346,7 +346,7 @@ impl PromptBuilder {
             .or_else(|| self.stops.ids.first().copied())
     }
 
-    /// What media become, by their headers; the largest where their number of frames is drawn.
+    /// Plans media by their headers, with the largest number of frames where it is drawn.
     fn plans(&self, media: &[MediumRef], headers: &[MediumInfo]) -> Result<Vec<MediumPlan>> {
         let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plan = |(m, header)| self.family.processor().plan(m, header, &settings);

@@ -1,4 +1,4 @@
-//! What reads media and writes prompts. It needs neither weights nor a device.
+//! Reading of media and writing of prompts. It needs neither weights nor a device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub trait Processor: Send + Sync {
         false
     }
 
-    /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
+    /// Returns advice to shorten a medium of this kind, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
     /// Whether a limit on the length of prompts counts a medium as one token, as the family's own trainer does, which
@@ -29,7 +29,7 @@ pub trait Processor: Send + Sync {
         false
     }
 
-    /// What a medium will become, given its header (see [`super::probe_medium`]).
+    /// Plans a medium from its header (see [`super::probe_medium`]).
     ///
     /// # Errors
     /// Options that exclude every choice, a kind this family does not take.
@@ -83,8 +83,8 @@ pub trait Processor: Send + Sync {
         turns.to_vec()
     }
 
-    /// What the projector reads of the question (see [`super::Encoder::project`]), as ids of a vocabulary of its own. Most
-    /// projectors read nothing of it.
+    /// Returns the ids of the question that the projector reads (see [`super::Encoder::project`]), in a vocabulary of its own. Most
+    /// projectors do not read the question.
     ///
     /// # Errors
     /// Text that cannot be encoded.

@@ -24,10 +24,10 @@ use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::Companion;
 
-/// Of `model.safetensors.index.json`; the largest published ones have about 10 MB.
+/// Size of `model.safetensors.index.json`; the largest published ones have about 10 MB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Of a file's header, as the safetensors library has it.
+/// Size of a file's header; the limit of the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Elements of a piece: small enough for the second-level cache.
@@ -410,7 +410,7 @@ impl WeightFiles {
     }
 }
 
-/// What is wrong with numbers that are not all finite. All threads look, and so have the file's pages at hand.
+/// Describes the first number that is not finite. All threads search, while the file's pages are in memory.
 fn first_not_finite<T: Copy + Display + Sync>(
     data: &[T],
     finite: impl Fn(T) -> bool + Sync,
