@@ -219,20 +219,20 @@ fn ran_away(seen: &Seen<'_>) -> Option<String> {
 }
 
 fn never_fires(seen: &Seen<'_>) -> Option<String> {
-    let names: Vec<String> = seen
+    let silent: Vec<String> = seen
         .aims
         .rewards
         .iter()
         .enumerate()
-        .filter(|(at, (_, range))| {
+        .filter_map(|(at, (name, (least, best)))| {
             // A reward without a least value gives nothing at 0.
-            let least = if range.0.is_finite() { range.0 } else { 0.0 };
-            seen.steps.iter().all(|step| step.rewards.get(*at).copied().flatten() == Some((least, 0.0)))
+            let least = if least.is_finite() { *least } else { 0.0 };
+            let is_silent = |step: &&Step| step.rewards.get(at).copied().flatten() == Some((least, 0.0));
+            (least < *best && seen.steps.iter().all(is_silent))
+                .then(|| format!("`{name}` gave every completion {least}"))
         })
-        .map(|(_, (name, _))| format!("`{name}`"))
         .collect();
-    let some = !names.is_empty() && seen.aims.rewards.len() > 1;
-    some.then(|| format!("{} gave every completion its least value", names.join(" and ")))
+    (!silent.is_empty() && seen.aims.rewards.len() > 1).then(|| silent.join(" and "))
 }
 
 /// Range of a run's rewards, and whether its loss corrects the gap.
