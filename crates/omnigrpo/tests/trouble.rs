@@ -532,7 +532,8 @@ fn memory_does_not_grow_over_200_steps() {
 #[test]
 fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
     let place = Place::new();
-    let away = format!("{TRAIN} --learning_rate 0.5 --max_steps 14 --save_steps 1 --output_dir run");
+    let train = TRAIN.replace("--learning_rate 1e-3", "--learning_rate 0.5");
+    let away = format!("{train} --max_steps 14 --save_steps 1 --output_dir run");
     let stopped = place.run(&format!("{away} --stop_on_collapse"));
     stopped.fails(
         1,

@@ -139,7 +139,7 @@ function notify() {
   const parts = state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`));
   if (state.ended || (state.gone && state.drawn)) {
     parts.push(el('div', { class: 'notice', role: 'status' },
-      el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'Nobody serves this page any more'), state.ended ? visible(state.ended) : ': the run was killed, or `watch` was ended.', ' Charts and texts that are loaded stay.'),
+      el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'Nobody serves this page any more'), state.ended ? [visible(state.ended), '.'] : ': the run was killed, or `watch` was ended.', ' Charts and texts that are loaded stay.'),
       el('p', {}, el('code', {}, again.command), ' serves it again, and this tab connects by itself.')));
   }
   for (const run of shownRuns()) {
