@@ -57,8 +57,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "ran_away",
         title: "the policy ran away",
-        doc: "the mean reward fell by more than half a standard deviation from its best and by more than chance explains, and KL, gradient norm, clip ratio, cut-off \
-              completions or groups without variance jumped; or KL is above 5 nats whatever the reward",
+        doc: "the mean reward fell by half a standard deviation and more than by chance, and KL, gradient norm, clip ratio, cut-off \
+              completions or groups without variance jumped; or KL is above 5 nats",
         window: 5,
         setting: "AdamWConfig::learning_rate",
         advice: "Lower AdamWConfig::learning_rate, or raise Algorithm::loss.beta",

@@ -551,7 +551,7 @@ fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
     assert!(place.text("run/log.txt").contains("the policy ran away"));
     let step = last["step"].as_u64().unwrap();
     assert!(place.exists(&format!("run/checkpoint-{step}/trainer_state.json")));
-    // Without the flag the same command goes on from there, and says nothing twice.
+    // Without the flag the same command resumes there, and says nothing twice.
     place.run(&away).ok();
     assert_eq!(place.lines("run/warnings.jsonl").iter().filter(|row| row["rule"] == "ran_away").count(), 1);
     place.run("report run").ok();
