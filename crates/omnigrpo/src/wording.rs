@@ -29,6 +29,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("ResumeFrom::Start", "never"),
     ("RewardOptions::max_completion_tokens", "--max_completion_length"),
     ("TrainSetup::lock", "--output_dir"),
+    ("TrainSetup::rewards", "--reward_funcs"),
     ("TrainSetup::shuffled", "--temporal_order_bonus"),
     ("UrlOptions::allow_private", "--allow_urls all"),
 ];
@@ -103,6 +104,19 @@ mod tests {
         ] {
             assert_eq!(worded(said), told);
         }
+    }
+
+    /// The table of docs/watch.md is the one of the rules, with flags.
+    #[test]
+    fn every_rule_is_documented_with_its_flag() {
+        let docs =
+            std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
+        let row = |rule: &omnigrpo_observe::Rule| {
+            format!("| `{}` | {} | {} | `{}` |", rule.name, rule.window, rule.doc, worded(rule.setting))
+        };
+        let missing: Vec<String> =
+            omnigrpo_observe::RULES.iter().map(row).filter(|row| !docs.contains(row.as_str())).collect();
+        assert!(missing.is_empty(), "docs/watch.md lacks {missing:#?}");
     }
 
     /// The sources of the libraries: no line names a flag, and every field that a message names has its flag.

@@ -146,7 +146,10 @@ fn a_run_ends_as_it_should_whoever_holds_its_ports() {
     assert_eq!(end(child), Some(0), "{}", place.text("said"));
     drop(held);
     assert!(place.bytes("run/model.safetensors") == place.bytes("alone/model.safetensors"));
-    assert!(!place.exists("run/page.url"), "it leads nowhere now");
+    // It stays for `watch`, and for its owner alone.
+    assert_eq!(place.text("run/page.url"), url);
+    let mode = std::fs::metadata(place.path("run/page.url")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "{mode:o}");
 
     // Neither the log nor a file of standard error that others may read has the token.
     let token = url.trim().trim_end_matches('/').rsplit_once('/').unwrap().1;

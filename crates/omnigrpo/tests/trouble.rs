@@ -528,3 +528,33 @@ fn memory_does_not_grow_over_200_steps() {
     assert_eq!(rows.len(), 200);
     assert!(peak(200) <= 1.02 * peak(20), "{} MB after 20 steps, {} MB after 200", peak(20), peak(200));
 }
+
+#[test]
+fn a_run_that_collapses_says_what_to_change_and_stops_where_it_was_asked_to() {
+    let place = Place::new();
+    let train = TRAIN.replace("--learning_rate 1e-3", "--learning_rate 0.5");
+    let away = format!("{train} --max_steps 14 --save_steps 1 --output_dir run");
+    let stopped = place.run(&format!("{away} --stop_on_collapse"));
+    stopped.fails(
+        1,
+        &[
+            "warning: the policy ran away (steps ",
+            "Lower --learning_rate, or raise --beta",
+            "error: the run collapsed and was stopped",
+            "--allow_changed_settings",
+        ],
+    );
+    let warnings = place.lines("run/warnings.jsonl");
+    let last = warnings.last().unwrap();
+    assert_eq!((last["rule"].as_str(), last["begins"].as_bool()), (Some("ran_away"), Some(true)));
+    assert!(last["text"].as_str().unwrap().contains("Lower --learning_rate"), "{last}");
+    assert!(place.text("run/log.txt").contains("the policy ran away"));
+    let step = last["step"].as_u64().unwrap();
+    assert!(place.exists(&format!("run/checkpoint-{step}/trainer_state.json")));
+    // Without the flag the same command resumes there, and says nothing twice.
+    place.run(&away).ok();
+    assert_eq!(place.lines("run/warnings.jsonl").iter().filter(|row| row["rule"] == "ran_away").count(), 1);
+    place.run("report run").ok();
+    let report = place.text("run/report.html");
+    assert!(report.contains("Problems of the training") && report.contains("the policy ran away"));
+}

@@ -80,7 +80,7 @@ pub fn save(
     Parts { model, optimizer, reference }: Parts,
     mut state: TrainerState,
     limit: Option<usize>,
-    keep: [Option<u64>; 2],
+    keep: &[Option<u64>],
 ) -> Result<PathBuf> {
     let name = format!("checkpoint-{}", state.global_step);
     let (target, temporary) = (output_dir.join(&name), output_dir.join(format!("tmp-{name}")));
@@ -197,6 +197,15 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = named(output_dir)?;
     found.retain(|(_, path)| path.join(STATE).is_file());
     Ok(found)
+}
+
+/// The last checkpoint whose policy was still sound, where the metrics of `step` are the first that show a problem. They are of
+/// completions of the policy before that step, so the checkpoint of the step before may be the one that has it.
+///
+/// # Errors
+/// An unreadable directory.
+pub(crate) fn before(output_dir: &Path, step: u64) -> Result<Option<(u64, PathBuf)>> {
+    Ok(list(output_dir)?.into_iter().rfind(|(own, _)| *own + 1 < step))
 }
 
 /// Directories that are called checkpoints and lack `trainer_state.json`, oldest first. The program

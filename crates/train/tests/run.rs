@@ -8,6 +8,8 @@ mod support;
 mod algorithms;
 #[path = "run/exact.rs"]
 mod exact;
+#[path = "run/health.rs"]
+mod health;
 #[path = "run/machine.rs"]
 mod machine;
 #[path = "run/resume.rs"]

@@ -212,6 +212,13 @@ pub const FLAGS: &[Flag] = &[
              to `superseded-N`, never removed.",
     )
     .free(LOOP),
+    row("stop_on_collapse", Bool, at!(run.stop_on_collapse), &[Train, Demo])
+        .help(
+            "End the run, with a checkpoint, when its policy runs away or its entropy collapses (the \
+             rules `ran_away` and `entropy_collapsed`). The message names the setting to change and \
+             the last checkpoint before it; the exit code is 1.",
+        )
+        .free(LOOP),
     row("push_to_hub", Bool, at!(push.enabled), &[Train, Sft])
         .help(
             "Push the trained model with its card to a repository of the Hugging Face hub, which is \

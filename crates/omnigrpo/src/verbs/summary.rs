@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use omnigrpo_observe::{columns, stdout_columns};
+use omnigrpo_observe::{columns, is_alias, stdout_columns};
 use omnigrpo_rewards::{MEASURES, Summary};
 
 use super::infer::write_lines;
@@ -18,8 +18,8 @@ pub fn tables(summary: &Summary) -> String {
     let mut out = String::new();
     for (name, value) in &summary.metrics {
         let Some(value) = value else { continue };
-        // Explanations have a table; what ends in `_reward` repeats a number under another program's name.
-        if name.starts_with("eval_explanation/") || name.ends_with("_reward") && name != "eval_reward" {
+        // Explanations have a table.
+        if name.starts_with("eval_explanation/") || is_alias(name) {
             continue;
         }
         out.push_str(&format!("{name:<36} {value:.4}"));
@@ -46,8 +46,9 @@ fn categories(summary: &Summary, out: &mut String) {
     if summary.categories.is_empty() {
         return;
     }
-    let names = summary.reward_names.iter().map(String::as_str);
-    let header: Vec<&str> = ["category", "rows", "accuracy", "no answer"].into_iter().chain(names).collect();
+    let names: Vec<String> = summary.reward_names.iter().map(|name| format!("mean {name}")).collect();
+    let own = ["category", "rows", "right", "no answer"];
+    let header: Vec<&str> = own.into_iter().chain(names.iter().map(String::as_str)).collect();
     let rows: Vec<Vec<String>> = summary
         .categories
         .iter()

@@ -29,6 +29,7 @@ use crate::names::BatchUnit;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
+use crate::wording::worded;
 
 /// GRPO.
 pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
@@ -116,6 +117,17 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
             "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
         }
     };
+    if let Some(collapse) = &summary.collapsed {
+        return Err(Problem::failure("the run collapsed and was stopped")
+            .got(worded(collapse))
+            .expected("a run that goes on learning")
+            .help(
+                "change that setting and start from a checkpoint before it, `--resume_from_checkpoint DIR \
+                 --allow_changed_settings`, or from the beginning, `--resume_from_checkpoint never`; without --stop_on_collapse the \
+                 same command goes on as it is",
+            )
+            .into());
+    }
     Err(match &summary.machine {
         Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
             .got(how.as_str())
@@ -146,12 +158,26 @@ pub fn run(
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
-    let summary = run_logged(resolved, context, objective, lock, pusher)?;
-    if page.is_some() {
+    let outcome = run_logged(resolved, context, objective, lock, pusher);
+    if let Some(page) = &page {
+        page.end(&ending(&outcome));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
         context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
     }
-    Ok(summary)
+    outcome
+}
+
+/// Says how a run ended.
+fn ending(outcome: &Result<RunSummary>) -> String {
+    match outcome {
+        Err(error) => format!("it failed: {error}"),
+        Ok(RunSummary { collapsed: Some(collapse), steps, .. }) => {
+            format!("stopped after step {steps}: {}", worded(collapse))
+        }
+        Ok(RunSummary { machine: Some(how), steps, .. }) => format!("stopped after step {steps}: {how}"),
+        Ok(RunSummary { interrupted: true, steps, .. }) => format!("stopped after step {steps}"),
+        Ok(RunSummary { steps, .. }) => format!("all {steps} steps are done"),
+    }
 }
 
 /// What a run is made of, but for its model.
