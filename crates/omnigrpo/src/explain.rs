@@ -1,7 +1,9 @@
-//! What is said about settings: how a value is written, help, `--print_config`, the reference page of the flags.
+//! Texts about settings: a value as it is written, help, `--print_config`, the reference page of the flags.
+
+use std::path::Path;
 
 use crate::flags::{Fallback, Flag, Kind, Names, Section, Verb};
-use crate::values::{self, Origin, Raw, Resolved, Value};
+use crate::values::{self, Given, Origin, Raw, Resolved, Value};
 
 /// Bounds from here on only guard against overflow; nobody is told of them who has not passed them.
 const UNBOUNDED: i64 = 1 << 30;
@@ -82,14 +84,15 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
     }
 }
 
-/// Help text of a flag: what it does, its names, its default.
-pub fn help(flag: &Flag, verb: Verb) -> String {
-    let mut text = flag.help.to_string();
+/// Returns the help of a flag: its effect, names and default. A `short` one has only the first sentence of the effect.
+pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
+    let first = flag.help.split_inclusive(". ").next().unwrap_or_default();
+    let mut text = if short { first.trim_end() } else { flag.help }.to_owned();
     if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
         text.push_str(&format!(" [{}]", listed(names, "|")));
     }
     let default = default_text(flag, verb);
-    if flag.required.contains(&verb) {
+    if flag.required.contains(&verb.runs()) {
         text.push_str(" [required]");
     } else if !default.is_empty() {
         text.push_str(&format!(" [default: {default}]"));
@@ -97,8 +100,50 @@ pub fn help(flag: &Flag, verb: Verb) -> String {
     text
 }
 
+/// Returns what `help SETTING` shows.
+pub fn setting(flag: &Flag) -> String {
+    let dashes = if flag.positional { "" } else { "--" };
+    let mut out = format!("{dashes}{} {}\n\n{}\n", flag.name, placeholder(&flag.kind), flag.help);
+    match flag.kind {
+        Kind::Choice(names) | Kind::Choices(names) => {
+            out.push('\n');
+            for (name, about) in names() {
+                out.push_str(&format!("  {name:<24} {about}\n"));
+            }
+            out.push('\n');
+        }
+        kind => out.push_str(&format!("\nvalue:    {}\n", expected(&kind))),
+    }
+    let mut line = |name: &str, value: String| {
+        if !value.is_empty() {
+            out.push_str(&format!("{name:<9} {value}\n"));
+        }
+    };
+    line("default:", default_words(flag));
+    line("aliases:", flag.aliases.iter().map(|alias| format!("--{alias}")).collect::<Vec<_>>().join(", "));
+    line("commands:", flag.verbs.iter().map(|verb| verb.name()).collect::<Vec<_>>().join(", "));
+    out
+}
+
+/// The default of a setting, and where it differs between commands.
+fn default_words(flag: &Flag) -> String {
+    let mut default = match flag.default() {
+        Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
+        Fallback::Unset("") => "none".to_string(),
+        Fallback::Unset(text) => text.to_string(),
+        Fallback::Is(value) => match plain(&value).as_str() {
+            "" => "none".to_string(),
+            text => format!("`{text}`"),
+        },
+    };
+    for (verb, text) in flag.verb_defaults {
+        default.push_str(&format!("; {} `{text}`", verb.name()));
+    }
+    default
+}
+
 fn default_text(flag: &Flag, verb: Verb) -> String {
-    if flag.required.contains(&verb) {
+    if flag.required.contains(&verb.runs()) {
         return String::new();
     }
     match flag.default_for(verb) {
@@ -166,7 +211,7 @@ pub fn print_config(resolved: &Resolved) -> String {
     }
     for section in Section::ALL {
         let mut lines = Vec::new();
-        for flag in section.rows().iter().filter(|f| f.verbs.contains(&resolved.verb)) {
+        for flag in section.rows().iter().filter(|f| f.is_of(resolved.verb)) {
             if flag.command_line_only || flag.name == "preset" {
                 continue;
             }
@@ -186,6 +231,42 @@ pub fn print_config(resolved: &Resolved) -> String {
         for (setting, comment) in lines {
             out.push_str(&format!("{setting:<44} # {comment}\n"));
         }
+    }
+    out
+}
+
+/// Returns the command line of a run with the settings that the user or a preset gave. Paths are file names alone: it is
+/// shown to others.
+pub fn command(resolved: &Resolved) -> String {
+    let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
+        true => text.to_owned(),
+        false => {
+            Path::new(text).file_name().map_or_else(|| text.to_owned(), |name| name.to_string_lossy().into())
+        }
+    };
+    let quoted = |text: &str| match text.is_empty()
+        || text.contains(|c: char| !c.is_ascii_alphanumeric() && !"_-./:=,%".contains(c))
+    {
+        true => format!("'{}'", text.replace('\'', "'\\''")),
+        false => text.to_owned(),
+    };
+    let mut out = format!("omnigrpo {}", resolved.verb.name());
+    for given in resolved.values.given() {
+        let Given { flag, value, origin } = given;
+        if matches!(origin, Origin::Preset(_) | Origin::Environment(_)) || flag.command_line_only {
+            continue;
+        }
+        let words: Vec<String> = match without_secrets(flag, &value) {
+            Value::Texts(texts) => texts
+                .iter()
+                .map(|text| if text.contains('/') { name_of(text) } else { text.clone() })
+                .collect(),
+            Value::Text(text) if text.contains('/') => vec![name_of(&text)],
+            Value::Floats(numbers) => numbers.iter().map(f64::to_string).collect(),
+            other => vec![plain(&other)],
+        };
+        let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+        out.push_str(&format!(" \\\n  --{} {}", flag.name, words.join(" ")));
     }
     out
 }
@@ -237,23 +318,9 @@ pub fn reference() -> String {
             for alias in flag.aliases {
                 name.push_str(&format!(", `{alias}`"));
             }
-            let mut default = match flag.default() {
-                Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
-                Fallback::Unset("") => "none".to_string(),
-                Fallback::Unset(text) => text.to_string(),
-                Fallback::Is(value) => match plain(&value).as_str() {
-                    "" => "none".to_string(),
-                    text => format!("`{text}`"),
-                },
-            };
-            for (verb, text) in flag.verb_defaults {
-                default.push_str(&format!("; {} `{text}`", verb.name()));
-            }
-            let verbs = if flag.verbs.len() == Verb::ALL.len() {
-                "all".to_string()
-            } else {
-                flag.verbs.iter().map(|v| v.name()).collect::<Vec<_>>().join(", ")
-            };
+            // `plan` takes those of `train`.
+            let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
+            let verbs = verbs.collect::<Vec<_>>().join(", ");
             let mut help = flag.help.to_string();
             match flag.kind {
                 Kind::Choice(names) | Kind::Choices(names) => {
@@ -263,7 +330,7 @@ pub fn reference() -> String {
                 }
                 kind => help.push_str(&format!(" ({})", expected(&kind))),
             }
-            let cells = [name, help, default, verbs];
+            let cells = [name, help, default_words(flag), verbs];
             out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
         }
     }

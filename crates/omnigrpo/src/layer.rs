@@ -100,7 +100,7 @@ impl Layer {
             return Err(unknown(entry, verb));
         };
         match verb {
-            Some(verb) if !flag.verbs.contains(&verb) => {
+            Some(verb) if !flag.is_of(verb) => {
                 let verbs: Vec<String> = flag.verbs.iter().map(|v| format!("`{}`", v.name())).collect();
                 return Err(Problem::usage(format!("`{}` does not take `{}`", verb.name(), entry.shown()))
                     .help(format!("it is a flag of {}", verbs.join(", "))));
@@ -146,7 +146,7 @@ impl Entry {
 fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
     let dashes = if entry.origin == Origin::Flag { "--" } else { "" };
     let fits = |flag: &&Flag| match verb {
-        Some(verb) => flag.verbs.contains(&verb),
+        Some(verb) => flag.is_of(verb),
         None => !flag.command_line_only,
     };
     let known = flags::all().filter(fits).filter(|flag| !flag.positional);

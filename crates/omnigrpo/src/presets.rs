@@ -95,7 +95,7 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
 /// their own defaults, as an evaluation within the run does. Returns what to tell about that.
 pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     const OTHERS: [Verb; 3] = [Verb::Generate, Verb::Score, Verb::Eval];
-    let trains = |flag: &Flag| flag.verbs.contains(&Verb::Train) || flag.verbs.contains(&Verb::Sft);
+    let trains = |flag: &Flag| flag.is_of(Verb::Train) || flag.is_of(Verb::Sft);
     let training = |given: &Given| trains(given.flag) && !OTHERS.iter().any(|v| given.flag.verbs.contains(v));
     if !OTHERS.contains(&verb) || !file.given.iter().any(training) {
         return None;
@@ -103,7 +103,7 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     let defaults = Values::defaults(verb);
     let mut left = Vec::new();
     file.given.retain(|given| {
-        let mine = given.flag.verbs.contains(&verb);
+        let mine = given.flag.is_of(verb);
         let kept = !mine || !trains(given.flag) || concerns(verb, given.flag);
         if !kept && defaults.lookup(given.flag.name).is_none_or(|(default, _)| *default != given.value) {
             left.push(format!("`{}` {}", given.flag.name, explain::yaml(&given.value)));
@@ -126,7 +126,10 @@ fn concerns(verb: Verb, flag: &Flag) -> bool {
     match verb {
         Verb::Train | Verb::Demo => true,
         Verb::Sft => {
-            [Section::Model, Section::Data, Section::Media, Section::Rewards].into_iter().any(stands_under)
+            [Section::Model, Section::Data, Section::Media, Section::Rewards, Section::Family]
+                .into_iter()
+                .any(stands_under)
+                && flag.name != "prompt_form"
                 || flag.name.starts_with("tune_")
                 || matches!(flag.name, "freeze_vision_modules" | "max_completion_length")
         }

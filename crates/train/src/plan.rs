@@ -146,6 +146,8 @@ pub struct RunPlan {
     pub data_seed: u64,
     /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
+    /// Command line that the model card shows. It names no place on this machine.
+    pub command: Option<String>,
     /// Draws the metrics of a run directory as SVG, for the model card; `None` where there is nothing to draw.
     pub curves: Option<fn(&Path) -> Option<String>>,
     /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
@@ -195,6 +197,7 @@ impl Default for RunPlan {
             bad_rows: Vec::new(),
             data_seed: 42,
             fingerprint: Map::new(),
+            command: None,
             curves: None,
             files: Vec::new(),
         }

@@ -31,12 +31,6 @@ pub const FLAGS: &[Flag] = &[
              and time.",
         )
         .unset("the checkpoint's; 12845056 for Qwen2.5-VL, 16777216 for Qwen3-VL"),
-    row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
-        .help(
-            "Most tiles of an image, for models that cut images into tiles (InternVL): each costs \
-             vision tokens. The whole image comes as one more.",
-        )
-        .unset("the checkpoint's; 12 for InternVL"),
     row("frame_sampling", Choice(words::<FrameRule>), at!(prompts.media.rule), ROWS).help(
         "Rule that picks video frames: by rate (qwen_vl_utils, or processor, that of Qwen3-VL's video \
              processor), by interval (base_interval, as qwen-vl-finetune), or per segment from the \

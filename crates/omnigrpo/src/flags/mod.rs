@@ -7,6 +7,7 @@
 
 mod data;
 mod evaluation;
+mod family;
 mod io;
 mod logging;
 mod loss;
@@ -46,6 +47,7 @@ pub const TABLE: &[(Section, &[Flag])] = &[
     (Section::Evaluation, evaluation::FLAGS),
     (Section::Logging, logging::FLAGS),
     (Section::Program, program::FLAGS),
+    (Section::Family, family::FLAGS),
 ];
 
 /// Every setting, in the order of the help.
@@ -134,6 +136,8 @@ pub enum Section {
     Logging,
     /// The program itself.
     Program,
+    /// Settings that one family of models reads.
+    Family,
 }
 
 impl Section {
@@ -152,6 +156,7 @@ impl Section {
         Self::Evaluation,
         Self::Logging,
         Self::Program,
+        Self::Family,
     ];
 
     /// Its settings.
@@ -175,6 +180,7 @@ impl Section {
             Self::Evaluation => "Evaluation",
             Self::Logging => "Logging",
             Self::Program => "Program",
+            Self::Family => "Settings of one model family",
         }
     }
 }
@@ -288,9 +294,14 @@ pub enum Fallback {
 }
 
 impl Flag {
+    /// Returns true if the verb takes the setting. `plan` takes those of `train`, whose memory it prints.
+    pub fn is_of(&self, verb: Verb) -> bool {
+        self.verbs.contains(&verb.runs()) && !(verb == Verb::Plan && self.name == "dry_run")
+    }
+
     /// The default for a verb.
     pub fn default_for(&self, verb: Verb) -> Fallback {
-        let own = self.verb_defaults.iter().find(|(of, _)| *of == verb);
+        let own = self.verb_defaults.iter().find(|(of, _)| *of == verb.runs());
         match own.and_then(|(_, text)| explain::default_value(&self.kind, text)) {
             Some(value) => Fallback::Is(value),
             None => self.default(),

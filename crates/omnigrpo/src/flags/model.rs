@@ -7,14 +7,6 @@ use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::WeightDtype;
 
-/// How a checkpoint is written, where its family is published in two layouts.
-fn layouts() -> Vec<(&'static str, &'static str)> {
-    vec![
-        ("hf", "For transformers, vLLM and TRL."),
-        ("original", "For the code of the model's own repository."),
-    ]
-}
-
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, at!(model.name), MODEL)
@@ -93,9 +85,6 @@ pub const FLAGS: &[Flag] = &[
     .free(LOOP),
     row("merge", Bool, at!(model.merge), &[Export])
         .help("Add the adapter to the weights and write a whole checkpoint."),
-    row("layout", Choice(layouts), at!(model.layout), &[Export])
-        .help("Layout to write, for families that are published in two (InternVL).")
-        .unset("as it is"),
     row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(
         "Hold frozen linear weights in 8 bits (8.5 with scales), quantised tensor by tensor as \
              they are read. Training then needs adapters.",
@@ -129,24 +118,6 @@ pub const FLAGS: &[Flag] = &[
              files.",
         )
         .unset("the checkpoint's weights"),
-    row("vision_tower", Text, of_family!("vision_tower"), MODEL)
-        .help(
-            "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face \
-             cache. Weights in the checkpoint itself win.",
-        )
-        .unset("config.json's mm_vision_tower")
-        .free(LOOP),
-    row("audio_tower", Text, of_family!("audio_tower"), MODEL)
-        .help("The same for its Whisper encoder.")
-        .unset("config.json's mm_audio_tower")
-        .free(LOOP),
-    row("bert", Text, of_family!("bert"), MODEL)
-        .help("The same for the BERT that reads the question; its tokenizer is always taken from here.")
-        .unset("config.json's mm_text_tower, else bert-base-uncased")
-        .free(LOOP),
-    row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
-        .help("Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is.")
-        .unset("config.json's, else false"),
     row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)
         .help(
             "Update bfloat16 weights without float32 masters. Saves memory, but at small learning \

@@ -72,20 +72,12 @@ pub const FLAGS: &[Flag] = &[
     row("tune_mm_mlp", Bool, at!(selection.projector), STEPS)
         .help("Train the projector; with adapters it is trained whole beside them.")
         .unset("true; false with adapters"),
-    row("tune_gate", Bool, at!(selection.gate), STEPS)
-        .help(
-            "Train the gate between the branches of HumanOmni's projector; it can be trained without \
-             the projector, or stay as it is.",
-        )
-        .unset("`tune_mm_mlp`"),
     row("tune_mm_vision", Bool, at!(selection.towers), STEPS)
         .help(
             "Train the vision tower, and the audio tower where there is one. A frozen tower runs once \
              per step and medium.",
         )
         .unset("true with `freeze_vision_modules` false and no adapters, else false"),
-    row("tune_bert", Bool, at!(selection.instruction), STEPS)
-        .help("Train the text encoder that steers HumanOmni's projector."),
     row(
         "freeze_vision_modules",
         Bool,

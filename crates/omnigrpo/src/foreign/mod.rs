@@ -79,7 +79,10 @@ const TABLE: &[Row] = &[
     (&["attn_implementation"], |_| Dropped("there is one attention implementation")),
     (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
     (&["gradient_checkpointing_kwargs"], |_| Dropped("blocks are recomputed in one way only")),
-    (&["data_flatten", "data_packing", "padding_free"], |_| Dropped("groups are packed without padding")),
+    (&["data_flatten", "padding_free"], |_| Dropped("groups are packed without padding")),
+    (&["data_packing"], |_| {
+        Dropped("each row of a packed list is a row of its own; groups are packed without padding")
+    }),
     (
         &[
             "dataloader_num_workers",

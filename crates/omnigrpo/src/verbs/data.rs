@@ -229,7 +229,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
             .longest
             .iter()
             .take(SHOWN_LONGEST)
-            .map(|p| format!("{} (row {})", p.num_tokens, p.id))
+            .map(|p| format!("{} (row {}, id {})", p.num_tokens, p.row, p.id))
             .collect();
         out.push_str(&format!("longest prompts, in tokens: {}\n", longest.join(", ")));
     }
@@ -242,8 +242,10 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
             problem.what
         ));
     }
-    if !report.problems.is_empty() {
-        out.push_str("rows are counted from 0, as by `data show --row`, and lines from 1\n");
+    if !report.problems.is_empty() || with_lengths && !report.longest.is_empty() {
+        out.push_str(
+            "rows count from 0, as in `data show --row`; lines, and the ids of rows without one, from 1\n",
+        );
     }
     if report.problems.len() > SHOWN {
         out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));

@@ -55,7 +55,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     }
     // What the user gave wins over the recipe.
     for own in resolved.values.given() {
-        if own.flag.verbs.contains(&Verb::Train) && own.flag.name != "output_dir" {
+        if own.flag.is_of(Verb::Train) && own.flag.name != "output_dir" {
             given.retain(|g| g.flag.name != own.flag.name);
             given.push(own);
         }

@@ -23,7 +23,9 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         let set = resolved.values.lookup(flag.name);
         set.is_some_and(|(_, origin)| *origin != Origin::Default)
     };
-    if settings.model.name.is_none() || !Section::Media.rows().iter().any(given) {
+    if settings.model.name.is_none()
+        || ![Section::Media, Section::Family].iter().any(|section| section.rows().iter().any(given))
+    {
         return Ok(out);
     }
     let family = context.checkpoint()?.family();

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use super::{Context, memory, print, print_data, profile, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
-use crate::values::Resolved;
+use crate::values::{Origin, Resolved, Value as Setting};
 use crate::wording::worded;
 
 /// Writes JSON lines whole or not at all.
@@ -169,6 +169,11 @@ pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made:
 pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     profile::enable(settings.log.profile);
+    if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
+        context.console.line(&format!(
+            "sampling at temperature {temperature}; `--temperature 0` takes the likeliest token each time, as `eval` does"
+        ));
+    }
     match &settings.io.prompt {
         Some(prompt) => generate_one(settings, context, prompt),
         None => generate_rows(resolved, context),

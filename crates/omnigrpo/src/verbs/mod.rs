@@ -70,7 +70,7 @@ impl Context {
             return Ok(*opened);
         }
         let (opened, why) = setup::open_device(self.settings.model.device, "--device", &self.settings)?;
-        self.console.line(&format!("device {opened}: {why}"));
+        self.console.line(&format!("device: {opened}{}", in_brackets(&why)));
         Ok(*self.device.get_or_init(|| opened))
     }
 
@@ -85,7 +85,7 @@ impl Context {
             return Ok(device);
         }
         let (opened, why) = setup::open_device(choice, "--reference_device", &self.settings)?;
-        self.console.line(&format!("the reference on device {opened}: {why}"));
+        self.console.line(&format!("device of the reference: {opened}{}", in_brackets(&why)));
         Ok(opened)
     }
 
@@ -97,6 +97,10 @@ impl Context {
         let opened = setup::checkpoint(&self.settings)?;
         Ok(self.checkpoint.get_or_init(|| opened))
     }
+}
+
+fn in_brackets(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(" ({why})") }
 }
 
 /// Runs a command.
@@ -132,7 +136,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         context.console.line(note);
     }
     match resolved.verb {
-        Verb::Train => train::train(resolved, &context),
+        Verb::Train | Verb::Plan => train::train(resolved, &context),
         Verb::Sft => train::sft(resolved, &context),
         Verb::Generate => infer::generate(resolved, &context),
         Verb::Score => infer::score(&resolved.settings, &context),

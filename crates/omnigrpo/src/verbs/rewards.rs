@@ -4,8 +4,9 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_guard::told;
 use omnigrpo_observe::{stdout_columns, wrap};
-use omnigrpo_rewards::{EvalRow, Measures, RewardSet, answer_reward, summarize};
+use omnigrpo_rewards::{EvalRow, Measures, RewardError, RewardSet, answer_reward, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_train::TrainError;
 use serde_json::json;
 
 use super::infer::with_columns;
@@ -57,6 +58,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .expected("`accuracy` or one of its rules among them, or `best`, or a number")
             .into());
     }
+    probe(&rewards, &dataset)?;
     let category = settings.eval.category.as_deref();
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
@@ -66,7 +68,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
         let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
         let mut scored =
-            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures).into_iter();
+            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures)?.into_iter();
         for (&number, read) in numbers.iter().zip(&read) {
             let row = match read {
                 Ok((sample, _)) => {
@@ -160,15 +162,32 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     Ok((sample, completions))
 }
 
-/// Scores rows together; where that fails each alone, so that an error is that of its row.
+/// Asks the rewards about the first row that can be read, so that one that cannot be started or reached fails the command
+/// at once and not each row.
+fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
+    let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
+        return Ok(());
+    };
+    let Some(first) = completions.into_iter().next() else { return Ok(()) };
+    omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
+        let help = "it was asked for one score before the others; nothing is written";
+        Problem::of(&error).at("--reward_funcs").help(help).into()
+    })
+}
+
+/// Rows with the same failure, one after the other, after which a reward outside of this process counts as gone.
+const GIVEN_UP_AFTER: usize = 3;
+
+/// Scores rows together; where that fails each alone, so that an error is that of its row. A reward that no longer answers
+/// is an error of the command.
 fn score_rows(
     rows: &[Scored<'_>],
     rewards: &RewardSet,
     seed: u64,
     category: Option<&str>,
     measures: &Measures,
-) -> Vec<Result<EvalRow>> {
-    match omnigrpo_train::score(rewards, rows, seed, 0) {
+) -> Result<Vec<Result<EvalRow>>> {
+    Ok(match omnigrpo_train::score(rewards, rows, seed, 0) {
         Ok(scores) => {
             let mut from = 0;
             let each = |(sample, completions): &Scored<'_>| {
@@ -180,6 +199,40 @@ fn score_rows(
             rows.iter().map(each).collect()
         }
         Err(error) if rows.len() == 1 => vec![Err(error.into())],
-        Err(_) => rows.chunks(1).flat_map(|row| score_rows(row, rewards, seed, category, measures)).collect(),
+        Err(_) => {
+            let mut all = Vec::with_capacity(rows.len());
+            let mut refusals: Vec<String> = Vec::new();
+            for row in rows.chunks(1) {
+                let one = score_rows(row, rewards, seed, category, measures)?;
+                let refusal = one.iter().find_map(|row| refusal(row.as_ref().err()?));
+                refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
+                refusals.extend(refusal);
+                if refusals.len() == GIVEN_UP_AFTER {
+                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} rows in a row failed alike"))
+                        .at("--reward_funcs")
+                        .got(refusals.swap_remove(0))
+                        .help("the reward is asked about no more rows, and nothing is written")
+                        .into());
+                }
+                all.extend(one);
+            }
+            all
+        }
+    })
+}
+
+/// Returns the words of a program or address that gave no score, without the row that they are about.
+fn refusal(error: &anyhow::Error) -> Option<String> {
+    let reward = match error.downcast_ref::<TrainError>()? {
+        TrainError::Reward(error) => error,
+        TrainError::Unscored { source, .. } => source,
+        _ => return None,
+    };
+    match reward {
+        RewardError::External { reward, what, .. } => Some(format!("`{reward}`: {what}")),
+        RewardError::TimedOut { reward, limit, .. } => {
+            Some(format!("`{reward}`: no answer within {limit:?}"))
+        }
+        _ => None,
     }
 }

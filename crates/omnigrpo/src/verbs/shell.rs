@@ -15,7 +15,7 @@ pub fn completions(settings: &Settings) -> Result<()> {
     let name = settings.io.shell.as_deref().unwrap_or_default();
     let shell: Shell = name.parse().map_err(|e| Problem::usage("unknown shell").got(e))?;
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut cli::command(false), "omnigrpo", &mut script);
+    clap_complete::generate(shell, &mut cli::command(cli::Shown::All), "omnigrpo", &mut script);
     print(&String::from_utf8_lossy(&script))
 }
 
@@ -23,7 +23,7 @@ pub fn completions(settings: &Settings) -> Result<()> {
 pub fn man(settings: &Settings) -> Result<()> {
     let directory = settings.io.directory.as_deref().unwrap_or(Path::new("."));
     std::fs::create_dir_all(directory)
-        .and_then(|()| clap_mangen::generate_to(cli::command(false), directory))
+        .and_then(|()| clap_mangen::generate_to(cli::command(cli::Shown::All), directory))
         .map_err(|e| {
             Problem::failure("the manual pages cannot be written")
                 .at(directory.display().to_string())

@@ -23,7 +23,7 @@ use super::memory::Longest;
 use super::push::Pusher;
 use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::deepspeed;
-use crate::explain::print_config;
+use crate::explain::{self, print_config};
 use crate::flags::Kind;
 use crate::names::BatchUnit;
 use crate::problem::Problem;
@@ -370,6 +370,7 @@ fn run_logged(
         files: files.collect(),
         fingerprint: fingerprint(resolved, &model, &dataset)?,
         bad_rows,
+        command: Some(explain::command(resolved)),
         curves: Some(omnigrpo_watch::curves),
         ..settings.run.clone()
     };
@@ -509,16 +510,19 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
 fn step_takes(settings: &Settings, objective: Objective) -> String {
     let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
-    let each = settings.algorithm.num_generations;
+    let each = match settings.algorithm.num_generations {
+        1 => "1 completion".to_owned(),
+        each => format!("{each} completions"),
+    };
     match (objective, settings.batch.unit) {
         (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
         (Objective::Reinforce, BatchUnit::Prompts) => {
-            format!("a step takes {prompts} prompt{plural} of {each} completions")
+            format!("a step takes {prompts} prompt{plural} of {each}")
         }
         (Objective::Reinforce, BatchUnit::Completions) => {
             format!(
-                "a step takes {prompts} prompt{plural} of {each} completions, as the source: its batch of {} counts completions",
-                prompts * each
+                "a step takes {prompts} prompt{plural} of {each}, as the source: its batch of {} counts completions",
+                prompts * settings.algorithm.num_generations
             )
         }
     }

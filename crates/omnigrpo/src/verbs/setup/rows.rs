@@ -41,11 +41,33 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
     Some(Fetch(Arc::new(move |url| Ok(media.fetch(url)?))))
 }
 
-/// The rows of `--input`; `-` is standard input. With `missing_media` those are read, too, whose media are not there.
+/// Returns the rows of `--input`; `-` is standard input, and a directory stands for the rollouts of a run in it. With
+/// `missing_media` rows are read whose media are missing.
 pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
     let options = ReadOptions { missing_media, ..read_options(settings) };
-    open_with(&DatasetSpec::from_files(&[input], &settings.data.roots)?, &options)
+    let files = if input.is_dir() { rollout_logs(&input)? } else { vec![input] };
+    open_with(&DatasetSpec::from_files(&files, &settings.data.roots)?, &options)
+}
+
+/// Returns the rollout logs in a run directory, or in its directory `rollouts`, in the order of their steps.
+fn rollout_logs(dir: &Path) -> Result<Vec<PathBuf>> {
+    let step = |path: &Path| -> Option<u64> {
+        path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(".jsonl")?.parse().ok()
+    };
+    for dir in [dir.to_owned(), dir.join("rollouts")] {
+        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let files = entries.flatten().filter_map(|entry| Some((step(&entry.path())?, entry.path())));
+        let mut files: Vec<(u64, PathBuf)> = files.collect();
+        files.sort();
+        if !files.is_empty() {
+            return Ok(files.into_iter().map(|(_, path)| path).collect());
+        }
+    }
+    Err(Problem::failure("the directory has no rollouts")
+        .at(dir.display().to_string())
+        .expected("a file of rows, or a run directory with `rollouts/step-N.jsonl`")
+        .into())
 }
 
 /// The training rows.
