@@ -1,4 +1,4 @@
-//! The command line: words to a verb and its resolved settings.
+//! The command line: from words to a verb and its resolved settings.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::settings::Settings;
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, deepspeed, foreign, presets, rules, values};
 
-/// What a command line asks for.
+/// Result of reading a command line.
 #[derive(Debug)]
 pub enum Parsed {
     /// Print this and stop: help, version or settings.
@@ -29,7 +29,7 @@ pub enum Parsed {
 /// Reads a command line (the program's name first) and the environment.
 ///
 /// # Errors
-/// Anything unknown, wrong, missing, contradictory or without effect; exit code 2.
+/// Settings that are unknown, wrong, missing, contradictory or without effect; exit code 2.
 pub fn parse<I, E>(args: I, environment: E) -> Result<Parsed, Problem>
 where
     I: IntoIterator<Item = OsString>,
@@ -52,7 +52,7 @@ where
     };
     entries.extend(from_matches(verb, matches));
     let mut layer = Layer::read(entries, Some(verb));
-    // Verbs whose words are a list know no stray ones.
+    // A verb that takes a list of words has no stray ones.
     let words = matches.try_get_many::<String>(STRAY).ok().flatten();
     layer.problems.extend(words.into_iter().flatten().map(|word| stray(verb, word)));
     if let (Verb::Plan, Some(flag)) = (verb, flags::find("dry_run")) {
@@ -108,10 +108,10 @@ const WRITES: &[Verb] = &[
     Verb::Demo,
 ];
 
-/// Puts defaults, preset, file and flags on top of each other and checks the result.
+/// Layers defaults, preset, file and flags, and checks the result.
 ///
 /// # Errors
-/// Everything that is unknown, wrong, contradictory or without effect.
+/// Settings that are unknown, wrong, contradictory or without effect.
 pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, Problem> {
     let text = |layer: &Layer, name: &str| {
         layer.given.iter().find(|g| g.flag.name == name).and_then(|g| match &g.value {
@@ -131,7 +131,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     }
     let defaults = values.clone();
     let mut preset_values = values.clone();
-    // A file or preset describes a run; other verbs take from it what concerns them.
+    // A file or preset describes a run; other verbs take the settings that they have.
     for layer in [preset, file, flags] {
         problems.extend(layer.problems);
         dropped.extend(layer.dropped);
@@ -167,7 +167,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
         );
     }
     for flag in flags::all().filter(|flag| flag.of_recipe) {
-        // The printed settings are complete, and read back: of two names for one thing only the given one stands there.
+        // The printed settings are complete and read back, so of two names for one thing only the given one is printed.
         let stands = flag.name == "advantage" && values.lookup("scale_rewards").is_some();
         if let (false, Some(value)) = (stands, (flag.place.get)(&settings)) {
             values.fill(flag.name, value, Origin::Recipe(settings.recipe.name));
@@ -178,7 +178,7 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     for (flag, when, overridden) in taken.flat_map(|f| [(f, f.overridden, true), (f, f.idle, false)]) {
         let Some(why) = when(&settings, verb) else { continue };
         idle.push((flag.name, why.to_owned()));
-        // A value that is the same without the user having said so changes nothing, so nothing is lost by it.
+        // A value equal to the default changes nothing.
         let same = |base: &Values, value: &Value| base.lookup(flag.name).is_some_and(|(v, _)| v == value);
         match values.lookup(flag.name).cloned() {
             Some((value, origin @ (Origin::Flag | Origin::Config(_))))
@@ -208,11 +208,14 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
         notes.push(without_counterpart(&dropped));
     }
     notes.extend(rules::doubts(verb, &settings));
+    if verb == Verb::Train {
+        notes.extend(rules::unreached_clip(&values, &settings));
+    }
     notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
 }
 
-/// Does what a DeepSpeed file asks of the optimizer's state, unless the setting is given itself or there is no GPU.
+/// Applies the offloading of a DeepSpeed file, unless the setting itself is given or the device is the CPU.
 fn offload(values: &mut Values) {
     let Some((Value::Text(path), _)) = values.lookup("deepspeed").cloned() else { return };
     let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
@@ -222,7 +225,7 @@ fn offload(values: &mut Values) {
     }
 }
 
-/// Puts the weights that name their reward into the list of all: what is printed then says each once, and reads back.
+/// Moves weights that name their reward into the list of all weights, so that the printed settings name each once.
 fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
     const NAMED: [&str; 2] = ["format_reward_weight", "accuracy_reward_weight"];
     if NAMED.iter().all(|name| values.lookup(name).is_none()) {
@@ -238,7 +241,7 @@ fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
     }
 }
 
-/// One note for all settings of other trainers that are left out.
+/// Returns one note for all settings of other trainers that are left out.
 fn without_counterpart(dropped: &[(String, String)]) -> String {
     let mut note = match dropped.len() {
         1 => "1 setting has no counterpart here and changes nothing:".to_owned(),
@@ -250,22 +253,21 @@ fn without_counterpart(dropped: &[(String, String)]) -> String {
     note
 }
 
-/// What environment and settings have to say, for `--print_config` and the log.
+/// Returns notes about environment and settings, for `--print_config` and the log.
 fn notes_of(settings: &Settings) -> Vec<String> {
     let env = &settings.env;
     let mut notes = Vec::new();
     if settings.log.report_to == [Tracker::None] {
-        notes.push("`report_to` none: metrics.jsonl is written all the same, and nothing else".into());
+        notes.push("`report_to` none: only metrics.jsonl is written".into());
     }
     if env.wandb_disabled && settings.reports_to(Tracker::Wandb) {
         notes.push("WANDB_DISABLED is on: nothing is sent to W&B".into());
     }
     if let Some(path) = &env.debug_log {
-        notes.push(format!("DEBUG_MODE is on: what rewards score is appended to {}", path.display()));
+        notes.push(format!("DEBUG_MODE is on: scored completions are appended to {}", path.display()));
     }
     if env.ds_skip_cuda_check {
-        notes
-            .push("DS_SKIP_CUDA_CHECK is on: no effect, there is no DeepSpeed and no CUDA check here".into());
+        notes.push("DS_SKIP_CUDA_CHECK is on: it has no effect, since DeepSpeed is not used".into());
     }
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));
@@ -273,7 +275,8 @@ fn notes_of(settings: &Settings) -> Vec<String> {
     notes
 }
 
-/// Where a command takes words, the one behind a switch is the switch's only if it says on or off: `watch --tui DIR`.
+/// Separates switches from the words of a command: the word behind a switch is its value only if it means on or off, as in
+/// `watch --tui DIR`.
 fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
     if !flags::all().any(|flag| flag.positional && flag.is_of(verb)) {
         return args;
@@ -302,8 +305,8 @@ fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
     out
 }
 
-/// Takes what clap does not know, or another trainer means something by, out of a command line: each with its values, up
-/// to the next flag.
+/// Takes flags that clap does not know, and those of other trainers, out of a command line, each with its values up to the
+/// next flag.
 fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
     let (mut known, mut entries) = (Vec::new(), Vec::<Entry>::new());
     let (mut apart, mut rest) = (false, false);
@@ -439,7 +442,7 @@ fn verb_command(verb: Verb, shown: Shown) -> Command {
     for (heading, flag) in common.chain(others).filter(|(_, flag)| flag.is_of(verb)) {
         let arg = argument(flag, verb, shown).help_heading(heading);
         command = command.arg(match flag.kind {
-            // For completion scripts; the help lists the names in its own way.
+            // For completion scripts; the help lists the names itself.
             Kind::Choice(names) if !lenient => arg
                 .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
                 .hide_possible_values(true),
@@ -457,7 +460,7 @@ fn verb_command(verb: Verb, shown: Shown) -> Command {
             .help("Show the settings of a first run (-h) or all of them (--help)")
             .help_heading("Help"),
     );
-    // Where words are a list there are no stray ones.
+    // A verb that takes a list of words has no stray ones.
     let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.is_of(verb);
     if lenient && !flags::all().any(|flag| words(&flag)) {
         command.arg(Arg::new(STRAY).num_args(0..))
@@ -515,7 +518,7 @@ fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
     entries
 }
 
-/// Words that belong to no flag, as the lenient parser collects them.
+/// Argument that collects words that belong to no flag.
 const STRAY: &str = "stray";
 
 fn stray(verb: Verb, word: &str) -> Problem {
@@ -525,7 +528,7 @@ fn stray(verb: Verb, word: &str) -> Problem {
         .help(format!("`omnigrpo {verb} --help` lists them"))
 }
 
-/// The verb at the start of a command line, for errors that clap raises before it tells.
+/// Returns the verb at the start of a command line, for errors that clap raises before it reports the verb.
 fn verb_of(args: &[OsString]) -> Option<Verb> {
     let words: Vec<&str> = args.iter().skip(1).take(2).filter_map(|a| a.to_str()).collect();
     Verb::ALL.iter().copied().find(|verb| words.starts_with(verb.words()))
@@ -565,7 +568,7 @@ fn help_on(mut args: Vec<OsString>) -> Result<String, Problem> {
     })
 }
 
-/// Help, or what clap objects to.
+/// Returns the help, or the problem that clap found.
 fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Problem> {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),

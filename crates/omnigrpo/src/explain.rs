@@ -5,10 +5,10 @@ use std::path::Path;
 use crate::flags::{Fallback, Flag, Kind, Names, Section, Verb};
 use crate::values::{self, Given, Origin, Raw, Resolved, Value};
 
-/// Bounds from here on only guard against overflow; nobody is told of them who has not passed them.
+/// Bounds from this one on only guard against overflow; messages name them only to a user who exceeded them.
 const UNBOUNDED: i64 = 1 << 30;
 
-/// The bound that a number passed, where [`expected`] does not show it.
+/// Returns the bound that a number exceeded, if [`expected`] does not show it.
 pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     let number: f64 = text.parse().ok()?;
     match *kind {
@@ -23,16 +23,16 @@ pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     }
 }
 
-/// The name closest to what was written, if few keys were missed.
+/// Returns the name closest to the given text, if few keystrokes differ.
 pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let text = text.replace('-', "_").to_ascii_lowercase();
-    // Long names are no licence for other words: `eval` is not a slip for `train`.
+    // The limit also holds for long names, which would otherwise match other words.
     let most = (text.chars().count() / 4).clamp(1, 3);
     let near = names.into_iter().map(|name| (strsim::osa_distance(&text, &name.replace('-', "_")), name));
     near.filter(|(distance, _)| *distance <= most).min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
 }
 
-/// How the value of a flag is written.
+/// Returns how the value of a flag is written.
 pub fn expected(kind: &Kind) -> String {
     match kind {
         Kind::Bool => "true or false".into(),
@@ -66,7 +66,7 @@ fn listed(names: Names, separator: &str) -> String {
     names().into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(separator)
 }
 
-/// The placeholder of a flag's value in the help.
+/// Returns the placeholder of a flag's value in the help.
 pub const fn placeholder(kind: &Kind) -> &'static str {
     match kind {
         Kind::Bool => "BOOL",
@@ -152,12 +152,12 @@ fn default_text(flag: &Flag, verb: Verb) -> String {
     }
 }
 
-/// A default that the table gives as text.
+/// Parses a default that the table gives as text.
 pub fn default_value(kind: &Kind, text: &str) -> Option<Value> {
     values::parse(kind, &Raw::Arguments(vec![text.to_owned()])).ok()
 }
 
-/// A default as one would type it.
+/// Writes a default as a user would type it.
 fn plain(value: &Value) -> String {
     let number = |v: &f64| {
         let text = format!("{v:?}");
@@ -172,7 +172,7 @@ fn plain(value: &Value) -> String {
     }
 }
 
-/// A YAML scalar or flow sequence that reads back as the same value, also with YAML 1.1 readers.
+/// Writes a YAML scalar or flow sequence that reads back as the same value, also in YAML 1.1.
 pub fn yaml(value: &Value) -> String {
     match value {
         Value::Bool(v) => v.to_string(),
@@ -188,7 +188,7 @@ pub fn yaml(value: &Value) -> String {
 
 fn yaml_float(v: f64) -> String {
     let text = format!("{v:?}");
-    // YAML 1.1 reads `1e-6` as a text for want of a point.
+    // YAML 1.1 reads `1e-6` as a text, since it has no point.
     match text.split_once('e') {
         Some((mantissa, exponent)) if !mantissa.contains('.') => format!("{mantissa}.0e{exponent}"),
         _ => text,
@@ -203,7 +203,7 @@ fn yaml_text(text: &str) -> String {
     if plain { text.to_string() } else { serde_json::Value::from(text).to_string() }
 }
 
-/// The resolved settings of a run as a file for `--config`, with a comment on each source.
+/// Writes the resolved settings of a run as a file for `--config`, with the source of each in a comment.
 pub fn print_config(resolved: &Resolved) -> String {
     let mut out = format!("# omnigrpo {}\n", resolved.verb.name());
     for note in &resolved.notes {
@@ -271,7 +271,7 @@ pub fn command(resolved: &Resolved) -> String {
     out
 }
 
-/// A setting's value for files: a reward's address or command may hold a password.
+/// Removes secrets from a value that is written to files: the address or command of a reward may contain a password.
 pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
     match (flag.kind, value) {
         (Kind::Specs, Value::Texts(specs)) => {
@@ -299,13 +299,14 @@ fn source(origin: &Origin) -> String {
     }
 }
 
-/// The reference page `docs/flags.md`.
+/// Writes the reference page `docs/flags.md`.
 #[cfg(test)]
 pub fn reference() -> String {
     let mut out = String::from(
         "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
          of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
-         A setting that would have no effect in the run is an error.\n",
+         A setting that can have no effect, whatever the rows and the machine, is an error. \
+         `plan` takes the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
     );
     for section in Section::ALL {
         out.push_str(&format!(

@@ -232,8 +232,25 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["sft", "--accuracy_mode", "mcq_iou"],
         &["generate", "--prompt", "Hm?", "--batch_size", "2"],
         &["generate", "--prompt", "Hm?", "--output", "o.jsonl"],
+        &["train", "--judge_model", "m", "--reward_workers", "3", "--reward_timeout_secs", "9"],
     ];
     insta::assert_snapshot!(transcript(lines));
+    printed(&["train", "--reward_funcs", "mine.py:f", "--reward_workers", "3", "--reward_timeout_secs", "9"]);
+    // Clip bounds wait for ratios other than 1: a note, since scripts of other trainers always have them.
+    let note = |args: &[&str]| {
+        let config = printed(&[&["train"], args].concat());
+        config.lines().find(|line| line.contains("no ratio is clipped")).map(str::to_owned)
+    };
+    let told = note(&["--epsilon", "0.1", "--epsilon_high", "0.28"]).unwrap();
+    assert!(told.contains("(`epsilon`, `epsilon_high`)") && told.contains("its ratio is 1"), "{told}");
+    for more in [
+        &["--epsilon", "0.2"][..],
+        &["--epsilon", "0.1", "--num_iterations", "2"],
+        &["--epsilon", "0.1", "--steps_per_generation", "2"],
+        &["--loss_type", "cispo", "--epsilon_high", "0.5"],
+    ] {
+        assert_eq!(note(more), None, "{more:?}");
+    }
     // The same value as the default changes nothing, so nothing is lost by it.
     printed(&["train", "--max_steps", "3", "--num_train_epochs", "1"]);
     printed(&["train", "--fps", "1"]);
@@ -400,8 +417,8 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     )
     .unwrap();
     let config = show(&["eval", "--config", "run.yaml"]);
-    let note = "# the file of settings is a training run's; how it samples is not taken: `num_generations` 4, \
-                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set it\n";
+    let note = "# the file of settings describes a training run, whose sampling settings are ignored: `num_generations` 4, \
+                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set them\n";
     assert!(config.contains(note), "{config}");
     for (name, value) in [("num_generations", "1"), ("temperature", "0.0")] {
         assert_eq!(setting(&config, name), format!("{name}: {value} # default"));
@@ -415,11 +432,11 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     let config = show(&["generate", "--config", "resolved.yaml"]);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 1 # default");
     assert!(
-        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set it"),
+        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set them"),
         "{config}"
     );
     assert!(
-        !show(&["score", "--config", "run.yaml"]).contains("is not taken"),
+        !show(&["score", "--config", "run.yaml"]).contains("are ignored"),
         "none of them is a setting of `score`"
     );
     // Flags count, and so does a file of evaluations.
@@ -431,7 +448,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
         .unwrap();
     let config = show(&["eval", "--config", "eval.yaml"]);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 4 # config eval.yaml:2");
-    assert!(!config.contains("not taken"));
+    assert!(!config.contains("are ignored"));
 }
 
 #[test]
@@ -449,7 +466,7 @@ fn the_environment_is_noted() {
         [
             "# omnigrpo train",
             "# WANDB_DISABLED is on: nothing is sent to W&B",
-            "# DEBUG_MODE is on: what rewards score is appended to r.log",
+            "# DEBUG_MODE is on: scored completions are appended to r.log",
             "# CUDA_VISIBLE_DEVICES=0",
         ]
     );
@@ -728,7 +745,7 @@ mod sources {
             [
                 "# omnigrpo train",
                 "# 3 settings have no counterpart here and change nothing:",
-                "#   report_to mlflow: there is no such tracker here; metrics.jsonl has every number",
+                "#   report_to mlflow: this tracker is unsupported; metrics.jsonl has every number",
                 "#   use_vllm false: completions are sampled in the same process with the trained weights",
                 "#   attn_implementation flash_attention_2: there is one attention implementation",
             ]

@@ -91,7 +91,7 @@ fn four_bits_under_adapters_and_patterns() {
             .run(&format!("train --model M {TRAIN} --max_steps 1 --output_dir no {flags}"))
             .fails(code, parts);
     };
-    fails("--load_in_4bit", 2, &["quantised weights can not be trained", "--use_peft"]);
+    fails("--load_in_4bit", 2, &["quantised weights cannot be trained", "--use_peft"]);
     fails("--use_peft --load_in_4bit --load_in_8bit", 2, &["8 and in 4 bits"]);
     fails("--lora_r 8", 2, &["lora_r", "`use_peft` is false"]);
     fails("--use_peft --lora_target_modules nothing_here", 1, &["nothing_here", "names no linear layer"]);

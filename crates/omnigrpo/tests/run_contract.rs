@@ -343,7 +343,7 @@ fn deepspeed_settings_with_offload_are_explained() {
     );
     let shown =
         place.run(&format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed offload.json")).ok().stderr;
-    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always whole";
+    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always complete";
     assert!(shown.contains(part), "{shown}");
 }
 

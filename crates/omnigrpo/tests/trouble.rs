@@ -329,7 +329,7 @@ fn a_model_that_is_cut_off_mid_run_is_told() {
     place.write("cut", "");
     let line = "train --model model --train_file rows.jsonl --max_steps 2 --num_generations 2 --gradient_accumulation_steps 1 --max_completion_length 2 --beta 0.04 --output_dir run";
     let run = || place.run_with(line, &["--reward_funcs", "mine=cmd:\"bash cut.sh\""]);
-    run().fails(1, &["a file was cut off", "put the file back as it was"]);
+    run().fails(1, &["a file was truncated", "restore the file"]);
     std::fs::remove_file(place.path("cut")).unwrap();
     std::fs::rename(place.path("kept"), place.path("model/model.safetensors")).unwrap();
     run().ok();

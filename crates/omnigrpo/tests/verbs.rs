@@ -1084,7 +1084,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     assert!(!refused.stdout.contains("pushed"));
     run(&format!("{sft} --output_dir no --push_to_hub --hub_model_id others/x"))
         .fails(1, &["status 403", "the rights"]);
-    run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["there is no `push_to_hub`"]);
+    run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["`push_to_hub` is off"]);
     run("push .").fails(2, &["no model to push"]);
     assert!(!place.exists("no"));
 
@@ -1430,4 +1430,113 @@ fn gpus_that_cannot_be_used_are_errors() {
             assert!(shown.contains(part), "`{part}` is not in\n{shown}");
         }
     }
+}
+
+/// A run's own directory is what `rewards run` scores again, in the order of its steps.
+#[test]
+fn rollouts_of_a_run_are_scored_again() {
+    let place = Place::new();
+    place
+        .run(&format!(
+            "train --model M --train_file rows.jsonl --output_dir run --reward_funcs random {SMALL}"
+        ))
+        .ok();
+    let ids: Vec<Value> = (1..=2)
+        .flat_map(|step| place.lines(&format!("run/rollouts/step-{step:06}.jsonl")))
+        .filter(|row| row["sample"] == 0)
+        .map(|row| row["id"].clone())
+        .collect();
+    assert_eq!(ids.len(), 2);
+    for input in ["run", "run/rollouts"] {
+        place
+            .run(&format!("rewards run --input {input} --output out.jsonl --reward_funcs format,length"))
+            .ok();
+        let scored = place.lines("out.jsonl");
+        assert_eq!(scored.iter().map(|row| row["id"].clone()).collect::<Vec<_>>(), ids, "{input}");
+        for row in scored {
+            assert_eq!(numbers(&row["rewards"]["format"]).len(), 2, "{row}");
+        }
+    }
+    std::fs::create_dir(place.path("empty")).unwrap();
+    place
+        .run("rewards run --input empty --output none.jsonl --reward_funcs format")
+        .fails(1, &["the directory has no rollouts", "empty", "rollouts/step-N.jsonl"]);
+
+    let card = place.text("run/README.md");
+    for part in [
+        "Trained on 1 thread of ",
+        "; the steps took ",
+        "omnigrpo train \\\n",
+        "--train_file rows.jsonl",
+        "| lr_scheduler_type | `linear` |",
+        "| epsilon | `0.2` |",
+        "| data_seed | `42` |",
+    ] {
+        assert!(card.contains(part), "{part} is not in\n{card}");
+    }
+    assert!(!card.contains("Clip {") && !card.contains(&*place.path("").to_string_lossy()), "{card}");
+}
+
+/// A judge that nobody serves is found by one question, and one that goes away ends the command after three rows.
+#[test]
+fn a_reward_that_gives_no_answer_ends_the_command() {
+    let place = Place::new();
+    let row = |id: usize| json!({"id": id, "prompt": "2+3?", "completions": ["5"]}).to_string() + "\n";
+    place.write("said.jsonl", (0..40).map(row).collect::<String>());
+    let run = |funcs: &str| {
+        place.run(&format!(
+            "rewards run --input said.jsonl --output out.jsonl --reward_timeout_secs 5 --reward_funcs {funcs}"
+        ))
+    };
+    let refused = run("judge:http://127.0.0.1:1/v1").fails(1, &["judge", "it was asked for one score"]);
+    assert!(refused.stderr.lines().count() < 12, "{}", refused.stderr);
+    // It answers the trial, then ends; so does each process after it, before its first answer.
+    place.write(
+        "once.sh",
+        "if [ -e asked ]; then echo gone >&2; exit 3; fi\ntouch asked\nread line\necho '{\"id\":0,\"rewards\":[1]}'\n",
+    );
+    let script = place.path("once.sh").display().to_string();
+    place.write("asker", format!("#!/bin/sh\n. {script}\n"));
+    std::fs::set_permissions(place.path("asker"), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
+    let gone =
+        run("cmd:./asker").fails(1, &["3 rows in a row failed alike", "`asker`", "asked about no more rows"]);
+    assert!(gone.stderr.lines().count() < 30, "{}", gone.stderr);
+    assert!(!place.exists("out.jsonl"));
+}
+
+/// How a command samples by itself, a batch of one completion, and rows by their number.
+#[test]
+fn the_console_says_what_is_not_obvious() {
+    let place = Place::new();
+    let line = "generate --model M --prompt Hm? --max_completion_length 2 --threads 1";
+    let shown = place.run(line).ok().stderr;
+    assert!(
+        shown.contains("sampling at temperature 1; `--temperature 0` takes the likeliest token"),
+        "{shown}"
+    );
+    assert!(!place.run(&format!("{line} --temperature 1")).ok().stderr.contains("sampling at"));
+
+    let shown = place.run("data check --model M --train_file rows.jsonl").ok().stdout;
+    assert!(shown.contains("(row 0, id shapes)") && shown.contains("rows count from 0"), "{shown}");
+    let train = "train --model M --train_file rows.jsonl --reward_funcs random --max_steps 1 --max_completion_length 2 --threads 1";
+    let shown = place
+        .run(&format!("{train} --output_dir one --num_generations 1 --gradient_accumulation_steps 2"))
+        .ok()
+        .stderr;
+    assert!(shown.contains("a step takes 2 prompts of 1 completion\n"), "{shown}");
+    assert!(shown.contains("device: cpu"), "{shown}");
+
+    // Sound is for families that take it.
+    for flags in ["--use_audio_in_video true", "--missing_audio silence", "--audio_folders sounds"] {
+        let name = flags.split(' ').next().unwrap().trim_start_matches("--");
+        place
+            .run(&format!("{train} --output_dir two {flags}"))
+            .fails(2, &[&format!("`{name}` has no effect on qwen2_5_vl"), "takes no sound"]);
+    }
+    place
+        .run(&format!("{train} --output_dir two --tune_gate true"))
+        .fails(1, &["--tune_gate", "the projector of this family has no gate"]);
+    let shown = place.run(&format!("{train} --output_dir two --device cpu --offload_optimizer true"));
+    shown.fails(2, &["`offload_optimizer` has no effect", "`device` is cpu"]);
 }

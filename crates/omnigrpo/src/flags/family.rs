@@ -23,43 +23,46 @@ fn prompt_forms() -> Vec<(&'static str, &'static str)> {
 pub const FLAGS: &[Flag] = &[
     row("vision_tower", Text, of_family!("vision_tower"), MODEL)
         .help(
-            "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face \
-             cache. Weights in the checkpoint itself win.",
+            "HumanOmni: directory of the SigLIP tower, or its name in the local Hugging Face cache. Weights in \
+             the checkpoint itself take precedence.",
         )
         .unset("config.json's mm_vision_tower")
         .free(LOOP),
     row("audio_tower", Text, of_family!("audio_tower"), MODEL)
-        .help("The same for its Whisper encoder.")
+        .help("HumanOmni: directory of the Whisper encoder, or its name in the local Hugging Face cache. Weights \
+             in the checkpoint itself take precedence.")
         .unset("config.json's mm_audio_tower")
         .free(LOOP),
     row("bert", Text, of_family!("bert"), MODEL)
-        .help("The same for the BERT that reads the question; its tokenizer is always taken from here.")
+        .help("HumanOmni: directory of the BERT that reads the question, or its name in the local Hugging Face \
+             cache. Weights in the checkpoint take precedence; the tokenizer always comes from here.")
         .unset("config.json's mm_text_tower, else bert-base-uncased")
         .free(LOOP),
     row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
-        .help("Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is.")
+        .help("HumanOmni: compress visual tokens. Every fourth frame stays as it is, the others are reduced to \
+             half the side.")
         .unset("config.json's, else false"),
     row("prompt_form", Choice(prompt_forms), of_family!("prompt_form"), ROWS)
         .help(
-            "How HumanOmni prompts are written: as in its supervised training and inference, or as \
-             the original GRPO trainer did.",
+            "HumanOmni: write prompts as in its supervised training and inference, or as the original GRPO \
+             trainer did.",
         )
         .unset("config.json's, else sft"),
     row("tune_gate", Bool, at!(selection.gate), STEPS)
         .help(
-            "Train the gate between the branches of HumanOmni's projector; it can be trained without \
-             the projector, or stay as it is.",
+            "HumanOmni: train the gate between the branches of the projector. It can be trained without the \
+             projector, or stay fixed while the projector is trained.",
         )
         .unset("`tune_mm_mlp`"),
     row("tune_bert", Bool, at!(selection.instruction), STEPS)
-        .help("Train the text encoder that steers HumanOmni's projector."),
+        .help("HumanOmni: train the text encoder that steers the projector."),
     row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
         .help(
-            "Most tiles of an image, for models that cut images into tiles (InternVL): each costs \
-             vision tokens. The whole image comes as one more.",
+            "Families that cut images into tiles (InternVL): most tiles of an image, each of which costs \
+             vision tokens. The complete image is one tile more.",
         )
         .unset("the checkpoint's; 12 for InternVL"),
     row("layout", Choice(layouts), at!(model.layout), &[Export])
-        .help("Layout to write, for families that are published in two (InternVL).")
+        .help("Layout to write, for families that are published in two layouts (InternVL).")
         .unset("as it is"),
 ];

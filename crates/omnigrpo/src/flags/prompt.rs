@@ -17,9 +17,9 @@ pub const FLAGS: &[Flag] = &[
         .unset("none"),
     row("max_prompt_length", int(1, COUNT), at!(prompts.max_prompt_length), RUNS_ROWS)
         .help(
-            "Most tokens of a prompt, features of media included. HumanOmni counts each medium as one \
-             token, as R1-Omni's trainer does. A longer prompt is a bad row; it is never cut, since a cut \
-             prompt trains on the wrong question.",
+            "Most tokens of a prompt, media included. HumanOmni counts each medium as one token, as R1-Omni's \
+             trainer does. A longer prompt is a bad row; it is never truncated, since a truncated prompt trains \
+             on the wrong question.",
         )
         .alias(&["model_max_length"])
         .unset("the model's limit"),

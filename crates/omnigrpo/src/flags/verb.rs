@@ -9,9 +9,9 @@ pub enum Verb {
     Plan,
     /// Supervised fine-tuning.
     Sft,
-    /// Completions for rows or for one prompt.
+    /// Sampling completions for rows or for one prompt.
     Generate,
-    /// Log-probabilities of given completions.
+    /// Computing log-probabilities of given completions.
     Score,
     /// Evaluation on a dataset.
     Eval,
@@ -51,7 +51,7 @@ use Verb::{
 };
 
 impl Verb {
-    /// Every verb, in the order of the help; those without settings worth a file are the last four.
+    /// Every verb, in the order of the help. The last four take no file of settings.
     pub const ALL: &'static [Self] = &[
         Train,
         Plan,
@@ -75,7 +75,7 @@ impl Verb {
         Man,
     ];
 
-    /// The words that name the verb on the command line.
+    /// Returns the words that name the verb on the command line.
     pub const fn words(self) -> &'static [&'static str] {
         match self {
             Train => &["train"],
@@ -109,36 +109,38 @@ impl Verb {
         }
     }
 
-    /// The verb as typed, e.g. `data check`.
+    /// Returns the verb as typed, e.g. `data check`.
     pub fn name(self) -> String {
         self.words().join(" ")
     }
 
-    /// One line for the help.
+    /// Returns one line for the help.
     pub const fn about(self) -> &'static str {
         match self {
             Train => {
                 "Train a checkpoint with GRPO: sample a group of answers per question, score them, improve"
             }
             Plan => "Print the memory that `train` with these settings takes, and which settings make it fit",
-            Sft => "Fine-tune a checkpoint on the answers a dataset gives",
+            Sft => "Fine-tune a checkpoint on the answers of a dataset",
             Generate => "Write completions for rows of a file, or for one prompt on the terminal",
             Score => "Write the log-probability of every token of given completions",
             Eval => "Evaluate a checkpoint on a dataset: rewards, accuracy, tables per category",
             DataCheck => "Read every row and medium header; report all problems and the longest prompts",
             DataShow => "Print the rendered prompt, frame times, sizes and token counts of a row",
-            DataConvert => "Convert a published dataset to rows this program reads",
+            DataConvert => "Convert a published dataset to rows that this program reads",
             RewardsList => "List the reward functions with their ranges and sources",
             RewardsRun => "Score rows that carry completions with reward functions",
             Export => "Write a checkpoint in another form: an adapter merged into it, another layout",
             Push => "Push a run directory, checkpoint or adapter to a repository of the Hugging Face hub",
             Doctor => "Check this machine and, if given, a checkpoint directory",
             Demo => "Train the embedded small model on a generated visual task and show before and after",
-            Bench => "Measure a training step of a random model beside what this machine can do",
+            Bench => {
+                "Measure a training step of a random model and compare it with the limits of this machine"
+            }
             Watch => {
                 "Show runs as a page on this machine: curves, completions, evaluations, live while they train"
             }
-            Report => "Write a run as one HTML file to hand around, and its curves as SVG",
+            Report => "Write a run as one HTML file that can be shared, and its curves as SVG",
             Completions => "Print the completion script of a shell",
             Man => "Write the manual pages into a directory",
         }

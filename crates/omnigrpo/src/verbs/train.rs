@@ -197,6 +197,9 @@ fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
 fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
     environment(context);
     let devices = [context.device()?, context.reference_device()?];
+    if devices[0] == Device::Cpu && settings.optimizer.offload {
+        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
+    }
     let checkpoint = context.checkpoint()?;
     setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
