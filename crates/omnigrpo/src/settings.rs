@@ -278,7 +278,7 @@ pub struct Log {
 /// Every setting of one run.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// What the verb reads and writes.
+    /// Input and output of the verb.
     pub io: Io,
     /// The checkpoint.
     pub model: ModelSource,
@@ -788,13 +788,14 @@ mod tests {
     #[test]
     fn rewards_get_their_settings() {
         let s = train(
-            "format_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\nreward_workers: 3\nreward_weights: [2, 1]\nmax_completion_length: 100",
+            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\n\
+             reward_workers: 3\nreward_weights: [2, 1, 0]\nmax_completion_length: 100",
         );
         let options = s.rewards.options;
         assert_eq!((options.format_mode, options.accuracy_mode), (FormatMode::Graded, AccuracyMode::McqIou));
         assert_eq!((options.max_completion_tokens, options.overlong_cache_tokens), (100, 20));
         assert_eq!(options.external.timeout, Duration::from_millis(1500));
-        assert_eq!((options.external.pool_size, options.weights), (3, vec![2.0, 1.0]));
+        assert_eq!((options.external.pool_size, options.weights), (3, vec![2.0, 1.0, 0.0]));
     }
 
     #[test]

@@ -27,7 +27,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// The error of a command line that must be refused as a usage error.
+/// Returns the error of a command line that must be refused as a usage error.
 fn refused(args: &[&str]) -> String {
     let output = run(args);
     assert_eq!(output.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&output.stdout));
@@ -35,13 +35,13 @@ fn refused(args: &[&str]) -> String {
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// Command lines that must be refused, each with its error.
+/// Writes command lines that must be refused, each with its error.
 fn transcript(lines: &[&[&str]]) -> String {
     let one = |args: &&[&str]| format!("$ omnigrpo {}\n{}", args.join(" "), refused(args));
     lines.iter().map(one).collect::<Vec<_>>().join("\n")
 }
 
-/// The line of a setting in `--print_config`, without the padding.
+/// Returns the line of a setting in `--print_config`, without the padding.
 fn setting(config: &str, name: &str) -> String {
     let line = config.lines().find(|l| l.trim_start_matches("# ").starts_with(&format!("{name}:"))).unwrap();
     line.split_whitespace().collect::<Vec<_>>().join(" ")
@@ -51,7 +51,7 @@ fn printed(args: &[&str]) -> String {
     stdout(&run(&[args, &["--print_config"]].concat()))
 }
 
-/// The values of `--print_config` without comments.
+/// Returns the values of `--print_config` without comments.
 fn values(config: &str) -> String {
     let settings = config.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
     settings.map(|line| format!("{}\n", line.rsplit_once(" # ").unwrap().0.trim_end())).collect()
@@ -66,12 +66,12 @@ fn help_lists_the_commands_and_their_flags_by_section() {
     insta::assert_snapshot!("data_convert_help", stdout(&run(&["data", "convert", "--help"])));
 }
 
-/// Flags that a help text lists, without dashes.
+/// Returns the flags that a help text lists, without dashes.
 fn listed_flags(help: &str) -> Vec<&str> {
     help.lines().filter_map(|line| line.strip_prefix("      --")?.split(' ').next()).collect()
 }
 
-/// The commands with their words, as the help of the program lists them.
+/// All commands.
 const COMMANDS: [&str; 20] = [
     "train",
     "plan",
@@ -236,7 +236,7 @@ fn settings_without_effect_and_contradictions_are_refused() {
     ];
     insta::assert_snapshot!(transcript(lines));
     printed(&["train", "--reward_funcs", "mine.py:f", "--reward_workers", "3", "--reward_timeout_secs", "9"]);
-    // Clip bounds wait for ratios other than 1: a note, since scripts of other trainers always have them.
+    // Clip bounds without effect give a note, since scripts of other trainers always have them.
     let note = |args: &[&str]| {
         let config = printed(&[&["train"], args].concat());
         config.lines().find(|line| line.contains("no ratio is clipped")).map(str::to_owned)
@@ -251,10 +251,10 @@ fn settings_without_effect_and_contradictions_are_refused() {
     ] {
         assert_eq!(note(more), None, "{more:?}");
     }
-    // The same value as the default changes nothing, so nothing is lost by it.
+    // A value equal to the default changes nothing.
     printed(&["train", "--max_steps", "3", "--num_train_epochs", "1"]);
     printed(&["train", "--fps", "1"]);
-    // What is right decides about lengths, too.
+    // Rewards of length depend on right answers as well.
     for reward in ["length", "cosine"] {
         let config = printed(&["train", "--reward_funcs", reward, "--accuracy_mode", "emotion"]);
         assert_eq!(setting(&config, "accuracy_mode"), "accuracy_mode: [emotion] # flag");
@@ -346,7 +346,7 @@ fn a_printed_configuration_reads_back_as_itself() {
         "--resume_from_checkpoint",
         "false",
     ];
-    // `replay` samples nothing, so the preset's top_p is dropped.
+    // `replay` samples nothing, so the top_p of the preset is dropped.
     let extra: Vec<&str> =
         extra.iter().copied().filter(|a| !["--stop_strings", "no", "a\nb \"c\" # d"].contains(a)).collect();
     for args in [
@@ -405,7 +405,7 @@ fn a_file_for_training_serves_other_commands() {
     assert!(!config.contains("beta"));
 }
 
-/// How a run samples for training is no way to evaluate its model.
+/// The sampling settings of a training run are not used for its evaluation.
 #[test]
 fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     let dir = tempfile::tempdir().unwrap();
@@ -425,7 +425,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     }
     assert_eq!(setting(&config, "max_completion_length"), "max_completion_length: 99 # config run.yaml:7");
     assert_eq!(setting(&config, "batch_size"), "batch_size: 3 # config run.yaml:8");
-    // What the run resolved, as its directory has it, is the same.
+    // The resolved settings in a run directory give the same result.
     std::fs::write(dir.path().join("resolved.yaml"), show(&["train", "--config", "run.yaml"])).unwrap();
     let config = show(&["eval", "--config", "resolved.yaml"]);
     assert!(config.contains(note), "{config}");
@@ -439,7 +439,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
         !show(&["score", "--config", "run.yaml"]).contains("are ignored"),
         "none of them is a setting of `score`"
     );
-    // Flags count, and so does a file of evaluations.
+    // Flags apply, and so does a file for evaluations.
     let flags = ["eval", "--config", "run.yaml", "--num_generations", "2", "--temperature", "0.5"];
     let config = show(&flags);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 2 # flag");
@@ -472,7 +472,7 @@ fn the_environment_is_noted() {
     );
 }
 
-/// The values that the source systems document, by name as `--print_config` shows them.
+/// Values that the source systems document, by their names in `--print_config`.
 #[test]
 fn presets_are_pinned_to_their_sources() {
     let video = [
@@ -590,8 +590,7 @@ fn presets_show_the_values_of_their_sources() {
     insta::assert_snapshot!("print_config_defaults", printed(&["train"]));
 }
 
-/// The command lines of the source systems as published, with `omnigrpo train --preset …` in place of the launcher and
-/// the script; variables of the scripts are filled in.
+/// Published command lines are accepted, with the notes that they get.
 mod sources {
     use super::*;
     use published::*;
@@ -600,7 +599,7 @@ mod sources {
         ["train", "--preset", preset].into_iter().chain(line.split_whitespace()).collect()
     }
 
-    /// The notes of a command line that must be accepted, and the settings that matter.
+    /// Returns the notes of a command line that must be accepted, and some of its settings.
     fn accepted(preset: &str, line: &str, settings: &[&str]) -> String {
         let config = printed(&words(preset, line));
         let mut out: String =
@@ -639,7 +638,7 @@ mod sources {
         insta::assert_snapshot!("source_video_readme", accepted("qwen-mcq", VIDEO_README, &of));
         let of = ["torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_no_think", accepted("qwen-mcq", &NO_THINK.line(), &of));
-        // Both sample one completion of a question: the note says what that means for each advantage.
+        // Both sample one completion per question: the note explains the effect on each advantage.
         let of =
             ["num_generations", "advantage", "torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_actions", accepted("qwen-video", &ACTIONS.line(), &of));
@@ -659,7 +658,7 @@ mod sources {
         insta::assert_snapshot!("source_internvl", accepted("vivqa-x", INTERNVL, &of));
         insta::assert_snapshot!("source_internvl_explained", accepted("vivqa-x", INTERNVL_EXPLAINED, &of));
         insta::assert_snapshot!("source_adapters", accepted("vivqa-x", ADAPTERS, &["lora_r", "torch_dtype"]));
-        // The README's example of a reward of one's own is one name short of a program.
+        // The README's example of a custom reward gives a name without a program.
         let mine = INTERNVL.replace("accuracy format", "accuracy format explanation my_new_reward");
         let error = refused(&[words("vivqa-x", &mine), vec!["--print_config"]].concat());
         assert!(error.contains("`my_new_reward`") && error.contains("`cmd:PROGRAM`"), "{error}");
@@ -771,7 +770,7 @@ fn a_launcher_with_several_processes_is_refused() {
         let got = format!("got: {variable}=2");
         assert!(error.contains("a launcher started several processes") && error.contains(&got), "{error}");
     }
-    // One process of a launcher is as good as none, and what writes nothing may be started as often as one likes.
+    // A launcher with one process is accepted, and so are several processes of a command that writes nothing.
     let dir = tempfile::tempdir().unwrap();
     let output = run_in(dir.path(), &[("WORLD_SIZE", "1"), ("HF_HUB_OFFLINE", "1")], &args);
     assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
@@ -809,7 +808,7 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
         String::from_utf8(run_in(dir.path(), &[], &["watch", "x", "--dashbord_port", "1"]).stderr).unwrap();
     assert!(error.contains("dashboard_port"), "{error}");
 
-    // A switch takes no directory for its value, and in a pipe there is a line per step.
+    // A switch does not take a directory as its value. A pipe gets one line per step.
     for words in [&["watch", "--tui", "mine, yours"][..], &["watch", "--tui", "true", "mine, yours"]] {
         let mut watch = command(dir.path(), &[], words).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
@@ -842,7 +841,7 @@ fn completions_and_manual_pages_know_every_flag() {
     for (words, page) in
         [(vec!["train"], "omnigrpo-train.1"), (vec!["data", "check"], "omnigrpo-data-check.1")]
     {
-        // A page escapes dashes, and `--help` lists every flag of the table.
+        // Manual pages escape dashes. `--help` lists every flag of the table.
         let page = std::fs::read_to_string(man.join(page)).unwrap().replace("\\-", "-");
         let help = stdout(&run(&[words, vec!["--help"]].concat()));
         let flags: Vec<&str> =

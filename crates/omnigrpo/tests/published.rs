@@ -7,19 +7,30 @@ mod published;
 mod support;
 
 use std::fs;
+use std::path::Path;
 
 use published::{ACTIONS, ADAPTERS, INTERNVL, NO_THINK, R1_OMNI};
 use serde_json::{Value, json};
 use support::{Place, golden};
 
+/// Copies a directory.
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let file = entry.unwrap().path();
+        let target = to.join(file.file_name().unwrap());
+        if file.is_dir() {
+            copy(&file, &target);
+        } else {
+            fs::copy(&file, target).unwrap();
+        }
+    }
+}
+
 /// Copies a tiny checkpoint to `model`, with room for the published lengths, and the files that the scripts name.
 fn place(checkpoint: &str) -> Place {
     let place = Place::new();
-    fs::create_dir(place.path("model")).unwrap();
-    for entry in fs::read_dir(golden("checkpoints").join(checkpoint)).unwrap() {
-        let file = entry.unwrap().path();
-        fs::copy(&file, place.path("model").join(file.file_name().unwrap())).unwrap();
-    }
+    copy(&golden("checkpoints").join(checkpoint), &place.path("model"));
     let config = place.text("model/config.json");
     let roomy = config.replace("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 4096");
     assert_ne!(config, roomy, "{checkpoint}");
@@ -45,7 +56,7 @@ struct Numbers {
     length: u64,
 }
 
-/// Replaces the model, and a number of steps where the script has one.
+/// Replaces the model, and the number of steps if the script has one.
 fn shortened(line: &str) -> String {
     let mut words: Vec<&str> = line.split_whitespace().collect();
     let mut set = |name: &str, value: &'static str| {
@@ -56,7 +67,7 @@ fn shortened(line: &str) -> String {
     set("--model_name_or_path", "model").unwrap();
     set("--push_to_hub", "false");
     let has_steps = set("--max_steps", "1").is_some();
-    // Where the model of one's own goes is no matter of a run that is not pushed.
+    // A run that is not pushed takes no repository.
     if let Some(at) = words.iter().position(|word| *word == "--hub_model_id") {
         words.drain(at..at + 2);
     }
@@ -77,9 +88,9 @@ fn one_step(place: &Place, preset: &str, line: &str, numbers: &Numbers) -> Vec<V
     }
     let rollouts = place.lines(&format!("{dir}/rollouts/step-000001.jsonl"));
     assert_eq!(rollouts.len(), numbers.prompts * numbers.generations, "{}", ran.stderr);
-    let lengths: Vec<u64> = rollouts.iter().map(|row| row["num_tokens"].as_u64().unwrap()).collect();
+    let lengths: Vec<u64> = rollouts.iter().map(|row| row["length"].as_u64().unwrap()).collect();
     let longest = *lengths.iter().max().unwrap();
-    // A model of random weights ends one completion of 320 tokens by chance; of several, one is long.
+    // A model of random weights ends a completion after 320 tokens on average, so one of several is long.
     assert!(longest <= numbers.length && longest > numbers.length / 4, "{lengths:?}");
     assert!(
         place.exists(&format!("{dir}/model.safetensors"))
@@ -88,7 +99,7 @@ fn one_step(place: &Place, preset: &str, line: &str, numbers: &Numbers) -> Vec<V
     rollouts
 }
 
-/// Rows in the form of R1-Omni's annotations.
+/// Writes rows in the form of R1-Omni's annotations.
 fn emotions(media: &Value) -> String {
     let question = "As an emotional recognition expert; throughout the video, which emotion conveyed by the characters is \
                     the most obvious to you?";
@@ -118,7 +129,7 @@ fn r1_v_on_qwen2_vl() {
     one_step(&place, "r1-v", R1_OMNI, &Numbers { prompts: 2, generations: 8, length: 512 });
 }
 
-/// Frames of a step of assembly, of which the answer names the actions.
+/// Writes rows about the actions in a clip, and their registry.
 fn actions(place: &Place, name: &str) {
     place.write(
         "dataset_registry.yaml",
@@ -148,7 +159,7 @@ fn qwen_mcq_on_qwen2_5_vl() {
     one_step(&place, "qwen-mcq", &NO_THINK.line(), &numbers);
 }
 
-/// Rows of the converted ViVQA-X, and pictures under COCO's names.
+/// Writes rows of the converted ViVQA-X, and pictures with COCO's names.
 fn vivqa(place: &Place) {
     fs::create_dir_all(place.path("COCO_Images/train2014")).unwrap();
     fs::create_dir(place.path("data")).unwrap();

@@ -667,7 +667,7 @@ pub(super) const TABLE: &[Row] = &[
 
 /// Splits a word `group.name=value` of verl or EasyR1.
 pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
-    const GROUPS: [&str; 14] = [
+    const GROUPS: [&str; 16] = [
         "data",
         "algorithm",
         "worker",
@@ -682,6 +682,8 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
         "global_profiler",
         "skip",
         "sandbox_fusion",
+        "ray_kwargs",
+        "ray_init",
     ];
     let (name, value) = word.split_once('=')?;
     let name = name.trim_start_matches('+');

@@ -14,14 +14,14 @@ use super::{Context, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Prompts whose length is shown.
+/// Number of prompts whose length is shown.
 const SHOWN_LONGEST: usize = 5;
-/// Prompts that are known to be the longest: enough for a large step.
+/// Number of longest prompts to find, enough for a large step.
 const LONGEST: usize = 64;
-/// Problems that are printed; the file of a run has all of them.
+/// Number of problems to print; the file of a run has all of them.
 const SHOWN: usize = 20;
 
-/// Which rows are checked, as messages name them.
+/// Kinds of rows, as messages name them.
 const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
 
@@ -45,7 +45,7 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
         let mut out = describe(which, &report, &dataset, prompts.is_some());
         if let Some(survey) = &survey {
-            // Rows for supervised training are no mistake for want of a ground truth.
+            // Rows for supervised training may lack a ground truth.
             let idle = idle(&survey.seen(), &dataset)
                 .map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
             for line in warnings(&survey.seen(), settings).into_iter().chain(idle) {
@@ -66,16 +66,16 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         .into())
 }
 
-/// What the check of training rows found.
+/// Result of the check of training rows.
 #[derive(Default)]
 pub struct Checked {
     /// Rows that must never be drawn, with their reasons.
     pub bad: Vec<(u64, String, String)>,
-    /// The rows with the longest prompts, longest first.
+    /// Rows with the longest prompts, longest first.
     pub longest: Vec<u64>,
 }
 
-/// The check of training rows. With `rewards` each is asked about every row.
+/// Checks training rows. With `rewards`, every reward is asked about every row.
 pub fn check_before(
     settings: &Settings,
     context: &Context,
@@ -101,7 +101,7 @@ pub fn check_before(
     })
 }
 
-/// The check of rows that a training run evaluates on. Each evaluation skips those that cannot be used.
+/// Checks the evaluation rows of a training run. Each evaluation skips unusable rows.
 pub fn check_held_out(
     settings: &Settings,
     context: &Context,
@@ -112,7 +112,7 @@ pub fn check_held_out(
     tolerable(EVALUATION, settings, context, dataset, prompts, cache, None).map(drop)
 }
 
-/// The report, unless too many rows cannot be used.
+/// Returns the report, or an error if too many rows are unusable.
 fn tolerable(
     which: &str,
     settings: &Settings,
@@ -140,7 +140,7 @@ fn tolerable(
     Ok(report)
 }
 
-/// Where not one medium of a kind was found, its folder is wrong rather than the rows.
+/// Returns advice about a folder if no medium of a kind was found: the folder is then wrong rather than the rows.
 fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
     [(MediumKind::Image, c.images), (MediumKind::Video, c.videos), (MediumKind::Audio, c.audios)]
@@ -153,13 +153,12 @@ fn folders_help(report: &Report) -> Option<String> {
         })
 }
 
-/// A reward that applies to none of the rows, where these are not checked: rows are read until each applies to one.
+/// Reports a reward that applies to none of the rows, if the rows were not checked: reads rows until each reward applies to one.
 pub fn ask_unchecked(dataset: &Dataset, rows: &[u64], rewards: &RewardSet) -> Option<Problem> {
     idle(&Survey::new(rewards).ask_until_none_is_idle(dataset, rows), dataset)
 }
 
-/// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
-/// returned.
+/// Asks the rewards about evaluation rows. Prints rows that they cannot score, and returns a reward that applies to none.
 pub fn ask_before_evaluation(
     context: &Context,
     dataset: &Dataset,
@@ -253,7 +252,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
     out
 }
 
-/// Prints what the model will see of a row.
+/// Prints the prompt of a row as the model gets it.
 pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     let prompts = setup::prompts(settings, context.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
@@ -262,7 +261,7 @@ pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     };
     for row in settings.io.row..settings.io.row + settings.io.num_rows {
         if row >= dataset.len() {
-            return Err(Problem::usage(format!("there is no row {row}"))
+            return Err(Problem::usage(format!("row {row} does not exist"))
                 .expected(format!("0 to {}", dataset.len().saturating_sub(1)))
                 .at("--row")
                 .into());
@@ -299,7 +298,7 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(format), Some(input), Some(output)) =
         (&settings.io.format, &settings.io.input, &settings.io.output)
     else {
-        return Err(Problem::usage("something to convert is missing")
+        return Err(Problem::usage("nothing to convert")
             .expected("`data convert FORMAT --input FILE --output FILE`")
             .into());
     };

@@ -1,5 +1,5 @@
-//! Settings that the family of the model does not read: which one it is only its `config.json` tells, so they are looked at
-//! when a command starts.
+//! Settings that the family of the model does not read. Only `config.json` names the family, so they are checked when a command
+//! starts.
 
 use anyhow::Result;
 
@@ -12,13 +12,13 @@ use crate::settings::Settings;
 use crate::values::{Origin, Resolved, Value, Values};
 use crate::wording::{flag_at, worded};
 
-/// Settings about sound, of which a family that takes none reads none.
+/// Settings about sound, without effect on a family that takes no sound.
 const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
 
-/// The settings without those that have no effect on this model. From a preset they are dropped, which a note says.
+/// Removes settings without effect on this model if they come from a preset, with a note.
 ///
 /// # Errors
-/// A setting without effect that was given by flag or file, with a value other than its default and the preset's.
+/// A setting without effect that was given by flag or file, with a value other than its default and that of the preset.
 pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
@@ -47,7 +47,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         }
         let name = match (origin, preset_of(resolved)) {
             (Origin::Preset(name), _) => Some(name.as_str()),
-            // Launch scripts repeat what their preset says.
+            // Launch scripts repeat values of their preset.
             (_, Some(name)) => presets::layer(name, resolved.verb)
                 .given
                 .iter()

@@ -15,7 +15,7 @@ use crate::problem::Problem;
 use crate::settings::{Keep, Settings};
 use crate::wording::worded;
 
-/// The table of rewards.
+/// Prints the table of rewards.
 pub fn list() -> Result<()> {
     let mut out = String::new();
     let columns = stdout_columns().unwrap_or(80);
@@ -24,19 +24,19 @@ pub fn list() -> Result<()> {
     let rows: Vec<_> = rewards.chain(scorers).collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
     for (mut name, doc, source) in rows {
-        // What goes on below is indented by two columns.
+        // Continuation lines are indented by two columns.
         for line in wrap(&format!("{doc} [{source}]"), columns.saturating_sub(width + 2)).lines() {
             let gap = if name.is_empty() { "" } else { "  " };
             out.push_str(&format!("{name:width$}{gap}{line}\n"));
             name = "";
         }
     }
-    let others = "Also the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    let others = "A reward can also be the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
     out.push_str(&format!("\n{}\n", wrap(others, columns)));
     print(&out)
 }
 
-/// Scores rows that carry completions, and sums them up as an evaluation.
+/// Scores rows with completions and summarises them as an evaluation.
 pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(input), Some(output)) = (&settings.io.input, &settings.io.output) else {
         return Err(Problem::usage("nothing to score")
@@ -44,7 +44,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    // A reward that looks at media says itself what it cannot open.
+    // A reward that reads media reports the files that it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
     super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
@@ -52,7 +52,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
-        return Err(Problem::usage("no reward looks at answers, so none can tell which are right")
+        return Err(Problem::usage("no reward compares answers, so none can tell which are right")
             .at("--keep")
             .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
             .expected("`accuracy` or one of its rules among them, or `best`, or a number")
@@ -119,7 +119,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }
 
-/// The completions of a row that are kept; `right` is the reward that looks at answers, and from when on they are right.
+/// Returns the completions of a row that are kept; `right` is the reward that compares answers, and its threshold.
 fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<Item = usize> {
     let scores: &[Option<f64>] = match (keep, right) {
         (Keep::Passed, Some((name, _))) => row.rewards.get(name).map_or(&[], Vec::as_slice),
@@ -135,8 +135,7 @@ fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<
     good.map(|(index, _)| index).take(most).collect::<Vec<_>>().into_iter()
 }
 
-/// Rows that are scored together, so that a program or an endpoint gets its requests filled and spread over its
-/// workers.
+/// Rows that are scored together, so that requests to a program or an address are full and spread over its workers.
 const BATCH_ROWS: usize = 64;
 
 type Scored<'a> = (&'a Sample, &'a [Completion]);
@@ -162,8 +161,8 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     Ok((sample, completions))
 }
 
-/// Asks the rewards about the first row that can be read, so that one that cannot be started or reached fails the command
-/// at once and not each row.
+/// Asks the rewards about the first row that can be read, so that a reward that cannot be started or reached fails the command
+/// immediately instead of each row.
 fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
         return Ok(());
@@ -175,11 +174,11 @@ fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
     })
 }
 
-/// Rows with the same failure, one after the other, after which a reward outside of this process counts as gone.
+/// Number of consecutive rows with the same failure after which a reward outside of this process counts as gone.
 const GIVEN_UP_AFTER: usize = 3;
 
-/// Scores rows together; where that fails each alone, so that an error is that of its row. A reward that no longer answers
-/// is an error of the command.
+/// Scores rows together; if that fails, each alone, so that an error belongs to its row. A reward that no longer answers is an
+/// error of the command.
 fn score_rows(
     rows: &[Scored<'_>],
     rewards: &RewardSet,
@@ -208,7 +207,7 @@ fn score_rows(
                 refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
                 refusals.extend(refusal);
                 if refusals.len() == GIVEN_UP_AFTER {
-                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} rows in a row failed alike"))
+                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} consecutive rows failed alike"))
                         .at("--reward_funcs")
                         .got(refusals.swap_remove(0))
                         .help("the reward is asked about no more rows, and nothing is written")

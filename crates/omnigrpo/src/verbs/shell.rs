@@ -1,4 +1,4 @@
-//! `completions` and `man`: the flag table for shells and for `man`.
+//! `completions` and `man`: the flag table for shells and as manual pages.
 
 use std::path::Path;
 
@@ -30,5 +30,5 @@ pub fn man(settings: &Settings) -> Result<()> {
                 .got(e.to_string())
                 .expected("a directory that can be written to")
         })?;
-    print(&format!("manual pages are in {}; `man -l` shows one\n", directory.display()))
+    print(&format!("the manual pages are in {}; `man -l` shows one\n", directory.display()))
 }

@@ -21,7 +21,7 @@ pub const VIDEO_README: &str = "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct
     --per_device_train_batch_size 1 --grpo_alpha 0.5 --grpo_beta 0.1 --format_reward_weight 0.3 \
     --accuracy_reward_weight 0.7 --grpo_sample_size 4 --report_to wandb --run_name video-grpo-experiment";
 
-/// `train_grpo.sh` in its three forms: values that differ, and what one of them adds.
+/// `train_grpo.sh` in its three versions: values that differ, and the additions of one of them.
 pub struct Qwen {
     pub model: &'static str,
     pub dataset: &'static str,
@@ -117,7 +117,7 @@ pub const INTERNVL: &str = "--use_vllm False --output_dir checkpoints/rl/InternV
     --dataset-name this_is_not_used --deepspeed local_scripts/zero2.json --learning_rate 2e-5 \
     --freeze_vision_modules true --push_to_hub true --hub_model_id TSunm/InternVL3-1B-ViVQA-X";
 
-/// The same script later, with all rewards of its README.
+/// A later version of that script, with all rewards of its README.
 pub const INTERNVL_EXPLAINED: &str = "--use_vllm False --output_dir checkpoints/rl/InternVL3-1B-ViVQA-X-101 \
     --resume_from_checkpoint False --model_name_or_path OpenGVLab/InternVL3-1B \
     --data_file_paths data/ViVQA-X_train_grpo.jsonl --image_folders COCO_Images/train2014 \

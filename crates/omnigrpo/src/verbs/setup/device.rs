@@ -1,4 +1,4 @@
-//! Where a model runs.
+//! Devices of models.
 
 use std::path::Path;
 
@@ -34,14 +34,14 @@ pub fn open_device(
             found => {
                 let opened = found.map_err(omnigrpo_ops::Error::from).and_then(|_| open(0, settings));
                 let (device, card) = opened.map_err(|error| {
-                    cannot(&error).at(format!("{flag} auto")).help("`--device cpu` does without the GPU")
+                    cannot(&error).at(format!("{flag} auto")).help("`--device cpu` needs no GPU")
                 })?;
-                Ok((device, format!("{card}, the first GPU there is")))
+                Ok((device, format!("{card}, the first GPU")))
             }
         },
         DeviceChoice::Emulated => match Device::emulator() {
             Some(device) => Ok((device, "a GPU's kernels on the CPU, for tests".into())),
-            None => Err(Problem::usage("this build has no emulator of GPUs, which is for tests")
+            None => Err(Problem::usage("this build has no emulator of GPUs, which only tests use")
                 .at(format!("{flag} emulated"))
                 .expected("`auto`, `cpu`, `cuda`, or `cuda:N`")),
         },
@@ -61,7 +61,7 @@ fn lists_nvidia_gpu(devices: &Path) -> bool {
     entries.flatten().any(|entry| is_gpu(&entry.path()))
 }
 
-/// Why `auto` takes the CPU where there is a driver.
+/// Returns the reason why `auto` takes the CPU although there is a driver.
 pub fn no_cards(settings: &Settings) -> String {
     match &settings.env.cuda_visible_devices {
         Some(visible) if visible.is_empty() => {
@@ -82,7 +82,7 @@ fn cannot(error: &omnigrpo_ops::Error) -> Problem {
     Problem::failure("the GPU cannot be used").got(error.to_string())
 }
 
-/// Whether `device` is what `choice` names.
+/// Returns true if `device` is the one that `choice` names.
 pub fn is_at(device: Device, choice: DeviceChoice) -> bool {
     match (device, choice) {
         (Device::Cpu, DeviceChoice::Cpu) => true,

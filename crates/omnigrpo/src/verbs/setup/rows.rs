@@ -1,4 +1,4 @@
-//! The rows of a command: which files, how they are read, media by address.
+//! The rows of a command: files, options of reading, media by address.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::names::AllowUrls;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings, is_on_hub};
 
-/// How rows are read.
+/// Returns the options of reading rows.
 pub fn read_options(settings: &Settings) -> ReadOptions {
     ReadOptions {
         fetch: fetch_media(settings),
@@ -25,7 +25,7 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
 /// Largest medium that is fetched, bytes.
 const MAX_URL_BYTES: u64 = 1 << 30;
 
-/// What brings media by address, where they are allowed.
+/// Returns the function that fetches media by address, if they are allowed.
 fn fetch_media(settings: &Settings) -> Option<Fetch> {
     let allow_private = match settings.data.allow_urls {
         AllowUrls::Off => return None,
@@ -70,7 +70,7 @@ fn rollout_logs(dir: &Path) -> Result<Vec<PathBuf>> {
         .into())
 }
 
-/// The training rows.
+/// Opens the training rows.
 pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let data = &settings.data;
     let roots = &data.roots;
@@ -98,7 +98,7 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     open(&specs, settings)
 }
 
-/// Files of rows, and datasets of the hub in their tables' place.
+/// Returns the specs of files of rows; a dataset of the hub becomes its tables.
 fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec<DatasetSpec>> {
     let roots = &settings.data.roots;
     let mut specs = Vec::new();
@@ -119,12 +119,12 @@ fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec
     Ok(specs)
 }
 
-/// Opens rows as they are read everywhere.
+/// Opens rows with the usual options.
 fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
     open_with(specs, &read_options(settings))
 }
 
-/// Opens rows. A file that is not there may be one that `data convert` makes.
+/// Opens rows. A missing file may be one that `data convert` writes.
 fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
     let dataset = Dataset::open(specs, options).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
@@ -148,7 +148,7 @@ fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset
     Ok(Arc::new(dataset))
 }
 
-/// The evaluation rows, if any are given apart from the training rows.
+/// Opens the evaluation rows, if any are given besides the training rows.
 pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     let data = &settings.data;
     let roots = &data.roots;
