@@ -354,7 +354,7 @@ mod tests {
             assert_eq!(values(&[1.0, 0.0, 0.5], 1, kind), [0.0; 3], "{kind:?}");
         }
         assert_eq!(normalize_then_sum(&[some(&[1.0, 0.0])], &[1.0], 1, 1.0).unwrap().values, [0.0; 2]);
-        // Its fallback compares with the whole batch: mean 0.5, deviation 0.5; a batch of one has neither.
+        // The fallback compares with the whole batch: mean 0.5, deviation 0.5. A batch of one has neither.
         assert_eq!(values(&[1.0, 0.0], 1, GroupStdClamped), [1.0, -1.0]);
         assert_eq!(values(&[1.0], 1, GroupStdClamped), [0.0]);
     }

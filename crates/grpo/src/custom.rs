@@ -18,9 +18,9 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 pub struct Dual {
     /// The number.
     pub value: f64,
-    /// Its derivative by the token's ratio, with the log-probability held.
+    /// Derivative by the token's ratio, with the log-probability held.
     pub d_ratio: f64,
-    /// Its derivative by the token's log-probability, with the ratio held.
+    /// Derivative by the token's log-probability, with the ratio held.
     pub d_logp: f64,
 }
 
@@ -152,7 +152,7 @@ impl<T: Into<Dual>> Div<T> for Dual {
     }
 }
 
-/// What a policy term of one's own sees of a token.
+/// Numbers of a token that a custom policy term reads.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyToken {
     /// Probability under the current policy over that under the one that sampled; 1 in the first update.

@@ -21,11 +21,11 @@ pub enum Error {
     Length {
         /// The slice.
         what: &'static str,
-        /// Its number of entries.
+        /// Number of its entries.
         got: usize,
         /// The number it should have.
         expected: usize,
-        /// What one entry stands for.
+        /// Unit of one entry.
         per: &'static str,
     },
     /// A reward or weight is NaN or infinite.
@@ -35,7 +35,7 @@ pub enum Error {
     NonFiniteReward {
         /// Which reward or weight.
         what: String,
-        /// Its row (prompt-major), or the index of the weight.
+        /// Row (prompt-major), or index of the weight.
         row: usize,
         /// The value.
         value: f64,
@@ -74,7 +74,7 @@ pub enum Error {
         what: &'static str,
         /// The field that needs it.
         needed_by: &'static str,
-        /// What to do.
+        /// Advice.
         remedy: &'static str,
     },
     /// A number of the loss plan is outside its range.
@@ -95,9 +95,9 @@ pub enum Error {
     Normalizer {
         /// Tokens or completions.
         unit: &'static str,
-        /// Their number in the batch.
+        /// Number in the batch.
         got: usize,
-        /// Their number in the normalizer.
+        /// Number in the normalizer.
         expected: usize,
     },
 }

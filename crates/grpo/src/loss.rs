@@ -101,7 +101,7 @@ pub enum Aggregation {
     TokenSum,
 }
 
-/// What is done about tokens whose probability was another where they were sampled than where they are trained on: decoding
+/// Treatment of tokens whose probability differs between sampling and training: decoding
 /// has other kernels, and perhaps other weights (quantised ones). With `smp` the log-probability that the sampler computed,
 /// `d = old - smp`, and `w` the weight of [`CorrectionKind`]:
 ///
@@ -115,9 +115,9 @@ pub enum Aggregation {
 pub struct Correction {
     /// The weight.
     pub kind: CorrectionKind,
-    /// Its upper bound, above 0.
+    /// Upper bound, above 0.
     pub max: f64,
-    /// Its lower bound; none, or below `max`.
+    /// Lower bound; none, or below `max`.
     pub min: Option<f64>,
 }
 
@@ -208,7 +208,7 @@ pub struct LossPlan {
     /// For the difference between sampler and policy.
     pub correction: Correction,
     /// Leave completions that ran into the length limit out of policy term, KL and entropy. They stay in the number of
-    /// completions that [`Aggregation::SequenceMean`] and the like divide by, as in TRL.
+    /// completions that [`Aggregation::SequenceMean`] and similar aggregations divide by, as in TRL.
     pub mask_truncated_completions: bool,
 }
 
@@ -273,11 +273,11 @@ pub struct Batch<'a> {
     pub lengths: &'a [usize],
     /// Log-probability of each token under the current policy, in nats, ≤ 0.
     pub logp: &'a [f64],
-    /// The same under the policy that sampled; `None` if that is the current one (on-policy, ratio exactly 1).
+    /// Log-probabilities under the policy that sampled; `None` if that is the current one (on-policy, ratio exactly 1).
     pub old: Option<&'a [f64]>,
-    /// The same as the sampler computed it, for [`Correction`].
+    /// Log-probabilities that the sampler computed, for [`Correction`].
     pub sampler: Option<&'a [f64]>,
-    /// The same under the reference policy.
+    /// Log-probabilities under the reference policy.
     pub reference: Option<&'a [f64]>,
     /// Entropy of the current policy at each token, in nats.
     pub entropy: Option<&'a [f64]>,
@@ -363,7 +363,7 @@ impl Normalizer {
         })
     }
 
-    /// The same step seen from one of its `micro_batches`, whose completions are given. Only
+    /// Returns the part of the step that one of its `micro_batches` sees; `completions` are its own. Only
     /// [`Aggregation::TokenMeanLocal`] tells micro-batches apart.
     ///
     /// # Errors
@@ -435,7 +435,7 @@ pub struct LossOutput {
     pub dlogp: Vec<f64>,
     /// Derivative of `loss` by each entry of [`Batch::entropy`]; empty if the batch has none.
     pub dentropy: Vec<f64>,
-    /// What the metrics of the step are made from; add those of all parts.
+    /// Sums for the metrics of the step; add those of all parts.
     pub sums: MetricSums,
 }
 

@@ -21,7 +21,7 @@ pub type Metric = (String, Option<f64>);
 pub struct Moments {
     /// Numbers seen.
     pub count: u64,
-    /// Their mean; 0 without any.
+    /// Mean; 0 without any.
     pub mean: f64,
     /// Sum of squared differences from the mean.
     pub squares: f64,

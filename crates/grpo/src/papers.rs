@@ -1,15 +1,15 @@
-//! The papers behind a loss, for whoever publishes what was trained with it.
+//! Papers to cite for a loss, for people who publish what they trained with it.
 
 use crate::loss::{Aggregation, LossPlan, RatioLevel, Surrogate};
 
 /// A paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Paper {
-    /// What its method is called.
+    /// Name of the method.
     pub method: &'static str,
-    /// Its number on arXiv.
+    /// Number on arXiv.
     pub arxiv: &'static str,
-    /// Its title.
+    /// Title of the paper.
     pub title: &'static str,
     /// The first author, with the year of the first version the key of the entry.
     pub author: &'static str,

@@ -120,7 +120,7 @@ fn surrogate_value(data: &Data, moved: &Data, plan: &LossPlan, normalizer: &Norm
     let Surrogate::Cispo { cap } = plan.surrogate else {
         return evaluate(&moved.batch(), plan, normalizer).unwrap().loss;
     };
-    // Its ratio is a constant weight: move the log-probabilities under the ratios of the unmoved data.
+    // The ratio is a constant weight: move the log-probabilities under the ratios of the unmoved data.
     let mut value = 0.0;
     let old = data.old.as_ref().unwrap();
     let mut start = 0;

@@ -1,6 +1,6 @@
 //! Folders of the user's cache, which nobody else may write to.
 //!
-//! What lies in a cache is believed: compiled code is run, and what a header said is not read again. So a folder counts only
+//! The program trusts its cache: it runs compiled code, and does not read headers again. So a folder counts only
 //! where it is no link, belongs to the user of this process, and no other account can write to it.
 
 use std::io::{Error, Result};

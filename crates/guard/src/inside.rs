@@ -8,7 +8,7 @@
 //! Refused: links to other places, and what is no regular file (a pipe has no end, a device may act when it is opened).
 //! Not seen: a hard link, which is the file itself. Only who may already write beside a file can make one.
 
-use std::fs::{File, Metadata};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::path::{Path, PathBuf};
 
@@ -45,7 +45,7 @@ pub fn leads_out(error: &Error) -> bool {
 /// The real path of a file or folder of `dir`, by its path from there.
 ///
 /// # Errors
-/// Nothing of this name; a link that leads out.
+/// No such file; a link that leads out.
 pub fn resolve(dir: &Path, name: impl AsRef<Path>) -> Result<PathBuf> {
     let link = dir.join(name);
     let (home, target) = (dir.canonicalize()?, link.canonicalize()?);
@@ -89,19 +89,34 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     }
 }
 
-/// [`open`], of the directory that a path's last name stands in.
+/// Opens a file of a run for writing, with the given options. The last name of `path` must not be a link: what is written
+/// would go to another place.
 ///
 /// # Errors
-/// As [`open`].
+/// A link, anything else that is not a regular file, or the error of opening.
+pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    if std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
+        let message = format!("{} is a link, which is not followed; remove it", path.display());
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
+    }
+    // NOFOLLOW: a link that appears after the check. NONBLOCK: a pipe without a reader.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(
+        options,
+        (rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits().cast_signed(),
+    );
+    let file = options.open(path)?;
+    regular(file.metadata()?)?;
+    Ok(file)
+}
+
+/// [`open`], of the directory that a path's last name stands in.
 pub fn open_path(path: &Path) -> Result<File> {
     let (dir, name) = split(path);
     open(dir, name)
 }
 
 /// [`resolve`], of the directory that a path's last name stands in; a regular file.
-///
-/// # Errors
-/// As [`open`].
 pub fn resolve_path(path: &Path) -> Result<PathBuf> {
     let (dir, name) = split(path);
     let real = resolve(dir, name)?;
@@ -110,9 +125,6 @@ pub fn resolve_path(path: &Path) -> Result<PathBuf> {
 }
 
 /// The bytes of a file of `dir`, by its path from there, if it has at most `limit_bytes`.
-///
-/// # Errors
-/// As [`open`]; a longer file.
 pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = open(dir, name)?;
     let (mut num_bytes, mut bytes) = (file.metadata()?.len(), Vec::new());
@@ -130,9 +142,6 @@ pub fn read(dir: &Path, name: impl AsRef<Path>, limit_bytes: u64) -> Result<Vec<
 }
 
 /// [`read`], of the directory that a path's last name stands in.
-///
-/// # Errors
-/// As [`read`].
 pub fn read_path(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     let (dir, name) = split(path);
     read(dir, name, limit_bytes)
@@ -176,6 +185,7 @@ fn same_file(_: &Metadata, _: &Metadata) -> bool {
 #[cfg(unix)]
 mod tests {
     use std::fs;
+    use std::io::Write as _;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -245,7 +255,7 @@ mod tests {
         symlink(&root, forged.join("blobs")).unwrap();
         symlink("../../blobs/secret", forged.join("snapshots/1/LICENSE")).unwrap();
         assert!(leads_out(&text(&forged.join("snapshots/1"), "LICENSE").unwrap_err()));
-        // The same links where no cache is.
+        // Equal links outside of a cache.
         fs::create_dir_all(root.join("plain/snapshots/1")).unwrap();
         fs::create_dir_all(root.join("plain/blobs")).unwrap();
         fs::write(root.join("plain/blobs/abc"), "x").unwrap();
@@ -262,6 +272,26 @@ mod tests {
         for name in ["pipe", "sub"] {
             assert_eq!(open(&model, name).unwrap_err().to_string(), "not a regular file", "{name}");
         }
+    }
+
+    #[test]
+    fn nothing_is_written_through_a_link() {
+        let (_place, root) = tree();
+        let append = |path: &Path| open_to_write(path, File::options().create(true).append(true));
+        let (log, link) = (root.join("log"), root.join("link"));
+        append(&log).unwrap().write_all(b"one").unwrap();
+        append(&log).unwrap().write_all(b"two").unwrap();
+        assert_eq!(fs::read_to_string(&log).unwrap(), "onetwo");
+        for target in ["secret", "nowhere"] {
+            symlink(target, &link).unwrap();
+            let error = append(&link).unwrap_err().to_string();
+            assert!(error.ends_with("link is a link, which is not followed; remove it"), "{error}");
+            fs::remove_file(&link).unwrap();
+        }
+        assert!(!root.join("nowhere").exists());
+        let pipe = root.join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        assert!(append(&pipe).is_err());
     }
 
     #[test]

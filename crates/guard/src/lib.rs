@@ -1,9 +1,8 @@
-//! What stands between this program and what others made: panics of their code as values, errors with their causes as one
-//! text, files of their directories ([`inside`]), and caches that they cannot reach ([`cache`]).
+//! Protection from foreign code and files: panics become values, errors are joined with their causes, files stay inside their
+//! directory ([`inside`]), and caches belong to one user ([`cache`]).
 //!
-//! Decoders, tokenizers and rewards meet input that they were not made for. Where one panics, the caller tells it as an error
-//! of that input. The process's panic hook would have told it before, in words for programmers; a program that asks
-//! [`is_guarded`] in its hook can keep quiet there and nowhere else.
+//! Decoders, tokenizers and rewards receive input that they were not made for. If one panics, the caller reports an error of that
+//! input. The process's panic hook runs before that, in words for programmers; a hook that asks [`is_guarded`] can stay silent there.
 //!
 //! An error belongs to a row, to the machine or to the run ([`Fault`]): a row that cannot be used costs that row, a failure of the
 //! machine is retried ([`retried`]) and then stops the run, which loses nothing.
@@ -23,9 +22,9 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs code whose panics are told by the caller.
+/// Runs code and returns its panic as a value, for the caller to report.
 ///
-/// What the code was changing when it panicked is not to be used any more.
+/// Values that the code was changing when it panicked must not be used any more.
 ///
 /// # Errors
 /// The payload of a panic.
@@ -42,7 +41,7 @@ pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
-/// What an error and its causes say, the outermost first. A cause that is repeated by what stands before it, as some libraries
+/// Returns the messages of an error and its causes, the outermost first. A cause that the message before it repeats, as some libraries
 /// do, is left out.
 pub fn messages(error: &dyn Error) -> Vec<String> {
     let mut said = vec![error.to_string()];

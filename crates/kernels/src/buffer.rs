@@ -78,7 +78,7 @@ pub fn of_parts<'a>(rows: usize, width: usize, row: impl Fn(usize) -> &'a [f32] 
     of_rows(rows, width, rows * width, |at, to| to.copy_from_slice(row(at)))
 }
 
-/// The same numbers in memory of their own.
+/// Returns a copy of the numbers.
 #[must_use]
 pub fn copy(from: &[f32]) -> Vec<f32> {
     build(from.len(), |start, part| {

@@ -1,4 +1,4 @@
-//! What convolutional projectors need beside matrix products: depthwise 3×3 convolution, gathering of patches, sparse
+//! Kernels of convolutional projectors beside matrix products: depthwise 3×3 convolution, gathering of patches, sparse
 //! mixing of rows (pooling, interpolation), and two gates.
 //!
 //! Pictures are channels-last: a row is one position with its `c` channels, positions of a picture are row-major,
@@ -24,7 +24,7 @@ pub struct RowMix {
     pub offsets: Vec<usize>,
     /// Input rows.
     pub rows: Vec<u32>,
-    /// Their weights.
+    /// Weight of each source row.
     pub weights: Vec<f32>,
 }
 

@@ -21,7 +21,7 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// What is kept is multiplied with this.
+    /// Returns the factor of numbers that are kept.
     #[must_use]
     pub fn keep(&self) -> f32 {
         1.0 / (1.0 - self.rate)

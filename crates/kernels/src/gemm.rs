@@ -131,7 +131,7 @@ impl Packing<'_> {
                 for line in (0..width).step_by(LINE) {
                     prefetch(ahead.wrapping_add(j + line));
                 }
-                // Of a fixed length, so that it is two vectors.
+                // A fixed length makes it two vectors.
                 let from = &row[j..j + width];
                 // SAFETY: row p of panel j / width lies inside `to`.
                 let to = unsafe { std::slice::from_raw_parts_mut(self.to.add(j * depth + p * width), width) };
@@ -221,9 +221,9 @@ impl WithSimd for PackLeft<'_> {
 /// The left operand of a [`Multiply`].
 #[derive(Clone, Copy)]
 pub(crate) enum Left {
-    /// Rows where they lie: element `(i, p)` is `data[i · stride + p]`.
+    /// Rows in place: element `(i, p)` is `data[i · stride + p]`.
     Rows { data: *const f32, stride: usize },
-    /// What [`PackLeft`] wrote.
+    /// Output of [`PackLeft`].
     Packed(*const f32),
 }
 
@@ -232,7 +232,7 @@ pub(crate) struct Multiply<'a> {
     pub c: *mut f32,
     pub ldc: usize,
     pub left: Left,
-    /// What [`Pack`] wrote.
+    /// Output of [`Pack`].
     pub panels: *const f32,
     pub m: usize,
     pub depth: usize,

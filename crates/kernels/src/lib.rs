@@ -133,7 +133,7 @@ impl<'a> Weight<'a> {
         Self::new(Stored::Bf16(w), n, k)
     }
 
-    /// Its elements.
+    /// Returns the elements.
     #[must_use]
     pub fn stored(self) -> Stored<'a> {
         self.stored

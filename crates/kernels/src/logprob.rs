@@ -33,7 +33,7 @@ impl Targets<'_> {
         self.offsets[row]..self.offsets[row + 1]
     }
 
-    /// Whether there are offsets for that many rows and for all tokens.
+    /// Returns whether there are offsets for this number of rows and for all tokens.
     fn fit(self, rows: usize) -> bool {
         self.offsets.len() == rows + 1 && self.offsets.last() == Some(&self.tokens.len())
     }
@@ -44,11 +44,11 @@ impl Targets<'_> {
 pub struct Head<'a> {
     /// `[v, h]`.
     pub weight: Weight<'a>,
-    /// What logits are divided by.
+    /// Divisor of the logits.
     pub temperature: f32,
 }
 
-/// What [`forward`] computes.
+/// Result of [`forward`].
 #[derive(Clone, Debug)]
 pub struct Scores<T = f32> {
     /// Log-probability of each target, in nats.
@@ -157,7 +157,7 @@ simd_fn! {
 /// Entries of a row of logits whose weights have one sum in [`Weights`].
 pub const WEIGHTS_CHUNK: usize = 1024;
 
-/// What a token is drawn from: `e^(z − max z)` of every logit `z`, divided by a temperature.
+/// Weights to draw a token from: `e^(z − max z)` of every logit `z`, divided by a temperature.
 #[derive(Clone, Debug)]
 pub struct Weights {
     /// One per logit.
@@ -170,7 +170,7 @@ pub struct Weights {
     pub lse: f64,
     /// Entropy of the distribution, in nats.
     pub entropy: f64,
-    /// What logits are multiplied by: one over the temperature.
+    /// Factor of the logits: one over the temperature.
     pub scale: f32,
 }
 
@@ -179,7 +179,7 @@ impl Weights {
     #[must_use]
     pub fn new(logits: &[f32], temperature: f32) -> Option<Self> {
         let scale = 1.0 / temperature;
-        // Of the rounded product, as the weights: the largest is 1.
+        // The maximum of the rounded products, as the weights use it: the largest weight is 1.
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
         if !max.is_finite() {
             return None;

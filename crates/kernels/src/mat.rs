@@ -102,14 +102,14 @@ impl<'a> MatMut<'a> {
         Self::over(Shared::new(data), rows, cols)
     }
 
-    /// The same of memory that may hold nothing yet.
+    /// Makes a matrix over memory that may be uninitialised.
     #[track_caller]
     pub(crate) fn over(data: Shared<'a>, rows: usize, cols: usize) -> Self {
         assert!(data.len() == rows * cols, "{} elements for {rows}×{cols}", data.len());
         Self { data, rows, cols, stride: cols }
     }
 
-    /// The same matrix for one more call.
+    /// Returns the same matrix for one more call.
     #[must_use]
     pub fn again(&mut self) -> MatMut<'_> {
         MatMut { data: self.data, rows: self.rows, cols: self.cols, stride: self.stride }

@@ -1,7 +1,7 @@
 //! Small matrix products whose summation order is fixed by the inner dimension alone.
 //!
-//! An element of a product has the same bits wherever it stands in the output and however many rows and columns are
-//! computed with it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
+//! An element of a product has the same bits at any place in the output and with any number of rows and columns
+//! beside it: one accumulator per element ([`Product`]) or one vector of accumulators ([`Dots`]), filled in
 //! order. Attention and decoding use these, where they do not use matrix tiles.
 
 #[cfg(target_arch = "x86_64")]
@@ -149,7 +149,7 @@ pub(crate) enum WeightPtr {
 pub(crate) struct Dots<'a> {
     pub y: *mut f32,
     pub y_stride: usize,
-    /// What [`pack_rows`] wrote, for the dtype of the weights.
+    /// Output of [`pack_rows`], for the dtype of the weights.
     pub x: *const f32,
     pub w: WeightPtr,
     pub bias: Option<&'a [f32]>,
@@ -534,10 +534,10 @@ impl Dots<'_> {
         w.wrapping_add(if ahead < own {
             ahead
         } else if self.after > self.n {
-            // What this thread will probably need next.
+            // The thread will probably need these next.
             ahead + (self.after - self.n) * self.k
         } else {
-            // Its own rows once more, which costs nothing.
+            // The thread's own rows again, which costs nothing.
             done
         })
     }
@@ -558,7 +558,7 @@ impl Dots<'_> {
         let mut far = if STREAMED { self.far::<T, N>(w, part, j) } else { w };
         // With one or two rows a tile is done with a line before the next arrives; the hardware follows.
         let nearby = STREAMED && R > 2;
-        // What is asked for next, in this tile or one of the next, and how many elements are left of its row.
+        // The next prefetch, in this tile or one of the next, and the number of elements left in its row.
         let ahead = part.start + NEAR / size_of::<T>();
         let (tiles, at) = (ahead / self.k.max(1), ahead % self.k.max(1));
         let (mut near, mut left) = (w.wrapping_add((tiles * N + j) * self.k + at), self.k - at);
@@ -582,7 +582,7 @@ impl Dots<'_> {
                     (near, left) = (near.wrapping_add(left + (N - 1) * self.k), self.k);
                 }
             }
-            // SAFETY: row j + c < n, that many elements of it; x is packed.
+            // SAFETY: row j + c < n has enough elements; x is packed.
             unsafe {
                 let mut w_vec = [T::whole(simd, w); N];
                 for c in 1..N {

@@ -4,7 +4,7 @@ use crate::mat::check;
 use crate::parallel::{Shared, map, ranges};
 use crate::profile::{Op, span};
 
-/// What one update needs besides the arrays.
+/// Numbers of one update beside the arrays.
 #[derive(Clone, Copy)]
 struct Update {
     beta1: f32,
@@ -61,7 +61,7 @@ pub struct AdamW<T = f32> {
 }
 
 impl AdamW {
-    /// The same numbers for the twin.
+    /// Returns the same numbers for the twin.
     #[must_use]
     pub fn wide(&self) -> AdamW<f64> {
         AdamW {

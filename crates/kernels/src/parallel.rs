@@ -104,7 +104,7 @@ impl<'a> Strips<'a> {
         Self { widths, panel, panels, row_parts: 1 }.divide_rows(m, 2 * threads)
     }
 
-    /// As few strips, of `most` panels at most, as keep the threads equally busy.
+    /// Returns the smallest number of strips, of `most` panels at most, that keeps the threads equally busy.
     #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     pub(crate) fn even(widths: &'a [usize], m: usize, panel: usize, most: usize) -> Self {
         let threads = rayon::current_num_threads();
@@ -188,7 +188,7 @@ impl<'a> Shared<'a> {
     /// Zeros in elements `start..start + len`, from one thread.
     pub(crate) fn clear(self, start: usize, len: usize) {
         assert!(start <= self.len && len <= self.len - start);
-        // SAFETY: in bounds; whoever made this holds the memory for writing.
+        // SAFETY: in bounds; the maker of this value holds the memory for writing.
         unsafe { self.ptr(start).write_bytes(0, len) };
     }
 
@@ -203,7 +203,7 @@ impl<'a> Shared<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 
-    /// A pointer to element `start`; whoever uses it sees to bounds and exclusive access.
+    /// Returns a pointer to element `start`; the caller checks bounds and exclusive access.
     #[inline(always)]
     pub(crate) fn ptr(self, start: usize) -> *mut f32 {
         self.data.wrapping_add(start)

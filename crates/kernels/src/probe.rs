@@ -1,6 +1,6 @@
-//! Which instructions for products of matrices, halves and bytes really work here.
+//! Trials of instructions for products of matrices, halves and pairs.
 //!
-//! What a CPU announces and what a process may use are two things on virtual machines: one may hide the leaf that describes
+//! On virtual machines, a CPU's announcement and a process's permissions differ: one may hide the leaf that describes
 //! matrix tiles while the kernel grants them and products are right, another may announce an instruction and refuse it
 //! with a signal. So a small product with a known result is tried in a forked child, which does nothing else: it
 //! ends by itself, by a signal, or after a few seconds by an alarm, and this process only looks at how.
@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 /// An instruction set that was tried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// Its name, such as `AMX`.
+    /// Name, such as `AMX`.
     pub name: &'static str,
     /// Whether it works.
     pub works: bool,
@@ -27,8 +27,8 @@ pub fn features() -> [&'static Feature; 4] {
     [bf16(), vnni(), fp16(), amx()]
 }
 
-/// What to tell where a trial could not be made: kernels, and with them the last bits of results, may be others than in a
-/// run where it could.
+/// Returns a warning for each trial that could not be made: kernels, and with them the last bits of results, may differ from a
+/// run in which it could.
 #[must_use]
 pub fn doubts() -> Vec<String> {
     features().into_iter().filter_map(doubt).collect()

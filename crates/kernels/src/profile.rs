@@ -38,7 +38,7 @@ pub enum Op {
     Activation,
     /// Log-probabilities and entropies, or logits.
     Head,
-    /// Their gradients.
+    /// Gradients of the output head.
     HeadBackward,
     /// Embedding rows and their gradient.
     Embedding,
@@ -49,7 +49,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Its name in tables.
+    /// Returns the name in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -72,7 +72,7 @@ impl Op {
     }
 }
 
-/// What one kind of work took in one phase.
+/// Time and work of one kind of work in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Total {
     /// Calls.
@@ -129,10 +129,10 @@ impl State {
     }
 }
 
-/// What a phase took, less what phases inside it did.
+/// Time of a phase, without the phases inside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Phase {
-    /// Its name; `""` is outside of all.
+    /// Name; `""` is outside of all phases.
     pub name: &'static str,
     /// Wall time.
     pub time: Duration,
@@ -148,7 +148,7 @@ impl Phase {
     }
 }
 
-/// What was counted.
+/// Counted work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
     /// In order of first use.
@@ -175,7 +175,7 @@ pub fn enabled() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// What follows counts in `phase`. Returns the phase before, to go back to.
+/// Counts what follows in `phase`. Returns the phase before, to return to.
 pub fn enter(phase: &'static str) -> &'static str {
     if !enabled() {
         return "";

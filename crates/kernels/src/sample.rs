@@ -49,7 +49,7 @@ impl Sampler<'_> {
     }
 }
 
-/// What holds for one draw.
+/// Settings of one draw.
 #[derive(Clone, Copy, Debug)]
 pub struct DrawFrom<'a> {
     /// Tokens already present, which the repetition penalty falls on: prompt and completion so far.
@@ -61,7 +61,7 @@ pub struct DrawFrom<'a> {
 }
 
 impl DrawFrom<'_> {
-    /// What this row cannot draw.
+    /// Returns the tokens that this row cannot draw.
     pub(crate) fn forbidden<'s>(&self, how: &Sampler<'s>) -> &'s [u32] {
         if self.forbids { how.forbidden } else { &[] }
     }

@@ -14,9 +14,9 @@ pub enum Instructions {
     Best,
     /// All but matrix tiles.
     Pairs,
-    /// Those too without products of bf16 and of bytes.
+    /// Vectors without products of bf16 and of pairs.
     Vectors,
-    /// Those of every CPU of its kind.
+    /// Instructions that every CPU of the architecture has.
     Portable,
 }
 
@@ -197,7 +197,7 @@ mod squares {
         }
     }
 
-    /// As outside, for whole squares.
+    /// Transposes complete squares.
     ///
     /// # Safety
     /// As outside.

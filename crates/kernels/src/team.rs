@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_micros(300);
 /// Looks at the job between two looks at the clock.
 const LOOKS: usize = 64;
 
-/// What [`STATE`] counts: helpers inside in its low bits, whether the job takes helpers, and above them the job's number.
+/// Fields of [`STATE`]: helpers inside in its low bits, whether the job takes helpers, and above them the job's number.
 const OPEN: u64 = 1 << 16;
 const NEXT: u64 = 1 << 17;
 const INSIDE: u64 = OPEN - 1;
@@ -119,9 +119,9 @@ fn gather(count: usize) -> usize {
     MADE.load(Ordering::Relaxed).min(count)
 }
 
-/// What a helper does for ever.
+/// Runs a helper, without end.
 fn help() {
-    // What helpers call counts in what they help.
+    // The profile counts a helper's work for the job that it helps.
     let _inside = profile::inside();
     let mut last = 0;
     loop {

@@ -36,7 +36,7 @@ thread_local! {
     pub(crate) static LOGITS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// Partial sums of the gradient of queries.
     pub(crate) static PARTIAL: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
-    /// The same two of a product on tiles.
+    /// Both operands of a product on tiles.
     pub(crate) static LEFT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     pub(crate) static RIGHT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
     /// Keys and values packed for tiles, of all tasks.

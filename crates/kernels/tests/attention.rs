@@ -99,7 +99,7 @@ fn matches_the_twin_forward_and_backward() {
         let x64 = wide(&x);
         let qkv64 = parts(Mat::new(&x64, rows, stride), cols, shape);
         let (out64, lse64) = twin::attention_forward(qkv64, &layout, shape, f64::from(scale));
-        // Of vectors; one chain per score adds up 256 products.
+        // Vectors add up 256 products in one chain per score.
         close(&out, &out64, 4e-6);
         close(&lse, &lse64, 1e-6);
 

@@ -4,7 +4,7 @@
 
 mod common;
 
-/// What the machine has.
+/// Uses the best instructions of the machine.
 pub fn choose_instructions() -> f64 {
     1.0
 }

@@ -349,7 +349,7 @@ fn linear_holds_its_precision_at_all_sizes() {
             assert!(error < 1e-6, "{y} for {want}: {error} of {size}");
         }
     }
-    // What is no number stays none, whatever its bits, and reaches its own row alone.
+    // A NaN stays a NaN, whatever its bits, and reaches its own row alone.
     let narrow_w: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
     for bits in [0x7fc0_0000, 0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0x7f80_0000] {
         let mut x = noise(m * k, 1);

@@ -90,9 +90,6 @@ impl SiglipProcessor {
     }
 
     /// Pixels `[pictures.len(), 3, side, side]`.
-    ///
-    /// # Errors
-    /// As [`resize_bicubic`].
     pub fn process(&self, pictures: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         let cells = self.side_px as usize * self.side_px as usize;
         let levels = [0, 1, 2].map(|c| {

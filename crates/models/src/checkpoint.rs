@@ -43,9 +43,6 @@ impl Checkpoint {
     }
 
     /// As [`Self::open`], of a family that is not in the table, or not by this checkpoint's `model_type`.
-    ///
-    /// # Errors
-    /// As [`Self::open`].
     pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
         let config = ConfigJson::read(&dir.join("config.json"))?;
         check_links(dir)?;
@@ -54,9 +51,6 @@ impl Checkpoint {
     }
 
     /// As [`Self::open`], with the keys that `replace` gives in the place of the file's.
-    ///
-    /// # Errors
-    /// As [`Self::open`], and whatever `replace` fails with.
     pub fn open_with<E: From<ModelError>>(
         dir: &Path,
         replace: impl FnOnce(&ConfigJson) -> Result<Map<String, Value>, E>,

@@ -274,9 +274,6 @@ pub struct Scored {
 
 impl Decoder {
     /// Builds the decoder from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(config: DecoderConfig, names: DecoderNames, source: &mut dyn WeightSource) -> Result<Self> {
         let (h, i, heads) = (config.hidden, config.intermediate, config.heads);
         let [qkv_bias, proj_bias] = config.attention_bias;

@@ -56,9 +56,6 @@ pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
 
 /// Fails where a file beside the weights is a link that leads out of the directory: when a checkpoint is opened, and not when
 /// the trained model is written.
-///
-/// # Errors
-/// As [`companions`].
 pub(crate) fn check_links(dir: &Path) -> Result<()> {
     companions(dir)?;
     is_there(dir, Path::new(CARD)).map(drop)
@@ -76,9 +73,6 @@ fn is_there(dir: &Path, name: &Path) -> Result<bool> {
 }
 
 /// The content of a file beside the weights, if it is there.
-///
-/// # Errors
-/// As [`companions`]; a file that is too long.
 pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     if !is_there(dir, name)? {
         return Ok(None);

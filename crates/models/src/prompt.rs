@@ -171,9 +171,6 @@ impl PromptBuilder {
     }
 
     /// As [`Self::build`], in that pass over the data: rows that draw their number of frames draw anew in each.
-    ///
-    /// # Errors
-    /// As [`Self::build`].
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
         let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
@@ -208,9 +205,6 @@ impl PromptBuilder {
 
     /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
     /// that draw their number of frames have the largest: what fits then fits in every epoch.
-    ///
-    /// # Errors
-    /// As [`Self::build`], except for what only decoding shows.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = self.plans(&sample.media, headers)?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
@@ -237,9 +231,6 @@ impl PromptBuilder {
     }
 
     /// The tokens of a finished conversation that can be read, from the headers of its media alone.
-    ///
-    /// # Errors
-    /// As [`Self::finished`], except for what only decoding shows.
     pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         let limits = &self.settings.media.limits;
         let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
@@ -277,9 +268,6 @@ impl PromptBuilder {
     }
 
     /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
-    ///
-    /// # Errors
-    /// As [`Self::build`]; a row without an answer.
     pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
             return Err(ModelError::NoAnswer);

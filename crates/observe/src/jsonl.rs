@@ -1,6 +1,6 @@
 //! Append-only files with one JSON object per line.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ pub(crate) struct JsonLines {
 impl JsonLines {
     /// Opens a log for appending, creating it if it is missing.
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = inside::open_to_write(path, File::options().create(true).append(true));
         let file = file.map_err(|source| Error::io("open", path, source))?;
         Ok(Self { path: path.to_owned(), file })
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use omnigrpo_guard::Fault;
+use omnigrpo_guard::{Fault, fault};
 use omnigrpo_train::TrainError;
 
 /// The exit code of a command line or file of settings that cannot be used.
@@ -72,7 +72,8 @@ impl Problem {
             _ => None,
         };
         let mut problem = Self::of(error.as_ref());
-        if error.downcast_ref().is_some_and(|error: &TrainError| error.fault() == Fault::Machine) {
+        let trained = error.downcast_ref::<TrainError>().map(TrainError::fault);
+        if trained.unwrap_or_else(|| fault(error.as_ref(), Fault::Run)) == Fault::Machine {
             problem.0.exit_code = EXIT_STOPPED;
             problem = problem.help("repair the machine and start the same command again");
         }
@@ -225,5 +226,15 @@ mod tests {
                 assert_eq!(told.matches(&message).count(), 1, "{message:?} in {told}");
             }
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_failure_of_the_machine_is_75_outside_of_training_too() {
+        let io = |number| anyhow::Error::from(std::io::Error::from_raw_os_error(number));
+        let code = |error: anyhow::Error| Problem::from_error(&error.context("while it worked")).exit_code();
+        assert_eq!(code(io(libc::EAGAIN)), EXIT_STOPPED);
+        assert_eq!(code(io(libc::ENOSPC)), EXIT_STOPPED);
+        assert_eq!(code(io(libc::ENOENT)), EXIT_FAILURE);
     }
 }

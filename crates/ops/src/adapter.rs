@@ -8,8 +8,8 @@
 //! `dx += m ⊙ (Aᵀ t) / (1 − p)`. Nothing is computed for the frozen weight.
 //!
 //! Difference: a dropout mask is a function of (key of the update, adapter, row, column) and of nothing else. A recomputed
-//! block therefore sees the same mask, and a row sees it wherever it stands in a packed stream. Keys come with the
-//! [`Pass`](crate::Pass); without them nothing is dropped.
+//! block therefore sees the same mask, and a row sees it at any place in a packed stream. The [`Pass`](crate::Pass)
+//! has the keys; without them nothing is dropped.
 //!
 //! Experts have an adapter each: `y += s · x A B` with `A [e, k, r]`, `B [e, r, n]`, in the layout of their weights. They drop
 //! nothing, as `peft`'s `ParamWrapper`.
@@ -117,7 +117,7 @@ impl Adapter {
         }
     }
 
-    /// What `B A` is multiplied with.
+    /// Returns the factor of `B A`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         self.scale

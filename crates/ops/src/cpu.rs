@@ -49,7 +49,7 @@ impl Rows {
         }
     }
 
-    /// The same for writing; shared numbers are copied first.
+    /// Returns the numbers for writing; shared ones are copied first.
     pub(crate) fn cpu_mut(&mut self) -> &mut [f32] {
         match &mut self.data {
             Data::Cpu(data) => {
@@ -67,7 +67,7 @@ impl Rows {
         Mat::new(self.cpu(), self.rows(), self.cols())
     }
 
-    /// The same for writing.
+    /// Returns the matrix for writing.
     fn mat_mut(&mut self) -> MatMut<'_> {
         let (rows, cols) = self.dims();
         MatMut::new(self.cpu_mut(), rows, cols)
@@ -356,7 +356,7 @@ impl Backend for Cpu {
                 (group, packed, MatMut::new(own, count, heads.q_width()), lse)
             })
             .collect();
-        // Many groups are threads' own, small as they may be; few share the threads, each in its turn.
+        // If there are many groups, each belongs to one thread, even a small one; a few groups share the threads one after the other.
         let work = if each.len() < GROUPS_PER_THREAD * parallel::threads() { 0 } else { usize::MAX };
         parallel::map(each, work, |(group, packed, out, lse)| {
             attend_group(group, layer, packed, heads, out, lse);

@@ -32,7 +32,7 @@ pub struct DecodeRows<'a> {
 /// The rows that decode together: those of the groups, one after the other.
 pub struct DecodeBatch<'a> {
     pub(crate) groups: Vec<DecodeRows<'a>>,
-    /// What the rows continue, as a card reads it; made for the first layer, and for the rows that fill up the batch.
+    /// Cache tables of the rows, as a card reads them; made for the first layer, and for the rows that fill up the batch.
     pub(crate) tables: Option<Arc<Decoding>>,
     rows: usize,
 }
@@ -60,11 +60,11 @@ impl<'a> DecodeBatch<'a> {
     }
 }
 
-/// What the next token of every row is computed from.
+/// Inputs of the pass that computes the next token of every row.
 pub struct TokenPass<'p, 'g> {
     /// The last token of each row.
     pub ids: &'p Tokens,
-    /// Its angles.
+    /// Angles of the positions.
     pub rope: &'p Arc<RopeTable>,
     /// The rows and what they continue.
     pub batch: &'p mut DecodeBatch<'g>,
@@ -110,7 +110,7 @@ pub struct Replays {
     pub recorded: usize,
     /// Tokens of all rows that came from running a record.
     pub replayed: usize,
-    /// Those whose kernels were launched one by one.
+    /// Passes whose kernels were launched one by one.
     pub plain: usize,
     /// Why nothing is recorded any more.
     pub refused: Option<String>,
@@ -137,7 +137,7 @@ impl<'a> NextTokens<'a> {
         Self { device, how, vocab, card }
     }
 
-    /// The same with every kernel launched by itself.
+    /// Returns the same decoder with every kernel launched separately.
     #[must_use]
     pub fn plain(mut self) -> Self {
         if let Some(card) = &mut self.card {
@@ -207,7 +207,7 @@ struct Shape {
 
 /// A shape that has been met.
 struct Met {
-    /// What differs from token to token.
+    /// Numbers that differ from token to token.
     input: Arc<Array>,
     /// The tokens.
     out: Array,
@@ -289,7 +289,7 @@ impl OnCard {
             let Met { out, graph, .. } = met;
             batch.rows = rows;
             let mut run = |out: &mut Array| -> Result<(), E> {
-                // What a pass has done to the batch does not show in the next one.
+                // Changes that a pass made to the batch do not show in the next one.
                 batch.tables = Some(Arc::clone(&tables));
                 let draws = DrawsOf::Card { card, how, draws: &draws, out };
                 let mut of = TokenPass { ids: &ids_of, rope: &rope, batch: &mut *batch, draws, drawn: 0 };

@@ -112,7 +112,7 @@ impl fmt::Display for Device {
     }
 }
 
-/// What a device does: the whole surface between models and arithmetic.
+/// Operations of a device: the complete interface between models and arithmetic.
 ///
 /// `t` rows, `k` inputs, `n` outputs. Functions that return [`Rows`] make new ones; those that take `&mut Rows` add to or
 /// replace what is there, as each says. Gradients of weights are added to the weight's own buffer, and only for weights

@@ -116,9 +116,6 @@ impl Tape {
     }
 
     /// `x [t, h]` plus, in row `r`, the sum of `weight · table[id]` over `taps[r]`.
-    ///
-    /// # Errors
-    /// As [`Self::add_rows`].
     pub fn add_mixed(&mut self, x: &Var, table: &Arc<Param>, taps: &Arc<Taps>) -> Result<Var> {
         self.apply(AddMixed { table: Arc::clone(table), taps: Arc::clone(taps) }, [x])
     }

@@ -1,4 +1,4 @@
-//! What can go wrong in an operation.
+//! Errors of operations.
 
 /// An error of an operation. Nothing has been written to the arguments when one is returned.
 #[derive(Debug, thiserror::Error)]
@@ -8,7 +8,7 @@ pub enum Error {
     Shape {
         /// The operation, with the weight's name where there is one.
         op: String,
-        /// What was got and what was expected.
+        /// Actual and expected values.
         what: String,
     },
     /// Operands on different devices.
@@ -24,9 +24,9 @@ pub enum Error {
     /// A weight that cannot do what was asked of it.
     #[error("weight {name}: {what}")]
     Weight {
-        /// Its published name.
+        /// Published name.
         name: String,
-        /// What was asked, and what is possible.
+        /// Request, and what is possible.
         what: String,
     },
     /// A failure of a card or its driver.
@@ -35,7 +35,7 @@ pub enum Error {
     /// A tape that was used against its order.
     #[error("tape: {what}")]
     Tape {
-        /// What was got and what was expected.
+        /// Actual and expected values.
         what: String,
     },
 }

@@ -2,7 +2,7 @@
 //!
 //! A router's logits `[t, experts]` choose `topk` experts of each row: the largest logits, of equal ones those of lower index.
 //! A row and one of its experts are a *place*; places stand by expert, and by row within one, so that an expert's product is
-//! one over consecutive rows. The choice is made on the host: a device gives the logits out once, and what it is told is
+//! one over consecutive rows. The host makes the choice: a device returns the logits once and then receives
 //! indices. Logits that are not numbers choose as `f64::total_cmp` orders them; they make what comes after them NaN.
 //!
 //! Source: `transformers` 5.23 `models/aria/modeling_aria.py`. Differences: places are sorted instead of gone through expert by
@@ -155,9 +155,6 @@ impl Routes {
     }
 
     /// The gradients of both arguments of [`Self::weigh`].
-    ///
-    /// # Errors
-    /// As there; a gradient of another shape.
     pub fn weigh_back(&self, x: &Rows, logits: &Rows, dy: &Rows) -> Result<[Rows; 2]> {
         self.check("weigh backward", x, logits)?;
         x.device().check("weigh backward", dy)?;
@@ -328,9 +325,6 @@ impl ExpertLinear {
     }
 
     /// `dx [p, k]` for the input `x` of the forward pass and `dy [p, n]`; the weight's gradient is added to its buffer.
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; a gradient of another shape or device.
     pub fn backward(&self, x: &Rows, dy: &Rows, routes: &Routes) -> Result<Rows> {
         self.check(x, routes)?;
         x.device().check("experts backward", dy)?;

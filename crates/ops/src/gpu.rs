@@ -68,13 +68,13 @@ impl Card {
         Self { gpu: Box::leak(Box::new(gpu)), nothing, ordinal }
     }
 
-    /// Its number among the driver's; `None` for the emulator.
+    /// Returns the driver's number of the card; `None` for the emulator.
     #[must_use]
     pub fn ordinal(self) -> Option<usize> {
         self.ordinal
     }
 
-    /// Its name.
+    /// Returns the card's name.
     #[must_use]
     pub fn name(self) -> String {
         self.gpu.name()
@@ -86,7 +86,7 @@ impl Card {
         self.gpu.memory()
     }
 
-    /// Its kernels and memory.
+    /// Returns the card's kernels and memory.
     pub(crate) fn gpu(self) -> &'static Gpu {
         self.gpu
     }
@@ -163,7 +163,7 @@ impl Weights {
     }
 }
 
-/// What one card has of a weight.
+/// One card's copy of a weight.
 #[derive(Debug)]
 struct There {
     device: Device,
@@ -210,7 +210,7 @@ impl Copy {
         }
     }
 
-    /// The same before the host changes the numbers, which the card then has to be given again.
+    /// Fetches the numbers and drops the card's copy, so that the host can change them and the card receives them
     pub(crate) fn fetch_and_forget(&self, host: &RwLock<Values>) {
         self.fetch(host);
         *self.lock() = None;
@@ -410,7 +410,7 @@ impl Card {
         dx
     }
 
-    /// What the sums of a table's gradient are, from `(row of the table, row of the stream, weight)`.
+    /// Adds up a table's gradient from `(row of the table, row of the stream, weight)`.
     fn scatter(&self, table: &Param, dy: &Rows, terms: Vec<(u32, u32, f32)>) {
         self.accumulate(table, |to| {
             let sums = Mixture::reversed(self.gpu, terms);
@@ -1039,7 +1039,7 @@ pub(crate) struct State {
     card: Card,
     pub m: Array,
     pub v: Array,
-    /// What a bf16 weight lacks of its master.
+    /// Low bits of the f32 master that the bf16 weight does not contain.
     pub rest: Option<Array>,
 }
 

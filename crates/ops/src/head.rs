@@ -52,7 +52,7 @@ pub struct Scores {
     pub entropies: Rows,
     /// Log-sum-exp of each row: `[1, rows]`.
     pub lse: Rows,
-    /// What logits were divided by.
+    /// Divisor of the logits.
     pub temperature: f32,
 }
 

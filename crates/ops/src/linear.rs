@@ -50,7 +50,7 @@ impl Linear {
         Ok(Self { weight, bias, n, k })
     }
 
-    /// The same without a bias.
+    /// Makes a layer without a bias.
     pub(crate) fn plain(weight: &Arc<Param>, n: usize, k: usize) -> Self {
         Self { weight: Arc::clone(weight), bias: None, n, k }
     }
@@ -129,9 +129,6 @@ impl PackedLinear {
     }
 
     /// [`Self::forward`] plus `residual [t, width]`, in one pass over the output.
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; a residual of another shape.
     pub fn forward_onto(&self, residual: &Rows, x: &Rows) -> Result<Rows> {
         x.device().check("linear", residual)?;
         if residual.dims() != (x.rows(), self.width()) {
@@ -189,9 +186,6 @@ impl PackedLinear {
     }
 
     /// [`Self::backward`] where nobody asks for the gradient of the input.
-    ///
-    /// # Errors
-    /// As there.
     fn backward_weights(&self, x: &Rows, dy: &Rows) -> Result<()> {
         if self.layers.iter().any(|layer| layer.weight.adapter().is_some()) {
             return self.backward(x, dy).map(drop);

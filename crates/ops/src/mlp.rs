@@ -199,7 +199,7 @@ impl Tape {
         self.apply(Sum, [a, b])
     }
 
-    /// The same numbers in rows of another width.
+    /// Returns the same numbers in rows of another width.
     ///
     /// # Errors
     /// Another number of elements.

@@ -95,7 +95,7 @@ impl Moments {
     }
 }
 
-/// What one AdamW step needs besides the arrays (`torch.optim.AdamW`).
+/// Numbers of one AdamW step beside the arrays (`torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
     /// Learning rate.

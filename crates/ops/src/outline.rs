@@ -1,8 +1,8 @@
 //! A device without numbers: it counts what a pass would hold.
 //!
-//! Its rows have a size and nothing else, so that a whole step of a model of which only the outline is there runs in
-//! milliseconds, through the code that a real step runs through. What rows of the thread are held, and the most that was
-//! held together, is a [`Footprint`]. Numbers that are read back are zeros. Kernels' own work space of a few megabytes is not in
+//! Its rows have a size and nothing else, so a complete step on the outline of a model runs in
+//! milliseconds, through the code that a real step runs through. A [`Footprint`] is the rows that the thread holds, and the most that
+//! it held together. Numbers that are read back are zeros. Kernels' own work space of a few megabytes is not in
 //! it, but for that of attention's gradient.
 
 use std::cell::RefCell;
@@ -32,7 +32,7 @@ use omnigrpo_kernels::dropout::Mask;
 
 pub(crate) struct Outline;
 
-/// What rows are held for.
+/// Purpose of the rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Held {
     /// A pass: what it keeps for its backward pass, and what it works on.
@@ -64,7 +64,7 @@ impl Footprint {
         self.0.iter().sum::<u64>() - self.of(Held::Cache)
     }
 
-    /// What is the most of both.
+    /// Returns the larger of both.
     fn most(self, other: Self) -> Self {
         let mut most = if other.passes() > self.passes() { other } else { self };
         most.0[Held::Cache as usize] = self.of(Held::Cache).max(other.of(Held::Cache));

@@ -21,7 +21,7 @@ use crate::rows::Rows;
 pub enum Part {
     /// The language model, embeddings and head included.
     Llm,
-    /// What maps tower features to the language model's width.
+    /// The layers that map tower features to the language model's width.
     Projector,
     /// The vision tower.
     Vision,
@@ -166,7 +166,7 @@ impl Mapped {
         #[cfg(unix)]
         {
             let Range { start, end } = self.bytes;
-            // SAFETY: the map is shared with a file and read-only. Whoever still reads these pages, or the neighbours' part of the first
+            // SAFETY: the map is shared with a file and read-only. Another reader of these pages, or of the neighbours' part of the first
             // and last one, has the same bytes of the file brought back by the next access.
             let done = unsafe {
                 self.map.unchecked_advise_range(
@@ -217,7 +217,7 @@ pub struct Param {
     shape: Vec<usize>,
     is_outline: bool,
     trainable: AtomicBool,
-    /// As wide as the device computes whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
+    /// Gradient in f32 whatever the weight's dtype, absent until something reaches the weight: `[1, len]`.
     grad: Mutex<Option<Rows>>,
     linear: AtomicBool,
     experts: AtomicBool,
@@ -360,7 +360,7 @@ impl Param {
         Ok(Self::over(name, part, Data::Mapped(Storage::new(mapped)), dtype, shape.to_vec()))
     }
 
-    /// The same weight, if it is in a mapped file, with pages that go back to the system whenever they have been read: it takes no
+    /// Returns the same weight, if it is in a mapped file, with pages that go back to the system after each read: it takes no
     /// memory of the process between two readers, and the next one finds the numbers in the system's cache of files or
     /// has them read again.
     #[must_use]
@@ -399,7 +399,7 @@ impl Param {
         self.part
     }
 
-    /// Its shape, as published.
+    /// Returns the published shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape

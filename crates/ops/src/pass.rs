@@ -1,4 +1,4 @@
-//! What holds for one pass through a model, handed down by reference.
+//! Settings of one pass through a model, handed down by reference.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub struct Pass {
     pub device: Device,
     /// How products sum.
     pub order: Order,
-    /// What adapters drop; `None` for nothing.
+    /// Dropout of adapters; `None` drops nothing.
     pub dropout: Option<Dropout>,
     /// Losses of routers of experts; `None` for none.
     pub router: Option<Arc<RouterLoss>>,
@@ -26,20 +26,20 @@ impl Pass {
         Self { device, ..Self::default() }
     }
 
-    /// The same with products whose rows do not depend on each other.
+    /// Returns the pass with products whose rows do not depend on each other.
     #[must_use]
     pub fn per_row(self) -> Self {
         Self { order: Order::PerRow, ..self }
     }
 
-    /// The same with dropout.
+    /// Returns the pass with dropout.
     #[must_use]
     pub fn dropping(self, dropout: Option<Dropout>) -> Self {
         Self { dropout, ..self }
     }
 }
 
-/// What keys the dropout masks of one pass.
+/// Key of the dropout masks of one pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dropout {
     pub(crate) key: u64,

@@ -20,7 +20,7 @@ pub struct RopeTable {
     pub cos: Vec<f32>,
     /// `[rows, half]`
     pub sin: Vec<f32>,
-    /// What devices have of the table.
+    /// Copies of the table on devices.
     pub(crate) copies: Host<()>,
 }
 
@@ -31,7 +31,7 @@ impl RopeTable {
         for (row, out) in angles.chunks_exact_mut(half.max(1)).enumerate() {
             fill(row, out);
         }
-        // As PyTorch: the angle is rounded to f32, its cosine is exact to f32.
+        // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
         let of_each = |f: fn(f64) -> f64| {
             let some = |part: &[f32]| part.iter().map(|&a| f(f64::from(a)) as f32).collect::<Vec<_>>();
             parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()

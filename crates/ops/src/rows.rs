@@ -162,7 +162,7 @@ impl Rows {
         }
     }
 
-    /// The same numbers in rows of another width.
+    /// Returns the same numbers in rows of another width.
     ///
     /// # Errors
     /// Another number of elements.
@@ -309,7 +309,7 @@ impl Rows {
         self.device().backend().sum_of_squares(self)
     }
 
-    /// The same numbers on another device.
+    /// Returns the same numbers on another device.
     #[must_use]
     pub fn to_device(&self, device: Device) -> Self {
         if device == self.device() {

@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 
-/// What an operation keeps from its forward pass for its backward pass.
+/// Values that an operation keeps from its forward pass for its backward pass.
 pub trait Kept: Send + 'static {
     /// Memory of it, bytes.
     fn num_bytes(&self) -> usize;
@@ -38,7 +38,7 @@ impl Kept for Rows {
 
 /// An operation from `N` values to one, with its derivative.
 pub trait Op<const N: usize = 1> {
-    /// What the backward pass needs beside the inputs.
+    /// Values that the backward pass needs beside the inputs.
     type Kept: Kept;
 
     /// Whether it is worth running twice to save the memory of what it keeps, and worth remembering.
@@ -51,9 +51,6 @@ pub trait Op<const N: usize = 1> {
     fn forward(&self, inputs: [&Rows; N]) -> Result<(Rows, Self::Kept)>;
 
     /// The gradients of the inputs that are `wanted`, from that of the output; those of weights are added to their buffers.
-    ///
-    /// # Errors
-    /// As [`Self::forward`].
     fn backward(
         &self,
         inputs: [&Rows; N],
@@ -67,7 +64,7 @@ pub trait Op<const N: usize = 1> {
 #[derive(Clone, Debug)]
 pub struct Var {
     rows: Rows,
-    /// Its place on the tape; `None` for constants.
+    /// Place on the tape; `None` for constants.
     node: Option<usize>,
 }
 
@@ -91,7 +88,7 @@ impl Var {
     }
 }
 
-/// What the blocks of a pass computed, in their order, for a second pass over the same input.
+/// Results of the blocks of a pass, in order, for a second pass over the same input.
 #[derive(Default)]
 pub struct Memory {
     /// The output of each block, and what its backward pass needs where that is known.
@@ -163,7 +160,7 @@ impl Tape {
         Self { mode: Mode::Record { recompute, recalled: memory }, nodes: Vec::new() }
     }
 
-    /// What this pass remembered and the bytes that were left; nothing if there was no room for all of it.
+    /// Returns what this pass remembered and the remaining bytes; nothing if there was no room for all of it.
     #[must_use]
     pub fn into_memory(self) -> Option<(Memory, usize)> {
         match self.mode {
@@ -184,9 +181,6 @@ impl Tape {
     }
 
     /// Runs an operation, and records it where the tape records.
-    ///
-    /// # Errors
-    /// As the operation.
     pub fn apply<const N: usize, O: Op<N> + 'static>(&mut self, op: O, inputs: [&Var; N]) -> Result<Var> {
         let x = inputs.map(|input| &input.rows);
         let (recompute, recalled) = match &mut self.mode {
@@ -388,7 +382,7 @@ mod tests {
         let (y, x) = run(&mut third);
         assert_eq!(y.rows().to_vec(), [7.0]);
         assert_eq!(third.backward(&y, row(1.0)).unwrap().take(&x).unwrap().to_vec(), [6.0]);
-        // Half of it would be of no use.
+        // A part of the blocks is of no use.
         let mut first = Tape::remembering(7);
         run(&mut first);
         assert!(first.into_memory().is_none());

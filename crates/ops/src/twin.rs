@@ -39,7 +39,7 @@ impl Rows {
         }
     }
 
-    /// The same for writing; shared numbers are copied first.
+    /// Returns the numbers for writing; shared ones are copied first.
     pub(crate) fn twin_mut(&mut self) -> &mut [f64] {
         match &mut self.data {
             Data::Twin(data) => Arc::make_mut(data).as_mut_slice(),

@@ -64,7 +64,7 @@ struct Case<'a> {
 
 struct Outcome {
     output: Vec<f64>,
-    /// Of inputs, then of weights.
+    /// Gradients of inputs, then of weights.
     gradients: Vec<Vec<f64>>,
 }
 
@@ -299,7 +299,7 @@ fn routes_choose_the_largest_logits_and_of_equal_ones_the_first() {
 /// Two rows that stand for three sequences and one, computed by hand; and gradients with the choice held fixed.
 #[test]
 fn losses_of_routers() {
-    // Half of what a step has.
+    // The weights of the rows sum to half of the step's.
     let logits = [0.0, 3f32.ln(), 3f32.ln(), 0.0];
     for device in devices() {
         let x = Rows::upload(device, logits.to_vec(), 2, 2).unwrap();
@@ -671,7 +671,7 @@ fn attention_over_a_cache() {
                 cache.write_prompt(0, &rows(prompt, prompt as u32), heads).unwrap();
                 cache
             });
-            // Of the second group, one completion goes on.
+            // One completion of the second group continues.
             let slots = [vec![1, 0], vec![1]];
             let mut got = Vec::new();
             for step in 0..steps {
@@ -852,7 +852,7 @@ fn the_head() {
     assert!(omnigrpo_ops::score(&Rows::zeros(Device::Cpu, 2, 9), &head, &Targets::default(), 1.0).is_err());
 }
 
-/// The same of a bf16 head below a bf16 norm, so that on a card all factors are bf16; central differences are those of the test
+/// A bf16 head below a bf16 norm, so that on a card all factors are bf16. The central differences are those of the test
 /// above, since the twin computes alike.
 #[test]
 fn a_bf16_head() {
@@ -1280,7 +1280,7 @@ fn what_does_not_fit_is_an_error_and_no_panic() {
     }
 }
 
-/// The same uniform number draws the same token on every device.
+/// One uniform number draws the same token on every device.
 #[test]
 fn tokens_are_drawn() {
     let plain = Sampler { forbidden: &[5, 6], ..Sampler::default() };

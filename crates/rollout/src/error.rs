@@ -1,4 +1,4 @@
-//! What can go wrong while sampling.
+//! Errors of sampling.
 
 use omnigrpo_models::ModelError;
 
@@ -10,9 +10,9 @@ pub enum RolloutError {
     Parameter {
         /// The parameter.
         name: &'static str,
-        /// Its value.
+        /// Value of the setting.
         got: String,
-        /// What it may be.
+        /// Allowed values.
         expected: &'static str,
     },
     /// The model produced a logit that is no number.

@@ -49,15 +49,15 @@ pub enum FinishReason {
 pub struct Completion {
     /// Token ids, stop token included.
     pub ids: Vec<u32>,
-    /// Of each token under softmax(logits / scoring temperature), nats.
+    /// Log-probability of each token under softmax(logits / scoring temperature), in nats.
     pub logprobs: Vec<f32>,
-    /// Of each token under the distribution it was drawn from (after penalties and truncation), nats.
+    /// Log-probability of each token under the distribution it was drawn from (after penalties and truncation), in nats.
     pub sampler_logprobs: Vec<f32>,
     /// Entropy of softmax(logits / scoring temperature) at each token, nats.
     pub entropies: Vec<f32>,
     /// Why it ended.
     pub finish_reason: FinishReason,
-    /// Its text: no control tokens, cut before a stop string.
+    /// Text without control tokens, truncated before a stop string.
     pub text: String,
 }
 
@@ -102,9 +102,9 @@ pub struct TokenEvent {
 pub struct Generator<'a> {
     /// The model.
     pub model: &'a Model,
-    /// Its tokenizer.
+    /// Tokenizer of the model.
     pub tokenizer: &'a Tokenizer,
-    /// What ends a completion.
+    /// Rules that end a completion.
     pub stops: &'a StopSet,
     /// How to sample.
     pub params: &'a SamplingParams,
@@ -151,11 +151,8 @@ impl<'a> Generator<'a> {
         self.generate_with(requests, on_token, None)
     }
 
-    /// As [`Self::generate`]; what the decoder computed goes to `memory`, which stays empty where the model
+    /// Runs [`Self::generate`] and stores what the decoder computed in `memory`, which stays empty if the model
     /// [cannot recall it](Model::can_recall).
-    ///
-    /// # Errors
-    /// As [`Self::generate`].
     pub fn generate_with(
         &self,
         requests: &[Request<'a>],
@@ -282,7 +279,7 @@ impl<'a> Generator<'a> {
         self.record(sequences, drawn, on_token)
     }
 
-    /// What the next token of a completion is drawn with.
+    /// Returns the settings of a completion's next draw.
     fn draw_from<'s>(&self, prompt: &'s Prompt, sequence: &'s Sequence) -> DrawFrom<'s> {
         let token = sequence.done.ids.len();
         DrawFrom {

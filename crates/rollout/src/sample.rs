@@ -86,7 +86,7 @@ impl SamplingParams {
         check(finite(l, l > 0.0), "logprob_temperature", l.to_string(), "a number above 0")
     }
 
-    /// What a device needs to know of them; completions below the minimum length cannot draw `forbidden`.
+    /// Returns what a device needs to know; completions below the minimum length cannot draw `forbidden`.
     pub(crate) fn sampler<'a>(&self, forbidden: &'a [u32]) -> Sampler<'a> {
         Sampler {
             temperature: self.temperature,
@@ -106,7 +106,7 @@ impl SamplingParams {
     }
 }
 
-/// What a completion's random numbers depend on, besides the seed.
+/// Key of a completion's random numbers, beside the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SampleKey {
     /// Which rollout of the run (the optimizer step that asked for it).

@@ -125,7 +125,7 @@ fn greedy_of_humanomni_equals_its_construction_without_a_cache() {
             for completion in &groups[0] {
                 assert_eq!(completion.ids, expected, "{name} {case}");
             }
-            // What sampling recorded is what training scores.
+            // Training scores exactly what sampling recorded.
             let groups = setup.generate(&[&row], 4, &sampled(6), &StopSet::default(), 8);
             let delta = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
             assert!(delta <= 1e-4, "{name} {case}: recorded and scored differ by {delta}");
@@ -148,7 +148,7 @@ fn greedy_equals_transformers_without_a_cache() {
                 assert_eq!(completion.ids, expected, "{name} {case}");
                 assert_eq!(completion.finish_reason, FinishReason::Length);
                 assert_eq!(completion.text, setup.tokenizer.decode(&expected, true).unwrap());
-                // What is drawn is certain under the sampler, and recorded at temperature 1.
+                // A drawn token is certain under the sampler, and recorded at temperature 1.
                 assert!(completion.sampler_logprobs.iter().all(|&p| p == 0.0));
             }
             let d = max_diff(&recorded(&groups), &scored(&setup.model, &[&row], &groups, 1.0));
@@ -211,7 +211,7 @@ fn rollout_equals_training_log_probabilities() {
     }
 }
 
-/// What sampling computed stands in for the forward pass: its gradients are those of a pass that computes everything.
+/// The results of sampling replace the forward pass: gradients equal those of a pass that computes everything.
 #[test]
 fn a_rollout_can_be_differentiated() {
     let stops = StopSet { ids: (0..300).step_by(23).collect(), ..StopSet::default() };
@@ -506,7 +506,7 @@ fn completions_do_not_depend_on_batch_size_or_order() {
     }
 }
 
-/// As above where matrices are large enough to be cut into tiles and over threads.
+/// The test above where matrices are large enough to be cut into tiles and over threads.
 #[test]
 fn larger_models_keep_every_bit() {
     for name in QWENS {
@@ -609,7 +609,7 @@ fn only_the_frames_of_a_video_change_its_completions() {
     for name in QWENS {
         let setup = Setup::new(name);
         let original = setup.row("D1", 0);
-        // The same prompt with the temporal patches in reverse.
+        // The same prompt has its temporal patches in reverse.
         let mut prompt = original.prompt.clone();
         let mut medium = (*prompt.media[0]).clone();
         let slice = medium.data.len() / medium.shape.patches().unwrap().t;

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use image::RgbImage;
 use omnigrpo_guard::inside;
+use omnigrpo_media::{Limits, load_image};
 use omnigrpo_observe::write_atomic;
 use serde_json::{Map, Value};
 
@@ -29,6 +31,8 @@ const SHOWN_QUESTIONS: usize = 4;
 const MAX_CHARS: usize = 2_000;
 /// Longer side of a picture, pixels.
 const PICTURE_PX: u32 = 320;
+/// Pixels of a picture that is scaled down; a larger one is left out.
+const MAX_PIXELS: u64 = 20_000 * 20_000;
 /// Bytes of an animation or a sound that goes in as it is.
 const MAX_EMBEDDED_BYTES: u64 = 512 << 10;
 /// Lines of the log.
@@ -377,16 +381,18 @@ fn data_address(medium: &media::Medium) -> Option<String> {
     let is_still =
         ["image/png", "image/jpeg", "image/webp", "image/bmp", "image/tiff"].contains(&medium.mime);
     let (kind, bytes) = if is_still {
-        let mut reader = image::ImageReader::open(&medium.path).ok()?.with_guessed_format().ok()?;
-        let mut limits = image::Limits::default();
-        limits.max_image_width = Some(20_000);
-        limits.max_image_height = Some(20_000);
-        reader.limits(limits);
-        let picture = reader.decode().ok()?;
-        let fits = picture.width().max(picture.height()) <= PICTURE_PX;
-        let picture = if fits { picture } else { picture.thumbnail(PICTURE_PX, PICTURE_PX) };
+        let limits = Limits { max_pixels: MAX_PIXELS, ..Limits::default() };
+        let picture = load_image(&medium.path, &limits).ok()?;
+        let picture = RgbImage::from_raw(picture.width_px, picture.height_px, picture.pixels)?;
+        let (width, height) = picture.dimensions();
+        let scale = f64::from(PICTURE_PX) / f64::from(width.max(height));
+        let scaled = |side: u32| ((f64::from(side) * scale).round() as u32).max(1);
+        let picture = match scale < 1.0 {
+            true => image::imageops::thumbnail(&picture, scaled(width), scaled(height)),
+            false => picture,
+        };
         let mut png = Cursor::new(Vec::new());
-        picture.to_rgba8().write_to(&mut png, image::ImageFormat::Png).ok()?;
+        picture.write_to(&mut png, image::ImageFormat::Png).ok()?;
         ("image/png", png.into_inner())
     } else if small && (medium.mime == "image/gif" || medium.mime.starts_with("audio/")) {
         (medium.mime, std::fs::read(&medium.path).ok()?)

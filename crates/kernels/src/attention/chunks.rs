@@ -49,7 +49,7 @@ pub(super) struct Sum {
 pub(super) struct Plan<'a> {
     pub chunks: Vec<Chunk<'a>>,
     pub partial_rows: usize,
-    /// What is added for each query range, in this order.
+    /// Sums to add for each query range, in this order.
     pub sums: Vec<Vec<Sum>>,
 }
 

@@ -62,7 +62,7 @@ pub enum LayoutError {
     Keys {
         /// The query range.
         queries: Range<usize>,
-        /// Its key range.
+        /// Key range.
         got: Range<usize>,
         /// Number of key rows.
         rows: usize,
@@ -178,7 +178,7 @@ impl AttentionLayout {
         Ok(())
     }
 
-    /// The same pattern for some of the query rows only: the others are in no range, and kernels leave them alone. `rows`
+    /// Returns the same pattern for some of the query rows only: the others are in no range, and kernels skip them. `rows`
     /// ascend.
     #[must_use]
     pub fn only(&self, rows: &[usize]) -> Self {

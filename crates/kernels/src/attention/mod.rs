@@ -189,7 +189,7 @@ pub fn forward(qkv: Qkv, layout: &AttentionLayout, shape: Shape, scale: f32) -> 
     (out, lse)
 }
 
-/// As [`forward`] into `out [tq, q_heads · d]` and `lse [tq, q_heads]`; for decoding, where few queries see many keys. A
+/// Computes [`forward`] into `out [tq, q_heads · d]` and `lse [tq, q_heads]`; for decoding, where few queries see many keys. A
 /// query row outside of all ranges is not written.
 ///
 /// Single queries that share their first key range are processed together, so a prefix shared by many sequences is read
@@ -251,7 +251,7 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// What the forward pass left, and the incoming gradient.
+/// Results of the forward pass, and the incoming gradient.
 #[derive(Clone, Copy)]
 struct Saved<'a> {
     dout: Mat<'a>,
@@ -259,7 +259,7 @@ struct Saved<'a> {
     lse: &'a [f32],
 }
 
-/// What all tasks of a backward pass share.
+/// Values that all tasks of a backward pass share.
 #[derive(Clone, Copy)]
 struct Back<'a> {
     call: Call<'a>,
@@ -268,7 +268,7 @@ struct Back<'a> {
 }
 
 /// Gradients of [`forward`] with respect to q, k and v, side by side: `[rows, (q_heads + 2 kv_heads) · d]`. The layout is
-/// valid for that many queries and keys.
+/// valid for this number of queries and keys.
 ///
 /// `out` and `lse` are what [`forward`] gave for the same arguments, `dout [rows, q_heads · d]` the incoming gradient.
 /// One task per key head and chunk of keys.

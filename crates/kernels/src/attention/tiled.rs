@@ -258,7 +258,7 @@ fn places(units: &[Unit], shape: Shape) -> (BTreeMap<usize, Place>, usize, usize
     let mut places: BTreeMap<usize, Place> = BTreeMap::new();
     let (mut rows, mut count) = (0, 0);
     for unit in units {
-        // What the unit sees beyond what is there already.
+        // Keys that the unit sees beyond those that are loaded.
         let mut more: BTreeMap<usize, usize> = BTreeMap::new();
         for keys in unit.iter().flat_map(|block| &block.range.keys).filter(|keys| !keys.is_empty()) {
             if places.get(&keys.start).is_none_or(|place| place.len < keys.len()) {
@@ -336,7 +336,7 @@ pub(super) fn forward(call: Call, layout: &AttentionLayout, results: Results) {
     }
 }
 
-/// What the softmax keeps of the lanes of a panel.
+/// State of the softmax for the lanes of a panel.
 struct Running<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
@@ -524,7 +524,7 @@ struct KeyTile {
     turned_group: usize,
 }
 
-/// What the units of a chunk share.
+/// Values that the units of a chunk share.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     back: Back<'a>,

@@ -37,7 +37,7 @@ pub(crate) struct Scratch {
     acc: Vec<Line>,
     scores: Vec<Line>,
     dscores: Vec<Line>,
-    /// What scores are compared with, times log₂ e, and sum of a lane; the factor of what a lane had.
+    /// Reference maximum of the scores, times log₂ e, and sum of a lane; the factor of a lane's earlier sum.
     max: Vec<f32>,
     sum: Vec<f32>,
     shrink: Vec<f32>,
@@ -172,7 +172,7 @@ fn softmax<S: Simd>(simd: S, s: &mut Scratch, scale: f32, len: usize, width: usi
     }
 }
 
-/// What the tiles of a unit share.
+/// Values that the tiles of a unit share.
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     call: Call<'a>,

@@ -124,7 +124,7 @@ pub fn backward_weight(dy: Mat, x: Mat, gradients: &mut [Gradient]) {
         unsafe { tiles::multiply(&lefts, &right, m, k, true, rounded) }
     });
     let (side, panel) = gemm::tile_shape();
-    // What a task writes: where, first column of dy, groups of a tile's rows, groups before it.
+    // The output of a task: place, first column of dy, groups of a tile's rows, groups before it.
     let mut before = 0;
     let outputs: Vec<(Shared, usize, usize, usize)> = gradients
         .iter()

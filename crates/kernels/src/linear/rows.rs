@@ -67,7 +67,7 @@ pub fn forward_rows_into(x: Mat, layers: &[Layer], accumulate: bool, mut y: MatM
         let (at, columns, _) = strips.get(i);
         let Layer { w, bias } = layers[at];
         let (y, y_stride) = (y.data.ptr(widths[..at].iter().sum::<usize>()), y.stride);
-        // The strips between are probably those of the other threads.
+        // The strips between probably belong to the other threads.
         let (next, after, _) = strips.get(i + threads);
         let after = if next == at { after.start.max(columns.end) } else { columns.end };
         if let (Stored::Bf16(w), true) = (w.stored(), tiled) {

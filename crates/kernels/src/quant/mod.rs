@@ -361,7 +361,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// The same as bf16.
+    /// Writes the numbers as bf16.
     fn widen_bf16<'a>(simd: S, out: &'a mut [bf16], w: QuantRows<'a>) -> () {
         let _ = simd;
         widen_rows(out, w);

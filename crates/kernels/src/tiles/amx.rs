@@ -24,7 +24,7 @@ pub(crate) const PART: usize = 2 * TILE;
 /// Words of all parts of that.
 pub(crate) const BLOCK: usize = PARTS * PART;
 
-/// What `ldtilecfg` reads: the shape of each tile.
+/// Operand of `ldtilecfg`: the shape of each tile.
 #[repr(C, align(64))]
 pub(crate) struct Config {
     palette: u8,
@@ -51,7 +51,7 @@ pub(crate) fn available() -> bool {
 /// The tiles of this thread while it multiplies: all have 16 rows, of 64 bytes, but those of the right operand and of the
 /// output may be narrower.
 ///
-/// Of eight only six are used. Where the other hyperthread of a core is busy, there seem to be hardly more registers than those
+/// The kernels use six of the eight. If the other hyperthread of a core is busy, there seem to be hardly more registers than those
 /// that programs name, and an instruction that writes a tile waits for a free one, unless few tiles have been written since
 /// they were configured. On Sapphire Rapids products with six tiles take 20 ns instead of 30 to 40 in such minutes, and
 /// asking for operands ahead makes that 16; they take 8 ns where the core is free, either way.
@@ -159,7 +159,7 @@ pub(crate) unsafe fn turn(to: *mut f32, from: *const f32, rows: usize, columns: 
             }
             transpose(&mut block);
             for (r, x) in block.into_iter().enumerate() {
-                // SAFETY: as above, the other way round.
+                // SAFETY: as above, in reverse.
                 unsafe { _mm512_storeu_ps(to.add((j + r) * rows + i), x) };
             }
         }
@@ -223,7 +223,7 @@ unsafe fn split_line(to: *mut u32, low: __m512, high: __m512) {
     let mut rest = [low, high];
     for q in 0..PARTS {
         let (mut a, mut b) = (_mm512_castps_si512(rest[0]), _mm512_castps_si512(rest[1]));
-        // What is left after the first has 16 bits, which need no rounding.
+        // The remainder after the first part has 16 bits, which need no rounding.
         if q == 0 {
             (a, b) = (_mm512_add_epi32(a, half), _mm512_add_epi32(b, half));
         }
@@ -257,7 +257,7 @@ fn round(low: __m512, high: __m512) -> __m512i {
     }
 }
 
-/// As much of 16 lines of memory as an operand has: how many lines there are, and which elements of each.
+/// Part of 16 lines of memory that an operand covers: the number of lines, and the elements of each.
 #[derive(Clone, Copy)]
 struct Lines {
     count: usize,

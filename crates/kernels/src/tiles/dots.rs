@@ -80,7 +80,7 @@ macro_rules! ask {
     };
 }
 
-/// What a product of weights and packed rows reads and writes.
+/// Inputs and output of a product of weights and packed rows.
 struct Product {
     /// For every tile of rows of `x` two of 16 weights by `width` rows.
     out: *mut f32,
@@ -131,7 +131,7 @@ unsafe fn rows_1(of: &Product) {
     }
 }
 
-/// As [`rows_1`] for two tiles of 16 rows of `x`.
+/// Computes [`rows_1`] for two tiles of 16 rows of `x`.
 ///
 /// # Safety
 /// Operands and output are there, and this thread has whole tiles.
@@ -185,7 +185,7 @@ pub(super) unsafe fn run(of: &Dots) {
     let &Dots { w, m, k, ref columns, after, .. } = of;
     let width = tile_width(m);
     let n = columns.end;
-    // Of fewer rows than are multiplied together a copy is read.
+    // Fewer rows than are multiplied together are read from a copy.
     let mut few = Vec::new();
     let w = if n < ROWS {
         few.resize(ROWS * k, bf16::ZERO);

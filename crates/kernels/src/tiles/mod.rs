@@ -154,7 +154,7 @@ pub(crate) struct Dots<'a> {
     /// Element `(0, 0)`.
     pub y: *mut f32,
     pub y_stride: usize,
-    /// What [`pack_rows`] wrote.
+    /// Output of [`pack_rows`].
     pub x: *const f32,
     /// `[n, k]`.
     pub w: &'a [bf16],

@@ -143,7 +143,7 @@ pub(super) unsafe fn multiply<const N: usize>(
                             let bias = right.bias.filter(|_| block.start == 0);
                             let bias = bias.map(|bias| &bias[column..column + count]);
                             let steps = block.len().div_ceil(STEP);
-                            // What is written comes while the tiles are multiplied.
+                            // The output is prefetched while the tiles are multiplied.
                             for i in 0..rows {
                                 simd::prefetch(c.wrapping_add(i * ldc));
                                 simd::prefetch(c.wrapping_add(i * ldc + SIDE));

@@ -109,9 +109,6 @@ pub struct AudioInfo {
 }
 
 /// Reads what the headers of a sound file, or of the first audio track of a video file, say. Damage further on stays unseen.
-///
-/// # Errors
-/// As [`read_audio`], as far as the headers tell.
 pub fn probe_audio(path: &Path, limits: &Limits) -> Result<AudioInfo, MediaError> {
     let info = match native::open(path, limits)? {
         Some(track) => track.info,

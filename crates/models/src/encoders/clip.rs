@@ -84,9 +84,6 @@ pub struct Clip {
 
 impl Clip {
     /// Builds the model; names below `prefix` are those of `CLIPModel`.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: ClipConfig,
         prefix: &str,

@@ -77,9 +77,6 @@ pub struct Whisper {
 impl Whisper {
     /// Builds the encoder. Names below `prefix` are those of `WhisperEncoder`, such as `conv1.weight`; the prefix is
     /// `model.encoder.` in the hub's files.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: WhisperConfig,
         prefix: &str,

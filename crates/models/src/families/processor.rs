@@ -43,9 +43,6 @@ pub trait Processor: Send + Sync {
     /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Their key may count through the
     /// number of frames and their order alone, and the path may not count, for the result is kept for other rows and later passes
     /// over the data ([`MediaStore`](crate::MediaStore)).
-    ///
-    /// # Errors
-    /// As [`Self::plan`], and whatever only decoding shows.
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
 
     /// How a medium of this shape, with frames at these times, appears in the prompt.

@@ -182,9 +182,6 @@ impl WeightFiles {
     }
 
     /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
-    ///
-    /// # Errors
-    /// As [`Self::open`].
     pub(crate) fn add_file(
         &mut self,
         path: &Path,
@@ -206,9 +203,6 @@ impl WeightFiles {
 
     /// Adds the tensors of towers that this checkpoint leaves to directories of their own, and names them. A directory is
     /// not opened where the checkpoint has any tensor of that tower.
-    ///
-    /// # Errors
-    /// As [`Self::open`]; a tower that is nowhere.
     pub(crate) fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
         let mut added = HashSet::new();
         for companion in companions {

@@ -170,26 +170,17 @@ impl<'s> Scope<'s> {
     }
 
     /// The weight with this name and shape.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
         self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
     }
 
     /// The linear layer `name`, `[n, k]`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
         let (weight, bias) = self.weight_and_bias(name, &[n, k], bias)?;
         Ok(Linear::new(weight, bias)?)
     }
 
     /// A convolution whose windows arrive as rows of numbers in the order of its published `shape`, `[n, k…]`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
         let (n, k) = (shape[0], shape[1..].iter().product());
         let (weight, bias) = self.weight_and_bias(name, shape, bias)?;
@@ -208,9 +199,6 @@ impl<'s> Scope<'s> {
     }
 
     /// The layer norm `name` over rows of `c`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
         let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
@@ -218,9 +206,6 @@ impl<'s> Scope<'s> {
     }
 
     /// The RMS norm `name` over rows of `c`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn rms_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         Ok(Norm::Rms { weight: self.get(&format!("{name}.weight"), &[c], Init::Ones)?, eps })
     }

@@ -122,12 +122,11 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         Problem::failure(error.to_string())
             .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
     })?;
-    if let Some(threads) = resolved.settings.threads {
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global()
-            .context("the thread pool could not be made")?;
-    }
+    // Made here and not at its first use, where a thread that cannot be started would be a panic. 0: one for each core.
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(resolved.settings.threads.unwrap_or(0))
+        .build_global()
+        .context("the threads of the pool could not be started")?;
     let context = Context::new(&resolved.settings, console.clone(), Arc::default());
     let mut resolved = family::without_idle(resolved, &context)?;
     resolved.notes.extend(doubts);

@@ -59,9 +59,6 @@ type Real = [usize; 2];
 
 impl VisionTower {
     /// Builds tower and projector from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(config: &Arc<AriaConfig>, source: &mut dyn WeightSource) -> Result<Self> {
         let (tower, c, h) = (&config.tower, config.tower.sizes.hidden, config.decoder.hidden);
         // Published files carry a norm that no feature goes through; the model's own code has none.
@@ -138,9 +135,6 @@ impl VisionTower {
     }
 
     /// Tower output `[t, c]` → features `[s · q, h]`.
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; a tower output of another medium.
     pub fn project(
         &self,
         tower: &Var,
