@@ -20,6 +20,11 @@ pub trait Processor: Send + Sync {
         false
     }
 
+    /// Returns true if the family takes sound.
+    fn hears(&self) -> bool {
+        false
+    }
+
     /// Returns advice to shorten a medium of this kind, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 

@@ -38,6 +38,10 @@ impl Processor for HumanOmniProcessor {
         true
     }
 
+    fn hears(&self) -> bool {
+        true
+    }
+
     fn idle_settings(&self) -> IdleSettings {
         media::IDLE
     }
