@@ -111,7 +111,8 @@ impl Longest {
     /// Returns the same rows as other settings of media make them; `None` if none of them can be used then.
     pub fn with(&self, prompts: &PromptBuilder, objective: Objective) -> Option<Self> {
         let other = Self::of(prompts, self.samples.clone(), objective);
-        other.prompts().next().is_some().then_some(other)
+        let any = other.prompts().next().is_some();
+        any.then_some(other)
     }
 
     /// Shapes of the media of the longest row.
