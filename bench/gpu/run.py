@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # Sizes of the measurements: prompt, completions, tokens of each.
 SIZES = (1792, 8, 256)
 
-# What one H200 gives, for the estimates. The first three were measured on one with other programs.
+# Rates of one H200, for the estimates. Other programs measured the first three on one.
 PRODUCTS = 700e12  # FLOP/s of cuBLASLt at these shapes, bf16
 COPY = 4.3e12  # bytes/s of a copy
 READ = 0.85 * 4.8e12  # bytes/s that kernels which read weights reach

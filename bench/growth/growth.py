@@ -148,7 +148,7 @@ def plot(data):
     for i, (axis, rows) in enumerate(data["axes"].items()):
         x0 = 60 + 360 * i
         each = lambda key: [(r["value"], r[key]) for r in rows]  # noqa: E731
-        # What the time would be if it followed the rows of separate sequences from the first point on.
+        # Time that follows the rows of separate sequences from the first point on.
         first = rows[0]
         apart = [(r["value"], first["step_secs"] * r["separate_rows"] / first["separate_rows"]) for r in rows]
         times = [("time", "#1f5fbf", "", each("step_secs")), ("with recompute", "#d9822b", "4 3", each("recompute_secs"))]

@@ -91,7 +91,7 @@ def train(system, args, rows, out, seed, cpus):
     else:
         lines = [line for line in read_jsonl(out / "metrics.jsonl") if "step_time" in line]
         steps = [dict(reward=line["reward"], kl=line["kl"], length=line["completions/mean_length"], tokens=line["num_tokens"]) for line in lines]
-        # Of a step's packed streams: a prompt once, and all tokens of a completion but the last.
+        # Rows of a step's packed streams: a prompt once, and all tokens of a completion but the last.
         prompts = sum(step["tokens"] + PROMPTS * GENERATIONS - completion_tokens(step) for step in steps)
         versions = dict(omnigrpo=call(args.binary, "--version").strip())
     assert len(steps) == STEPS, (system, len(steps))

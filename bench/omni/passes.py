@@ -35,7 +35,7 @@ def run(args, recipe, rows, num_rows, out, gib):
     passes = []
     for first in range(0, len(steps), num_rows // batch):
         own = steps[first : first + num_rows // batch]
-        # The first step reads its own rows; what it reads ahead is told by the next.
+        # The first step reads its own rows; the next step reports what it reads ahead.
         reading = sum(line["data/ahead_time"] for line in own) + (own[0]["time/data"] if first == 0 else 0.0)
         passes.append((reading, sum(line["step_time"] for line in own)))
     results = [[line.get("loss"), line.get("reward"), line.get("grad_norm")] for line in steps]

@@ -87,7 +87,7 @@ def main():
         phases = {key.removeprefix("time/"): value for key, value in row.items() if key.startswith("time/")}
         phases["other"] = row["step_time"] - sum(phases.values())
         steps.append({"step_time": row["step_time"], "phases": phases})
-    # What the program says of its steps must be what passes outside, but for the watcher's own grain.
+    # The program's own figures must equal those seen from outside, within the watcher's grain.
     if len(seen_at) == len(steps) > 1:
         outside, inside = seen_at[-1] - seen_at[0], sum(step["step_time"] for step in steps[1:])
         assert outside <= 1.05 * inside + 4 * WATCH_SECS, f"{outside:.2f} s passed, the steps say {inside:.2f} s"

@@ -17,7 +17,7 @@ SIZES = {"train": 1200, "val": 300}
 COLOURS = {"đỏ": (214, 40, 40), "xanh lá": (44, 160, 68), "xanh dương": (40, 80, 210), "vàng": (240, 200, 30)}
 SHAPES = {"hình vuông": "rectangle", "hình tròn": "ellipse"}
 NUMBERS = {1: "một", 2: "hai", 3: "ba"}
-# As VQA v2 names the types of questions and answers.
+# Names of the types of questions and answers in VQA v2.
 KINDS = {"colour": ("what color is the", "other"), "count": ("how many", "number"), "yes_no": ("is the", "yes/no")}
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 OUT = Path(__file__).resolve().parents[2] / "crates/demo/assets/model"
 
-# As in Qwen; marked special, so text cannot forge them.
+# Qwen's control tokens; marked special, so text cannot forge them.
 CONTROL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",

@@ -241,7 +241,7 @@ def position_ids(ids, family, image_grids=(), video_grids=(), second_per_grid=()
             if family == "qwen2_vl":
                 step = k
             else:
-                # In float32, as transformers does: 1/3 s and the like must not land one below.
+                # In float32, like transformers: 1/3 s and similar values must not land one below.
                 step = math.floor(np.float32(k) * (np.float32(tokens_per_second) * np.float32(seconds)))
             out += [(start + step, start + y, start + x) for y in range(h) for x in range(w)]
         i += int(t) * h * w

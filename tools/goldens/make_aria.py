@@ -81,7 +81,7 @@ def own_config(name):
         torch_dtype="float32", vision_config=vision,
     )
     if name == "aria_own":
-        # As the model's own code has it: other class names, another key for an expert's width.
+        # The names of the model's own code: other class names, another key for an expert's width.
         text |= dict(intermediate_size=1000, moe_intermediate_size=EXPERT, model_type="aria_moe_lm",
                      moe_num_shared_experts=2, moe_z_loss_coeff=1e-5, moe_aux_loss_coeff=1e-3)
         vision |= dict(model_type="aria_vision_model")
@@ -230,7 +230,7 @@ def write_checkpoints():
         shutil.rmtree(directory, ignore_errors=True)
         model = new_model(name)
         tensors = {n: p.detach() for n, p in parameters(model).items()}
-        # What transformers writes has these names.
+        # transformers writes these names.
         with tempfile.TemporaryDirectory() as scratch:
             model.save_pretrained(scratch)
             loaded = AriaForConditionalGeneration.from_pretrained(scratch, dtype=torch.float32)

@@ -58,7 +58,7 @@ def eager(cls, config, seed):
 
 def siglip():
     vision = dict(SIZES, num_hidden_layers=3, image_size=20, patch_size=6, num_channels=3)
-    # What the hub's file leaves out is the class's default.
+    # Keys that the hub's file omits have the class's default.
     config = {"model_type": "siglip", "vision_config": vision, "text_config": {"model_type": "siglip_text_model"}}
     text = dict(SIZES, num_hidden_layers=1, vocab_size=20, max_position_embeddings=8, bos_token_id=1, eos_token_id=2)
     model = eager(SiglipModel, SiglipConfig(vision_config=vision, text_config=text), 1)

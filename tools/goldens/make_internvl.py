@@ -161,7 +161,7 @@ def write_sidecars(directory, name, layout):
             image_seq_length=TOKENS_PER_TILE, processor_class="InternVLProcessor",
         ))
     else:
-        # As published: a text-only template of the language model, which the model's own code never uses.
+        # The published text-only template of the language model, which the model's own code never uses.
         config["chat_template"] = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
         write_json(directory / "preprocessor_config.json", dict(
             crop_size=SIDE, do_center_crop=True, do_normalize=True, do_resize=True,

@@ -24,7 +24,7 @@ ADAPTERS = {
         dict(r=3, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"], modules_to_save=["merger"]),
     ),
 }
-# The same for InternVL: the decoder, a tower block and the projector in the words of either layout.
+# InternVL: the decoder, a tower block and the projector in the words of either layout.
 INTERNVL = {
     "tiles_hf": (
         "internvl_hf", "C",

@@ -20,7 +20,7 @@ ROWS = [
     (["alpha.png", "shapes.png"], "How many shapes are there?", ["two", "I see 5 shapes"]),
     ([], "What is 2+3?", ["<answer>5</answer>"]),
 ]
-# Those of Qwen3-VL have clips, too: lists of frames that follow each other at this rate.
+# Qwen3-VL's rows have clips, too: lists of frames that follow each other at this rate.
 FPS = 3.0
 CLIPS = [
     ([FRAMES[:5]], "Which way does the ball move?", ["right", "<answer>to the left</answer>"]),

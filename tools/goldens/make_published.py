@@ -46,7 +46,7 @@ INTERNVL3 = {
 }
 
 
-# The same of 3.5, on Qwen3; all have 8 key and value heads.
+# InternVL3.5, on Qwen3; all have 8 key and value heads.
 INTERNVL3_5 = {
     "1B": (1024, 3072, 28, 16), "2B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32),
     "14B": (5120, 17408, 40, 40), "38B": (5120, 25600, 64, 64),
@@ -93,7 +93,7 @@ def internvl_configs() -> dict:
     for size, (text, large) in models.items():
         out[f"internvl_hf_{size}"] = dict(
             architectures=["InternVLForConditionalGeneration"], downsample_ratio=0.5, image_seq_length=256,
-            # As published: the largest has the older key.
+            # The largest published one has the older key.
             **{"image_token_index" if large else "image_token_id": 151667},
             model_type="internvl", projector_hidden_act="gelu", text_config=text,
             tie_word_embeddings=False, torch_dtype="bfloat16", vision_feature_layer=-1,

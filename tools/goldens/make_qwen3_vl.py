@@ -30,7 +30,7 @@ CHECKPOINTS = {
     "qwen3_vl": (2, [0, 1, 3], True, 49),
     "qwen3_vl_untied": (1, [1, 2], False, 1),
 }
-# As Qwen2.5-VL's, without a system turn of its own.
+# Qwen2.5-VL's template without a system turn.
 TEMPLATE = CHAT_TEMPLATE.replace(DEFAULT_SYSTEM, "")
 # question, media, frames a second of the video, limits of the row
 LIMITS = dict(min_pixels=MIN_PIXELS, max_pixels=12544)
@@ -133,12 +133,12 @@ def write_sidecars(directory, name):
     video = dict(size=dict(longest_edge=25165824, shortest_edge=4096), **shared,
                  video_processor_type="Qwen3VLVideoProcessor")
     if name == "qwen3_vl":
-        # As published.
+        # The published place of the template.
         write_json(directory / "chat_template.json", dict(chat_template=TEMPLATE))
         write_json(directory / "preprocessor_config.json", image | dict(processor_class="Qwen3VLProcessor"))
         write_json(directory / "video_preprocessor_config.json", video | dict(processor_class="Qwen3VLProcessor"))
     else:
-        # As transformers 5 saves it.
+        # The place where transformers 5 saves it.
         (directory / "chat_template.jinja").write_text(TEMPLATE)
         write_json(directory / "processor_config.json", dict(
             image_processor=image, processor_class="Qwen3VLProcessor", video_processor=video,
@@ -156,7 +156,7 @@ def write_checkpoints():
         model = new_model(name)
         tensors = {n: p.detach() for n, p in parameters(model).items()}
         assert ("lm_head.weight" in tensors) != tied
-        # What transformers writes has these names.
+        # transformers writes these names.
         with tempfile.TemporaryDirectory() as scratch:
             model.save_pretrained(scratch)
             loaded = Qwen3VLForConditionalGeneration.from_pretrained(scratch, dtype=torch.float32)

@@ -23,7 +23,7 @@ CHATML = (
     "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou judge.<|im_end|>\\n' }}{%- endif %}"
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
 )
-# As Qwen3's: thinking is taken out of the answer and written again in a form of its own.
+# Qwen3's way: thinking is taken out of the answer and written again in a form of its own.
 THINKING = (
     "{%- for m in messages %}"
     "{%- set content = m.content %}{%- set thought = '' %}"

@@ -47,7 +47,7 @@ def satisfied(expression, allowed):
         if tokens[:1] == ["WITH"]:
             tokens.pop(0)
             exception = tokens.pop(0)
-            # What is allowed without the exception, which only adds rights, is allowed with it.
+            # A licence that is allowed without the exception, which only adds rights, is allowed with it.
             return f"{token} WITH {exception}" in allowed or token in allowed
         return token in allowed
 

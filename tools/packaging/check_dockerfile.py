@@ -89,7 +89,7 @@ def main():
                     elif origin[1] not in stages:
                         problem(f"COPY {rest}: no stage {origin[1]} above")
                     else:
-                        # What `cargo build` makes: target/PROFILE/PACKAGE below the directory it ran in.
+                        # Output of `cargo build`: target/PROFILE/PACKAGE below the directory it ran in.
                         made = [
                             where / "target" / re.search(r"--profile (\S+)", run)[1] / re.search(r"--package (\S+)", run)[1]
                             for where, run in stages[origin[1]]

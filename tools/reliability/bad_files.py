@@ -365,7 +365,7 @@ def templates(rng, number, into):
         case 1:
             source = damaged(rng, path.read_bytes()).decode("latin-1")
         case _:
-            # Those from `ns` on are used up at once or fail.
+            # Loops from `ns` on are used up at once or fail.
             grows, ends = PIECES[1 : PIECES.index("{{ ns }}")], PIECES[PIECES.index("{{ ns }}") :]
             pieces = [rng.choice(grows if rng.random() < 0.9 else ends) for _ in range(rng.choice([1, 2, 4, 8]))]
             opened = sum("{% for" in p and "endfor" not in p for p in pieces)
@@ -728,7 +728,7 @@ def run_directories(rng, number, into):
     shutil.copy(WHOLE_RUN / "rows.jsonl", into)
     whole, run = WHOLE_RUN / "run", into / "run"
     shutil.copytree(whole, run)
-    # As if it had been killed behind step 4.
+    # The state of a run that was killed after step 4.
     shutil.rmtree(run / "checkpoint-6")
     for path in [*(whole / "checkpoint-6").iterdir(), run / "README.md"]:
         (run / path.name).unlink(missing_ok=True)

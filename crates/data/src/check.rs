@@ -22,7 +22,7 @@ use crate::error::{DataError, PathProblem, RowError, RowProblem};
 use crate::sample::{MediumRef, MediumSource, Sample};
 use crate::{MediumKind, Origin};
 
-/// What the header of a medium says. Fields that the kind does not have are `None`.
+/// Header of a medium. Fields that the kind does not have are `None`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MediumInfo {
     /// Width of the image or of each frame, pixels.
@@ -75,7 +75,7 @@ pub struct CheckOptions<'a> {
     pub progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-/// What is wrong with one row.
+/// Problem of one row.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
     /// Index in the dataset.
@@ -84,7 +84,7 @@ pub struct Problem {
     pub file: PathBuf,
     /// Line, from 1.
     pub line: u64,
-    /// What.
+    /// Description.
     pub what: String,
     /// The kind of the medium that was found nowhere, where that is the problem.
     #[serde(skip)]
@@ -353,7 +353,7 @@ fn name(source: &MediumSource) -> String {
     }
 }
 
-/// What is known of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
+/// Knowledge of files from earlier runs. Only plain files are remembered: a folder or a list of frames does not
 /// change its own time when a frame does. What is learnt is written at once, so that a check which is killed goes on where
 /// it was. A cache that cannot be used, or no longer, costs time and nothing else.
 struct Cache {
@@ -613,7 +613,7 @@ mod tests {
         assert!(report.longest.is_empty());
     }
 
-    /// A check that is killed has written what it learnt, and the next one goes on from there.
+    /// A check that is killed has written what it learnt, and the next one resumes.
     #[test]
     fn what_is_learnt_is_written_at_once() {
         let folder = tempfile::tempdir().unwrap();
@@ -638,7 +638,7 @@ mod tests {
         let text = std::fs::read_to_string(cache.join(CACHE_NAME)).unwrap();
         let three: usize = text.lines().take(3).map(|line| line.len() + 1).sum();
         std::fs::write(cache.join(CACHE_NAME), &text[..three + 9]).unwrap();
-        // Of the other four one is refused, and looked at again.
+        // One of the other four is refused, and looked at again.
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 4);
         assert_eq!(run(&dataset, 1, Some(&cache)).1, 1);
     }

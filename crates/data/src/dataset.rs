@@ -131,7 +131,7 @@ struct DatasetPart {
 /// The rows of a table, which the program keeps as another file.
 fn unpacked(path: &Path, options: &ReadOptions) -> Result<Option<PathBuf>, DataError> {
     let mut start = [0; 4];
-    // A pipe must not lose its first bytes. What cannot be opened is told where rows are.
+    // A pipe must not lose its first bytes. An error of opening is reported with the rows.
     let is_table = path.is_file()
         && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok()
         && &start == b"PAR1";
@@ -432,7 +432,7 @@ impl Dataset {
         short(of_rows.into_iter().fold(Sha256::new(), |hash, media| hash.chain_update(media)))
     }
 
-    /// What of a row's media goes into the digest; of a row that cannot be used, nothing.
+    /// Returns the part of a row's media that goes into the digest; nothing for a row that cannot be used.
     fn media_of(&self, row: u64) -> Vec<u8> {
         let remote = |row: u64| {
             let (part, in_file) = self.locate(row)?;
@@ -478,7 +478,7 @@ impl Dataset {
     }
 }
 
-/// Half of a hash is enough to tell two datasets apart, and short enough to read.
+/// Shortens a hash to half, which tells two datasets apart and is short enough to read.
 fn short(hash: Sha256) -> String {
     hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
@@ -501,6 +501,6 @@ fn ends(path: &Path, hash: &mut Sha256) {
         }
         Ok(())
     };
-    // Whoever uses the row says what is wrong with the file.
+    // The caller reports the file error when it uses the row.
     let _ = read(hash);
 }

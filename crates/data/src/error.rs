@@ -1,4 +1,4 @@
-//! What can go wrong: with a dataset as a whole ([`DataError`], fatal) or with one of its rows ([`RowError`], costs
+//! Errors of a dataset as a whole ([`DataError`], fatal) and of one of its rows ([`RowError`], costs
 //! that row).
 
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ pub enum DataError {
     /// Reading or writing failed.
     #[error("cannot {action} {}", path.display())]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
         /// On which file.
         path: PathBuf,
-        /// What the system answered.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// Neither the file's name nor its first character tells a known format.
@@ -27,7 +27,7 @@ pub enum DataError {
     UnknownFile {
         /// The file.
         path: PathBuf,
-        /// What it is or begins with.
+        /// Type, or beginning of the content.
         got: String,
     },
     /// The file's frame is broken, so that its rows cannot be told apart.
@@ -37,7 +37,7 @@ pub enum DataError {
         path: PathBuf,
         /// Line, from 1.
         line: u64,
-        /// What is wrong and what was expected.
+        /// Problem and expected value.
         problem: String,
     },
     /// The machine failed while rows were checked, and went on failing. The rows may be good.
@@ -72,7 +72,7 @@ pub enum DataError {
     /// A name that is not in a table.
     #[error("unknown {what} `{got}`{}; known: {known}", suggestion.as_ref().map(|name| format!(", did you mean `{name}`?")).unwrap_or_default())]
     UnknownName {
-        /// Of what kind of thing.
+        /// Kind of the name.
         what: &'static str,
         /// The name.
         got: String,
@@ -86,7 +86,7 @@ pub enum DataError {
     NoSuchColumn {
         /// The field that names it.
         column: &'static str,
-        /// Its name.
+        /// Name of the column.
         name: String,
         /// The annotation file.
         path: PathBuf,
@@ -98,9 +98,9 @@ pub enum DataError {
     Setting {
         /// Which.
         setting: &'static str,
-        /// Its value.
+        /// Value of the setting.
         got: String,
-        /// What is possible.
+        /// Allowed values.
         expected: &'static str,
     },
     /// A registry or list file that does not have the expected keys.
@@ -108,7 +108,7 @@ pub enum DataError {
     Registry {
         /// The file.
         path: PathBuf,
-        /// What the parser failed with, with line and column.
+        /// Error of the parser, with line and column.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A registry or list file that is too large to be one.
@@ -116,7 +116,7 @@ pub enum DataError {
     RegistryTooLarge {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// Size of the row.
         bytes: u64,
         /// The limit.
         limit_bytes: u64,
@@ -156,12 +156,12 @@ pub struct RowError {
     pub file: Arc<Path>,
     /// Line of the row's first character, from 1.
     pub line: u64,
-    /// What is wrong with it.
+    /// Problem of the row.
     #[source]
     pub problem: RowProblem,
 }
 
-/// What is wrong with a row.
+/// Problem of a row.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowProblem {
@@ -193,9 +193,9 @@ pub enum RowProblem {
     Column {
         /// Which column, with the place inside it.
         column: String,
-        /// What stands there.
+        /// Value in the row.
         got: String,
-        /// What is possible.
+        /// Allowed values.
         expected: &'static str,
     },
     /// None of the known formats.
@@ -211,7 +211,7 @@ pub enum RowProblem {
         "the prompt has no {missing}: got turns [{roles}], expected a user turn last, before the answer if there is one"
     )]
     NoPrompt {
-        /// What it lacks.
+        /// Missing part.
         missing: &'static str,
         /// The roles of its turns.
         roles: String,
@@ -236,7 +236,7 @@ pub enum RowProblem {
     Medium {
         /// Which kind.
         kind: MediumKind,
-        /// As the row names it.
+        /// Path as the row names it.
         path: String,
         /// Why not.
         #[source]
@@ -289,12 +289,12 @@ pub enum PathProblem {
     /// By address or as bytes, and there is no file of it.
     #[error("there is no file of it")]
     Fetch(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// `data:`, `s3:` and the like, or bytes inside the row.
+    /// A `data:` or `s3:` address or a similar one, or bytes inside the row.
     #[error(
         "got {got}, expected a path, an http(s) address with ReadOptions::fetch, or `data:` with base64; write the medium to a file"
     )]
     Unsupported {
-        /// What it is instead.
+        /// Description of the value.
         got: String,
     },
 }

@@ -42,7 +42,7 @@ pub struct Lessons {
     pub low: Option<f64>,
     /// Rows that earned more on average are left out.
     pub high: Option<f64>,
-    /// What comes first.
+    /// Order of difficulty.
     pub curriculum: Curriculum,
 }
 
@@ -52,9 +52,9 @@ pub enum Curriculum {
     /// No ones: the order is drawn.
     #[default]
     None,
-    /// Those that earned most in the pass before.
+    /// Rows that earned most in the pass before come first.
     EasyFirst,
-    /// Those that earned least.
+    /// Rows that earned least come first.
     HardFirst,
 }
 
@@ -67,10 +67,10 @@ pub struct OrderState {
     pub index: u64,
     /// Rows that are never drawn.
     pub skipped: BTreeSet<u64>,
-    /// What each row earned when it was last drawn, where that matters.
+    /// Reward of each row when it was last drawn, if that matters.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub earned: BTreeMap<u64, f64>,
-    /// The same at the start of the epoch, whose order it decides.
+    /// Rewards at the start of the epoch, whose order they decide.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub judged: BTreeMap<u64, f64>,
 }
@@ -97,7 +97,7 @@ impl Order {
         order
     }
 
-    /// The same order with passes that learn from those before.
+    /// Returns the order with passes that learn from those before.
     #[must_use]
     pub fn learning(mut self, lessons: Lessons) -> Self {
         self.lessons = lessons;
@@ -125,7 +125,7 @@ impl Order {
         Ok(())
     }
 
-    /// What [`Order::resume`] needs to draw the same next row.
+    /// Returns what [`Order::resume`] needs to draw the same next row.
     pub fn state(&self) -> &OrderState {
         &self.state
     }
@@ -234,7 +234,7 @@ pub(crate) fn choose(num_rows: u64, num_chosen: usize, mut rng: ChaCha8Rng) -> V
     rows
 }
 
-/// What a stream of random numbers is for: streams of different uses never meet.
+/// Use of a stream of random numbers: streams of different uses never meet.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
     Epoch = 0,
@@ -356,7 +356,7 @@ mod tests {
         let second: Vec<u64> = plain[6..].iter().copied().filter(|row| (2..=4).contains(row)).collect();
         assert_eq!(pass(&mut filtered, 3), second);
         assert_eq!(filtered.epochs_done(), 2.0);
-        // What was left out keeps what it earned, so it stays out.
+        // A row that was left out keeps its reward, so it stays out.
         assert!(pass(&mut filtered, 9).iter().all(|row| (2..=4).contains(row)));
 
         let mut hopeless = learner(Lessons { low: Some(2.0), ..Lessons::default() });

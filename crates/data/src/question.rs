@@ -10,9 +10,9 @@ use crate::error::DataError;
 /// A row of the table of templates.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QuestionTemplate {
-    /// What it is called.
+    /// Name of the template.
     pub name: &'static str,
-    /// What it is for.
+    /// Purpose of the template.
     pub doc: &'static str,
     /// The wording; `{Question}` stands for the row's text. Without it the row's text is replaced.
     pub wording: &'static str,

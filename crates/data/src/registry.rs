@@ -19,7 +19,7 @@ const MAX_REGISTRY_BYTES: u64 = 16 << 20;
 /// One dataset of a run.
 #[derive(Debug, Clone)]
 pub struct DatasetSpec {
-    /// Its name, or the file's stem.
+    /// Name, or the file's stem.
     pub name: String,
     /// The annotation file: `.json`, `.jsonl` or `.parquet`.
     pub file: PathBuf,
@@ -53,7 +53,7 @@ impl DatasetSpec {
         Ok(Self::from_each(files, roots)?.into_iter().flatten().collect())
     }
 
-    /// As [`DatasetSpec::from_files`], file by file.
+    /// Reads specs as [`DatasetSpec::from_files`] does, file by file.
     ///
     /// # Errors
     /// A list that cannot be read or has unknown keys.

@@ -212,7 +212,7 @@ impl Resolver {
         }
     }
 
-    /// What a path that was looked for in vain is.
+    /// Classifies a path that was not found.
     fn absent(&self, tried: Vec<PathBuf>) -> Result<PathBuf, PathProblem> {
         match tried.first() {
             Some(path) if self.missing => return Ok(path.clone()),
@@ -242,7 +242,7 @@ fn away(folder: &Path) -> PathProblem {
     PathProblem::FolderAway { folder: folder.to_owned(), source }
 }
 
-/// What stands behind `data:`: `image/png;base64,iVBO…`.
+/// Decodes the rest of a `data:` address: `image/png;base64,iVBO…`.
 fn data_bytes(data: &str) -> Result<Vec<u8>, String> {
     use base64::Engine as _;
     let (head, body) = data.split_once(',').ok_or("`data:` without a comma")?;

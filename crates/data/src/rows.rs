@@ -162,7 +162,7 @@ impl RowFile {
         if self.is_rollouts { outputs::joined(&bytes) } else { Ok(serde_json::from_slice(&bytes)?) }
     }
 
-    /// The same rows under the name of the file they were made from; lines are then rows of that.
+    /// Returns the same rows under the name of their original file; lines are then rows of that.
     #[must_use]
     pub(crate) fn named(self, path: &Path) -> Self {
         Self { path: path.into(), ..self }

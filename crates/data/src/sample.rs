@@ -1,4 +1,4 @@
-//! What a dataset row becomes: a conversation, its media by reference, its solution, and every column as it stood.
+//! A dataset row as a conversation, its media by reference, its solution, and every column unchanged.
 //!
 //! Nothing here is decoded: a medium is a path (checked against its root) plus the options that decide how it will
 //! be read. The final assistant turn is never part of the prompt.
@@ -35,7 +35,7 @@ pub struct Sample {
     pub solution_from: Option<Arc<str>>,
     /// Column `completion`, else the final assistant turn, verbatim: the target of supervised training.
     pub reference_answer: Option<String>,
-    /// Every column of the row, and the dataset's default columns where the row has none of that name.
+    /// Every column of the row, and the dataset's default columns where the row lacks one.
     pub columns: Map<String, Value>,
     /// Whether a completion is expected to think before it answers.
     pub think: ThinkMode,
@@ -46,7 +46,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// What supervised training teaches for this row: the final assistant turn, else the solution.
+    /// Returns the text that supervised training teaches for this row: the final assistant turn, else the solution.
     pub fn sft_target(&self) -> Option<&str> {
         self.reference_answer.as_deref().or(self.solution.as_deref())
     }
@@ -171,9 +171,9 @@ pub struct Segments {
 /// A completion that came with the row. At least one of `text` and `completion_ids` is there.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RecordedCompletion {
-    /// Its text.
+    /// Text.
     pub text: Option<String>,
-    /// Its tokens, stop token included; wins over `text`.
+    /// Tokens, including the stop token; take precedence over `text`.
     pub completion_ids: Option<Vec<u32>>,
     /// Log-probability of each token under the policy that sampled it; as long as `completion_ids`.
     pub logprobs: Option<Vec<f64>>,

@@ -18,7 +18,7 @@ use crate::error::DataError;
 use crate::output::{Output, check_is_other};
 use crate::rows::RowFile;
 
-/// What [`convert_vivqa_x`] did.
+/// Result of [`convert_vivqa_x`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conversion {
     /// Lines written.

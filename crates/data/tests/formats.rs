@@ -166,7 +166,7 @@ fn videos_are_heard_where_the_run_asks_for_it() {
     let sample = place.read_with(&row, &hearing).unwrap();
     assert_eq!(sample.turns[0].parts, [VIDEO, text("\n"), AUDIO, text("\nWhich emotion?")]);
     assert_eq!(sources(&sample), [clip.clone(), clip.clone()]);
-    // Of two clips only the file can be heard; its sound stands behind it.
+    // Two clips: only the file can be heard, and its sound follows it.
     let row = json!({"messages": [{"role": "user", "content": [
         {"type": "video", "video": ["f/0.png", "f/1.png"]}, {"type": "video", "video": "clip.mp4"}, "What?",
     ]}]});
@@ -462,7 +462,7 @@ fn columns_can_be_named() {
     let seen = ["instruction", "prompt", "solution", "info", "picture", "image", "clips"];
     assert_eq!(dataset.columns_seen(), seen);
 
-    // What no row has is a slip.
+    // A name that no row has is a slip.
     let error = Dataset::open(
         &[place.spec("other.jsonl", r#"{"instruction": "Q", "pic": 1, "info": {}}"#)],
         &options,

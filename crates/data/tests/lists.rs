@@ -1,4 +1,4 @@
-//! Lists and registries over real files: which rows take part, where their media are found, and that nothing of it changes
+//! Lists and registries over real files: which rows take part, where their media are found, and that none of it changes
 //! from one opening to the next.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
@@ -125,7 +125,7 @@ fn a_large_file_is_read_row_by_row() {
     }
 }
 
-/// What the process holds in memory, where the system says so.
+/// Returns the process's resident memory, if the system reports it.
 fn resident_bytes() -> Option<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
     Some(statm.split_whitespace().nth(1)?.parse::<u64>().ok()? * 4096)

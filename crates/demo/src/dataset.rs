@@ -113,7 +113,7 @@ impl std::fmt::Display for Sizes {
     }
 }
 
-/// What was written.
+/// Counts of the written rows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Release of the generator: another one may draw other pictures for the same seed.
@@ -286,7 +286,7 @@ fn encode(pictures: Vec<RgbImage>) -> ImageResult<Vec<u8>> {
 }
 
 /// For each row the one whose medium it gets: within a type, a random cycle through all rows, so that no question
-/// keeps its own medium (unless it is the only one) and answers agree as often as chance lets them.
+/// keeps its own medium (unless it is the only one) and answers agree at the rate of chance.
 fn permuted(rows: &[Row], seed: u64) -> Vec<usize> {
     let mut other: Vec<usize> = (0..rows.len()).collect();
     for kind in Kind::ALL {

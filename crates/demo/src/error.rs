@@ -6,7 +6,7 @@ pub enum DemoError {
     /// A file or directory could not be written.
     #[error("cannot write {path}", path = path.display())]
     Write {
-        /// What was to be written.
+        /// Path of the file to write.
         path: PathBuf,
         /// Why not.
         source: std::io::Error,
@@ -24,7 +24,7 @@ pub enum DemoError {
     Occupied {
         /// The directory.
         path: PathBuf,
-        /// What lies in it.
+        /// Name of a file in the folder.
         found: String,
         /// The seed asked for.
         seed: u64,

@@ -1,4 +1,4 @@
-//! What is asked: five kinds of questions in two forms.
+//! Questions of the demo: five kinds in two forms.
 //!
 //! Answers are dealt, not drawn: over any run of rows every answer, every letter and every wording comes up equally
 //! often, so the best constant reply earns chance and no more. A choice may be answered by its letter or by its text.
@@ -7,12 +7,12 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::draw::{pick, shuffle};
 
-/// What a question is about.
+/// Subject of a question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// The colour of the one shape.
+    /// Colour of the one shape.
     Colour,
-    /// The outline of the one shape.
+    /// Outline of the one shape.
     Shape,
     /// How many shapes there are.
     Count,
@@ -88,7 +88,7 @@ const LETTERS: [&str; 4] = ["A", "B", "C", "D"];
 pub(crate) struct Question {
     pub kind: Kind,
     pub form: Form,
-    /// What the picture must show: index into [`Kind::answers`].
+    /// Answer that the picture must show: index into [`Kind::answers`].
     pub answer: usize,
     /// The text after the medium's placeholder.
     pub text: String,
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn wording_and_options_do_not_tell_the_answer() {
-        // Among choices about position, each word is right for each place of itself in the list equally often.
+        // Among choices about position, each word is right equally often for each of its places in the list.
         let mut seen: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for question in questions(1600) {
             if question.kind == Kind::Position && question.form == Form::Choice {

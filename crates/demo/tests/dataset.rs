@@ -1,4 +1,4 @@
-//! What the recipes and the reader of a report rely on: balanced, held out, read by the project's own readers, scored
+//! Properties that the recipes and the reader of a report rely on: balanced, held out, read by the project's own readers, scored
 //! by its own rewards, the same bytes for the same seed.
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -112,7 +112,7 @@ fn the_best_constant_answer_of_each_type_is_near_chance() {
     generate(&dir, 1, SMALL).unwrap();
     for file in FILES {
         if file == "sft.jsonl" {
-            // Its forms take turns of four, which so few rows do not fill.
+            // The forms of direction alternate in fours, which so few rows do not fill.
             continue;
         }
         let mut answers: BTreeMap<String, HashMap<String, usize>> = BTreeMap::new();
@@ -152,7 +152,7 @@ fn permuting_media_leaves_the_questions_and_makes_looking_worthless() {
     let media: BTreeSet<&str> = other.iter().map(medium).collect();
     assert_eq!(media.len(), own.len(), "each medium is used once");
     for (kind, num) in agreeing {
-        // Of 96 questions, four standard deviations around chance.
+        // Four standard deviations around chance for 96 questions.
         let chance: f64 = if kind == "colour" { 1.0 / 8.0 } else { 1.0 / 4.0 };
         let spread = 4.0 * (96.0 * chance * (1.0 - chance)).sqrt();
         assert!((num as f64 - 96.0 * chance).abs() < spread, "{kind}: {num}");
@@ -195,7 +195,7 @@ fn a_finished_dataset_is_kept_and_anything_else_is_not_touched() {
     assert!(matches!(generate(&mine, 7, sizes), Err(DemoError::Occupied { .. })));
     assert!(mine.join("thesis.txt").exists());
 
-    // What an interrupted run left is replaced.
+    // Files of an interrupted run are replaced.
     let partial = dir.path().join("next.partial");
     fs::create_dir_all(&partial).unwrap();
     fs::write(partial.join("sft.jsonl"), "half").unwrap();

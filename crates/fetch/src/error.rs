@@ -1,4 +1,4 @@
-//! What can go wrong while something is fetched or sent.
+//! Errors of downloads and uploads.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub enum FetchError {
     Address {
         /// The address.
         url: String,
-        /// What is wrong with it.
+        /// Problem of the address.
         what: String,
     },
     /// A host that is not on the public network.
@@ -30,7 +30,7 @@ pub enum FetchError {
     Network {
         /// The address.
         url: String,
-        /// What the system answered.
+        /// Error of the system.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// An answer that says no.
@@ -62,7 +62,7 @@ pub enum FetchError {
     Io {
         /// Where.
         path: PathBuf,
-        /// What the system answered.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A file to send cannot be read.
@@ -70,7 +70,7 @@ pub enum FetchError {
     Read {
         /// Where.
         path: PathBuf,
-        /// What the system answered.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// The hub has no such repository, or does not show it.
@@ -130,7 +130,7 @@ pub enum FetchError {
     Answer {
         /// The address.
         url: String,
-        /// What is wrong with the answer.
+        /// Problem of the answer.
         what: String,
     },
     /// A dataset in another form.
@@ -140,7 +140,7 @@ pub enum FetchError {
     NoTables {
         /// The dataset.
         name: String,
-        /// What it has.
+        /// Files of the repository.
         files: String,
     },
     /// A dataset without the split that was asked for, or with several of that name.
@@ -148,9 +148,9 @@ pub enum FetchError {
     NoSplit {
         /// The dataset.
         name: String,
-        /// What was asked for.
+        /// Requested part or split.
         wanted: String,
-        /// What there is, as `PART/SPLIT`.
+        /// Available ones, as `PART/SPLIT`.
         found: String,
     },
     /// A model without weights in the one format that is read.
@@ -160,7 +160,7 @@ pub enum FetchError {
     NoWeights {
         /// The model.
         name: String,
-        /// What it has.
+        /// Files of the repository.
         files: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What is fetched over the network, into caches on this machine, and what is sent.
+//! Downloads into caches on this machine, and uploads.
 //!
 //! - [`UrlMedia`]: media of rows that are named by `http(s)` address.
 //! - [`Hub`]: checkpoints and tables of the Hugging Face hub, in the layout that its Python library reads and writes, and
@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Longest wait for a connection, and for each further piece of an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What every client here has in common.
+/// Returns the common configuration of all clients.
 fn config() -> ureq::config::ConfigBuilder<ureq::typestate::AgentScope> {
     ureq::Agent::config_builder()
         .http_status_as_error(false)

@@ -1,4 +1,4 @@
-//! What a run does at this moment, for whoever watches it.
+//! Present activity of a run, for people who watch it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use crate::text::{count, span};
 /// Steps whose mean length says how long the rest takes.
 const RECENT_STEPS: usize = 20;
 
-/// The step, phase and counts of a run. Whoever works writes to it, the console shows it; clones are the same.
+/// Step, phase and counts of a run. The worker writes to it, the console shows it; clones share one state.
 #[derive(Clone, Debug, Default)]
 pub struct Activity(Arc<Mutex<State>>);
 
@@ -78,7 +78,7 @@ impl Activity {
         self.state().phase = None;
     }
 
-    /// How much of a step is done, in parts of some name, until that is told again.
+    /// Sets how much of a step is done, in parts of some name, until the next call.
     pub fn parts(&self, name: &'static str, done: usize, total: usize) {
         self.state().parts = Some((name, done, total));
     }

@@ -39,7 +39,7 @@ const BOLD: Style = Style::new().bold();
 
 /// Where a run talks to its user. Clones write to the same place.
 ///
-/// What is written may come from rows, models and servers: nothing of it acts on the terminal (see [`escape`]). Output
+/// Text may come from rows, models and servers: none of it acts on the terminal (see [`escape`]). Output
 /// that fails (a closed pipe) is dropped: training does not stop because nobody watches.
 #[derive(Clone)]
 pub struct Console(Arc<Inner>);
@@ -133,7 +133,7 @@ impl Console {
         }
     }
 
-    /// What the run does at this moment.
+    /// Returns the present activity of the run.
     #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.0.activity
@@ -436,7 +436,7 @@ impl Progress {
         }
     }
 
-    /// What the stage counts beside its parts: the tokens that were sampled.
+    /// Returns the stage's second count: the tokens that were sampled.
     #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity
@@ -608,7 +608,7 @@ mod tests {
         assert_eq!(log, "steps: 1/3\nsteps: 3/3\n");
     }
 
-    /// Whoever reads a log sees that the run is alive and what it does, however long a step takes.
+    /// A reader of the log sees that the run is alive and what it does, however long a step takes.
     #[test]
     fn a_plain_log_has_a_line_now_and_then_within_a_step() {
         let buffer = Buffer::default();
@@ -676,7 +676,7 @@ mod tests {
         );
         drop(stage);
         drop(steps);
-        // What is left are the lines, the step's broken between words and unharmed by the bars.
+        // The lines remain, the step's broken between words and undamaged by the bars.
         let shown = screen.contents();
         let (first, second) = shown.split_once('\n').unwrap();
         assert_eq!(first, "above the bar");

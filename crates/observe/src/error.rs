@@ -9,13 +9,13 @@ pub enum Error {
     /// The operating system refused.
     #[error("cannot {action} {path}; {remedy}")]
     Io {
-        /// What was attempted.
+        /// Attempted action.
         action: &'static str,
         /// On which file or directory.
         path: PathBuf,
         /// The answer of the operating system.
         source: io::Error,
-        /// What to do.
+        /// Advice.
         remedy: &'static str,
     },
     /// A value cannot be written as JSON.
@@ -53,7 +53,7 @@ pub enum Error {
         path: PathBuf,
         /// Line number from 1.
         line: usize,
-        /// What is wrong with it.
+        /// Problem of the line.
         source: serde_json::Error,
     },
 }

@@ -9,7 +9,7 @@ const COURSE_STEPS: usize = 400;
 /// Characters of that curve.
 const COURSE_COLUMNS: usize = 14;
 
-/// What a run's last step said, and how its reward has come about: the loss where there are no rewards.
+/// Metrics of a run's last step, and the history of its reward, or of the loss if there are no rewards.
 #[derive(Clone, Debug, Default)]
 pub struct Latest {
     course: VecDeque<f64>,

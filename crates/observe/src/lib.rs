@@ -1,4 +1,4 @@
-//! What a run shows and leaves behind: `metrics.jsonl`, rollout logs, progress, one line per logging window, final tables.
+//! Output of a run: `metrics.jsonl`, rollout logs, progress, one line per logging window, final tables.
 //!
 //! The training loop hands over names and numbers. The one-line summary and the rules of [`Health`] know a few of the names;
 //! nothing else here knows what they mean.

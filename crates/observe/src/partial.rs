@@ -21,7 +21,7 @@ pub struct Partial {
     done: BTreeMap<u64, String>,
 }
 
-/// What was found beside the output.
+/// State of the file beside the output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
     /// Nothing.
@@ -110,7 +110,7 @@ impl Partial {
         self.file.write_all(lines.as_bytes()).map_err(|source| Error::io("append to", &self.path, source))
     }
 
-    /// As [`Self::add`], for rows that are written as JSON.
+    /// Adds rows as [`Self::add`] does, written as JSON.
     ///
     /// # Errors
     /// A full disk, or a value that is not JSON.

@@ -24,14 +24,14 @@ impl PhaseTimer {
         Self::shown(now, &Activity::default())
     }
 
-    /// As [`Self::start`], for someone who watches which phase it is.
+    /// Starts as [`Self::start`] does, and reports the phase to a watcher.
     #[must_use]
     pub fn shown(now: Instant, activity: &Activity) -> Self {
         let (phases, activity) = (Vec::new(), activity.clone());
         Self { started: now, switched: now, current: None, phases, activity }
     }
 
-    /// What the step does at this moment, for counts within a phase.
+    /// Returns the activity, for counts within a phase.
     #[must_use]
     pub fn activity(&self) -> &Activity {
         &self.activity

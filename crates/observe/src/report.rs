@@ -1,11 +1,11 @@
-//! What a run prints at its end: before and after, where the time went, how the reward moved.
+//! Tables at the end of a run: before and after, where the time went, how the reward moved.
 
 use comfy_table::{Cell, CellAlignment, Table, TableComponent, presets};
 
 /// One measure before and after training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BeforeAfter {
-    /// What was measured.
+    /// Name of the number.
     pub name: String,
     /// Before the first step; `None` if it was not measured.
     pub before: Option<f64>,

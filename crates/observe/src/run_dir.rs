@@ -81,7 +81,7 @@ pub struct Rollout {
     /// For each of these paths the times of the frames that were sampled, in seconds; empty without clips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub frame_times_secs: Vec<Vec<f64>>,
-    /// What a reward of the user's noted about the completion.
+    /// Notes of the user's rewards about the completion.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub columns: BTreeMap<String, Value>,
     /// With the first completion of a prompt: the columns of its row, with which other commands read the log as rows
@@ -473,7 +473,7 @@ mod tests {
         let left = step_files(&run.root().join(EVALUATIONS)).unwrap();
         assert_eq!(left.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [3, 3]);
         assert_eq!(run.continued(3).unwrap(), Continued { last_step: Some(3), evaluated: false });
-        // The same steps again leave the same bytes as an uninterrupted run.
+        // Repeated steps leave the same bytes as an uninterrupted run.
         for step in 4..=5 {
             run.append_metrics(step, 0.0, &[metric("loss", step as f64)]).unwrap();
         }

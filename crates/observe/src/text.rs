@@ -12,7 +12,8 @@ pub fn escape(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c != '\n' && obeyed(c))
 }
 
-/// As [`escape`], on one line: newlines are written as `\n`.
+/// Escapes as [`escape`] does, on one line: newlines are written as `
+/// `.
 #[must_use]
 pub fn escape_line(text: &str) -> Cow<'_, str> {
     escaped(text, obeyed)

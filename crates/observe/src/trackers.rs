@@ -16,7 +16,7 @@ const QUEUE: usize = 64;
 /// A wait that is longer is told.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// What trackers are told.
+/// Messages to trackers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// Means over a logging window, or the numbers of an evaluation.
@@ -39,7 +39,7 @@ pub enum Event {
 
 /// A place that numbers go to.
 pub trait Tracker: Send {
-    /// What it is called.
+    /// Returns the tracker's name.
     fn name(&self) -> &'static str;
 
     /// Takes an event.
@@ -157,7 +157,7 @@ impl Running {
         let work = move || {
             let done =
                 events.iter().try_for_each(|event| tracker.take(&event)).and_then(|()| tracker.finish());
-            // Before the queue is closed, so that whoever finds it closed finds the reason.
+            // Sent before the queue is closed, so that a sender that finds it closed also finds the reason.
             let _ = tell.send(done);
             drop(events);
         };

@@ -1,4 +1,4 @@
-//! What a completion answers, and how two answers are compared as text.
+//! Answers of completions, and their comparison as text.
 
 use unicode_normalization::UnicodeNormalization;
 
@@ -28,13 +28,13 @@ impl<'a> Question<'a> {
     }
 }
 
-/// What a completion answers: the content of the answer tag that the policy picks, else what follows the thinking, else all of
+/// Returns the answer of a completion: the content of the answer tag that the policy picks, else the text after the thinking, else all of
 /// it; stripped.
 pub(crate) fn said(completion: &str, policy: AnswerPolicy) -> &str {
     content(completion, "answer", policy).map_or_else(|| untagged(completion), str::trim)
 }
 
-/// What stands after the last `</think>`.
+/// Returns the text after the last `</think>`.
 fn untagged(completion: &str) -> &str {
     crate::tags::tags(completion, &["think"])
         .filter(|tag| tag.close)

@@ -57,7 +57,7 @@ pub(crate) fn is_one_box(text: &str) -> bool {
 }
 
 /// The list of boxes in a text: in the last ```` ```json ```` fence, else the whole text as JSON. "None" is the empty
-/// list. `None` where there is no such list. Entries that are not boxes are left out.
+/// list. `None` if it has no list. Entries that are not boxes are left out.
 pub(crate) fn detections(text: &str) -> Option<Vec<Detection>> {
     let text = text.trim();
     if text.eq_ignore_ascii_case("none") {

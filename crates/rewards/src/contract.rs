@@ -1,4 +1,4 @@
-//! What a reward is, what it may return, and how several rewards become one number per completion.
+//! Contract of a reward: its results, and how several rewards become one number per completion.
 //!
 //! Each reward declares its range and returns, per completion, one finite number in it or "not applicable". A wrong
 //! count, a number that is not finite or leaves the range, and a panic are errors that name the reward and the row;
@@ -65,7 +65,7 @@ pub struct RewardInput<'a> {
     pub truncated: bool,
 }
 
-/// What a reward wants recorded beside its scores.
+/// Records of a reward beside its scores.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logged {
     /// Metrics of the step.
@@ -107,7 +107,7 @@ pub trait Reward: Send + Sync {
     /// Whatever keeps it from scoring; the caller must not go on with a made-up value.
     fn score(&self, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError>;
 
-    /// What it wants recorded of the batch that it scored last; asked for once per batch.
+    /// Returns the records of the batch that it scored last; called once per batch.
     fn take_logged(&self) -> Logged {
         Logged::default()
     }
@@ -145,7 +145,7 @@ pub struct RewardMatrix {
     pub weights: Vec<f64>,
     /// Weighted sum over the rewards that apply; `None` where none does.
     pub total: Vec<Option<f64>>,
-    /// What the rewards want recorded; metrics as `rewards/<reward>/<name>`.
+    /// Records of the rewards; metrics as `rewards/<reward>/<name>`.
     pub logged: Logged,
 }
 
@@ -376,7 +376,7 @@ fn guarded(reward: &dyn Reward, batch: &[RewardInput<'_>]) -> Result<Vec<Option<
     })
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
@@ -413,7 +413,7 @@ pub(crate) fn row_name(index: usize, input: &RewardInput<'_>) -> String {
     format!("{index} (dataset row {}, sample {})", input.key.row, input.key.sample)
 }
 
-/// What the function of a [`reward`] may return.
+/// Result of the function of a [`reward`].
 pub trait Score {
     /// A number, nothing where the reward does not apply, or what is wrong with the row.
     ///
@@ -448,7 +448,7 @@ impl Score for Result<Option<f64>, String> {
 ///
 /// let polite = reward("polite", (0.0, 1.0), |row| f64::from(row.completion.contains("please")));
 /// let short = reward("short", (f64::NEG_INFINITY, 0.0), |row| -(row.completion.len() as f64));
-/// // Weights stand in the same order.
+/// // Weights have the same order.
 /// let rewards = RewardSet::new(vec![polite, short], &[1.0, 0.01])?;
 /// assert_eq!(rewards.names(), ["polite", "short"]);
 /// # Ok::<(), omnigrpo_rewards::RewardError>(())
@@ -495,7 +495,7 @@ where
         batch.iter().enumerate().map(score).collect()
     }
 
-    /// What keeps a built-in reward from applying stands in the row, so an empty completion tells.
+    /// The row itself keeps a built-in reward from applying, so an empty completion shows it.
     fn applies(&self, row: &RewardInput<'_>) -> Result<Option<bool>, RewardError> {
         Ok(self.score(std::slice::from_ref(row))?.first().map(Option::is_some))
     }

@@ -11,7 +11,7 @@ pub enum RewardError {
         "unknown reward `{name}`{hint}; known: {known}, or the directory of a reward model, cmd:\"program arguments\", FILE.py:FUNCTION, http(s)://…, judge:http(s)://…"
     )]
     UnknownReward {
-        /// What was asked for.
+        /// Requested name.
         name: String,
         /// " (did you mean `x`?)", or empty.
         hint: String,
@@ -23,11 +23,11 @@ pub enum RewardError {
     UnknownValue {
         /// The option.
         option: &'static str,
-        /// What came.
+        /// Received value.
         value: String,
         /// " (did you mean `x`?)", or empty.
         hint: String,
-        /// What there is.
+        /// Available names.
         known: String,
     },
     /// A file that keeps the counts of a run's references cannot be read.
@@ -53,7 +53,7 @@ pub enum RewardError {
     /// Weights that do not fit the rewards.
     #[error("reward weights {weights:?} do not fit the rewards [{}]: one finite number for each is needed", names.join(", "))]
     Weights {
-        /// What came.
+        /// Received weights.
         weights: Vec<f64>,
         /// The rewards.
         names: Vec<String>,
@@ -63,7 +63,7 @@ pub enum RewardError {
     Setting {
         /// The reward.
         reward: String,
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// A row that a reward cannot score.
@@ -73,7 +73,7 @@ pub enum RewardError {
         reward: String,
         /// The row.
         row: String,
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// The program of a reward cannot be started.
@@ -81,7 +81,7 @@ pub enum RewardError {
     NotStarted {
         /// The reward.
         reward: String,
-        /// Its program.
+        /// Program of the reward.
         program: String,
         /// The system's reason.
         source: std::io::Error,
@@ -113,7 +113,7 @@ pub enum RewardError {
         reward: String,
         /// The row.
         row: String,
-        /// What came.
+        /// Received value.
         value: f64,
         /// Smallest value declared.
         low: f64,

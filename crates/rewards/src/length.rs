@@ -109,7 +109,7 @@ mod tests {
         assert!((score("cosine", "no", 10, &options) + 0.987_764_129_073_788_3).abs() < 1e-12);
     }
 
-    /// What is right is the accuracy's rule, with the run's mode.
+    /// The accuracy's rule, with the run's mode, decides what is right.
     #[test]
     fn the_mode_of_the_accuracy_decides() {
         let score = |accuracy_mode| {

@@ -94,7 +94,7 @@ pub enum AccuracyMode {
     Iou,
     /// COCO average precision of a list of boxes.
     OdAp,
-    /// The same at an overlap of 0.5.
+    /// Average precision at an overlap of 0.5.
     OdAp50,
     /// Average precision, scaled down for surplus boxes.
     OdLength,

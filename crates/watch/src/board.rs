@@ -95,7 +95,7 @@ impl Shown {
         let mut news = false;
         let now = self.run.metrics_now();
         if now.id != self.file || now.bytes < self.next {
-            // Another file: what was read of the one before is void.
+            // Another file invalidates what was read before.
             (self.file, self.next, self.step) = (now.id, 0, 0);
             (self.recent, self.latest) = (VecDeque::new(), Latest::default());
         }
@@ -167,7 +167,7 @@ mod tests {
             table.lines().nth(2).unwrap().split_whitespace().collect::<Vec<_>>(),
             ["two", "4/8", "8", "s", "0.400", "▁▃▆█", "0.0100", "7.5", "2.00"]
         );
-        // A run that goes on from a checkpoint replaces the file.
+        // A run that resumes replaces the file.
         let path = directory.path().join("two/metrics.jsonl");
         std::fs::write(path.with_extension("new"), [1, 2].map(row).concat()).unwrap();
         std::fs::rename(path.with_extension("new"), &path).unwrap();

@@ -9,7 +9,7 @@ pub enum Error {
     /// The operating system refused.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was attempted.
+        /// Attempted action.
         action: &'static str,
         /// On which file or directory.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum Error {
         path: PathBuf,
         /// Where the line begins.
         offset: u64,
-        /// What is wrong with it.
+        /// Problem of the file.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }

@@ -22,7 +22,7 @@ const KEPT: usize = 64;
 pub(crate) struct Entry<T> {
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-    /// What is known without reading it again.
+    /// Summary that needs no second reading.
     pub(crate) brief: T,
 }
 

@@ -13,11 +13,11 @@ use crate::Error;
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Medium {
     pub(crate) path: PathBuf,
-    /// What it is served as.
+    /// Content type.
     pub(crate) mime: &'static str,
 }
 
-/// What the page learns of the media of a record: their file names, what they are, and the times of sampled frames.
+/// Lists the media of a record for the page: their file names, kinds, and the times of sampled frames.
 pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Value> {
     (0..paths.len())
         .map(|at| {
@@ -25,7 +25,7 @@ pub(crate) fn listed(paths: &[String], frame_times_secs: &[Vec<f64>]) -> Vec<Val
             let times = frame_times_secs.get(at);
             match open(paths, at) {
                 Ok(medium) => {
-                    // A clip whose sound is a medium too stands in the list twice.
+                    // A clip whose sound is a medium too is listed twice.
                     let is_again = paths[..at].contains(&paths[at]) && times.is_none_or(Vec::is_empty);
                     let heard = is_again && medium.mime.starts_with("video/");
                     json!({ "name": name, "mime": medium.mime, "times": times, "heard": heard })
@@ -66,7 +66,7 @@ pub(crate) fn open(paths: &[String], at: usize) -> Result<Medium, Error> {
     Ok(Medium { path: real, mime })
 }
 
-/// What a file is by its first bytes.
+/// Returns the content type of a file by its first bytes.
 fn mime_of(head: &[u8]) -> Option<&'static str> {
     let is = |at: usize, text: &[u8]| head.get(at..at + text.len()) == Some(text);
     Some(match () {

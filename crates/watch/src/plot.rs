@@ -86,7 +86,7 @@ impl Plot {
             .y_label_area_size(54)
             .build_cartesian_2d(x, y)?;
         let tick = |value: &f64| {
-            // What is left of rounding.
+            // Remainders of rounding.
             let value = if value.abs() < 1e-12 { 0.0 } else { *value };
             let size = value.abs();
             if size != 0.0 && !(1e-3..1e5).contains(&size) {

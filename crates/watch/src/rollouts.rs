@@ -19,14 +19,14 @@ const SHOWN_CHARS: usize = 20_000;
 const EXCERPT_CHARS: usize = 160;
 /// Completions of one prompt in an answer.
 const MAX_SAMPLES: usize = 1024;
-/// A search answers after this time, with the place to go on from.
+/// A search answers after this time, with the place where the next one resumes.
 const SEARCH_TIME: Duration = Duration::from_millis(250);
 
 /// Columns of rows that are taken for a category where `category_column` names none.
 const CATEGORIES: [&str; 7] =
     ["category", "type", "task", "problem_type", "question_type", "data_type", "subject"];
 
-/// What is known of a completion without reading it again.
+/// Summary of a completion that needs no second reading.
 #[derive(Debug)]
 pub(crate) struct Brief {
     group: usize,
@@ -53,7 +53,7 @@ pub(crate) struct Records {
     tokens: Indices<Place>,
 }
 
-/// What to look for. Everything that is given has to hold.
+/// Conditions of a search. All that are given must hold.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Filter {
@@ -222,7 +222,7 @@ impl Records {
         line_at(run, &path, entry)
     }
 
-    /// Completions that a filter lets through, from its place on, and the place to go on from.
+    /// Returns completions that pass a filter, from its place on, and the place where the next search resumes.
     pub(crate) fn find(&self, run: &Run, filter: &Filter) -> Result<Value, Error> {
         let started = Instant::now();
         let steps = run.steps("rollouts")?;

@@ -37,7 +37,7 @@ pub(crate) struct Run {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Setting {
     pub(crate) name: String,
-    /// As it is written.
+    /// Value as written.
     pub(crate) value: String,
     /// Where it is from: `flag`, `default`, a file.
     pub(crate) origin: String,
@@ -140,7 +140,7 @@ impl Run {
         self.dir.join(METRICS)
     }
 
-    /// What there is of metrics; nothing before the first step.
+    /// Returns the metrics; none before the first step.
     pub(crate) fn metrics_now(&self) -> Metrics {
         let Ok(meta) = fs::metadata(self.metrics_path()) else { return Metrics::default() };
         let stamp = Stamp::of(&meta);
@@ -165,7 +165,7 @@ impl Run {
         Ok(rows)
     }
 
-    /// Whole rows from an offset, as they stand in the file.
+    /// Returns complete rows from an offset, as the file has them.
     pub(crate) fn metrics(&self, from: u64) -> Result<Slice, Error> {
         let path = self.metrics_path();
         if !path.exists() {

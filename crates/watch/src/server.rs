@@ -40,7 +40,7 @@ const CHUNK_BYTES: u64 = 64 << 10;
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self'; \
      connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// What the browser is told with every answer.
+/// Fields of every answer to the browser.
 static FIELDS: [(HeaderName, &str); 6] = [
     (header::CONTENT_SECURITY_POLICY, POLICY),
     (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -143,7 +143,7 @@ impl Server {
         }
     }
 
-    /// The page's address. Whoever has it can read the runs.
+    /// Returns the page's address. Anyone who has it can read the runs.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -227,17 +227,17 @@ fn asked<T: DeserializeOwned>(query: &str) -> Result<T, Error> {
 struct Asked {
     #[serde(default)]
     run: usize,
-    /// Of rows of metrics, a byte; of a list, a place in it.
+    /// Offset: a byte in rows of metrics, a place in a list.
     #[serde(default)]
     from: u64,
     #[serde(default)]
     limit: Option<usize>,
     #[serde(default)]
     step: u64,
-    /// Of a rollout.
+    /// Group of a rollout.
     group: Option<usize>,
     sample: Option<usize>,
-    /// Of an evaluation.
+    /// Row of an evaluation.
     row: Option<usize>,
     #[serde(default)]
     at: usize,

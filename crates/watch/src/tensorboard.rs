@@ -23,7 +23,7 @@ const MAX_CELL_CHARS: usize = 4000;
 /// Writes `tensorboard/events.out.tfevents.*` in a run directory.
 pub struct TensorBoard {
     out: BufWriter<File>,
-    /// What is written before the first event: the table of settings.
+    /// Record before the first event: the table of settings.
     first: Option<Message>,
 }
 
@@ -248,7 +248,7 @@ impl Message {
 mod tests {
     use super::*;
 
-    /// The records of the one file in a directory, checksums compared.
+    /// Returns the records of the one file in a directory, with checksums compared.
     fn records(directory: &Path) -> Vec<Vec<u8>> {
         let path = std::fs::read_dir(directory).unwrap().next().unwrap().unwrap().path();
         let bytes = std::fs::read(path).unwrap();
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn checksums_are_castagnolis() {
         assert_eq!(CRC.checksum(b"123456789"), 0xe306_9283);
-        // Of the record that every event file begins with the length, 24 bytes: as TensorFlow writes it.
+        // The length of the record that begins every event file, 24 bytes, as TensorFlow writes it.
         assert_eq!(masked(&24u64.to_le_bytes()).to_le_bytes(), [0xa3, 0x7f, 0x4b, 0x22]);
     }
 

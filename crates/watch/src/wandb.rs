@@ -1,4 +1,4 @@
-//! Weights & Biases through its own Python package, in a child process that is told by lines of JSON.
+//! Weights & Biases through its own Python package, in a child process that reads lines of JSON.
 //!
 //! The child inherits the environment, so `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_API_KEY` and the rest mean what they mean to the
 //! package. What it writes to stderr goes to `wandb.log` in the run directory, without the key.
@@ -20,7 +20,7 @@ const MAX_LINE_BYTES: u64 = 4096;
 /// Characters of a completion in the table.
 const MAX_CELL_CHARS: usize = 20_000;
 
-/// What a run at Weights & Biases is made of.
+/// Settings of a run at Weights & Biases.
 #[derive(Debug, Clone)]
 pub struct WandbRun {
     /// The Python to start.
@@ -123,7 +123,7 @@ impl Tracker for Wandb {
 
     fn finish(&mut self) -> Result<(), String> {
         self.stdin = None;
-        // Polled, so that whoever abandons a child that hangs gets at it.
+        // Polled, so that a caller can abandon a child that hangs.
         loop {
             let ended = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait();
             match ended.map_err(|error| error.to_string())? {
@@ -166,7 +166,7 @@ fn keep(stderr: impl Read, log: &Path, secret: Option<&str>) -> String {
             text = text.replace(secret, "***");
         }
         if let Some(log) = &mut log {
-            // The log is a convenience; a full disk is told elsewhere.
+            // The log is a convenience; another place reports a full disk.
             let _ = writeln!(log, "{text}");
         }
         if !text.is_empty() {

@@ -1,4 +1,4 @@
-//! The media of a row: which columns name them, where they stand in the conversation, and how they are to be read.
+//! Media of a row: their columns, their places in the conversation, and their options.
 
 use std::fs::File;
 use std::io::Read as _;

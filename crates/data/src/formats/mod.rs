@@ -1,6 +1,6 @@
 //! One JSON row → [`Sample`], whatever the dialect.
 //!
-//! The format of a row is told by its columns, in the order of [`FORMATS`]; a file may mix formats. Around every format
+//! The columns of a row determine its format, in the order of [`FORMATS`]; a file may mix formats. Around every format
 //! the same columns are understood, unless [`ColumnNames`] names others:
 //!
 //! | columns | meaning |
@@ -39,11 +39,11 @@ use crate::sample::{Origin, Sample, ThinkMode};
 /// A row of the table of formats.
 #[derive(Debug)]
 pub struct Format {
-    /// What a registry's `format` key calls it.
+    /// Name of a registry's `format` key.
     pub name: &'static str,
     /// Columns of which one tells the format.
     pub columns: &'static [&'static str],
-    /// What the column holds and who writes such files.
+    /// Content of the column, and programs that write such files.
     pub doc: &'static str,
     turns: fn(&Value, &str) -> Result<Vec<RawTurn>, RowProblem>,
 }
@@ -90,7 +90,7 @@ impl Format {
     }
 }
 
-/// What the rows of one annotation file have in common.
+/// Values that the rows of one annotation file share.
 pub(crate) struct Context<'a> {
     pub(crate) dataset: &'a Arc<str>,
     pub(crate) file: &'a Arc<Path>,
@@ -103,7 +103,7 @@ pub(crate) struct Context<'a> {
     pub(crate) use_audio_in_video: bool,
 }
 
-/// A turn as it stands in the row.
+/// A turn of the row.
 struct RawTurn {
     role: Role,
     content: Content,

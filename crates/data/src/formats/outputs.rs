@@ -26,7 +26,7 @@ pub(crate) fn unfold(mut columns: Map<String, Value>) -> Map<String, Value> {
     own
 }
 
-/// What tells a line of a rollout log, and where a prompt's first one is.
+/// Fields that identify a line of a rollout log, and the place of a prompt's first one.
 #[derive(Deserialize)]
 pub(crate) struct RolloutLine {
     #[serde(rename = "step")]

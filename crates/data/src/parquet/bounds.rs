@@ -63,7 +63,7 @@ struct Open {
     row_values: u64,
 }
 
-/// What a reader has in memory; a handle.
+/// Memory of a reader; a handle.
 #[derive(Debug, Clone)]
 pub(super) struct Opened {
     open: Arc<Mutex<Open>>,
@@ -143,7 +143,7 @@ impl Opened {
             return Err(too_large("the pages of a row hold", open.row_values, limits.num_values, "values"));
         }
         drop(open);
-        // Of the compressions that are read, this one alone does not stop at the length that is said.
+        // Among the supported compressions, this one alone does not stop at the stated length.
         if gzip && header.is_packed {
             let expected = header.unpacked_bytes.saturating_sub(header.plain_bytes);
             let mut body = file.try_clone()?;
@@ -202,7 +202,7 @@ impl ChunkReader for Bounded {
     }
 }
 
-/// Sums of the lengths of a row's values, for columns where a value may stand in a row more than once.
+/// Sums of the lengths of a row's values, for columns that may have several values in a row.
 pub(super) struct Lengths {
     columns: Vec<ColumnReader>,
     limit: u64,
@@ -255,7 +255,7 @@ impl Lengths {
     }
 }
 
-/// What a page's header says of its size. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
+/// Size fields of a page's header. Source: `PageHeader` of parquet.thrift, in Thrift's compact protocol.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Header {
     is_dictionary: bool,

@@ -40,7 +40,7 @@ pub const NUM_FRAMES: usize = 8;
 
 /// The question that R1-Omni asks of every clip.
 const QUESTION: &str = "As an emotional recognition expert; throughout the video, which emotion conveyed by the characters is the most obvious to you?";
-/// What R1-Omni adds where an answer with reasons is expected.
+/// Text that R1-Omni adds where it expects an answer with reasons.
 const FORM: &str =
     "Output the thinking process in <think> </think> and final emotion in <answer> </answer> tags.";
 
@@ -149,7 +149,7 @@ impl Default for TalkingSizes {
     }
 }
 
-/// What one clip shows and says.
+/// Content of one clip.
 struct Clip {
     name: String,
     category: Category,

@@ -60,7 +60,7 @@ fn rows_are_what_the_loader_takes() {
             }
         }
     }
-    // Every emotion as often as any other in a category.
+    // Every emotion has the same number of rows in a category.
     let eval = rows(dir.path(), "eval.jsonl");
     let count = |category: &str, label: &str| {
         eval.iter()

@@ -164,7 +164,7 @@ fn place(file: &str) -> (String, &str) {
         Some((split, _)) => (folder, split),
         None if all_digits(stem) && !folder.is_empty() => folder.rsplit_once('/').unwrap_or(("", folder)),
         None if SPLITS.contains(&stem) => (folder, stem),
-        // What names no split is to be trained on.
+        // A file whose name has no split is for training.
         None => (folder, "train"),
     };
     let part = if matches!(folder, "" | "data") { "default" } else { folder };

@@ -187,7 +187,7 @@ impl Hub {
                 let have = |file: &File| file.metadata().map_or(0, |metadata| metadata.len());
                 let (mut patience, mut most) = (self.patience(), have(&file));
                 while let Err(error) = self.transfer(&url, name, &mut file, &incomplete, expected, on) {
-                    // A long file over a bad line may break off often, if it only comes further each time.
+                    // A long file over a bad line may be interrupted many times, if each attempt gets further.
                     if have(&file) > most {
                         (patience, most) = (self.patience(), have(&file));
                     }
@@ -195,7 +195,7 @@ impl Hub {
                 }
                 let got = hash_of(&mut file, entry.lfs.is_none()).map_err(FetchError::io(&incomplete))?;
                 if got != blob {
-                    // What is wrong in it cannot be told, so nothing of it is kept.
+                    // The damaged part is unknown, so the file is discarded.
                     let _ = std::fs::remove_file(&incomplete);
                     let what = format!("got content with the hash {got}, expected {blob}");
                     return Err(FetchError::Answer { url, what });
@@ -525,7 +525,7 @@ mod tests {
         use std::sync::atomic::{AtomicUsize, Ordering};
         let (pieces, busy) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (sent, asked) = (Arc::clone(&pieces), Arc::clone(&busy));
-        // The hub is busy four times; the file comes in twelve pieces, each of which breaks off.
+        // The hub is busy four times; the file arrives in twelve pieces, each of which is interrupted.
         let (address, _) = hub(move |request, answer| {
             if request.path.contains("revision") && asked.fetch_add(1, Ordering::SeqCst) < 4 {
                 return Answer::new(429, b"");

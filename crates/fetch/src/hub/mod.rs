@@ -34,7 +34,7 @@ const MAX_TEXT_BYTES: u64 = 256 << 20;
 const MAX_FILES: usize = 10_000;
 /// Redirects of one request.
 const MAX_REDIRECTS: usize = 10;
-/// Attempts at one thing, each of which goes on where the one before broke off.
+/// Attempts at one transfer, each of which resumes the one before.
 const ATTEMPTS: usize = 5;
 
 /// Which hub, as whom, into which cache.
@@ -51,11 +51,11 @@ pub struct HubOptions {
 /// How far a transfer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// What there is to transfer.
+    /// The transfer begins.
     Begin {
         /// Files that are not there yet.
         num_files: usize,
-        /// Their bytes, without those that an earlier attempt has transferred.
+        /// Bytes to transfer, without those of an earlier attempt.
         num_bytes: u64,
     },
     /// So many bytes more are there.
@@ -70,7 +70,7 @@ pub struct Hub {
     pause: Duration,
 }
 
-/// What a repository holds.
+/// Kind of a repository.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Model,
@@ -249,7 +249,7 @@ impl Hub {
         }
         let at = revision.replace('/', "%2F");
         let url = format!("{endpoint}/api/{}/{name}/revision/{at}?blobs=true", kind.plural());
-        // A hub that is busy gets time; that none answers is told soon.
+        // A busy hub gets time; a hub that does not answer is reported soon.
         let mut response = self.with_patience(|| {
             let answer = match self.get(&url, 0) {
                 Err(error) if error.may_pass() => self.get(&url, 0),

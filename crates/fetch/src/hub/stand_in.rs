@@ -59,7 +59,7 @@ fn git_hash(bytes: &[u8]) -> String {
     sha1::Sha1::digest(all).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What goes to the storage: by name, as the hub's `.gitattributes` has it.
+/// Returns whether a file goes to the storage: by name, as in the hub's `.gitattributes`.
 fn is_large(name: &str) -> bool {
     [".safetensors", ".parquet", ".bin"].iter().any(|end| name.ends_with(end))
 }

@@ -10,7 +10,7 @@
 //! | `PUT` to those addresses, whole or in parts; `POST` to complete parts and to verify | |
 //! | `POST /api/models/NAME/commit/main` | the commit |
 //!
-//! A push that broke off is begun again: what the storage has is not sent a second time, and files that are the same make no
+//! An interrupted push starts again: it does not send what the storage has, and identical files make no
 //! commit. In one commit with the new files go weights and settings of an earlier form of the checkpoint (another split into
 //! files, an adapter), since readers would take those.
 
@@ -40,7 +40,7 @@ const MAX_PART_BYTES: u64 = 5 << 30;
 const PUBLIC: &str = "https://huggingface.co/";
 const LFS_JSON: &str = "application/vnd.git-lfs+json";
 
-/// What a push has done.
+/// Result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
     /// Address of the repository, for people.
@@ -76,7 +76,7 @@ struct Mode {
     upload_mode: String,
     #[serde(default)]
     should_ignore: bool,
-    /// What the repository has under this name.
+    /// Hash of the repository's file of this name.
     oid: Option<String>,
 }
 
@@ -158,7 +158,7 @@ impl Hub {
     ///
     /// # Errors
     /// No token, no connection after several attempts, an account that may not write there, a file that cannot be read,
-    /// an answer that makes no sense. Nothing local is changed; the same call goes on where this one broke off.
+    /// an answer that makes no sense. No local file changes; the same call resumes the push.
     pub fn push(
         &self,
         name: &str,
@@ -605,7 +605,7 @@ mod tests {
         assert_eq!(bytes, 3100);
         assert_eq!(uploads(&hub.requests()), ["/part", "/part", "/part", "/whol"]);
 
-        // The same again is no commit; a changed file is one with that file alone.
+        // An identical push makes no commit; a changed file makes one with that file alone.
         let again = me.push("me/tiny", &files, "again", &mut |_| {}).unwrap();
         assert_eq!((again.num_changed, &again.commit), (0, &pushed.commit));
         std::fs::write(dir.path().join("model-00002-of-00002.safetensors"), [8; 600]).unwrap();
@@ -754,7 +754,7 @@ mod tests {
         let files = model(&folder);
         let me = client(&hub, Some(StandIn::TOKEN));
 
-        // What it has pushed needs no push, and the other way round.
+        // Files that one client has pushed, the other need not push.
         let commit = run("0", &["push", &folder.to_string_lossy(), "me/theirs"]);
         let ours = me.push("me/theirs", &files, "by us", &mut |_| {}).unwrap();
         assert_eq!((ours.num_changed, ours.commit), (0, commit));
@@ -767,7 +767,7 @@ mod tests {
             assert_eq!(std::fs::read(down.join(name)).unwrap(), std::fs::read(path).unwrap(), "{name}");
         }
 
-        // What this client has fetched is there for it.
+        // The official client finds what this one has downloaded.
         let options = HubOptions { cache: place.path().join("cache"), ..me.options.clone() };
         let fetching = Hub::new(options);
         let dir = fetching.download("me/ours", "main", &mut |_| {}).unwrap();

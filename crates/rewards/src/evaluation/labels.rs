@@ -24,7 +24,7 @@ pub struct LabelSet {
     keys: Vec<Key>,
 }
 
-/// What makes two texts the same label.
+/// Form in which two texts are the same label.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     Emotion(usize),

@@ -39,7 +39,7 @@ const ANSWER_REWARDS: &[&str] = &[
     "fuzzy",
 ];
 
-/// What is measured besides the rewards.
+/// Measures beside the rewards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measures {
     /// Which answer tag counts.
@@ -86,7 +86,7 @@ pub struct EvalRow {
     pub category: Option<String>,
     /// Sampled texts.
     pub completions: Vec<String>,
-    /// What stands in the answer tag of each; `None` where there is no answer.
+    /// Content of the answer tag of each; `None` without an answer.
     pub answers: Vec<Option<String>>,
     /// Each reward's value per completion.
     pub rewards: BTreeMap<String, Vec<Option<f64>>>,
@@ -107,7 +107,7 @@ impl EvalRow {
     }
 }
 
-/// What stands in a completion's answer tag, stripped; `None` where that is nothing.
+/// Returns the content of a completion's answer tag, stripped; `None` if that is empty.
 pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<&str> {
     content(completion, "answer", policy).map(str::trim).filter(|text| !text.is_empty())
 }
@@ -117,7 +117,7 @@ pub fn answer(completion: &str, policy: AnswerPolicy) -> Option<&str> {
 pub struct Category {
     /// The category.
     pub name: String,
-    /// Its rows.
+    /// Number of rows.
     pub rows: usize,
     /// Share of right answers.
     pub accuracy: Option<f64>,
@@ -138,7 +138,7 @@ pub struct Summary {
     pub categories: Vec<Category>,
     /// By label.
     pub confusion: Option<Confusion>,
-    /// Of explanations.
+    /// Numbers of explanations.
     pub explanations: Option<ExplanationReport>,
     /// 95 % interval of `eval_accuracy`.
     pub accuracy_interval: Option<(f64, f64)>,

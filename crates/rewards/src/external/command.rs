@@ -24,7 +24,7 @@ use crate::{Reward, RewardError, RewardInput, RewardOptions};
 /// An answer line beyond this is refused instead of read.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 const STDERR_LINES: usize = 20;
-/// Of a line of stderr the rest is dropped.
+/// Length of a line of stderr; the rest is dropped.
 const STDERR_LINE_BYTES: usize = 4096;
 /// Serves a function of a Python file: `python3 -c HELPER FILE.py:FUNCTION`.
 const PYTHON_HELPER: &str = include_str!("../../assets/omnigrpo_reward.py");
@@ -140,7 +140,7 @@ impl Reward for CommandReward {
 
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
         let mut slot = locked(&self.workers[0]);
-        // What is wrong now is no passing trouble of a long run.
+        // An error now is not a passing problem of a long run.
         let once = ExternalOptions { retries: 0, ..self.options.clone() };
         let (scores, _) = attempts(&self.name, &row_name(0, row), &once, Duration::ZERO, || {
             self.ask(&mut slot, std::slice::from_ref(row), true)
@@ -265,7 +265,7 @@ impl Worker {
         }
     }
 
-    /// What is known about a program that closed its pipes. One that gives up by itself before its first answer (an
+    /// Describes a program that closed its pipes. One that gives up before its first answer (an
     /// import that fails, say) would do so again.
     fn ended(&mut self) -> Failure {
         let status = self.wait(GOODBYE);
@@ -274,7 +274,7 @@ impl Worker {
             Some(status) => format!("the program ended ({status})"),
             None => "the program closed its stdout".to_owned(),
         };
-        // Its last words may still be in the pipe when its end is known.
+        // Last lines may still be in the pipe when its end is known.
         let start = Instant::now();
         while self.stderr_reader.as_ref().is_some_and(|reader| !reader.is_finished())
             && start.elapsed() < GOODBYE
@@ -343,7 +343,7 @@ fn spawn(command: Command) -> std::io::Result<Child> {
         let start_all = move || {
             for (mut command, answer) in to_do {
                 die_with_parent(&mut command);
-                // Whoever ordered it waits for it.
+                // The sender of the order waits for it.
                 let _ = answer.send(command.spawn());
             }
         };

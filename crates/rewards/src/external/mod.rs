@@ -61,8 +61,8 @@ pub struct ExternalOptions {
     pub range: Option<(f64, f64)>,
     /// Model name sent to a judge.
     pub judge_model: String,
-    /// What a judge is asked; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in, and where
-    /// `{images}` stands the row's pictures are shown.
+    /// Question to a judge; `{prompt}`, `{completion}`, `{answer}` and `{solution}` are filled in, and
+    /// `{images}` shows the row's pictures.
     pub judge_template: String,
     /// Sent to a judge as bearer token.
     pub judge_api_key: Option<String>,
@@ -148,11 +148,11 @@ pub fn spec_files(spec: &str) -> Vec<PathBuf> {
     words.iter().map(file).filter(|path| path.is_file()).take(1).collect()
 }
 
-/// What stands for a secret.
+/// Replacement of a secret.
 const HIDDEN: &str = "***";
 
 /// A spec for files and messages: without the password of an address, and without the values of arguments, variables and
-/// query parameters that are called key, token, secret, password or the like.
+/// query parameters named key, token, secret, password or similar.
 #[must_use]
 pub fn redacted(spec: &str) -> String {
     // Constant expressions that do not compile would be found by the first test.
@@ -256,7 +256,7 @@ struct Answer {
     columns: BTreeMap<String, Vec<Value>>,
 }
 
-/// What the answers of a batch want recorded, by the rows of their requests.
+/// Records in the answers of a batch, by the rows of their requests.
 #[derive(Default)]
 struct Log(Mutex<Vec<(Range<usize>, Logged)>>);
 

@@ -1,4 +1,4 @@
-// What every view uses: the server's answers, elements without markup, text that cannot hide anything, numbers.
+// Functions of every view: the server's answers, elements without markup, text that cannot hide anything, numbers.
 
 /// The command that serves this page again.
 export const again = { command: 'omnigrpo watch RUN_DIR' };
@@ -54,7 +54,7 @@ export function visible(text) {
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
-  // What is left of rounding, and of means that have long been 0.
+  // Remainders of rounding, and of means that have long been 0.
   if (size < 1e-12) return '0';
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
   return String(Number(value.toFixed(size >= 100 ? 1 : digits)));

@@ -46,7 +46,7 @@ pub(super) fn words(text: &str) -> Vec<String> {
     spaced.split_whitespace().take(MAX_TOKENS).map(str::to_owned).collect()
 }
 
-/// What a score is made of; sums over a corpus.
+/// Counts of a score; sums over a corpus.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Statistics {
     prediction_words: f64,

@@ -42,7 +42,7 @@ pub struct Explained<'a> {
 pub struct ExplanationReport {
     /// Completions with references.
     pub num_explained: usize,
-    /// Those among them with the right answer.
+    /// Rows with the correct answer.
     pub num_right: usize,
     /// Over all of them.
     pub unfiltered: TextScores,
