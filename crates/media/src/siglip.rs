@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::{MediaError, Rgb8Image, resize_bicubic};
 
-/// What becomes of a picture that is not square.
+/// Treatment of a picture that is not square.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Squaring {
     /// It is stretched.
@@ -28,7 +28,7 @@ pub struct SiglipProcessor {
     pub mean: [f32; 3],
     /// Divides what is left.
     pub std: [f32; 3],
-    /// What becomes of a picture that is not square.
+    /// Treatment of a picture that is not square.
     pub squaring: Squaring,
 }
 

@@ -113,7 +113,7 @@ impl ConfigJson {
         }
     }
 
-    /// What is added to a variance.
+    /// Reads the number that is added to a variance.
     ///
     /// # Errors
     /// Anything but a number from 0 to 1.

@@ -1,5 +1,7 @@
 //! Rotary position tables.
 
+use std::sync::OnceLock;
+
 use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
@@ -8,18 +10,21 @@ use crate::host::Host;
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream: `cos` and `sin` are `[rows, half]`, `half = head width / 2`.
+/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outline of a step never
+/// does, and they would be most of its time.
 ///
 /// One table serves all layers and heads. The rotation is the "rotate half" form: the pair of element `i` is
-/// `i + half`.
-#[derive(Clone, Debug, PartialEq)]
+/// `i + half`, with `half = head width / 2`.
+#[derive(Clone, Debug)]
 pub struct RopeTable {
     /// Pairs per head.
     pub half: usize,
-    /// `[rows, half]`
-    pub cos: Vec<f32>,
-    /// `[rows, half]`
-    pub sin: Vec<f32>,
+    rows: usize,
+    /// `[rows, half]`, radians.
+    angles: Vec<f32>,
+    factor: f32,
+    /// Cosines and sines, `[rows, half]` each.
+    waves: OnceLock<[Vec<f32>; 2]>,
     /// Copies of the table on devices.
     pub(crate) copies: Host<()>,
 }
@@ -31,27 +36,36 @@ impl RopeTable {
         for (row, out) in angles.chunks_exact_mut(half.max(1)).enumerate() {
             fill(row, out);
         }
-        // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
-        let of_each = |f: fn(f64) -> f64| {
-            let some = |part: &[f32]| part.iter().map(|&a| f(f64::from(a)) as f32).collect::<Vec<_>>();
-            parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()
-        };
-        Self { half, cos: of_each(f64::cos), sin: of_each(f64::sin), copies: Host::default() }
+        Self { half, rows, angles, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
     }
 
-    /// The table of a rotation that stretches by `factor` besides; its transpose stretches as well.
+    /// Makes a table of cosines and sines, `[rows, half]` each, that a device already has.
+    pub(crate) fn of_waves(half: usize, waves: [Vec<f32>; 2], copies: Host<()>) -> Self {
+        let rows = waves[0].len().checked_div(half).unwrap_or(0);
+        Self { half, rows, angles: Vec::new(), factor: 1.0, waves: waves.into(), copies }
+    }
+
+    /// Returns the table of a rotation that also stretches by `factor`; its transpose stretches as well.
     #[must_use]
-    pub fn scaled(mut self, factor: f32) -> Self {
-        if factor != 1.0 {
-            self.cos.iter_mut().chain(&mut self.sin).for_each(|x| *x *= factor);
-            self.copies = Host::default();
-        }
-        self
+    pub fn scaled(self, factor: f32) -> Self {
+        Self { factor: self.factor * factor, waves: OnceLock::new(), copies: Host::default(), ..self }
     }
 
-    /// Rows of the stream.
+    /// Number of rows of the stream.
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.cos.len().checked_div(self.half).unwrap_or(0)
+        self.rows
+    }
+
+    /// Returns cosines and sines, `[rows, half]` each, times the factor.
+    #[must_use]
+    pub fn waves(&self) -> &[Vec<f32>; 2] {
+        // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
+        let of_each = |f: fn(f64) -> f64| {
+            let wave = |&a: &f32| f(f64::from(a)) as f32 * self.factor;
+            let some = |part: &[f32]| part.iter().map(wave).collect::<Vec<_>>();
+            parallel::map(self.angles.chunks(PART), OPERATIONS * self.angles.len(), some).concat()
+        };
+        self.waves.get_or_init(|| [of_each(f64::cos), of_each(f64::sin)])
     }
 }

@@ -146,6 +146,8 @@ pub struct RunPlan {
     pub data_seed: u64,
     /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
+    /// Command line that the model card shows. It names no place on this machine.
+    pub command: Option<String>,
     /// Draws the metrics of a run directory as SVG, for the model card; `None` where there is nothing to draw.
     pub curves: Option<fn(&Path) -> Option<String>>,
     /// End the run, with a checkpoint, when its policy runs away or its entropy collapses
@@ -198,6 +200,7 @@ impl Default for RunPlan {
             bad_rows: Vec::new(),
             data_seed: 42,
             fingerprint: Map::new(),
+            command: None,
             curves: None,
             stop_on_collapse: false,
             files: Vec::new(),

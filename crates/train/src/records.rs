@@ -287,8 +287,8 @@ impl Records {
         }
     }
 
-    /// Names selected weights that no row of the first epoch reached.
-    pub(crate) fn unreached(&self, names: &[&str]) {
+    /// Warns of selected weights that no `what` (a row, a step) reached, by name.
+    pub(crate) fn unreached(&self, what: &str, names: &[&str]) {
         const SHOWN: usize = 5;
         if names.is_empty() {
             return;
@@ -297,8 +297,8 @@ impl Records {
         let more =
             if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
         self.console.line(&format!(
-            "warning: no row of the first epoch reached {shown}{more}. These weights are selected to be trained and stay \
-             as they are: no row has the kind of medium they read, or nothing runs through them"
+            "warning: no {what} reached {shown}{more}. These weights are selected to be trained and stay as they are: no row \
+             has the kind of medium that they read, or nothing runs through them"
         ));
     }
 

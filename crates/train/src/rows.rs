@@ -78,6 +78,15 @@ impl PreparedRow {
         let prompt = Arc::new(prompts.build_in(&sample, epoch)?);
         Ok(Self { sample, prompt, epoch })
     }
+
+    /// Makes a row whose media have the right size and no content ([`PromptBuilder::outline`]).
+    ///
+    /// # Errors
+    /// As [`PromptBuilder::outline`].
+    pub fn outline(prompts: &PromptBuilder, sample: Sample) -> omnigrpo_models::Result<Self> {
+        let prompt = Arc::new(prompts.outline(&sample)?);
+        Ok(Self { sample, prompt, epoch: 0 })
+    }
 }
 
 /// A row of a dataset that cannot be used.

@@ -99,7 +99,7 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         let epoch_done = this.place.buffer.is_none() && epoch as u64 > this.place.epochs_seen;
         if epoch_done {
             if this.place.epochs_seen == 0 {
-                this.records.unreached(&this.optimizer.never_reached());
+                this.records.unreached("row of the first epoch", &this.optimizer.never_reached());
             }
             this.place.epochs_seen = epoch as u64;
         }
@@ -579,6 +579,9 @@ impl Loop {
             self.console
                 .line(&format!("stopped after step {step}; resume with RunPlan::resume ResumeFrom::Newest"));
         } else {
+            if self.place.epochs_seen == 0 && step > 0 {
+                self.records.unreached("step", &self.optimizer.never_reached());
+            }
             if summary.after.is_none() {
                 // Resumed at the last step.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;

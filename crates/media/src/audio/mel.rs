@@ -99,7 +99,7 @@ impl LogMel {
         Self::new(&Config { feature_size: num_mels, ..Config::default() })
     }
 
-    /// As the `preprocessor_config.json` of a Whisper checkpoint says.
+    /// Reads the features that the `preprocessor_config.json` of a Whisper checkpoint describes.
     ///
     /// # Errors
     /// A file that cannot be read, belongs to another feature extractor, or asks for what this one does not do.

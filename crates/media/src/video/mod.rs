@@ -50,7 +50,7 @@ impl VideoSource {
     }
 }
 
-/// What to take from a video.
+/// Frames and sizes to take from a video.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoRequest {
     /// Which frames.
@@ -65,7 +65,7 @@ pub struct VideoRequest {
 /// How large the frames become.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FrameSize {
-    /// As they are.
+    /// The sizes of the file.
     Native,
     /// This size, whatever the shape was.
     Exact {

@@ -170,7 +170,7 @@ impl Bert {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &BertConfig {
         &self.config

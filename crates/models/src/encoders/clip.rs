@@ -147,7 +147,7 @@ impl Clip {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &ClipConfig {
         &self.config

@@ -124,7 +124,7 @@ impl Siglip {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &SiglipConfig {
         &self.config

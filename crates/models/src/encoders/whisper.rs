@@ -103,7 +103,7 @@ impl Whisper {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &WhisperConfig {
         &self.config

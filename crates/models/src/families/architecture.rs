@@ -1,4 +1,4 @@
-//! What builds networks.
+//! Construction of networks.
 
 use omnigrpo_ops::{Pass, Tape, Var};
 

@@ -27,7 +27,7 @@ use crate::error::{ModelError, Result};
 /// In which dtype weights are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum WeightDtype {
-    /// As stored: bf16 stays bf16, f32 stays f32, f16 becomes f32.
+    /// The stored dtype: bf16 stays bf16, f32 stays f32, f16 becomes f32.
     #[default]
     Auto,
     /// Everything f32.
@@ -129,7 +129,7 @@ pub trait WeightSource {
     ///
     /// # Errors
     /// A device that is out of memory. Missing and mis-shaped tensors are collected and reported together by
-    /// whoever made the source.
+    /// the maker of the source.
     fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>>;
 
     /// Whether input embedding and output head are one tensor, given what the configuration says.
@@ -164,7 +164,7 @@ impl<'s> Scope<'s> {
         Scope { source: &mut *self.source, prefix, part }
     }
 
-    /// The same weights as another part of the model.
+    /// Returns a scope of the same weights as another part of the model.
     pub fn of(&mut self, part: Part) -> Scope<'_> {
         Scope { source: &mut *self.source, prefix: self.prefix.clone(), part }
     }
@@ -311,7 +311,7 @@ impl WeightSource for FileSource<'_> {
         Ok(self.hand_out(param))
     }
 
-    /// As `transformers` 5.23 decides: two tensors that are both present are tied where the configuration says so and they
+    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they
     /// are equal. Where only one is present they are tied whatever the configuration says; there the other would be
     /// made up.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {

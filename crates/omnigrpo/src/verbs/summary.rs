@@ -1,4 +1,4 @@
-//! The numbers of an evaluation, on the terminal and in a file.
+//! Results of an evaluation, on the terminal and in a file.
 
 use std::path::Path;
 
@@ -8,12 +8,12 @@ use omnigrpo_rewards::{MEASURES, Summary};
 
 use super::infer::write_lines;
 
-/// Writes the numbers beside the rows: `<output>.summary.json` without the output's own ending.
+/// Writes the results beside the rows: `<output>.summary.json`, without the ending of the output.
 pub fn write(output: &Path, summary: &Summary) -> Result<()> {
     write_lines(&output.with_extension("summary.json"), &[format!("{:#}", summary.to_json())])
 }
 
-/// Metrics, then the tables by category, by label and of explanations.
+/// Writes metrics, then the tables by category, by label and of explanations.
 pub fn tables(summary: &Summary) -> String {
     let mut out = String::new();
     for (name, value) in &summary.metrics {
@@ -101,6 +101,6 @@ fn explanations(summary: &Summary, out: &mut String) {
         .collect();
     out.push_str(&format!("\n{}", columns(&header, &rows, width())));
     if report.unfiltered.iter().any(Option::is_none) {
-        out.push_str("BERTScore needs --bertscore_model and the reward bertscore, which may weigh 0\n");
+        out.push_str("BERTScore needs --bertscore_model and the reward bertscore, whose weight may be 0\n");
     }
 }
