@@ -214,7 +214,7 @@ mod system {
         is_x86_feature_detected!("avx512f") && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & 1 << 23 != 0
     }
 
-    /// Runs a trial of vector instructions, but only if the CPU announces them: no hypervisor hides these alone.
+    /// Runs a trial of vector instructions, but only if the CPU announces them: no operating system hides only these.
     pub(super) fn vectors(name: &'static str, announced: bool, trial: fn() -> bool) -> Feature {
         if announced {
             tried(trial).verdict(name, true)
