@@ -587,7 +587,7 @@ impl Dots<'_> {
                     (near, left) = (near.wrapping_add(left + (N - 1) * self.k), self.k);
                 }
             }
-            // SAFETY: row j + c < n, that many elements of it; x is packed.
+            // SAFETY: row j + c < n, with these elements in bounds; x is packed.
             unsafe {
                 let mut w_vec = [T::whole(simd, w); N];
                 for c in 1..N {

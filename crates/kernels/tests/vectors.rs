@@ -1,5 +1,5 @@
-//! The tests of the kernels once more, on the code for CPUs without matrix tiles.
-// The same helpers are part of both files, which are read as they are.
+//! Runs the tests of the kernels on the code for CPUs without matrix tiles.
+// The test files share the helper module, which each includes.
 #![allow(missing_docs, clippy::duplicate_mod)]
 
 #[path = "attention.rs"]
