@@ -40,7 +40,10 @@ fn check(device: Device, table: &Param, h: usize, mut ids: impl Iterator<Item = 
     table.usable(device)?;
     let op = || format!("embedding {}", table.name());
     if h == 0 || !table.len().is_multiple_of(h) {
-        return Err(Error::shape(op(), format!("{} elements are no whole rows of {h}", table.len())));
+        return Err(Error::shape(
+            op(),
+            format!("the table has {} elements, expected a multiple of {h}", table.len()),
+        ));
     }
     let rows = table.len() / h;
     match ids.find(|&id| id as usize >= rows) {

@@ -17,7 +17,7 @@ pub enum Error {
         op: &'static str,
         /// Device of the operand.
         got: crate::Device,
-        /// Device of the other operands.
+        /// Device on which the operation runs.
         expected: crate::Device,
     },
     /// A weight that does not support the requested operation.

@@ -4,23 +4,23 @@ use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
 
-/// Angles that a thread takes at a time, and what the cosine of one costs, in elementary operations.
+/// Angles that a thread takes at a time, and the cost of one cosine in elementary operations.
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
 /// The angles of every row of a stream: `cos` and `sin` are `[rows, half]`, `half = head width / 2`.
 ///
-/// One table serves all layers and heads. The rotation is the "rotate half" form: the pair of element `i` is
-/// `i + half`.
+/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with `i +
+/// half`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeTable {
-    /// Pairs per head.
+    /// Number of pairs per head.
     pub half: usize,
-    /// `[rows, half]`
+    /// Cosines `[rows, half]`.
     pub cos: Vec<f32>,
-    /// `[rows, half]`
+    /// Sines `[rows, half]`.
     pub sin: Vec<f32>,
-    /// What devices have of the table.
+    /// Devices' forms of the table.
     pub(crate) copies: Host<()>,
 }
 
@@ -31,7 +31,7 @@ impl RopeTable {
         for (row, out) in angles.chunks_exact_mut(half.max(1)).enumerate() {
             fill(row, out);
         }
-        // As PyTorch: the angle is rounded to f32, its cosine is exact to f32.
+        // Like PyTorch, rounds the angle to f32 and computes its cosine exactly to f32.
         let of_each = |f: fn(f64) -> f64| {
             let some = |part: &[f32]| part.iter().map(|&a| f(f64::from(a)) as f32).collect::<Vec<_>>();
             parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()
@@ -39,7 +39,7 @@ impl RopeTable {
         Self { half, cos: of_each(f64::cos), sin: of_each(f64::sin), copies: Host::default() }
     }
 
-    /// The table of a rotation that stretches by `factor` besides; its transpose stretches as well.
+    /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
     #[must_use]
     pub fn scaled(mut self, factor: f32) -> Self {
         if factor != 1.0 {
@@ -49,7 +49,6 @@ impl RopeTable {
         self
     }
 
-    /// Rows of the stream.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.cos.len().checked_div(self.half).unwrap_or(0)
