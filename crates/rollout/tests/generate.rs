@@ -419,7 +419,7 @@ fn recorded_tokens_are_those_of_single_launches() {
         assert_eq!(recorded, own, "{name}");
         if name == "aria" {
             let why = how_recorded.refused.unwrap();
-            assert!(why.starts_with("work that is recorded to run again reads "), "{why}");
+            assert!(why.starts_with("GPU work cannot be replayed: it reads "), "{why}");
             assert_eq!((how_recorded.replayed, how_recorded.plain), (0, 11));
             continue;
         }
