@@ -1,12 +1,12 @@
-//! What stands between this program and what others made: panics of their code as values, errors with their causes as one
-//! text, files of their directories ([`inside`]), and caches that they cannot reach ([`cache`]).
+//! Protects this program from foreign code and files: panics as values, errors with their causes as one text, files in
+//! foreign directories ([`inside`]), and private caches ([`cache`]).
 //!
-//! Decoders, tokenizers and rewards meet input that they were not made for. Where one panics, the caller tells it as an error
-//! of that input. The process's panic hook would have told it before, in words for programmers; a program that asks
-//! [`is_guarded`] in its hook can keep quiet there and nowhere else.
+//! Decoders, tokenizers and rewards receive input that they were not made for. If one panics, the caller reports it as
+//! an error of that input. The process's panic hook would have reported it before, in words for programmers; a hook
+//! that checks [`is_guarded`] can stay silent in exactly these cases.
 //!
-//! An error belongs to a row, to the machine or to the run ([`Fault`]): a row that cannot be used costs that row, a failure of the
-//! machine is retried ([`retried`]) and then stops the run, which loses nothing.
+//! An error belongs to a row, to the machine or to the run ([`Fault`]). An unusable row costs only that row. A failure
+//! of the machine is retried ([`retried`]) and then stops the run, which loses nothing.
 
 mod fault;
 
@@ -23,12 +23,12 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Runs code whose panics are told by the caller.
+/// Runs code and returns its panic as a value, which the caller reports.
 ///
-/// What the code was changing when it panicked is not to be used any more.
+/// Values that the code was changing when it panicked must not be used again.
 ///
 /// # Errors
-/// The payload of a panic.
+/// The payload of the panic.
 pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     DEPTH.set(DEPTH.get() + 1);
     let result = catch_unwind(AssertUnwindSafe(run));
@@ -36,14 +36,14 @@ pub fn guarded<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     result
 }
 
-/// Whether this thread is within [`guarded`].
+/// Returns whether this thread is inside [`guarded`].
 #[must_use]
 pub fn is_guarded() -> bool {
     DEPTH.get() > 0
 }
 
-/// What an error and its causes say, the outermost first. A cause that is repeated by what stands before it, as some libraries
-/// do, is left out.
+/// Returns the messages of an error and its causes, the outermost first. Omits a cause whose text the previous message
+/// contains, as some libraries repeat it.
 pub fn messages(error: &dyn Error) -> Vec<String> {
     let mut said = vec![error.to_string()];
     let mut next = error.source();
@@ -57,7 +57,7 @@ pub fn messages(error: &dyn Error) -> Vec<String> {
     said
 }
 
-/// [`messages`] as one text, for a place that has room for one: a cell, a line, a message that is sent.
+/// Joins [`messages`] to one text, for places with room for one: a cell, a line, a sent message.
 pub fn told(error: &dyn Error) -> String {
     messages(error).join(": ")
 }
@@ -66,7 +66,7 @@ pub fn told(error: &dyn Error) -> String {
 mod tests {
     use super::*;
 
-    /// An error that repeats its cause, or not.
+    /// An error that may repeat its cause.
     #[derive(Debug)]
     struct Failed(&'static str, Option<Box<Failed>>);
 
