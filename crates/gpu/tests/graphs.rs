@@ -29,7 +29,7 @@ fn write(gpu: &Gpu, to: &Array, x: [f32; 3]) {
 }
 
 #[test]
-fn a_record_runs_again_with_what_its_arrays_hold_then() {
+fn a_graph_replays_with_the_current_array_contents() {
     let gpu = Gpu::emulated(1);
     let (arena, mut out) = (Arena::new(&gpu), gpu.alloc(3, Dtype::F32));
     let x = input(&gpu, [1.0, 2.0, -4.0]);
@@ -55,7 +55,7 @@ fn a_record_runs_again_with_what_its_arrays_hold_then() {
 }
 
 #[test]
-fn what_a_record_does_not_write_is_not_left_from_before() {
+fn a_replay_leaves_nothing_of_an_earlier_run() {
     let gpu = Gpu::emulated(0);
     let (arena, out) = (Arena::new(&gpu), gpu.upload(&[1.0; 3]));
     let graph = gpu.capture(&arena, || ()).unwrap();
@@ -75,7 +75,7 @@ fn what_a_record_does_not_write_is_not_left_from_before() {
 
 /// An operation that only a normal run can do is reported, and the device stays usable.
 #[test]
-fn what_cannot_be_recorded_is_refused() {
+fn unrecordable_work_is_refused() {
     let gpu = Gpu::emulated(0);
     let (arena, x) = (Arena::new(&gpu), input(&gpu, [1.0, 2.0, 3.0]));
     let mut out = gpu.zeros(3, Dtype::F32);
@@ -108,7 +108,7 @@ fn what_cannot_be_recorded_is_refused() {
 }
 
 #[test]
-fn memory_stays_with_a_record_and_goes_with_it() {
+fn memory_lives_as_long_as_its_graph() {
     let gpu = Gpu::emulated_with(0, 1000);
     let free = || gpu.memory().unwrap()[0];
     let (arena, other) = (Arena::new(&gpu), gpu.alloc(25, Dtype::F32));
@@ -137,7 +137,7 @@ fn memory_stays_with_a_record_and_goes_with_it() {
 }
 
 #[test]
-fn an_arena_without_memory_says_so_as_ever() {
+fn an_arena_without_memory_reports_it() {
     let gpu = Gpu::emulated_with(0, 100);
     gpu.within(&Arena::new(&gpu), || drop(gpu.alloc(50, Dtype::F32)));
     assert!(matches!(gpu.check(), Err(Error::Memory { wanted: 200, free: 100, total: 100 })));
@@ -145,7 +145,7 @@ fn an_arena_without_memory_says_so_as_ever() {
 
 /// Another thread's work does not become part of a recording, and waits for its end.
 #[test]
-fn other_threads_wait_for_a_record() {
+fn other_threads_wait_for_a_recording() {
     let gpu = Gpu::emulated(0);
     let arena = Arena::new(&gpu);
     let mut out = gpu.zeros(1, Dtype::F32);

@@ -835,7 +835,7 @@ fn draws_are_those_of_a_sorted_row() {
 
 /// The device stores its failure and computes nothing afterwards.
 #[test]
-fn a_failure_is_told_once_and_read_as_nan() {
+fn a_failure_is_reported_once_and_read_as_nan() {
     // A separate device, which keeps the failure.
     let gpu = Gpu::emulated(0);
     let x = gpu.upload(&[1.0, 2.0]);

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn weighted_sum_skips_what_does_not_apply() {
+    fn weighted_sum_skips_missing_rewards() {
         let accuracy = vec![Some(1.0), None, None];
         let format = vec![Some(0.5), Some(1.0), None];
         let got = weighted_sum(&[accuracy, format], &[0.7, 0.3]).unwrap();

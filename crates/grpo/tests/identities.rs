@@ -179,7 +179,7 @@ fn gradients_equal_central_differences_for_every_recipe_and_kl() {
 }
 
 #[test]
-fn a_correction_weighs_what_the_sampler_saw_differently() {
+fn a_correction_weights_differences_from_the_sampler() {
     // The differences are d = ln 2, ln 1/4 and 0 in one completion, ln 3/4 and 0 in another: token weights 2, 1/4, 1
     // and 3/4, 1; completion weights 1/2, 3/4.
     let d = [2.0_f64.ln(), 0.25_f64.ln(), 0.0, 0.75_f64.ln(), 0.0];
@@ -409,7 +409,7 @@ fn documented_sequence_loss_of_one_completion() {
 /// PPO's clipped term, written as a function of one token, has the value and gradient of the built-in term, whose
 /// gradient is written by hand.
 #[test]
-fn a_term_of_ones_own_is_its_own_gradient() {
+fn a_custom_term_has_the_gradient_of_the_built_in_one() {
     let clipped = CustomTerm(|PolicyToken { ratio, advantage, .. }| {
         let (free, bounded) = (ratio * advantage, ratio.clamp(0.8, 1.3) * advantage);
         -free.min(bounded)
@@ -635,7 +635,7 @@ fn the_entropy_gate_keeps_the_tokens_above_a_linear_quantile() {
 
 /// The gate was decided before, so entropies of the pass change only the bonus, which is divided by the kept tokens.
 #[test]
-fn the_entropy_gate_does_not_look_at_the_pass() {
+fn the_entropy_gate_ignores_entropies_of_the_pass() {
     let plan = LossPlan { entropy_coef: 0.5, ..recipe("grpo").unwrap().loss };
     let data = Data::new(&[4, 3], true, 5).gated(0.4);
     let tokens = data.kept.as_ref().unwrap().iter().filter(|kept| **kept).count();

@@ -112,7 +112,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn errors_of_the_system_are_the_machines_by_number() {
+    fn errors_of_the_system_are_classified_by_number() {
         for number in [11, 12, 24, 23, 5, 28, 116, 110] {
             let error = Outer(io::Error::from_raw_os_error(number));
             let expected = if cfg!(target_os = "linux") { Fault::Machine } else { fault(&error, Fault::Row) };
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_that_code_makes_when_a_stranger_is_slow_are_not_the_machines() {
+    fn timeouts_of_others_are_not_failures_of_the_machine() {
         for (kind, expected) in [
             (io::ErrorKind::TimedOut, Fault::Run),
             (io::ErrorKind::WouldBlock, Fault::Run),

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_told_with_its_causes_each_once() {
+    fn an_error_lists_each_cause_once() {
         let error = |outer, middle| {
             let inner = Failed("no such file", None);
             Failed(outer, Some(Box::new(Failed(middle, Some(Box::new(inner))))))
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mark_is_there_within_and_gone_after_a_panic() {
+    fn the_guard_mark_ends_with_a_panic() {
         assert!(!is_guarded());
         let payload = guarded(|| {
             assert!(is_guarded());

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whole_buffers_are_made_copied_and_added() {
+    fn buffers_are_created_copied_and_added() {
         for len in [0, 1, 15, 17, 100_003] {
             let x: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let mut y = copy(&x);

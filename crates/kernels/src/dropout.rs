@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_its_mask_wherever_it_stands() {
+    fn the_mask_of_a_row_does_not_depend_on_its_position() {
         let of = |keys: &[u64]| Mask { key: 3, rows: Some(keys.into()), rate: 0.5 }.factors(keys.len(), 64);
         let (all, some) = (of(&[5, 9, 11]), of(&[11, 5]));
         assert_eq!((&some[..64], &some[64..]), (&all[128..], &all[..64]));

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_takes_what_was_faster() {
+    fn the_table_chooses_the_faster_path() {
         for row in TABLE {
             if let Some([widened, dot]) = row.measured {
                 assert_eq!(row.dot, dot > widened, "{}", row.name);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_work_is_refused() {
+    fn an_unavailable_path_is_refused() {
         for path in Path::ALL {
             match choose(Some(path)) {
                 Ok(()) => assert_eq!(super::path(), path),

@@ -356,7 +356,7 @@ mod system {
         }
 
         #[test]
-        fn a_trial_that_is_refused_ends_the_child_alone() {
+        fn a_refused_trial_kills_only_the_child() {
             assert_eq!(tried(illegal), Trial::Signal(libc::SIGILL));
             assert_eq!(tried(unmapped), Trial::Signal(libc::SIGSEGV));
             assert_eq!(tried(|| true), Trial::Right);

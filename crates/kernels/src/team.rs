@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_team_goes_on() {
+    fn a_panic_reaches_the_caller_and_the_team_continues() {
         let caller = thread::current().id();
         for _ in 0..50 {
             let helped = AtomicBool::new(false);

@@ -239,7 +239,7 @@ fn few_long_rows_match_their_twin() {
 /// Layers of all kinds in one call, some of them rows of a weight that begin and end inside a panel, have the bits of
 /// separate calls.
 #[test]
-fn layers_of_any_kind_are_those_of_their_own_calls() {
+fn layers_of_any_kind_equal_separate_calls() {
     fn part(matrix: &QuantMatrix, from: usize, to: usize) -> Weight<'_> {
         matrix.rows().rows(from, to).into()
     }
@@ -292,7 +292,7 @@ fn quantised(bits: QuantBits, w: &[f32], n: usize, k: usize) -> QuantMatrix {
 
 /// Outputs and input gradients in uninitialised memory have the same bits as in given memory full of NaN.
 #[test]
-fn memory_of_their_own_is_written_whole() {
+fn returned_memory_is_written_completely() {
     for (m, k, widths) in [
         (7, 70, [33, 5, 64, 17]),
         (40, 64, [0, 32, 0, 8]),

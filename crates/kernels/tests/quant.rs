@@ -117,7 +117,7 @@ fn rounded(x: Mat, w: QuantRows, bits: QuantBits, bias: &[f32]) -> Vec<f64> {
 
 /// Few rows hold what their kernel promises: exact inputs, or inputs in bytes with only their own rounding error.
 #[test]
-fn few_rows_are_products_of_inputs_as_they_are_or_in_bytes() {
+fn few_rows_multiply_exact_inputs_or_bytes() {
     for (m, k, n) in [(1, 64, 16), (2, 65, 7), (3, 200, 33), (8, 1024, 48), (13, 320, 5)] {
         let (mut x, w, bias) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3));
         // A group of zeros and one with an outlier.
@@ -323,7 +323,7 @@ fn rows_have_the_same_bits_in_any_batch_and_with_any_number_of_threads() {
 }
 
 #[test]
-fn pieces_are_those_of_the_whole() {
+fn widened_pieces_equal_one_product() {
     // More elements than one widened chunk.
     let (k, n) = (1100, 1000);
     let w = noise(n * k, 3);

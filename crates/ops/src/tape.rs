@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_takes_what_another_remembered_within_its_room() {
+    fn a_pass_recalls_another_within_its_room() {
         let run = |tape: &mut Tape| {
             let x = tape.input(row(1.0));
             let y = tape.apply(Times(2.0), [&x]).unwrap();

@@ -1221,7 +1221,7 @@ fn a_block_of_bf16_weights_on_the_emulator() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error_and_no_panic() {
+fn mismatches_are_errors_not_panics() {
     let rows = |n: usize, cols: usize| Rows::zeros(Device::Cpu, n, cols);
     let heads = AttentionHeads { q: 2, kv: 1, dim: 4 };
     // A rotation of part of a head would rotate columns of the next head.

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_from_logits_that_are_no_numbers() {
+    fn no_token_is_drawn_from_non_finite_logits() {
         assert_eq!(draw(&mut [0.0, f32::NAN], &params(), KEY, 4, &[], &[]), None);
     }
 

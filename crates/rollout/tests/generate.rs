@@ -400,7 +400,7 @@ fn in_flight(
 /// In every family, replayed recordings equal individually launched kernels bit for bit, while rows end at different
 /// times.
 #[test]
-fn recorded_tokens_are_those_of_single_launches() {
+fn replayed_tokens_equal_those_of_single_launches() {
     let names = ["qwen2_vl_tied", "qwen2_5_vl_untied", "qwen3_vl", "internvl_hf", "humanomni", "aria"];
     let groups: [(u32, &[usize]); 3] = [(5, &[3, 9, 7]), (12, &[5, 11]), (2, &[1])];
     for (i, name) in names.into_iter().enumerate() {
@@ -433,7 +433,7 @@ fn recorded_tokens_are_those_of_single_launches() {
 /// More tokens than a page has, and more than a part of attention's sum has: tables grow, and recordings are created
 /// again.
 #[test]
-fn recorded_tokens_go_from_page_to_page() {
+fn replayed_tokens_cross_pages() {
     let options = LoadOptions { dtype: WeightDtype::BFloat16, device: card(), ..LoadOptions::default() };
     let model =
         Model::load_with(&Checkpoint::open(&checkpoint("qwen2_5_vl_tied")).unwrap(), &options).unwrap();
@@ -447,7 +447,7 @@ fn recorded_tokens_go_from_page_to_page() {
 
 /// A GPU with insufficient memory reports that, and not that the model's logits are not finite.
 #[test]
-fn a_card_out_of_memory_says_so() {
+fn a_gpu_out_of_memory_reports_it() {
     let card = Card::emulated(Some(900_000));
     assert_eq!(card.memory(), Some([900_000; 2]));
     let setup = Setup::on("qwen2_5_vl_tied", WeightDtype::Auto, Device::Gpu(card));
@@ -702,7 +702,7 @@ fn control_tokens_are_not_text() {
 }
 
 #[test]
-fn stop_strings_end_a_completion_and_are_cut_off() {
+fn stop_strings_end_a_completion_and_are_removed() {
     let setup = Setup::new("qwen2_vl_tied");
     let row = setup.row("C", 0);
     let full = setup.generate(&[&row], 1, &greedy(40), &StopSet::default(), 64).remove(0).remove(0);
@@ -726,7 +726,7 @@ fn stop_strings_end_a_completion_and_are_cut_off() {
 }
 
 #[test]
-fn events_tell_every_token_in_order() {
+fn events_report_every_token_in_order() {
     let setup = Setup::new("qwen2_5_vl_untied");
     let rows = [setup.row("B", 0), setup.row("C", 1)];
     let requests: Vec<Request> = rows

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn some_rows_see_what_they_saw() {
+    fn selected_rows_see_the_same_keys() {
         let layout = AttentionLayout::groups(&[(4, vec![3]), (1, vec![2])]);
         let some = layout.only(&[2, 3, 5, 8, 9]);
         let expected = [(2..4, vec![0..4]), (5..6, vec![0..4, 4..6]), (8..10, vec![7..8, 8..10])];
