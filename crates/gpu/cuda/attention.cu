@@ -235,8 +235,8 @@ template <int D> DEVICE void backward_kv(u16* dk, u16* dv, const u16* dout, cons
 
 /// Decoding row; see plain_attention.cu.
 struct Decode { char* prompt; int prompt_rows, length, page, none; };
-/// Up to 64 pairs of a query head and a row in `row0..row1`, which continue one prompt. From `first` on, pair i belongs
-/// to row `row0 + i / group`.
+/// Up to 64 pairs of a query head and a row in `row0..row1`, which continue one prompt. Pairs are numbered
+/// from `first` on; pair i belongs to row `row0 + i / group`.
 struct Pairs { int row0, row1, first, none; };
 constexpr int SPLIT = 256;
 
