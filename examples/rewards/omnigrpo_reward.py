@@ -23,8 +23,19 @@ so are `solution`, `completion_ids`, `image_path` (the row's media), and `traine
 `log_extra(column, values)` work as in TRL: metrics of the step, columns in the records of completions.
 Return one number, or None for "not applicable", per completion. `async def` works as well.
 
-A function with the parameter `reward_inputs` is called as EasyR1 calls one: a list of dicts with `response`,
-`response_length` and `ground_truth` in; a list of numbers, or of dicts with `overall`, out.
+Functions written for two other trainers work as well. The names of the parameters tell them apart.
+
+EasyR1: a function with the parameter `reward_inputs` gets a list of dicts with `response`, `response_length` and
+`ground_truth`, and returns a list. One with `reward_input`, or in a file with `REWARD_TYPE = "sequential"`, gets one such
+dict and returns one value. A value is a number or a dict with `overall`.
+
+verl: a function with the parameter `solution_str` is called once per completion, with `data_source`, `solution_str`,
+`ground_truth` and `extra_info` as keywords; one with `solution_strs` once per batch, with `data_sources`, `solution_strs`,
+`ground_truths` and `extra_infos`. So is a function `compute_score(**kwargs)`, once per completion. A value is a number or a
+dict with `score`. `data_source` and `extra_info` are columns of the row; `ground_truth` is `reward_model.ground_truth` where
+the row has it, else the solution.
+
+Other numbers of such a dict become metrics of the step. Other texts become columns in the records of completions.
 """
 
 import asyncio
@@ -77,21 +88,88 @@ def _arguments(rows, text, log):
     }
 
 
-def _asked(reward, rows, text, log):
-    """The function's answer, in the way that its parameters ask for."""
-    if "reward_inputs" not in inspect.signature(reward).parameters:
-        return reward(**_arguments(rows, text, log))
+def _easy_r1(reward, rows, log, batch):
+    """Calls a function of EasyR1."""
     inputs = [
         {"response": row["completion"], "response_length": len(row["completion_ids"]), "ground_truth": row["solution"]}
         for row in rows
     ]
-    values = []
-    for score in reward(reward_inputs=inputs):
-        values.append(score["overall"] if isinstance(score, dict) else score)
-        for name, value in score.items() if isinstance(score, dict) else ():
-            if name != "overall":
-                log.metric(name, value)
+    return _numbers(_settled(reward(inputs) if batch else [reward(one) for one in inputs]), "overall", log)
+
+
+def _verl(reward, rows, log, parameters, batch):
+    """Calls a function of verl with the keywords that it takes."""
+
+    def ground_truth(row):
+        model = row["columns"].get("reward_model")
+        return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else row["solution"]
+
+    def extra_info(row):
+        own = row["columns"].get("extra_info")
+        # One question and one answer are two turns.
+        return (own if isinstance(own, dict) else {}) | {"num_turns": 2, "rollout_reward_scores": {}}
+
+    keywords = {
+        "data_source": [row["columns"].get("data_source") or "" for row in rows],
+        "solution_str": [row["completion"] for row in rows],
+        "ground_truth": [ground_truth(row) for row in rows],
+        "extra_info": [extra_info(row) for row in rows],
+    }
+    plural = "s" if batch else ""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    keywords = {name + plural: values for name, values in keywords.items() if takes_all or name + plural in parameters}
+    if batch:
+        scores = reward(**keywords)
+    else:
+        scores = [reward(**{name: values[i] for name, values in keywords.items()}) for i in range(len(rows))]
+    return _numbers(_settled(scores), "score", log)
+
+
+def _settled(values):
+    """Waits for an asynchronous answer, or for one answer per completion."""
+
+    async def gathered():
+        return await asyncio.gather(*values)
+
+    if inspect.isawaitable(values):
+        return asyncio.run(values)
+    if isinstance(values, list) and any(map(inspect.isawaitable, values)):
+        return asyncio.run(gathered())
     return values
+
+
+def _numbers(scores, key, log):
+    """Returns the number of each score; what else a dict holds is recorded."""
+    scores = list(scores)
+    values = [score[key] if isinstance(score, dict) else score for score in scores]
+    names = {name: None for score in scores if isinstance(score, dict) for name in score if name != key}
+    for name in names:
+        parts = [score.get(name) if isinstance(score, dict) else None for score in scores]
+        try:
+            if any(isinstance(part, str) for part in parts):
+                raise ValueError(name)
+            for number in [float(part) for part in parts if part is not None]:
+                log.metric(name, number)
+        except (TypeError, ValueError):
+            log.extra(name, [part if part is None else str(part) for part in parts])
+    return values
+
+
+def _asked(reward, rows, text, log):
+    """Calls the function in the form that its parameters ask for."""
+    parameters = inspect.signature(reward).parameters
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kind = getattr(sys.modules.get(getattr(reward, "__module__", None)), "REWARD_TYPE", None) if len(required) == 1 else None
+    if "reward_inputs" in parameters or kind == "batch":
+        return _easy_r1(reward, rows, log, batch=True)
+    if "reward_input" in parameters or kind == "sequential":
+        return _easy_r1(reward, rows, log, batch=False)
+    only_keywords = all(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "solution_strs" in parameters or "solution_str" in parameters:
+        return _verl(reward, rows, log, parameters, batch="solution_strs" in parameters)
+    if only_keywords and getattr(reward, "__name__", "") == "compute_score":
+        return _verl(reward, rows, log, parameters, batch=False)
+    return _settled(reward(**_arguments(rows, text, log)))
 
 
 def _pipes():
@@ -111,7 +189,6 @@ def serve(reward, text=False, pipes=None):
         log = _Log()
         try:
             values = _asked(reward, request["rows"], text, log)
-            values = asyncio.run(values) if inspect.isawaitable(values) else values
             rewards = [None if value is None else float(value) for value in values]
             answer = {"id": request["id"], "rewards": rewards} | log.answer()
             out = json.dumps(answer, allow_nan=False)

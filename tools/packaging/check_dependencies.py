@@ -3,6 +3,9 @@
 
 Checked, as `cargo deny check licenses sources` would: every package comes from crates.io or is part of this workspace, and
 its SPDX expression is satisfied by the allowed licences. Not checked: known faults (advisories), whose list is on the network.
+
+    check_dependencies.py                    check
+    check_dependencies.py --licences FILE    write the texts of the dependencies' licences to FILE, for an archive
 """
 
 import json
@@ -51,12 +54,50 @@ def satisfied(expression, allowed):
     return any_of()
 
 
-def main():
-    rules = tomllib.loads((ROOT / "deny.toml").read_text())
-    allowed = set(rules["licenses"]["allow"])
+def metadata():
     command = ["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"]
     command += ["--filter-platform", "x86_64-unknown-linux-gnu"]
-    packages = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)["packages"]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def linked(graph):
+    """Ids of the foreign packages that the program is linked with: without tests and build scripts."""
+    nodes = {node["id"]: node for node in graph["resolve"]["nodes"]}
+    program = next(package["id"] for package in graph["packages"] if package["name"] == "omnigrpo")
+    found, todo = set(), [program]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [d["pkg"] for d in nodes[node]["deps"] if any(kind["kind"] is None for kind in d["dep_kinds"])]
+    return found
+
+
+def write_licences(file):
+    """Writes one text with the licences of all packages that the program is linked with."""
+    graph = metadata()
+    ids, parts, missing = linked(graph), [], []
+    for package in graph["packages"]:
+        if package["id"] not in ids or package["source"] is None:
+            continue
+        folder = Path(package["manifest_path"]).parent
+        texts = [path for path in sorted(folder.iterdir()) if re.match(r"(?i)(licen[cs]e|copying|notice|unlicense)", path.name)]
+        texts = [path for path in texts if path.is_file()]
+        parts.append(f"{'=' * 80}\n{package['name']} {package['version']} ({package['license']})\n{package['repository'] or ''}\n")
+        parts += [path.read_text(errors="replace") for path in texts]
+        if not texts:
+            missing.append(package["name"])
+    Path(file).write_text("\n".join(parts))
+    print(f"{len(parts)} texts of licences; packages that name their licence and hold no text: {', '.join(missing) or 'none'}")
+
+
+def main():
+    if sys.argv[1:2] == ["--licences"]:
+        write_licences(sys.argv[2])
+        return
+    rules = tomllib.loads((ROOT / "deny.toml").read_text())
+    allowed = set(rules["licenses"]["allow"])
+    packages = metadata()["packages"]
     problems = []
     for package in packages:
         name = f"{package['name']} {package['version']}"

@@ -6,7 +6,7 @@ run: weights, moments, state, rollouts, numbers per token, metrics and evaluatio
     python3 tools/reliability/kills.py target/debug/omnigrpo --kills 200 --cases "full disk,LoRA with dropout"
 
 Only Linux and Python's standard library are needed. A third of the kills wait for a checkpoint or a log to be half written;
-one in ten is a SIGTERM, SIGINT or SIGHUP, which must save and end with 75. After every end each checkpoint is compared with its
+one in ten is a SIGTERM, SIGINT, SIGHUP or SIGUSR1, which must save and end with 75. After every end each checkpoint is compared with its
 SHA256SUMS. The full-disk case mounts a tmpfs and is skipped where that is not allowed.
 
 Every sequence of kills is a line of OUT/results.jsonl, so a suite that was interrupted goes on where it stopped; lines of
@@ -31,6 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "crates/models/tests/golden"
 STOPPED = 75
+# Signals that ask for a checkpoint and a stop.
+ASKED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 SMALL = " --max_completion_length 6 --min_completion_length 6 --threads 1"
 TRAIN = (
     "train --train_file rows.jsonl --reward_funcs random --learning_rate 1e-3 --num_generations 2 --gradient_accumulation_steps 2"
@@ -148,7 +150,7 @@ class Bench:
             while targeted and process.poll() is None and not hit:
                 hit = half_written(out)
             if process.poll() is None:
-                kind = signal.SIGKILL if how > 0.1 else rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+                kind = signal.SIGKILL if how > 0.1 else rng.choice(ASKED)
                 process.send_signal(kind)
                 code = process.wait()
                 figures["kills"] += 1

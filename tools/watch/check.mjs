@@ -35,6 +35,7 @@ function wav(seconds) {
 }
 
 const metrics = (step) => JSON.stringify({
+  'kl/token_mean': 0.01, 'rewards/accuracy': 0.4 + step / 200, clip_ratio: 0.02,
   step, epoch: step / 100, loss: 1e-4, kl: 0.01 * step, entropy: 1 / step, grad_norm: 1, reward: 0.5 + step / 200, reward_std: 0.2,
   'rewards/accuracy/mean': 0.4 + step / 200, 'rewards/accuracy/std': 0.4, 'rewards/format/mean': 0.9, 'rewards/format/std': 0.1,
   frac_reward_zero_std: 0.3, 'completions/mean_length': 40, 'completions/min_length': 10, 'completions/max_length': 90,
@@ -72,6 +73,8 @@ function madeUp() {
   const all = Array.from({ length: 60 }, (_, at) => at + 1);
   // Lines that are no rows hide none.
   writeFileSync(join(dir, 'metrics.jsonl'), `null\n[1]\n5\n{"step":"7"}\n${all.map((step) => `${metrics(step)}\n`).join('')}`);
+  const problem = (step, rule, begins, text) => JSON.stringify({ step, rule, begins, since: 8, text });
+  writeFileSync(join(dir, 'warnings.jsonl'), [problem(10, 'cut_off', true, 'all completions are cut off'), problem(20, 'cut_off', false, ''), problem(50, 'ran_away', true, 'the policy ran away')].map((line) => `${line}\n`).join(''));
   // An evaluation that was cut off.
   writeFileSync(join(dir, 'eval/step-000030.jsonl'), '{}\n');
   for (const step of all) {
@@ -184,7 +187,27 @@ try {
 
   await tab.focus('.chart');
   await tab.keyboard.press('ArrowLeft');
-  assert.match(await tab.$eval('.chart .said', (own) => own.textContent), /step 62/);
+  const said = () => tab.$$eval('.chart .said', (all) => all.map((own) => own.textContent));
+  for (const text of await said()) assert.match(text, /step 62/);
+  await tab.keyboard.press('Home');
+  for (const text of await said()) assert.match(text, /step 1$/);
+  await tab.keyboard.press('t');
+  assert.equal(await tab.evaluate(() => document.documentElement.dataset.theme), 'light');
+  await tab.keyboard.press('t');
+  await tab.keyboard.press('t');
+  await tab.click('.chart .about');
+  assert.match(await tab.$eval('.chart .help', (own) => own.textContent), /Mean of the weighted sum/);
+  for (const [key, view] of [['2', 'rollouts'], ['3', 'evaluations'], ['4', 'settings'], ['1', 'charts']]) {
+    await tab.keyboard.press(key);
+    assert.equal(await tab.evaluate(() => location.hash), `#/${view}`);
+  }
+  await tab.waitForSelector('.chart canvas');
+  await tab.check('.controls input[type=checkbox]');
+  const every = await tab.$$eval('.chart figcaption b', (all) => all.map((own) => own.textContent));
+  assert.ok(every.includes('kl/token_mean') && !every.includes('rewards/accuracy') && !every.includes('clip_ratio'), `${every}`);
+  await tab.uncheck('.controls input[type=checkbox]');
+  assert.match(await tab.$eval('.notice.warning', (own) => own.textContent), /the policy ran away.*1 earlier problem/);
+  console.log('keys work in every chart, help opens, problems are shown');
   await tab.selectOption('.controls select', 'time');
   await tab.waitForSelector('.chart canvas');
 
@@ -321,6 +344,48 @@ try {
     assert.ok(wide <= inner, `${view} is ${wide} px wide on a phone of ${inner}`);
   }
   console.log('a phone is wide enough');
+
+  // A spike of one step in 21,000 reaches the top of its chart, and a short run has no number behind its end.
+  const long = temporary('omnigrpo-long-');
+  writeFileSync(join(long, 'metrics.jsonl'), Array.from({ length: 21000 }, (_, at) => `${JSON.stringify({ step: at + 1, kl: at === 12344 ? 1000 : 0.1, reward: 0.5, step_time: 1 })}\n`).join(''));
+  const short = temporary('omnigrpo-short-');
+  writeFileSync(join(short, 'metrics.jsonl'), Array.from({ length: 10 }, (_, at) => `${JSON.stringify({ step: at + 1, kl: 7, reward: 0.5, step_time: 1 })}\n`).join(''));
+  const [fifth, spiked] = await serve([long, short]);
+  children.push(fifth);
+  const spike = await page(spiked);
+  await spike.goto(spiked);
+  await spike.waitForSelector('.chart canvas');
+  await spike.waitForFunction(() => document.querySelectorAll('.chart').length === 2);
+  // The pixels of the line in the upper half of the chart of KL, where nothing but the spike is.
+  const above = () => spike.$$eval('.chart canvas', (all) => {
+    const { width, height } = all[1];
+    const { data } = all[1].getContext('2d').getImageData(width / 4, height / 8, width * 0.7, height / 3);
+    let count = 0;
+    for (let i = 0; i < data.length; i += 4) if (Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]) > 30) count += 1;
+    return count;
+  });
+  const drawn = await above();
+  assert.ok(drawn > 5, `the spike is not drawn: ${drawn}`);
+  await spike.focus('.chart:nth-child(2)');
+  await spike.keyboard.press('End');
+  assert.match(await spike.$eval('.chart:nth-child(2) .said', (own) => own.textContent), /–step 21000/);
+  console.log('a spike of one step is drawn');
+
+  // The page outlives its server, and connects to the next one.
+  writeFileSync(join(dir, 'page.url'), `${url}\n`, { mode: 0o600 });
+  await tab.goto(`${url}#/charts`);
+  await tab.waitForSelector('.chart canvas');
+  child.kill();
+  await tab.waitForFunction(() => /Nobody serves this page any more.*omnigrpo watch/.test(document.getElementById('notices').textContent), null, { timeout: 20000 });
+  await tab.keyboard.press('3');
+  await tab.waitForFunction(() => /was not loaded before/.test(document.getElementById('main').textContent));
+  const [sixth, same] = await serve([dir]);
+  children.push(sixth);
+  assert.equal(same, url);
+  await tab.waitForSelector('.pair', { timeout: 30000 });
+  assert.ok(!/Nobody serves/.test(await tab.$eval('#notices', (own) => own.textContent)));
+  complaints.splice(0, complaints.length, ...complaints.filter((own) => !/ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE/.test(own)));
+  console.log('a page whose server ended connects to the next one');
 
   if (shots) {
     const [fourth, own] = await serve([shown]);

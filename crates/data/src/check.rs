@@ -44,9 +44,20 @@ pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 /// Reads a medium's header; the error says what is wrong with it. Must depend on the medium's source only, not on its
 /// options.
 pub type Probe<'a> = dyn Fn(&MediumRef) -> Result<MediumInfo, Cause> + Sync + 'a;
-/// Prompt length of a row in tokens, given its media's headers in the order of [`Sample::media`]; the error says why
-/// the row cannot be used, which may be that length.
-pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<u64, Cause> + Sync + 'a;
+/// Measures a row, given its media's headers in the order of [`Sample::media`]; the error says why the row cannot be used, which
+/// may be its length.
+pub type Estimate<'a> = dyn Fn(&Sample, &[MediumInfo]) -> Result<Measure, Cause> + Sync + 'a;
+
+/// Size of a row.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Measure {
+    /// Length of the prompt, tokens.
+    pub num_tokens: u64,
+    /// Tokens among them that stand for media.
+    pub media_tokens: u64,
+    /// Memory of the decoded media, bytes.
+    pub media_bytes: u64,
+}
 
 /// How to check.
 pub struct CheckOptions<'a> {
@@ -83,8 +94,10 @@ pub struct Problem {
 /// One of the longest prompts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LongPrompt {
-    /// Its length, tokens.
+    /// Length, tokens.
     pub num_tokens: u64,
+    /// Tokens among them that stand for media.
+    pub media_tokens: u64,
     /// Index in the dataset.
     pub row: u64,
     /// The row's id.
@@ -121,6 +134,8 @@ pub struct Report {
     pub counts: Counts,
     /// Where ground truths were found ([`Sample::solution_from`]), and in how many rows.
     pub solutions_from: BTreeMap<String, u64>,
+    /// Memory of the decoded media of all usable rows, bytes.
+    pub media_bytes: u64,
 }
 
 impl Report {
@@ -141,6 +156,7 @@ impl Report {
         a.videos += b.videos;
         a.audios += b.audios;
         a.without_solution += b.without_solution;
+        self.media_bytes += other.media_bytes;
         for (from, rows) in other.solutions_from {
             *self.solutions_from.entry(from).or_default() += rows;
         }
@@ -210,7 +226,8 @@ fn check_row(
         }
     }
     match outcome {
-        Ok(prompt) => {
+        Ok((prompt, media_bytes)) => {
+            report.media_bytes += media_bytes;
             report.longest.push(prompt);
             // Sorted out now and then, so that memory does not grow with the dataset.
             if report.longest.len() > 2 * options.num_longest + 1024 {
@@ -229,13 +246,13 @@ fn check_row(
 /// A bad row: where it is, what is wrong, and the kind of the medium that was found nowhere.
 type Bad = (Origin, String, Option<MediumKind>);
 
-/// The row and its place among the longest, or what is wrong with it. An error is the machine's.
+/// The row with its place among the longest and the bytes of its media, or what is wrong with it. An error is the machine's.
 fn checked(
     dataset: &Dataset,
     row: u64,
     options: &CheckOptions,
     cache: &Cache,
-) -> Result<(Option<Sample>, Result<LongPrompt, Bad>), DataError> {
+) -> Result<(Option<Sample>, Result<(LongPrompt, u64), Bad>), DataError> {
     let judged = |origin: &Origin, source: Cause| match fault(&*source, Fault::Row) {
         Fault::Machine => {
             Err(DataError::Machine { path: origin.file.to_path_buf(), line: origin.line, source })
@@ -245,9 +262,9 @@ fn checked(
     match dataset.get(row) {
         Ok(sample) => {
             let bad = match usable(&sample, options, cache) {
-                Ok(num_tokens) => {
-                    let prompt = LongPrompt { num_tokens, row, id: sample.id.clone() };
-                    return Ok((Some(sample), Ok(prompt)));
+                Ok(Measure { num_tokens, media_tokens, media_bytes }) => {
+                    let prompt = LongPrompt { num_tokens, media_tokens, row, id: sample.id.clone() };
+                    return Ok((Some(sample), Ok((prompt, media_bytes))));
                 }
                 Err(source) => {
                     let what = judged(&sample.origin, source)?;
@@ -284,8 +301,8 @@ fn count(sample: &Sample, counts: &mut Counts) {
     }
 }
 
-/// The row's prompt length, or why it cannot be used. Every broken medium of the row is named.
-fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<u64, Cause> {
+/// The row's size, or why it cannot be used. Every broken medium of the row is named.
+fn usable(sample: &Sample, options: &CheckOptions, cache: &Cache) -> Result<Measure, Cause> {
     let mut infos = Vec::with_capacity(sample.media.len());
     let mut broken = Vec::new();
     for medium in &sample.media {
@@ -460,9 +477,10 @@ mod tests {
         Dataset::open(&[spec], &ReadOptions::default()).unwrap()
     }
 
-    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<u64, Cause> {
-        match 10 * sample.row + u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>()) {
-            tokens @ ..=85 => Ok(tokens),
+    fn estimate(sample: &Sample, infos: &[MediumInfo]) -> Result<Measure, Cause> {
+        let width = u64::from(infos.iter().filter_map(|info| info.width_px).sum::<u32>());
+        match 10 * sample.row + width {
+            num_tokens @ ..=85 => Ok(Measure { num_tokens, media_tokens: width, media_bytes: 4 * width }),
             tokens => Err(format!("got {tokens} tokens, expected at most 85").into()),
         }
     }

@@ -273,7 +273,7 @@ pub enum PathProblem {
         tried: Vec<PathBuf>,
     },
     /// The folder it lies in was there before and is not now: a drive that is away.
-    #[error("its folder {} was there before and is away", folder.display())]
+    #[error("its folder {} held media before and is missing or empty now; is its drive mounted?", folder.display())]
     FolderAway {
         /// The folder.
         folder: PathBuf,

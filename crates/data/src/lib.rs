@@ -26,7 +26,7 @@ mod store;
 mod vivqa_x;
 
 pub use check::{
-    Cause, CheckOptions, Counts, Estimate, LongPrompt, MediumInfo, Probe, Problem, Report, check,
+    Cause, CheckOptions, Counts, Estimate, LongPrompt, Measure, MediumInfo, Probe, Problem, Report, check,
 };
 pub use dataset::{ColumnNames, Dataset, Fetch, ReadOptions};
 pub use error::{DataError, PathProblem, RowError, RowProblem};

@@ -21,6 +21,7 @@ use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::record::reader::TreeBuilder;
 use ::parquet::record::{Field, Row};
 use bounds::{Bounded, Lengths, Limits};
+use omnigrpo_guard::cache::own_folder;
 use serde_json::{Map, Value};
 
 /// Bytes of rows that a table may become: this, and so many times its own size. Its encodings can say one long text a
@@ -49,9 +50,12 @@ pub(crate) fn unpack(input: &Path, cache_dir: &Path) -> Result<PathBuf, DataErro
     let metadata = real.metadata().map_err(DataError::io("open", input))?;
     let modified = metadata.modified().map_err(DataError::io("open", input))?;
     let key = format!("{}\0{}\0{modified:?}", real.display(), metadata.len());
-    let output = cache_dir.join("parquet").join(short_hash(key.as_bytes())).join("rows.jsonl");
+    let (tables, folder) = (cache_dir.join("parquet"), media_folder(cache_dir));
+    for own in [&tables, &folder] {
+        own_folder(own).map_err(DataError::io("unpack the file in the cache", own))?;
+    }
+    let output = tables.join(short_hash(key.as_bytes())).join("rows.jsonl");
     if !output.exists() {
-        let folder = media_folder(cache_dir);
         rows(input, &output, &Media { prefix: folder.clone(), folder }, Limits::default())?;
     }
     Ok(output)
@@ -252,6 +256,17 @@ mod tests {
         }
         let unpacked = |place: &Path| std::fs::read_dir(place.join("cache/parquet")).unwrap().count();
         assert_eq!(unpacked(&place), 1);
+        // A folder that another account could have put in the cache's place.
+        #[cfg(unix)]
+        for name in ["media", "parquet"] {
+            let other = place.join(format!("other-{name}"));
+            std::fs::create_dir_all(&other).unwrap();
+            std::os::unix::fs::symlink(place.join("elsewhere"), other.join(name)).unwrap();
+            let options = ReadOptions { cache_dir: Some(other), ..ReadOptions::default() };
+            let error =
+                Dataset::open(&[DatasetSpec::file(&input, Roots::default())], &options).err().unwrap();
+            assert!(omnigrpo_guard::told(&error).contains("is a link or a file"), "{error}");
+        }
         // Another table under the same name is another one.
         let mut longer = TABLE.to_vec();
         longer.splice(4..4, [0; 8]);

@@ -5,7 +5,7 @@
 //! - A path that leaves its root by `..` or through a link is refused, and so is a folder with a link out of it.
 //! - An absolute path must lie inside a root; where no root of its kind was given, it is taken as it is.
 //! - `http(s)` addresses are fetched where the run allows it, `data:` addresses are written to the cache; both become files.
-//! - A path that is not found in a folder which held media before is away with its folder: a failure of the machine and not of the
+//! - A path that is not found in a folder which held media before, and is missing or empty now, is a failure of the machine and not of the
 //!   row. Without such a folder it is a path that names nothing.
 //! - COCO file names find their split's folder: `COCO_train2014_….jpg` is also looked for in `train2014/`.
 
@@ -14,6 +14,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use omnigrpo_guard::MachineFailure;
+use omnigrpo_guard::cache::own_folder;
 use omnigrpo_text::MediumKind;
 
 use crate::dataset::{Fetch, ReadOptions};
@@ -139,6 +140,7 @@ impl Resolver {
         }
         if let (Some(data), Some(folder)) = (text.strip_prefix("data:"), &self.kept) {
             let bytes = data_bytes(data).map_err(|got| PathProblem::Unsupported { got })?;
+            own_folder(folder).map_err(|error| PathProblem::Fetch(error.into()))?;
             let name = store(folder, &bytes, None).map_err(|error| PathProblem::Fetch(error.into()))?;
             return Ok(folder.join(name));
         }
@@ -156,7 +158,9 @@ impl Resolver {
         let path = Path::new(text);
         if path.is_absolute() {
             let Some(canonical) = canonicalize(path)? else { return self.absent(vec![path.to_owned()]) };
-            let kept = self.kept.as_ref().and_then(|folder| folder.canonicalize().ok());
+            // A link would make another folder count as the cache.
+            let kept = self.kept.as_ref().filter(|folder| !folder.is_symlink());
+            let kept = kept.and_then(|folder| folder.canonicalize().ok());
             return match roots.folders.iter().chain(&kept).find(|root| canonical.starts_with(root)) {
                 Some(root) if roots.given => self.found(path, canonical, kind, root),
                 None if roots.given => Err(leaves()),
@@ -216,16 +220,21 @@ impl Resolver {
         }
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let folders = tried.iter().filter_map(|path| path.parent());
-        match folders.into_iter().find(|folder| seen.contains(*folder) && is_away(folder)) {
+        match folders.into_iter().find(|folder| seen.contains(*folder) && is_gone(folder)) {
             Some(folder) => Err(away(folder)),
             None => Err(PathProblem::NotFound { tried }),
         }
     }
 }
 
-/// Whether a folder that was there is not.
+/// Whether a folder that existed does not exist now.
 fn is_away(folder: &Path) -> bool {
     matches!(folder.try_exists(), Ok(false))
+}
+
+/// Whether a folder that held media is away or empty. A drive that is unmounted leaves an empty mount point.
+fn is_gone(folder: &Path) -> bool {
+    is_away(folder) || folder.read_dir().is_ok_and(|mut entries| entries.next().is_none())
 }
 
 fn away(folder: &Path) -> PathProblem {
@@ -351,6 +360,10 @@ mod tests {
             matches!(problem("in/b.png"), PathProblem::FolderAway { folder, .. } if folder.ends_with("in"))
         );
         assert!(matches!(problem("nowhere/b.png"), PathProblem::NotFound { .. }));
+        // An empty mount point.
+        std::fs::create_dir(place.base.join("data/in")).unwrap();
+        assert!(matches!(problem("in/b.png"), PathProblem::FolderAway { .. }));
+        std::fs::remove_dir(place.base.join("data/in")).unwrap();
         hide("data/hidden", "data/in");
         assert_eq!(image(&resolver, "in/b.png").unwrap(), place.base.join("data/in/b.png"));
         assert!(matches!(problem("in/never.png"), PathProblem::NotFound { .. }), "the folder is there");

@@ -325,6 +325,8 @@ fn refuse_spread_object(
     }
 }
 
+/// Indexes the rows of a JSON array. An element that is an array itself is a pack of qwen-vl-finetune's `pack_data.py`, rows
+/// that it trains as one sequence: each of them is a row.
 fn index_array(
     reader: &mut BufReader<File>,
     path: &Path,
@@ -333,12 +335,14 @@ fn index_array(
 ) -> Result<Vec<RowSpan>, DataError> {
     let mut rows = Vec::new();
     let mut depth = 0u64;
+    // Depth between rows: 1, in a pack 2.
+    let mut between = 1;
     let (mut in_string, mut escaped) = (false, false);
     // Start and line of the element being read, its end so far.
     let mut element: Option<(u64, u64)> = None;
     let mut end = 0;
     let mut after_comma = false;
-    let mut done = false;
+    let (mut done, mut after_pack) = (false, false);
     let syntax =
         |line, problem: &str| DataError::Syntax { path: path.to_owned(), line, problem: problem.to_owned() };
     loop {
@@ -377,10 +381,14 @@ fn index_array(
                     depth = 1;
                     continue;
                 }
-                b',' | b']' if depth == 1 => {
+                b'[' if depth == 1 && between == 1 && element.is_none() && !after_pack => {
+                    (depth, between, after_comma) = (2, 2, true);
+                    continue;
+                }
+                b',' | b']' if depth == between => {
                     match element.take() {
                         Some((start, start_line)) => rows.push(RowSpan::new(start, end, start_line)),
-                        None if byte == b']' && !after_comma => {}
+                        None if after_pack || byte == b']' && !after_comma => {}
                         None => {
                             return Err(syntax(
                                 line,
@@ -389,10 +397,18 @@ fn index_array(
                         }
                     }
                     after_comma = byte == b',';
-                    done = byte == b']';
+                    after_pack = byte == b']' && between == 2;
+                    if after_pack {
+                        (depth, between) = (1, 1);
+                    } else {
+                        done = byte == b']';
+                    }
                     continue;
                 }
-                b'}' if depth == 1 => {
+                _ if after_pack => {
+                    return Err(syntax(line, "got something behind a packed list, expected `,` or `]`"));
+                }
+                b'}' if depth == between => {
                     return Err(syntax(line, "got `}` without its `{`; is a row's bracket missing?"));
                 }
                 b'"' => in_string = true,
@@ -400,7 +416,7 @@ fn index_array(
                 b']' | b'}' => depth -= 1,
                 _ => {}
             }
-            // A depth of 1 is the array's own; what opens an element has raised it already.
+            // The array and the pack raise the depth themselves; what opens an element has raised it already.
             element.get_or_insert((at, line));
             end = offset;
         }
@@ -449,12 +465,26 @@ mod tests {
 
     #[test]
     fn array_elements_keep_brackets_commas_and_quotes_inside() {
-        let text = "\u{feff}[ {\"a\": \"],\\\"}\"},\n\n{\"b\": [1, {\"c\": []}]}\n , 7, [[]] ]\n";
-        let expected = [(1, "{\"a\": \"],\\\"}\"}"), (3, "{\"b\": [1, {\"c\": []}]}"), (4, "7"), (4, "[[]]")];
+        let text = "\u{feff}[ {\"a\": \"],\\\"}\"},\n\n{\"b\": [1, {\"c\": []}]}\n , 7 ]\n";
+        let expected = [(1, "{\"a\": \"],\\\"}\"}"), (3, "{\"b\": [1, {\"c\": []}]}"), (4, "7")];
         assert_eq!(rows("a.json", text), owned(&expected));
         assert_eq!(rows("a.json", "[]"), []);
         assert_eq!(rows("a.json", ""), []);
         assert_eq!(rows("a.json", "{\"a\":1}\n{\"a\":2}").len(), 2);
+    }
+
+    #[test]
+    fn each_row_of_a_packed_list_is_a_row() {
+        let text = "[[{\"a\": [1, 2]}, {\"b\": \"]\"}],\n [{\"c\": {}}] , {\"d\": 1}, [\n[], 7]]";
+        let expected = [
+            (1, "{\"a\": [1, 2]}"),
+            (1, "{\"b\": \"]\"}"),
+            (2, "{\"c\": {}}"),
+            (2, "{\"d\": 1}"),
+            (3, "[]"),
+            (3, "7"),
+        ];
+        assert_eq!(rows("rows_pack.json", text), owned(&expected));
     }
 
     #[test]
@@ -464,6 +494,12 @@ mod tests {
             ("[{},\n,{}]", 2, "empty element"),
             ("[{},]", 1, "empty element"),
             ("[{}}]", 1, "without its"),
+            ("[[{}],\n[]]", 2, "empty element"),
+            ("[[{},]]", 1, "empty element"),
+            ("[[{}] {}]", 1, "behind a packed list"),
+            ("[[{}]\n[{}]]", 2, "behind a packed list"),
+            ("[[{}}]]", 1, "without its"),
+            ("[[{}]", 1, "does not end"),
             ("[{}]\n[{}]", 2, "after the array"),
             ("{\n\"a\": 1}", 1, "several lines"),
         ];

@@ -637,6 +637,29 @@ fn a_bad_row_costs_only_itself() {
     assert!(dataset.get(u64::MAX).is_err());
 }
 
+/// qwen-vl-finetune's `pack_data.py` writes lists of rows that it trains as one sequence; here each is a row, with the media and the
+/// columns of the file it came from.
+#[test]
+fn rows_of_a_packed_file_are_rows() {
+    let place = Place::new();
+    let row = |id: usize| {
+        json!({"id": id, "image": "a.png", "conversations": [
+            {"from": "human", "value": format!("<image>\nHow many? {id}")},
+            {"from": "gpt", "value": id.to_string()},
+        ]})
+    };
+    let packed = json!([[row(0), row(1)], [row(2)], [row(3), row(4), row(5)]]);
+    let spec = place.spec("cambrian_737k_pack.json", &serde_json::to_string_pretty(&packed).unwrap());
+    let dataset = Dataset::open(&[spec], &ReadOptions::default()).unwrap();
+    assert_eq!(dataset.len(), 6);
+    for id in 0..6 {
+        let sample = dataset.get(id).unwrap();
+        assert_eq!(sample.solution.as_deref(), Some(id.to_string().as_str()));
+        assert_eq!(sample.media.len(), 1);
+        assert!(sample.question().ends_with(&format!("How many? {id}")), "{}", sample.question());
+    }
+}
+
 #[test]
 fn media_are_told_apart_by_what_they_hold() {
     let place = Place::new();

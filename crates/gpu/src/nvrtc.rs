@@ -96,7 +96,8 @@ pub fn compile(file: &str, text: &str, arch: &str) -> Result<Compiled> {
 }
 
 fn text_of(log: &[c_char]) -> String {
-    let bytes: Vec<u8> = log.iter().map(|&byte| byte.cast_unsigned()).collect();
+    // `c_char` is i8 on x86-64 and u8 on aarch64.
+    let bytes: Vec<u8> = log.iter().flat_map(|byte| byte.to_ne_bytes()).collect();
     CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }
 

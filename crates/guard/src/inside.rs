@@ -9,7 +9,7 @@
 //! is opened). Not detected: a hard link, which is the file itself. Only users who may already write to the directory
 //! can create one.
 
-use std::fs::{File, Metadata};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::path::{Path, PathBuf};
 
@@ -168,6 +168,7 @@ fn same_file(_: &Metadata, _: &Metadata) -> bool {
 #[cfg(unix)]
 mod tests {
     use std::fs;
+    use std::io::Write as _;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -254,6 +255,26 @@ mod tests {
         for name in ["pipe", "sub"] {
             assert_eq!(open(&model, name).unwrap_err().to_string(), "not a regular file", "{name}");
         }
+    }
+
+    #[test]
+    fn nothing_is_written_through_a_link() {
+        let (_place, root) = tree();
+        let append = |path: &Path| open_to_write(path, File::options().create(true).append(true));
+        let (log, link) = (root.join("log"), root.join("link"));
+        append(&log).unwrap().write_all(b"one").unwrap();
+        append(&log).unwrap().write_all(b"two").unwrap();
+        assert_eq!(fs::read_to_string(&log).unwrap(), "onetwo");
+        for target in ["secret", "nowhere"] {
+            symlink(target, &link).unwrap();
+            let error = append(&link).unwrap_err().to_string();
+            assert!(error.ends_with("link is a link, which is not followed; remove it"), "{error}");
+            fs::remove_file(&link).unwrap();
+        }
+        assert!(!root.join("nowhere").exists());
+        let pipe = root.join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        assert!(append(&pipe).is_err());
     }
 
     #[test]

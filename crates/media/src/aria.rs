@@ -138,9 +138,6 @@ impl AriaProcessor {
 
     /// A picture as squares, `[num_squares, 4, side, side]`: three planes of colours, then 1 where a pixel is real and 0 where
     /// it fills up.
-    ///
-    /// # Errors
-    /// As [`num_squares`](Self::num_squares).
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
         image.check()?;
         self.num_squares(image.width_px, image.height_px)?;
@@ -157,9 +154,6 @@ impl AriaProcessor {
     }
 
     /// Frames of a video, each as one square, `[frames, 4, side, side]`.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check); [`MediaError::Shape`] for no frames.
     pub fn process_frames(&self, frames: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         self.check()?;
         if frames.is_empty() {

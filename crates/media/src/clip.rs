@@ -7,16 +7,16 @@ use crate::{MediaError, Rgb8Image, resize_bicubic};
 /// Longest side over shortest; a picture beyond it would grow without bound when its shorter side is resized.
 const MAX_ASPECT: u32 = 200;
 
-/// What CLIP's processor does to a picture.
+/// Steps of CLIP's processor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClipPixels {
     /// Length of the shorter side after resizing, px.
     pub shorter_px: u32,
     /// Side of the square in the middle, px; at most `shorter_px`.
     pub crop_px: u32,
-    /// Of each colour, on a scale of 0 to 1.
+    /// Mean of each colour, on a scale of 0 to 1.
     pub mean: [f64; 3],
-    /// Of each colour, on a scale of 0 to 1.
+    /// Deviation of each colour, on a scale of 0 to 1.
     pub std: [f64; 3],
 }
 

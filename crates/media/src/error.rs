@@ -1,4 +1,4 @@
-//! What can go wrong with a media file, said so that the owner of the file can act on it.
+//! Errors of media files, worded so that the owner of the file can act on them.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ pub enum MediaError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A size goes over the limit in [`crate::Limits`].
@@ -26,7 +26,7 @@ pub enum MediaError {
         path: PathBuf,
         /// The quantity, with its unit.
         what: &'static str,
-        /// Its value.
+        /// Value of the file.
         got: u64,
         /// The limit.
         max: u64,
@@ -36,9 +36,9 @@ pub enum MediaError {
     Format {
         /// The file.
         path: PathBuf,
-        /// What the content looks like.
+        /// Description of the content.
         got: String,
-        /// What would be accepted.
+        /// Accepted kinds.
         expected: &'static str,
     },
     /// The content is damaged.
@@ -46,7 +46,7 @@ pub enum MediaError {
     Decode {
         /// The file.
         path: PathBuf,
-        /// What the decoder failed with.
+        /// Error of the decoder.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The file holds fewer frames than its header promises.
@@ -111,7 +111,7 @@ pub enum MediaError {
         path: PathBuf,
         /// The program.
         program: &'static str,
-        /// Its exit status.
+        /// Exit status of the program.
         status: String,
         /// The end of what it wrote to standard error.
         stderr_tail: String,
@@ -129,7 +129,7 @@ pub enum MediaError {
     /// A picture of a shape the model cannot take.
     #[error("{what}: got {got}, expected {expected}; crop or pad the picture")]
     Shape {
-        /// What was looked at.
+        /// Name of the value.
         what: &'static str,
         /// The value found.
         got: String,

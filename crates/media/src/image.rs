@@ -14,7 +14,7 @@
 //!
 //! Source: `transformers` 5.23 `image_transforms.convert_to_rgb`, Pillow 13 `Convert.c`, `Paste.c`.
 
-use std::io::{BufReader, Cursor};
+use std::io::{BufRead, BufReader, Cursor, Seek};
 use std::path::Path;
 
 use image::{DynamicImage, ImageFormat, ImageReader};
@@ -89,9 +89,6 @@ pub fn load_image(path: &Path, limits: &Limits) -> Result<Rgb8Image, MediaError>
 }
 
 /// Decodes a picture held in memory; `name` stands for the path in errors.
-///
-/// # Errors
-/// As [`load_image`].
 pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, MediaError> {
     let path = Path::new(name);
     Limits::check(path, "size in bytes", bytes.len() as u64, limits.max_file_bytes)?;
@@ -99,12 +96,9 @@ pub fn load_image_bytes(name: &str, bytes: &[u8], limits: &Limits) -> Result<Rgb
 }
 
 /// Reads size and format from a picture's header, without decoding it. Damage further on stays unseen.
-///
-/// # Errors
-/// As [`load_image`], as far as the header tells.
 pub fn probe_image(path: &Path, limits: &Limits) -> Result<ImageInfo, MediaError> {
     let file = limits.open(path)?;
-    let reader = ImageReader::new(BufReader::new(file))
+    let reader = ImageReader::new(source(BufReader::new(file)))
         .with_guessed_format()
         .map_err(|source| MediaError::Read { path: path.to_owned(), source })?;
     let format = require_known(path, reader.format())?;
@@ -141,6 +135,17 @@ pub(crate) fn check_size(
     Limits::check(path, "number of pixels", num_pixels, limits.max_pixels)
 }
 
+/// A picture's bytes as one type, so that every decoder is compiled once.
+pub(crate) type Source<'a> = Box<dyn BufSeek + 'a>;
+
+pub(crate) trait BufSeek: BufRead + Seek {}
+
+impl<T: BufRead + Seek> BufSeek for T {}
+
+pub(crate) fn source<'a>(from: impl BufSeek + 'a) -> Source<'a> {
+    Box::new(from)
+}
+
 /// The limits as the decoders know them.
 pub(crate) fn decoder_limits(limits: &Limits) -> image::Limits {
     let mut out = image::Limits::default();
@@ -163,13 +168,13 @@ fn decode(path: &Path, bytes: &[u8], limits: &Limits) -> Result<Rgb8Image, Media
         return Err(MediaError::decode(path, "JPEG data ends before its end marker"));
     }
     let (width_px, height_px) = guarded(path, || {
-        ImageReader::with_format(Cursor::new(bytes), format)
+        ImageReader::with_format(source(Cursor::new(bytes)), format)
             .into_dimensions()
             .map_err(|e| MediaError::decode(path, e))
     })?;
     check_size(path, width_px, height_px, limits)?;
     guarded(path, || {
-        let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+        let mut reader = ImageReader::with_format(source(Cursor::new(bytes)), format);
         reader.limits(decoder_limits(limits));
         rgb_from_dynamic(path, reader.decode().map_err(|e| MediaError::decode(path, e))?)
     })

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::MediaError;
 
-/// Of a processor's configuration; published ones have a few kilobytes, and 2 MB with mel filters.
+/// Size of a processor's configuration; published ones have a few kilobytes, and 2 MB with mel filters.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Bounds on memory and time per medium. Files come from outside, so every decode runs under these.

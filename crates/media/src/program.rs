@@ -43,7 +43,7 @@ const STDERR_TAIL_BYTES: usize = 2048;
 /// Largest answer of ffprobe that is read; a few hundred bytes are usual.
 const MAX_PROBE_BYTES: u64 = 1 << 20;
 
-/// What the demuxers of ffmpeg 4 to 7 say on a file that ends inside a sample.
+/// Messages of the demuxers of ffmpeg 4 to 7 about a file that ends inside a sample.
 pub(crate) const TRUNCATION_SIGNS: [&str; 2] = ["partial file", "File ended prematurely"];
 
 /// Names the input file, and what may be opened.
@@ -57,7 +57,7 @@ pub(crate) fn input_args(path: &Path) -> Vec<OsString> {
     args
 }
 
-/// What a child left.
+/// Output of a child process.
 pub(crate) struct Output<T> {
     pub(crate) value: T,
     status: ExitStatus,

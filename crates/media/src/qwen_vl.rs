@@ -393,9 +393,6 @@ impl ImageProcessor {
     }
 
     /// A picture as patches: resized, normalised, cut.
-    ///
-    /// # Errors
-    /// As [`resized`](Self::resized).
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Patches, MediaError> {
         image.check()?;
         let (height, width) = self.resized(image.height_px, image.width_px)?;

@@ -158,9 +158,6 @@ impl FrameSampling {
 
     /// Picks frames of a list of pictures. qwen-vl-utils takes every picture of a list, so its rule does here too unless a
     /// rate, a count or a range is asked for; above 768 (or `max_frames`) they are thinned evenly. The other rules do not differ.
-    ///
-    /// # Errors
-    /// As [`choose`](Self::choose).
     pub fn choose_listed(&self, num_frames: usize, fps: f64) -> Result<FrameChoice, MediaError> {
         if let Self::Qwen(QwenSampling {
             fps: None,
@@ -332,9 +329,6 @@ impl PixelBudget {
     }
 
     /// The size `(height, width)` that `num_frames` frames of `height x width` are resized to.
-    ///
-    /// # Errors
-    /// As [`smart_resize`].
     pub fn frame_size(
         &self,
         num_frames: usize,

@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::{MediaError, Rgb8Image, resize_bicubic};
 
-/// What becomes of a picture that is not square.
+/// Treatment of a picture that is not square.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Squaring {
     /// It is stretched.
@@ -28,7 +28,7 @@ pub struct SiglipProcessor {
     pub mean: [f32; 3],
     /// Divides what is left.
     pub std: [f32; 3],
-    /// What becomes of a picture that is not square.
+    /// Treatment of a picture that is not square.
     pub squaring: Squaring,
 }
 
@@ -90,9 +90,6 @@ impl SiglipProcessor {
     }
 
     /// Pixels `[pictures.len(), 3, side, side]`.
-    ///
-    /// # Errors
-    /// As [`resize_bicubic`].
     pub fn process(&self, pictures: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         let cells = self.side_px as usize * self.side_px as usize;
         let levels = [0, 1, 2].map(|c| {

@@ -121,9 +121,6 @@ impl TileProcessor {
     }
 
     /// A picture as tiles, `[num_tiles, 3, side, side]`.
-    ///
-    /// # Errors
-    /// As [`num_tiles`](Self::num_tiles).
     pub fn process_image(&self, image: &Rgb8Image) -> Result<Vec<f32>, MediaError> {
         let (columns, rows) = self.grid(image.width_px, image.height_px)?;
         let side = self.side_px;
@@ -139,9 +136,6 @@ impl TileProcessor {
     }
 
     /// Frames of a video, each as one tile, `[frames, 3, side, side]`.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check); [`MediaError::Shape`] for no frames.
     pub fn process_frames(&self, frames: &[Rgb8Image]) -> Result<Vec<f32>, MediaError> {
         self.check()?;
         if frames.is_empty() {

@@ -23,7 +23,7 @@ fn f32s(name: &str) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-/// What ffmpeg decodes from a file of `tests/data/audio`.
+/// Returns what ffmpeg decodes from a file of `tests/data/audio`.
 fn decoded_by_ffmpeg(name: &str) -> Vec<f32> {
     let order =
         ["speech.wav", "speech.mp3", "speech.m4a", "speech.aac", "speech.ogg", "speech.opus", "clip.mp4"];

@@ -74,7 +74,7 @@ fn animations_equal_pillow_and_keep_their_delays() {
             }
             exact = video.frames.clone();
         } else {
-            // The same pictures. The WebP decoder blends an opaque frame over the last one with an error of 1 level.
+            // The pictures are equal. The WebP decoder blends an opaque frame over the last one with an error of 1 level.
             assert_eq!(expected, golden("animations")[0]["frames"].as_array().unwrap());
             for (frame, exact) in video.frames.iter().zip(&exact) {
                 assert!(frame.pixels.iter().zip(&exact.pixels).all(|(a, b)| a.abs_diff(*b) <= 1));

@@ -93,7 +93,7 @@ pub struct BlockPass {
     experts: Option<ExpertsPass>,
 }
 
-/// What a block keeps for its backward pass, besides its input.
+/// Arrays that a block keeps for its backward pass, besides its input.
 pub struct KeptBlock {
     /// Queries, keys and values before their norms, where there are some.
     raw: Option<Rows>,
@@ -115,7 +115,7 @@ impl KeptBlock {
     /// Which of [`Self::into_arrays`] have the rows that go beyond attention.
     pub(crate) const BEYOND: std::ops::Range<usize> = 4..10;
 
-    /// Its arrays in the order of [`Self::from_arrays`]; nothing where experts are among it.
+    /// Returns the arrays in the order of [`Self::from_arrays`]; nothing if there are experts among them.
     pub(crate) fn into_arrays(self) -> Option<[Option<Rows>; 10]> {
         let Self { raw, qkv, lse, attended, joined: [a, b], middle, wide, experts } = self;
         let [qkv, lse, attended, middle, wide] = [qkv, lse, attended, middle, wide].map(Some);
@@ -133,12 +133,12 @@ impl KeptBlock {
     }
 }
 
-/// What joining the stream keeps.
+/// Arrays that joining the stream keeps.
 #[derive(Default)]
 struct Joined {
-    /// What is scaled, if something is.
+    /// Input of the scale, if there is one.
     branch: Option<Rows>,
-    /// What is normalised, where the norm stands behind.
+    /// Input of the norm, if it comes last.
     sum: Option<Rows>,
 }
 

@@ -42,10 +42,7 @@ impl Checkpoint {
         Self::open_with(dir, |_| Ok(Map::new()))
     }
 
-    /// As [`Self::open`], of a family that is not in the table, or not by this checkpoint's `model_type`.
-    ///
-    /// # Errors
-    /// As [`Self::open`].
+    /// Opens a directory as [`Self::open`] does, for a family that is not in the table or not by this checkpoint's `model_type`.
     pub fn open_as(dir: &Path, row: &'static FamilyRow) -> Result<Self> {
         let config = ConfigJson::read(&dir.join("config.json"))?;
         check_links(dir)?;
@@ -53,10 +50,7 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
 
-    /// As [`Self::open`], with the keys that `replace` gives in the place of the file's.
-    ///
-    /// # Errors
-    /// As [`Self::open`], and whatever `replace` fails with.
+    /// Opens a directory as [`Self::open`] does, with the keys that `replace` gives instead of the file's.
     pub fn open_with<E: From<ModelError>>(
         dir: &Path,
         replace: impl FnOnce(&ConfigJson) -> Result<Map<String, Value>, E>,
@@ -76,19 +70,19 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), config, family, media_store: Arc::default() })
     }
 
-    /// Where it lies.
+    /// Returns the directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Its `config.json`, with what was replaced.
+    /// Returns `config.json`, with the replaced keys.
     #[must_use]
     pub fn config(&self) -> &ConfigJson {
         &self.config
     }
 
-    /// Its family.
+    /// Returns the family.
     #[must_use]
     pub fn family(&self) -> &Arc<Family> {
         &self.family

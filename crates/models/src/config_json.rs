@@ -113,7 +113,7 @@ impl ConfigJson {
         }
     }
 
-    /// What is added to a variance.
+    /// Reads the number that is added to a variance.
     ///
     /// # Errors
     /// Anything but a number from 0 to 1.
@@ -159,9 +159,6 @@ impl ConfigJson {
     }
 
     /// A size that is written as a number, or as the same number twice (height and width).
-    ///
-    /// # Errors
-    /// As [`Self::size`]; a list of other things.
     pub fn side(&self, key: &str, default: usize) -> Result<usize> {
         match self.get(key) {
             Some(Value::Array(sides)) => match sides.as_slice() {

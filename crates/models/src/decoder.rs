@@ -42,7 +42,7 @@ pub struct DecoderConfig {
     pub rope: Rope,
     /// Longest sequence the model was made for, tokens.
     pub max_positions: usize,
-    /// What the configuration says about tied embeddings. A file with two different tensors has the last word.
+    /// Whether the configuration ties embeddings. A file with two different tensors overrides it.
     pub tie_word_embeddings: bool,
     /// Whether queries, keys and values have biases, and whether attention's output layer has one.
     pub attention_bias: [bool; 2],
@@ -65,7 +65,7 @@ pub struct ExpertsConfig {
     pub intermediate: usize,
 }
 
-/// What a class of `transformers` 5.23 assumes where a file is silent, and what it always does. Sizes without a default here
+/// Defaults of a class of `transformers` 5.23 where a file is silent, and its fixed values. Sizes without a default here
 /// must be in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TextDefaults {
@@ -165,12 +165,12 @@ impl DecoderConfig {
 /// A position on the temporal, height and width axes. Text has three equal ones.
 pub type Position = [u32; 3];
 
-/// What a decoder reads.
+/// Input of a decoder.
 #[derive(Clone, Debug)]
 pub struct DecoderInput {
     /// The stream before the first block, `[t, h]`.
     pub x: Var,
-    /// What joins it behind the first blocks, of families with deep features.
+    /// Rows to add after the first blocks, for families with deep features.
     pub deep: Option<DeepFeatures>,
 }
 
@@ -216,7 +216,7 @@ impl DecoderInput {
 pub enum PositionAxes {
     /// Positions have one.
     One,
-    /// Of three axes, the first pairs with the first, the next ones with the second, the last ones with the third.
+    /// The first pairs use the first axis, the next ones the second, the last ones the third.
     Sections,
     /// By turns: every third pair with the second axis and every third with the third, as far as their shares go, the others
     /// with the first.
@@ -254,7 +254,7 @@ pub struct Decoder {
     blocks: Vec<Arc<Block>>,
     final_norm: Norm,
     head: Arc<Param>,
-    /// Of the rotary pairs of a head.
+    /// Frequencies of the rotary pairs of a head.
     frequencies: Vec<f32>,
 }
 
@@ -266,7 +266,7 @@ pub struct Scored {
     pub entropies: Vec<f32>,
     hidden: Rows,
     normed: Rows,
-    /// Of the final norm.
+    /// Statistics of the final norm.
     stats: Rows,
     /// Log-probabilities by target and entropies by row, in the device's precision.
     pub scores: Scores,
@@ -274,9 +274,6 @@ pub struct Scored {
 
 impl Decoder {
     /// Builds the decoder from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(config: DecoderConfig, names: DecoderNames, source: &mut dyn WeightSource) -> Result<Self> {
         let (h, i, heads) = (config.hidden, config.intermediate, config.heads);
         let [qkv_bias, proj_bias] = config.attention_bias;
@@ -356,7 +353,7 @@ impl Decoder {
         Ok(Self { config, embed, blocks, final_norm, head, frequencies })
     }
 
-    /// Its sizes.
+    /// Returns the sizes.
     #[must_use]
     pub fn config(&self) -> &DecoderConfig {
         &self.config
@@ -615,7 +612,7 @@ pub struct NextTokens<'a> {
 }
 
 impl NextTokens<'_> {
-    /// The same with every kernel of a card launched by itself.
+    /// Returns the same decoder with every kernel of a card launched separately.
     #[must_use]
     pub fn plain(self) -> Self {
         Self { tokens: self.tokens.plain(), ..self }

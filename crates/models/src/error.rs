@@ -1,4 +1,4 @@
-//! What can go wrong between a checkpoint directory and a running model.
+//! Errors between a checkpoint directory and a running model.
 
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ pub enum ModelError {
     Checkpoint {
         /// The checkpoint directory.
         dir: PathBuf,
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// `config.json` does not describe a model of this program.
@@ -38,7 +38,7 @@ pub enum ModelError {
     Config {
         /// The configuration file.
         path: PathBuf,
-        /// What is wrong, what was expected.
+        /// Problem and expected value.
         what: String,
     },
     /// Tensors in the files and tensors of the architecture do not match.
@@ -60,7 +60,7 @@ pub enum ModelError {
         path: PathBuf,
         /// `read` or `written`.
         action: &'static str,
-        /// What is wrong with its content.
+        /// Error of the content.
         source: safetensors::SafeTensorError,
     },
     /// A file that is not the JSON it should be.
@@ -76,13 +76,13 @@ pub enum ModelError {
         "the prompt is too long: got {tokens} tokens, expected at most {limit} ({which}); prompts are never cut: {remedy}"
     )]
     PromptTooLong {
-        /// Its tokens, those of media included.
+        /// Number of tokens, including those of media.
         tokens: usize,
         /// The limit, tokens.
         limit: usize,
-        /// What sets the limit.
+        /// Setting or file that sets the limit.
         which: &'static str,
-        /// What makes it shorter, or the limit larger.
+        /// Advice to shorten the prompt or raise the limit.
         remedy: String,
     },
     /// A prompt with its completion reaches positions at which the model would turn other angles.
@@ -116,15 +116,15 @@ pub enum ModelError {
     MediumKind {
         /// The kind.
         kind: MediumKind,
-        /// What the model takes, or lacks.
+        /// Support that the model has or lacks.
         what: &'static str,
     },
     /// A medium that the model's processor can make nothing of.
     #[error("the {kind} cannot be used: {what}")]
     Medium {
-        /// Its kind.
+        /// Kind of the medium.
         kind: MediumKind,
-        /// What was found, what was expected.
+        /// Actual and expected values.
         what: &'static str,
     },
     /// Options of a row's medium that the model's processor cannot follow.
@@ -132,7 +132,7 @@ pub enum ModelError {
     MediumOptions {
         /// Kind of the medium.
         kind: MediumKind,
-        /// What is asked for, what is possible.
+        /// Request, and what is possible.
         what: &'static str,
     },
     /// A setting without effect on this family.
@@ -148,7 +148,7 @@ pub enum ModelError {
     /// Files of another model, which this one needs, are not there.
     #[error("{what} cannot be read: {missing} was not found; give its directory with FamilyOption::{option}")]
     NoCompanion {
-        /// What they are needed for.
+        /// Purpose of the tensors.
         what: &'static str,
         /// The files.
         missing: &'static str,
@@ -158,13 +158,13 @@ pub enum ModelError {
     /// Weights that cannot be made, read or used as they are.
     #[error("{what}")]
     Weights {
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// An adapter and the model it is for do not fit together.
     #[error("{what}")]
     Adapter {
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// A pattern that chooses layers is no regular expression.
@@ -174,19 +174,19 @@ pub enum ModelError {
         setting: &'static str,
         /// The pattern.
         pattern: String,
-        /// Where it breaks off.
+        /// Position of the error.
         source: regex::Error,
     },
     /// A checkpoint cannot be written in the layout that was asked for.
     #[error("{what}")]
     Layout {
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// Numbers handed to a tower, a projector or the decoder do not have its shapes.
     #[error("{what}")]
     Shape {
-        /// What was given, what was expected.
+        /// Actual and expected values.
         what: String,
     },
     /// Rows of a pass that cannot see each other as asked.

@@ -21,7 +21,7 @@ pub struct Experts {
     pub topk: usize,
 }
 
-/// What experts keep for their backward pass, besides their input.
+/// Arrays that experts keep for their backward pass, besides their input.
 pub(crate) struct KeptExperts {
     logits: Rows,
     routes: Routes,
@@ -38,9 +38,9 @@ impl KeptExperts {
 /// How much routers' losses weigh beside that of the policy; see [`RouterLoss`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RouterPlan {
-    /// Of the use of experts.
+    /// Loss of the use of experts.
     pub aux: f64,
-    /// Of the size of logits.
+    /// Loss of the size of logits.
     pub z: f64,
 }
 

@@ -56,9 +56,6 @@ pub(crate) fn companions(dir: &Path) -> Result<Vec<PathBuf>> {
 
 /// Fails where a file beside the weights is a link that leads out of the directory: when a checkpoint is opened, and not when
 /// the trained model is written.
-///
-/// # Errors
-/// As [`companions`].
 pub(crate) fn check_links(dir: &Path) -> Result<()> {
     companions(dir)?;
     is_there(dir, Path::new(CARD)).map(drop)
@@ -76,9 +73,6 @@ fn is_there(dir: &Path, name: &Path) -> Result<bool> {
 }
 
 /// The content of a file beside the weights, if it is there.
-///
-/// # Errors
-/// As [`companions`]; a file that is too long.
 pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     if !is_there(dir, name)? {
         return Ok(None);
@@ -87,7 +81,7 @@ pub(crate) fn companion(dir: &Path, name: &Path) -> Result<Option<Vec<u8>>> {
     content.map(Some).map_err(ModelError::io(dir.join(name)))
 }
 
-/// Names of the files in `folder` of `dir` that end so, sorted; none where there is no such folder.
+/// Returns the sorted names of the files in `folder` of `dir` with this ending; none if there is no such folder.
 fn files_ending(dir: &Path, folder: &Path, ending: &str) -> Result<Vec<PathBuf>> {
     let path = dir.join(folder);
     let entries = match std::fs::read_dir(&path) {
@@ -116,7 +110,7 @@ impl Model {
         self.write(dir, None)
     }
 
-    /// As [`Self::save_pretrained`], in the layout of this name: files of the other layout are written anew.
+    /// Saves as [`Self::save_pretrained`] does, in the layout of this name: files of the other layout are rewritten.
     ///
     /// # Errors
     /// As [`Self::save_pretrained`]; a layout the family does not have or that cannot express this checkpoint.

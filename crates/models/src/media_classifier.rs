@@ -99,9 +99,6 @@ impl MediaClassifier {
     }
 
     /// A finished conversation with its media, in this checkpoint's own template.
-    ///
-    /// # Errors
-    /// As [`PromptBuilder::finished`].
     pub fn conversation(&self, turns: &[Turn], media: Vec<Arc<MediumInput>>) -> Result<Prompt> {
         self.prompts.finished(turns, media)
     }

@@ -230,9 +230,6 @@ impl Model {
     }
 
     /// As [`Self::reference`], with its passes on another device.
-    ///
-    /// # Errors
-    /// As [`Self::reference`].
     pub fn reference_on(&self, device: Device) -> Result<Self> {
         self.reference_with(device, None)
     }
@@ -240,9 +237,6 @@ impl Model {
     /// As [`Self::reference`], for passes on the CPU, with the weights that are trained left in the checkpoint's files where these hold
     /// the very numbers: they take no memory between passes. Others are copied, as are those of files that cannot be mapped. The files
     /// must stay as they are while the reference is used ([`Self::files_unchanged`]).
-    ///
-    /// # Errors
-    /// As [`Self::reference`].
     pub fn reference_in_place(&self) -> Result<Self> {
         let files = self.lenders();
         let mut reference = self.reference_with(Device::Cpu, files.as_ref())?;
@@ -425,9 +419,6 @@ impl Model {
     }
 
     /// Features of every medium of a prompt, in order.
-    ///
-    /// # Errors
-    /// As [`Self::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<Features>> {
         prompt.media.iter().map(|m| self.encode(m, &prompt.instruction)).collect()
     }
@@ -436,9 +427,6 @@ impl Model {
     /// ([`Self::backward_media`]), with the memories that it takes. What the blocks of a trained tower compute is kept for it,
     /// up to eight bytes for each trained weight, half of what weights, gradients and moments take; a medium beyond that
     /// runs once more there.
-    ///
-    /// # Errors
-    /// As [`Self::encode`].
     pub fn encode_for_training<'p>(
         &self,
         prompts: impl IntoIterator<Item = &'p Prompt>,
@@ -468,9 +456,6 @@ impl Model {
 
     /// What a policy pass reads in place of `features`, which are those of the present weights: the same, unless adapters
     /// of towers or projectors drop inputs. Then it is what [`Self::backward_media`] will differentiate.
-    ///
-    /// # Errors
-    /// As [`Self::encode`].
     pub fn features_in_training(
         &self,
         prompt: &Prompt,
@@ -630,9 +615,6 @@ impl Model {
 
     /// As [`Self::train_pass`], with what blocks of the decoder have computed already; those do not run again
     /// ([`DecoderMemory::of_stream`](crate::DecoderMemory::of_stream)).
-    ///
-    /// # Errors
-    /// As [`Self::train_pass`].
     pub fn recall_pass<'a>(
         &'a self,
         stream: &'a PackedStream,

@@ -235,9 +235,6 @@ impl Model {
 
     /// Writes what training made: the adapter where there is one, else the whole checkpoint. Tokenizer and processor files
     /// go with either.
-    ///
-    /// # Errors
-    /// As [`Self::save_adapter`] and [`Self::save_pretrained`].
     pub fn save_trained(&self, dir: &Path) -> Result<()> {
         if self.lora.is_none() {
             return self.save_pretrained(dir);
@@ -248,9 +245,6 @@ impl Model {
     }
 
     /// Loads what [`Self::save_trained`] wrote.
-    ///
-    /// # Errors
-    /// As [`Self::reload_adapter`] and [`Self::load_weights`].
     pub fn load_trained(&self, dir: &Path) -> Result<()> {
         if self.lora.is_none() { self.load_weights(dir) } else { self.reload_adapter(dir) }
     }

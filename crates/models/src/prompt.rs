@@ -170,10 +170,7 @@ impl PromptBuilder {
         self.build_in(sample, 0)
     }
 
-    /// As [`Self::build`], in that pass over the data: rows that draw their number of frames draw anew in each.
-    ///
-    /// # Errors
-    /// As [`Self::build`].
+    /// Makes the prompt of this pass over the data: rows that draw their number of frames draw again in each.
     pub fn build_in(&self, sample: &Sample, epoch: u64) -> Result<Prompt> {
         let keys = (0..sample.media.len() as u64).map(|index| MediumKey { row: sample.row, index, epoch });
         let settings: Vec<MediaSettings> = keys.map(|key| self.settings.media.keyed(key)).collect();
@@ -206,11 +203,31 @@ impl PromptBuilder {
         self.prompt(&sample.turns, rendered, media)
     }
 
-    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
-    /// that draw their number of frames have the largest: what fits then fits in every epoch.
+    /// Makes the prompt of a row without decoding: its media have the right size and no content. For outlines of a step.
     ///
     /// # Errors
-    /// As [`Self::build`], except for what only decoding shows.
+    /// An unreadable header, a prompt over the limit.
+    pub fn outline(&self, sample: &Sample) -> Result<Prompt> {
+        let limits = &self.settings.media.limits;
+        let headers = sample.media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
+        let (rendered, plans) = self.plan(sample, &headers)?;
+        let empty = |plan: MediumPlan| {
+            // A mask of zeros would leave nothing of a picture.
+            let masked = matches!(plan.shape, MediumShape::Masked { .. });
+            Arc::new(MediumInput {
+                data: vec![f32::from(u8::from(masked)); self.family.processor().numbers(&plan.shape)],
+                kind: plan.kind,
+                shape: plan.shape,
+                seconds_per_grid: 1.0,
+                frame_times_secs: plan.frame_times_secs,
+            })
+        };
+        let media = plans.into_iter().map(empty).collect();
+        self.prompt(&sample.turns, rendered, media)
+    }
+
+    /// The prompt and its media from headers alone, without decoding. `headers` are those of the row's media, in order. Rows
+    /// that draw their number of frames have the largest: what fits then fits in every epoch.
     pub fn plan(&self, sample: &Sample, headers: &[MediumInfo]) -> Result<(RenderedPrompt, Vec<MediumPlan>)> {
         let plans = self.plans(&sample.media, headers)?;
         let rendered = self.render(&sample.turns, &self.shown(plans.iter().map(MediumPlan::shown))?)?;
@@ -237,9 +254,6 @@ impl PromptBuilder {
     }
 
     /// The tokens of a finished conversation that can be read, from the headers of its media alone.
-    ///
-    /// # Errors
-    /// As [`Self::finished`], except for what only decoding shows.
     pub fn check_finished(&self, turns: &[Turn], media: &[MediumRef]) -> Result<usize> {
         let limits = &self.settings.media.limits;
         let headers = media.iter().map(|m| probe_medium(m, limits)).collect::<Result<Vec<_>>>()?;
@@ -277,14 +291,18 @@ impl PromptBuilder {
     }
 
     /// A row as a supervised example: its prompt in that epoch, and its reference answer with the stop token as target.
+    pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
+        self.with_answer(sample, self.build_in(sample, epoch)?)
+    }
+
+    /// Makes an example of a row from its prompt.
     ///
     /// # Errors
-    /// As [`Self::build`]; a row without an answer.
-    pub fn build_sft(&self, sample: &Sample, epoch: u64) -> Result<SftExample> {
+    /// A row without an answer, a tokenizer that cannot encode it.
+    pub fn with_answer(&self, sample: &Sample, prompt: Prompt) -> Result<SftExample> {
         let Some(answer) = sample.sft_target() else {
             return Err(ModelError::NoAnswer);
         };
-        let prompt = self.build_in(sample, epoch)?;
         let placeholders = self.family.processor().placeholder_ids();
         // An end of turn that is ordinary text is encoded with the answer before it, as templates write both.
         let end =
@@ -328,7 +346,7 @@ impl PromptBuilder {
             .or_else(|| self.stops.ids.first().copied())
     }
 
-    /// What media become, by their headers; the largest where their number of frames is drawn.
+    /// Plans media by their headers, with the largest number of frames where it is drawn.
     fn plans(&self, media: &[MediumRef], headers: &[MediumInfo]) -> Result<Vec<MediumPlan>> {
         let settings = MediaSettings { dynamic_sample: false, ..self.settings.media.clone() };
         let plan = |(m, header)| self.family.processor().plan(m, header, &settings);

@@ -1,4 +1,4 @@
-//! What the decoder computed while completions were sampled, for the pass that learns from them.
+//! Results that the decoder computed while completions were sampled, for the pass that learns from them.
 //!
 //! Sampling runs each row of a stream `[prompt | completion 1 | … | completion G]` through the blocks once: the prompt's in the
 //! prefill, a completion's one by one. While the weights are those that sampled, the forward pass of the first update would
@@ -20,7 +20,7 @@ use crate::stream::PackedStream;
 /// Rows of the first piece of decoded rows, at most.
 const PIECE: usize = 256;
 
-/// What a block leaves: its output, then what [`KeptBlock::into_arrays`] has.
+/// Arrays of a block: its output, then those of [`KeptBlock::into_arrays`].
 type Arrays = Vec<Option<Rows>>;
 
 /// Where a row of a stream was computed.
@@ -38,7 +38,7 @@ struct Prompt {
     blocks: VecDeque<Arrays>,
 }
 
-/// What the decoder computed while the completions of some prompts were sampled.
+/// Results that the decoder computed while the completions of some prompts were sampled.
 pub struct DecoderMemory {
     /// Rows that there is still room for; `None` once there was none.
     room: Option<usize>,
@@ -99,7 +99,7 @@ impl DecoderMemory {
         pieces.for_each(Vec::shrink_to_fit);
     }
 
-    /// What block `l` made of the rows that were announced.
+    /// Keeps the results of block `l` for the rows that were announced.
     pub(crate) fn keep(&mut self, l: usize, y: &Rows, kept: KeptBlock) -> Result<()> {
         if self.room.is_none() {
             return Ok(());
@@ -129,7 +129,7 @@ impl DecoderMemory {
         })
     }
 
-    /// What the blocks of a stream of just these prompts with all their samples computed, in the stream's order, with the weights
+    /// Returns the results of the blocks for a stream of just these prompts with all their samples, in the stream's order, with the weights
     /// that sampled; nothing where something was forgotten, or tokens of the stream are others.
     ///
     /// # Errors

@@ -36,7 +36,7 @@ pub enum RopeScaling {
     Dynamic,
     /// YaRN (arXiv 2309.00071): slow frequencies are divided, fast ones stay, with a ramp between them.
     Yarn {
-        /// What slow frequencies are divided by.
+        /// Divisor of slow frequencies.
         factor: f64,
         /// Longest sequence of the first training, tokens.
         original: f64,
@@ -49,7 +49,7 @@ pub enum RopeScaling {
     },
     /// The rule of Llama 3.1: as YaRN, with the ramp over wavelengths.
     Llama3 {
-        /// What slow frequencies are divided by.
+        /// Divisor of slow frequencies.
         factor: f64,
         /// Longest sequence of the first training, tokens.
         original: f64,
@@ -197,7 +197,7 @@ impl Rope {
         scaled.into_iter().map(|f| f as f32).collect()
     }
 
-    /// What rotated queries and keys are multiplied with.
+    /// Returns the factor of rotated queries and keys.
     #[must_use]
     pub fn attention(&self) -> f32 {
         match self.scaling {

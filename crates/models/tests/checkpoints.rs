@@ -121,7 +121,7 @@ fn what_is_saved_loads_to_the_same_bits() {
         assert_eq!(weight_bits(&again), weight_bits(&model), "{name}");
         assert_eq!(logprobs(&again), logprobs(&model), "{name}");
 
-        // The same directory over other weights in memory.
+        // A directory loaded over other weights in memory.
         for param in again.params() {
             param.store(&vec![0.5; param.len()]).unwrap();
         }
@@ -157,7 +157,7 @@ impl WeightSource for Recorder {
     }
 }
 
-/// What a model will be is known without its data: the same names, shapes, dtypes and bytes.
+/// An outline knows the names, shapes, dtypes and bytes of a model without its data.
 #[test]
 fn an_outline_is_the_model_without_its_data() {
     let keep = |_: &str, part: Part| part == Part::Projector;
@@ -214,7 +214,7 @@ fn weights_in_place_are_those_that_are_read() {
         load("qwen2_5_vl_tied_bf16", WeightDtype::Auto, None, true),
     );
     assert_eq!(logprobs(&mapped), logprobs(&read));
-    // What is not held as the file has it is read.
+    // Weights of another dtype than the file's are read.
     let widened = load("qwen2_5_vl_tied_bf16", WeightDtype::Float32, None, true);
     assert!(widened.params().iter().all(|p| !p.is_mapped()));
     let few = load("qwen2_5_vl_tied", WeightDtype::Auto, Some(QuantBits::Eight), true);
@@ -827,7 +827,7 @@ fn configurations_that_cannot_be_used_are_refused() {
         assert_refused(dir.path(), parts);
     }
 
-    // What a file leaves out is as in transformers' classes: 8 key-value heads do not fit 4 heads, null stands for 4.
+    // Missing keys have the defaults of transformers' classes: 8 key-value heads do not fit 4 heads, null stands for 4.
     let without = |key: &'static str| with_config(&|c| _ = c.as_object_mut().unwrap().remove(key));
     assert_refused(without("num_key_value_heads").path(), &["4 heads", "8 key-value heads"]);
     let null = with_config(&|c| c["num_key_value_heads"] = serde_json::Value::Null);
@@ -869,7 +869,7 @@ fn the_configuration_is_read_once() {
         let random = Model::random(&opened, 1, &options).unwrap();
         assert_eq!(random.decoder().config(), model.decoder().config());
 
-        // What is saved is what was read.
+        // The saved model equals the loaded one.
         let saved = place.path().join("saved");
         model.save_pretrained(&saved).unwrap();
         assert_eq!(
@@ -942,7 +942,7 @@ fn loading_other_shapes_over_a_model_is_an_error() {
     assert!(matches!(result, Err(ModelError::Checkpoint { .. })), "{result:?}");
 }
 
-/// What others need to load a saved directory goes along, and a template stands where processors look for it.
+/// A saved directory contains what others need to load it, and the template is where processors look for it.
 #[test]
 fn companions_are_copied_and_the_template_is_a_file() {
     let folder = TempDir::new().unwrap();

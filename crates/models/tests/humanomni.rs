@@ -175,7 +175,7 @@ fn pixels_and_spectrogram_equal_the_processors() {
     }
 }
 
-/// What is counted before anything is decoded is what decoding gives.
+/// Counts from headers equal those of decoding.
 #[test]
 fn plans_from_headers_count_the_same_tokens() {
     for (name, list) in cases() {

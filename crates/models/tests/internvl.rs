@@ -170,7 +170,7 @@ fn positions_of_other_tile_sizes_are_interpolated() {
     }
 }
 
-/// The same prompt through both layouts: the same bits, and gradients that are the same numbers.
+/// One prompt through both layouts has the same bits, and gradients that are the same numbers.
 #[test]
 fn both_layouts_are_one_model() {
     for (hf, original) in [

@@ -79,7 +79,7 @@ fn pass(model: &Model, prompt: &Prompt, packed: bool, recompute: bool) -> (Vec<f
     pass_of(model, prompt, packed, recompute, 0)
 }
 
-/// The same for the update that `dropout_key` names.
+/// Returns the pass of the update that `dropout_key` names.
 fn pass_of(
     model: &Model,
     prompt: &Prompt,

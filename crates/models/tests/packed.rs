@@ -25,7 +25,7 @@ const ALL: [&str; 8] = [
     "internvl_rms_hf",
     "internvl3_5_original",
 ];
-/// Those with packed goldens.
+/// Checkpoints with packed goldens.
 const GOLDEN: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_untied"];
 
 fn load(name: &str) -> Model {
@@ -50,7 +50,7 @@ impl Group {
     }
 }
 
-/// Completions of one group that stand in a stream.
+/// Completions of one group that are in a stream.
 type Piece = (usize, Range<usize>);
 
 /// Each completion in a stream of its own.
@@ -416,7 +416,7 @@ fn ids_outside_the_vocabulary_are_an_error() {
     }
 }
 
-/// What a trained tower's blocks computed serves the backward pass that is given it.
+/// Arrays that a trained tower's blocks kept serve the backward pass that receives them.
 #[test]
 fn a_memory_stands_in_for_the_tower() {
     for name in ["qwen2_5_vl_tied", "qwen3_vl"] {

@@ -1,7 +1,7 @@
 //! Progress and one-line summaries for a person at a terminal, or plain lines for a log file.
 
 use std::borrow::Cow;
-use std::fs::{File, OpenOptions, create_dir_all};
+use std::fs::{File, create_dir_all};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anstyle::{AnsiColor, Style};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use omnigrpo_guard::inside;
 
 use crate::text::{count, escape, fit, span, wrap};
 use crate::{Activity, Error, Latest, Metric, latest_table};
@@ -104,7 +105,7 @@ impl Console {
     pub fn log_to(&self, path: &Path) -> Result<(), Error> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         dir.map_or(Ok(()), create_dir_all).map_err(|e| Error::io("create the directory of", path, e))?;
-        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = inside::open_to_write(path, File::options().create(true).append(true));
         *locked(&self.0.log) = Some(file.map_err(|e| Error::io("open the log", path, e))?);
         Ok(())
     }

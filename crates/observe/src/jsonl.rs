@@ -1,10 +1,11 @@
 //! Append-only files with one JSON object per line.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use omnigrpo_guard::inside;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, write_atomic};
@@ -19,7 +20,7 @@ pub(crate) struct JsonLines {
 impl JsonLines {
     /// Opens a log for appending, creating it if it is missing.
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = inside::open_to_write(path, File::options().create(true).append(true));
         let file = file.map_err(|source| Error::io("open", path, source))?;
         Ok(Self { path: path.to_owned(), file })
     }
@@ -83,20 +84,15 @@ pub(crate) fn truncate_after(path: &Path, last_step: u64) -> Result<(), Error> {
     }
 }
 
-/// The step of the last line, and the rows of one step.
-pub(crate) fn tail(path: &Path, step: u64) -> Result<(Option<u64>, Vec<serde_json::Value>), Error> {
+/// Gives every row of a log, one at a time.
+pub(crate) fn each_row<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<(), Error> {
     let file = inside::open_path(path).map_err(|source| Error::io("read", path, source))?;
-    let (mut last, mut rows) = (None, Vec::new());
     for (number, line) in BufReader::new(file).split(b'\n').enumerate() {
         let line = line.map_err(|source| Error::io("read", path, source))?;
         let damaged = |source| Error::Damaged { path: path.to_owned(), line: number + 1, source };
-        let at = serde_json::from_slice::<Stamp>(&line).map_err(damaged)?.step;
-        last = Some(at);
-        if at == step {
-            rows.push(serde_json::from_slice(&line).map_err(damaged)?);
-        }
+        take(serde_json::from_slice(&line).map_err(damaged)?);
     }
-    Ok((last, rows))
+    Ok(())
 }
 
 fn copy_until(

@@ -1,9 +1,11 @@
 //! One process per run directory.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use omnigrpo_guard::inside;
 
 use crate::Error;
 
@@ -35,7 +37,9 @@ impl RunLock {
     pub fn acquire(root: &Path, holder: &str) -> Result<Self, Error> {
         fs::create_dir_all(root).map_err(|source| Error::io("create the directory", root, source))?;
         let path = root.join(NAME);
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let options = &mut File::options();
+        let options = options.read(true).write(true).create(true).truncate(false);
+        let file = inside::open_to_write(&path, options);
         let mut file = file.map_err(|source| Error::io("open", &path, source))?;
         let started = Instant::now();
         let exclusive = loop {

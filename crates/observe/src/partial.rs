@@ -2,10 +2,11 @@
 //! same work takes them from there.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
+use omnigrpo_guard::inside;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -133,7 +134,9 @@ impl Partial {
 
 /// Opens a file for this process alone.
 fn locked(path: &Path) -> Result<File, Error> {
-    let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path);
+    let options = &mut File::options();
+    let options = options.create(true).truncate(false).read(true).write(true);
+    let file = inside::open_to_write(path, options);
     let file = file.map_err(|source| Error::io("open", path, source))?;
     match file.try_lock() {
         // Some network file systems have no locks.

@@ -6,6 +6,7 @@
 //! | `rollouts/step-000123.jsonl` | completion | when its group is scored |
 //! | `tokens/step-000123.jsonl` | completion | after the update, where that is asked for |
 //! | `skipped.jsonl` | dataset row that was not used | when it is found |
+//! | `warnings.jsonl` | problem that begins or ends | before the metrics that show it |
 //! | `eval/step-000123.jsonl` | completion of an evaluation | by the evaluation, whole |
 //!
 //! Every line or name has the step, so that a resumed run can cut them all back to its checkpoint.
@@ -19,11 +20,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::atomic::sync_directory;
-use crate::jsonl::{JsonLines, tail, truncate_after};
-use crate::{Error, Metric};
+use crate::jsonl::{JsonLines, each_row, truncate_after};
+use crate::{Error, Metric, Warning};
 
 const METRICS: &str = "metrics.jsonl";
 const SKIPPED: &str = "skipped.jsonl";
+const WARNINGS: &str = "warnings.jsonl";
 const ROLLOUTS: &str = "rollouts";
 const EVALUATIONS: &str = "eval";
 const TOKENS: &str = "tokens";
@@ -185,6 +187,10 @@ impl RunDir {
             Existing::ResumeAfter(step) => {
                 truncate_after(&metrics, step)?;
                 truncate_after(&skipped, step)?;
+                let warnings = root.join(WARNINGS);
+                if warnings.exists() {
+                    truncate_after(&warnings, step)?;
+                }
                 let of = |name: &str| {
                     let directory = root.join(name);
                     if directory.is_dir() { step_files(&directory) } else { Ok(Vec::new()) }
@@ -210,10 +216,29 @@ impl RunDir {
     /// # Errors
     /// An unreadable log.
     pub fn continued(&self, step: u64) -> Result<Continued, Error> {
-        let (last_step, rows) = tail(&self.root.join(METRICS), step)?;
-        let is_evaluation =
-            |row: &Value| row.as_object().is_some_and(|row| row.keys().any(|name| name.starts_with("eval_")));
-        Ok(Continued { last_step, evaluated: rows.iter().any(is_evaluation) })
+        let mut continued = Continued::default();
+        each_row(&self.root.join(METRICS), |row: Map<String, Value>| {
+            let at = row.get("step").and_then(Value::as_u64);
+            continued.last_step = at;
+            continued.evaluated |= at == Some(step) && is_evaluation(&row);
+        })?;
+        Ok(continued)
+    }
+
+    /// Gives the metrics of every step that is logged, in order.
+    ///
+    /// # Errors
+    /// An unreadable log.
+    pub fn each_step(&self, mut take: impl FnMut(u64, &[Metric])) -> Result<(), Error> {
+        let path = self.root.join(METRICS);
+        each_row(&path, |row: Map<String, Value>| {
+            let step = row.get("step").and_then(Value::as_u64);
+            if let Some(step) = step.filter(|_| !is_evaluation(&row)) {
+                let metrics: Vec<Metric> =
+                    row.into_iter().map(|(name, value)| (name, value.as_f64())).collect();
+                take(step, &metrics);
+            }
+        })
     }
 
     /// The output directory.
@@ -266,6 +291,20 @@ impl RunDir {
             .map_err(|source| Error::io("create the directory", &directory, source))?;
         let path = directory.join(format!("step-{step:06}.jsonl"));
         JsonLines::open(&path)?.append(tokens)?;
+        self.unsynced.insert(path);
+        Ok(())
+    }
+
+    /// Appends rows to `warnings.jsonl`, which is there from the first one on.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append_warnings(&mut self, warnings: &[Warning]) -> Result<(), Error> {
+        if warnings.is_empty() {
+            return Ok(());
+        }
+        let path = self.root.join(WARNINGS);
+        JsonLines::open(&path)?.append(warnings)?;
         self.unsynced.insert(path);
         Ok(())
     }
@@ -324,6 +363,10 @@ pub fn step_files(directory: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     }
     files.sort();
     Ok(files)
+}
+
+fn is_evaluation(row: &Map<String, Value>) -> bool {
+    row.keys().any(|name| name.starts_with("eval_"))
 }
 
 fn remove(path: &Path) -> Result<(), Error> {

@@ -49,9 +49,6 @@ pub trait Tracker: Send {
     fn take(&mut self, event: &Event) -> Result<(), String>;
 
     /// The run is over.
-    ///
-    /// # Errors
-    /// As [`Self::take`].
     fn finish(&mut self) -> Result<(), String> {
         Ok(())
     }

@@ -1,7 +1,6 @@
-//! Signals that the system sends for what happens to files: one that is cut off while it is read where it lies, and one that may not
-//! grow any more (`ulimit -f`).
+//! Signals about files: a mapped file that was truncated, and a file that has reached its size limit (`ulimit -f`).
 
-/// Ends the process with a message where the system ends it with a bus error: a page of a mapped file is not there any more.
+/// Prints a message before a bus error ends the process: a page of a mapped file is gone.
 pub(crate) fn tell() {
     #[cfg(unix)]
     // SAFETY: the handler calls only what a handler may call.
@@ -10,10 +9,10 @@ pub(crate) fn tell() {
     }
 }
 
-/// Has a file over the limit of its size fail to be written, as on a full disk, instead of ending the process without a word.
+/// Makes a write beyond the size limit fail, as on a full disk, instead of ending the process without a message.
 pub(crate) fn write_to_the_limit() {
     #[cfg(unix)]
-    // SAFETY: to ignore a signal runs nothing.
+    // SAFETY: ignoring a signal runs no code.
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
     }
@@ -21,9 +20,10 @@ pub(crate) fn write_to_the_limit() {
 
 #[cfg(unix)]
 extern "C" fn ended(_signal: libc::c_int) {
-    const TOLD: &[u8] = b"\nerror: a file was cut off, or its disk went away, while its weights were in use where they lie\n  \
-        expected: files of the model that stay as they are until the command has ended\n      \
-        help: put the file back as it was and start the command again; a run goes on from its last checkpoint\n";
+    const TOLD: &[u8] =
+        b"\nerror: a file was truncated, or its disk went away, while the model read its weights from it\n  \
+        expected: model files that stay unchanged until the command has ended\n      \
+        help: restore the file and start the command again; a run resumes from its last checkpoint\n";
     // SAFETY: both may be called in a handler; the buffer is constant.
     unsafe {
         libc::write(libc::STDERR_FILENO, TOLD.as_ptr().cast(), TOLD.len());

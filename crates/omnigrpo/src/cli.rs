@@ -1,4 +1,4 @@
-//! The command line: words to a verb and its resolved settings.
+//! The command line: from words to a verb and its resolved settings.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::settings::Settings;
 use crate::values::{Given, Origin, Raw, Resolved, Value, Values};
 use crate::{config, deepspeed, foreign, presets, rules, values};
 
-/// What a command line asks for.
+/// Result of reading a command line.
 #[derive(Debug)]
 pub enum Parsed {
     /// Print this and stop: help, version or settings.
@@ -29,18 +29,21 @@ pub enum Parsed {
 /// Reads a command line (the program's name first) and the environment.
 ///
 /// # Errors
-/// Anything unknown, wrong, missing, contradictory or without effect; exit code 2.
+/// Settings that are unknown, wrong, missing, contradictory or without effect; exit code 2.
 pub fn parse<I, E>(args: I, environment: E) -> Result<Parsed, Problem>
 where
     I: IntoIterator<Item = OsString>,
     E: Fn(&str) -> Option<String>,
 {
-    let args = spelt_out(args.into_iter().collect());
+    let args: Vec<OsString> = args.into_iter().collect();
+    if args.get(1).is_some_and(|word| word == HELP) {
+        return help_on(args).map(Parsed::Print);
+    }
     let (known, mut entries) = match verb_of(&args) {
         Some(verb) => set_apart(verb, switched(verb, args)),
         None => (args, Vec::new()),
     };
-    let matches = match command(true).try_get_matches_from(&known) {
+    let matches = match command(Shown::Parsed).try_get_matches_from(&known) {
         Ok(matches) => matches,
         Err(error) => return clap_problem(&error, &known).map(Parsed::Print),
     };
@@ -49,17 +52,21 @@ where
     };
     entries.extend(from_matches(verb, matches));
     let mut layer = Layer::read(entries, Some(verb));
-    // Verbs whose words are a list know no stray ones.
+    // A verb that takes a list of words has no stray ones.
     let words = matches.try_get_many::<String>(STRAY).ok().flatten();
     layer.problems.extend(words.into_iter().flatten().map(|word| stray(verb, word)));
+    if let (Verb::Plan, Some(flag)) = (verb, flags::find("dry_run")) {
+        layer.given.push(Given { flag, value: Value::Bool(true), origin: Origin::Flag });
+    }
     let print = layer.given.iter().any(|g| g.flag.name == "print_config" && g.value == Value::Bool(true));
     let environment = Environment::read(environment);
     let several = environment.several_processes.clone();
-    let resolved = resolve(verb, layer, environment)?;
+    let resolved = resolve(verb.runs(), layer, environment)?;
     if print {
         return Ok(Parsed::Print(explain::print_config(&resolved)));
     }
-    let lacking = |flag: &&Flag| flag.required.contains(&verb) && resolved.values.lookup(flag.name).is_none();
+    let lacking =
+        |flag: &&Flag| flag.required.contains(&verb.runs()) && resolved.values.lookup(flag.name).is_none();
     let mut missing: Vec<Problem> = flags::all()
         .filter(lacking)
         .map(|flag| {
@@ -70,7 +77,7 @@ where
                 .help(flag.help)
         })
         .collect();
-    missing.extend(rules::needs(verb, &resolved.settings));
+    missing.extend(rules::needs(verb.runs(), &resolved.settings));
     Problem::all(missing)?;
     match several {
         Some(variable) if WRITES.contains(&verb) => {
@@ -85,16 +92,8 @@ where
     }
 }
 
-/// `plan` as what it is.
-fn spelt_out(mut args: Vec<OsString>) -> Vec<OsString> {
-    if args.get(1).is_some_and(|word| word == PLAN) {
-        args.splice(1..2, ["train", "--dry_run"].map(OsString::from));
-    }
-    args
-}
-
-/// The verb that is `train --dry_run`.
-const PLAN: &str = "plan";
+/// The command that shows the help of another one, or of a setting.
+const HELP: &str = "help";
 
 /// Verbs that write files.
 const WRITES: &[Verb] = &[
@@ -109,10 +108,10 @@ const WRITES: &[Verb] = &[
     Verb::Demo,
 ];
 
-/// Puts defaults, preset, file and flags on top of each other and checks the result.
+/// Layers defaults, preset, file and flags, and checks the result.
 ///
 /// # Errors
-/// Everything that is unknown, wrong, contradictory or without effect.
+/// Settings that are unknown, wrong, contradictory or without effect.
 pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, Problem> {
     let text = |layer: &Layer, name: &str| {
         layer.given.iter().find(|g| g.flag.name == name).and_then(|g| match &g.value {
@@ -132,11 +131,11 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
     }
     let defaults = values.clone();
     let mut preset_values = values.clone();
-    // A file or preset describes a run; other verbs take from it what concerns them.
+    // A file or preset describes a run; other verbs take the settings that they have.
     for layer in [preset, file, flags] {
         problems.extend(layer.problems);
         dropped.extend(layer.dropped);
-        for given in layer.given.into_iter().filter(|given| given.flag.verbs.contains(&verb)) {
+        for given in layer.given.into_iter().filter(|given| given.flag.is_of(verb)) {
             if matches!(given.origin, Origin::Preset(_)) {
                 preset_values.set(given.clone());
             }
@@ -168,18 +167,18 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
         );
     }
     for flag in flags::all().filter(|flag| flag.of_recipe) {
-        // The printed settings are complete, and read back: of two names for one thing only the given one stands there.
+        // The printed settings are complete and read back, so of two names for one thing only the given one is printed.
         let stands = flag.name == "advantage" && values.lookup("scale_rewards").is_some();
         if let (false, Some(value)) = (stands, (flag.place.get)(&settings)) {
             values.fill(flag.name, value, Origin::Recipe(settings.recipe.name));
         }
     }
     let mut idle = Vec::new();
-    let taken = flags::all().filter(|flag| flag.verbs.contains(&verb));
+    let taken = flags::all().filter(|flag| flag.is_of(verb));
     for (flag, when, overridden) in taken.flat_map(|f| [(f, f.overridden, true), (f, f.idle, false)]) {
         let Some(why) = when(&settings, verb) else { continue };
         idle.push((flag.name, why.to_owned()));
-        // A value that is the same without the user having said so changes nothing, so nothing is lost by it.
+        // A value equal to the default changes nothing.
         let same = |base: &Values, value: &Value| base.lookup(flag.name).is_some_and(|(v, _)| v == value);
         match values.lookup(flag.name).cloned() {
             Some((value, origin @ (Origin::Flag | Origin::Config(_))))
@@ -209,11 +208,14 @@ pub fn resolve(verb: Verb, flags: Layer, env: Environment) -> Result<Resolved, P
         notes.push(without_counterpart(&dropped));
     }
     notes.extend(rules::doubts(verb, &settings));
+    if verb == Verb::Train {
+        notes.extend(rules::unreached_clip(&values, &settings));
+    }
     notes.extend(notes_of(&settings));
     Ok(Resolved { verb, values, idle, settings, notes })
 }
 
-/// Does what a DeepSpeed file asks of the optimizer's state, unless the setting is given itself or there is no GPU.
+/// Applies the offloading of a DeepSpeed file, unless the setting itself is given or the device is the CPU.
 fn offload(values: &mut Values) {
     let Some((Value::Text(path), _)) = values.lookup("deepspeed").cloned() else { return };
     let on_cpu = values.lookup("device").is_some_and(|(device, _)| *device == Value::Text("cpu".to_owned()));
@@ -223,7 +225,7 @@ fn offload(values: &mut Values) {
     }
 }
 
-/// Puts the weights that name their reward into the list of all: what is printed then says each once, and reads back.
+/// Moves weights that name their reward into the list of all weights, so that the printed settings name each once.
 fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
     const NAMED: [&str; 2] = ["format_reward_weight", "accuracy_reward_weight"];
     if NAMED.iter().all(|name| values.lookup(name).is_none()) {
@@ -239,7 +241,7 @@ fn fold_weights(values: &mut Values, weights: &[f64], verb: Verb) {
     }
 }
 
-/// One note for all settings of other trainers that are left out.
+/// Returns one note for all settings of other trainers that are left out.
 fn without_counterpart(dropped: &[(String, String)]) -> String {
     let mut note = match dropped.len() {
         1 => "1 setting has no counterpart here and changes nothing:".to_owned(),
@@ -251,22 +253,21 @@ fn without_counterpart(dropped: &[(String, String)]) -> String {
     note
 }
 
-/// What environment and settings have to say, for `--print_config` and the log.
+/// Returns notes about environment and settings, for `--print_config` and the log.
 fn notes_of(settings: &Settings) -> Vec<String> {
     let env = &settings.env;
     let mut notes = Vec::new();
     if settings.log.report_to == [Tracker::None] {
-        notes.push("`report_to` none: metrics.jsonl is written all the same, and nothing else".into());
+        notes.push("`report_to` none: only metrics.jsonl is written".into());
     }
     if env.wandb_disabled && settings.reports_to(Tracker::Wandb) {
         notes.push("WANDB_DISABLED is on: nothing is sent to W&B".into());
     }
     if let Some(path) = &env.debug_log {
-        notes.push(format!("DEBUG_MODE is on: what rewards score is appended to {}", path.display()));
+        notes.push(format!("DEBUG_MODE is on: scored completions are appended to {}", path.display()));
     }
     if env.ds_skip_cuda_check {
-        notes
-            .push("DS_SKIP_CUDA_CHECK is on: no effect, there is no DeepSpeed and no CUDA check here".into());
+        notes.push("DS_SKIP_CUDA_CHECK is on: it has no effect, since DeepSpeed is not used".into());
     }
     if let Some(devices) = &env.cuda_visible_devices {
         notes.push(format!("CUDA_VISIBLE_DEVICES={devices}"));
@@ -274,14 +275,15 @@ fn notes_of(settings: &Settings) -> Vec<String> {
     notes
 }
 
-/// Where a command takes words, the one behind a switch is the switch's only if it says on or off: `watch --tui DIR`.
+/// Separates switches from the words of a command: the word behind a switch is its value only if it means on or off, as in
+/// `watch --tui DIR`.
 fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
-    if !flags::all().any(|flag| flag.positional && flag.verbs.contains(&verb)) {
+    if !flags::all().any(|flag| flag.positional && flag.is_of(verb)) {
         return args;
     }
     let is_switch = |arg: &str| {
         let flag = arg.strip_prefix("--").and_then(flags::find);
-        flag.is_some_and(|flag| matches!(flag.kind, Kind::Bool) && flag.verbs.contains(&verb))
+        flag.is_some_and(|flag| matches!(flag.kind, Kind::Bool) && flag.is_of(verb))
     };
     let mut out = Vec::with_capacity(args.len());
     let mut rest = args.into_iter().peekable();
@@ -303,8 +305,8 @@ fn switched(verb: Verb, args: Vec<OsString>) -> Vec<OsString> {
     out
 }
 
-/// Takes what clap does not know, or another trainer means something by, out of a command line: each with its values, up
-/// to the next flag.
+/// Takes flags that clap does not know, and those of other trainers, out of a command line, each with its values up to the
+/// next flag.
 fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
     let (mut known, mut entries) = (Vec::new(), Vec::<Entry>::new());
     let (mut apart, mut rest) = (false, false);
@@ -323,8 +325,8 @@ fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (name, None),
             };
-            let taken = flags::find(name).is_some_and(|flag| !flag.positional && flag.verbs.contains(&verb));
-            apart = foreign::knows(name) || !(taken || matches!(name, "help" | "version"));
+            let taken = flags::find(name).is_some_and(|flag| !flag.positional && flag.is_of(verb));
+            apart = foreign::knows(name) || !(taken || matches!(name, HELP | "version"));
             if apart {
                 let words = value.into_iter().collect();
                 entries.push(Entry {
@@ -354,24 +356,40 @@ fn set_apart(verb: Verb, args: Vec<OsString>) -> (Vec<OsString>, Vec<Entry>) {
     (known, entries)
 }
 
-/// The whole command line as clap sees it. With `lenient`, how often and with how many values a flag is given is left to
-/// [`Layer::read`], which reports all mistakes and not the first.
-pub fn command(lenient: bool) -> Command {
+/// The use of a description of the command line.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Shown {
+    /// For parsing: [`Layer::read`] checks the number of values and of repetitions, since it reports all mistakes and clap
+    /// only the first.
+    Parsed,
+    /// For `-h`: the settings of a first run.
+    First,
+    /// For `--help`, manual pages and completion scripts: every setting.
+    All,
+}
+
+/// Describes the complete command line for clap.
+pub fn command(shown: Shown) -> Command {
     let root = Command::new("omnigrpo")
         .version(env!("CARGO_PKG_VERSION"))
         .about("GRPO post-training for models that read, see and hear")
         .after_help(
-            "Every command takes --help. Settings can also come from --config FILE.yaml or --preset NAME.",
+            "`omnigrpo COMMAND -h` shows the settings of a first run, `--help` all of them, `omnigrpo help SETTING` one.\n\
+             Settings can also come from `--config FILE.yaml` or `--preset NAME`.",
         )
         .subcommand_required(true)
         .disable_help_subcommand(true)
         .term_width(100);
-    let mut root = root;
+    let mut root = root.subcommand(
+        Command::new(HELP)
+            .about("Show the help of a command or of a setting")
+            .arg(Arg::new("words").value_name("COMMAND|SETTING").num_args(0..)),
+    );
     let mut groups: Vec<Command> = Vec::new();
     for verb in Verb::ALL {
         match verb.words() {
             [group, _] => {
-                let leaf = verb_command(*verb, lenient);
+                let leaf = verb_command(*verb, shown);
                 match groups.iter().position(|g| g.get_name() == *group) {
                     Some(i) => groups[i] = groups[i].clone().subcommand(leaf),
                     None => groups.push(
@@ -386,41 +404,64 @@ pub fn command(lenient: bool) -> Command {
                     ),
                 }
             }
-            _ => root = root.subcommand(verb_command(*verb, lenient)),
-        }
-        // The parser sees what it stands for.
-        if *verb == Verb::Train && !lenient {
-            let about = "Print the memory that `train` with these flags takes, by part, and what would fit";
-            root = root.subcommand(verb_command(Verb::Train, lenient).name(PLAN).about(about));
+            _ => root = root.subcommand(verb_command(*verb, shown)),
         }
     }
     root.subcommands(groups)
 }
 
-fn verb_command(verb: Verb, lenient: bool) -> Command {
-    let name = verb.words().last().copied().unwrap_or_default();
+/// The heading of the settings that `-h` shows.
+const FIRST: &str = "Settings of a first run";
+
+fn verb_command(verb: Verb, shown: Shown) -> Command {
+    let (name, lenient) = (verb.words().last().copied().unwrap_or_default(), shown == Shown::Parsed);
+    let first = verb.first_settings();
+    let count = flags::all().filter(|flag| flag.is_of(verb)).count();
+    let more = match first {
+        [] => "Names may be written with dashes. Lists take spaces or commas.".to_owned(),
+        _ if shown == Shown::First => {
+            format!("`omnigrpo {} --help` shows all {count} settings.", verb.name())
+        }
+        _ => format!(
+            "`omnigrpo {} -h` shows the settings of a first run alone. Names may be written with dashes. Lists take \
+             spaces or commas.",
+            verb.name()
+        ),
+    };
     let mut command = Command::new(name)
         .about(verb.about())
         .next_line_help(true)
-        .after_help("Names may be written with dashes. Lists take spaces or commas.")
+        .after_help(format!("Example:\n  {}\n\n{more}", verb.example()))
+        .disable_help_flag(true)
         .term_width(100);
-    for section in Section::ALL {
-        for flag in section.rows().iter().filter(|f| f.verbs.contains(&verb)) {
-            let arg = argument(flag, verb).help_heading(section.title());
-            command = command.arg(match flag.kind {
-                // For completion scripts; the help lists the names in its own way.
-                Kind::Choice(names) if !lenient => arg
-                    .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
-                    .hide_possible_values(true),
-                kind if flag.positional && kind.is_list() => arg.num_args(0..),
-                _ if flag.positional || !lenient => arg,
-                kind if kind.is_list() => arg.num_args(0..),
-                _ => arg.num_args(0..=1).action(ArgAction::Append),
-            });
-        }
+    let common = first.iter().filter_map(|name| flags::find(name)).map(|flag| (FIRST, flag));
+    let others =
+        Section::ALL.iter().flat_map(|section| section.rows().iter().map(|flag| (section.title(), flag)));
+    let others = others.filter(|(_, flag)| !first.contains(&flag.name));
+    let others = others.filter(|_| first.is_empty() || shown != Shown::First);
+    for (heading, flag) in common.chain(others).filter(|(_, flag)| flag.is_of(verb)) {
+        let arg = argument(flag, verb, shown).help_heading(heading);
+        command = command.arg(match flag.kind {
+            // For completion scripts; the help lists the names itself.
+            Kind::Choice(names) if !lenient => arg
+                .value_parser(PossibleValuesParser::new(names().into_iter().map(|(name, _)| name)))
+                .hide_possible_values(true),
+            kind if flag.positional && kind.is_list() => arg.num_args(0..),
+            _ if flag.positional || !lenient => arg,
+            kind if kind.is_list() => arg.num_args(0..),
+            _ => arg.num_args(0..=1).action(ArgAction::Append),
+        });
     }
-    // Where words are a list there are no stray ones.
-    let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.verbs.contains(&verb);
+    command = command.arg(
+        Arg::new(HELP)
+            .short('h')
+            .long(HELP)
+            .action(ArgAction::Help)
+            .help("Show the settings of a first run (-h) or all of them (--help)")
+            .help_heading("Help"),
+    );
+    // A verb that takes a list of words has no stray ones.
+    let words = |flag: &&Flag| flag.positional && flag.kind.is_list() && flag.is_of(verb);
     if lenient && !flags::all().any(|flag| words(&flag)) {
         command.arg(Arg::new(STRAY).num_args(0..))
     } else {
@@ -428,8 +469,8 @@ fn verb_command(verb: Verb, lenient: bool) -> Command {
     }
 }
 
-fn argument(flag: &'static Flag, verb: Verb) -> Arg {
-    let arg = Arg::new(flag.name).help(explain::help(flag, verb));
+fn argument(flag: &'static Flag, verb: Verb, shown: Shown) -> Arg {
+    let arg = Arg::new(flag.name).help(explain::help(flag, verb, shown == Shown::First));
     if flag.positional {
         return arg.value_name(flag.name.to_uppercase());
     }
@@ -462,7 +503,7 @@ fn chosen(matches: &ArgMatches) -> Option<(Verb, &ArgMatches)> {
 
 fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for flag in flags::all().filter(|flag| flag.verbs.contains(&verb)) {
+    for flag in flags::all().filter(|flag| flag.is_of(verb)) {
         let Some(times) = matches.get_occurrences::<String>(flag.name) else { continue };
         let mut times: Vec<Vec<String>> = times.map(|words| words.cloned().collect()).collect();
         if flag.kind.is_list() {
@@ -477,7 +518,7 @@ fn from_matches(verb: Verb, matches: &ArgMatches) -> Vec<Entry> {
     entries
 }
 
-/// Words that belong to no flag, as the lenient parser collects them.
+/// Argument that collects words that belong to no flag.
 const STRAY: &str = "stray";
 
 fn stray(verb: Verb, word: &str) -> Problem {
@@ -487,20 +528,47 @@ fn stray(verb: Verb, word: &str) -> Problem {
         .help(format!("`omnigrpo {verb} --help` lists them"))
 }
 
-/// The verb at the start of a command line, for errors that clap raises before it tells.
+/// Returns the verb at the start of a command line, for errors that clap raises before it reports the verb.
 fn verb_of(args: &[OsString]) -> Option<Verb> {
     let words: Vec<&str> = args.iter().skip(1).take(2).filter_map(|a| a.to_str()).collect();
     Verb::ALL.iter().copied().find(|verb| words.starts_with(verb.words()))
 }
 
-/// The help of the command that `args` begin with, as the parser that is not lenient shows it.
+/// Returns the help of the command that `args` begin with: of a first run's settings where they say `-h`.
 fn help(args: &[OsString]) -> String {
+    let shown = if args.iter().any(|arg| arg == "-h") { Shown::First } else { Shown::All };
     let words = args.iter().take_while(|arg| !arg.to_string_lossy().starts_with('-'));
     let asked = words.cloned().chain([OsString::from("--help")]);
-    command(false).try_get_matches_from(asked).err().map(|help| help.render().to_string()).unwrap_or_default()
+    command(shown).try_get_matches_from(asked).err().map(|help| help.render().to_string()).unwrap_or_default()
 }
 
-/// Help, or what clap objects to.
+/// Returns the answer to `help`, `help COMMAND` and `help SETTING`.
+fn help_on(mut args: Vec<OsString>) -> Result<String, Problem> {
+    args.remove(1);
+    let words: Vec<String> = args[1..].iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let words: Vec<&str> =
+        words.iter().map(String::as_str).filter(|word| !matches!(*word, "-h" | "--help")).collect();
+    let is_command = Verb::ALL.iter().any(|verb| verb.words().starts_with(&words) || words == verb.words());
+    if is_command || matches!(words[..], [HELP]) {
+        return Ok(help(&args));
+    }
+    let name = words.join(" ");
+    if let Some(flag) = flags::find(name.trim_start_matches("--")) {
+        return Ok(explain::setting(flag));
+    }
+    let commands = Verb::ALL.iter().map(|verb| verb.name()).collect::<Vec<_>>();
+    let near = explain::nearest(
+        &name,
+        commands.iter().map(String::as_str).chain(flags::all().map(|flag| flag.name)),
+    );
+    let problem = Problem::usage(format!("no command and no setting is named `{name}`"));
+    Err(match near {
+        Some(near) => problem.help(format!("did you mean `omnigrpo help {near}`?")),
+        None => problem.help("`omnigrpo --help` lists the commands, `omnigrpo train --help` the settings"),
+    })
+}
+
+/// Returns the help, or the problem that clap found.
 fn clap_problem(error: &clap::Error, args: &[OsString]) -> Result<String, Problem> {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),

@@ -13,10 +13,10 @@ use crate::layer::{Entry, Layer};
 use crate::problem::Problem;
 use crate::values::{Origin, Raw};
 
-/// Largest file of settings in bytes; real ones are a few thousand.
+/// Largest file of settings, bytes; real ones have a few thousand.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Reads a file of settings. What is wrong with it is in the layer, with file and line.
+/// Reads a file of settings. The layer holds its mistakes, with file and line.
 pub fn read(path: &Path) -> Layer {
     let name = path.display().to_string();
     let mut text = String::new();
@@ -36,7 +36,7 @@ pub fn read(path: &Path) -> Layer {
     parse(&text, &name, |line| Origin::Config(format!("{name}:{line}")))
 }
 
-/// Reads the text of a file of settings; `origin` makes a source of a line number.
+/// Reads the text of a file of settings; `origin` turns a line number into a source.
 pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
     if text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#')) {
         return Layer::default();
@@ -60,7 +60,7 @@ pub fn parse(text: &str, name: &str, origin: impl Fn(u64) -> Origin) -> Layer {
 
 fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
     let mut got = error.without_snippet().to_string();
-    // The library speaks to programmers there.
+    // This part of the library's message is for programmers.
     if let Some((what, rest)) = got.split_once(", set DuplicateKeyPolicy in Options if acceptable") {
         got = format!("{what}{rest}");
     }
@@ -72,7 +72,7 @@ fn no_yaml(error: &serde_saphyr::Error, name: &str) -> Problem {
     problem.expected("lines of `setting: value`, each setting once")
 }
 
-/// The top mapping in the order of the file, repeated keys included.
+/// Top mapping in the order of the file, with repeated keys.
 struct Document(Vec<(Spanned<String>, Spanned<Node>)>);
 
 impl<'de> Deserialize<'de> for Document {
@@ -95,7 +95,7 @@ impl<'de> Deserialize<'de> for Document {
     }
 }
 
-/// A value before the kind of its setting is known. Scalars are kept as text, which the flag's kind reads.
+/// A value before the kind of its setting is known. Scalars stay text, which the kind of the flag reads.
 enum Node {
     Null,
     Scalar(String),

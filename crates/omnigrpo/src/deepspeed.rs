@@ -1,9 +1,8 @@
-//! Settings files of DeepSpeed (`zero2.json`, `zero3.json`): what each field means for a run of this program.
+//! Settings files of DeepSpeed (`zero2.json`, `zero3.json`), and the meaning of each field for a run of this program.
 //!
-//! A run here is one process, so there is nothing to shard, and buffers of the communication have no counterpart.
-//! A number that both the file and the settings give must agree, as it must for the `transformers` trainer; `auto`
-//! takes the setting. A field that asks for something this program would not do is an error, and so is a field that is
-//! not in the table. Fields: <https://www.deepspeed.ai/docs/config-json/>.
+//! A run is one process, so nothing is sharded, and communication buffers have no counterpart.
+//! A number in both the file and the settings must agree, as in the `transformers` trainer; `auto` takes the setting. An
+//! unsupported field is an error, and so is a field that is not in the table. Fields: <https://www.deepspeed.ai/docs/config-json/>.
 
 use std::path::Path;
 
@@ -17,15 +16,15 @@ use crate::settings::Settings;
 /// Files larger than this are no settings.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What a field asks for.
+/// Meaning of a field.
 enum Field {
     /// A number that a setting gives as well.
     Same(&'static str, fn(&Settings) -> f64),
     /// Numbers that settings give as well.
     SameList(&'static str, fn(&Settings) -> Vec<f64>),
-    /// Nothing here depends on it, for the reason given.
+    /// It has no effect, for the reason given.
     NoEffect(&'static str),
-    /// Read by a function of its own.
+    /// Read by its own function.
     Read(fn(&Value, &Settings) -> Result<String, String>),
     /// Read by a function that also asks whether the model is on a GPU.
     ByDevice(fn(&Value, &Settings, on_gpu: bool) -> Result<String, String>),
@@ -34,8 +33,8 @@ enum Field {
 use Field::{ByDevice, NoEffect, Read, Same, SameList};
 
 const COMMUNICATION: &str = "one process exchanges nothing";
-const SCALING: &str = "there is no fp16 and so no loss scaling";
-const PINNED: &str = "how host memory is held does not depend on it";
+const SCALING: &str = "fp16 is unsupported, so the loss is not scaled";
+const PINNED: &str = "host memory is allocated in one way only";
 const PARAMETERS: &str = "all weights are in one process";
 
 /// Every known field by its path.
@@ -68,7 +67,7 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.stage", Read(stage)),
     ("zero_optimization.offload_optimizer.device", ByDevice(offload_optimizer)),
     ("zero_optimization.offload_optimizer.pin_memory", NoEffect(PINNED)),
-    ("zero_optimization.offload_optimizer.ratio", NoEffect("the whole state moves, or nothing")),
+    ("zero_optimization.offload_optimizer.ratio", NoEffect("the state moves completely or not at all")),
     ("zero_optimization.offload_optimizer.buffer_count", NoEffect(COMMUNICATION)),
     ("zero_optimization.offload_optimizer.fast_init", NoEffect(COMMUNICATION)),
     ("zero_optimization.offload_param.device", ByDevice(offload_param)),
@@ -88,13 +87,19 @@ const FIELDS: &[(&str, Field)] = &[
     ("zero_optimization.stage3_param_persistence_threshold", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_max_live_parameters", NoEffect(PARAMETERS)),
     ("zero_optimization.stage3_max_reuse_distance", NoEffect(PARAMETERS)),
-    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", NoEffect("checkpoints are always whole")),
-    ("zero_optimization.gather_16bit_weights_on_model_save", NoEffect("checkpoints are always whole")),
-    ("zero_optimization.gather_fp16_weights_on_model_save", NoEffect("checkpoints are always whole")),
-    ("zero_optimization.stage3_gather_fp16_weights_on_model_save", NoEffect("checkpoints are always whole")),
+    (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        NoEffect("checkpoints are always complete"),
+    ),
+    ("zero_optimization.gather_16bit_weights_on_model_save", NoEffect("checkpoints are always complete")),
+    ("zero_optimization.gather_fp16_weights_on_model_save", NoEffect("checkpoints are always complete")),
+    (
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        NoEffect("checkpoints are always complete"),
+    ),
     (
         "zero_optimization.ignore_unused_parameters",
-        NoEffect("weights that nothing used are counted in the metrics"),
+        NoEffect("weights without a gradient are counted in the metrics"),
     ),
     (
         "zero_optimization.elastic_checkpoint",
@@ -131,7 +136,7 @@ fn parse(path: &Path) -> Result<Value, Problem> {
         Problem::usage("the DeepSpeed file cannot be read")
             .at(place.clone())
             .got(e)
-            .expected("a JSON file such as zero2.json, or no `deepspeed` at all: nothing here needs it")
+            .expected("a JSON file such as zero2.json, or no `deepspeed` at all, since nothing needs it")
     };
     let size = std::fs::metadata(path).map_err(|e| unreadable(e.to_string()))?.len();
     if size > MAX_BYTES {
@@ -164,7 +169,7 @@ pub fn read(path: &Path, settings: &Settings, on_gpu: bool) -> Result<Vec<String
     if problems.is_empty() {
         return Ok(lines);
     }
-    Err(Problem::usage("the DeepSpeed file asks for what this run does not do")
+    Err(Problem::usage("the DeepSpeed file asks for something this run does not do")
         .at(place)
         .got(problems.join("\n"))
         .help("change the file or the settings, or leave `deepspeed` out"))

@@ -2,31 +2,31 @@
 
 use std::path::{Path, PathBuf};
 
-/// What the environment says.
+/// Values of the environment variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
     /// `WANDB_DISABLED` is true: `report_to wandb` has no effect.
     pub wandb_disabled: bool,
-    /// `WANDB_API_KEY`, which the package reads itself; known here to be shown nowhere.
+    /// `WANDB_API_KEY`, which the package reads itself; stored so that it is never printed.
     pub wandb_api_key: Option<String>,
-    /// `EXP_NAME`, the name of a run that has none of its own.
+    /// `EXP_NAME`, the name of a run without another name.
     pub exp_name: Option<String>,
-    /// The variable by which a launcher says that it started several processes, as `NAME=NUMBER`.
+    /// Variable with which a launcher announces several processes, as `NAME=NUMBER`.
     pub several_processes: Option<String>,
-    /// Where completions are logged as the source systems do: `LOG_PATH` with `DEBUG_MODE`.
+    /// File to which completions are logged in the source systems' format: `LOG_PATH` with `DEBUG_MODE`.
     pub debug_log: Option<PathBuf>,
-    /// `DS_SKIP_CUDA_CHECK` is true. There is no DeepSpeed here; kept to say so.
+    /// `DS_SKIP_CUDA_CHECK` is true. It has no effect, which a note says.
     pub ds_skip_cuda_check: bool,
     /// `CUDA_VISIBLE_DEVICES`, as the driver reads it.
     pub cuda_visible_devices: Option<String>,
-    /// Where CUDA's libraries may be: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`, `CONDA_PREFIX` and the user,
-    /// and where systems have them.
+    /// Directories that may hold CUDA's libraries: `CUDA_HOME`, `CUDA_PATH`, the Python environments of `VIRTUAL_ENV`, `CONDA_PREFIX` and the user,
+    /// and the usual ones of systems.
     pub cuda_folders: Vec<PathBuf>,
-    /// What belongs to the Hugging Face hub.
+    /// Variables of the Hugging Face hub.
     pub hub: HubEnvironment,
-    /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a folder of this program's own.
+    /// `XDG_CACHE_HOME`, else `.cache` in `HOME`, with a directory `omnigrpo` in it.
     pub cache_dir: PathBuf,
-    /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and shown nowhere.
+    /// `OPENAI_API_KEY`, sent to a `judge:` as bearer token and never printed.
     pub judge_api_key: Option<String>,
 }
 
@@ -37,9 +37,9 @@ pub struct HubEnvironment {
     pub cache: PathBuf,
     /// `HF_ENDPOINT`.
     pub endpoint: String,
-    /// `HF_TOKEN`; shown nowhere.
+    /// `HF_TOKEN`; never printed.
     pub token: Option<String>,
-    /// `HF_TOKEN_PATH`, where `hf auth login` keeps one.
+    /// `HF_TOKEN_PATH`, the file in which `hf auth login` stores a token.
     pub token_file: PathBuf,
     /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is true.
     pub offline: bool,
@@ -74,14 +74,14 @@ fn on(get: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
 }
 
 impl Environment {
-    /// The folder of what `data check` and dry runs learned of media files. Runs keep theirs in their own directory.
+    /// Returns the directory in which `data check` and `plan` cache headers of media files. Runs cache them in their own directory.
     pub fn check_cache(&self) -> PathBuf {
         self.cache_dir.join("check")
     }
 
     /// Reads the variables through `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Self {
-        // Empty, this one hides every card; any other that is empty is as good as none.
+        // An empty CUDA_VISIBLE_DEVICES hides every card; other empty variables count as unset.
         let cuda_visible_devices = get("CUDA_VISIBLE_DEVICES");
         let get = |name: &str| get(name).filter(|value| !value.is_empty());
         let user_cache = get("XDG_CACHE_HOME").map(PathBuf::from);

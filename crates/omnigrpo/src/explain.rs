@@ -1,12 +1,14 @@
-//! What is said about settings: how a value is written, help, `--print_config`, the reference page of the flags.
+//! Texts about settings: a value as it is written, help, `--print_config`, the reference page of the flags.
+
+use std::path::Path;
 
 use crate::flags::{Fallback, Flag, Kind, Names, Section, Verb};
-use crate::values::{self, Origin, Raw, Resolved, Value};
+use crate::values::{self, Given, Origin, Raw, Resolved, Value};
 
-/// Bounds from here on only guard against overflow; nobody is told of them who has not passed them.
+/// Bounds from this one on only guard against overflow; messages name them only to a user who exceeded them.
 const UNBOUNDED: i64 = 1 << 30;
 
-/// The bound that a number passed, where [`expected`] does not show it.
+/// Returns the bound that a number exceeded, if [`expected`] does not show it.
 pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     let number: f64 = text.parse().ok()?;
     match *kind {
@@ -21,16 +23,16 @@ pub fn passed_bound(kind: &Kind, text: &str) -> Option<String> {
     }
 }
 
-/// The name closest to what was written, if few keys were missed.
+/// Returns the name closest to the given text, if few keystrokes differ.
 pub fn nearest<'n>(text: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let text = text.replace('-', "_").to_ascii_lowercase();
-    // Long names are no licence for other words: `eval` is not a slip for `train`.
+    // The limit also holds for long names, which would otherwise match other words.
     let most = (text.chars().count() / 4).clamp(1, 3);
     let near = names.into_iter().map(|name| (strsim::osa_distance(&text, &name.replace('-', "_")), name));
     near.filter(|(distance, _)| *distance <= most).min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
 }
 
-/// How the value of a flag is written.
+/// Returns how the value of a flag is written.
 pub fn expected(kind: &Kind) -> String {
     match kind {
         Kind::Bool => "true or false".into(),
@@ -64,7 +66,7 @@ fn listed(names: Names, separator: &str) -> String {
     names().into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(separator)
 }
 
-/// The placeholder of a flag's value in the help.
+/// Returns the placeholder of a flag's value in the help.
 pub const fn placeholder(kind: &Kind) -> &'static str {
     match kind {
         Kind::Bool => "BOOL",
@@ -82,14 +84,15 @@ pub const fn placeholder(kind: &Kind) -> &'static str {
     }
 }
 
-/// Help text of a flag: what it does, its names, its default.
-pub fn help(flag: &Flag, verb: Verb) -> String {
-    let mut text = flag.help.to_string();
+/// Returns the help of a flag: its effect, names and default. A `short` one has only the first sentence of the effect.
+pub fn help(flag: &Flag, verb: Verb, short: bool) -> String {
+    let first = flag.help.split_inclusive(". ").next().unwrap_or_default();
+    let mut text = if short { first.trim_end() } else { flag.help }.to_owned();
     if let Kind::Choice(names) | Kind::Choices(names) = flag.kind {
         text.push_str(&format!(" [{}]", listed(names, "|")));
     }
     let default = default_text(flag, verb);
-    if flag.required.contains(&verb) {
+    if flag.required.contains(&verb.runs()) {
         text.push_str(" [required]");
     } else if !default.is_empty() {
         text.push_str(&format!(" [default: {default}]"));
@@ -97,8 +100,50 @@ pub fn help(flag: &Flag, verb: Verb) -> String {
     text
 }
 
+/// Returns what `help SETTING` shows.
+pub fn setting(flag: &Flag) -> String {
+    let dashes = if flag.positional { "" } else { "--" };
+    let mut out = format!("{dashes}{} {}\n\n{}\n", flag.name, placeholder(&flag.kind), flag.help);
+    match flag.kind {
+        Kind::Choice(names) | Kind::Choices(names) => {
+            out.push('\n');
+            for (name, about) in names() {
+                out.push_str(&format!("  {name:<24} {about}\n"));
+            }
+            out.push('\n');
+        }
+        kind => out.push_str(&format!("\nvalue:    {}\n", expected(&kind))),
+    }
+    let mut line = |name: &str, value: String| {
+        if !value.is_empty() {
+            out.push_str(&format!("{name:<9} {value}\n"));
+        }
+    };
+    line("default:", default_words(flag));
+    line("aliases:", flag.aliases.iter().map(|alias| format!("--{alias}")).collect::<Vec<_>>().join(", "));
+    line("commands:", flag.verbs.iter().map(|verb| verb.name()).collect::<Vec<_>>().join(", "));
+    out
+}
+
+/// The default of a setting, and where it differs between commands.
+fn default_words(flag: &Flag) -> String {
+    let mut default = match flag.default() {
+        Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
+        Fallback::Unset("") => "none".to_string(),
+        Fallback::Unset(text) => text.to_string(),
+        Fallback::Is(value) => match plain(&value).as_str() {
+            "" => "none".to_string(),
+            text => format!("`{text}`"),
+        },
+    };
+    for (verb, text) in flag.verb_defaults {
+        default.push_str(&format!("; {} `{text}`", verb.name()));
+    }
+    default
+}
+
 fn default_text(flag: &Flag, verb: Verb) -> String {
-    if flag.required.contains(&verb) {
+    if flag.required.contains(&verb.runs()) {
         return String::new();
     }
     match flag.default_for(verb) {
@@ -107,12 +152,12 @@ fn default_text(flag: &Flag, verb: Verb) -> String {
     }
 }
 
-/// A default that the table gives as text.
+/// Parses a default that the table gives as text.
 pub fn default_value(kind: &Kind, text: &str) -> Option<Value> {
     values::parse(kind, &Raw::Arguments(vec![text.to_owned()])).ok()
 }
 
-/// A default as one would type it.
+/// Writes a default as a user would type it.
 fn plain(value: &Value) -> String {
     let number = |v: &f64| {
         let text = format!("{v:?}");
@@ -127,7 +172,7 @@ fn plain(value: &Value) -> String {
     }
 }
 
-/// A YAML scalar or flow sequence that reads back as the same value, also with YAML 1.1 readers.
+/// Writes a YAML scalar or flow sequence that reads back as the same value, also in YAML 1.1.
 pub fn yaml(value: &Value) -> String {
     match value {
         Value::Bool(v) => v.to_string(),
@@ -143,7 +188,7 @@ pub fn yaml(value: &Value) -> String {
 
 fn yaml_float(v: f64) -> String {
     let text = format!("{v:?}");
-    // YAML 1.1 reads `1e-6` as a text for want of a point.
+    // YAML 1.1 reads `1e-6` as a text, since it has no point.
     match text.split_once('e') {
         Some((mantissa, exponent)) if !mantissa.contains('.') => format!("{mantissa}.0e{exponent}"),
         _ => text,
@@ -158,7 +203,7 @@ fn yaml_text(text: &str) -> String {
     if plain { text.to_string() } else { serde_json::Value::from(text).to_string() }
 }
 
-/// The resolved settings of a run as a file for `--config`, with a comment on each source.
+/// Writes the resolved settings of a run as a file for `--config`, with the source of each in a comment.
 pub fn print_config(resolved: &Resolved) -> String {
     let mut out = format!("# omnigrpo {}\n", resolved.verb.name());
     for note in &resolved.notes {
@@ -166,7 +211,7 @@ pub fn print_config(resolved: &Resolved) -> String {
     }
     for section in Section::ALL {
         let mut lines = Vec::new();
-        for flag in section.rows().iter().filter(|f| f.verbs.contains(&resolved.verb)) {
+        for flag in section.rows().iter().filter(|f| f.is_of(resolved.verb)) {
             if flag.command_line_only || flag.name == "preset" {
                 continue;
             }
@@ -190,7 +235,43 @@ pub fn print_config(resolved: &Resolved) -> String {
     out
 }
 
-/// A setting's value for files: a reward's address or command may hold a password.
+/// Returns the command line of a run with the settings that the user or a preset gave. Paths are file names alone: it is
+/// shown to others.
+pub fn command(resolved: &Resolved) -> String {
+    let name_of = |text: &str| match omnigrpo_fetch::is_repo_name(text) && !Path::new(text).exists() {
+        true => text.to_owned(),
+        false => {
+            Path::new(text).file_name().map_or_else(|| text.to_owned(), |name| name.to_string_lossy().into())
+        }
+    };
+    let quoted = |text: &str| match text.is_empty()
+        || text.contains(|c: char| !c.is_ascii_alphanumeric() && !"_-./:=,%".contains(c))
+    {
+        true => format!("'{}'", text.replace('\'', "'\\''")),
+        false => text.to_owned(),
+    };
+    let mut out = format!("omnigrpo {}", resolved.verb.name());
+    for given in resolved.values.given() {
+        let Given { flag, value, origin } = given;
+        if matches!(origin, Origin::Preset(_) | Origin::Environment(_)) || flag.command_line_only {
+            continue;
+        }
+        let words: Vec<String> = match without_secrets(flag, &value) {
+            Value::Texts(texts) => texts
+                .iter()
+                .map(|text| if text.contains('/') { name_of(text) } else { text.clone() })
+                .collect(),
+            Value::Text(text) if text.contains('/') => vec![name_of(&text)],
+            Value::Floats(numbers) => numbers.iter().map(f64::to_string).collect(),
+            other => vec![plain(&other)],
+        };
+        let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+        out.push_str(&format!(" \\\n  --{} {}", flag.name, words.join(" ")));
+    }
+    out
+}
+
+/// Removes secrets from a value that is written to files: the address or command of a reward may contain a password.
 pub fn without_secrets(flag: &Flag, value: &Value) -> Value {
     match (flag.kind, value) {
         (Kind::Specs, Value::Texts(specs)) => {
@@ -218,13 +299,14 @@ fn source(origin: &Origin) -> String {
     }
 }
 
-/// The reference page `docs/flags.md`.
+/// Writes the reference page `docs/flags.md`.
 #[cfg(test)]
 pub fn reference() -> String {
     let mut out = String::from(
         "# Settings\n\nWritten from the flag table by a test; do not edit. Every setting is a flag (`--name`, dashes or underscores) and a key \
          of `--config` files. Flags win over the file, the file over `--preset`, the preset over defaults. \
-         A setting that would have no effect in the run is an error.\n",
+         A setting that can have no effect, whatever the rows and the machine, is an error. \
+         `plan` takes the settings of `train`. `omnigrpo help SETTING` shows one of them.\n",
     );
     for section in Section::ALL {
         out.push_str(&format!(
@@ -237,23 +319,9 @@ pub fn reference() -> String {
             for alias in flag.aliases {
                 name.push_str(&format!(", `{alias}`"));
             }
-            let mut default = match flag.default() {
-                Fallback::Unset("") if !flag.required.is_empty() => "required".to_string(),
-                Fallback::Unset("") => "none".to_string(),
-                Fallback::Unset(text) => text.to_string(),
-                Fallback::Is(value) => match plain(&value).as_str() {
-                    "" => "none".to_string(),
-                    text => format!("`{text}`"),
-                },
-            };
-            for (verb, text) in flag.verb_defaults {
-                default.push_str(&format!("; {} `{text}`", verb.name()));
-            }
-            let verbs = if flag.verbs.len() == Verb::ALL.len() {
-                "all".to_string()
-            } else {
-                flag.verbs.iter().map(|v| v.name()).collect::<Vec<_>>().join(", ")
-            };
+            // `plan` takes those of `train`.
+            let verbs = flag.verbs.iter().filter(|verb| **verb != Verb::Plan).map(|verb| verb.name());
+            let verbs = verbs.collect::<Vec<_>>().join(", ");
             let mut help = flag.help.to_string();
             match flag.kind {
                 Kind::Choice(names) | Kind::Choices(names) => {
@@ -263,7 +331,7 @@ pub fn reference() -> String {
                 }
                 kind => help.push_str(&format!(" ({})", expected(&kind))),
             }
-            let cells = [name, help, default, verbs];
+            let cells = [name, help, default_words(flag), verbs];
             out.push_str(&format!("| {} |\n", cells.map(|c| c.replace('|', "\\|")).join(" | ")));
         }
     }

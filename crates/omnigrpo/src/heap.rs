@@ -1,20 +1,20 @@
-//! The heap of the process: memory is kept when freed, and in large pages.
+//! The heap of the process: freed memory is kept, in large pages.
 //!
 //! A training step allocates and frees the same large buffers again and again; with glibc's defaults each one is mapped and
 //! returned, which costs more than the arithmetic of small models. Kernels go through them in strides of whole rows, so
-//! that nearly every row is on another page: with pages of 4 KiB looking up addresses took 3 to 7 % of a step. Many
-//! systems give large pages only to memory that asks for them (`madvise`). What glibc maps for other threads' small
-//! allocations stays as it is.
+//! that nearly every row is on another page: with pages of 4 KiB, address translation took 3 to 7 % of a step. Many systems
+//! give large pages only to memory that asks for them (`madvise`). Memory that glibc maps for small allocations of other
+//! threads is unchanged.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod glibc {
     use std::alloc::{GlobalAlloc, Layout, System};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// Allocations from here on look whether the heap has grown.
+    /// Smallest allocation that checks whether the heap has grown, bytes.
     const LARGE: usize = 1 << 20;
 
-    /// The end of the heap as far as it has asked for large pages, on a page boundary; 0 before [`keep`].
+    /// End of the part of the heap that has asked for large pages, on a page boundary; 0 before [`keep`].
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub(crate) fn keep() {
@@ -27,14 +27,14 @@ mod glibc {
         ASKED.store(end(), Ordering::Relaxed);
     }
 
-    /// The end of the heap, down to a page. It only grows, as nothing is trimmed.
+    /// Returns the end of the heap, rounded down to a page. It only grows, since nothing is trimmed.
     fn end() -> usize {
-        // SAFETY: asks without changing anything.
+        // SAFETY: the call changes nothing.
         let (end, page) = unsafe { (libc::sbrk(0) as usize, libc::sysconf(libc::_SC_PAGESIZE)) };
         end - end % usize::try_from(page).unwrap_or(1).max(1)
     }
 
-    /// Asks for large pages where the heap has grown.
+    /// Asks for large pages for the new part of the heap.
     fn ask(size: usize) {
         let asked = ASKED.load(Ordering::Relaxed);
         if size < LARGE || asked == 0 {
@@ -42,7 +42,7 @@ mod glibc {
         }
         let end = end();
         if end > asked && ASKED.compare_exchange(asked, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            // SAFETY: advice on memory of the heap, which does not change what it holds; where it is refused, pages stay small.
+            // SAFETY: advice about memory of the heap does not change its content; if it is refused, pages stay small.
             unsafe { libc::madvise(asked as *mut _, end - asked, libc::MADV_HUGEPAGE) };
         }
     }
@@ -52,7 +52,7 @@ mod glibc {
     #[global_allocator]
     static HEAP: Heap = Heap;
 
-    // SAFETY: everything is the system allocator's.
+    // SAFETY: all calls go to the system allocator.
     unsafe impl GlobalAlloc for Heap {
         unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
             // SAFETY: the same contract.
@@ -82,7 +82,7 @@ mod glibc {
     }
 }
 
-/// Sets the process up, before any thread is started.
+/// Configures the heap, before any thread is started.
 pub(crate) fn keep() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     glibc::keep();

@@ -1,5 +1,5 @@
-//! The settings that one source gives: the command line, a file or a preset. All of its mistakes are collected, so that
-//! they can be mended at once.
+//! Settings of one source: the command line, a file or a preset. All of its mistakes are collected, so that the user can fix
+//! them together.
 
 use crate::explain;
 use crate::flags::{self, Flag, Verb};
@@ -7,38 +7,38 @@ use crate::foreign::{self, Fate};
 use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, place};
 
-/// A name and a value as they were written.
+/// Name and value as written.
 #[derive(Clone)]
 pub struct Entry {
-    /// Any spelling of a setting's name, without dashes in front.
+    /// Name of the setting in any spelling, without leading dashes.
     pub name: String,
-    /// The value; `None` where there is nothing.
+    /// Value; `None` if there is none.
     pub raw: Option<Raw>,
-    /// Where it was written.
+    /// Source of the entry.
     pub origin: Origin,
 }
 
-/// What a source gives.
+/// Settings and mistakes of a source.
 #[derive(Debug, Default)]
 pub struct Layer {
     /// Settings.
     pub given: Vec<Given>,
-    /// Settings of other trainers that nothing depends on, as written, and why.
+    /// Settings of other trainers without effect, as written, with the reason.
     pub dropped: Vec<(String, String)>,
-    /// What is wrong.
+    /// Mistakes.
     pub problems: Vec<Problem>,
 }
 
 impl Layer {
-    /// A source that cannot be read.
+    /// Returns the layer of a source that cannot be read.
     pub fn unreadable(problem: Problem) -> Self {
         Self { problems: vec![problem], ..Self::default() }
     }
 
-    /// Reads what was written, on the command line of a verb or in a file.
+    /// Reads entries of the command line of a verb or of a file.
     pub fn read(entries: Vec<Entry>, verb: Option<Verb>) -> Self {
         let mut layer = Self::default();
-        // Until all is read nobody knows whether the setting is given itself.
+        // Whether the setting itself is given is known only after all entries are read.
         let mut becoming = Vec::new();
         let texts: Vec<(String, String)> =
             entries.iter().map(|entry| (entry.name.replace('-', "_"), entry.text())).collect();
@@ -49,6 +49,9 @@ impl Layer {
         for entry in entries {
             let text = entry.text();
             let shown = entry.shown();
+            // Messages end up in logs.
+            let secret = ["token", "secret", "webhook_url"].iter().any(|word| shown.ends_with(word));
+            let value = if secret { "…" } else { text.as_str() };
             match foreign::fate(&entry.name, &text, others) {
                 Some(Fate::Becomes(name, value)) => becoming.push((name, value, entry)),
                 Some(Fate::BecomesAll(settings)) => {
@@ -56,10 +59,10 @@ impl Layer {
                         settings.iter().map(|(name, value)| (*name, (*value).to_owned(), entry.clone())),
                     );
                 }
-                Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {text}"), why.into())),
+                Some(Fate::Dropped(why)) => layer.dropped.push((format!("{shown} {value}"), why.into())),
                 Some(Fate::Refused(advice)) => layer.problem(
                     &entry.origin,
-                    Problem::usage(format!("`{shown}` asks for what there is not")).got(text).help(advice),
+                    Problem::usage(format!("`{shown}` is unsupported")).got(value).help(advice),
                 ),
                 Some(Fate::Own | Fate::Depends(..)) | None => match layer.setting(&entry, verb) {
                     Ok(given) => layer.given.push(given),
@@ -100,7 +103,7 @@ impl Layer {
             return Err(unknown(entry, verb));
         };
         match verb {
-            Some(verb) if !flag.verbs.contains(&verb) => {
+            Some(verb) if !flag.is_of(verb) => {
                 let verbs: Vec<String> = flag.verbs.iter().map(|v| format!("`{}`", v.name())).collect();
                 return Err(Problem::usage(format!("`{}` does not take `{}`", verb.name(), entry.shown()))
                     .help(format!("it is a flag of {}", verbs.join(", "))));
@@ -127,7 +130,7 @@ impl Layer {
 }
 
 impl Entry {
-    /// The words of the value with spaces between them.
+    /// Returns the words of the value, separated by spaces.
     fn text(&self) -> String {
         match &self.raw {
             Some(Raw::Arguments(words) | Raw::Items(words)) => words.join(" "),
@@ -135,7 +138,7 @@ impl Entry {
         }
     }
 
-    /// The name as it was written.
+    /// Returns the name as written.
     fn shown(&self) -> String {
         // verl and EasyR1 write `group.name=value` without dashes.
         let dashes = self.origin == Origin::Flag && !self.name.contains('.');
@@ -146,7 +149,7 @@ impl Entry {
 fn unknown(entry: &Entry, verb: Option<Verb>) -> Problem {
     let dashes = if entry.origin == Origin::Flag { "--" } else { "" };
     let fits = |flag: &&Flag| match verb {
-        Some(verb) => flag.verbs.contains(&verb),
+        Some(verb) => flag.is_of(verb),
         None => !flag.command_line_only,
     };
     let known = flags::all().filter(fits).filter(|flag| !flag.positional);

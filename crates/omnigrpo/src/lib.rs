@@ -1,9 +1,9 @@
 //! GRPO post-training of models that read, see and hear, as a library.
 //!
-//! GRPO (group relative policy optimisation) needs no second network that judges: a model answers each question several
-//! times, a reward scores the answers, and the model is moved towards those that scored better than the others of their
-//! group. This page tells how the pieces of this crate do that; each links to its own page. The program `omnigrpo` is the
-//! same pieces behind a command line.
+//! GRPO (group relative policy optimisation) needs no second network as a critic: a model answers each question several
+//! times, a reward scores the answers, and training makes answers that scored better than the others of their group more
+//! likely. This page shows how the parts of this crate do that; each has its own page. The program `omnigrpo` puts the same
+//! parts behind a command line.
 //!
 //! # Train with a reward of your own
 //!
@@ -11,31 +11,31 @@
 #![doc = include_str!("../examples/train_with_own_reward.rs")]
 //! ```
 //!
-//! # The way of a row
+//! # From a row to an update
 //!
-//! 1. A [`Checkpoint`] is a directory as the Hugging Face hub has it, opened: its `config.json` says which family the model
-//!    is of. [`Model::load_with`] reads the weights; [`Model::random`] draws them.
-//! 2. A [`Dataset`] is rows: of files ([`Dataset::open`]) or of an iterator ([`Dataset::from_rows`]). A row is a JSON object
-//!    with a question, perhaps a ground truth, and paths of pictures, clips and sounds; its columns may have the names that
-//!    other trainers use. [`Dataset::get`] gives a [`Sample`].
+//! 1. A [`Checkpoint`] is an opened directory in the layout of the Hugging Face hub; its `config.json` names the family of the
+//!    model. [`Model::load_with`] reads the weights; [`Model::random`] draws random ones.
+//! 2. A [`Dataset`] holds rows of files ([`Dataset::open`]) or of an iterator ([`Dataset::from_rows`]). A row is a JSON object
+//!    with a question, usually a ground truth, and paths of pictures, clips and sounds; its columns may have the names of other
+//!    trainers. [`Dataset::get`] returns a [`Sample`].
 //! 3. A [`PromptBuilder`] decodes the media of a sample, renders its conversation with the checkpoint's chat template, and
-//!    returns a [`Prompt`]: token ids, and where media stand among them.
-//! 4. [`Model::encode_prompt`] runs towers and projectors: the [`Features`] of the media.
-//! 5. A [`Generator`] samples completions of prompts, by [`SamplingParams`]. [`logprobs`] gives the log-probabilities of
-//!    completions that are there already.
+//!    returns a [`Prompt`]: token ids, and the positions of media among them.
+//! 4. [`Model::encode_prompt`] runs towers and projectors and returns the [`Features`] of the media.
+//! 5. A [`Generator`] samples completions of prompts, by [`SamplingParams`]. [`logprobs`] returns the log-probabilities of
+//!    existing completions.
 //! 6. A [`RewardSet`] scores them: [rewards by name](build_rewards) (`accuracy`, `format`, …), [a closure](reward()), or anything that
 //!    implements [`Reward`], with a weight each.
-//! 7. [`train()`] repeats this. An [`Algorithm`] says how rewards become advantages and which loss the weights go down;
-//!    [`Algorithm::of`] takes a published [`Recipe`] by [name](recipe()), and every value stays open. [`AdamWConfig`],
+//! 7. [`train()`] repeats this. An [`Algorithm`] sets how rewards become advantages, and the loss;
+//!    [`Algorithm::of`] takes a published [`Recipe`] by [name](recipe()), whose values can all be changed. [`AdamWConfig`],
 //!    [`Selection`] (which parts are trained) and [`RunPlan`] (length, checkpoints, resuming) are the rest of a [`TrainPlan`].
-//! 8. [`evaluate`] answers held-out rows and sums up what rewards and measures say.
+//! 8. [`evaluate`] answers held-out rows and summarises rewards and measures.
 //!
-//! # Look on
+//! # Observe a run
 //!
-//! A run writes what the program writes: `metrics.jsonl`, all completions with their rewards in `rollouts/`, checkpoints, and at
-//! the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`] and [`TrainPlan::on_evaluation`] call functions of
-//! yours with the same numbers; one that returns [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to
-//! go on from.
+//! A run writes the same files as the program: `metrics.jsonl`, all completions with their rewards in `rollouts/`, checkpoints, and at
+//! the end the model. [`TrainPlan::on_rollout`], [`TrainPlan::on_step`] and [`TrainPlan::on_evaluation`] call your
+//! functions with the same numbers; one that returns [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after its step, with a checkpoint to
+//! resume from.
 //!
 //! # A loss of your own
 //!
@@ -55,25 +55,25 @@
 //!
 //! # A model family of your own
 //!
-//! The families this crate knows are a table, and a checkpoint finds its row by `model_type`. `examples/own_family.rs` opens
+//! The families of this crate are a table, and `model_type` selects the row of a checkpoint. `examples/own_family.rs` opens
 //! a checkpoint with a [`Family`](family::Family) that is not in the table.
 //!
-//! # What repeats
+//! # Reproducibility
 //!
-//! Everything random is keyed by a seed and by place, never by a state that advances: the same plan, rows and seed give the same
-//! bytes on one machine, and a run that was killed goes on as if it had not been.
+//! Random numbers are functions of a seed and a position, never of a state that advances: the same plan, rows and seed give the
+//! same bytes on one machine, also when a run was killed and resumed.
 //!
 //! # Errors
 //!
-//! Errors say what failed, what was found and what was expected. Every crate below has error types of its own; that of rows, for
-//! example, has [`DataError`] for a dataset and [`RowError`] for one of its rows, which a run may skip. A message says its own
-//! part and its cause is its [source](std::error::Error::source), so print the chain (`{:#}` of `anyhow` does). [`TrainError`] is
-//! what [`train()`] and [`evaluate`] fail with. Nothing here prints, reads environment variables or ends the process.
+//! Errors name the failure, the value found and the value expected. Every crate below has its own error types: for rows,
+//! [`DataError`] is about a dataset and [`RowError`] about one row, which a run may skip. A message does not repeat its
+//! [source](std::error::Error::source), so print the chain (as `{:#}` of `anyhow` does). [`train()`] and [`evaluate`] return
+//! [`TrainError`]. Nothing here prints, reads environment variables or ends the process.
 //!
 //! # Features
 //!
-//! `cli` (default) is what the program needs besides. `https` and `parquet` (default) bring rewards behind TLS and tables as
-//! rows; both build C.
+//! `cli` (default) adds the dependencies of the program. `https` and `parquet` (default) add rewards behind TLS and rows in
+//! parquet tables; both build C.
 
 mod training;
 
@@ -108,7 +108,7 @@ pub use training::{StepReport, TrainPlan, train};
 
 pub use omnigrpo_demo as demo;
 
-/// What a model family is made of: `examples/own_family.rs` has one.
+/// Parts of a model family; `examples/own_family.rs` defines one.
 ///
 /// A [`FamilyRow`](family::FamilyRow) opens a checkpoint directory as three [`Roles`](family::Roles): a
 /// [`Processor`](family::Processor) reads media and writes prompts, an [`Architecture`](family::Architecture) builds the

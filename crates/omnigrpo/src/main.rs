@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     show_warnings(&console);
     let problem = match cli::parse(std::env::args_os(), env) {
         Ok(Parsed::Print(text)) => {
-            // A closed pipe (`| head`) is no failure of ours.
+            // A closed pipe (`| head`) is no failure.
             let _ = write!(std::io::stdout().lock(), "{text}");
             return ExitCode::SUCCESS;
         }
@@ -53,8 +53,8 @@ fn main() -> ExitCode {
     ExitCode::from(problem.exit_code())
 }
 
-/// What a guard catches is told by whoever set it, as an error of a file; every other panic is told as usual, and so is every one
-/// for who asks for backtraces.
+/// Silences panics that a guard catches and reports as an error of a file. Other panics, and all panics with RUST_BACKTRACE,
+/// are printed as usual.
 fn quiet_guarded_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -66,21 +66,21 @@ fn quiet_guarded_panics() {
     }));
 }
 
-/// Colour is for terminals that know it, unless `NO_COLOR` says no (no-color.org: any text but none).
+/// Returns true for a terminal with colours, unless `NO_COLOR` is set to any text (no-color.org).
 fn wants_colour(env: impl Fn(&str) -> Option<String>, is_terminal: bool) -> bool {
     let no = env("NO_COLOR").is_some_and(|value| !value.is_empty());
     is_terminal && !no && env("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Warnings of the libraries (a reward program that is asked again, say) go to the console, so that they are in the run's
-/// log and bars survive them; `RUST_LOG` shows more. Without those of `symphonia`'s probe: it calls the first four bytes
-/// of every MP4 and MOV file junk.
+/// Sends warnings of the libraries (for instance, a reward program is asked again) to the console and so to the run's log;
+/// `RUST_LOG` shows more. Warnings of `symphonia`'s probe are left out: it calls the first four bytes of every MP4 and MOV file
+/// junk.
 fn show_warnings(console: &Console) {
     use tracing_subscriber::EnvFilter;
     let shown = "warn,symphonia_core::formats::probe=error";
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(shown));
     let subscriber = tracing_subscriber::registry().with(Warnings(console.clone()).with_filter(filter));
-    // Nothing has set another one: this is the program's first act.
+    // No other subscriber is set: this is the program's first action.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
@@ -100,7 +100,7 @@ impl<S: tracing::Subscriber> Layer<S> for Warnings {
     }
 }
 
-/// An event's message, and its fields behind it as `(name value)`.
+/// Message of an event, followed by its fields as `(name value)`.
 #[derive(Default)]
 struct Line {
     message: String,

@@ -1,4 +1,4 @@
-//! Names of values: those of the libraries' choices, which they know as types, and the choices that are the program's own.
+//! Names of values: of the libraries' choices, which are types there, and of the program's own choices.
 
 use omnigrpo_data::{Curriculum, QUESTION_TEMPLATES, QuestionTemplate};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RECIPES, RatioLevel, Recipe};
@@ -12,17 +12,17 @@ pub trait Named: Copy + PartialEq + 'static {
     fn table() -> Vec<(&'static str, Self, &'static str)>;
 }
 
-/// Name and help of every value of a type, for the flag table.
+/// Returns the name and help of every value of a type, for the flag table.
 pub fn words<T: Named>() -> Vec<(&'static str, &'static str)> {
     T::table().into_iter().map(|(name, _, help)| (name, help)).collect()
 }
 
-/// The name of a value.
+/// Returns the name of a value.
 pub fn name_of<T: Named>(value: T) -> Option<&'static str> {
     T::table().into_iter().find(|row| row.1 == value).map(|row| row.0)
 }
 
-/// The value of a name.
+/// Returns the value with this name.
 pub fn named<T: Named>(name: &str) -> Option<T> {
     T::table().into_iter().find(|row| row.0 == name).map(|row| row.1)
 }
@@ -43,13 +43,13 @@ macro_rules! choice {
 }
 
 choice!(
-    /// Which media may be fetched.
+    /// Media that may be fetched.
     AllowUrls:
-    /// None.
+    /// No media.
     Off = "off",
-    /// Those of hosts on the public network.
+    /// Media of hosts on the public network.
     Public = "public",
-    /// Those of this machine and its network too.
+    /// Media of this machine and its network as well.
     All = "all",
 );
 choice!(
@@ -61,17 +61,17 @@ choice!(
     Completions = "completions",
 );
 choice!(
-    /// When a model is pushed to the hub.
+    /// Times at which a model is pushed to the hub.
     HubStrategy:
-    /// When training is over.
+    /// After training.
     End = "end",
-    /// Also after each checkpoint, while training goes on; one that comes before the last is sent is left out.
+    /// Also after each checkpoint, during training; a checkpoint is left out if the one before is still being sent.
     EverySave = "every_save",
 );
 choice!(
-    /// Where metrics go.
+    /// Destinations of metrics.
     Tracker:
-    /// No place besides the run directory.
+    /// Only the run directory.
     None = "none",
     /// The file `metrics.jsonl` of the run directory.
     Jsonl = "jsonl",
@@ -85,11 +85,11 @@ choice!(
     All = "all",
 );
 choice!(
-    /// What products with weights of few bits make of activations.
+    /// Form of activations in products with 8-bit or 4-bit weights.
     QuantizedActivations:
-    /// What is fastest: two 8-bit parts while decoding where the CPU multiplies bytes, bfloat16 for many rows where it multiplies that, else float32.
+    /// The fastest form: two 8-bit parts while decoding if the CPU multiplies bytes, bfloat16 for many rows if it multiplies bfloat16, else float32.
     Auto = "auto",
-    /// As they are, everywhere: decoding and training then differ by the order of sums alone.
+    /// Unchanged everywhere: decoding and training then differ only by the order of sums.
     Float32 = "float32",
 );
 #[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
@@ -99,15 +99,15 @@ impl Default for QuantizedActivations {
     }
 }
 choice!(
-    /// How products with bfloat16 weights are computed.
+    /// Ways of multiplying with bfloat16 weights.
     Bf16Products:
-    /// On tiles where the CPU has them; else as is faster on its model.
+    /// On tiles if the CPU has them, else the faster way on this CPU model.
     Auto = "auto",
     /// Weights are widened to float32; nothing is rounded.
     Widened = "widened",
-    /// In vectors that multiply pairs (AVX512-BF16); activations are rounded.
+    /// With vectors that multiply pairs (AVX512-BF16); activations are rounded.
     Dot = "dot",
-    /// In matrix tiles; activations are rounded.
+    /// With matrix tiles; activations are rounded.
     Amx = "amx",
 );
 #[expect(clippy::derivable_impls, reason = "the macro has no place for `#[default]`")]
@@ -128,53 +128,53 @@ macro_rules! listed {
 }
 
 listed!(WeightDtype:
-    "auto" = WeightDtype::Auto, "That of the checkpoint.";
+    "auto" = WeightDtype::Auto, "Precision of the checkpoint.";
     "float32" = WeightDtype::Float32, "32 bits.";
     "bfloat16" = WeightDtype::BFloat16, "16 bits with the exponent of float32.";
 );
 listed!(FrameRule:
-    "qwen_vl_utils" = FrameRule::Qwen, "By rate, as the package qwen-vl-utils.";
-    "base_interval" = FrameRule::BaseInterval, "By interval, as qwen-vl-finetune.";
+    "qwen_vl_utils" = FrameRule::Qwen, "By rate, like the package qwen-vl-utils.";
+    "base_interval" = FrameRule::BaseInterval, "By interval, like qwen-vl-finetune.";
     "meta" = FrameRule::Segments, "Per segment, from the row's `meta`.";
-    "processor" = FrameRule::Processor, "By rate, as the video processor of Qwen3-VL, which bounds all frames together.";
+    "processor" = FrameRule::Processor, "By rate, like the video processor of Qwen3-VL, which limits all frames together.";
 );
 listed!(MissingAudio:
     "error" = MissingAudio::Error, "A bad row.";
     "silence" = MissingAudio::Silence, "Silence.";
 );
 listed!(ScheduleKind:
-    "constant" = ScheduleKind::Constant, "Flat from the first step.";
-    "constant_with_warmup" = ScheduleKind::ConstantWithWarmup, "Flat after warm-up.";
-    "linear" = ScheduleKind::Linear, "Falling to 0 in a line.";
-    "cosine" = ScheduleKind::Cosine, "Falling to 0 in half a cosine.";
+    "constant" = ScheduleKind::Constant, "Constant from the first step.";
+    "constant_with_warmup" = ScheduleKind::ConstantWithWarmup, "Constant after the warm-up.";
+    "linear" = ScheduleKind::Linear, "Linear decrease to 0.";
+    "cosine" = ScheduleKind::Cosine, "Half a cosine down to 0.";
 );
 listed!(Curriculum:
-    "off" = Curriculum::None, "as drawn";
-    "easy_first" = Curriculum::EasyFirst, "those that earned most";
-    "hard_first" = Curriculum::HardFirst, "those that earned least";
+    "off" = Curriculum::None, "in random order";
+    "easy_first" = Curriculum::EasyFirst, "rows that earned most first";
+    "hard_first" = Curriculum::HardFirst, "rows that earned least first";
 );
 listed!(AdvantageKind:
-    "group_std" = AdvantageKind::GroupStd, "centred, over the sample deviation of the group";
-    "batch_std" = AdvantageKind::Batch, "centred per group, over the sample deviation of the batch";
+    "group_std" = AdvantageKind::GroupStd, "centred, divided by the sample deviation of the group";
+    "batch_std" = AdvantageKind::Batch, "centred per group, divided by the sample deviation of the batch";
     "group_center" = AdvantageKind::GroupCenter, "centred per group";
-    "group_std_clamped" = AdvantageKind::GroupStdClamped, "centred, over the population deviation, at least 0.01";
+    "group_std_clamped" = AdvantageKind::GroupStdClamped, "centred, divided by the population deviation, at least 0.01";
 );
 listed!(Kl:
     "k3" = Kl::K3, "per token, never negative";
-    "k1_seq" = Kl::K1, "signed difference of whole completions";
+    "k1_seq" = Kl::K1, "signed difference of complete completions";
 );
 listed!(Aggregation:
     "seq_mean" = Aggregation::SequenceMean, "mean over completions of their token means";
     "token_mean" = Aggregation::TokenMeanGlobal, "mean over all tokens of the step";
     "token_mean_local" = Aggregation::TokenMeanLocal, "mean over the tokens of each batch";
-    "constant_length" = Aggregation::ConstantLength, "sum over completions times the length limit";
+    "constant_length" = Aggregation::ConstantLength, "sum, divided by completions times the length limit";
     "token_sum" = Aggregation::TokenSum, "sum over tokens, mean over completions";
 );
 listed!(CorrectionKind:
     "off" = CorrectionKind::Off, "none";
-    "token_truncate" = CorrectionKind::TokenTruncate, "a weight for each token, cut to the bounds (TIS)";
+    "token_truncate" = CorrectionKind::TokenTruncate, "a weight for each token, limited to the bounds (TIS)";
     "token_mask" = CorrectionKind::TokenMask, "a weight for each token, 0 beyond the bounds (MIS)";
-    "sequence_truncate" = CorrectionKind::SequenceTruncate, "a weight for each completion, cut to the bounds";
+    "sequence_truncate" = CorrectionKind::SequenceTruncate, "a weight for each completion, limited to the bounds";
     "sequence_mask" = CorrectionKind::SequenceMask, "a weight for each completion, 0 beyond the bounds";
 );
 listed!(RatioLevel:

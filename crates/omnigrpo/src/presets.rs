@@ -10,9 +10,9 @@ use crate::values::{Given, Origin, Value, Values};
 struct Preset {
     name: &'static str,
     help: &'static str,
-    /// What it trains with.
+    /// Settings of GRPO training.
     text: &'static str,
-    /// What its supervised start is trained with, if it has one.
+    /// Settings of its supervised start, if it has one.
     sft: &'static str,
 }
 
@@ -68,18 +68,18 @@ const PRESETS: &[Preset] = &[
     },
 ];
 
-/// Name and help of every preset.
+/// Returns the name and help of every preset.
 pub fn words() -> Vec<(&'static str, &'static str)> {
     PRESETS.iter().map(|preset| (preset.name, preset.help)).collect()
 }
 
-/// The YAML texts of a preset.
+/// Returns the YAML texts of a preset.
 #[cfg(test)]
 pub fn texts(name: &str) -> impl Iterator<Item = &'static str> {
     PRESETS.iter().filter(move |preset| preset.name == name).flat_map(|preset| [preset.text, preset.sft])
 }
 
-/// The settings of a preset that concern a verb.
+/// Returns the settings of a preset that concern a verb.
 pub fn layer(name: &str, verb: Verb) -> Layer {
     let Some(preset) = PRESETS.iter().find(|preset| preset.name == name) else { return Layer::default() };
     let read = |text| config::parse(text, name, |_| Origin::Preset(name.to_string()));
@@ -91,11 +91,11 @@ pub fn layer(name: &str, verb: Verb) -> Layer {
     layer
 }
 
-/// What a file with a training run's settings says about sampling belongs to training: evaluation and generation take
-/// their own defaults, as an evaluation within the run does. Returns what to tell about that.
+/// Removes the sampling settings of a training run from a file: evaluation and generation have their own defaults, as an
+/// evaluation within the run does. Returns a note about them.
 pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     const OTHERS: [Verb; 3] = [Verb::Generate, Verb::Score, Verb::Eval];
-    let trains = |flag: &Flag| flag.verbs.contains(&Verb::Train) || flag.verbs.contains(&Verb::Sft);
+    let trains = |flag: &Flag| flag.is_of(Verb::Train) || flag.is_of(Verb::Sft);
     let training = |given: &Given| trains(given.flag) && !OTHERS.iter().any(|v| given.flag.verbs.contains(v));
     if !OTHERS.contains(&verb) || !file.given.iter().any(training) {
         return None;
@@ -103,7 +103,7 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     let defaults = Values::defaults(verb);
     let mut left = Vec::new();
     file.given.retain(|given| {
-        let mine = given.flag.verbs.contains(&verb);
+        let mine = given.flag.is_of(verb);
         let kept = !mine || !trains(given.flag) || concerns(verb, given.flag);
         if !kept && defaults.lookup(given.flag.name).is_none_or(|(default, _)| *default != given.value) {
             left.push(format!("`{}` {}", given.flag.name, explain::yaml(&given.value)));
@@ -112,21 +112,24 @@ pub fn of_evaluation(file: &mut Layer, verb: Verb) -> Option<String> {
     });
     (!left.is_empty()).then(|| {
         format!(
-            "the file of settings is a training run's; how it samples is not taken: {}. Flags of `{}` set it",
+            "the file of settings describes a training run, whose sampling settings are ignored: {}. Flags of `{}` set them",
             left.join(", "),
             verb.name()
         )
     })
 }
 
-/// A preset says how its system trains with GRPO. Evaluation and generation share its rows, prompts and rewards, but not
-/// the way training samples; supervised training shares neither question nor pace.
+/// Returns true if a preset's setting concerns a verb. Evaluation and generation share the rows, prompts and rewards of GRPO
+/// training, but not its sampling; supervised training shares neither questions nor learning rates.
 fn concerns(verb: Verb, flag: &Flag) -> bool {
     let stands_under = |section: Section| section.rows().iter().any(|row| row.name == flag.name);
     match verb {
         Verb::Train | Verb::Demo => true,
         Verb::Sft => {
-            [Section::Model, Section::Data, Section::Media, Section::Rewards].into_iter().any(stands_under)
+            [Section::Model, Section::Data, Section::Media, Section::Rewards, Section::Family]
+                .into_iter()
+                .any(stands_under)
+                && flag.name != "prompt_form"
                 || flag.name.starts_with("tune_")
                 || matches!(flag.name, "freeze_vision_modules" | "max_completion_length")
         }
@@ -134,7 +137,7 @@ fn concerns(verb: Verb, flag: &Flag) -> bool {
     }
 }
 
-/// A preset's `cider` is the half of `explanation` that needs no pictures; with a CLIP at hand the preset means the whole.
+/// Replaces a preset's `cider`, the half of `explanation` that needs no pictures, by `explanation` if a CLIP is given.
 pub fn complete(values: &mut Values) {
     let (Some(flag), Some(_)) = (flags::find("reward_funcs"), values.lookup("clip_model")) else { return };
     let Some((Value::Texts(names), origin @ Origin::Preset(_))) = values.lookup(flag.name).cloned() else {
@@ -145,8 +148,8 @@ pub fn complete(values: &mut Values) {
     values.set(Given { flag, value, origin });
 }
 
-/// The weights of a preset belong to its rewards. In another list of rewards each keeps its weight by name, and those
-/// that the preset does not have get 1. Returns what to tell about that.
+/// Applies the weights of a preset to another list of rewards: each reward keeps its weight by name, others get 1. Returns a
+/// note about them.
 pub fn reweigh(values: &mut Values, preset: &Values) -> Option<String> {
     let flag = flags::find("reward_weights")?;
     let (Value::Floats(own), Origin::Preset(name)) = values.lookup(flag.name)?.clone() else { return None };

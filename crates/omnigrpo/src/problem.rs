@@ -1,19 +1,19 @@
-//! Errors for people: what is wrong, where, what was found, what would be right, what to do.
+//! Errors as users see them: the problem, its place, the value found, the value expected, advice.
 
 use std::fmt;
 
-use omnigrpo_guard::Fault;
+use omnigrpo_guard::{Fault, fault};
 use omnigrpo_train::TrainError;
 
 /// The exit code of a command line or file of settings that cannot be used.
 pub const EXIT_USAGE: u8 = 2;
 /// The exit code of a run that failed.
 pub const EXIT_FAILURE: u8 = 1;
-/// The exit code of a run that was asked to stop and can go on, and of a command that the machine failed: what `sysexits.h` calls a
-/// temporary failure.
+/// Exit code of a run that was stopped and can be resumed, and of a command that failed because of the machine: a temporary
+/// failure in `sysexits.h`.
 pub const EXIT_STOPPED: u8 = 75;
 
-/// One error as the user sees it: what is wrong, where, what was found, what would be right, what to do.
+/// One error as the user sees it: the problem, its place, the value found, the value expected, advice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem(Box<Parts>);
 
@@ -40,12 +40,12 @@ impl Problem {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_FAILURE, ..Parts::default() }))
     }
 
-    /// A run that was asked to stop and can go on.
+    /// A run that was stopped and can be resumed.
     pub fn stopped(what: impl Into<String>) -> Self {
         Self(Box::new(Parts { what: what.into(), exit_code: EXIT_STOPPED, ..Parts::default() }))
     }
 
-    /// All of these as one; `Ok` where there is none. A user then mends a command line once, not flag by flag.
+    /// Combines problems into one, so that the user can fix a command line in one go; `Ok` if there are none.
     ///
     /// # Errors
     /// The problems.
@@ -62,7 +62,7 @@ impl Problem {
         }
     }
 
-    /// What a verb failed with: a problem of its own, or any error with its chain of causes.
+    /// Converts the error of a verb: a problem, or any error with its chain of causes.
     pub fn from_error(error: &anyhow::Error) -> Self {
         if let Some(problem) = error.downcast_ref::<Self>() {
             return problem.clone();
@@ -72,9 +72,10 @@ impl Problem {
             _ => None,
         };
         let mut problem = Self::of(error.as_ref());
-        if error.downcast_ref().is_some_and(|error: &TrainError| error.fault() == Fault::Machine) {
+        let trained = error.downcast_ref::<TrainError>().map(TrainError::fault);
+        if trained.unwrap_or_else(|| fault(error.as_ref(), Fault::Run)) == Fault::Machine {
             problem.0.exit_code = EXIT_STOPPED;
-            problem = problem.help("put the machine right and start the same command again");
+            problem = problem.help("repair the machine and start the same command again");
         }
         match kept {
             Some(rows) => problem.help(format!(
@@ -86,7 +87,7 @@ impl Problem {
         }
     }
 
-    /// A library's error with its chain of causes: this is where one is told.
+    /// Converts a library's error with its chain of causes.
     pub fn of(error: &dyn std::error::Error) -> Self {
         let mut messages = omnigrpo_guard::messages(error);
         let causes = messages.split_off(1).join(": ");
@@ -94,25 +95,25 @@ impl Problem {
         if causes.is_empty() { problem } else { problem.got(causes) }
     }
 
-    /// Where: a flag, or `file:line:column`.
+    /// Adds the place: a flag, or `file:line:column`.
     pub fn at(mut self, place: impl Into<String>) -> Self {
         self.0.place = Some(place.into());
         self
     }
 
-    /// What was found.
+    /// Adds the value that was found.
     pub fn got(mut self, got: impl Into<String>) -> Self {
         self.0.got = Some(got.into());
         self
     }
 
-    /// What would be right.
+    /// Adds a description of a correct value.
     pub fn expected(mut self, expected: impl Into<String>) -> Self {
         self.0.expected = Some(expected.into());
         self
     }
 
-    /// What to do.
+    /// Adds advice.
     pub fn help(mut self, help: impl Into<String>) -> Self {
         self.0.help = Some(help.into());
         self
@@ -176,7 +177,7 @@ mod tests {
         Box::new(rows.unwrap().get(0).unwrap_err())
     }
 
-    /// One error of each kind that wraps another, from where it arises, and how many messages it has.
+    /// Returns one error of each kind that wraps another, and the number of its messages.
     fn wrapped(folder: &Path) -> Vec<(Box<dyn Error>, usize)> {
         let file = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
         let missing = folder.join("missing");
@@ -225,5 +226,15 @@ mod tests {
                 assert_eq!(told.matches(&message).count(), 1, "{message:?} in {told}");
             }
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_failure_of_the_machine_is_75_outside_of_training_too() {
+        let io = |number| anyhow::Error::from(std::io::Error::from_raw_os_error(number));
+        let code = |error: anyhow::Error| Problem::from_error(&error.context("while it worked")).exit_code();
+        assert_eq!(code(io(libc::EAGAIN)), EXIT_STOPPED);
+        assert_eq!(code(io(libc::ENOSPC)), EXIT_STOPPED);
+        assert_eq!(code(io(libc::ENOENT)), EXIT_FAILURE);
     }
 }

@@ -1,8 +1,8 @@
-//! Settings that contradict each other, and what is missing. The row of a setting says when it has no effect.
+//! Settings that contradict each other, and settings that are missing. The row of a setting says when it has no effect.
 
 use std::path::Path;
 
-use omnigrpo_grpo::AdvantageKind;
+use omnigrpo_grpo::{AdvantageKind, Surrogate};
 use omnigrpo_scorers::RewardModel;
 use omnigrpo_train::{EvalWhen, SaveWhen, Selection};
 
@@ -11,11 +11,11 @@ use crate::flags::Verb::{self, Demo, Eval, Export, Generate, Sft, Train};
 use crate::names::Tracker;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings};
-use crate::values::Value;
+use crate::values::{Origin, Value, Values};
 use crate::wording::flag_at;
 
-/// Two settings that say the same thing in two ways, and when they do. Where one comes from a stronger source, the other
-/// goes back to its default: a preset must not forbid the other way.
+/// Two settings for the same thing, and the condition under which they clash. If one comes from a stronger source, the other
+/// returns to its default: a preset must not forbid the other setting.
 pub type Rivals = (&'static str, &'static str, fn(&Value, &Value) -> bool);
 
 /// Every such pair.
@@ -28,13 +28,13 @@ pub const RIVALS: &[Rivals] = &[
     ("nframes", "fps", |_, _| true),
 ];
 
-/// Whether every advantage is 0, since no completion has another of its question beside it.
+/// Returns true if every advantage is 0, since each question has one completion.
 fn lone_completions(s: &Settings) -> bool {
     s.algorithm.num_generations == 1
         && (s.algorithm.advantage != AdvantageKind::GroupStdClamped || s.algorithm.normalize_then_sum)
 }
 
-/// What can be run and is hardly meant.
+/// Returns a warning about settings that work but are probably a mistake.
 pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
     if !matches!(verb, Train | Demo) || s.algorithm.num_generations != 1 {
         return None;
@@ -47,8 +47,8 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
             (true, true) => "the KL and entropy terms",
         };
         format!(
-            "`num_generations` 1: a completion is compared with the others of its question, and there are none; every \
-             advantage is 0, and only {rest} is trained on. {advice}"
+            "`num_generations` 1: a completion has no others of its question to be compared with, so every advantage is 0 \
+             and only {rest} is trained on. {advice}"
         )
     } else {
         format!(
@@ -58,11 +58,31 @@ pub fn doubts(verb: Verb, s: &Settings) -> Option<String> {
     })
 }
 
+/// Returns a note about clip bounds without effect: the first update of a rollout compares the policy with itself.
+pub fn unreached_clip(values: &Values, s: &Settings) -> Option<String> {
+    let clips = matches!(s.algorithm.loss.surrogate, Surrogate::Clip { .. });
+    let once = s.run.num_iterations == 1 && s.run.steps_per_generation == 1 && !s.run.replay;
+    if !clips || !once || s.algorithm.loss.surrogate == s.recipe.loss.surrogate {
+        return None;
+    }
+    let given = ["epsilon", "epsilon_high", "delta"].into_iter().filter(|name| {
+        values.lookup(name).is_some_and(|(_, origin)| matches!(origin, Origin::Flag | Origin::Config(_)))
+    });
+    let given: Vec<String> = given.map(|name| format!("`{name}`")).collect();
+    (!given.is_empty()).then(|| {
+        format!(
+            "no ratio is clipped in this run ({}): each completion is trained on once, right after it is sampled, so its ratio \
+             is 1. `num_iterations` or `steps_per_generation` above 1 make ratios differ",
+            given.join(", ")
+        )
+    })
+}
+
 /// A contradiction between settings.
 struct Rule {
-    /// The verbs it concerns.
+    /// Verbs that it concerns.
     verbs: &'static [Verb],
-    /// What is wrong; nothing where the settings agree.
+    /// Returns the problems; none if the settings agree.
     check: fn(&Settings) -> Vec<Problem>,
 }
 
@@ -78,14 +98,14 @@ fn when(wrong: bool, problem: impl FnOnce() -> Problem) -> Vec<Problem> {
     wrong.then(problem).into_iter().collect()
 }
 
-/// Every contradiction, in the order they are told.
+/// Every contradiction, in the order of the messages.
 const RULES: &[Rule] = &[
     rule_in(&[Train, Demo], |s| {
         when(
             lone_completions(s) && s.algorithm.loss.beta == 0.0 && s.algorithm.loss.entropy_coef == 0.0,
             || {
                 Problem::usage(
-                    "a group of one completion has nothing to compare with, and nothing else is trained on",
+                    "a group of one completion has nothing to be compared with, and no other term is trained on",
                 )
                 .got("`num_generations` 1 and `beta` 0")
                 .expected("`--num_generations` 2 or more")
@@ -95,7 +115,7 @@ const RULES: &[Rule] = &[
     }),
     rule_in(&[Train, Demo], |s| {
         when(s.algorithm.sampling.temperature == 0.0 && s.data.replay.is_none(), || {
-            Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learnt")
+            Problem::usage("at temperature 0 all completions of a group are equal, so nothing is learned")
                 .got("`temperature` 0")
                 .expected("`--temperature` above 0")
         })
@@ -111,7 +131,7 @@ const RULES: &[Rule] = &[
         let (min, max) =
             (s.algorithm.sampling.min_completion_length, s.algorithm.sampling.max_completion_length);
         when(min > max, || {
-            Problem::usage("the shortest completion is longer than the longest")
+            Problem::usage("`min_completion_length` is above `max_completion_length`")
                 .got(format!("`min_completion_length` {min}, `max_completion_length` {max}"))
                 .expected("the minimum at most the maximum")
         })
@@ -142,7 +162,7 @@ const RULES: &[Rule] = &[
         let video = &s.prompts.media.video;
         let (Some(min), Some(max)) = (video.min_frames, video.max_frames) else { return Vec::new() };
         when(min > max, || {
-            Problem::usage("the fewest frames are more than the most")
+            Problem::usage("`video_min_frames` is above `video_max_frames`")
                 .got(format!("`video_min_frames` {min}, `video_max_frames` {max}"))
                 .expected("the minimum at most the maximum")
         })
@@ -186,14 +206,14 @@ const RULES: &[Rule] = &[
     }),
     rule(|s| {
         when(s.model.load_in_8bit && s.model.load_in_4bit, || {
-            Problem::usage("weights can not be held in 8 and in 4 bits")
+            Problem::usage("weights cannot have 8 and 4 bits")
                 .got("`load_in_8bit` and `load_in_4bit` both true")
                 .expected("one of them")
         })
     }),
     rule_in(&[Train, Sft], |s| {
         when((s.model.load_in_8bit || s.model.load_in_4bit) && !s.model.use_peft, || {
-            Problem::usage("quantised weights can not be trained")
+            Problem::usage("quantised weights cannot be trained")
                 .got("`load_in_8bit` or `load_in_4bit` without adapters")
                 .expected("`--use_peft`")
                 .help("without it, leave the weights in the checkpoint's precision")
@@ -210,7 +230,7 @@ const RULES: &[Rule] = &[
     }),
     rule(|s| {
         when(s.model.freeze_vision_modules && s.selection.towers, || {
-            Problem::usage("the vision tower can not be both frozen and trained")
+            Problem::usage("the vision tower cannot be both frozen and trained")
                 .got("`freeze_vision_modules` and `tune_mm_vision` both true")
                 .expected("one of them")
         })
@@ -234,7 +254,7 @@ const RULES: &[Rule] = &[
     }),
 ];
 
-/// What is missing although no single flag is required.
+/// Returns the settings that are missing although no single flag is required.
 pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     let rows = "`--train_file FILE`, `--dataset_use NAME` or `--data_file_paths A:B`";
     let trains = matches!(verb, Verb::Train | Verb::Sft);
@@ -285,7 +305,7 @@ pub fn needs(verb: Verb, s: &Settings) -> Vec<Problem> {
     missing
 }
 
-/// What cannot be run at all: every contradiction.
+/// Returns every contradiction in the settings.
 pub fn check(verb: Verb, s: &Settings) -> Vec<Problem> {
     RULES.iter().filter(|rule| rule.verbs.contains(&verb)).flat_map(|rule| (rule.check)(s)).collect()
 }
@@ -294,7 +314,7 @@ fn wrong_loss(s: &Settings) -> Vec<Problem> {
     let problem = |error| match error {
         omnigrpo_grpo::Error::Setting { setting, value, expected } => {
             let flag = match setting {
-                // One flag is the upper bound of every surrogate that has one.
+                // One flag sets the upper bound of every surrogate.
                 "surrogate.cap" => "epsilon_high",
                 "surrogate.pos" => "sapo_temperature_pos",
                 "surrogate.neg" => "sapo_temperature_neg",
@@ -307,7 +327,7 @@ fn wrong_loss(s: &Settings) -> Vec<Problem> {
     s.algorithm.loss.validate().err().map(problem).into_iter().collect()
 }
 
-/// A lower bound above its upper bound.
+/// Reports a lower bound above its upper bound.
 fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Problem> {
     let Some((min, max)) = min.zip(max) else { return Vec::new() };
     when(min > max, || {
@@ -317,7 +337,7 @@ fn crossed([low, high]: [&str; 2], min: Option<u64>, max: Option<u64>) -> Vec<Pr
     })
 }
 
-/// Names without a colon are built in; programs and addresses show what they are when they are called.
+/// Reports unknown names of rewards. Programs and addresses, which have a colon, are found out when they are called.
 fn unknown_rewards(specs: &[String]) -> Vec<Problem> {
     let scorers = omnigrpo_scorers::table();
     let names =

@@ -1,4 +1,4 @@
-//! The settings of one run: the plans of the libraries, and what belongs to the program alone.
+//! The settings of one run: the plans of the libraries and the program's own settings.
 //!
 //! [`Settings::from_values`] runs every row of the flag table on them: below it nobody sees a flag, a file of settings or an
 //! environment variable. A field without a comment means what the row of its name says, in the unit given there.
@@ -27,16 +27,16 @@ use crate::values::{Values, take};
 /// Which scored completions become rows for `sft`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Keep {
-    /// The best of each row, the first of several.
+    /// The best completion of each row; the first of several.
     Best,
-    /// Those that count as right.
+    /// Completions that count as right.
     Passed,
-    /// Those whose reward is at least this.
+    /// Completions whose reward is at least this.
     From(f64),
 }
 
 impl Keep {
-    /// What `--keep` says.
+    /// Reads `--keep`.
     ///
     /// # Errors
     /// Neither a word nor a number.
@@ -45,33 +45,33 @@ impl Keep {
             ("best", _) => Ok(Self::Best),
             ("passed", _) => Ok(Self::Passed),
             (_, Ok(number)) if number.is_finite() => Ok(Self::From(number)),
-            _ => Err(Problem::usage("which completions are to be kept?")
+            _ => Err(Problem::usage("wrong value for `keep`")
                 .got(format!("`{text}`"))
-                .expected("`best`, `passed`, or the least reward as a number")
+                .expected("`best`, `passed`, or the smallest reward as a number")
                 .at("--keep")),
         }
     }
 }
 
-/// Where a model is asked to run.
+/// Choice of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU there is, else the CPU.
+    /// The first GPU, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU of this number among the driver's.
+    /// The GPU with this number in the driver's list.
     Cuda(u16),
-    /// The kernels of a GPU on the CPU, in builds for tests.
+    /// A GPU's kernels on the CPU, in builds for tests.
     Emulated,
 }
 
 impl DeviceChoice {
-    /// What `--device` and its like say.
+    /// Reads `--device` and `--reference_device`.
     ///
     /// # Errors
-    /// No device's name.
+    /// A text that is no device.
     pub fn parse(text: &str, flag: &str) -> Result<Self, Problem> {
         let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
         match (text, number) {
@@ -99,7 +99,7 @@ impl std::fmt::Display for DeviceChoice {
     }
 }
 
-/// What a verb reads and writes.
+/// Input and output of a verb.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Io {
@@ -109,7 +109,7 @@ pub struct Io {
     pub run_dirs: Vec<String>,
     pub input: Option<PathBuf>,
     pub output: Option<PathBuf>,
-    /// Which completions `rewards run` makes rows of.
+    /// Completions that `rewards run` turns into rows.
     pub keep: Option<Keep>,
     pub prompt: Option<String>,
     pub image: Vec<String>,
@@ -120,11 +120,11 @@ pub struct Io {
     /// Resolved from `exp_name` if that is given instead. Present for every verb that trains.
     pub output_dir: Option<PathBuf>,
     pub exp_name: Option<String>,
-    /// Print what the run would take, and stop.
+    /// True if the run is only planned: it prints its memory and stops.
     pub dry_run: bool,
-    /// Where the numbers of `bench` or of a dry run go.
+    /// File for the numbers of `bench` or `plan`.
     pub json: Option<PathBuf>,
-    /// What the console shows, with times: `log.txt` of the run directory, or `runs/NAME/log/log.txt` with `exp_name`.
+    /// File for the lines of the console, with times: `log.txt` of the run directory, or `runs/NAME/log/log.txt` with `exp_name`.
     pub log_file: Option<PathBuf>,
     pub deepspeed: Option<PathBuf>,
 }
@@ -141,7 +141,7 @@ pub struct Bench {
     pub num_steps: usize,
 }
 
-/// The checkpoint and the form it is held in.
+/// Checkpoint, and the form in which it is loaded.
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct ModelSource {
@@ -164,7 +164,7 @@ pub struct ModelSource {
     pub freeze_vision_modules: bool,
 }
 
-/// Where on the hub the model goes.
+/// Destination of the model on the hub.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Push {
@@ -179,7 +179,7 @@ pub struct Push {
 pub struct Batch {
     /// The unit of `per_device`.
     pub unit: BatchUnit,
-    /// Prompts or completions worked on at a time.
+    /// Prompts or completions processed at a time.
     pub per_device: usize,
     /// Such batches per optimizer step.
     pub accumulation: usize,
@@ -193,25 +193,25 @@ impl Default for Batch {
     }
 }
 
-/// The CLIP of the reward `explanation` where none is given: that of vqa-nle's trainer.
+/// Default CLIP of the reward `explanation`, that of vqa-nle's trainer.
 pub const CLIP: &str = "openai/clip-vit-base-patch16";
 
-/// The registry that is taken where none is given.
+/// Default registry.
 pub const REGISTRY: &str = "dataset_registry.yaml";
 
-/// Where rows come from.
+/// Sources of rows.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Rows {
     pub train_file: Vec<PathBuf>,
     pub dataset_use: Vec<String>,
     pub registry: Option<PathBuf>,
-    /// As long as the roots of images, which hold the media of the file at the same place.
+    /// Files that each go with the image directory at the same position.
     pub data_file_paths: Vec<PathBuf>,
     pub eval_file: Vec<PathBuf>,
     pub eval_dataset_use: Vec<String>,
     pub val_split_ratio: f64,
-    /// Part and splits of datasets that are named as the hub does.
+    /// Configuration and splits of datasets on the hub.
     pub config: Option<String>,
     pub train_split: String,
     pub test_split: String,
@@ -222,7 +222,7 @@ pub struct Rows {
     pub mm_processor_cache_gb: Option<f64>,
 }
 
-/// Whether rows are those of a dataset of the hub, `ORG/NAME`: no file is there, and it ends as no file of rows does.
+/// Returns true for a dataset of the hub, `ORG/NAME`: there is no such file, and the name does not end like a file of rows.
 pub fn is_on_hub(file: &Path) -> bool {
     let Some(name) = file.to_str() else { return false };
     let ends = ["json", "jsonl", "parquet", "yaml", "yml"];
@@ -242,31 +242,31 @@ impl Rows {
     }
 }
 
-/// How completions are scored.
+/// Scoring of completions.
 #[derive(Clone, Debug)]
 pub struct Rewards {
     /// Names and addresses of the rewards.
     pub funcs: Vec<String>,
-    /// Their settings; as many weights as rewards.
+    /// Options of the rewards; as many weights as rewards.
     pub options: RewardOptions,
     /// One for all rows, or one per training file.
     pub accuracy_modes: Vec<AccuracyMode>,
-    /// Of those that need a model; a name may stand for a directory.
+    /// Options of rewards that need a model; a name may stand for a directory.
     pub scorers: ScorerOptions,
-    /// File with what a judge is asked.
+    /// File with the question to a judge.
     pub judge_prompt: Option<PathBuf>,
-    /// Whether answers that need the order of frames earn more.
+    /// True if answers that need the order of frames earn more.
     pub temporal_order_bonus: bool,
 }
 
-/// Where metrics go besides the run directory.
+/// Destinations of metrics besides the run directory.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Log {
     pub report_to: Vec<Tracker>,
     /// Serve the run as a page.
     pub dashboard: bool,
-    /// Of that page; 0 for a free one.
+    /// Port of the page; 0 for a free one.
     pub dashboard_port: u16,
     pub prometheus_port: u16,
     /// A table in the terminal instead of a page.
@@ -278,37 +278,37 @@ pub struct Log {
 /// Every setting of one run.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// What the verb reads and writes.
+    /// Input and output of the verb.
     pub io: Io,
     /// The checkpoint.
     pub model: ModelSource,
-    /// What is different about it: options of its family, by name.
+    /// Options of the checkpoint's family, by name.
     pub family: Map<String, Json>,
-    /// Where rows come from.
+    /// Sources of rows.
     pub data: Rows,
-    /// How they are read.
+    /// Options of reading rows.
     pub read: ReadOptions,
-    /// How they become prompts.
+    /// Options of making prompts.
     pub prompts: PromptSettings,
-    /// How completions are scored.
+    /// Scoring of completions.
     pub rewards: Rewards,
     /// The recipe that `algorithm` began as.
     pub recipe: &'static Recipe,
-    /// The objective, and how completions are sampled.
+    /// Objective and sampling.
     pub algorithm: Algorithm,
-    /// How fast weights learn.
+    /// Learning rates and moments.
     pub optimizer: AdamWConfig,
-    /// Which ones do; `model.freeze_vision_modules` takes some out, by family.
+    /// Trained parts; `model.freeze_vision_modules` removes some, depending on the family.
     pub selection: Selection,
-    /// Adapters, where `model.use_peft` asks for them.
+    /// Adapters, used if `model.use_peft` is true.
     pub lora: LoraConfig,
     /// Length, records, checkpoints.
     pub run: RunPlan,
-    /// The batch of a step as it was given; `algorithm` and `run` have it in prompts.
+    /// Batch of a step as given; `algorithm` and `run` count it in prompts.
     pub batch: Batch,
     /// Evaluation during training, and tables of `eval`.
     pub eval: EvalOptions,
-    /// Where on the hub the model goes.
+    /// Destination of the model on the hub.
     pub push: Push,
     /// Trackers.
     pub log: Log,
@@ -406,10 +406,10 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Puts every value in its place. Settings a verb does not take have their defaults.
+    /// Stores every value in its place. Settings that a verb does not take keep their defaults.
     ///
     /// # Errors
-    /// What a row refuses, and settings that do not go together.
+    /// Values that a row refuses, and settings that contradict each other.
     pub fn from_values(values: &Values, env: Environment) -> Result<Self, Problem> {
         let mut settings = Self { env, ..Self::default() };
         for first in [true, false] {
@@ -434,24 +434,24 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Puts the batch of a step into the plans, in prompts.
+    /// Converts the batch of a step to prompts and stores it in the plans.
     fn count_in_prompts(&mut self) -> Result<(), Problem> {
         let Batch { unit, per_device, accumulation } = self.batch;
         let each = self.algorithm.num_generations;
         let (at_a_time, prompts) = match unit {
             BatchUnit::Prompts => (per_device, per_device * accumulation),
             BatchUnit::Completions if each == 0 || per_device * accumulation % each != 0 => {
-                return Err(Problem::usage("the completions of a step do not make whole groups")
+                return Err(Problem::usage("the completions of a step do not form complete groups")
                     .got(format!(
                         "`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} \
                          completions, `num_generations` {each}"
                     ))
                     .expected("a multiple of `num_generations`")
-                    .help("`--batch_unit prompts` counts prompts, which always make whole groups"));
+                    .help("`--batch_unit prompts` counts prompts, which always form complete groups"));
             }
             BatchUnit::Completions => {
                 let prompts = per_device * accumulation / each;
-                // The given size holds this many whole groups, which must divide the step.
+                // The given size holds this many complete groups, which must divide the step.
                 let at_a_time = (per_device / each).max(1);
                 (if prompts.is_multiple_of(at_a_time) { at_a_time } else { 1 }, prompts)
             }
@@ -460,7 +460,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Takes the run directory and the log from the name of the experiment.
+    /// Sets the run directory and the log from the name of the experiment.
     fn name_directories(&mut self) -> Result<(), Problem> {
         let io = &mut self.io;
         if let Some(name) = &io.exp_name {
@@ -482,54 +482,53 @@ impl Settings {
         Ok(())
     }
 
-    /// Trains adapters, and of the model itself what is asked for.
+    /// Trains adapters, and those parts of the model that are selected.
     pub fn train_adapters(&mut self) {
         self.model.use_peft = true;
         (self.selection.llm, self.selection.projector, self.selection.towers) = (false, false, false);
     }
 
-    /// Bounds the length of completions: of those that are sampled, in prompts that leave room for them, and in rewards that
-    /// measure by it.
+    /// Limits the length of completions: in sampling, in prompts, which leave room for it, and in rewards of length.
     pub fn limit_completions(&mut self, max_tokens: usize) {
         self.algorithm.sampling.max_completion_length = max_tokens;
         self.prompts.max_completion_length = max_tokens;
         self.rewards.options.max_completion_tokens = max_tokens;
-        // The ramp keeps its share of the limit.
+        // The ramp stays the same share of the limit.
         self.rewards.options.overlong_cache_tokens = max_tokens / 5;
     }
 
-    /// Keys everything random.
+    /// Sets the seed of all random numbers.
     pub fn seed(&mut self, seed: u64) {
         (self.algorithm.seed, self.algorithm.sampling.seed, self.lora.seed) = (seed, seed, seed);
         self.data_seed(seed);
     }
 
-    /// Keys what is random about rows and media.
+    /// Sets the seed of the random numbers about rows and media.
     pub fn data_seed(&mut self, seed: u64) {
         (self.run.data_seed, self.read.seed, self.prompts.media.seed) = (seed, seed, seed);
     }
 
-    /// Optimizer steps between evaluations; 0 where they are not given.
+    /// Returns the optimizer steps between evaluations; 0 if they are not given.
     pub fn eval_steps(&self) -> u64 {
         if let EvalWhen::Steps(steps) = self.run.eval { steps } else { 0 }
     }
 
-    /// Whether no reward has that name.
+    /// Returns true if no reward has that name.
     pub fn lacks_reward(&self, name: &str) -> bool {
         !self.rewards.funcs.iter().any(|func| func == name)
     }
 
-    /// Whether a tracker is told the numbers.
+    /// Returns true if a tracker gets the metrics.
     pub fn reports_to(&self, tracker: Tracker) -> bool {
         self.log.report_to.contains(&tracker) || self.log.report_to.contains(&Tracker::All)
     }
 
-    /// Why nothing is sampled, if nothing is.
+    /// Returns the reason if nothing is sampled.
     pub fn not_sampled(&self) -> Option<&'static str> {
         self.run.replay.then_some("with `replay` nothing is sampled")
     }
 
-    /// Why nothing is evaluated, if nothing is.
+    /// Returns the reason if nothing is evaluated.
     pub fn no_eval_rows(&self) -> Option<&'static str> {
         (!self.data.has_eval_rows()).then_some(
             "there is no evaluation data: give `eval_file`, `eval_dataset_use` or `val_split_ratio`",
@@ -537,7 +536,7 @@ impl Settings {
     }
 }
 
-/// `reward_weights`, 1 each if there are none, with the weights that name their reward in place.
+/// Returns `reward_weights`, 1 each if none are given, with the weights that name their reward filled in.
 fn reward_weights(values: &Values, rewards: &Rewards) -> Result<Vec<f64>, Problem> {
     let mut weights = rewards.options.weights.clone();
     let all = values.rank("reward_weights");
@@ -551,7 +550,7 @@ fn reward_weights(values: &Values, rewards: &Rewards) -> Result<Vec<f64>, Proble
                 .got(format!("`reward_weights` and `{setting}`"))
                 .expected("one of them"));
         }
-        // A weight that names its reward yields to a list that was given over it.
+        // A list from a stronger source replaces a weight that names its reward.
         let at = rewards.funcs.iter().position(|name| name == reward).filter(|_| values.rank(setting) > all);
         if let Some(slot) = at.and_then(|at| weights.get_mut(at)) {
             *slot = take(value)?;
@@ -789,13 +788,14 @@ mod tests {
     #[test]
     fn rewards_get_their_settings() {
         let s = train(
-            "format_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\nreward_workers: 3\nreward_weights: [2, 1]\nmax_completion_length: 100",
+            "reward_funcs: [accuracy, format, \"cmd:x\"]\nformat_mode: graded\naccuracy_mode: mcq_iou\nreward_timeout_secs: 1.5\n\
+             reward_workers: 3\nreward_weights: [2, 1, 0]\nmax_completion_length: 100",
         );
         let options = s.rewards.options;
         assert_eq!((options.format_mode, options.accuracy_mode), (FormatMode::Graded, AccuracyMode::McqIou));
         assert_eq!((options.max_completion_tokens, options.overlong_cache_tokens), (100, 20));
         assert_eq!(options.external.timeout, Duration::from_millis(1500));
-        assert_eq!((options.external.pool_size, options.weights), (3, vec![2.0, 1.0]));
+        assert_eq!((options.external.pool_size, options.weights), (3, vec![2.0, 1.0, 0.0]));
     }
 
     #[test]

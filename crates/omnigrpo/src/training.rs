@@ -15,7 +15,7 @@ use omnigrpo_train::{
     RunSummary, Selection, TrainSetup,
 };
 
-/// How a model is trained, and where the run is recorded. Everything but the directory has a default.
+/// Settings of a training run and its directory. All but the directory have a default.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -35,38 +35,38 @@ use omnigrpo_train::{
 /// # Ok::<(), &str>(())
 /// ```
 pub struct TrainPlan {
-    /// The run directory. It is made; a run that it holds already is gone on with, if its plan was this one.
+    /// Run directory. It is created; a run in it is resumed if its plan was this one.
     pub output_dir: PathBuf,
-    /// Completions per prompt, how they are sampled, the loss.
+    /// Completions per prompt, sampling and the loss.
     pub algorithm: Algorithm,
     /// Learning rates.
     pub optimizer: AdamWConfig,
-    /// What is trained; adapters that the model has are trained in any case.
+    /// Trained parts; adapters of the model are always trained.
     pub selection: Selection,
     /// Length, records, checkpoints.
     pub run: RunPlan,
-    /// Rows to evaluate on, when `run.eval` says so and at the end.
+    /// Rows for evaluations, which take place as `run.eval` says and at the end.
     pub held_out: Option<Dataset>,
-    /// How they are evaluated.
+    /// Options of evaluations.
     pub eval: EvalOptions,
-    /// What is told while it runs; nothing by default, [`Console::stderr`] shows progress.
+    /// Console of the run; silent by default, [`Console::stderr`] shows progress.
     pub console: Console,
-    /// Ends the run after the step under way, with a checkpoint, when somebody sets it.
+    /// Flag that ends the run after the current step, with a checkpoint, when it is set.
     pub stop: Arc<AtomicBool>,
     hooks: Hooks,
 }
 
-/// An update that is done.
+/// A completed update.
 #[derive(Debug)]
 pub struct StepReport<'a> {
-    /// Updates so far, this one included.
+    /// Number of updates, this one included.
     pub step: u64,
-    /// Its numbers, under the names they have in `metrics.jsonl`.
+    /// Metrics, under their names in `metrics.jsonl`.
     pub metrics: &'a [Metric],
 }
 
 impl StepReport<'_> {
-    /// A number by name, where the update has it.
+    /// Returns a metric by name, if the update has it.
     #[must_use]
     pub fn metric(&self, name: &str) -> Option<f64> {
         self.metrics.iter().find(|(known, _)| known == name).and_then(|(_, value)| *value)
@@ -91,7 +91,7 @@ impl Observer for Hooks {
 
     fn step(&mut self, step: u64, metrics: &[Metric]) -> ControlFlow<()> {
         let report = StepReport { step, metrics };
-        // All of them are told, whatever one of them answers.
+        // Every function is called, whatever another one returns.
         let breaks = self.step.iter_mut().filter_map(|hook| hook(&report).is_break().then_some(())).count();
         if breaks > 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
@@ -102,7 +102,7 @@ impl Observer for Hooks {
 }
 
 impl TrainPlan {
-    /// GRPO as the first recipe has it, one pass over the rows, recorded in a directory.
+    /// Returns the plan of GRPO by the first recipe, one pass over the rows, recorded in a directory.
     #[must_use]
     pub fn in_dir(output_dir: impl Into<PathBuf>) -> Self {
         Self {
@@ -119,14 +119,14 @@ impl TrainPlan {
         }
     }
 
-    /// Calls a function after every update. `Break` ends the run there, with a checkpoint to go on from.
+    /// Calls a function after every update. `Break` ends the run there, with a checkpoint to resume from.
     #[must_use]
     pub fn on_step(mut self, hook: impl FnMut(&StepReport<'_>) -> ControlFlow<()> + 'static) -> Self {
         self.hooks.step.push(Box::new(hook));
         self
     }
 
-    /// Calls a function with the scored completions of every rollout, before they are learned from.
+    /// Calls a function with the scored completions of every rollout, before the model is trained on them.
     #[must_use]
     pub fn on_rollout(mut self, hook: impl FnMut(&Rollouts) + 'static) -> Self {
         self.hooks.rollout.push(Box::new(hook));
@@ -143,8 +143,8 @@ impl TrainPlan {
 
 /// Trains a model on the rows of a dataset.
 ///
-/// A run directory that holds an unfinished run of the same plan, rewards and rows is gone on with: a program that was killed
-/// is started again as it was. What a closure or a function of the caller's does cannot be compared.
+/// An unfinished run of the same plan, rewards and rows in the run directory is resumed: start a killed program again
+/// unchanged. The code of closures and functions cannot be compared.
 ///
 /// ```
 /// use std::path::Path;
@@ -240,7 +240,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows of an iterator, a reward that is a closure and a loss that is a function; then the same run again, and another one.
+    /// Trains on rows of an iterator with a closure as reward and a function as loss; then starts the same run again, and another.
     #[test]
     fn a_run_needs_no_file_but_the_checkpoint_and_is_gone_on_with_only_by_the_same_plan() {
         let dir =
@@ -283,7 +283,7 @@ mod tests {
         let weights = || std::fs::read(place.path().join("run/model.safetensors")).unwrap();
         let trained = weights();
         assert!(trained != std::fs::read(dir.join("model.safetensors")).unwrap());
-        // There is no checkpoint, so the same run begins again, and ends with the same bytes.
+        // Without a checkpoint the same run starts again and ends with the same bytes.
         assert_eq!(start(2, 1e-3), (2, vec![1, 2], 12));
         assert!(weights() == trained);
         assert_eq!(start(2, 1e-2), (2, vec![1, 2], 12));

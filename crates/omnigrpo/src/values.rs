@@ -43,18 +43,18 @@ impl Value {
     }
 }
 
-/// Text as it came, before its kind is known.
+/// Text before its kind is known.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Raw {
-    /// Arguments of a flag, or one scalar of a file. A list is split at its separators.
+    /// Arguments of a flag, or one scalar of a file. Lists are split at their separators.
     Arguments(Vec<String>),
-    /// A sequence in a file: its items are taken whole.
+    /// A sequence in a file; its items are not split.
     Items(Vec<String>),
     /// A mapping in a file.
     Object(Map<String, Json>),
 }
 
-/// Reads text as a kind. The error says what was found; [`explain::expected`] says what would be right.
+/// Reads text as a kind. The error holds the text; [`explain::expected`] describes a correct one.
 ///
 /// # Errors
 /// The text that does not fit.
@@ -124,7 +124,7 @@ fn float(text: &str, min: f64, max: f64) -> Result<f64, String> {
 }
 
 fn choice(text: &str, names: Names) -> Result<String, String> {
-    // Choices are spelled with underscores or dashes, as flags are.
+    // Choices may be written with underscores or dashes, as flags.
     let same = |name: &str| name.replace('-', "_").eq_ignore_ascii_case(&text.replace('-', "_"));
     let found = names().into_iter().find(|(name, _)| same(name));
     found.map(|(name, _)| name.to_string()).ok_or_else(|| format!("`{text}`"))
@@ -134,12 +134,11 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
     let pieces: Vec<&str> = match kind {
         Kind::Texts if text.is_empty() => vec![],
         Kind::Texts => vec![text],
-        // A program with arguments, or an address, may contain any separator.
-        // With or without a name of its own: `mine=cmd:…`.
+        // A program with arguments, or an address, may contain any separator, with or without a name (`mine=cmd:…`).
         Kind::Specs if text.starts_with("cmd:") || text.contains("=cmd:") || text.contains("://") => {
             vec![text]
         }
-        // Names may contain separators, as those with a time of day do.
+        // File names may contain separators, for instance a time of day.
         Kind::Paths(_) if Path::new(text).exists() => vec![text],
         Kind::Paths(separators) => text.split(*separators).map(str::trim).collect(),
         // VLM-R1 joins a rule per file by colons.
@@ -149,7 +148,7 @@ fn split(kind: &Kind, text: &str) -> Vec<String> {
     pieces.into_iter().filter(|p| !p.is_empty()).map(String::from).collect()
 }
 
-/// Where a value comes from, weakest first.
+/// Source of a value, weakest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// The flag table.
@@ -167,7 +166,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// How strong it is: a value of a higher rank replaces one of a lower.
+    /// Returns its rank: a value of higher rank replaces one of lower rank.
     pub const fn rank(&self) -> u8 {
         match self {
             Self::Default => 0,
@@ -180,14 +179,14 @@ impl Origin {
     }
 }
 
-/// A setting somebody gave, and where.
+/// A given setting and its source.
 #[derive(Clone, Debug)]
 pub struct Given {
-    /// Which setting.
+    /// Setting.
     pub flag: &'static Flag,
-    /// Its value.
+    /// Value.
     pub value: Value,
-    /// From where.
+    /// Source.
     pub origin: Origin,
 }
 
@@ -221,7 +220,7 @@ impl Given {
     }
 }
 
-/// Where a setting stands, for an error.
+/// Returns the place of a setting, for an error.
 pub fn place(origin: &Origin) -> Option<String> {
     match origin {
         Origin::Default | Origin::Recipe(_) | Origin::Flag => None,
@@ -231,14 +230,14 @@ pub fn place(origin: &Origin) -> Option<String> {
     }
 }
 
-/// The value and origin of every setting of the table; a missing entry is an unset one.
+/// Value and origin of every setting of the table; a missing entry is unset.
 #[derive(Clone, Debug)]
 pub struct Values {
     values: BTreeMap<&'static str, (Value, Origin)>,
 }
 
 impl Values {
-    /// The defaults of a verb.
+    /// Returns the defaults of a verb.
     pub fn defaults(verb: Verb) -> Self {
         let mut values = BTreeMap::new();
         for flag in flags::all() {
@@ -249,17 +248,17 @@ impl Values {
         Self { values }
     }
 
-    /// Puts a stronger layer's value in place.
+    /// Stores the value of a stronger layer.
     pub fn set(&mut self, given: Given) {
         self.values.insert(given.flag.name, (given.value, given.origin));
     }
 
-    /// Puts a value in place where there is none.
+    /// Stores a value if there is none.
     pub fn fill(&mut self, name: &'static str, value: Value, origin: Origin) {
         self.values.entry(name).or_insert((value, origin));
     }
 
-    /// Puts the default of a verb back.
+    /// Restores the default of a verb.
     pub fn reset(&mut self, name: &'static str, verb: Verb) {
         self.values.remove(name);
         if let Some(Fallback::Is(value)) = flags::find(name).map(|flag| flag.default_for(verb)) {
@@ -267,19 +266,19 @@ impl Values {
         }
     }
 
-    /// How strong the origin of a setting's value is; 0 where nobody gave one.
+    /// Returns the rank of a value's origin; 0 if nobody gave one.
     pub fn rank(&self, name: &str) -> u8 {
         self.lookup(name).map_or(0, |(_, origin)| origin.rank())
     }
 
-    /// The value of a setting and its origin, if it has one.
+    /// Returns the value of a setting and its origin, if it has one.
     pub fn lookup(&self, name: &str) -> Option<&(Value, Origin)> {
         self.values.get(name)
     }
 }
 
 impl Values {
-    /// Every value that somebody gave, with where.
+    /// Returns every given value with its source.
     pub fn given(&self) -> Vec<Given> {
         self.values
             .iter()
@@ -291,36 +290,36 @@ impl Values {
             .collect()
     }
 
-    /// Every value that is set, as JSON; without the secrets of rewards.
+    /// Returns every set value as JSON, without the secrets of rewards.
     pub fn plain(&self) -> impl Iterator<Item = (&'static Flag, Json)> {
         let set = flags::all().filter_map(|flag| Some((flag, &self.lookup(flag.name)?.0)));
         set.map(|(flag, value)| (flag, explain::without_secrets(flag, value).json()))
     }
 
-    /// What the result of a verb's work depends on: those of them that are not free to change.
+    /// Returns the values on which the result of a verb depends: all that are not free to change.
     pub fn binding(&self, verb: Verb) -> impl Iterator<Item = (&'static Flag, Json)> {
         self.plain().filter(move |(flag, _)| !flag.free.contains(&verb))
     }
 }
 
-/// A type of a field that a setting fills.
+/// Type of a field that a setting fills.
 pub trait Field: Sized {
     /// `None` if the value has another type.
     fn read(value: &Value) -> Option<Self>;
 
-    /// What the field holds; `None` where it holds nothing.
+    /// Returns the value of the field; `None` if it is empty.
     fn value(&self) -> Option<Value>;
 }
 
-/// The value as the type of a field.
+/// Converts a value to the type of a field.
 ///
 /// # Errors
-/// Another type than the row's kind gives: a mistake in the table, which the tests exclude.
+/// A type other than that of the row's kind: a mistake in the table, which the tests exclude.
 pub fn take<T: Field>(value: &Value) -> Result<T, Problem> {
     T::read(value).ok_or_else(|| Problem::failure("a setting does not have the type of its field"))
 }
 
-/// Fields of types that values hold as they are.
+/// Fields whose types values hold unchanged.
 macro_rules! plain_fields {
     ($($type:ty: $variant:ident),+ $(,)?) => { $(
         impl Field for $type {
@@ -453,6 +452,6 @@ pub struct Resolved {
     pub idle: Vec<(&'static str, String)>,
     /// The typed form.
     pub settings: Settings,
-    /// What the environment contributed.
+    /// Values from the environment.
     pub notes: Vec<String>,
 }

@@ -1,8 +1,8 @@
-//! What the libraries say, in the words of the program: they speak of fields of their plans, users know flags.
+//! Messages of the libraries in the words of the program: they name fields of plans, users know flags.
 
 use crate::flags::{self, Flag};
 
-/// The plans of the libraries, as their messages call them, and where they stand in [`Settings`](crate::settings::Settings).
+/// Plans of the libraries, as their messages call them, and their places in [`Settings`](crate::settings::Settings).
 const PLANS: &[(&str, &str)] = &[
     ("AdamWConfig", "optimizer"),
     ("Algorithm", "algorithm"),
@@ -20,7 +20,7 @@ const PLANS: &[(&str, &str)] = &[
     ("SkipPolicy", "run.skip"),
 ];
 
-/// What is no field of a plan alone.
+/// Names that are not just a field of a plan.
 const OTHERS: &[(&str, &str)] = &[
     ("LoadOptions::quantization", "--load_in_8bit, --load_in_4bit"),
     ("PromptSettings::max_completion_length", "--max_completion_length"),
@@ -29,11 +29,12 @@ const OTHERS: &[(&str, &str)] = &[
     ("ResumeFrom::Start", "never"),
     ("RewardOptions::max_completion_tokens", "--max_completion_length"),
     ("TrainSetup::lock", "--output_dir"),
+    ("TrainSetup::rewards", "--reward_funcs"),
     ("TrainSetup::shuffled", "--temporal_order_bonus"),
     ("UrlOptions::allow_private", "--allow_urls all"),
 ];
 
-/// A library's message with the flags in the place of the fields that it names.
+/// Replaces the fields that a library's message names by flags.
 pub fn worded(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -43,7 +44,7 @@ pub fn worded(text: &str) -> String {
         let end_of_name =
             |from: usize| rest[from..].find(|c: char| !is_name(c)).map_or(rest.len(), |i| from + i);
         let mut end = end_of_name(at + 2);
-        // A field of a field: `MediaSettings::image.max_pixels`. A point before a blank ends a sentence.
+        // A nested field: `MediaSettings::image.max_pixels`. A point before a blank ends a sentence.
         while rest[end..].starts_with('.') && end_of_name(end + 1) > end + 1 {
             end = end_of_name(end + 1);
         }
@@ -56,7 +57,7 @@ pub fn worded(text: &str) -> String {
     out + rest
 }
 
-/// How users name a field of a plan.
+/// Returns the flag of a plan's field.
 fn flag_of(plan: &str, field: &str) -> Option<String> {
     let whole = format!("{plan}::{field}");
     if let Some((_, words)) = OTHERS.iter().find(|(name, _)| *name == whole) {
@@ -69,7 +70,7 @@ fn flag_of(plan: &str, field: &str) -> Option<String> {
     flag_at(&format!("{place}.{field}")).map(|flag| format!("--{}", flag.name))
 }
 
-/// The flag that fills a field of [`Settings`](crate::settings::Settings).
+/// Returns the flag that fills a field of [`Settings`](crate::settings::Settings).
 pub fn flag_at(place: &str) -> Option<&'static Flag> {
     flags::all().find(|flag| flag.place.field == place)
 }
@@ -103,6 +104,19 @@ mod tests {
         ] {
             assert_eq!(worded(said), told);
         }
+    }
+
+    /// The table of docs/watch.md is the one of the rules, with flags.
+    #[test]
+    fn every_rule_is_documented_with_its_flag() {
+        let docs =
+            std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/watch.md")).unwrap();
+        let row = |rule: &omnigrpo_observe::Rule| {
+            format!("| `{}` | {} | {} | `{}` |", rule.name, rule.window, rule.doc, worded(rule.setting))
+        };
+        let missing: Vec<String> =
+            omnigrpo_observe::RULES.iter().map(row).filter(|row| !docs.contains(row.as_str())).collect();
+        assert!(missing.is_empty(), "docs/watch.md lacks {missing:#?}");
     }
 
     /// The sources of the libraries: no line names a flag, and every field that a message names has its flag.

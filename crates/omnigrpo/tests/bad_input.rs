@@ -18,7 +18,7 @@ fn with(place: &Place, bad: &str) {
     place.write("only.jsonl", format!("{bad}\n"));
 }
 
-/// A row that is found bad before training: skipped and counted if tolerated, else the run does not start.
+/// A bad row is found before training: it is skipped and counted if tolerated, else the run does not start.
 fn bad_row(bad: &str, reason: &[&str]) {
     let place = Place::new();
     with(&place, bad);
@@ -48,7 +48,7 @@ fn bad_row(bad: &str, reason: &[&str]) {
         .run(&format!("{TRAIN} --train_file only.jsonl --max_skipped 1.0 --resume_from_checkpoint never"))
         .fails(1, &["no usable training row"]);
 
-    // Commands that answer row by row say so in the row's place.
+    // Commands that answer row by row report the error in the row's place.
     place.run("score --model M --input with.jsonl --output scored.jsonl").fails(1, &["4 of 4 rows failed"]);
     place
         .run("generate --model M --input with.jsonl --output made.jsonl --max_completion_length 2")
@@ -107,7 +107,7 @@ fn a_picture_that_is_no_picture() {
     place.run(&format!("{TRAIN} --train_file with.jsonl")).fails(1, &["1 of 4 rows", "bad.png"]);
 }
 
-/// Its header is whole, so only decoding finds it.
+/// The header is complete, so only decoding finds the damage.
 #[test]
 fn a_truncated_picture() {
     let place = Place::new();
@@ -123,7 +123,7 @@ fn a_truncated_picture() {
     place
         .run(&format!("{four} --train_file with.jsonl --strict_media"))
         .fails(1, &["row 1 (bad) cannot be used"]);
-    // Another row takes its place: every step has its prompt, and the swap is counted from then on.
+    // Another row replaces it: every step has its prompt, and the replacement is counted.
     place.run(&format!("{four} --train_file with.jsonl --max_skipped 0.5")).ok();
     let steps = place.lines("run/metrics.jsonl");
     assert_eq!(steps.len(), 4);
@@ -161,7 +161,7 @@ fn a_truncated_video_that_ffmpeg_cannot_read() {
     assert!(place.lines("o.jsonl")[0]["error"].as_str().unwrap().contains("cut.mp4"));
 }
 
-/// A row that names a rule of comparison there is none of costs itself, wherever it is met.
+/// A row that names an unknown rule of comparison is a bad row in every command.
 #[test]
 fn a_row_that_the_rewards_cannot_score() {
     let place = Place::new();
@@ -181,7 +181,7 @@ fn a_row_that_the_rewards_cannot_score() {
     };
     place.run(&format!("{long} --train_file with.jsonl --max_skipped 50%")).ok();
     assert_eq!(skipped("run"), [(json!("bad"), true)]);
-    // Not looked for before: found when it is drawn, and another row takes its place.
+    // Without the check it is found when it is drawn, and another row replaces it.
     place
         .run(&format!(
             "{} --train_file with.jsonl --max_skipped 50% --skip_data_check",
@@ -209,7 +209,7 @@ fn a_row_that_the_rewards_cannot_score() {
     place.run(&format!("{line} --max_skipped 0.25")).ok();
 }
 
-/// Nothing is sampled for a reward that has nothing to compare with.
+/// Nothing is sampled for a reward without a ground truth to compare with.
 #[test]
 fn a_ground_truth_in_a_column_of_another_name() {
     let place = Place::new();
@@ -226,7 +226,7 @@ fn a_ground_truth_in_a_column_of_another_name() {
     place.run("eval --model M --eval_file gt.jsonl --max_completion_length 2").fails(1, &parts);
     let check = place.run("data check --model M --train_file gt.jsonl").ok().stdout;
     assert!(parts.iter().all(|part| check.contains(part)), "{check}");
-    // The reward left out, or rows it can read among them.
+    // Without the reward, or with some rows that it can read.
     let format = place.run(&format!("{TRAIN} --train_file gt.jsonl --reward_funcs format")).ok();
     assert!(
         format.stderr.contains("no question asks for the tags that the reward `format` wants"),
@@ -241,13 +241,13 @@ fn a_ground_truth_in_a_column_of_another_name() {
         .ok();
     assert!(some.stderr.contains("the reward `accuracy` does not apply to 8 of 9 rows"), "{}", some.stderr);
     assert!(!some.stderr.contains("no question asks"), "{}", some.stderr);
-    // A reward of its own kind of truth.
+    // A reward that needs another kind of truth.
     place
         .run(&format!("{TRAIN} --train_file rows.jsonl --reward_funcs iou --resume_from_checkpoint never"))
         .fails(1, &["the reward `iou` applies to no row", "3 rows whose ground truth it cannot read"]);
 }
 
-/// VLM-R1 gives a rule per file, joined by colons.
+/// VLM-R1 gives one rule per file, joined by colons.
 #[test]
 fn a_rule_of_comparison_per_file() {
     let place = Place::new();
@@ -268,7 +268,7 @@ fn a_rule_of_comparison_per_file() {
         .fails(2, &["`accuracy_mode` and the training files differ in number", "3 rules for 2 files"]);
 }
 
-/// A prompt over the limit is never cut, least of all inside a medium.
+/// A prompt over the limit is never truncated, least of all inside a medium.
 #[test]
 fn a_prompt_over_the_limit() {
     let place = Place::new();
@@ -287,7 +287,7 @@ fn a_prompt_over_the_limit() {
     }
 }
 
-/// Found from the header: nothing is decoded or resized for such a row, by any command.
+/// The header suffices: no command decodes or resizes media of such a row.
 #[test]
 fn a_size_that_no_memory_holds() {
     let size = r#""resized_width": 28, "resized_height": 2147483648"#;
@@ -301,7 +301,7 @@ fn a_size_that_no_memory_holds() {
     place.run(&format!("{unchecked} --train_file with.jsonl")).ok();
     assert!(place.lines("run/skipped.jsonl")[0]["reason"].as_str().unwrap().contains(reason));
 
-    // Too long a prompt is not decoded either. The picture is cut short, which decoding would find.
+    // Media of a prompt that is too long are not decoded either. The picture is truncated, which decoding would find.
     let whole = place.bytes("shapes.png");
     place.write("shapes.png", &whole[..60]);
     let pixels = r#""min_pixels": 4000000000, "max_pixels": 4200000000"#;
@@ -320,7 +320,7 @@ fn a_size_that_no_memory_holds() {
     );
 }
 
-/// What helps is said by kind and model: pixels do nothing for tiles, and frames come first for a clip.
+/// The advice depends on kind and model: pixels change nothing for tiles, and frames come first for a clip.
 #[test]
 fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
     let place = Place::new();
@@ -343,7 +343,7 @@ fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
             "video",
             "never cut: lower --video_max_frames or --nframes, or raise --max_prompt_length",
         ),
-        // A clip counts as one token there.
+        // That family counts a clip as one token.
         ("humanomni", "video", "never cut: shorten the text, or raise --max_prompt_length"),
     ] {
         let model = support::golden("checkpoints").join(model);
@@ -356,7 +356,7 @@ fn a_prompt_over_the_limit_names_the_settings_that_shorten_it() {
     }
 }
 
-/// Whether a setting has an effect may be the model's matter. One's own is an error then, a preset's is left out.
+/// The model may decide whether a setting has an effect: a user's setting without effect is an error, a preset's is dropped.
 #[test]
 fn settings_that_a_family_does_not_read() {
     let place = Place::new();
@@ -395,7 +395,7 @@ fn settings_that_a_family_does_not_read() {
     place
         .run(&format!("{humanomni} --config c.yaml"))
         .fails(2, &["at: c.yaml:1", "help: pictures have the size of its tower"]);
-    // Its own preset sets pixels for the Qwen models it is also made for, and qwen-mcq sets bounds for tiles.
+    // The family's own preset sets pixels for Qwen models, which it also serves, and qwen-mcq sets bounds for tiles.
     let left = |preset: &str, name: &str| {
         place.run(&format!("{} --preset {preset} --max_completion_length 4", show(name))).ok().stderr
     };
@@ -406,7 +406,7 @@ fn settings_that_a_family_does_not_read() {
         ),
         "{note}"
     );
-    // A launch script may say again what its preset says, and nothing else.
+    // A launch script may repeat values of its preset, and no others.
     let repeated = format!("{} --preset humanomni --max_completion_length 4", show("humanomni"));
     let note = place.run(&format!("{repeated} --max_pixels 401408")).ok().stderr;
     assert!(note.contains("left out of the preset humanomni"), "{note}");
@@ -421,7 +421,7 @@ fn settings_that_a_family_does_not_read() {
     assert!(!left("humanomni", "qwen2_vl_tied").contains("left out"));
 }
 
-/// A number of frames for every clip is what to aim at; a row that asks for more than its clip has is wrong.
+/// A number of frames for all clips is a target; a row that asks for more frames than its clip has is bad.
 #[test]
 fn a_clip_with_fewer_frames_than_the_preset_takes() {
     let place = Place::new();
@@ -441,7 +441,7 @@ fn a_clip_with_fewer_frames_than_the_preset_takes() {
         .fails(1, &["number of frames: got 8 (taken in pairs), expected 2 to 5"]);
 }
 
-/// An evaluation row is found bad before training, and not at the first evaluation.
+/// A bad evaluation row is found before training, not at the first evaluation.
 #[test]
 fn rows_to_evaluate_on_are_checked_before_training() {
     let place = Place::new();
@@ -507,7 +507,7 @@ fn a_group_of_one_trains_on_the_kl_term_aloud_or_not_at_all() {
     let said = "every advantage is 0, and only the KL term is trained on";
     assert!(ran.stderr.contains(said) && place.text("run/log.txt").contains(said), "{}", ran.stderr);
     let metrics = place.lines("run/metrics.jsonl");
-    // The policy is the reference at first, where the KL term is flat.
+    // At first the policy equals the reference, and the KL term is flat.
     let of = |name: &str| metrics[0][name].as_f64().unwrap().abs();
     assert!(of("loss") < 1e-6 && of("grad_norm") < 1e-3, "{metrics:?}");
     assert!(place.lines("run/rollouts/step-000001.jsonl").iter().all(|row| row["advantage"] == 0.0));

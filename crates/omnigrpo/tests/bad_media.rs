@@ -1,4 +1,4 @@
-//! Media that cannot be read: the row is skipped and counted, or the run stops where that was asked for, in bounded time.
+//! Media that cannot be read: in bounded time the row is skipped and counted, or the run stops if that is set.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 #![cfg(unix)]
 
@@ -14,7 +14,7 @@ use support::{Place, ROWS, Ran, ran};
 const TRAIN: &str = "train --model M --threads 1 --num_generations 2 --gradient_accumulation_steps 1 --max_steps 4 --max_completion_length 4 --train_file with.jsonl --output_dir run";
 const CLIP: &str = r#"{"id": "bad", "video": "clip.mp4", "problem": "<video>What?", "solution": "x"}"#;
 
-/// The body of a program that computes for ever.
+/// Body of a program that computes for ever.
 const BUSY: &str = "while :; do :; done";
 
 /// Good rows, and a bad one in second place.
@@ -23,7 +23,7 @@ fn with(place: &Place, bad: &str) {
     place.write("with.jsonl", [rows[0], bad, rows[1], rows[2]].join("\n"));
 }
 
-/// Programs in a folder of their own, found before all others.
+/// Puts programs into a directory that is searched first.
 fn programs(place: &Place, scripts: &[(&str, &str)]) {
     fs::create_dir(place.path("bin")).unwrap();
     for (name, body) in scripts {
@@ -39,7 +39,7 @@ fn with_programs(place: &Place, line: &str) -> Ran {
     ran(command.env("PATH", path))
 }
 
-/// The run goes on without the row and counts it; with `--strict_media` it stops.
+/// The run continues without the row and counts it; with `--strict_media` it stops.
 fn skipped(place: &Place, more: &str, reason: &str) {
     let started = Instant::now();
     with_programs(place, &format!("{TRAIN} {more} --max_skipped 0.5")).ok();
@@ -59,7 +59,7 @@ fn a_decoder_that_computes_for_ever_on_the_header() {
     let place = Place::new();
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
-    // The sleep is a child of the script, and holds its output open.
+    // The sleep is a child of the script and keeps its output open.
     programs(&place, &[("ffprobe", &format!("sleep 600 & {BUSY}")), ("ffmpeg", BUSY)]);
     skipped(&place, "--media_timeout_secs 0.4", "`ffprobe` did not finish within 0.4 s of processor time");
 }
@@ -74,7 +74,7 @@ fn a_decoder_that_computes_for_ever_on_the_frames() {
     skipped(&place, "--media_timeout_secs 0.4", "`ffmpeg` did not finish within 0.4 s of processor time");
 }
 
-/// A decoder that gets no processor time says nothing about its file: no row is skipped for it.
+/// A decoder without processor time does not make its file bad: no row is skipped.
 #[test]
 fn a_decoder_that_waits_is_a_failure_of_the_machine() {
     let place = Place::new();
@@ -86,15 +86,15 @@ fn a_decoder_that_waits_is_a_failure_of_the_machine() {
     assert!(!place.exists("run/skipped.jsonl"));
 }
 
-/// Without ffmpeg a clip is not a bad one, and neither a check nor a run nor an inference takes it for one. Where the program comes
-/// back in time, nothing is noticed.
+/// Without ffmpeg a clip is not bad, neither for a check nor for a run nor for inference. If the program returns in time, the run
+/// does not notice.
 #[test]
 fn a_decoder_that_is_missing_is_a_failure_of_the_machine() {
     let place = Place::new();
     place.write("clip.mp4", "anything");
     with(&place, CLIP);
     let header = r#"echo '{"streams": [{"width": 56, "height": 56, "nb_frames": "8", "nb_read_packets": "8", "avg_frame_rate": "4/1"}]}'"#;
-    // The script writes black frames of 56 × 56 pixels, as many as the command asks for.
+    // The script writes the requested number of black frames of 56 × 56 pixels.
     let frames = r#"while [ $# -gt 0 ]; do if [ "$1" = -frames:v ]; then n=$2; fi; shift; done; /usr/bin/head -c $((n * 9408)) /dev/zero"#;
     programs(&place, &[("ffprobe", header), ("ffmpeg", frames)]);
     let line = |verb: &str| match verb {
@@ -109,7 +109,7 @@ fn a_decoder_that_is_missing_is_a_failure_of_the_machine() {
     found("generate").ok();
     assert!(place.lines("out.jsonl")[1].get("error").is_none());
     fs::remove_file(place.path("out.jsonl")).unwrap();
-    // Another ffmpeg that may be installed is not found.
+    // An installed ffmpeg is not found.
     let hidden = |verb: &str| {
         let mut command = place.command(&line(verb));
         command.env("PATH", place.path("bin"));
@@ -151,7 +151,7 @@ fn a_video_without_frames_per_second() {
 #[ignore = "needs ffmpeg"]
 fn videos_that_ffmpeg_cannot_read() {
     for (name, args) in [
-        // An hour at 30 frames a second is more than is ever read.
+        // An hour at 30 frames a second exceeds the limit of reading.
         ("hour.mp4", &["-f", "lavfi", "-i", "color=s=16x16:r=30:d=3600", "-c:v", "mpeg4", "-q:v", "31"][..]),
         ("sound.mp4", &["-f", "lavfi", "-i", "sine=d=1"]),
     ] {
@@ -172,7 +172,7 @@ fn videos_that_ffmpeg_cannot_read() {
     }
 }
 
-/// Rows that are seen and heard: the sound of a clip is a medium of its own, and each of the two may be broken.
+/// Rows with pictures and sound: the sound of a clip is a separate medium, and each of the two may be broken.
 #[test]
 #[ignore = "needs ffmpeg"]
 fn clips_with_sound_that_ffmpeg_cannot_read() {
@@ -188,7 +188,7 @@ fn clips_with_sound_that_ffmpeg_cannot_read() {
     made("whole.mp4", &[&picture[..], &tone, &coded].concat());
     made("mute.mp4", &[&picture[..], &coded[..2]].concat());
     made("blind.mp4", &[&tone[..], &coded[2..]].concat());
-    // An hour of few frames: only its sound is too long.
+    // An hour with few frames: only its sound is too long.
     let hour = [
         "-f",
         "lavfi",
@@ -208,7 +208,7 @@ fn clips_with_sound_that_ffmpeg_cannot_read() {
     scratched[100..whole.len() / 2].fill(0x5a);
     place.write("scratched.mp4", scratched);
     place.write("empty.mp4", "");
-    // What is in a file decides, not its name.
+    // The content of a file decides, not its name.
     place.write("named.wav", whole);
 
     let row = |id: &str, media: &str, question: &str| {
@@ -251,7 +251,7 @@ fn clips_with_sound_that_ffmpeg_cannot_read() {
     place.run(&strict).fails(1, &["none, with --strict_media"]);
 }
 
-/// What was learnt of 100 000 headers is not lost with the next one.
+/// Cached results of 100 000 headers survive a change of the next header.
 #[test]
 fn a_check_of_headers_that_is_stopped_keeps_what_it_knows() {
     let place = Place::new();
@@ -283,7 +283,7 @@ fn sound(name: &str) -> std::path::PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../media/tests/data/audio").join(name)
 }
 
-/// A RIFF file that claims `num_bytes` of samples (`format` 1: 16 bits, 3: float) at 8 kHz; a hole where `samples` end.
+/// Writes a RIFF file that claims `num_bytes` of samples (`format` 1: 16 bits, 3: float) at 8 kHz, with a hole after `samples`.
 fn wav(place: &Place, name: &str, format: u8, num_bytes: u32, samples: &[u8]) {
     let width = if format == 3 { 4u8 } else { 2 };
     let mut bytes = b"RIFF".to_vec();
@@ -317,7 +317,7 @@ fn sound_that_cannot_be_heard() {
     place.write("empty.wav", "");
     wav(&place, "hour.wav", 1, 3600 * 16_000, &[]);
     wav(&place, "nan.wav", 3, 8, &[0, 0, 0, 0, 0, 0, 0xc0, 0x7f]);
-    // No opus without ffmpeg, and this one never ends.
+    // Opus needs ffmpeg, and this one never ends.
     programs(&place, &[("ffprobe", BUSY), ("ffmpeg", BUSY)]);
 
     let row = |id: &str, file: &str| {
@@ -335,7 +335,7 @@ fn sound_that_cannot_be_heard() {
         ("hang", "hang.opus", "`ffprobe` did not finish within 0.4 s of processor time"),
     ];
     let mut rows: Vec<String> = bad.iter().map(|(id, file, _)| row(id, file)).collect();
-    // The last one has the wrong name, which does not matter.
+    // The last file has the wrong ending, which does not matter.
     rows.extend([row("good", "speech.wav"), row("named", "flac.wav")]);
     place.write("with.jsonl", rows.join("\n"));
 
@@ -355,7 +355,7 @@ fn sound_that_cannot_be_heard() {
     let strict = train.replace("--output_dir run", "--output_dir strict --strict_media");
     with_programs(&place, &strict).fails(1, &["none, with --strict_media"]);
 
-    // A clip without sound is silence where that is asked for.
+    // A clip without sound is silence if that is set.
     place.write("with.jsonl", [row("mute", "mute.mp4"), row("good", "speech.wav")].join("\n"));
     let silent = train.replace("--output_dir run", "--output_dir silent --missing_audio silence");
     with_programs(&place, &silent).ok();

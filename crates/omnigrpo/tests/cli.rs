@@ -1,6 +1,9 @@
 //! The command line as a user meets it: help, errors, files of settings, presets, precedence.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "support/published.rs"]
+mod published;
+
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -24,7 +27,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// The error of a command line that must be refused as a usage error.
+/// Returns the error of a command line that must be refused as a usage error.
 fn refused(args: &[&str]) -> String {
     let output = run(args);
     assert_eq!(output.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&output.stdout));
@@ -32,13 +35,13 @@ fn refused(args: &[&str]) -> String {
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// Command lines that must be refused, each with its error.
+/// Writes command lines that must be refused, each with its error.
 fn transcript(lines: &[&[&str]]) -> String {
     let one = |args: &&[&str]| format!("$ omnigrpo {}\n{}", args.join(" "), refused(args));
     lines.iter().map(one).collect::<Vec<_>>().join("\n")
 }
 
-/// The line of a setting in `--print_config`, without the padding.
+/// Returns the line of a setting in `--print_config`, without the padding.
 fn setting(config: &str, name: &str) -> String {
     let line = config.lines().find(|l| l.trim_start_matches("# ").starts_with(&format!("{name}:"))).unwrap();
     line.split_whitespace().collect::<Vec<_>>().join(" ")
@@ -48,7 +51,7 @@ fn printed(args: &[&str]) -> String {
     stdout(&run(&[args, &["--print_config"]].concat()))
 }
 
-/// The values of `--print_config` without comments.
+/// Returns the values of `--print_config` without comments.
 fn values(config: &str) -> String {
     let settings = config.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
     settings.map(|line| format!("{}\n", line.rsplit_once(" # ").unwrap().0.trim_end())).collect()
@@ -58,7 +61,108 @@ fn values(config: &str) -> String {
 fn help_lists_the_commands_and_their_flags_by_section() {
     insta::assert_snapshot!("help", stdout(&run(&["--help"])));
     insta::assert_snapshot!("train_help", stdout(&run(&["train", "--help"])));
+    insta::assert_snapshot!("train_first_help", stdout(&run(&["train", "-h"])));
+    insta::assert_snapshot!("plan_first_help", stdout(&run(&["plan", "-h"])));
     insta::assert_snapshot!("data_convert_help", stdout(&run(&["data", "convert", "--help"])));
+}
+
+/// Returns the flags that a help text lists, without dashes.
+fn listed_flags(help: &str) -> Vec<&str> {
+    help.lines().filter_map(|line| line.strip_prefix("      --")?.split(' ').next()).collect()
+}
+
+/// All commands.
+const COMMANDS: [&str; 20] = [
+    "train",
+    "plan",
+    "sft",
+    "generate",
+    "score",
+    "eval",
+    "data check",
+    "data show",
+    "data convert",
+    "rewards list",
+    "rewards run",
+    "export",
+    "push",
+    "doctor",
+    "demo",
+    "bench",
+    "watch",
+    "report",
+    "completions",
+    "man",
+];
+
+/// `-h` shows at most fifteen settings, all of which `--help` lists first, with examples whose settings the command takes.
+#[test]
+fn short_help_shows_a_first_run() {
+    for command in COMMANDS {
+        let words: Vec<&str> = command.split(' ').collect();
+        let short = stdout(&run(&[&words[..], &["-h"]].concat()));
+        let long = stdout(&run(&[&words[..], &["--help"]].concat()));
+        let (first, all) = (listed_flags(&short), listed_flags(&long));
+        let shows_all = first == all;
+        assert!(shows_all || first.len() <= 15, "{command}: {}", first.len());
+        assert_eq!(all[..first.len()], first, "{command}");
+        assert_eq!(short.contains("--help` shows all"), !shows_all, "{command}");
+        let examples = short.split_once("Example:\n").unwrap().1.split("\n\n").next().unwrap();
+        let examples = examples.replace("\\\n", " ");
+        for example in examples.lines().filter(|line| line.trim().starts_with("omnigrpo")) {
+            let words: Vec<&str> = example.split_whitespace().skip(1).collect();
+            assert!(words.starts_with(&command.split(' ').collect::<Vec<_>>()), "{example}");
+            for flag in words.iter().filter_map(|word| word.strip_prefix("--")) {
+                assert!(all.contains(&flag), "{example}: {flag}");
+            }
+        }
+    }
+    for command in ["train", "plan"] {
+        let short = stdout(&run(&[command, "-h"]));
+        assert_eq!(listed_flags(&short).len(), 15, "{command}");
+        let long = stdout(&run(&[command, "--help"]));
+        let last = long.rfind("\n\nSettings of one model family:\n").unwrap();
+        assert!(long[last..].contains("--vision_tower") && long[..last].contains("\n\nProgram:\n"), "{long}");
+    }
+    let config = printed(&["train", "--model", "m", "--reward_funcs", "accuracy", "format", "--use_peft"]);
+    assert_eq!(setting(&config, "use_peft"), "use_peft: true # flag");
+}
+
+#[test]
+fn help_explains_commands_and_settings() {
+    for command in ["", "train", "plan", "data", "data check", "rewards"] {
+        let words: Vec<&str> = command.split_whitespace().collect();
+        let asked = stdout(&run(&[&["help"], &words[..]].concat()));
+        assert_eq!(asked, stdout(&run(&[&words[..], &["--help"]].concat())), "{command}");
+    }
+    let beta = stdout(&run(&["help", "beta"]));
+    assert_eq!(beta, stdout(&run(&["help", "--grpo_beta"])));
+    insta::assert_snapshot!("help_setting", format!("{beta}\n{}", stdout(&run(&["help", "save_strategy"]))));
+    insta::assert_snapshot!(
+        "help_unknown",
+        transcript(&[&["help", "trian"], &["help", "bta"], &["help", "zzzzz"]])
+    );
+}
+
+/// `plan` has the settings of `train` and stops before a model is loaded; a run directory is no part of it.
+#[test]
+fn plan_is_a_command_of_its_own() {
+    let help = stdout(&run(&["plan", "--help"]));
+    assert!(
+        help.starts_with("Print the memory that `train`") && help.contains("Usage: omnigrpo plan "),
+        "{help}"
+    );
+    let (plan, train) = (help, stdout(&run(&["train", "--help"])));
+    let mut both = listed_flags(&train);
+    both.retain(|flag| *flag != "dry_run");
+    both.sort_unstable();
+    let mut own = listed_flags(&plan);
+    own.sort_unstable();
+    assert_eq!(own, both);
+    insta::assert_snapshot!(
+        "plan_refuses",
+        transcript(&[&["plan"], &["plan", "--bogus", "1"], &["plan", "--dry_run"], &["plan", "rows.json"]])
+    );
 }
 
 #[test]
@@ -128,12 +232,29 @@ fn settings_without_effect_and_contradictions_are_refused() {
         &["sft", "--accuracy_mode", "mcq_iou"],
         &["generate", "--prompt", "Hm?", "--batch_size", "2"],
         &["generate", "--prompt", "Hm?", "--output", "o.jsonl"],
+        &["train", "--judge_model", "m", "--reward_workers", "3", "--reward_timeout_secs", "9"],
     ];
     insta::assert_snapshot!(transcript(lines));
-    // The same value as the default changes nothing, so nothing is lost by it.
+    printed(&["train", "--reward_funcs", "mine.py:f", "--reward_workers", "3", "--reward_timeout_secs", "9"]);
+    // Clip bounds without effect give a note, since scripts of other trainers always have them.
+    let note = |args: &[&str]| {
+        let config = printed(&[&["train"], args].concat());
+        config.lines().find(|line| line.contains("no ratio is clipped")).map(str::to_owned)
+    };
+    let told = note(&["--epsilon", "0.1", "--epsilon_high", "0.28"]).unwrap();
+    assert!(told.contains("(`epsilon`, `epsilon_high`)") && told.contains("its ratio is 1"), "{told}");
+    for more in [
+        &["--epsilon", "0.2"][..],
+        &["--epsilon", "0.1", "--num_iterations", "2"],
+        &["--epsilon", "0.1", "--steps_per_generation", "2"],
+        &["--loss_type", "cispo", "--epsilon_high", "0.5"],
+    ] {
+        assert_eq!(note(more), None, "{more:?}");
+    }
+    // A value equal to the default changes nothing.
     printed(&["train", "--max_steps", "3", "--num_train_epochs", "1"]);
     printed(&["train", "--fps", "1"]);
-    // What is right decides about lengths, too.
+    // Rewards of length depend on right answers as well.
     for reward in ["length", "cosine"] {
         let config = printed(&["train", "--reward_funcs", reward, "--accuracy_mode", "emotion"]);
         assert_eq!(setting(&config, "accuracy_mode"), "accuracy_mode: [emotion] # flag");
@@ -225,7 +346,7 @@ fn a_printed_configuration_reads_back_as_itself() {
         "--resume_from_checkpoint",
         "false",
     ];
-    // `replay` samples nothing, so the preset's top_p is dropped.
+    // `replay` samples nothing, so the top_p of the preset is dropped.
     let extra: Vec<&str> =
         extra.iter().copied().filter(|a| !["--stop_strings", "no", "a\nb \"c\" # d"].contains(a)).collect();
     for args in [
@@ -284,7 +405,7 @@ fn a_file_for_training_serves_other_commands() {
     assert!(!config.contains("beta"));
 }
 
-/// How a run samples for training is no way to evaluate its model.
+/// The sampling settings of a training run are not used for its evaluation.
 #[test]
 fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     let dir = tempfile::tempdir().unwrap();
@@ -296,29 +417,29 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
     )
     .unwrap();
     let config = show(&["eval", "--config", "run.yaml"]);
-    let note = "# the file of settings is a training run's; how it samples is not taken: `num_generations` 4, \
-                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set it\n";
+    let note = "# the file of settings describes a training run, whose sampling settings are ignored: `num_generations` 4, \
+                `temperature` 0.7, `top_p` 0.9. Flags of `eval` set them\n";
     assert!(config.contains(note), "{config}");
     for (name, value) in [("num_generations", "1"), ("temperature", "0.0")] {
         assert_eq!(setting(&config, name), format!("{name}: {value} # default"));
     }
     assert_eq!(setting(&config, "max_completion_length"), "max_completion_length: 99 # config run.yaml:7");
     assert_eq!(setting(&config, "batch_size"), "batch_size: 3 # config run.yaml:8");
-    // What the run resolved, as its directory has it, is the same.
+    // The resolved settings in a run directory give the same result.
     std::fs::write(dir.path().join("resolved.yaml"), show(&["train", "--config", "run.yaml"])).unwrap();
     let config = show(&["eval", "--config", "resolved.yaml"]);
     assert!(config.contains(note), "{config}");
     let config = show(&["generate", "--config", "resolved.yaml"]);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 1 # default");
     assert!(
-        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set it"),
+        config.contains("`temperature` 0.7") && config.contains("Flags of `generate` set them"),
         "{config}"
     );
     assert!(
-        !show(&["score", "--config", "run.yaml"]).contains("is not taken"),
+        !show(&["score", "--config", "run.yaml"]).contains("are ignored"),
         "none of them is a setting of `score`"
     );
-    // Flags count, and so does a file of evaluations.
+    // Flags apply, and so does a file for evaluations.
     let flags = ["eval", "--config", "run.yaml", "--num_generations", "2", "--temperature", "0.5"];
     let config = show(&flags);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 2 # flag");
@@ -327,7 +448,7 @@ fn evaluation_takes_its_own_defaults_from_a_file_for_training() {
         .unwrap();
     let config = show(&["eval", "--config", "eval.yaml"]);
     assert_eq!(setting(&config, "num_generations"), "num_generations: 4 # config eval.yaml:2");
-    assert!(!config.contains("not taken"));
+    assert!(!config.contains("are ignored"));
 }
 
 #[test]
@@ -345,13 +466,13 @@ fn the_environment_is_noted() {
         [
             "# omnigrpo train",
             "# WANDB_DISABLED is on: nothing is sent to W&B",
-            "# DEBUG_MODE is on: what rewards score is appended to r.log",
+            "# DEBUG_MODE is on: scored completions are appended to r.log",
             "# CUDA_VISIBLE_DEVICES=0",
         ]
     );
 }
 
-/// The values that the source systems document, by name as `--print_config` shows them.
+/// Values that the source systems document, by their names in `--print_config`.
 #[test]
 fn presets_are_pinned_to_their_sources() {
     let video = [
@@ -469,155 +590,16 @@ fn presets_show_the_values_of_their_sources() {
     insta::assert_snapshot!("print_config_defaults", printed(&["train"]));
 }
 
-/// The command lines of the source systems as published, with `omnigrpo train --preset …` in place of the launcher and
-/// the script; variables of the scripts are filled in.
+/// Published command lines are accepted, with the notes that they get.
 mod sources {
     use super::*;
-
-    /// The launch script of R1-Omni's trainers.
-    const R1_OMNI: &str = "--output_dir ./outputs/test_humanomni_emer_1format_withpath_withchoice/ \
-        --model_name_or_path siglip-base-patch16-224 --dataset_name DFEW_all --deepspeed local_scripts/zero3.json \
-        --max_prompt_length 512 --max_completion_length 512 --per_device_train_batch_size 1 \
-        --gradient_accumulation_steps 2 --logging_steps 1 --bf16 --report_to wandb --gradient_checkpointing false \
-        --attn_implementation flash_attention_2 --max_pixels 401408 --num_train_epochs 2 \
-        --run_name Qwen2-VL-2B-GRPO-emotion --save_steps 1000 --save_only_model true --num_generations 8";
-
-    /// The command of the GRPO guide for qwen-vl-finetune.
-    const QWEN_GUIDE: &str = "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dataset_use assy07_grpo \
-        --output_dir ./output/grpo_model --num_train_epochs 3 --per_device_train_batch_size 1 --grpo_alpha 0.5 \
-        --grpo_beta 0.1 --format_reward_weight 0.3 --accuracy_reward_weight 0.7 --grpo_sample_size 4";
-
-    /// The command of the video repository's README.
-    const VIDEO_README: &str = "--model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
-        --dataset_use your_video_dataset_grpo --output_dir ./output/grpo_model --num_train_epochs 3 \
-        --per_device_train_batch_size 1 --grpo_alpha 0.5 --grpo_beta 0.1 --format_reward_weight 0.3 \
-        --accuracy_reward_weight 0.7 --grpo_sample_size 4 --report_to wandb --run_name video-grpo-experiment";
-
-    /// `train_grpo.sh` in its three forms: values that differ, and what one of them adds.
-    struct Qwen {
-        model: &'static str,
-        dataset: &'static str,
-        run: &'static str,
-        epochs: &'static str,
-        batch: &'static str,
-        checkpointing: &'static str,
-        report_to: &'static str,
-        weights: [&'static str; 2],
-        max_length: &'static str,
-        samples: &'static str,
-        more: &'static str,
-    }
-
-    impl Qwen {
-        fn line(&self) -> String {
-            let Self {
-                model,
-                dataset,
-                run,
-                epochs,
-                batch,
-                checkpointing,
-                report_to,
-                weights,
-                max_length,
-                samples,
-                more,
-            } = self;
-            let [format, accuracy] = weights;
-            format!(
-                "--model_name_or_path {model} --dataset_use {dataset} --data_flatten True --output_dir ./output/{run} \
-                 --cache_dir ./cache --num_train_epochs {epochs} --per_device_train_batch_size {batch} \
-                 --per_device_eval_batch_size {batch} --gradient_accumulation_steps 8 --evaluation_strategy no \
-                 --save_strategy steps --save_steps 100 --save_total_limit 3 --learning_rate 2e-5 --weight_decay 0.1 \
-                 --adam_beta1 0.9 --adam_beta2 0.95 --adam_epsilon 1e-8 --max_grad_norm 1.0 --warmup_ratio 0.03 \
-                 --lr_scheduler_type cosine --logging_steps 10 --tf32 True --model_max_length 2048 \
-                 --gradient_checkpointing {checkpointing} --dataloader_num_workers 4 --report_to {report_to} \
-                 --run_name {run} --bf16 True --tune_mm_llm True --tune_mm_vision False --tune_mm_mlp True \
-                 --mm_projector_lr 2e-5 --video_max_frames 4 --video_min_frames 4 --base_interval 2 --grpo_alpha 0.5 \
-                 --grpo_beta 0.1 --format_reward_weight {format} --accuracy_reward_weight {accuracy} \
-                 --generation_max_length {max_length} --generation_temperature 0.7 --generation_top_p 0.9 \
-                 --grpo_sample_size {samples} {more}"
-            )
-        }
-    }
-
-    const ACTIONS: Qwen = Qwen {
-        model: "Qwen/Qwen2.5-VL-3B-Instruct",
-        dataset: "assy07_grpo",
-        run: "qwen2.5-vl-grpo",
-        epochs: "3",
-        batch: "1",
-        checkpointing: "True",
-        report_to: "wandb",
-        weights: ["0.3", "0.7"],
-        max_length: "50",
-        samples: "1",
-        more: "",
-    };
-
-    const NO_THINK: Qwen = Qwen {
-        dataset: "assy07_grpo_no_think",
-        run: "qwen2.5-vl-3b-grpo-no-think",
-        epochs: "1",
-        batch: "2",
-        checkpointing: "False",
-        weights: ["1.0", "1.0"],
-        max_length: "128",
-        samples: "4",
-        more: "--grpo_logging_steps 1",
-        ..ACTIONS
-    };
-
-    const PER_TOKEN: Qwen = Qwen {
-        model: "Qwen/Qwen2.5-VL-7B-Instruct",
-        run: "qwen2.5-vl-7b-grpo-assy07_grpo_no_think-per_token_loss",
-        batch: "1",
-        report_to: "none",
-        max_length: "64",
-        samples: "1",
-        ..NO_THINK
-    };
-
-    /// VLM-R1's script for InternVL on ViVQA-X.
-    const INTERNVL: &str = "--use_vllm False --output_dir checkpoints/rl/InternVL3-1B-ViVQA-X \
-        --model_name_or_path OpenGVLab/InternVL3-1B --data_file_paths data/ViVQA-X_train_grpo.jsonl \
-        --image_folders COCO_Images/train2014 --is_reward_customized_from_vlm_module False --task_type vqa \
-        --per_device_train_batch_size 3 --gradient_accumulation_steps 5 --gradient_checkpointing true --logging_steps 1 \
-        --max_steps 500 --num_train_epochs 1 --bf16 --attn_implementation flash_attention_2 \
-        --run_name InternVL3-1B-ViVQA-X --data_seed 42 --save_steps 100 --num_generations 3 \
-        --max_completion_length 1024 --reward_funcs accuracy format --beta 0.1 --report_to wandb \
-        --dataset-name this_is_not_used --deepspeed local_scripts/zero2.json --learning_rate 2e-5 \
-        --freeze_vision_modules true --push_to_hub true --hub_model_id TSunm/InternVL3-1B-ViVQA-X";
-
-    /// The same script later, with all rewards of its README.
-    const INTERNVL_EXPLAINED: &str = "--use_vllm False --output_dir checkpoints/rl/InternVL3-1B-ViVQA-X-101 \
-        --resume_from_checkpoint False --model_name_or_path OpenGVLab/InternVL3-1B \
-        --data_file_paths data/ViVQA-X_train_grpo.jsonl --image_folders COCO_Images/train2014 \
-        --is_reward_customized_from_vlm_module False --task_type vqa --per_device_train_batch_size 3 \
-        --gradient_accumulation_steps 11 --gradient_checkpointing true --logging_steps 1 --max_steps 500 \
-        --num_train_epochs 2 --bf16 --attn_implementation flash_attention_2 --run_name InternVL3-1B-ViVQA-X-101 \
-        --data_seed 42 --save_steps 50 --num_generations 3 --max_completion_length 1024 \
-        --reward_funcs accuracy format explanation --beta 0.1 --report_to wandb --dataset-name this_is_not_used \
-        --deepspeed local_scripts/zero2.json --learning_rate 2e-5 --freeze_vision_modules true --push_to_hub true \
-        --hub_model_id TSunm/InternVL3-1B-ViVQA-X";
-
-    /// VLM-R1's script with adapters.
-    const ADAPTERS: &str = "--use_vllm False --output_dir checkpoints/rl/Qwen2.5-VL-3B-Instruct-rec-lora \
-        --resume_from_checkpoint False --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
-        --data_file_paths data/ViVQA-X_train_grpo.jsonl --image_folders COCO_Images/train2014 --max_pixels 200704 \
-        --is_reward_customized_from_vlm_module False --task_type rec --per_device_train_batch_size 3 \
-        --gradient_accumulation_steps 2 --gradient_checkpointing true --logging_steps 1 --max_steps 500 \
-        --num_train_epochs 1 --bf16 --attn_implementation sdpa --run_name Qwen2.5-VL-3B-Instruct-rec-lora \
-        --data_seed 42 --save_steps 100 --num_generations 3 --max_completion_length 2048 \
-        --reward_funcs accuracy format --beta 0.04 --report_to wandb --dataset-name this_is_not_used \
-        --deepspeed local_scripts/zero2.json --learning_rate 1e-5 --use_peft true --lora_r 64 --lora_alpha 128 \
-        --lora_dropout 0.05 --lora_task_type CAUSAL_LM --freeze_vision_modules true";
+    use published::*;
 
     fn words<'l>(preset: &'l str, line: &'l str) -> Vec<&'l str> {
         ["train", "--preset", preset].into_iter().chain(line.split_whitespace()).collect()
     }
 
-    /// The notes of a command line that must be accepted, and the settings that matter.
+    /// Returns the notes of a command line that must be accepted, and some of its settings.
     fn accepted(preset: &str, line: &str, settings: &[&str]) -> String {
         let config = printed(&words(preset, line));
         let mut out: String =
@@ -656,7 +638,7 @@ mod sources {
         insta::assert_snapshot!("source_video_readme", accepted("qwen-mcq", VIDEO_README, &of));
         let of = ["torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_no_think", accepted("qwen-mcq", &NO_THINK.line(), &of));
-        // Both sample one completion of a question: the note says what that means for each advantage.
+        // Both sample one completion per question: the note explains the effect on each advantage.
         let of =
             ["num_generations", "advantage", "torch_dtype", "eval_strategy", "reward_weights", "report_to"];
         insta::assert_snapshot!("source_actions", accepted("qwen-video", &ACTIONS.line(), &of));
@@ -676,42 +658,13 @@ mod sources {
         insta::assert_snapshot!("source_internvl", accepted("vivqa-x", INTERNVL, &of));
         insta::assert_snapshot!("source_internvl_explained", accepted("vivqa-x", INTERNVL_EXPLAINED, &of));
         insta::assert_snapshot!("source_adapters", accepted("vivqa-x", ADAPTERS, &["lora_r", "torch_dtype"]));
-        // The README's example of a reward of one's own is one name short of a program.
+        // The README's example of a custom reward gives a name without a program.
         let mine = INTERNVL.replace("accuracy format", "accuracy format explanation my_new_reward");
         let error = refused(&[words("vivqa-x", &mine), vec!["--print_config"]].concat());
         assert!(error.contains("`my_new_reward`") && error.contains("`cmd:PROGRAM`"), "{error}");
         let mine = mine.replace("my_new_reward", "my_new_reward=cmd:./reward.py");
         assert!(accepted("vivqa-x", &mine, &["reward_weights"]).contains("1.0, 1.0]"));
     }
-
-    /// ms-swift's script for a 7B model with vLLM.
-    const SWIFT: &str = "--rlhf_type grpo --model Qwen/Qwen2.5-VL-7B-Instruct --train_type lora --dataset rows.jsonl \
-        --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 4 \
-        --torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 \
-        --learning_rate 1e-6 --save_total_limit 2 --logging_steps 5 --output_dir output --gradient_accumulation_steps 8 \
-        --warmup_ratio 0.05 --dataloader_num_workers 4 --max_completion_length 1024 --reward_funcs accuracy format \
-        --num_generations 8 --sleep_level 1 --temperature 1.0 --top_p 0.85 --lr_scheduler_type cosine";
-
-    /// verl's script for Geometry3K, on files of this machine.
-    const VERL: &str = "algorithm.adv_estimator=grpo data.train_files=geo3k/train.parquet data.val_files=geo3k/test.parquet \
-        data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=2048 \
-        data.filter_overlong_prompts=True data.truncation=error data.image_key=images \
-        actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6 \
-        actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10 actor_rollout_ref.actor.use_kl_loss=True \
-        actor_rollout_ref.actor.kl_loss_coef=0.01 actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-        actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True \
-        actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm \
-        actor_rollout_ref.rollout.n=5 actor_rollout_ref.ref.fsdp_config.param_offload=True \
-        algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=['console','wandb'] \
-        trainer.experiment_name=qwen2_5_vl_7b trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 \
-        trainer.test_freq=5 trainer.total_epochs=15";
-
-    /// EasyR1's script for Geometry3K.
-    const EASY_R1: &str = "config=examples/config.yaml data.train_files=hiyouga/geometry3k@train \
-        data.val_files=hiyouga/geometry3k@test worker.actor.model.model_path=Qwen/Qwen2.5-VL-7B-Instruct \
-        worker.rollout.tensor_parallel_size=1 worker.reward.reward_function=./math.py:compute_score \
-        trainer.experiment_name=qwen2_5_vl_7b_geo_grpo trainer.n_gpus_per_node=8";
 
     #[test]
     fn scripts_of_peers_start_with_notes() {
@@ -791,7 +744,7 @@ mod sources {
             [
                 "# omnigrpo train",
                 "# 3 settings have no counterpart here and change nothing:",
-                "#   report_to mlflow: there is no such tracker here; metrics.jsonl has every number",
+                "#   report_to mlflow: this tracker is unsupported; metrics.jsonl has every number",
                 "#   use_vllm false: completions are sampled in the same process with the trained weights",
                 "#   attn_implementation flash_attention_2: there is one attention implementation",
             ]
@@ -817,7 +770,7 @@ fn a_launcher_with_several_processes_is_refused() {
         let got = format!("got: {variable}=2");
         assert!(error.contains("a launcher started several processes") && error.contains(&got), "{error}");
     }
-    // One process of a launcher is as good as none, and what writes nothing may be started as often as one likes.
+    // A launcher with one process is accepted, and so are several processes of a command that writes nothing.
     let dir = tempfile::tempdir().unwrap();
     let output = run_in(dir.path(), &[("WORLD_SIZE", "1"), ("HF_HUB_OFFLINE", "1")], &args);
     assert!(!String::from_utf8(output.stderr).unwrap().contains("launcher"));
@@ -855,7 +808,7 @@ fn a_run_is_shown_in_the_terminal_and_written_as_one_file() {
         String::from_utf8(run_in(dir.path(), &[], &["watch", "x", "--dashbord_port", "1"]).stderr).unwrap();
     assert!(error.contains("dashboard_port"), "{error}");
 
-    // A switch takes no directory for its value, and in a pipe there is a line per step.
+    // A switch does not take a directory as its value. A pipe gets one line per step.
     for words in [&["watch", "--tui", "mine, yours"][..], &["watch", "--tui", "true", "mine, yours"]] {
         let mut watch = command(dir.path(), &[], words).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
@@ -888,7 +841,7 @@ fn completions_and_manual_pages_know_every_flag() {
     for (words, page) in
         [(vec!["train"], "omnigrpo-train.1"), (vec!["data", "check"], "omnigrpo-data-check.1")]
     {
-        // A page escapes dashes, and `--help` lists every flag of the table.
+        // Manual pages escape dashes. `--help` lists every flag of the table.
         let page = std::fs::read_to_string(man.join(page)).unwrap().replace("\\-", "-");
         let help = stdout(&run(&[words, vec!["--help"]].concat()));
         let flags: Vec<&str> =

@@ -1,5 +1,5 @@
-//! HumanOmni from its flags to its files: rows with any of video, sound, image and text in one batch, towers given by
-//! flags, the preset, evaluation by emotion.
+//! HumanOmni from its flags to its files: rows with video, sound, image or text in one batch, towers from flags,
+//! the preset, evaluation by emotion.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod support;
@@ -10,7 +10,7 @@ use support::{Place, golden, numbers};
 const SMALL: &str =
     "--threads 1 --max_steps 2 --gradient_accumulation_steps 1 --save_strategy no --torch_dtype float32";
 
-/// A row per combination of media. The mention of `<audio>` without a file would mean the sound of the video.
+/// Writes one row per combination of media. `<audio>` without a file would mean the sound of the video.
 fn place() -> Place {
     let place = Place::new();
     for name in ["shapes.png", "rise.wav"] {
@@ -44,7 +44,7 @@ fn model(name: &str) -> String {
     golden("checkpoints").join(name).display().to_string()
 }
 
-/// The source cuts prompts before features take the place of media: each medium counts as one token.
+/// The source truncates prompts before features replace media, so each medium counts as one token.
 #[test]
 fn the_limit_on_prompts_counts_a_medium_as_one_token() {
     let place = place();
@@ -59,7 +59,7 @@ fn the_limit_on_prompts_counts_a_medium_as_one_token() {
         refused.split_once("got ").unwrap().1.split_once(" tokens").unwrap().0.parse().unwrap();
     check(counted - 1).fails(1, &["1 of 1 rows cannot be used"]);
     check(counted).ok();
-    // The clip and its sound have more features than the limit.
+    // The clip and its sound have more features than the limit allows tokens.
     let shown = place.run(&format!("data show --model {base} --train_file one.jsonl")).ok().stdout;
     let total: usize = shown
         .split(|c: char| !c.is_ascii_alphanumeric())
@@ -89,7 +89,7 @@ fn the_recipe_runs_on_rows_of_every_kind() {
         place.lines("sft/metrics.jsonl").iter().filter_map(|row| row["loss"].as_f64()).collect();
     assert!(losses.len() == 2 && losses[1] < losses[0], "{losses:?}");
 
-    // The preset's fixed question replaces those of the rows; what is trained is the projector and the language model.
+    // The fixed question of the preset replaces those of the rows. The projector and the language model are trained.
     place
         .run(&format!(
             "train --preset humanomni --model sft --train_file omni.jsonl --output_dir rl {SMALL} --nframes 4 \
@@ -111,7 +111,7 @@ fn the_recipe_runs_on_rows_of_every_kind() {
     assert_eq!(place.lines("eval.jsonl").len(), 5);
 }
 
-/// The preset is no matter of the architecture: Qwen2-VL and Qwen2.5-VL take its question, its frames and its rewards.
+/// The preset works with other families: Qwen2-VL and Qwen2.5-VL take its question, its frames and its rewards.
 #[test]
 fn the_preset_serves_qwen_checkpoints() {
     let place = Place::new();
@@ -129,7 +129,7 @@ fn the_preset_serves_qwen_checkpoints() {
     ];
     place.write("rows.jsonl", rows.concat());
     for name in ["qwen2_vl_tied", "qwen2_5_vl_tied"] {
-        // The fixtures have room for few tokens.
+        // The fixtures allow few tokens.
         let small = "--nframes 4 --max_pixels 12544 --max_completion_length 4 --num_generations 2";
         let train = format!("train --preset humanomni --model {} --train_file rows.jsonl", model(name));
         place
@@ -144,7 +144,7 @@ fn the_preset_serves_qwen_checkpoints() {
     }
 }
 
-/// Towers beside the checkpoint by flags; a trained one is saved inside, the others are found again.
+/// Flags name towers outside of the checkpoint. A trained tower is saved inside, the others are found again.
 #[test]
 fn towers_come_from_flags_and_go_where_they_belong() {
     let place = place();
@@ -181,7 +181,7 @@ fn towers_come_from_flags_and_go_where_they_belong() {
         .fails(1, &["the tower was not found"]);
 }
 
-/// One prompt for every command: what `score` says of greedy tokens is what sampling recorded.
+/// Every command makes the same prompt: `score` returns the log-probabilities that sampling recorded for greedy tokens.
 #[test]
 fn generate_and_score_see_the_same_prompt() {
     let place = place();

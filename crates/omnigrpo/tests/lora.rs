@@ -1,4 +1,4 @@
-//! Adapters from the command line: trained, resumed, used, merged; over few bits; and what is refused.
+//! Adapters from the command line: training, resuming, use, merging, quantised weights, and refused settings.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod support;
@@ -55,20 +55,20 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     let merged = scores(&place, "--model merged", "merged.jsonl");
     assert!(distance(&merged, &adapted) <= 2e-5, "{}", distance(&merged, &adapted));
     place.run(merge).fails(2, &["is not empty"]);
-    // Few bits move the answer a little, and the adapter goes on top of them.
+    // Quantised weights change the answer a little; the adapter is added to them.
     let eight = scores(&place, "--model M --adapter_path run --load_in_8bit", "eight.jsonl");
     assert!((1e-7..0.3).contains(&distance(&eight, &adapted)), "{}", distance(&eight, &adapted));
 
     place
         .run("eval --model M --adapter_path run --eval_file rows.jsonl --max_completion_length 4 --threads 1")
         .ok();
-    // From here on: the rank and scale are the adapter's.
+    // Training continues with the rank and scale of the adapter.
     let go_on =
         "sft --model M --adapter_path run --train_file rows.jsonl --max_steps 1 --threads 1 --output_dir on";
     place.run(go_on).ok();
     let config: Value = serde_json::from_str(&place.text("on/adapter_config.json")).unwrap();
     assert_eq!(config["r"], json!(4));
-    // The projector that came with the adapter is kept, though it is trained no more.
+    // The projector that came with the adapter stays, although it is no longer trained.
     assert!(config["modules_to_save"].as_array().unwrap().contains(&json!("model.visual.merger.mlp.0")));
     place.run(&format!("{go_on} --lora_r 8")).fails(2, &["lora_r", "has its own"]);
     place.run("score --model run --input rows.jsonl --output x.jsonl").fails(2, &["holds an adapter"]);
@@ -91,7 +91,7 @@ fn four_bits_under_adapters_and_patterns() {
             .run(&format!("train --model M {TRAIN} --max_steps 1 --output_dir no {flags}"))
             .fails(code, parts);
     };
-    fails("--load_in_4bit", 2, &["quantised weights can not be trained", "--use_peft"]);
+    fails("--load_in_4bit", 2, &["quantised weights cannot be trained", "--use_peft"]);
     fails("--use_peft --load_in_4bit --load_in_8bit", 2, &["8 and in 4 bits"]);
     fails("--lora_r 8", 2, &["lora_r", "`use_peft` is false"]);
     fails("--use_peft --lora_target_modules nothing_here", 1, &["nothing_here", "names no linear layer"]);
@@ -102,7 +102,7 @@ fn four_bits_under_adapters_and_patterns() {
     place.run("export --model M --output_dir out").fails(2, &["nothing to change"]);
 }
 
-/// What decides about bits and is no file or number of the user: the path of bf16 products, and what few bits are multiplied with.
+/// A run keeps two choices that change bits: the path of bf16 products, and the activations of products with quantised weights.
 #[test]
 fn a_run_is_resumed_with_the_products_it_began_with() {
     let place = Place::new();
@@ -119,7 +119,7 @@ fn a_run_is_resumed_with_the_products_it_began_with() {
     let other = state.replace("\"path of bf16 products\":\"widened\"", "\"path of bf16 products\":\"dot\"");
     let other = other.replace("\"path of bf16 products\": \"widened\"", "\"path of bf16 products\": \"dot\"");
     assert_ne!(state, other);
-    // The sum of the altered file, so that it does not count as damaged.
+    // The checksum of the changed file, so that it does not count as damaged.
     let sum =
         |text: &str| -> String { Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect() };
     let sums = place.text("out/checkpoint-1/SHA256SUMS");

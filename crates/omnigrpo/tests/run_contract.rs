@@ -1,4 +1,4 @@
-//! Where a run writes, what it says first, when it resumes, and settings files of DeepSpeed.
+//! Files of a run, its first lines, resuming, and settings files of DeepSpeed.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod support;
@@ -44,8 +44,8 @@ fn a_name_gives_the_directories_and_the_log_tells_environment_model_and_steps_in
     in_order(&place.text("out/log.txt"), &["omnigrpo ", "model ", "step 1/1 |"]);
 }
 
-/// A log in a file is for people and programs: rewards by name, no loss that is always 0, what warns, and no codes of
-/// terminals, neither ours nor a model's or a row's.
+/// A log in a file has rewards by name, no loss that is always 0, warnings, and no terminal codes, whether of the program, a model
+/// or a row.
 #[test]
 fn a_log_tells_rewards_warnings_and_completions_without_codes() {
     let place = Place::new();
@@ -53,7 +53,7 @@ fn a_log_tells_rewards_warnings_and_completions_without_codes() {
         "rows.jsonl",
         r#"{"id": "a\u001b]0;x\u0007", "problem": "Which\nshape\r?", "solution": "<answer>sq\u001b[2Juare</answer>"}"#,
     );
-    // It ends without an answer once, which is a warning.
+    // It ends once without an answer, which is a warning.
     place.write(
         "once.sh",
         r#"n=0
@@ -86,7 +86,7 @@ id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0.25, 1]}"; don
         assert!(!text.contains("loss 0.0000"), "{text}");
     }
 
-    // The window that is open when the run ends is shown as well.
+    // The incomplete window at the end of the run is shown as well.
     let line = line.replace("--logging_steps 3", "--logging_steps 1").replace("--log_completions", "");
     let more = ["--output_dir", "windows", "--reward_funcs", "random"];
     let stderr = place.run_with(&line, &more).ok().stderr;
@@ -121,7 +121,7 @@ fn a_missing_file_of_rows_names_the_command_that_makes_it() {
     assert!(!other.stderr.contains("vivqa"), "{}", other.stderr);
 }
 
-/// A checkpoint may have a folder of its own files, which is saved, summed and resumed from like the others.
+/// A checkpoint may contain a directory, which is saved, summed and resumed like its other files.
 #[test]
 fn a_folder_of_templates_goes_with_the_model() {
     let place = Place::new();
@@ -134,7 +134,7 @@ fn a_folder_of_templates_goes_with_the_model() {
     };
     place.run(&line(1)).ok();
     assert!(place.text("run/checkpoint-1/SHA256SUMS").contains(&format!("  {name}\n")));
-    // The model of the longer run takes the place of the first one's.
+    // The model of the longer run replaces the first one.
     assert!(place.run(&line(2)).ok().stderr.contains("at step 1 of 2"));
     assert_eq!(place.text(&format!("run/{name}")), "tool");
     place.write(&format!("run/checkpoint-2/{name}"), "fool");
@@ -148,25 +148,25 @@ fn a_run_resumes_only_where_it_makes_sense() {
     let line = |name: &str, steps: usize| format!("{TRAIN} --exp_name {name} --max_steps {steps}");
     place.run(&line("a", 2)).ok();
 
-    // The same settings, a longer run: it goes on.
+    // With the same settings a longer run resumes.
     let longer = place.run(&line("a", 3)).ok().stderr;
     assert!(longer.contains("resuming from checkpoints/rl/a/checkpoint-2 at step 2 of 3"), "{longer}");
     assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 3);
 
-    // Another learning rate: from the beginning, and it says which setting differs.
+    // With another learning rate it starts from the beginning and names the setting.
     let changed = place.run(&format!("{} --learning_rate 0.5", line("a", 1))).ok().stderr;
     assert!(!changed.contains("resuming"), "{changed}");
     assert!(changed.contains("learning_rate: 1e-6 → 0.5") && changed.contains("starting anew"), "{changed}");
     assert_eq!(place.lines("checkpoints/rl/a/metrics.jsonl").len(), 1);
 
-    // A fresh name, and an emptied directory: from the beginning.
+    // With a new name, or an emptied directory, it starts from the beginning.
     assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
     std::fs::remove_dir_all(place.path("checkpoints/rl/b")).unwrap();
     std::fs::create_dir(place.path("checkpoints/rl/b")).unwrap();
     assert!(!place.run(&line("b", 1)).ok().stderr.contains("resuming"));
     assert_eq!(place.lines("checkpoints/rl/b/metrics.jsonl").len(), 1);
 
-    // Told not to, or told from where.
+    // With `never`, or with the path of a checkpoint.
     let never = place.run(&format!("{} --resume_from_checkpoint never", line("b", 2))).ok().stderr;
     assert!(!never.contains("resuming") && never.contains("resume_from_checkpoint is never"), "{never}");
     let from = "checkpoints/rl/b/checkpoint-1";
@@ -192,7 +192,7 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
             + &format!(" --output_dir run --max_steps {steps}")
     };
     place.run(&line("base", "mine.jsonl", 1)).ok();
-    // Other names of the same files, limits of time and memory.
+    // Other names of the same files, and other limits of time and memory.
     let (model, rows) =
         (place.path("base").display().to_string(), place.path("./mine.jsonl").display().to_string());
     let same = line(&model, &rows, 2) + " --media_timeout_secs 9 --max_stream_tokens 512";
@@ -202,12 +202,12 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
     let moved = place.run(&line("moved", "mine.jsonl", 3)).ok().stderr;
     assert!(moved.contains("at step 2 of 3"), "{moved}");
 
-    // Another answer of the same length.
+    // Another answer with the same length.
     place.write("mine.jsonl", support::ROWS.replace("square", "circle"));
     let labels = place.run(&line("moved", "mine.jsonl", 4)).ok().stderr;
     assert!(labels.contains("its settings differ (dataset: not what it was"), "{labels}");
     assert!(labels.contains("run/superseded-1") && !labels.contains("resuming"), "{labels}");
-    // Another picture under the same name, of the same length.
+    // Another picture with the same name and length.
     let mut picture = place.bytes("shapes.png");
     *picture.last_mut().unwrap() ^= 1;
     place.write("shapes.png", &picture);
@@ -216,7 +216,7 @@ fn what_a_run_depends_on_is_told_by_what_it_holds_and_not_by_where_it_lies() {
         .fails(1, &["other settings (media: not what it was)"]);
     *picture.last_mut().unwrap() ^= 1;
     place.write("shapes.png", &picture);
-    // Weights that were trained again, in place.
+    // Weights that were trained again, in the same file.
     let path = "moved/model.safetensors";
     let mut bytes = place.bytes(path);
     let end = bytes.len() - 4;
@@ -292,7 +292,7 @@ fn deepspeed_files_are_explained_field_by_field() {
     );
 }
 
-/// Where the model may be on a GPU the file sets `offload_optimizer`; a setting that is given itself wins.
+/// The file sets `offload_optimizer` if the model may be on a GPU; the setting itself takes precedence.
 #[test]
 fn a_deepspeed_file_moves_the_optimizer() {
     let place = Place::new();
@@ -307,7 +307,7 @@ fn a_deepspeed_file_moves_the_optimizer() {
     assert!(!shown("--device cpu").contains("offload_optimizer: true"));
 }
 
-/// A step's prompts are the completions of the source over the size of a group.
+/// The prompts of a step are the completions of the source divided by the size of a group.
 #[test]
 fn batches_are_counted_as_the_source_counts() {
     let place = Place::new();
@@ -328,7 +328,7 @@ fn batches_are_counted_as_the_source_counts() {
     assert!(!place.exists("b"));
 }
 
-/// As Qwen2.5-VL's and VLM-R1's fine-tuning code publish it.
+/// Settings file in the fine-tuning code of Qwen2.5-VL and VLM-R1.
 #[test]
 fn deepspeed_settings_with_offload_are_explained() {
     let place = Place::new();
@@ -343,7 +343,7 @@ fn deepspeed_settings_with_offload_are_explained() {
     );
     let shown =
         place.run(&format!("{TRAIN} --max_steps 1 --output_dir out --deepspeed offload.json")).ok().stderr;
-    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always whole";
+    let part = "zero_optimization.gather_16bit_weights_on_model_save = true: no effect: checkpoints are always complete";
     assert!(shown.contains(part), "{shown}");
 }
 

@@ -1,4 +1,4 @@
-//! Rewards that need models, through the program: `rewards run`, `train` and `eval` with tiny checkpoints.
+//! Rewards that need models, in `rewards run`, `train` and `eval` with tiny checkpoints.
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod support;
@@ -8,12 +8,12 @@ use std::path::Path;
 use serde_json::{Value, json};
 use support::Place;
 
-/// A scorer's directory of the `scorers` tests.
+/// Returns a directory of the `scorers` tests.
 fn scorer(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scorers/tests/golden").join(name).display().to_string()
 }
 
-/// Two rows with pictures, references and completions.
+/// Writes two rows with pictures, references and completions.
 fn place() -> Place {
     let place = Place::new();
     let row = |id: &str, image: &str, references: &[&str], texts: &[&str]| {
@@ -54,8 +54,8 @@ fn completions_are_scored_by_models() {
     };
     let all =
         run(&format!("--reward_funcs explanation bertscore --clip_model {clip} --bertscore_model {roberta}"));
-    // Its cosine is 0.666, beyond the end of the range; the text is its first reference, and shares "vòi sen" with the
-    // second. Nothing explained earns nothing.
+    // The cosine is 0.666, beyond the end of the range; the text is the first reference and shares "vòi sen" with the second. A
+    // missing explanation earns 0.
     let cider = rewards(&run("--reward_funcs cider"), 0, "cider");
     let explanation = rewards(&all, 0, "explanation");
     assert!((explanation[0] - (0.5 + 0.5 * cider[0])).abs() < 1e-6, "{explanation:?} {cider:?}");
@@ -72,7 +72,7 @@ fn completions_are_scored_by_models() {
     let pictures = format!("--reward_funcs explanation --explanation_clip_weight 1 --clip_model {clip}");
     let own = rewards(&run(&pictures), 0, "explanation");
     assert_eq!(own, [1.0, 0.0, 0.0]);
-    // The other text tower finds less in common: transformers' cosines say how much.
+    // The other text tower gives smaller cosines, those of transformers.
     let goldens: Value =
         serde_json::from_str(&std::fs::read_to_string(scorer("goldens.json")).unwrap()).unwrap();
     let part = |text: usize| {
@@ -98,7 +98,7 @@ fn a_model_that_is_missing_is_named_by_its_flag() {
     let place = place();
     let run =
         |more: &str| place.run(&format!("rewards run --input explained.jsonl --output out.jsonl {more}"));
-    // Nobody named a CLIP: the published one is looked for.
+    // Without a CLIP setting the published one is used.
     run("--reward_funcs explanation")
         .fails(1, &["--clip_model", "openai/clip-vit-base-patch16", "HF_HUB_OFFLINE"]);
     run("--reward_funcs bertscore").fails(2, &["--bertscore_model DIR"]);
@@ -118,7 +118,7 @@ fn a_model_that_is_missing_is_named_by_its_flag() {
         .fails(1, &["layer 9", "has 3"]);
 }
 
-/// The preset of the Vietnamese pipeline takes the whole reward as soon as there is a CLIP.
+/// The preset of the Vietnamese pipeline uses the complete reward if a CLIP is given.
 #[test]
 fn the_preset_trains_and_evaluates_with_a_clip() {
     let place = place();
@@ -138,7 +138,7 @@ fn the_preset_trains_and_evaluates_with_a_clip() {
     for rollout in rollouts {
         let names: Vec<_> = rollout["rewards"].as_object().unwrap().keys().cloned().collect();
         assert_eq!(names, ["accuracy", "explanation", "format"]);
-        // The random model writes no tag.
+        // The random model writes no tags.
         assert_eq!(rollout["rewards"]["explanation"], 0.0);
     }
     let eval = place
@@ -150,7 +150,7 @@ fn the_preset_trains_and_evaluates_with_a_clip() {
     assert!(eval.stdout.contains("rewards/explanation"), "{}", eval.stdout);
 }
 
-/// A reward model by its directory, beside a reward of the table.
+/// A reward model by its directory, together with a reward of the table.
 #[test]
 fn a_reward_model_is_named_by_its_directory() {
     let place = place();
@@ -185,7 +185,7 @@ fn a_reward_model_is_named_by_its_directory() {
             assert!((total - (accuracy + 0.5 * score)).abs() < 1e-9);
         }
     }
-    // Under its name in the local cache, and with a name of its own.
+    // By its name in the local cache, and with another name.
     let hub = place.path(".cache/huggingface/hub/models--org--judge");
     std::fs::create_dir_all(hub.join("refs")).unwrap();
     std::fs::write(hub.join("refs/main"), "abc").unwrap();
@@ -213,8 +213,8 @@ fn a_reward_model_is_named_by_its_directory() {
     assert!(rollouts.iter().all(|rollout| rollout["rewards"]["judge"].as_f64().unwrap() != 0.0));
 }
 
-/// The limit of a reward is compared with the settings before the run. A completion that is too long all the same has no value, and
-/// the run goes on.
+/// The limit of a reward is compared with the settings before the run. A completion that is still too long has no value, and the
+/// run continues.
 #[test]
 fn a_reward_model_with_a_limit_does_not_end_a_run() {
     let place = place();
@@ -236,7 +236,7 @@ fn a_reward_model_with_a_limit_does_not_end_a_run() {
     let told = place.run(&line(400)).fails(2, &parts);
     assert!(told.stderr.contains("lower --max_completion_length to "), "{}", told.stderr);
     assert!(!place.exists("run400/rollouts/step-000001.jsonl"));
-    // Within the limit by the policy's tokens, of which the reward's tokenizer makes more.
+    // It is within the limit in tokens of the policy; the reward's tokenizer makes more.
     let room = told.stderr.split("lower --max_completion_length to ").nth(1).unwrap();
     let room: usize = room.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse().unwrap();
     let ran = place.run(&line(room)).ok();
@@ -252,7 +252,7 @@ fn a_reward_model_with_a_limit_does_not_end_a_run() {
     assert!(ran.stderr.contains("completions have no value"), "{}", ran.stderr);
 }
 
-/// A reward model that sees scores the rows of a run; a row that it cannot read is left out before anything is sampled.
+/// A reward model with vision scores the rows of a run; a row that it cannot read is skipped before anything is sampled.
 #[test]
 fn a_reward_model_that_sees_judges_training() {
     let place = place();
@@ -281,7 +281,7 @@ fn a_reward_model_that_sees_judges_training() {
     let (whole, part) = (rewards(&lines, 0, "judge")[0], rewards(&lines, 1, "judge")[0]);
     assert!((whole - part).abs() > 1e-4, "{whole} {part}");
 
-    // The run's settings make the clip small for the policy alone.
+    // The settings of the run shrink the clip only for the policy.
     let long =
         json!({ "id": "long", "video": "clip.gif", "problem": "<video>Which way?", "solution": "right" });
     let row = json!({ "id": "short", "image": "shapes.png", "problem": "<image>How many?", "solution": "5" });

@@ -1,4 +1,4 @@
-//! A training run whose ports are attacked by somebody without the token ends as a run that is left alone.
+//! A training run whose ports are attacked without the token gives the same result as an undisturbed run.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 use support::Place;
 
 const TRAIN: &str = "train --model M --train_file rows.jsonl --learning_rate 1e-3 --num_generations 4 --gradient_accumulation_steps 2 --max_completion_length 24 --min_completion_length 24 --threads 1 --max_steps 6";
-/// Only a program that fails lets a test wait so long.
+/// Time limit that only a failing program reaches.
 const HANGS: Duration = Duration::from_secs(300);
 
-/// An exit code; a program that does not end is killed.
+/// Returns the exit code, and kills a program that does not end.
 fn end(mut child: Child) -> Option<i32> {
     let start = Instant::now();
     while start.elapsed() < HANGS {
@@ -40,7 +40,7 @@ fn connect(port: u16) -> TcpStream {
     stream
 }
 
-/// Returns the answer, which ends when the connection is closed.
+/// Returns the answer, up to the end of the connection.
 fn ask(port: u16, text: &str) -> String {
     let mut stream = connect(port);
     stream.write_all(text.as_bytes()).unwrap();
@@ -49,7 +49,7 @@ fn ask(port: u16, text: &str) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// Connections that are held for as long as the result is.
+/// Opens connections that stay open while the result lives.
 fn attack(port: u16) -> Vec<TcpStream> {
     for length in ["50000000000", "99999999999999"] {
         let answer =
@@ -69,13 +69,13 @@ fn attack(port: u16) -> Vec<TcpStream> {
     }
     held.extend((0..100).map(|_| connect(port)));
     for stream in &mut held[6..50] {
-        // Some were cut for others already.
+        // Some were closed in favour of others.
         let _ = stream.write_all(b"GET / HT");
     }
     held
 }
 
-/// A reward by address. Its third request is reported and answered when the run may go on, so the run is in its middle.
+/// Serves a reward. It reports its third request and answers it when the run may continue, so the run is in its middle.
 fn reward(gate: Option<(Sender<()>, Receiver<()>)>) -> Http {
     let state = Mutex::new((0, gate));
     let work = move |request: &Request| {
@@ -138,7 +138,7 @@ fn a_run_ends_as_it_should_whoever_holds_its_ports() {
         assert!(after.0 < before.0 + (64 << 10), "kB: {before:?} became {after:?}");
         assert!(after.1 < before.1 + 16, "threads: {before:?} became {after:?}");
     }
-    // While the connections are held, the owner's page is answered.
+    // While the connections are open, the owner's page is answered.
     let path = url.trim().rsplit_once(':').unwrap().1.split_once('/').unwrap().1;
     let answer = ask(page, &format!("GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n"));
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
@@ -146,9 +146,12 @@ fn a_run_ends_as_it_should_whoever_holds_its_ports() {
     assert_eq!(end(child), Some(0), "{}", place.text("said"));
     drop(held);
     assert!(place.bytes("run/model.safetensors") == place.bytes("alone/model.safetensors"));
-    assert!(!place.exists("run/page.url"), "it leads nowhere now");
+    // It stays for `watch`, and for its owner alone.
+    assert_eq!(place.text("run/page.url"), url);
+    let mode = std::fs::metadata(place.path("run/page.url")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "{mode:o}");
 
-    // Neither the log nor a file of standard error that others may read has the token.
+    // Neither the log nor a file of standard error, which others may read, contains the token.
     let token = url.trim().trim_end_matches('/').rsplit_once('/').unwrap().1;
     assert_eq!(token.len(), 32);
     for file in ["said", "run/log.txt", "run/config.yaml"] {

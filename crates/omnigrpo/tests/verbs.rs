@@ -42,14 +42,14 @@ fn score_takes_text_or_ids() {
     assert_eq!(place.lines("ids-out.jsonl"), scored);
 }
 
-/// What greedy decoding records is what `score` gives for the same tokens.
+/// `score` returns the log-probabilities that greedy decoding records.
 #[test]
 fn generate_and_score_agree() {
     let place = Place::new();
     let shown = place
         .run("generate --model M --input rows.jsonl --output made.jsonl --temperature 0 --max_completion_length 6 --profile")
         .ok();
-    // Seconds of a phase, of which its kernels take a part.
+    // Seconds of a phase, which include those of its kernels.
     let secs = |name: &str| -> f64 {
         let line = shown.stdout.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         line.split_whitespace().next().unwrap().parse().unwrap()
@@ -71,7 +71,7 @@ fn generate_and_score_agree() {
         assert_eq!(a.len(), b.len());
         assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-4), "{a:?} {b:?}");
     }
-    // One question on the terminal is the same prompt.
+    // One question on the terminal gives the same prompt.
     let line = "generate --model M --image shapes.png --temperature 0 --max_completion_length 6";
     let shown = place.run_with(line, &["--prompt", "<image>\nWhich shape is red?"]).ok();
     assert_eq!(shown.stdout.trim_end_matches('\n'), made[0]["completions"][0]["text"].as_str().unwrap());
@@ -91,14 +91,14 @@ fn eval_writes_rows_a_summary_and_a_table() {
     assert_eq!(rows.len(), 3);
     assert_eq!(rows[1]["rewards"]["format"], json!([0.0]));
     assert_eq!((&rows[1]["answers"], &rows[1]["dataset"]), (&json!([null]), &json!("rows")));
-    // Nothing that a random model says can be read as an answer, in each category.
+    // In each category no output of a random model can be read as an answer.
     assert_eq!(summary["eval_parse_fail_rate"], 1.0);
     assert_eq!(summary["categories"][0]["category"], "number");
     assert_eq!(summary["categories"][0]["parse_fail_rate"], 1.0);
     assert!(shown.contains("eval_accuracy") && shown.contains("(95 % interval 0.000 to 0.56"), "{shown}");
     assert!(summary.get("eval_pass@1").is_none() && summary.get("eval_war").is_none());
 
-    // Several samples, whatever the number of prompts worked on at a time.
+    // Several samples, for any number of prompts processed at a time.
     let line = |batch: usize, out: &str| {
         format!(
             "eval --model M --eval_file rows.jsonl --output {out}.jsonl --max_completion_length 4 --num_generations 3 --temperature 1 --reward_funcs random --batch_size {batch}"
@@ -128,7 +128,7 @@ fn recorded_completions_are_summed_up_like_an_evaluation() {
     assert_eq!((number("eval_accuracy"), number("eval_pass@1"), number("eval_pass@2")), (0.75, 0.75, 1.0));
     assert_eq!((number("eval_parse_fail_rate"), number("eval_war"), number("eval_uar")), (0.25, 0.75, 0.75));
     assert_eq!(summary["confusion"]["counts"], json!([[2, 0, 0], [1, 1, 0]]));
-    // The names of another program are in the file, one name of each number on the terminal.
+    // The file also has the names of another program, the terminal shows one name per number.
     assert_eq!(number("eval_total_reward"), number("eval_reward"));
     assert!(shown.contains("eval_reward ") && !shown.contains("eval_total_reward"), "{shown}");
     assert_eq!(number("eval_explanation/filtered/ROUGE_L"), 50.0);
@@ -138,7 +138,7 @@ fn recorded_completions_are_summed_up_like_an_evaluation() {
     {
         assert!(shown.contains(part), "`{part}` is not in\n{shown}");
     }
-    // Labels that are given, in their order.
+    // Given labels, in their order.
     place.run(&line.replace("auto", "không,có,đúng")).ok();
     let summary: Value = serde_json::from_str(&place.text("out.summary.json")).unwrap();
     assert_eq!(summary["confusion"]["counts"], json!([[1, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]]));
@@ -152,7 +152,7 @@ fn sft_and_train_leave_a_model_that_runs() {
     assert!(sft.stderr.contains("a step takes 1 answer"), "{}", sft.stderr);
     let table = sft.stderr.lines().skip_while(|line| !line.starts_with("part ")).take(5);
     assert!(table.clone().all(|line| line.len() <= 80) && table.count() == 5, "{}", sft.stderr);
-    // The loss of imitation says something, and there are no rewards.
+    // Imitation has a loss and no rewards.
     assert!(sft.stderr.contains("step 2/2 | loss ") && !sft.stderr.contains("reward"), "{}", sft.stderr);
     place.write(
         "half.sh",
@@ -206,7 +206,7 @@ fn every_command_runs_on_aria() {
         .ok();
     assert_eq!(place.lines("e.jsonl").len(), 3);
 
-    // Losses of routers: two blocks, and 1 each where all experts are used alike.
+    // Losses of routers: two blocks, 1 each if all experts are used equally.
     let losses = "--router_aux_loss_coef 0.01 --router_z_loss_coef 0.001";
     place
         .run(&format!("sft --model {aria} --train_file rows.jsonl --gradient_accumulation_steps 1 --max_steps 2 --learning_rate 1e-3 --output_dir sft {losses}"))
@@ -218,7 +218,7 @@ fn every_command_runs_on_aria() {
     for step in ["sft", "run"].iter().flat_map(|run| place.lines(&format!("{run}/metrics.jsonl"))) {
         let [balance, z] = ["router_aux_loss", "router_z_loss"].map(|name| step[name].as_f64().unwrap());
         assert!((1.5..8.0).contains(&balance) && z > 0.0, "{step}");
-        // No answer has the format, so no advantage says anything: routers learn all the same.
+        // No answer has the format, so all advantages are 0; routers still learn.
         assert!(step["grad_norm"].as_f64().unwrap() > 0.0, "{step}");
     }
     place.write("sum.jsonl", r#"{"problem": "What is 2+3?", "solution": "<answer>5</answer>"}"#);
@@ -257,7 +257,7 @@ fn every_command_runs_on_qwen3_vl_and_internvl3_5() {
     every_command("internvl3_5_original", r#""max_frames": 4"#, "fc1", "internvl: 2 layers, width 32");
 }
 
-/// `clip` is what the row of the clip says of it, `linear` a linear layer outside of the language model, `told` what `doctor` says.
+/// `clip` is the description of the clip's row, `linear` a linear layer outside of the language model, `told` a line of `doctor`.
 fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
     let place = Place::new();
     place.write(
@@ -325,8 +325,8 @@ fn every_command(name: &str, clip: &str, linear: &str, told: &str) {
     assert!(shown.contains(told), "{shown}");
 }
 
-/// Rows held out by share or named by a registry are evaluated as the run goes, with the frames that `eval` takes, and
-/// the best checkpoint is kept.
+/// Rows held out by share or named by a registry are evaluated during the run, with the frames of `eval`, and the best
+/// checkpoint is kept.
 #[test]
 fn training_evaluates_held_out_rows() {
     let place = Place::new();
@@ -386,14 +386,13 @@ fn training_evaluates_held_out_rows() {
     assert_eq!(place.lines("named/eval/step-000002.jsonl").len(), 8);
 }
 
-/// T-GRPO: rows with a video are answered on shuffled frames, too, and right answers earn the bonus.
+/// T-GRPO: rows with a video are also answered on shuffled frames, and right answers earn the bonus.
 #[test]
 fn right_answers_that_need_the_order_of_frames_earn_a_bonus() {
     let place = Place::new();
     place.write(
         "judge.sh",
-        // Behind the trial, the first request holds the completions of all rows, the second those on shuffled frames: right,
-        // then wrong.
+        // After the trial, the first request has the completions of all rows, the second those on shuffled frames: right, then wrong.
         r#"n=0; while read -r line; do id=${line#*\"id\":}
 case $line in *\"probe\":true*) echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [0]}"; continue;; esac
 r=1; [ $((n%2)) = 1 ] && r=0; n=$((n+1))
@@ -418,7 +417,7 @@ echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [${list%,}]}"; done"#,
         .fails(2, &["--temporal_order_bonus", "`reward_funcs` format"]);
 }
 
-/// A file of settings, what `--print_config` shows of it, and the run's own record give the same run.
+/// A file of settings, the output of `--print_config` for it, and the record of the run give the same run.
 #[test]
 fn settings_from_files_give_the_same_run() {
     let place = Place::new();
@@ -436,7 +435,7 @@ fn settings_from_files_give_the_same_run() {
     }
 }
 
-/// Recorded log-probabilities equal to the policy's change nothing at the first step: the ratio is 1 either way.
+/// Recorded log-probabilities equal to those of the policy change nothing at the first step: the ratio is 1 in both cases.
 #[test]
 fn replay_with_and_without_log_probabilities() {
     let place = Place::new();
@@ -464,7 +463,7 @@ fn replay_with_and_without_log_probabilities() {
     assert!(on["grad_norm"].as_f64().unwrap() > 0.0);
 }
 
-/// Completions are made, judged, kept and learned: each command reads what others wrote, wherever that lies.
+/// Completions are sampled, scored, selected and trained on: each command reads the output of the others, from any directory.
 #[test]
 fn commands_read_what_others_wrote() {
     let place = Place::new();
@@ -543,7 +542,7 @@ fn commands_read_what_others_wrote() {
         place.lines("taught/metrics.jsonl").iter().map(|row| row["loss"].as_f64().unwrap()).collect();
     assert!(losses[11] < 0.7 * losses[0], "{losses:?}");
 
-    // An evaluation, and a run's rollouts, a completion a line.
+    // An evaluation, and the rollouts of a run, one completion per line.
     place.run("eval --model M --eval_file rows.jsonl --output out/e.jsonl --max_completion_length 4 --reward_funcs format").ok();
     place.run("score --model M --input out/e.jsonl --output out/e-scored.jsonl").ok();
     judge("out/e.jsonl", "out/e-judged.jsonl", "--reward_funcs format").ok();
@@ -563,7 +562,7 @@ fn commands_read_what_others_wrote() {
                 .find(|line| line["id"] == row["id"])
                 .unwrap_or_else(|| panic!("{name}"))
         };
-        // The media are seen again: the prompt is as long.
+        // The media are read again: the prompt has the same length.
         assert_eq!(find("out/e-scored.jsonl")["prompt_tokens"], made[i]["prompt_tokens"]);
         assert_eq!(find("out/r-scored.jsonl")["prompt_tokens"], made[i]["prompt_tokens"]);
         assert_eq!(find("out/e-judged.jsonl")["rewards"], evaluated[i]["rewards"]);
@@ -612,7 +611,7 @@ fn data_check_and_show() {
     }
     place
         .run("data show --model M --train_file rows.jsonl --row 7")
-        .fails(2, &["there is no row 7", "0 to 2"]);
+        .fails(2, &["row 7 does not exist", "0 to 2"]);
 }
 
 #[test]
@@ -637,7 +636,7 @@ fn rewards_list_and_run() {
     assert_eq!(row["reward"][2], 1.0);
 }
 
-/// Rewards of texts do not need the media; folders for those that do.
+/// Rewards of texts do not need the media; other rewards find them through the folders.
 #[test]
 fn rewards_of_rows_whose_media_are_elsewhere() {
     let place = Place::new();
@@ -654,12 +653,12 @@ fn rewards_of_rows_whose_media_are_elsewhere() {
         (&place.lines("out.jsonl")[0]["reward"], &place.lines("out.jsonl")[1]["reward"]),
         (&json!([1.0]), &json!([0.0]))
     );
-    place.write("media.sh", r#"while read -r line; do case $line in *there/shapes.png*) r=1;; *) r=0;; esac; id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r, 0]}"; done"#);
+    place.write("media.sh", r#"while read -r line; do case $line in *there/shapes.png*) r=1;; *) r=0;; esac; case $line in *\"probe\"*) more=;; *) more=", 0";; esac; id=${line#*\"id\":}; echo "{\"id\": ${id%%[,\}]*}, \"rewards\": [$r$more]}"; done"#);
     place.run_with(&format!("{line} --image_folders there"), &["--reward_funcs", "cmd:bash media.sh"]).ok();
     assert_eq!(place.lines("out.jsonl")[0]["reward"], json!([1.0]));
 }
 
-/// Rows share the requests to a program and its workers, and one that cannot be scored costs itself.
+/// Rows share the requests to a program and its workers. A row that cannot be scored does not affect others.
 #[test]
 fn rewards_of_many_rows_are_asked_together() {
     let place = Place::new();
@@ -701,13 +700,13 @@ case $line in *'"completion":"bad"'*) echo "{\"id\": $id, \"error\": \"a bad tex
 fn doctor_looks_at_a_checkpoint() {
     let place = Place::new();
     let shown = place.run("doctor --model M").ok().stdout;
-    // What was tried on this CPU, whichever it is, with the reason.
+    // Instructions that were tried on this CPU, with the reason.
     for feature in ["AVX512-BF16", "AVX512-VNNI", "AVX512-FP16", "AMX"] {
         let line = shown.lines().find(|line| line.trim_start().starts_with(feature)).unwrap();
         assert!(line.contains("works: ") || line.contains("not used: "), "{line}");
         assert_eq!(line.contains("works: "), shown.contains(&format!(", {feature}")), "{shown}");
     }
-    // Rates of every path, of which one is used.
+    // Rates of every path; one of them is used.
     for name in ["float32", "bfloat16 widened", "bfloat16 dot", "bfloat16 amx", "8 bits", "4 bits"] {
         let line = shown.lines().find(|line| line.trim_start().starts_with(&format!("{name} "))).unwrap();
         assert!(line.contains(" GFLOP/s") || line.ends_with("does not work here"), "{line}");
@@ -718,7 +717,7 @@ fn doctor_looks_at_a_checkpoint() {
         widened.lines().any(|line| line.contains("bfloat16 widened") && line.ends_with("used")),
         "{widened}"
     );
-    // 112,848 values in f32; of what `sft` would train moments take 8 bytes each and gradients 4, of a reference one weight is held.
+    // 112,848 values in f32. In `sft`, moments take 8 bytes per trained weight and gradients 4; one weight of a reference is held.
     let memory = [
         "without training: 0.5 MB (weights 0.5 MB)",
         "full: ",
@@ -755,7 +754,7 @@ fn doctor_says_once_what_an_unknown_family_is() {
     assert_eq!(all.matches("PROBLEM").count(), 1, "{all}");
 }
 
-/// Before anything is loaded: a run whose weights and moments are larger than the memory is an error, with what would fit.
+/// A run whose weights and moments exceed the memory fails before anything is loaded, with settings that would fit.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
@@ -795,7 +794,7 @@ fn a_run_too_large_for_the_memory_is_an_error_before_it_begins() {
     assert!(!place.exists("run/metrics.jsonl"));
 }
 
-/// The same numbers by either name, without a run directory; with adapters there are no moments of whole weights.
+/// `plan` and `--dry_run` print the same numbers, without a run directory; with adapters frozen weights have no moments.
 #[test]
 fn a_plan_says_what_a_run_takes_and_begins_none() {
     let place = Place::new();
@@ -817,7 +816,7 @@ fn a_plan_says_what_a_run_takes_and_begins_none() {
     let sum: u64 = json["parts"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum();
     assert_eq!((json["total"].as_u64(), json["fits"].as_bool()), (Some(sum), Some(true)));
 
-    // The reference is read in the files, one weight after the other, unless it moves or the files have other numbers.
+    // The reference stays in the files and is read one weight after the other, unless it moves or the files have another precision.
     let reference = |more: &str| {
         place.run(&format!("plan {flags} {more} --json plan.json")).ok();
         let json: Value = serde_json::from_str(&place.text("plan.json")).unwrap();
@@ -885,7 +884,7 @@ fn rows_come_from_pipes_tables_and_a_registry_here() {
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(place.lines("out.jsonl")[0]["rewards"]["accuracy"], json!([1.0]));
-    // The test's own standard input is no pipe.
+    // The standard input of the test is no pipe.
     place.run("rewards run --input - --output out.jsonl").fails(1, &["no regular file and no pipe"]);
 
     let table = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tests/data/hub.parquet");
@@ -899,7 +898,7 @@ fn rows_come_from_pipes_tables_and_a_registry_here() {
         .fails(2, &["--dataset_registry FILE", "dataset_registry.yaml"]);
     place.write("dataset_registry.yaml", "shapes: {annotation_path: rows.jsonl}\n");
     place.run("data check --dataset_use shapes").ok();
-    // Advice for one dataset is not given for another.
+    // Advice for one dataset does not appear for another.
     let missing =
         place.run("data check --train_file gone.jsonl").fails(1, &["gone.jsonl", "correct the path"]);
     assert!(!missing.stderr.contains("vivqa"), "{}", missing.stderr);
@@ -930,8 +929,7 @@ fn media_by_address_are_fetched_where_they_are_allowed() {
         .fails(1, &["1 of 1 rows cannot be used"]);
 }
 
-/// A model that is not in the cache is fetched from the hub (a stand-in here), and what is made from it names it as the hub
-/// does.
+/// A model that is not in the cache is fetched from the hub (a stand-in here), and its outputs name it as the hub does.
 #[test]
 fn a_model_of_the_hub_is_fetched_and_named() {
     let place = Place::new();
@@ -984,7 +982,7 @@ fn a_model_of_the_hub_is_fetched_and_named() {
         (&config["base_model_name_or_path"], &config["revision"]),
         (&json!("me/tiny"), &json!(commit))
     );
-    // A directory is named without the path to it; its own card says what it came from, which an adapter to it has no use for.
+    // A directory is named without its path. Its own card names its base, which an adapter to it does not need.
     place.run(&format!("{sft} on --model run")).ok();
     let card = place.text("on/README.md");
     assert!(card.contains("base_model: me/tiny\n") && card.contains("Trained from `run` with"), "{card}");
@@ -994,7 +992,7 @@ fn a_model_of_the_hub_is_fetched_and_named() {
     assert!(!place.text("on/README.md").contains(&*place.path("").to_string_lossy()));
 }
 
-/// A table of the hub as rows, fetched once; its name is in the card.
+/// A table of the hub is fetched once and read as rows; the card names it.
 #[test]
 fn rows_of_the_hub_are_tables_of_a_split() {
     let place = Place::new();
@@ -1025,13 +1023,13 @@ fn rows_of_the_hub_are_tables_of_a_split() {
     assert!(
         both.stderr.contains("fetching me/rows (train)") && both.stderr.contains("fetching me/rows (test)")
     );
-    // The three have one content.
+    // The three files have the same content.
     assert_eq!(hub.requests().iter().filter(|line| line.contains("/get/")).count(), 1);
     let again = run(&check, "1").ok().stdout;
     assert!(hub.requests().is_empty() && again.contains("6 rows: 8 images"), "{again}");
 }
 
-/// No verb writes its output over its input, under whatever name.
+/// No verb overwrites its input, under any name.
 #[test]
 fn no_output_replaces_its_input() {
     let place = Place::new();
@@ -1052,14 +1050,14 @@ fn no_output_replaces_its_input() {
         }
         assert_eq!(std::fs::read_to_string(place.path("rows.json")).unwrap(), rows, "{name}");
     }
-    // The numbers beside the rows are an output too.
+    // The summary beside the rows is an output too.
     std::fs::rename(place.path("rows.json"), place.path("out.summary.json")).unwrap();
     place
         .run("rewards run --reward_funcs format --input out.summary.json --output out.jsonl")
         .fails(2, &["the output would replace the input", "out.summary.json"]);
 }
 
-/// A trained model goes to the hub (a stand-in here); whatever happens there, it is safe here and can be pushed later.
+/// A trained model is pushed to the hub (a stand-in here). If that fails, it stays on disk and can be pushed later.
 #[test]
 fn a_trained_model_is_pushed_to_the_hub() {
     let place = Place::new();
@@ -1074,7 +1072,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     let run = |line: &str| run_as(StandIn::TOKEN, line);
     let sft = "sft --model M --train_file rows.jsonl --max_steps 2 --threads 1";
 
-    // What cannot work is found out before training.
+    // Settings that cannot work are found before training.
     place.run(&format!("{sft} --output_dir no --push_to_hub")).fails(2, &["cannot be pushed offline"]);
     run_as("", &format!("{sft} --output_dir no --push_to_hub")).fails(1, &["set HF_TOKEN"]);
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -1084,7 +1082,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     assert!(!refused.stdout.contains("pushed"));
     run(&format!("{sft} --output_dir no --push_to_hub --hub_model_id others/x"))
         .fails(1, &["status 403", "the rights"]);
-    run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["there is no `push_to_hub`"]);
+    run(&format!("{sft} --output_dir no --hub_model_id x")).fails(2, &["`push_to_hub` is off"]);
     run("push .").fails(2, &["no model to push"]);
     assert!(!place.exists("no"));
 
@@ -1106,7 +1104,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     }
     assert!(run("push run").ok().stdout.contains("nothing has changed"));
 
-    // A model among somebody's own files: those stay here.
+    // A model among private files: those are not pushed.
     place.checkpoint("project", |_, data| data[0] ^= 2);
     let config = place.text("project/config.json").replacen(
         '{',
@@ -1133,7 +1131,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     for name in ["secrets.py", "rows.json", "notes.txt", "judge.safetensors", "prompt.jinja"] {
         assert!(!pushed.contains(&name.to_owned()), "{name}: {pushed:?}");
     }
-    // A file that is a link to one of yours is named, and nothing is sent.
+    // A link to a private file is reported, and nothing is sent.
     #[cfg(unix)]
     for name in ["LICENSE", "vocab.json", "additional_chat_templates/rag.jinja"] {
         let link = place.path(&format!("project/{name}"));
@@ -1143,12 +1141,12 @@ fn a_trained_model_is_pushed_to_the_hub() {
         assert!(hub.look("me/linked", |_| ()).is_none(), "{name}");
         std::fs::remove_file(&link).unwrap();
     }
-    // Settings without weights are no model, and no repository is made for them.
+    // Settings without weights are no model, and no repository is created.
     std::fs::remove_file(place.path("project/model.safetensors")).unwrap();
     run("push project --hub_model_id me/empty").fails(2, &["no model to push", "model.safetensors"]);
     assert!(hub.look("me/empty", |_| ()).is_none());
 
-    // The hub refuses in the end: the model is there, and the command that is told sends it.
+    // The hub refuses at the end: the model stays on disk, and the printed command sends it.
     hub.fail("commit/main", 403, 1);
     let failed = run(&format!("{sft} --output_dir lora --use_peft --push_to_hub --hub_model_id me/lora"))
         .fails(
@@ -1161,7 +1159,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     assert!(!hub.requests().iter().any(|line| line.starts_with("PUT")), "weights are sent twice");
     assert!(hub.look("me/lora", |repo| repo.files.contains_key("adapter_config.json")).unwrap());
 
-    // Killed while it sends.
+    // The process is killed while it sends.
     place.checkpoint("changed", |_, data| data[0] ^= 1);
     hub.fail("PUT /", 1, 1);
     let mut child = {
@@ -1185,7 +1183,7 @@ fn a_trained_model_is_pushed_to_the_hub() {
     assert!(pushed == place.bytes("changed/model.safetensors"));
 }
 
-/// Checkpoints go to the hub while training goes on.
+/// Checkpoints are pushed during training.
 #[test]
 fn checkpoints_are_pushed_beside_training() {
     let place = Place::new();
@@ -1225,7 +1223,7 @@ fn families_on_the_emulator_of_a_gpu() {
         ];
         place.write("few.jsonl", rows.clone().map(|row| format!("{row}\n")).concat());
         let run = |device: &str| {
-            // What has no effect on the CPU is an error there.
+            // Settings without effect on the CPU are errors there.
             let more =
                 if device == "cpu" { more.replace("--offload_optimizer", "") } else { more.to_owned() };
             let ran = place.run(&format!(
@@ -1233,7 +1231,7 @@ fn families_on_the_emulator_of_a_gpu() {
                  --threads 1 --num_generations 2 --gradient_accumulation_steps 2 --max_steps 1 --max_completion_length 4 \
                  --torch_dtype float32 --reward_funcs random --learning_rate 1e-4 --adam_epsilon 1e-3 --save_steps 1"
             ));
-            assert!(ran.ok().stderr.contains(&format!("device {device}: ")));
+            assert!(ran.ok().stderr.contains(&format!("device: {device}")));
             place.lines(&format!("{device}/metrics.jsonl"))
         };
         let (cpu, gpu) = (run("cpu"), run("emulated"));
@@ -1256,7 +1254,7 @@ fn families_on_the_emulator_of_a_gpu() {
             }
         }
         assert!(compared > 20, "{name}: {compared} numbers compared");
-        // Rollouts by themselves, greedy, and an evaluation of the checkpoint.
+        // Greedy rollouts alone, and an evaluation of the checkpoint.
         let said = |device: &str| {
             let of =
                 format!("--model {model} --device {device} --torch_dtype float32 --max_completion_length 4");
@@ -1302,7 +1300,7 @@ fn families_on_the_emulator_of_a_gpu() {
     }
 }
 
-/// Adapters on weights of 8 and 4 bits with the kernels of a GPU, on the emulator, where the same weights are multiplied as bf16.
+/// Adapters on weights of 8 and 4 bits with the kernels of a GPU, on the emulator, which multiplies the same weights as bf16.
 #[test]
 fn few_bits_on_the_emulator_of_a_gpu() {
     let place = Place::new();
@@ -1333,7 +1331,7 @@ fn few_bits_on_the_emulator_of_a_gpu() {
     }
 }
 
-/// What users are told where a GPU cannot be used, with a stand-in for the driver. Nothing else is taken in its place.
+/// Messages about an unusable GPU, with a stand-in for the driver. No other device replaces it.
 #[test]
 fn gpus_that_cannot_be_used_are_errors() {
     let place = Place::new();
@@ -1365,7 +1363,7 @@ fn gpus_that_cannot_be_used_are_errors() {
     run(&cuda("cuda"), &[("DRIVER_VERSION", "12040")])
         .fails(1, &[&[cannot, "--device cuda:0"], &old[..]].concat());
     run(&cuda("auto"), &[("DRIVER_VERSION", "12040")])
-        .fails(1, &[&[cannot, "`--device cpu` does without"], &old[..]].concat());
+        .fails(1, &[&[cannot, "`--device cpu` needs no GPU"], &old[..]].concat());
     run(&cuda("cuda"), &[("DRIVER_MAJOR", "7")])
         .fails(1, &[cannot, "Stand-in has compute capability 7.0, expected 8.0"]);
     run(&cuda("cuda"), &[("DRIVER_INIT", "999")]).fails(1, &[cannot, "cuInit"]);
@@ -1373,11 +1371,11 @@ fn gpus_that_cannot_be_used_are_errors() {
         run(&cuda("cuda"), &[])
             .fails(1, &[cannot, "libnvrtc was not found", "pip install 'nvidia-cuda-nvrtc>=13,<14'"]);
     }
-    // No card, by number: the driver says so in either way.
+    // No card: the driver reports it in two ways.
     for none in [("DRIVER_CARDS", "0"), ("DRIVER_INIT", "100")] {
         let ran = run(&cuda("auto"), &[none, ("CUDA_VISIBLE_DEVICES", "7")]);
         assert!(
-            ran.stderr.contains("device cpu: the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES=7"),
+            ran.stderr.contains("device: cpu (the NVIDIA driver shows no GPU, with CUDA_VISIBLE_DEVICES=7)"),
             "{}",
             ran.stderr
         );
@@ -1386,7 +1384,7 @@ fn gpus_that_cannot_be_used_are_errors() {
     run(&cuda("gpu"), &[]).fails(2, &["no device has this name", "`gpu`", "`cuda:N`", "--device"]);
     let shown = run(&cuda("auto"), &[("DRIVER_CARDS", "0"), ("CUDA_VISIBLE_DEVICES", "")]).stderr;
     assert!(
-        shown.contains("device cpu: the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty"),
+        shown.contains("device: cpu (the NVIDIA driver shows no GPU, since CUDA_VISIBLE_DEVICES is empty"),
         "{shown}"
     );
     let doctor = |driver: &[(&str, &str)], parts: &[&str]| {
@@ -1404,7 +1402,7 @@ fn gpus_that_cannot_be_used_are_errors() {
     doctor(&[("DRIVER_VERSION", "12040")], &["supports CUDA 12.4", "update the driver", fails]);
     doctor(&[("DRIVER_INIT", "999")], &["cuInit", fails]);
     doctor(&[("DRIVER_CARDS", "0")], &["shows no GPU", "cpu, which `--device auto` takes"]);
-    // Libraries that are there, as far as one looks before a card is opened; another program has the card.
+    // The libraries exist, which is all that is checked before a card is opened; another program uses the card.
     for name in ["libnvrtc.so", "libcublasLt.so"] {
         std::fs::copy(place.path("driver/libcuda.so"), place.path("driver").join(name)).unwrap();
     }
@@ -1417,7 +1415,9 @@ fn gpus_that_cannot_be_used_are_errors() {
         // This machine itself.
         let none = "no NVIDIA driver was found (libcuda)";
         place.run(&cuda("cuda")).fails(1, &[cannot, none]);
-        assert!(place.run(&cuda("auto")).stderr.contains(&format!("device cpu: {none}")));
+        // Without a card only `doctor` names the driver.
+        let shown = place.run(&cuda("auto")).stderr;
+        assert!(shown.contains("device: cpu\n") && !shown.contains("driver"), "{shown}");
         let shown = place.run("doctor").ok().stdout;
         for part in [
             none,
@@ -1428,4 +1428,111 @@ fn gpus_that_cannot_be_used_are_errors() {
             assert!(shown.contains(part), "`{part}` is not in\n{shown}");
         }
     }
+}
+
+/// `rewards run` scores the rollouts in a run directory again, in the order of its steps.
+#[test]
+fn rollouts_of_a_run_are_scored_again() {
+    let place = Place::new();
+    place
+        .run(&format!(
+            "train --model M --train_file rows.jsonl --output_dir run --reward_funcs random {SMALL}"
+        ))
+        .ok();
+    let ids: Vec<Value> = (1..=2)
+        .flat_map(|step| place.lines(&format!("run/rollouts/step-{step:06}.jsonl")))
+        .filter(|row| row["sample"] == 0)
+        .map(|row| row["id"].clone())
+        .collect();
+    assert_eq!(ids.len(), 2);
+    for input in ["run", "run/rollouts"] {
+        place.run(&format!("rewards run --input {input} --output out.jsonl --reward_funcs format")).ok();
+        let scored = place.lines("out.jsonl");
+        assert_eq!(scored.iter().map(|row| row["id"].clone()).collect::<Vec<_>>(), ids, "{input}");
+        for row in scored {
+            assert_eq!(numbers(&row["rewards"]["format"]).len(), 2, "{row}");
+        }
+    }
+    std::fs::create_dir(place.path("empty")).unwrap();
+    place
+        .run("rewards run --input empty --output none.jsonl --reward_funcs format")
+        .fails(1, &["the directory has no rollouts", "empty", "rollouts/step-N.jsonl"]);
+
+    let card = place.text("run/README.md");
+    for part in [
+        "Trained on 1 thread of ",
+        "; the steps took ",
+        "omnigrpo train \\\n",
+        "--train_file rows.jsonl",
+        "| lr_scheduler_type | `linear` |",
+        "| epsilon | `0.2` |",
+        "| data_seed | `42` |",
+    ] {
+        assert!(card.contains(part), "{part} is not in\n{card}");
+    }
+    assert!(!card.contains("Clip {") && !card.contains(&*place.path("").to_string_lossy()), "{card}");
+}
+
+/// One question finds a judge that is not served, and a reward that goes away ends the command after three rows.
+#[test]
+fn a_reward_that_gives_no_answer_ends_the_command() {
+    let place = Place::new();
+    let row = |id: usize| json!({"id": id, "prompt": "2+3?", "completions": ["5"]}).to_string() + "\n";
+    place.write("said.jsonl", (0..40).map(row).collect::<String>());
+    let run = |funcs: &str| {
+        place.run(&format!(
+            "rewards run --input said.jsonl --output out.jsonl --reward_timeout_secs 5 --reward_funcs {funcs}"
+        ))
+    };
+    let refused = run("judge:http://127.0.0.1:1/v1").fails(1, &["judge", "it was asked for one score"]);
+    assert!(refused.stderr.lines().count() < 12, "{}", refused.stderr);
+    // It answers the trial and ends; each process after it ends before its first answer.
+    place.write(
+        "once.sh",
+        "if [ -e asked ]; then echo gone >&2; exit 3; fi\ntouch asked\nread line\necho '{\"id\":0,\"rewards\":[1]}'\n",
+    );
+    let script = place.path("once.sh").display().to_string();
+    place.write("asker", format!("#!/bin/sh\n. {script}\n"));
+    std::fs::set_permissions(place.path("asker"), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
+    let gone = run("cmd:./asker")
+        .fails(1, &["3 consecutive rows failed alike", "`asker`", "asked about no more rows"]);
+    assert!(gone.stderr.lines().count() < 30, "{}", gone.stderr);
+    assert!(!place.exists("out.jsonl"));
+}
+
+/// The console states the default temperature, a batch of one completion, and rows by their number.
+#[test]
+fn the_console_says_what_is_not_obvious() {
+    let place = Place::new();
+    let line = "generate --model M --prompt Hm? --max_completion_length 2 --threads 1";
+    let shown = place.run(line).ok().stderr;
+    assert!(
+        shown.contains("sampling at temperature 1; `--temperature 0` takes the likeliest token"),
+        "{shown}"
+    );
+    assert!(!place.run(&format!("{line} --temperature 1")).ok().stderr.contains("sampling at"));
+
+    let shown = place.run("data check --model M --train_file rows.jsonl").ok().stdout;
+    assert!(shown.contains("(row 0, id shapes)") && shown.contains("rows count from 0"), "{shown}");
+    let train = "train --model M --train_file rows.jsonl --reward_funcs random --max_steps 1 --max_completion_length 2 --threads 1";
+    let shown = place
+        .run(&format!("{train} --output_dir one --num_generations 1 --gradient_accumulation_steps 2"))
+        .ok()
+        .stderr;
+    assert!(shown.contains("a step takes 2 prompts of 1 completion\n"), "{shown}");
+    assert!(shown.contains("device: cpu"), "{shown}");
+
+    // Settings about sound need a family that takes it.
+    for flags in ["--use_audio_in_video true", "--missing_audio silence", "--audio_folders sounds"] {
+        let name = flags.split(' ').next().unwrap().trim_start_matches("--");
+        place
+            .run(&format!("{train} --output_dir two {flags}"))
+            .fails(2, &[&format!("`{name}` has no effect on qwen2_5_vl"), "takes no sound"]);
+    }
+    place
+        .run(&format!("{train} --output_dir two --tune_gate true"))
+        .fails(1, &["--tune_gate", "the projector of this family has no gate"]);
+    let shown = place.run(&format!("{train} --output_dir two --device cpu --offload_optimizer true"));
+    shown.fails(2, &["`offload_optimizer` has no effect", "`device` is cpu"]);
 }

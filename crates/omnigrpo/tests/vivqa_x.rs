@@ -8,7 +8,7 @@ use std::fs;
 use serde_json::json;
 use support::{Place, golden};
 
-/// `ViVQA-X_train.json` and `_val.json` with three explanations an item, and pictures under COCO names.
+/// Writes `ViVQA-X_train.json` and `_val.json` with three explanations per item, and pictures with COCO's names.
 fn dataset(place: &Place) {
     for (split, questions) in [
         (
@@ -27,7 +27,7 @@ fn dataset(place: &Place) {
             .enumerate()
             .map(|(i, (question, answer))| {
                 let name = format!("COCO_{split}2014_{i:012}.jpg");
-                // The name says JPEG, as COCO's do; the content decides.
+                // The ending is that of a JPEG, as in COCO; the content decides.
                 fs::copy(golden("media/shapes.png"), place.path(&format!("{split}2014/{name}"))).unwrap();
                 json!({
                     "question": question, "image_id": i.to_string(), "image_name": name, "answer": answer,
@@ -46,7 +46,7 @@ fn dataset(place: &Place) {
 fn converted_checked_trained_and_evaluated() {
     let place = Place::new();
     dataset(&place);
-    // The prompts have about 700 tokens of the tiny byte tokenizer; the tiny checkpoint says 512 at most.
+    // The prompts have about 700 tokens of the tiny byte tokenizer; the tiny checkpoint allows 512.
     fs::create_dir(place.path("model")).unwrap();
     for entry in fs::read_dir(golden("checkpoints/internvl_original")).unwrap() {
         let file = entry.unwrap().path();
@@ -76,7 +76,7 @@ fn converted_checked_trained_and_evaluated() {
     let check = place.run(&format!("data check --model model {data}"));
     assert_eq!(check.code, Some(0), "{}{}", check.stdout, check.stderr);
     assert!(check.stdout.contains("3 rows: 3 images"), "{}{}", check.stdout, check.stderr);
-    // Images are read when their row is used, and rows without theirs are found before the first step.
+    // Images are read when their row is used. Rows with missing images are found before the first step.
     fs::remove_file(place.path("train2014/COCO_train2014_000000000001.jpg")).unwrap();
     let check = place.run(&format!("data check --model model {data}")).fails(1, &["1 of 3 rows"]);
     assert!(check.stdout.contains("COCO_train2014_000000000001.jpg"), "{}", check.stdout);
@@ -87,7 +87,7 @@ fn converted_checked_trained_and_evaluated() {
              --gradient_accumulation_steps 1 --save_steps 1 --exp_name vi --threads 1"
         ))
         .ok();
-    // The preset freezes what its source calls the vision modules, which of InternVL is the tower alone.
+    // The preset freezes the vision modules of its source, which for InternVL are the tower alone.
     let trained = |part: &str| -> (String, String) {
         let line = ran.stderr.lines().find(|line| line.starts_with(part)).unwrap();
         let cells: Vec<&str> = line.split_whitespace().collect();

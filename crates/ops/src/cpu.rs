@@ -366,7 +366,7 @@ impl Backend for Cpu {
 
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let rows = x.rows();
-        let [cos, sin] = [&table.cos, &table.sin].map(|angles| Mat::new(angles, rows, table.half));
+        let [cos, sin] = table.waves().each_ref().map(|wave| Mat::new(wave, rows, table.half));
         rope::apply(cos, sin, inverse, x.mat_mut().columns(0..heads * 2 * table.half));
     }
 

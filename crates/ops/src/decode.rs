@@ -252,7 +252,7 @@ impl OnCard {
         });
         let draws = DrawSize::of(&from.1, &how).rounded(rows);
         ids.resize(rows, 0);
-        let angles = [&rope.cos, &rope.sin].map(|angles| {
+        let angles = rope.waves().each_ref().map(|angles| {
             let mut angles = angles.clone();
             angles.resize(rows * rope.half, 0.0);
             angles
@@ -277,8 +277,7 @@ impl OnCard {
             let device = Device::Gpu(card);
             let ids_of = Host::given(ids, device, part(places.ids, rows));
             let copies = places.angles.map(|at| part(at, rows * rope.half));
-            let [cos, sin] = angles;
-            let rope = RopeTable { half: rope.half, cos, sin, copies: Host::given((), device, copies) };
+            let rope = RopeTable::of_waves(rope.half, angles, Host::given((), device, copies));
             let (rope, draws) = (Arc::new(rope), Draws::over(whole, places.draws, draws));
             let tables = Arc::new(Decoding::over(whole, places.tables, decoding));
             let Met { out, graph, .. } = met;

@@ -1,5 +1,7 @@
 //! Rotary position tables.
 
+use std::sync::OnceLock;
+
 use omnigrpo_kernels::parallel;
 
 use crate::host::Host;
@@ -8,7 +10,8 @@ use crate::host::Host;
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream: `cos` and `sin` are `[rows, half]`, `half = head width / 2`.
+/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outline of a step never
+/// does, and they would be most of its time.
 ///
 /// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with `i +
 /// half`.
@@ -41,16 +44,24 @@ impl RopeTable {
 
     /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
     #[must_use]
-    pub fn scaled(mut self, factor: f32) -> Self {
-        if factor != 1.0 {
-            self.cos.iter_mut().chain(&mut self.sin).for_each(|x| *x *= factor);
-            self.copies = Host::default();
-        }
-        self
+    pub fn scaled(self, factor: f32) -> Self {
+        Self { factor: self.factor * factor, waves: OnceLock::new(), copies: Host::default(), ..self }
     }
 
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.cos.len().checked_div(self.half).unwrap_or(0)
+        self.rows
+    }
+
+    /// Returns cosines and sines, `[rows, half]` each, times the factor.
+    #[must_use]
+    pub fn waves(&self) -> &[Vec<f32>; 2] {
+        // PyTorch rounds the angle to f32 and computes its cosine exactly to f32.
+        let of_each = |f: fn(f64) -> f64| {
+            let wave = |&a: &f32| f(f64::from(a)) as f32 * self.factor;
+            let some = |part: &[f32]| part.iter().map(wave).collect::<Vec<_>>();
+            parallel::map(self.angles.chunks(PART), OPERATIONS * self.angles.len(), some).concat()
+        };
+        self.waves.get_or_init(|| [of_each(f64::cos), of_each(f64::sin)])
     }
 }

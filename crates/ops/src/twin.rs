@@ -332,8 +332,8 @@ impl Backend for Twin {
     fn rotate(&self, x: &mut Rows, table: &RopeTable, heads: usize, inverse: bool) {
         let angles = |data: &[f32]| data.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let (rows, width) = (x.rows(), heads * 2 * table.half);
-        let (cos, sin) = (angles(&table.cos), angles(&table.sin));
-        let [cos, sin] = [&cos, &sin].map(|angles| Mat::new(angles, rows, table.half));
+        let waves = table.waves().each_ref().map(|wave| angles(wave));
+        let [cos, sin] = waves.each_ref().map(|wave| Mat::new(wave, rows, table.half));
         let turned = twin::rope(cos, sin, inverse, x.mat64().columns(0..width));
         self.set_columns(x, 0, &Rows::on_twin(turned, rows, width));
     }

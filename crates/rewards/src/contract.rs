@@ -128,9 +128,6 @@ pub trait Reward: Send + Sync {
 
     /// Scores one completion before a run, so that what cannot be reached or started is found before anything is
     /// sampled. Rewards that are part of the program have nothing to find out.
-    ///
-    /// # Errors
-    /// As [`Self::score`].
     fn probe(&self, row: &RewardInput<'_>) -> Result<Option<f64>, RewardError> {
         let _ = row;
         Ok(None)
@@ -337,9 +334,6 @@ impl RewardSet {
     }
 
     /// Has every program and endpoint score one completion, the values of which are not used.
-    ///
-    /// # Errors
-    /// As [`Self::score`].
     pub fn probe(&self, row: &RewardInput<'_>) -> Result<(), RewardError> {
         self.rewards.iter().try_for_each(|reward| {
             let score = reward.probe(row)?;
@@ -348,9 +342,6 @@ impl RewardSet {
     }
 
     /// Scores a batch with the reward of that name alone.
-    ///
-    /// # Errors
-    /// As [`Self::score`]; also when there is no such reward.
     pub fn score_by(&self, name: &str, batch: &[RewardInput<'_>]) -> Result<Vec<Option<f64>>, RewardError> {
         match self.rewards.iter().find(|reward| reward.name() == name) {
             Some(reward) => checked(reward.as_ref(), batch),

@@ -176,9 +176,6 @@ pub fn build<S: AsRef<str>>(specs: &[S], options: &RewardOptions) -> Result<Rewa
 
 /// [`build`] with rewards that the caller made itself, such as those that need models: a spec that is the name of one
 /// takes it.
-///
-/// # Errors
-/// As [`build`].
 pub fn build_with<S: AsRef<str>>(
     specs: &[S],
     options: &RewardOptions,

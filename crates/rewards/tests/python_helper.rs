@@ -85,6 +85,15 @@ fn medium(kind: MediumKind, source: MediumSource) -> MediumRef {
 fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> T) -> T {
     let mut columns = Map::new();
     columns.insert("factor".to_owned(), json!(2));
+    with_columns(&columns, rows, ask)
+}
+
+/// The same with other columns in each row.
+fn with_columns<T>(
+    columns: &Map<String, Value>,
+    rows: &[(&str, Option<&str>)],
+    ask: impl FnOnce(&[RewardInput<'_>]) -> T,
+) -> T {
     let batch: Vec<RewardInput<'_>> = rows
         .iter()
         .enumerate()
@@ -94,7 +103,7 @@ fn on<T>(rows: &[(&str, Option<&str>)], ask: impl FnOnce(&[RewardInput<'_>]) -> 
             completion,
             completion_ids: &[1, 2, 3],
             solution: *solution,
-            columns: &columns,
+            columns,
             think: Think::On,
             media_paths: &[],
             media: &[],
@@ -194,4 +203,93 @@ def easy(reward_inputs):
         import.contains("failed 1 time(s)") && import.contains("No module named 'no_such_module'"),
         "{import}"
     );
+}
+
+/// Every form in which verl 0.9 calls a reward: per completion, with keywords alone, asynchronous, and per batch.
+#[test]
+#[ignore = "needs python3"]
+fn rewards_of_verl_run_unchanged() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = r#"
+import asyncio
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info["num_turns"] == 2 and extra_info["index"] == 5, extra_info
+    assert isinstance(ground_truth, list), ground_truth
+    return {"score": float(solution_str in ground_truth), "acc": solution_str in ground_truth, "pred": solution_str.upper(),
+            "source": data_source}
+
+def short(solution_str, ground_truth):
+    return 2.0 if solution_str in ground_truth else 0
+
+async def slow(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    await asyncio.sleep(0)
+    return {"score": len(solution_str)}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.5):
+    assert data_sources == ["geo"] * len(solution_strs)
+    return [bonus + (answer in truth) for answer, truth in zip(solution_strs, ground_truths)]
+
+def keyless(data_source, solution_str, ground_truth, extra_info=None):
+    return {"acc": 1.0}
+"#;
+    let path = dir.path().join("verl_rewards.py");
+    std::fs::write(&path, source).unwrap();
+    let keywords = dir.path().join("keywords.py");
+    std::fs::write(
+        &keywords,
+        "def compute_score(**kwargs):\n    return float(kwargs[\"solution_str\"] == kwargs[\"ground_truth\"])\n",
+    )
+    .unwrap();
+    let columns = json!({
+        "data_source": "geo",
+        "reward_model": { "style": "rule", "ground_truth": ["red", "crimson"] },
+        "extra_info": { "index": 5, "split": "train" },
+    });
+    let Value::Object(columns) = columns else { panic!() };
+    let rows = [("crimson", Some("red")), ("blue", Some("red"))];
+    let spec = |path: &Path, function: &str| format!("{}:{function}", path.display());
+    let specs = ["compute_score", "short", "slow", "batch"].map(|function| spec(&path, function));
+    let set = build(&specs, &RewardOptions::default()).unwrap();
+    let matrix = with_columns(&columns, &rows, |batch| set.score(batch)).unwrap();
+    assert_eq!(
+        matrix.values,
+        [[Some(1.0), Some(0.0)], [Some(2.0), Some(0.0)], [Some(7.0), Some(4.0)], [Some(1.5), Some(0.5)]]
+    );
+    assert_eq!(matrix.logged.metrics, [("rewards/compute_score/acc".to_owned(), 0.5)].into());
+    assert_eq!(matrix.logged.columns["pred"], [json!("CRIMSON"), json!("BLUE")]);
+    assert_eq!(matrix.logged.columns["source"], [json!("geo"), json!("geo")]);
+
+    // Rows without verl's columns: the solution is the ground truth.
+    let rows = [("red", Some("red")), ("blue", Some("red"))];
+    assert_eq!(scores(&spec(&keywords, "compute_score"), &rows).unwrap(), [Some(1.0), Some(0.0)]);
+    let error = scores(&spec(&path, "keyless"), &rows).unwrap_err().to_string();
+    assert!(error.contains("KeyError: 'score'"), "{error}");
+}
+
+/// EasyR1 also calls a function per completion, by the name of its parameter or by `REWARD_TYPE` of its file.
+#[test]
+#[ignore = "needs python3"]
+fn sequential_rewards_of_easy_r1_run_unchanged() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, source: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, source).unwrap();
+        path.display().to_string()
+    };
+    let named = file(
+        "named.py",
+        "def one(reward_input, weight=0.5):\n    return {'overall': weight * reward_input['response_length']}\n",
+    );
+    let typed = |kind: &str, body: &str| {
+        let source =
+            format!("REWARD_NAME = 'r1v'\nREWARD_TYPE = '{kind}'\n\ndef compute_score(it):\n    {body}\n");
+        file(&format!("{kind}.py"), &source)
+    };
+    let each = typed("sequential", "return {'overall': it['response'] == it['ground_truth'], 'format': 1.0}");
+    let all = typed("batch", "return [{'overall': len(one['response'])} for one in it]");
+    let rows = [("red", Some("red")), ("blue", Some("red"))];
+    assert_eq!(scores(&format!("{named}:one"), &rows).unwrap(), [Some(1.5), Some(1.5)]);
+    assert_eq!(scores(&format!("{each}:compute_score"), &rows).unwrap(), [Some(1.0), Some(0.0)]);
+    assert_eq!(scores(&format!("{all}:compute_score"), &rows).unwrap(), [Some(3.0), Some(4.0)]);
 }

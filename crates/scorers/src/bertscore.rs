@@ -28,9 +28,9 @@ const MAX_BASELINE_BYTES: u64 = 1 << 20;
 /// Precision, recall and their harmonic mean, at most 1 before rescaling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BertScore {
-    /// Of the candidate's tokens.
+    /// Precision over the candidate's tokens.
     pub precision: f64,
-    /// Of the reference's tokens.
+    /// Recall over the reference's tokens.
     pub recall: f64,
     /// `2 P R / (P + R)`
     pub f1: f64,

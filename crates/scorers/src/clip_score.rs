@@ -138,7 +138,7 @@ pub(crate) fn clip_score(text: &[f32], picture: &[f32]) -> f64 {
     (100.0 * cosine).max(0.0)
 }
 
-/// What `preprocessor_config.json` asks for; the published CLIP's values where it is silent or missing.
+/// Reads `preprocessor_config.json`; missing keys, or a missing file, have the published CLIP's values.
 fn processor(dir: &Path, side_px: usize) -> Result<ClipPixels> {
     let path = dir.join("preprocessor_config.json");
     let side = u32::try_from(side_px).unwrap_or(u32::MAX);

@@ -1,4 +1,4 @@
-//! What can go wrong with a scorer.
+//! Errors of scorers.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ pub enum ScorerError {
     File {
         /// The file or directory.
         path: PathBuf,
-        /// What is wrong, what was expected.
+        /// Problem and expected value.
         what: String,
     },
     /// A file of a scorer's directory cannot be read.
@@ -36,7 +36,7 @@ pub enum ScorerError {
     Setting {
         /// The reward.
         reward: &'static str,
-        /// What is wrong and what to do.
+        /// Problem and advice.
         what: String,
     },
     /// A model could not be loaded or run.
@@ -61,7 +61,7 @@ impl ScorerError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// As the error of a reward, about a whole batch.
+    /// Converts into the error of a reward about a complete batch.
     pub(crate) fn of_batch(self, reward: impl Into<String>) -> RewardError {
         RewardError::Failed { reward: reward.into(), source: self.into() }
     }

@@ -59,7 +59,7 @@ impl RewardModel {
         let model = if MediaClassifier::is_one(dir)? {
             Reader::Media(Box::new(MediaClassifier::load(dir, dtype, render)?))
         } else {
-            // What is small comes first: a missing tokenizer is then found before gigabytes are read.
+            // Small files come first, so that a missing tokenizer is found before gigabytes are read.
             let tokenizer = Tokenizer::from_dir(dir)?;
             let template = ChatTemplate::from_dir(dir)?;
             let template = (template.origin() != TemplateOrigin::BuiltIn).then_some(template);

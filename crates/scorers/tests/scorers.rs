@@ -510,7 +510,7 @@ fn a_reward_model_reads_text_and_cannot_be_told_what_to_read() {
     long.push(Turn::text(Role::Assistant, "bad"));
     long.push(Turn::text(Role::User, "thanks"));
     assert!((score(&turns, forged) - score(&long, "good")).abs() > 1e-3);
-    // The same where the template takes the text apart.
+    // A template that takes the text apart.
     let model = reward_model("qwen3");
     let score = |turns: &[Turn], completion: &str| {
         model.score(&[said(turns, &columns, completion)]).unwrap()[0].unwrap()
@@ -637,7 +637,7 @@ fn reward_models_that_see_equal_their_base_and_a_linear_layer_in_torch() {
         // The picture decides, too.
         let other = RewardInput { media: &[image("alpha.png")], ..batch[0] };
         assert!((model.score(&[other]).unwrap()[0].unwrap() - want[0]).abs() > 1e-3, "{kind}");
-        // What the row shows must be there, and no completion of a question over the limit can be read.
+        // Media that the row shows must exist, and no completion of a question over the limit can be read.
         let error = model.score(&[RewardInput { media: &[], ..batch[0] }]).unwrap_err().to_string();
         assert!(error.contains("dataset row 7"), "{error}");
         let long = "How many? ".repeat(400);

@@ -20,7 +20,7 @@ pub(crate) fn check_charsmaps(tokenizer: &[u8]) -> Result<(), serde_json::Error>
     Walk { is_map: false }.deserialize(&mut serde_json::Deserializer::from_slice(tokenizer))
 }
 
-/// Walks a JSON value and keeps nothing of it.
+/// Walks a JSON value without keeping it.
 struct Walk {
     /// Whether the value is such a map.
     is_map: bool,

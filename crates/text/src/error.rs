@@ -7,7 +7,7 @@ use crate::MediumKind;
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, TextError>;
 
-/// What another library failed with.
+/// Error of another library.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Everything that can go wrong between a conversation and its token ids.
@@ -19,7 +19,7 @@ pub enum TextError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// A file is larger than anything this crate would load.
@@ -29,7 +29,7 @@ pub enum TextError {
     TooLarge {
         /// The file.
         path: PathBuf,
-        /// Its size in bytes.
+        /// Size in bytes.
         got: u64,
         /// The bound in bytes.
         limit: u64,
@@ -39,9 +39,9 @@ pub enum TextError {
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what was expected.
+        /// Problem and expected value.
         problem: String,
-        /// What the parser said, where one did.
+        /// Error of the parser, if there is one.
         source: Option<Cause>,
     },
     /// A model directory without any tokenizer that can be loaded.
@@ -58,7 +58,7 @@ pub enum TextError {
     Encode {
         /// Start of the text.
         excerpt: String,
-        /// What the tokenizer said.
+        /// Error of the tokenizer.
         source: Cause,
     },
     /// Plain text would have become a control token.
@@ -71,7 +71,7 @@ pub enum TextError {
         excerpt: String,
         /// The control token's literal.
         token: String,
-        /// Its id.
+        /// Id of the token.
         id: u32,
     },
     /// Token ids could not be turned into text.
@@ -79,7 +79,7 @@ pub enum TextError {
     Decode {
         /// How many ids were given.
         num_ids: usize,
-        /// What the tokenizer said.
+        /// Error of the tokenizer.
         source: Cause,
     },
     /// A name that is no token of this vocabulary.
@@ -89,7 +89,7 @@ pub enum TextError {
     UnknownToken {
         /// The literal looked up.
         token: String,
-        /// What it was needed for.
+        /// Purpose of the token.
         needed_for: String,
     },
     /// The chat template does not compile, fails, or exceeds its limits.
@@ -120,7 +120,7 @@ pub enum TextError {
         origin: String,
         /// Index of the turn.
         turn: usize,
-        /// What happened to the part.
+        /// Problem with the part.
         problem: String,
     },
     /// The template wrote another number of media markers than there are media in the conversation.
@@ -140,7 +140,7 @@ pub enum TextError {
     MediumUse {
         /// Kind of the medium.
         kind: MediumKind,
-        /// Its index among the media of its kind.
+        /// Index among the media of its kind.
         index: usize,
         /// How often the conversation names it.
         got: usize,
@@ -165,7 +165,7 @@ pub enum TextError {
     /// A conversation that cannot be rendered at all.
     #[error("conversation: {problem}")]
     Conversation {
-        /// What is missing.
+        /// Missing part.
         problem: &'static str,
     },
     /// The template ends an assistant turn with nothing that stops generation.
@@ -176,7 +176,7 @@ pub enum TextError {
     NoStopAfterAssistant {
         /// Index of the turn.
         turn: usize,
-        /// What follows the assistant's text.
+        /// Text after the assistant's.
         got: String,
     },
 }

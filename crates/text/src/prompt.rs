@@ -44,7 +44,7 @@ impl Role {
     }
 }
 
-/// What a medium is.
+/// Kind of a medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MediumKind {
     /// One still picture.
@@ -79,9 +79,9 @@ pub enum Part {
     Text(String),
     /// A medium.
     Medium {
-        /// Its kind.
+        /// Kind of the medium.
         kind: MediumKind,
-        /// Its index among the media of this kind.
+        /// Index among the media of this kind.
         index: usize,
     },
 }
@@ -91,7 +91,7 @@ pub enum Part {
 pub struct Turn {
     /// Who speaks.
     pub role: Role,
-    /// What is said and shown, in order.
+    /// Texts and media, in order.
     pub parts: Vec<Part>,
 }
 
@@ -119,11 +119,11 @@ pub enum MediumSegment {
 /// How one medium appears in the prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MediumTokens {
-    /// Its kind.
+    /// Kind of the medium.
     pub kind: MediumKind,
-    /// What the template writes for it (`<|image_pad|>`): replaced by `segments`. Must not be empty.
+    /// Text that the template writes for it (`<|image_pad|>`), replaced by `segments`. Must not be empty.
     pub marker: String,
-    /// What stands there instead.
+    /// Replacement of the marker.
     pub segments: Vec<MediumSegment>,
 }
 
@@ -134,7 +134,7 @@ impl MediumTokens {
     }
 }
 
-/// Where features of a medium stand in the ids: `ids[start..start + len]`.
+/// Place of a medium's features in the ids: `ids[start..start + len]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     /// Index into the media given to the renderer.
@@ -286,7 +286,7 @@ impl<'a> PromptRenderer<'a> {
         }
     }
 
-    /// What a template sees beside the messages.
+    /// Returns the variables of a template beside the messages.
     fn variables(&self, options: &RenderOptions) -> serde_json::Map<String, Value> {
         let mut variables: serde_json::Map<String, Value> =
             self.tokenizer.named_tokens().iter().map(|(name, token)| (name.clone(), json!(token))).collect();
@@ -429,7 +429,7 @@ impl<'a> PromptRenderer<'a> {
     }
 }
 
-/// What a template wrote, texts in place.
+/// Output of a template, with the texts in place.
 #[derive(Debug)]
 struct Output {
     string: String,
@@ -506,7 +506,7 @@ impl StandIns {
         StandIns { nonce: format!("{OPEN}{nonce}."), trim_assistant, texts: Vec::new() }
     }
 
-    /// What to show the template for a text. White space at the ends stays in view, so that a template that trims does
+    /// Returns the stand-in of a text for the template. White space at the ends stays visible, so that a template that trims does
     /// what it does to the text itself, and an empty text stays empty, so that a template that asks for emptiness sees
     /// it. Assistant texts are replaced whole, since where they start must be known to the byte, or trimmed if that is
     /// what the template does.

@@ -12,7 +12,7 @@ use crate::{Result, TextError, Tokenizer};
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// What ends a completion. One set serves the sampler, the loss mask and the loaders.
+/// Rules that end a completion. One set serves the sampler, the loss mask and the loaders.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StopSet {
     /// Token ids, sorted, each once.

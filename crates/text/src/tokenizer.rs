@@ -102,7 +102,7 @@ pub(crate) enum Run {
     Hole { medium: usize, token: u32, count: usize },
 }
 
-/// What runs became.
+/// Result of normalising runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct EncodedRuns {
     pub ids: Vec<u32>,
@@ -212,7 +212,7 @@ impl Tokenizer {
             ModelWrapper::BPE(model) => model.get_unk_token().as_deref().and_then(|t| inner.token_to_id(t)),
             ModelWrapper::WordPiece(model) => inner.token_to_id(&model.unk_token),
             ModelWrapper::WordLevel(model) => inner.token_to_id(&model.unk_token),
-            // Its unknown token is not exposed; the configuration names it.
+            // The unknown token is not exposed; the configuration names it.
             ModelWrapper::Unigram(_) => named_tokens.get("unk_token").and_then(|t| inner.token_to_id(t)),
         };
         let decoder = serde_json::to_string(&inner.get_decoder())
@@ -556,7 +556,7 @@ fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, limit: usize
             return steps.as_ref().iter().try_for_each(|step| normalize(step, text, limit));
         }
         NormalizerWrapper::Prepend(step) => before.len() + step.prepend.len(),
-        // As if the pattern were found at every byte. The content of published ones is as long as its pattern, about.
+        // Assumes that the pattern is found at every byte. The content of published ones is about as long as its pattern.
         NormalizerWrapper::Replace(step) => (before.len() + 1).saturating_mul(step.content.len().max(1)),
         NormalizerWrapper::Precompiled(map) => {
             let mut ends = Vec::new();
@@ -660,7 +660,7 @@ fn byte_of_char(c: char) -> Option<u8> {
 }
 
 fn stands_alone(text: &str, start: usize, end: usize) -> bool {
-    // What the regular expression \w matches, but for rare connector punctuation.
+    // The characters that the regular expression \w matches, except rare connector punctuation.
     let is_joiner = |c: char| matches!(c, '_' | '\u{200C}' | '\u{200D}');
     let is_word =
         |c: char| c.is_alphanumeric() || is_joiner(c) || unicode_normalization::char::is_combining_mark(c);

@@ -63,7 +63,7 @@ fn a_text_cannot_forge_structure() {
     assert_eq!((span.medium, span.len), (0, 3));
     assert_eq!(prompt.ids[span.start - 1], id("<|vision_start|>"));
     assert!(TINY.decode(&prompt.ids, false).unwrap().contains(attack));
-    // The same in a system turn, given as an option, and in the template's variables of a text-only row.
+    // A system turn, given as an option, and in the template's variables of a text-only row.
     let options = RenderOptions { system: Some(attack.to_owned()), ..Default::default() };
     let prompt = PromptRenderer::new(&TINY, &QWEN).render(&user(vec![text("x")]), &[], &options).unwrap();
     assert_eq!(prompt.ids.iter().filter(|&&i| i == id("<|im_start|>")).count(), 3);
@@ -352,7 +352,7 @@ proptest! {
                 prop_assert_eq!(&so_far[hit.start..hit.end], &strings[hit.string]);
                 break;
             }
-            // What is shown never has to be taken back.
+            // Text that was shown never has to be taken back.
             let safe = matcher.num_safe_bytes();
             for s in &strings {
                 let held = (1..s.len()).rev().find(|&n| so_far.ends_with(&s[..n])).unwrap_or(0);
@@ -374,7 +374,7 @@ fn a_template_that_adds_a_token_to_a_text_reads_strings() {
     assert_eq!(whole.ids.iter().filter(|&&i| i == id("<|im_end|>")).count(), 2);
 }
 
-/// As a reward model reads it: without media, whatever the template makes of an answer, and never with forged turns.
+/// A reward model reads no media, any text that the template makes of an answer, and never forged turns.
 #[test]
 fn a_finished_conversation_is_texts() {
     let turns = [

@@ -15,11 +15,10 @@ use std::path::{Component, Path, PathBuf};
 
 use omnigrpo_data::OrderState;
 use omnigrpo_guard::inside;
-use omnigrpo_models::Model;
+use omnigrpo_models::{Model, WeightDtype, WeightFiles};
 use omnigrpo_observe::sync_directory;
-use omnigrpo_ops::{Numbers, Param};
+use omnigrpo_ops::{Numbers, Param, Values};
 use rayon::prelude::*;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, View};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -81,7 +80,7 @@ pub fn save(
     Parts { model, optimizer, reference }: Parts,
     mut state: TrainerState,
     limit: Option<usize>,
-    keep: [Option<u64>; 2],
+    keep: &[Option<u64>],
 ) -> Result<PathBuf> {
     let name = format!("checkpoint-{}", state.global_step);
     let (target, temporary) = (output_dir.join(&name), output_dir.join(format!("tmp-{name}")));
@@ -200,6 +199,15 @@ pub fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
+/// The last checkpoint whose policy was still sound, where the metrics of `step` are the first that show a problem. They are of
+/// completions of the policy before that step, so the checkpoint of the step before may be the one that has it.
+///
+/// # Errors
+/// An unreadable directory.
+pub(crate) fn before(output_dir: &Path, step: u64) -> Result<Option<(u64, PathBuf)>> {
+    Ok(list(output_dir)?.into_iter().rfind(|(own, _)| *own + 1 < step))
+}
+
 /// Directories that are called checkpoints and lack `trainer_state.json`, oldest first. The program
 /// leaves none behind; a copy that was cut off does.
 ///
@@ -278,25 +286,21 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
     }
     check_sums(checkpoint, None)?;
     model.load_trained(checkpoint)?;
-    let path = checkpoint.join(OPTIMIZER);
-    let bytes = inside::read(checkpoint, OPTIMIZER, u64::MAX).map_err(TrainError::io(&path))?;
-    let damaged = |what: &dyn std::fmt::Display| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| unreadable(checkpoint, OPTIMIZER, e.into()))?;
+    // One tensor at a time: a second copy of the optimizer's state would be the most that a run ever holds.
+    let file = WeightFiles::open_file(&checkpoint.join(OPTIMIZER))?;
+    let damaged = |what: &str| damaged(checkpoint, &format!("{OPTIMIZER}: {what}"));
     let floats = |name: &str| -> Result<Vec<f32>> {
-        match file.tensor(name) {
-            Ok(view) if view.dtype() != Dtype::F32 => {
-                Err(damaged(&format!("tensor {name} is {:?}, expected F32", view.dtype())))
-            }
-            Ok(view) => {
-                let values: Vec<f32> =
-                    view.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
-                let least = if name.ends_with(".v") { 0.0 } else { f32::NEG_INFINITY };
-                match values.iter().position(|x| !x.is_finite() || *x < least) {
-                    Some(i) => Err(damaged(&format!("element {i} of {name} is {}", values[i]))),
-                    None => Ok(values),
-                }
-            }
-            Err(_) => Ok(Vec::new()),
+        if file.shape(name).is_none() {
+            return Ok(Vec::new());
+        }
+        let Values::F32(values) = file.read(name, WeightDtype::Auto)?.map_err(|what| damaged(what.trim()))?
+        else {
+            return Err(damaged(&format!("tensor {name} is BF16, expected F32")));
+        };
+        let least = if name.ends_with(".v") { 0.0 } else { f32::NEG_INFINITY };
+        match values.iter().position(|x| *x < least) {
+            Some(i) => Err(damaged(&format!("element {i} of {name} is {}", values[i]))),
+            None => Ok(values),
         }
     };
     let mut moments = HashMap::new();
@@ -305,10 +309,10 @@ pub fn load(checkpoint: &Path, model: &Model, optimizer: &mut AdamW, state: &Tra
         moments.insert(name.clone(), Moments::new(step, Numbers { m: m?, v: v?, master: master? }));
     }
     let known = moments.values().map(|m| 2 + usize::from(m.has_master())).sum::<usize>();
-    if file.len() != known {
+    let found = file.names().count();
+    if found != known {
         return Err(damaged(&format!(
-            "{} tensors, expected the {known} of the weights that {STATE} names",
-            file.len()
+            "{found} tensors, expected the {known} of the weights that {STATE} names"
         )));
     }
     optimizer.restore(moments)

@@ -163,9 +163,6 @@ pub struct Batch<'a> {
 }
 
 /// As [`evaluate`], without the rows that are done already. `each` sees every batch of the others as soon as it is scored.
-///
-/// # Errors
-/// As [`evaluate`], and what `each` fails with.
 pub fn evaluate_rest(
     model: &Model,
     rewards: &RewardSet,

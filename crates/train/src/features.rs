@@ -25,9 +25,6 @@ impl Keep {
 
 /// The second half of the way of a row, from prompts to the features of their media; [`prepare`](crate::prepare) is the first. A
 /// training step has prompts made ahead, on another thread, and features by the weights of the moment.
-///
-/// # Errors
-/// As [`Model::encode_prompt`].
 pub fn encode<'p>(
     model: &Model,
     keep: Keep,

@@ -7,9 +7,11 @@
 use std::path::Path;
 
 use omnigrpo_data::Dataset;
+use omnigrpo_grpo::Surrogate;
 use omnigrpo_guard::inside;
 use omnigrpo_models::{Model, Origin};
 use omnigrpo_observe::write_atomic;
+use omnigrpo_ops::Device;
 use serde_json::{Value, json};
 
 use crate::error::Result;
@@ -63,6 +65,9 @@ struct Card {
     /// The method in words.
     how: String,
     num_steps: u64,
+    /// Place and time of training.
+    trained: String,
+    command: Option<String>,
     /// Name and rows of each dataset.
     datasets: Vec<(String, u64)>,
     settings: Vec<(&'static str, Value)>,
@@ -121,6 +126,8 @@ impl Card {
                 ),
             },
             num_steps: facts.num_steps,
+            trained: trained(dir, model.device()),
+            command: run.command.clone(),
             datasets,
             settings: settings(facts),
             metrics: names
@@ -148,7 +155,10 @@ impl Card {
         let rows = |rows: u64| format!("{rows} row{}", if rows == 1 { "" } else { "s" });
         let datasets: Vec<_> =
             self.datasets.iter().map(|(name, num_rows)| format!("`{name}` ({})", rows(*num_rows))).collect();
-        text.push_str(&format!("Data: {}.\n", datasets.join(", ")));
+        text.push_str(&format!("Data: {}.\n\n{}\n", datasets.join(", "), self.trained));
+        if let Some(command) = &self.command {
+            text.push_str(&format!("\n```sh\n{command}\n```\n"));
+        }
         if self.picture {
             text.push_str(&format!("\n![Metrics of the training steps]({PICTURE})\n"));
         }
@@ -209,7 +219,9 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
     let Facts { run, model, algorithm, optimizer, .. } = facts;
     let mut all = vec![
         ("learning_rate", json!(optimizer.learning_rate)),
-        ("lr_scheduler", json!(format!("{:?}", run.schedule))),
+        ("lr_scheduler_type", json!(run.schedule)),
+        ("warmup_ratio", json!(run.warmup_ratio)),
+        ("warmup_steps", json!(run.warmup_steps)),
         ("weight_decay", json!(optimizer.weight_decay)),
         ("max_grad_norm", json!(optimizer.max_grad_norm)),
         ("prompts per step", json!(run.prompts_per_step)),
@@ -224,12 +236,23 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
             ("top_p", json!(sampling.top_p.to_string())),
             ("top_k", json!(sampling.top_k)),
             ("advantage", json!(algorithm.advantage)),
-            ("surrogate", json!(format!("{:?}", algorithm.loss.surrogate))),
-            ("ratio", json!(algorithm.loss.ratio)),
-            ("aggregation", json!(algorithm.loss.aggregation)),
+            ("importance_sampling_level", json!(algorithm.loss.ratio)),
+            ("loss_agg", json!(algorithm.loss.aggregation)),
             ("beta", json!(algorithm.loss.beta)),
+            ("kl", json!(algorithm.loss.kl)),
             ("entropy_coef", json!(algorithm.loss.entropy_coef)),
         ]);
+        all.extend(match algorithm.loss.surrogate {
+            Surrogate::Clip { low, high, delta } => {
+                let delta = delta.map(|delta| ("delta", json!(delta)));
+                [("epsilon", json!(low)), ("epsilon_high", json!(high))].into_iter().chain(delta).collect()
+            }
+            Surrogate::Cispo { cap } => vec![("epsilon_high", json!(cap))],
+            Surrogate::Sapo { pos, neg } => {
+                vec![("sapo_temperature_pos", json!(pos)), ("sapo_temperature_neg", json!(neg))]
+            }
+            Surrogate::Ratio | Surrogate::LogProb | Surrogate::Custom(_) => Vec::new(),
+        });
     }
     if let Some(lora) = model.lora() {
         all.extend([
@@ -239,8 +262,39 @@ fn settings(facts: &Facts) -> Vec<(&'static str, Value)> {
             ("lora_target_modules", json!(lora.targets.join(", "))),
         ]);
     }
-    all.push(("seed", json!(algorithm.seed)));
+    all.extend([("seed", json!(algorithm.seed)), ("data_seed", json!(run.data_seed))]);
+    // Settings that are off say nothing.
+    all.retain(|(name, value)| {
+        !matches!(*name, "warmup_ratio" | "warmup_steps") || value.as_f64() != Some(0.0)
+    });
     all
+}
+
+/// Names the machine, and the time of all steps in the records of the run directory.
+fn trained(dir: &Path, device: Device) -> String {
+    let secs: f64 = std::fs::read_to_string(dir.join("metrics.jsonl"))
+        .unwrap_or_default()
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok()?["step_time"].as_f64())
+        .sum();
+    let time = match secs {
+        secs if secs >= 3600.0 => format!("{:.1} h", secs / 3600.0),
+        secs if secs >= 60.0 => format!("{:.1} min", secs / 60.0),
+        secs => format!("{secs:.1} s"),
+    };
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("model name"))?;
+        Some(line.trim_start_matches([' ', '\t', ':']).trim().to_owned())
+    });
+    let machine = match device {
+        Device::Gpu(card) => card.name(),
+        _ => {
+            let threads = rayon::current_num_threads();
+            let plural = if threads == 1 { "" } else { "s" };
+            format!("{threads} thread{plural} of {}", cpu.as_deref().unwrap_or("a CPU"))
+        }
+    };
+    format!("Trained on {machine}; the steps took {time}.")
 }
 
 /// A name that the hub can have, `ORG/NAME`.
@@ -276,6 +330,7 @@ fn plain(text: &str) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -290,6 +345,8 @@ mod tests {
             method: "grpo",
             how: "GRPO".to_owned(),
             num_steps: 1,
+            trained: "Trained on 2 threads of a CPU; the steps took 1.5 h.".to_owned(),
+            command: Some("omnigrpo train --beta 0.04".to_owned()),
             datasets: [("cats", 1), ("me/dogs", 20), ("data/of/mine", 2), ("../birds", 3)]
                 .map(|(name, rows)| (name.to_owned(), rows))
                 .to_vec(),
@@ -308,7 +365,8 @@ mod tests {
         let version = env!("CARGO_PKG_VERSION");
         let rest = format!(
             "\n# first try\n\nA LoRA adapter, trained on `me/tiny` at revision `abc` with omnigrpo {version}: 1 step of GRPO.\n\n\
-             Data: `cats` (1 row), `me/dogs` (20 rows), `data/of/mine` (2 rows), `../birds` (3 rows).\n\n![Metrics of the training steps](metrics.svg)\n\n\
+             Data: `cats` (1 row), `me/dogs` (20 rows), `data/of/mine` (2 rows), `../birds` (3 rows).\n\n\
+             Trained on 2 threads of a CPU; the steps took 1.5 h.\n\n```sh\nomnigrpo train --beta 0.04\n```\n\n![Metrics of the training steps](metrics.svg)\n\n\
              ## Evaluation\n\n| metric | before | after |\n|---|---|---|\n| eval_reward | 0.2500 | 0.5000 |\n\n\
              ## Settings\n\n| setting | value |\n|---|---|\n| learning_rate | `1e-6` |\n| beta | `0.04` |\n\n\
              ## Citation\n\n```bibtex\n@misc{{a}}\n\n@misc{{b}}\n```\n"
@@ -330,6 +388,22 @@ mod tests {
         assert!(text.contains("Trained from `1: my model` with") && text.contains(": 2 steps of"), "{text}");
         assert!(text.contains("| metric | value |\n|---|---|\n| eval_reward | 0.5000 |\n"), "{text}");
         assert!(!text.contains("svg") && !text.contains("bibtex") && !text.contains("lora"), "{text}");
+    }
+
+    #[test]
+    fn the_time_is_that_of_all_steps_in_the_records() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines =
+            "{\"step\":1,\"step_time\":3000}\n{\"eval_reward\":1}\n{\"step\":2,\"step_time\":4200.0}\ncut";
+        std::fs::write(dir.path().join("metrics.jsonl"), lines).unwrap();
+        let text = trained(dir.path(), Device::Cpu);
+        assert!(
+            text.starts_with("Trained on ") && text.contains(" thread") && text.contains(" of "),
+            "{text}"
+        );
+        assert!(text.ends_with("; the steps took 2.0 h."), "{text}");
+        let none = trained(&dir.path().join("none"), Device::Cpu);
+        assert!(none.ends_with("; the steps took 0.0 s."), "{none}");
     }
 
     #[test]

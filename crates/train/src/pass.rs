@@ -286,9 +286,6 @@ fn score(
 }
 
 /// Has the weights that sampled score the completions, for updates that come when the weights have changed.
-///
-/// # Errors
-/// As [`Model::score`].
 pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let streams = streams(rollouts, 0..rollouts.groups.len(), algorithm.stream_rows());
     let seen = |group: &Group| Ok(group.features.clone());
@@ -297,9 +294,6 @@ pub(crate) fn old_logprobs(model: &Model, algorithm: &Algorithm, rollouts: &mut 
 
 /// Has the weights of the moment say how undecided they are at each token of recorded completions. Each completion is a stream
 /// of its own, so that the entropies do not depend on `max_stream_tokens`.
-///
-/// # Errors
-/// As [`Model::score`].
 pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rollouts) -> Result<()> {
     let streams = streams(rollouts, 0..rollouts.groups.len(), 1);
     let seen = |group: &Group| Ok(group.features.clone());
@@ -307,9 +301,6 @@ pub(crate) fn entropies(model: &Model, algorithm: &Algorithm, rollouts: &mut Rol
 }
 
 /// Has the reference score the completions, in the streams of the update. They keep the numbers for all updates.
-///
-/// # Errors
-/// As [`Model::score`]; weights whose files have changed.
 pub(crate) fn reference_logprobs(
     reference: &Model,
     model: &Model,

@@ -146,8 +146,13 @@ pub struct RunPlan {
     pub data_seed: u64,
     /// Settings and inputs that must agree between a checkpoint and the run that resumes it.
     pub fingerprint: Map<String, Value>,
+    /// Command line that the model card shows. It names no place on this machine.
+    pub command: Option<String>,
     /// Draws the metrics of a run directory as SVG, for the model card; `None` where there is nothing to draw.
     pub curves: Option<fn(&Path) -> Option<String>>,
+    /// End the run, with a checkpoint, when its policy runs away or its entropy collapses
+    /// ([`Rule::collapse`](omnigrpo_observe::Rule)).
+    pub stop_on_collapse: bool,
     /// Files written beside the records at the start, by name: the resolved configuration, and what rewards keep.
     pub files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -195,7 +200,9 @@ impl Default for RunPlan {
             bad_rows: Vec::new(),
             data_seed: 42,
             fingerprint: Map::new(),
+            command: None,
             curves: None,
+            stop_on_collapse: false,
             files: Vec::new(),
         }
     }
@@ -279,6 +286,8 @@ pub struct RunSummary {
     pub interrupted: bool,
     /// How the machine failed, where that is what stopped it.
     pub machine: Option<String>,
+    /// Collapse that ended the run ([`RunPlan::stop_on_collapse`]), with what to do.
+    pub collapsed: Option<String>,
     /// Evaluation before the first update.
     pub before: Option<Evaluation>,
     /// Evaluation after the last.

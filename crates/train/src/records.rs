@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use omnigrpo_data::Dataset;
 use omnigrpo_guard::told;
 use omnigrpo_observe::{
-    BeforeAfter, Console, DebugLog, Event, FinishReason, Metric, PhaseTimer, Report, Rollout, RunDir,
+    BeforeAfter, Console, DebugLog, Event, FinishReason, Health, Metric, PhaseTimer, Report, Rollout, RunDir,
     Skipped, Tokens, Trackers, Window, best_and_worst, write_atomic,
 };
 use omnigrpo_rewards::Category;
@@ -14,6 +14,7 @@ use omnigrpo_text::{StreamDecoder, Tokenizer};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::checkpoint;
 use crate::error::{Result, TrainError};
 use crate::evaluate::Evaluation;
 use crate::plan::{RunPlan, RunSummary};
@@ -40,7 +41,7 @@ pub(crate) struct Records {
     total_steps: u64,
     window: Window,
     grpo_window: Window,
-    flat_groups: FlatGroups,
+    health: Health,
     rewards_seen: Vec<f64>,
     phase_sums: Vec<(String, f64)>,
     /// Updates of this process.
@@ -57,6 +58,7 @@ impl Records {
         console: &Console,
         trackers: Trackers,
         total_steps: u64,
+        health: Health,
     ) -> Self {
         Self {
             dir,
@@ -70,7 +72,7 @@ impl Records {
             total_steps,
             window: Window::default(),
             grpo_window: Window::default(),
-            flat_groups: FlatGroups::default(),
+            health,
             rewards_seen: Vec::new(),
             phase_sums: Vec::new(),
             steps_timed: 0,
@@ -203,9 +205,7 @@ impl Records {
         }
         self.steps_timed += 1;
         self.rewards_seen.extend(reward);
-        if let Some(warning) = self.flat_groups.add(step, &metrics) {
-            self.console.line(&warning);
-        }
+        self.warn(step, &metrics)?;
         metrics.extend(times);
         self.metrics(step, epoch, &metrics)?;
         let (own, others): (Vec<Metric>, Vec<Metric>) =
@@ -219,6 +219,37 @@ impl Records {
             self.show_window(step, epoch);
         }
         Ok(())
+    }
+
+    /// Tells and keeps the problems that begin or end with a step.
+    fn warn(&mut self, step: u64, metrics: &[Metric]) -> Result<()> {
+        let mut warnings = self.health.add(step, metrics);
+        for warning in &mut warnings {
+            if warning.begins {
+                let good = checkpoint::before(self.dir.root(), warning.since)?;
+                let good = good.map_or("No checkpoint is from before it".to_owned(), |(_, path)| {
+                    format!("The last checkpoint before it is {}", path.display())
+                });
+                warning.text = format!("{}. {good}", warning.text);
+                self.console.warning(&warning.text);
+            } else {
+                self.console.line(&warning.text);
+            }
+            warning.text = self.console.worded(&warning.text).into_owned();
+        }
+        Ok(self.dir.append_warnings(&warnings)?)
+    }
+
+    /// The message of a collapse that lasts.
+    pub(crate) fn collapse(&self) -> Option<String> {
+        let (rule, since) = self.health.collapse()?;
+        Some(format!("{} (since step {since}). {}", rule.title, rule.advice))
+    }
+
+    /// The step of the last checkpoint from before the problems that last.
+    pub(crate) fn last_good(&self) -> Result<Option<u64>> {
+        let Some(since) = self.health.since() else { return Ok(None) };
+        Ok(checkpoint::before(self.dir.root(), since)?.map(|(step, _)| step))
     }
 
     /// Shows the windows that were open when the run ended after `step`.
@@ -256,8 +287,8 @@ impl Records {
         }
     }
 
-    /// Names selected weights that no row of the first epoch reached.
-    pub(crate) fn unreached(&self, names: &[&str]) {
+    /// Warns of selected weights that no `what` (a row, a step) reached, by name.
+    pub(crate) fn unreached(&self, what: &str, names: &[&str]) {
         const SHOWN: usize = 5;
         if names.is_empty() {
             return;
@@ -266,8 +297,8 @@ impl Records {
         let more =
             if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
         self.console.line(&format!(
-            "warning: no row of the first epoch reached {shown}{more}. These weights are selected to be trained and stay \
-             as they are: no row has the kind of medium they read, or nothing runs through them"
+            "warning: no {what} reached {shown}{more}. These weights are selected to be trained and stay as they are: no row \
+             has the kind of medium that they read, or nothing runs through them"
         ));
     }
 
@@ -418,39 +449,4 @@ fn frame_times(row: &PreparedRow, num_paths: usize) -> Vec<Vec<f64>> {
         return Vec::new();
     }
     media.iter().map(|medium| medium.frame_times_secs.clone()).collect()
-}
-
-/// Warns, once, when groups have next to no variance for a while.
-#[derive(Default)]
-struct FlatGroups {
-    sum: f64,
-    steps: u64,
-    told: bool,
-}
-
-impl FlatGroups {
-    /// Steps of a window, and the mean share of groups without variance that is worth a word.
-    const WINDOW: u64 = 10;
-    const SHARE: f64 = 0.9;
-
-    /// Adds a step; the warning, if it is due.
-    fn add(&mut self, step: u64, metrics: &[Metric]) -> Option<String> {
-        self.sum += metrics.iter().find(|(name, _)| name == "frac_reward_zero_std")?.1?;
-        self.steps += 1;
-        if self.told || self.steps < Self::WINDOW {
-            return None;
-        }
-        let share = self.sum / self.steps as f64;
-        (self.sum, self.steps) = (0.0, 0);
-        self.told = share >= Self::SHARE;
-        self.told.then(|| {
-            format!(
-                "warning: in the {} steps up to {step}, {:.0} % of the groups had the same reward for all of their \
-                 completions, and nothing is learned from those. `rollouts/` shows them: rows that are too easy or too \
-                 hard, a reward that never applies, or a temperature that makes all completions alike",
-                Self::WINDOW,
-                100.0 * share
-            )
-        })
-    }
 }

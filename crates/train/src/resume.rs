@@ -21,9 +21,10 @@ use crate::plan::{ResumeFrom, RunPlan};
 /// Settings that a place in the data belongs to.
 const POSITION: [&str; 5] = ["dataset", "data_seed", "seed", "val_split_ratio", "replay"];
 /// What a run writes beside checkpoints and the model's own files.
-const RECORDS: [&str; 17] = [
+const RECORDS: [&str; 18] = [
     "metrics.jsonl",
     "skipped.jsonl",
+    "warnings.jsonl",
     "rollouts",
     "eval",
     "tokens",
@@ -228,7 +229,7 @@ impl Start {
             .find(|path| !path.exists())
             .unwrap_or_else(|| dir.join("superseded"));
         std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
-        for name in ["metrics.jsonl", "skipped.jsonl"] {
+        for name in ["metrics.jsonl", "skipped.jsonl", "warnings.jsonl"] {
             let (from, to) = (dir.join(name), aside.join(name));
             // Logs that go on are left here as well.
             if from.is_file() && !paths.contains(&from) {

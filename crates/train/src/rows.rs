@@ -74,12 +74,18 @@ pub struct PreparedRow {
 
 impl PreparedRow {
     /// Decodes the media of a row and renders its prompt, as in that pass over the data.
-    ///
-    /// # Errors
-    /// As [`PromptBuilder::build`].
     pub fn new(prompts: &PromptBuilder, sample: Sample, epoch: u64) -> omnigrpo_models::Result<Self> {
         let prompt = Arc::new(prompts.build_in(&sample, epoch)?);
         Ok(Self { sample, prompt, epoch })
+    }
+
+    /// Makes a row whose media have the right size and no content ([`PromptBuilder::outline`]).
+    ///
+    /// # Errors
+    /// As [`PromptBuilder::outline`].
+    pub fn outline(prompts: &PromptBuilder, sample: Sample) -> omnigrpo_models::Result<Self> {
+        let prompt = Arc::new(prompts.outline(&sample)?);
+        Ok(Self { sample, prompt, epoch: 0 })
     }
 }
 
@@ -337,9 +343,6 @@ impl RowSource {
     }
 
     /// The next `count` rows as supervised examples.
-    ///
-    /// # Errors
-    /// As [`Self::draw`].
     pub(crate) fn draw_sft(&mut self, count: usize) -> Result<Vec<SftExample>> {
         let each = |made| if let Made::Example(example) = made { Some(example) } else { None };
         Ok(self.draw_made(count, Making::Example)?.into_iter().filter_map(each).collect())

@@ -9,7 +9,7 @@ use omnigrpo_data::{Dataset, Order};
 use omnigrpo_grpo::CorrectionKind;
 use omnigrpo_guard::{Fault, told};
 use omnigrpo_models::{Model, PromptBuilder};
-use omnigrpo_observe::{Console, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
+use omnigrpo_observe::{Aims, Console, Health, Metric, PhaseTimer, RunDir, RunLock, write_atomic};
 use omnigrpo_rewards::RewardSet;
 
 use crate::buffer::BufferState;
@@ -90,12 +90,16 @@ pub fn train(setup: TrainSetup, console: &Console, stop: &AtomicBool) -> Result<
         shown.advance(&metrics);
         asked_to_stop |= this.observer.step(step, &metrics).is_break();
         this.records.step(step, epoch, metrics, reward, timer)?;
+        if this.run.stop_on_collapse && step < total {
+            summary.collapsed = this.records.collapse();
+            asked_to_stop |= summary.collapsed.is_some();
+        }
 
         // What an epoch's last rows have to teach is learned with the last update of their rollout.
         let epoch_done = this.place.buffer.is_none() && epoch as u64 > this.place.epochs_seen;
         if epoch_done {
             if this.place.epochs_seen == 0 {
-                this.records.unreached(&this.optimizer.never_reached());
+                this.records.unreached("row of the first epoch", &this.optimizer.never_reached());
             }
             this.place.epochs_seen = epoch as u64;
         }
@@ -185,8 +189,6 @@ struct Loop {
     records: Records,
     observer: Box<dyn Observer>,
     console: Console,
-    /// Whether this process has warned of the gap between rollout and training.
-    gap_told: bool,
     /// Let go after all else.
     lock: RunLock,
 }
@@ -265,14 +267,26 @@ impl Loop {
         // Everything that can be wrong with the checkpoint has been seen: now things may move.
         start.make_room(dir, model.dir(), console)?;
         let records = RunDir::open(dir, start.existing())?;
+        let scored = !imitate && !run.replay;
+        let mut health = Health::new(Aims {
+            range: scored.then(|| rewards.range()),
+            rewards: rewards
+                .names()
+                .into_iter()
+                .filter(|_| scored)
+                .filter_map(|name| Some((name.to_owned(), rewards.range_of(name)?)))
+                .collect(),
+            corrected: algorithm.loss.correction.kind != CorrectionKind::Off,
+        });
         if let Start::From(resumed) = &start {
             place.evaluated_at = continued(&records, resumed, length.total, console)?;
+            records.each_step(|step, metrics| drop(health.add(step, metrics)))?;
         }
         for (name, content) in &run.files {
             write_atomic(&dir.join(name), |out| out.write_all(content))?;
         }
         let mut records =
-            Records::new(&run, records, Arc::clone(&dataset), console, trackers(), length.total);
+            Records::new(&run, records, Arc::clone(&dataset), console, trackers(), length.total, health);
         let known = matches!(&start, Start::From(resumed) if resumed.keeps_position());
         if !known {
             for (row, id, reason) in run.bad_rows.clone() {
@@ -282,7 +296,6 @@ impl Loop {
         Ok(Self {
             schedule: length.schedule(&run),
             console: console.clone(),
-            gap_told: false,
             model,
             reference,
             prompts,
@@ -337,12 +350,6 @@ impl Loop {
             timer,
         )
         .map_err(|error| self.records.offending_rows(at.step + 1, rollouts, error))?;
-        if !self.gap_told
-            && let Some(warning) = gap_warning(outcome.rollout_gap, self.algorithm.loss.correction.kind)
-        {
-            self.console.line(&warning);
-            self.gap_told = true;
-        }
         let mut metrics = reinforcement_metrics(&outcome);
         let reward = outcome.sums.reward();
         timed(timer, "records", || {
@@ -549,8 +556,8 @@ impl Loop {
             reference: self.reference.as_ref().filter(|_| self.run.sync_reference.is_some()),
         };
         let best = place.best.map(|(_, step)| step).filter(|_| self.run.save == SaveWhen::Best);
-        let keep = [best, self.observer.reads()];
-        let path = checkpoint::save(self.lock.root(), parts, state, self.run.save_limit, keep)?;
+        let keep = [best, self.observer.reads(), self.records.last_good()?];
+        let path = checkpoint::save(self.lock.root(), parts, state, self.run.save_limit, &keep)?;
         self.console.activity().leave();
         self.console.line(&format!("saved {}", path.display()));
         self.observer.saved(self.place.step, &path);
@@ -572,6 +579,9 @@ impl Loop {
             self.console
                 .line(&format!("stopped after step {step}; resume with RunPlan::resume ResumeFrom::Newest"));
         } else {
+            if self.place.epochs_seen == 0 && step > 0 {
+                self.records.unreached("step", &self.optimizer.never_reached());
+            }
             if summary.after.is_none() {
                 // Resumed at the last step.
                 summary.after = self.evaluate(step, self.source.order().epochs_done())?;
@@ -619,21 +629,6 @@ fn continued(records: &RunDir, resumed: &Resumed, total: u64, console: &Console)
     Ok(continued.evaluated.then_some(step))
 }
 
-/// Mean difference of log-probabilities between rollout and training, in nats, from which on a run without a correction warns.
-const LARGE_GAP: f64 = 0.02;
-
-/// What to say of the difference between rollout and training, its largest and its mean. A correction answers it.
-fn gap_warning(gap: Option<(f64, f64)>, correction: CorrectionKind) -> Option<String> {
-    let (max, mean) = gap?;
-    (mean > LARGE_GAP && correction == CorrectionKind::Off).then(|| {
-        format!(
-            "warning: log-probabilities of the rollout differ from those of training by {mean:.3} nats in the mean and {max:.2} at \
-             most; up to {LARGE_GAP} is ordinary. The loss takes both for the same policy. Algorithm::loss.correction.kind \
-             weighs each token or completion by the difference"
-        )
-    })
-}
-
 fn reinforcement_metrics(outcome: &StepOutcome) -> Vec<Metric> {
     let mut metrics: Vec<Metric> = outcome.sums.metrics();
     let mut put = |name: &str, value: f64| metrics.push((name.to_owned(), Some(value)));
@@ -666,20 +661,4 @@ fn imitation_metrics(outcome: &ImitationOutcome) -> Vec<Metric> {
     let router = outcome.router.into_iter().flatten();
     let router = ["router_aux_loss", "router_z_loss"].into_iter().zip(router);
     each.into_iter().chain(router).map(|(name, value)| (name.to_owned(), Some(value))).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_large_gap_is_told_with_what_corrects_it() {
-        let told = gap_warning(Some((1.25, 0.0312)), CorrectionKind::Off).unwrap_or_default();
-        for part in ["0.031 nats in the mean", "1.25 at most", "Algorithm::loss.correction.kind"] {
-            assert!(told.contains(part), "{told}");
-        }
-        assert_eq!(gap_warning(Some((1.25, 0.02)), CorrectionKind::Off), None);
-        assert_eq!(gap_warning(Some((1.25, 0.5)), CorrectionKind::TokenTruncate), None);
-        assert_eq!(gap_warning(None, CorrectionKind::Off), None);
-    }
 }

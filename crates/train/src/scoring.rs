@@ -20,9 +20,6 @@ pub(crate) fn pairs<'a>(
 }
 
 /// Scores the completions of several rows, prompt-major.
-///
-/// # Errors
-/// As [`RewardSet::score`].
 pub fn score(
     rewards: &RewardSet,
     rows: &[(&Sample, &[Completion])],
@@ -63,9 +60,6 @@ pub fn applies(rewards: &RewardSet, sample: &Sample) -> Result<Vec<Option<bool>>
 
 /// Has the rewards outside of this process score one completion of a row, so that what cannot be started or reached is
 /// found before anything is sampled.
-///
-/// # Errors
-/// As [`RewardSet::score`].
 pub fn probe(rewards: &RewardSet, sample: &Sample, text: String, ids: Vec<u32>) -> Result<()> {
     let probe = |inputs: &[RewardInput<'_>]| Ok(inputs.iter().try_for_each(|input| rewards.probe(input))?);
     with_inputs(&[(sample, &[completion(text, ids)])], 0, 0, probe)

@@ -105,10 +105,12 @@ impl Selection {
                 ));
             }
         }
-        if self.gate.is_some() && !model.base_params().iter().any(|p| is_gate(p.name())) {
+        if let Some(gate) = self.gate
+            && !model.base_params().iter().any(|p| is_gate(p.name()))
+        {
             return Err(TrainError::setting(
                 "Selection::gate",
-                "true or false",
+                if gate { "true" } else { "false" },
                 "has no effect: the projector of this family has no gate; leave it out".into(),
             ));
         }

@@ -222,9 +222,6 @@ impl Collector<'_> {
     ///
     /// With dynamic sampling (DAPO, arXiv 2503.14476, §3.2) a group whose rewards are all the same, from which nothing can be
     /// learned, gives its place to one of the rows that `draw` gives, as often as the algorithm allows.
-    ///
-    /// # Errors
-    /// As the rollout and the rewards.
     pub fn collect(
         &self,
         rows: Vec<PreparedRow>,

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use omnigrpo_data::{Cause, CheckOptions, Dataset, MediumInfo, MediumRef, Report, Sample, check};
+use omnigrpo_data::{Cause, CheckOptions, Dataset, Measure, MediumInfo, MediumRef, Report, Sample, check};
 use omnigrpo_models::{Limits, PromptBuilder, probe_medium};
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::Part;
@@ -35,15 +35,17 @@ impl RowCheck<'_> {
     /// Threads that cannot be started, a cache that cannot be written, a machine that goes on failing.
     pub fn run(&self, dataset: &Dataset) -> Result<Report> {
         let probe = |medium: &MediumRef| Ok(probe_medium(medium, self.limits)?);
-        let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<u64, Cause> {
+        let estimate = |sample: &Sample, headers: &[MediumInfo]| -> Result<Measure, Cause> {
             self.survey.map_or(Ok(()), |survey| survey.ask(sample))?;
-            match self.prompts {
-                Some(prompts) => {
-                    let (prompt, _) = prompts.plan(sample, headers)?;
-                    Ok(prompt.ids.len() as u64)
-                }
-                None => Ok(0),
-            }
+            let Some(prompts) = self.prompts else { return Ok(Measure::default()) };
+            let (prompt, plans) = prompts.plan(sample, headers)?;
+            let numbers: usize =
+                plans.iter().map(|plan| prompts.family().processor().numbers(&plan.shape)).sum();
+            Ok(Measure {
+                num_tokens: prompt.ids.len() as u64,
+                media_tokens: plans.iter().map(|plan| plan.tokens as u64).sum(),
+                media_bytes: 4 * numbers as u64,
+            })
         };
         Ok(check(
             dataset,

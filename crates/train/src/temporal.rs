@@ -22,9 +22,6 @@ const SHUFFLED: u64 = 1 << 63;
 
 /// Adds the bonus to scored completions. Rows without a video, or where the accuracy does not apply, have none.
 /// `shuffled` makes prompts with shuffled frames; half as many completions are sampled for them.
-///
-/// # Errors
-/// As the rollout and the rewards; no reward that looks at answers.
 pub fn add_order_bonus(
     collector: &Collector,
     shuffled: &PromptBuilder,

@@ -13,6 +13,7 @@ use omnigrpo_models::{Checkpoint, LoadOptions, LoraConfig, Model, PromptBuilder,
 use omnigrpo_observe::PhaseTimer;
 use omnigrpo_ops::Device;
 use omnigrpo_rewards::{RewardOptions, build};
+use omnigrpo_train::checkpoint::{self, Parts, TrainerState};
 use omnigrpo_train::{
     AdamW, AdamWConfig, Algorithm, Collector, MemoryOf, MemoryPlan, PreparedRow, ReferenceKept, Selection,
     UpdateAt, Work, memory, update,
@@ -142,5 +143,25 @@ fn an_update_holds_what_its_outline_says() {
         // Keys and values of each prompt once, and of all tokens of a completion but the last, in four layers.
         let kept: usize = rows.iter().map(|row| row.prompt.ids.len() + 6 * 99).sum();
         assert_eq!(told.cache, (kept * 4 * 2 * 2 * 32 * 4) as u64);
+
+        // Resuming reads the optimizer's state one tensor at a time.
+        let out = place.path().join(name);
+        let parts = Parts { model: &model, optimizer: Some(&adamw), reference: None };
+        let saved = checkpoint::save(&out, parts, TrainerState::default(), None, [None; 2]).unwrap();
+        let state: TrainerState =
+            serde_json::from_slice(&fs::read(saved.join("trainer_state.json")).unwrap()).unwrap();
+        drop(adamw);
+        let mut adamw = AdamW::new(optimizer.clone(), model.params());
+        let before = NOW.load(Ordering::Relaxed);
+        MOST.store(before, Ordering::Relaxed);
+        checkpoint::load(&saved, &model, &mut adamw, &state).unwrap();
+        let (most, kept) = (MOST.load(Ordering::Relaxed) - before, NOW.load(Ordering::Relaxed) - before);
+        assert!(kept as u64 >= told.optimizer, "{name}: {kept} for {}", told.optimizer);
+        let largest = 4 * model.params().iter().map(|p| p.len()).max().unwrap();
+        let room = largest + (64 << 10);
+        assert!(
+            most < kept + room,
+            "{name}: {most} while {kept} bytes are read, in tensors of {largest} at most"
+        );
     }
 }

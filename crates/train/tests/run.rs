@@ -8,6 +8,8 @@ mod support;
 mod algorithms;
 #[path = "run/exact.rs"]
 mod exact;
+#[path = "run/health.rs"]
+mod health;
 #[path = "run/machine.rs"]
 mod machine;
 #[path = "run/resume.rs"]
@@ -1399,6 +1401,12 @@ fn a_run_warns_of_groups_without_variance_and_of_weights_that_nothing_reaches() 
     assert_eq!(text.matches("warning: in the 10 steps up to 10, 90 % of the groups").count(), 1, "{text}");
     assert_eq!(text.matches("warning: no row of the first epoch reached visual.").count(), 1, "{text}");
     assert_eq!(text.matches("warning").count(), 2, "{text}");
+    // A run that ends within its first epoch says so as well.
+    let mut short = new("short", vec![4, 5], 9);
+    short.run.max_steps = Some(1);
+    short.run.prompts_per_step = 1;
+    let text = said(short);
+    assert_eq!(text.matches("warning: no step reached visual.").count(), 1, "{text}");
     // With pictures in the first epoch, and a fifth of the groups with variance.
     let text = said(new("varied", vec![0, 4], 2));
     assert!(!text.contains("warning"), "{text}");

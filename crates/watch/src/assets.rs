@@ -5,6 +5,7 @@
 pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("app.css", CSS, include_str!("page/app.css")),
     ("app.js", JS, include_str!("page/app.js")),
+    ("colours.css", CSS, COLOURS),
     ("charts.js", JS, include_str!("page/charts.js")),
     ("evaluations.js", JS, include_str!("page/evaluations.js")),
     ("icon.svg", "image/svg+xml", include_str!("page/icon.svg")),
@@ -15,6 +16,9 @@ pub(crate) const FILES: &[(&str, &str, &str)] = &[
     ("uplot.js", JS, include_str!("page/uplot.js")),
     ("uplot.LICENSE", "text/plain; charset=utf-8", include_str!("page/uplot.LICENSE")),
 ];
+
+/// The colours of the page and of reports.
+pub(crate) const COLOURS: &str = include_str!("page/colours.css");
 
 /// The page itself.
 pub(crate) const PAGE: &str = include_str!("page/index.html");

@@ -8,7 +8,7 @@
 //! metrics.jsonl ──► /api/metrics  (raw rows from an offset) ─┐
 //! rollouts/, tokens/ ──► /api/steps, groups, group, tokens ──┼──► the page (src/page): charts, viewer, evaluations, settings
 //! eval/ ──► /api/evaluations, compare ───────────────────────┤
-//! config.yaml ──► /api/runs ─────────────────────────────────┘
+//! config.yaml, warnings.jsonl ──► /api/runs, warnings ────────┘
 //! growth of metrics.jsonl ──► /api/events (server-sent): the page fetches what is new
 //! ```
 //!

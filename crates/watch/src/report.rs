@@ -7,11 +7,14 @@ use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use image::RgbImage;
 use omnigrpo_guard::inside;
-use omnigrpo_observe::write_atomic;
+use omnigrpo_media::{Limits, load_image};
+use omnigrpo_observe::{Warning, is_alias, write_atomic};
 use serde_json::{Map, Value};
 
 use crate::Error;
+use crate::assets;
 use crate::evaluations::{Change, Comparison, Evaluations};
 use crate::index::Lines;
 use crate::media;
@@ -29,19 +32,20 @@ const SHOWN_QUESTIONS: usize = 4;
 const MAX_CHARS: usize = 2_000;
 /// Longer side of a picture, pixels.
 const PICTURE_PX: u32 = 320;
+/// Pixels of a picture that is scaled down; a larger one is left out.
+const MAX_PIXELS: u64 = 20_000 * 20_000;
 /// Bytes of an animation or a sound that goes in as it is.
 const MAX_EMBEDDED_BYTES: u64 = 512 << 10;
 /// Lines of the log.
 const LOG_LINES: usize = 40;
 
-const STYLE: &str = "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:0 auto;padding:16px;color:#1c2026;background:#fff}\
-h1{font-size:22px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid #e1e4ea}table{border-collapse:collapse;margin:8px 0}\
-td,th{padding:2px 10px;border-bottom:1px solid #e1e4ea;text-align:right;vertical-align:top}th:first-child,td.t{text-align:left;overflow-wrap:anywhere}\
-pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f7f9;border:1px solid #e1e4ea;border-radius:6px;padding:6px 8px;margin:4px 0}\
+const STYLE: &str = "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:0 auto;padding:16px;color:var(--ink);background:var(--card)}\
+h1{font-size:22px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid var(--line)}table{border-collapse:collapse;margin:8px 0}\
+td,th{padding:2px 10px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}th:first-child,td.t{text-align:left;overflow-wrap:anywhere}\
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border:1px solid var(--line);border-radius:6px;padding:6px 8px;margin:4px 0}\
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(330px,1fr));gap:10px}.plots img{width:100%}\
-.card{border:1px solid #e1e4ea;border-radius:8px;padding:8px 12px;margin:10px 0}.sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:10px}\
-.q{color:#626b78}.good{color:#2c9a5b}.bad{color:#c23a3a}.card img{max-width:320px;max-height:240px;margin:4px 8px 4px 0}\
-@media(prefers-color-scheme:dark){body{background:#14161a;color:#e6e9ee}pre{background:#1c1f25;border-color:#2c313a}td,th,h2,.card{border-color:#2c313a}.plots img{background:#fff;border-radius:6px}.q{color:#98a2b0}}\
+.card{border:1px solid var(--line);border-radius:8px;padding:8px 12px;margin:10px 0}.sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:10px}\
+.q{color:var(--quiet)}.good{color:var(--good)}.bad{color:var(--bad)}.warning{border-left:4px solid var(--warm)}.plots img{background:#fff;border-radius:6px}.card img{max-width:320px;max-height:240px;margin:4px 8px 4px 0}\
 @media print{.card,.plots img{break-inside:avoid}}";
 
 /// A step's numbers.
@@ -153,7 +157,7 @@ fn plots(rows: &[Row], evaluations: &[Row]) -> Vec<Plot> {
             ],
         ),
         one("Seconds by phase", &named(|name| name.strip_prefix("time/"))),
-        one("Memory MB", &[("memory/peak_mb", "peak")]),
+        one("Memory MB", &[("memory/peak_mb", "peak"), ("memory/media_store_mb", "media kept")]),
     ];
     let held_out =
         ["eval_accuracy", "eval_reward"].map(|name| line(evaluations, name, &name["eval_".len()..]));
@@ -180,9 +184,11 @@ fn page(
         out,
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'\">\
-         <title>{name}</title><style>{STYLE}</style></head><body><h1>{name}</h1><p class=\"q\">{last} steps in {:.1} min of training</p>",
+         <title>{name}</title><style>{}{STYLE}</style></head><body><header><h1>{name}</h1><p class=\"q\">{last} steps in {:.1} min of training</p></header><main>",
+        assets::COLOURS,
         seconds / 60.0
     );
+    warnings(&mut out, run)?;
     section(&mut out, "Curves", |out| {
         out.push_str("<div class=\"plots\">");
         for (title, svg) in plots {
@@ -209,8 +215,25 @@ fn page(
     section(&mut out, "What the run said", |out| {
         let _ = write!(out, "<pre>{}</pre>", escaped(&log(run)));
     });
-    out.push_str("</body></html>\n");
+    out.push_str("</main></body></html>\n");
     Ok(out)
+}
+
+/// The problems that the run told, and how long they lasted.
+fn warnings(out: &mut String, run: &Run) -> Result<(), Error> {
+    let rows = run.warnings()?;
+    let told: Vec<Warning> =
+        rows.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
+    section(out, "Problems of the training", |out| {
+        for (at, own) in told.iter().enumerate().filter(|(_, own)| own.begins) {
+            let end = told[at..].iter().find(|other| !other.begins && other.rule == own.rule);
+            let end = end.map_or("It lasted to the end.".to_owned(), |end| {
+                format!("It was over at step {}.", end.step)
+            });
+            let _ = write!(out, "<p class=\"card warning\">{}. {end}</p>", escaped(&own.text));
+        }
+    });
+    Ok(())
 }
 
 fn section(out: &mut String, title: &str, fill: impl FnOnce(&mut String)) {
@@ -235,7 +258,13 @@ fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> R
     out.push_str("</tr>");
     let empty = Map::new();
     for name in last["summary"].as_object().unwrap_or(&empty).keys() {
-        if !last["summary"][name].is_number() {
+        // A mean reward under the name of its reward may be the same number.
+        let plain = name.strip_prefix("eval_rewards/").and_then(|name| name.strip_suffix("/mean"));
+        let repeats = plain.is_some_and(|plain| {
+            let plain = format!("eval_{plain}");
+            all.iter().all(|one| one["summary"][&plain] == one["summary"][name])
+        });
+        if !last["summary"][name].is_number() || is_alias(name) || repeats {
             continue;
         }
         let _ = write!(out, "<tr><th>{}</th>", escaped(name.trim_start_matches("eval_")));
@@ -248,7 +277,9 @@ fn evaluation(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> R
     let categories = |one: &Value| one["summary"]["categories"].as_array().cloned().unwrap_or_default();
     let (before, after) = (categories(first), categories(last));
     if !after.is_empty() {
-        out.push_str("<table><tr><th>category</th><th>rows</th><th>accuracy before</th><th>after</th></tr>");
+        out.push_str(
+            "<table><tr><th>category</th><th>rows</th><th>right before</th><th>right after</th></tr>",
+        );
         for own in &after {
             let earlier = before.iter().find(|other| other["category"] == own["category"]);
             let _ = write!(
@@ -333,7 +364,11 @@ fn samples(out: &mut String, run: &Run, folders: &mut BTreeSet<PathBuf>) -> Resu
                 out,
                 "<div><b>{}</b> <span class=\"{}\">A {advantage:+.2}</span> <span class=\"q\">{}</span><pre>{}</pre></div>",
                 number(&own["reward"]),
-                if advantage < 0.0 { "bad" } else { "good" },
+                match advantage {
+                    a if a < 0.0 => "bad",
+                    a if a > 0.0 => "good",
+                    _ => "q",
+                },
                 escaped(&own["rewards"].as_object().map_or(String::new(), |all| {
                     all.iter()
                         .map(|(name, value)| format!("{name} {}", number(value)))
@@ -377,16 +412,18 @@ fn data_address(medium: &media::Medium) -> Option<String> {
     let is_still =
         ["image/png", "image/jpeg", "image/webp", "image/bmp", "image/tiff"].contains(&medium.mime);
     let (kind, bytes) = if is_still {
-        let mut reader = image::ImageReader::open(&medium.path).ok()?.with_guessed_format().ok()?;
-        let mut limits = image::Limits::default();
-        limits.max_image_width = Some(20_000);
-        limits.max_image_height = Some(20_000);
-        reader.limits(limits);
-        let picture = reader.decode().ok()?;
-        let fits = picture.width().max(picture.height()) <= PICTURE_PX;
-        let picture = if fits { picture } else { picture.thumbnail(PICTURE_PX, PICTURE_PX) };
+        let limits = Limits { max_pixels: MAX_PIXELS, ..Limits::default() };
+        let picture = load_image(&medium.path, &limits).ok()?;
+        let picture = RgbImage::from_raw(picture.width_px, picture.height_px, picture.pixels)?;
+        let (width, height) = picture.dimensions();
+        let scale = f64::from(PICTURE_PX) / f64::from(width.max(height));
+        let scaled = |side: u32| ((f64::from(side) * scale).round() as u32).max(1);
+        let picture = match scale < 1.0 {
+            true => image::imageops::thumbnail(&picture, scaled(width), scaled(height)),
+            false => picture,
+        };
         let mut png = Cursor::new(Vec::new());
-        picture.to_rgba8().write_to(&mut png, image::ImageFormat::Png).ok()?;
+        picture.write_to(&mut png, image::ImageFormat::Png).ok()?;
         ("image/png", png.into_inner())
     } else if small && (medium.mime == "image/gif" || medium.mime.starts_with("audio/")) {
         (medium.mime, std::fs::read(&medium.path).ok()?)
@@ -474,6 +511,16 @@ mod tests {
         std::fs::write(root.join("metrics.jsonl"), [1.0, 2.0, 3.0, 2.0].map(row).concat() + other).unwrap();
         std::fs::write(root.join("config.yaml"), "run_name: <i>mine</i>   # flag\nseed: 7   # default\n")
             .unwrap();
+        let warning = |step: u64, begins: bool| {
+            let text = "<b>cut</b> off".into();
+            let own = Warning { step, rule: "cut_off".into(), begins, since: 1, text };
+            format!("{}\n", serde_json::to_string(&own).unwrap())
+        };
+        std::fs::write(
+            root.join("warnings.jsonl"),
+            [warning(5, true), warning(9, false), warning(12, true)].concat(),
+        )
+        .unwrap();
         std::fs::create_dir(root.join("rollouts")).unwrap();
         image::RgbImage::from_pixel(640, 4, image::Rgb([255, 0, 0])).save(root.join("wide.png")).unwrap();
         let rollout = serde_json::json!({
@@ -491,6 +538,9 @@ mod tests {
         assert!(page.contains("<title>&lt;i&gt;mine&lt;/i&gt;</title>"));
         assert!(page.contains("&lt;/pre&gt;&lt;img src=x onerror=alert(1)&gt;\\u{202e}"));
         assert!(!page.contains("<script") && !page.contains("<img src=x") && !page.contains("http://"));
+        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It was over at step 9.</p>"));
+        assert!(page.contains("&lt;b&gt;cut&lt;/b&gt; off. It lasted to the end.</p>"));
+        assert!(page.contains("<main>") && page.contains("--good: #"));
         assert!(page.contains("2 steps in 0.1 min"), "a step that was done again counts once");
         assert!(
             page.contains("A -0.50")

@@ -14,6 +14,9 @@ use crate::index::Stamp;
 
 const METRICS: &str = "metrics.jsonl";
 const CONFIG: &str = "config.yaml";
+const WARNINGS: &str = "warnings.jsonl";
+/// Bytes read of `warnings.jsonl`.
+const MAX_WARNINGS_BYTES: u64 = 1 << 20;
 /// Bytes of rows in one answer, but for a row that is longer.
 const SLICE_BYTES: u64 = 4 << 20;
 /// A longer row is an error.
@@ -50,6 +53,8 @@ pub(crate) struct Metrics {
     pub(crate) age_secs: u64,
     /// Whether the trained model is there.
     pub(crate) done: bool,
+    /// Bytes of `warnings.jsonl`.
+    pub(crate) warnings: u64,
 }
 
 /// Rows from an offset.
@@ -143,7 +148,21 @@ impl Run {
         let done = fs::metadata(self.dir.join("README.md")).and_then(|card| card.modified());
         // A card that is older than the last row is that of an earlier run.
         let done = done.is_ok_and(|done| stamp.modified.is_some_and(|row| done >= row));
-        Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done }
+        let warnings = fs::metadata(self.dir.join(WARNINGS)).map_or(0, |meta| meta.len());
+        Metrics { id: stamp.id, bytes: stamp.bytes, age_secs: age.as_secs(), done, warnings }
+    }
+
+    /// Returns `warnings.jsonl` as it is; nothing where the run had no problem.
+    pub(crate) fn warnings(&self) -> Result<Vec<u8>, Error> {
+        let path = self.dir.join(WARNINGS);
+        let mut rows = Vec::new();
+        if path.exists() {
+            self.open(&path)?
+                .take(MAX_WARNINGS_BYTES)
+                .read_to_end(&mut rows)
+                .map_err(Error::io("read", &path))?;
+        }
+        Ok(rows)
     }
 
     /// Whole rows from an offset, as they stand in the file.

@@ -4,12 +4,12 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hyper::header::{self, HeaderName};
-use omnigrpo_guard::told;
+use omnigrpo_guard::{inside, told};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -53,8 +53,9 @@ static FIELDS: [(HeaderName, &str); 6] = [
 /// The page of some runs, served until this is dropped.
 pub struct Server {
     url: String,
-    /// Holds the address while a run is served that is under way.
+    /// Holds the address of a run under way.
     address_file: Option<PathBuf>,
+    app: Arc<App>,
     _http: Http,
 }
 
@@ -64,46 +65,82 @@ struct App {
     records: Records,
     evaluations: Evaluations,
     listeners: Arc<AtomicUsize>,
+    /// How the run ended, once it has.
+    ended: OnceLock<String>,
+    /// Number of pages that have received it.
+    told: AtomicUsize,
 }
 
 impl Server {
-    /// Name of the file in the directory of a run under way that holds the address of its page. Only its owner can read it.
+    /// Name of the file in a run directory that holds the address of the run's page. Only its owner can read it.
     pub const ADDRESS_FILE: &str = "page.url";
 
-    /// Serves runs that are there, each a run directory or a directory of them.
+    /// Serves runs that are there, each a run directory or a directory of them. One run has the address that
+    /// [`Self::ADDRESS_FILE`] holds, unless the port is taken or another one is asked for: pages that are open connect again.
     ///
     /// # Errors
-    /// A directory without a run, or a port that is taken.
+    /// A directory without a run, or a port that is asked for and taken.
     pub fn start(directories: &[PathBuf], port: u16) -> Result<Self, Error> {
-        Self::serve(Run::find(directories)?, port)
+        let runs = Run::find(directories)?;
+        let kept = if let [run] = runs.as_slice() { Address::kept(&run.dir) } else { None };
+        Self::serve(runs, port, kept)
     }
 
-    /// Serves a run that is about to begin in this directory, which exists, named without links. [`Self::ADDRESS_FILE`] is
-    /// there until this is dropped.
+    /// Serves a run that is about to begin in this directory, which exists, named without links. [`Self::ADDRESS_FILE`] has the
+    /// address from now on: that of an earlier start, where its port is free.
     ///
     /// # Errors
-    /// A port that is taken, a directory that cannot be written.
+    /// A port that is asked for and taken, a directory that cannot be written.
     pub fn start_live(directory: PathBuf, port: u16) -> Result<Self, Error> {
         let path = directory.join(Self::ADDRESS_FILE);
-        let mut server = Self::serve(vec![Run { dir: directory }], port)?;
+        let kept = Address::kept(&directory);
+        let mut server = Self::serve(vec![Run { dir: directory }], port, kept)?;
         write_private(&path, &format!("{}\n", server.url)).map_err(Error::io("write", &path))?;
         server.address_file = Some(path);
         Ok(server)
     }
 
-    fn serve(runs: Vec<Run>, port: u16) -> Result<Self, Error> {
+    fn serve(runs: Vec<Run>, port: u16, kept: Option<Address>) -> Result<Self, Error> {
         let failed = |source| Error::Serve { port, source };
-        let mut secret = [0; 16];
-        getrandom::fill(&mut secret).map_err(|error| failed(io::Error::other(error)))?;
-        let token: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
-        let (records, evaluations) = (Records::default(), Evaluations::default());
-        let app =
-            Arc::new(App { token: token.clone(), runs, records, evaluations, listeners: Arc::default() });
-        let limits = Limits { fields: &FIELDS, ..Limits::default() };
-        let work = move |request: &Request| app.respond(request);
-        let http = Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, work).map_err(failed)?;
+        let (wanted, token) = match kept {
+            Some(address) => (address.port, address.token),
+            None => (0, new_token().map_err(failed)?),
+        };
+        let app = Arc::new(App {
+            token: token.clone(),
+            runs,
+            records: Records::default(),
+            evaluations: Evaluations::default(),
+            listeners: Arc::default(),
+            ended: OnceLock::new(),
+            told: AtomicUsize::new(0),
+        });
+        let start = |port: u16| {
+            let app = Arc::clone(&app);
+            let limits = Limits { fields: &FIELDS, ..Limits::default() };
+            Http::start("watch", (Ipv4Addr::LOCALHOST, port), limits, move |request: &Request| {
+                app.respond(request)
+            })
+        };
+        let http = match port {
+            0 => start(wanted).or_else(|_| start(0)),
+            port => start(port),
+        };
+        let http = http.map_err(failed)?;
         let url = format!("http://{}/{token}/", http.address());
-        Ok(Self { url, address_file: None, _http: http })
+        Ok(Self { url, address_file: None, app, _http: http })
+    }
+
+    /// Tells open pages that the run has ended, and how. Waits until they have heard it, for at most some seconds.
+    pub fn end(&self, how: &str) {
+        const PATIENCE: Duration = Duration::from_secs(3);
+        let began = Instant::now();
+        // The first end is the one that counts.
+        let _ = self.app.ended.set(how.to_owned());
+        let left = || self.app.told.load(Ordering::Relaxed) < self.app.listeners.load(Ordering::Relaxed);
+        while left() && began.elapsed() < PATIENCE {
+            std::thread::sleep(LOOK_EVERY / 10);
+        }
     }
 
     /// The page's address. Whoever has it can read the runs.
@@ -125,11 +162,36 @@ impl std::fmt::Debug for Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        // A file that stays behind leads nowhere.
-        let _ = self.address_file.as_deref().map(fs::remove_file);
+/// Where a page was served before.
+#[derive(Debug, PartialEq, Eq)]
+struct Address {
+    port: u16,
+    token: String,
+}
+
+impl Address {
+    /// The address that a run directory holds; `None` where it holds none that only its owner knows.
+    fn kept(directory: &Path) -> Option<Self> {
+        let file = inside::open(directory, Server::ADDRESS_FILE).ok()?;
+        #[cfg(unix)]
+        if std::os::unix::fs::MetadataExt::mode(&file.metadata().ok()?) & 0o077 != 0 {
+            return None;
+        }
+        let mut text = String::new();
+        file.take(256).read_to_string(&mut text).ok()?;
+        let (port, token) =
+            text.strip_prefix("http://127.0.0.1:")?.trim_end().strip_suffix('/')?.split_once('/')?;
+        let is_token =
+            token.len() == 32 && token.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        Some(Self { port: port.parse().ok()?, token: token.to_owned() }).filter(|_| is_token)
     }
+}
+
+/// A random token of 128 bits.
+fn new_token() -> io::Result<String> {
+    let mut secret = [0; 16];
+    getrandom::fill(&mut secret).map_err(io::Error::other)?;
+    Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Writes a new file that its owner alone can read, in the place of one that may be there.
@@ -208,6 +270,9 @@ impl App {
         let value = match path {
             "api/runs" => self.runs.iter().zip(Run::names(&self.runs)).map(described).collect(),
             "api/metrics" => return rows(run, given.from),
+            "api/warnings" => {
+                return Ok(Answer::new(200, "application/x-ndjson; charset=utf-8", run.warnings()?));
+            }
             "api/steps" => json!({ "steps": run.steps("rollouts")?, "tokens": run.steps("tokens")? }),
             "api/groups" => {
                 let limit = given.limit.unwrap_or(MAX_GROUPS).min(MAX_GROUPS);
@@ -295,14 +360,20 @@ impl App {
             return Answer::new(503, "text/plain", "too many pages are open\n");
         };
         let app = Arc::clone(self);
-        let seen = |all: &[Metrics]| all.iter().map(|own| (own.id, own.bytes, own.done)).collect::<Vec<_>>();
-        let (mut last, mut spoken) = (None, Instant::now());
+        let seen = |all: &[Metrics]| {
+            all.iter().map(|own| (own.id, own.bytes, own.warnings, own.done)).collect::<Vec<_>>()
+        };
+        let (mut last, mut spoken, mut heard) = (None, Instant::now(), false);
         let parts = std::iter::from_fn(move || {
             let _listens = &listener;
             let now: Vec<Metrics> = app.runs.iter().map(Run::metrics_now).collect();
             let text = if last.as_ref() != Some(&seen(&now)) {
                 last = Some(seen(&now));
                 format!("data: {}\n\n", json!(now))
+            } else if let (false, Some(how)) = (heard, app.ended.get()) {
+                heard = true;
+                app.told.fetch_add(1, Ordering::Relaxed);
+                format!("event: end\ndata: {}\n\n", json!({ "how": how }))
             } else if spoken.elapsed() > ALIVE_EVERY {
                 ":\n\n".to_owned()
             } else {
@@ -467,6 +538,70 @@ mod tests {
         let end = Instant::now();
         drop(server);
         assert!(end.elapsed() < Duration::from_secs(5));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn the_page_of_a_run_keeps_its_address_and_open_pages_hear_of_the_end() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let directory = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(directory.path()).unwrap();
+        fs::write(root.join("metrics.jsonl"), "{\"step\":1}\n").unwrap();
+        let live = Server::start_live(root.clone(), 0).unwrap();
+        let (url, file) = (live.url().to_owned(), root.join(Server::ADDRESS_FILE));
+        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{url}\n"));
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+        // While the run serves its page, another server has the token and a port of its own.
+        let second = Server::start(std::slice::from_ref(&root), 0).unwrap();
+        let token = |url: &str| url.trim_end_matches('/').rsplit_once('/').unwrap().1.to_owned();
+        assert_eq!(token(second.url()), token(&url));
+        assert_ne!(second.url(), url);
+        drop(second);
+
+        let mut events =
+            BufReader::new(ureq::get(format!("{url}api/events")).call().unwrap().into_body().into_reader());
+        let mut line = String::new();
+        let mut next = || {
+            line.clear();
+            while line.trim().is_empty() {
+                line.clear();
+                assert!(events.read_line(&mut line).unwrap() > 0);
+            }
+            line.clone()
+        };
+        assert!(next().starts_with("data: ["));
+        live.end("all 7 steps are done");
+        assert_eq!([next(), next()], ["event: end\n", "data: {\"how\":\"all 7 steps are done\"}\n"]);
+        drop(events);
+        drop(live);
+        let again = Server::start(std::slice::from_ref(&root), 0).unwrap();
+        assert_eq!(again.url(), url);
+        drop(again);
+        assert_eq!(Server::start_live(root.clone(), 0).unwrap().url(), url, "a run that goes on, too");
+
+        // An address that others could read, or that is none, is not taken.
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        assert_ne!(token(Server::start(std::slice::from_ref(&root), 0).unwrap().url()), token(&url));
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        for text in [
+            "",
+            "http://127.0.0.1:80/",
+            "http://127.0.0.1:80/../",
+            "http://127.0.0.1:x/00000000000000000000000000000000/",
+        ] {
+            fs::write(&file, text).unwrap();
+            assert_eq!(Address::kept(&root), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn problems_are_served_as_they_stand() {
+        let (directory, server) = run();
+        assert_eq!(get(&format!("{}api/warnings", server.url()), &[]), (200, Vec::new()));
+        let row = "{\"step\":6,\"rule\":\"ran_away\",\"begins\":true,\"since\":2,\"text\":\"x\"}\n";
+        fs::write(directory.path().join("warnings.jsonl"), row).unwrap();
+        assert_eq!(get(&format!("{}api/warnings", server.url()), &[]), (200, row.as_bytes().to_vec()));
+        assert_eq!(value(&server, "runs")[0]["metrics"]["warnings"], row.len());
     }
 
     #[test]

@@ -134,10 +134,10 @@ fn image(tag: &str, rollout: &Rollout) -> Option<Message> {
     if std::fs::metadata(&medium.path).ok()?.len() > MAX_IMAGE_BYTES {
         return None;
     }
-    let (width, height) = image::image_dimensions(&medium.path).ok()?;
+    let info = omnigrpo_media::probe_image(&medium.path, &omnigrpo_media::Limits::default()).ok()?;
     let bytes = std::fs::read(&medium.path).ok()?;
     let (mut picture, mut out) = (Message::default(), Message::default());
-    picture.int(1, height.into()).int(2, width.into()).int(3, 3).bytes(4, &bytes);
+    picture.int(1, info.height_px.into()).int(2, info.width_px.into()).int(3, 3).bytes(4, &bytes);
     out.bytes(1, tag.as_bytes()).bytes(4, &picture.0);
     Some(out)
 }

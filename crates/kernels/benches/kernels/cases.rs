@@ -1,4 +1,4 @@
-//! What is measured: every kernel at the sizes of a model of 28 M parameters (width 512, feed-forward 1408, 8 query and
+//! The measured cases: every kernel at the sizes of a model of 28 M parameters (width 512, feed-forward 1408, 8 query and
 //! 2 key heads of 64, a prompt of 340 tokens with 8 completions of 64), and plain code for the same result.
 
 use std::hint::black_box;
@@ -14,7 +14,7 @@ use omnigrpo_kernels::optim::AdamW;
 use omnigrpo_kernels::quant::{QuantBits, QuantMatrix};
 use omnigrpo_kernels::{Mat, MatMut, Weight, buffer, embedding, logprob, norm, optim, rope};
 
-/// What a call does 10⁹ of: operations or bytes.
+/// Unit of which a call does 10⁹: operations or bytes.
 #[derive(Clone, Copy)]
 pub enum Amount {
     Flops(f64),
@@ -435,7 +435,7 @@ fn head_cases(all: &mut Vec<Case>) {
 /// Rows, experts, experts of a row, width of the stream and of an expert: a mixture at a quarter of Aria's widths.
 const EXPERTS: [usize; 5] = [1000, 64, 6, 640, 416];
 
-/// What a mixture of experts is compared with: a layer as wide as a row's experts together.
+/// Pairs of a mixture of experts and a layer as wide as a row's experts together.
 pub fn expert_pairs() -> Vec<[Case; 2]> {
     let [t, e, topk, h, i] = EXPERTS;
     let wide = topk * i;

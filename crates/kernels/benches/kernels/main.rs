@@ -43,7 +43,7 @@ fn serve() {
 }
 
 fn main() {
-    // As the program does: the thread that calls is one of the pool.
+    // The calling thread is one of the pool, as in the program.
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     let _ = if threads > 1 { pool.use_current_thread().build_global() } else { pool.build_global() };

@@ -9,7 +9,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use realfft::{RealFftPlanner, RealToComplex};
 use serde::Deserialize;
 
 use super::{AudioClip, resample};
@@ -47,7 +46,7 @@ pub struct LogMel {
     hop_length: usize,
     window: Vec<f64>,
     filters: Vec<Filter>,
-    fft: Arc<dyn RealToComplex<f64>>,
+    fourier: Arc<Fourier>,
 }
 
 /// The part of a mel filter that is not 0.
@@ -100,7 +99,7 @@ impl LogMel {
         Self::new(&Config { feature_size: num_mels, ..Config::default() })
     }
 
-    /// As the `preprocessor_config.json` of a Whisper checkpoint says.
+    /// Reads the features that the `preprocessor_config.json` of a Whisper checkpoint describes.
     ///
     /// # Errors
     /// A file that cannot be read, belongs to another feature extractor, or asks for what this one does not do.
@@ -137,8 +136,8 @@ impl LogMel {
         if !(1..=384_000).contains(&config.sampling_rate) {
             return wrong("sampling_rate", &config.sampling_rate, "1 to 384000 Hz");
         }
-        if !(2..=65_536).contains(&config.n_fft) || !config.n_fft.is_multiple_of(2) {
-            return wrong("n_fft", &config.n_fft, "an even number from 2 to 65536");
+        if !(2..=2048).contains(&config.n_fft) || !config.n_fft.is_multiple_of(2) {
+            return wrong("n_fft", &config.n_fft, "an even number from 2 to 2048");
         }
         if !(1..=config.n_fft).contains(&config.hop_length) {
             return wrong("hop_length", &config.hop_length, "1 to n_fft");
@@ -169,7 +168,7 @@ impl LogMel {
             hop_length: config.hop_length,
             window,
             filters: mel_filters(config.feature_size, n, f64::from(config.sampling_rate)),
-            fft: RealFftPlanner::new().plan_fft_forward(n),
+            fourier: Arc::new(Fourier::new(n)),
         })
     }
 
@@ -194,9 +193,6 @@ impl LogMel {
     }
 
     /// Features of a sound at any rate.
-    ///
-    /// # Errors
-    /// As [`resample()`] and [`Self::features`].
     pub fn features_of(&self, clip: &AudioClip) -> Result<MelSpectrogram, MediaError> {
         self.features(&resample(clip, self.sample_rate_hz)?.samples)
     }
@@ -218,9 +214,9 @@ impl LogMel {
         };
         let (num_mels, num_frames) = (self.filters.len(), self.num_frames());
         let mut log = vec![FLOOR.log10(); num_mels * num_frames];
-        let (mut frame, mut spectrum) = (self.fft.make_input_vec(), self.fft.make_output_vec());
-        let mut scratch = self.fft.make_scratch_vec();
-        let mut power = vec![0.0f64; spectrum.len()];
+        let mut frame = vec![0.0; self.n_fft];
+        let mut spectrum = vec![[0.0; 2]; self.n_fft / 2 + 1];
+        let mut power = vec![0.0; spectrum.len()];
         let half = (self.n_fft / 2) as i64;
         for t in 0..num_frames {
             let start = (t * self.hop_length) as i64 - half;
@@ -231,11 +227,9 @@ impl LogMel {
             for (i, (x, w)) in frame.iter_mut().zip(&self.window).enumerate() {
                 *x = at(start + i as i64) * w;
             }
-            self.fft
-                .process_with_scratch(&mut frame, &mut spectrum, &mut scratch)
-                .map_err(|e| MediaError::setting("spectrum", e, "buffers of the planned length"))?;
-            for (p, z) in power.iter_mut().zip(&spectrum) {
-                *p = z.norm_sqr();
+            self.fourier.transform(&frame, &mut spectrum);
+            for (p, [re, im]) in power.iter_mut().zip(&spectrum) {
+                *p = re * re + im * im;
             }
             for (m, filter) in self.filters.iter().enumerate() {
                 let sum: f64 =
@@ -246,6 +240,41 @@ impl LogMel {
         let max = log.iter().copied().fold(f64::MIN, f64::max);
         let data = log.into_iter().map(|x| ((x.max(max - RANGE) + 4.0) / 4.0) as f32).collect();
         Ok(MelSpectrogram { data, num_mels, num_frames })
+    }
+}
+
+/// The discrete Fourier transform of real frames of one even length, as a product with a table: at 400 samples it takes tens of
+/// microseconds, and a library for it took a tenth of the time in which this crate compiles.
+struct Fourier {
+    /// `cos` and `-sin` of 2π·k·i / n, `[n / 2 + 1 samples i, n / 2 + 1 bins k]`.
+    turns: Vec<[f64; 2]>,
+}
+
+impl Fourier {
+    fn new(n: usize) -> Self {
+        let half = n / 2;
+        // The product is reduced before it is scaled, so that large ones lose no bits.
+        let turn = |i: usize, k: usize| {
+            let (sin, cos) = (std::f64::consts::TAU * ((i * k) % n) as f64 / n as f64).sin_cos();
+            [cos, -sin]
+        };
+        let turns = (0..=half).flat_map(|i| (0..=half).map(move |k| turn(i, k))).collect();
+        Self { turns }
+    }
+
+    /// Writes the bins 0 to n / 2 of a frame of n samples. Samples i and n - i share their cosine, and their sine but for
+    /// its sign.
+    fn transform(&self, frame: &[f64], bins: &mut [[f64; 2]]) {
+        let n = frame.len();
+        bins.fill([0.0; 2]);
+        for (i, turns) in self.turns.chunks_exact(bins.len()).enumerate() {
+            let mirrored = if i == 0 || 2 * i == n { 0.0 } else { frame[n - i] };
+            let (sum, difference) = (frame[i] + mirrored, frame[i] - mirrored);
+            for ([re, im], [cos, sin]) in bins.iter_mut().zip(turns) {
+                *re += cos * sum;
+                *im += sin * difference;
+            }
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Sound: files and the audio tracks of videos to mono samples, and on to the log-mel features that Whisper encoders take.
 //!
 //! WAV, AIFF, FLAC, MP3, AAC and ALAC (bare or in MP4), ADPCM and Vorbis in Ogg are decoded in this process
-//! (`symphonia`); Opus and every other kind goes through `ffmpeg`. The kind is told by content, never by the name. Channels are mixed
+//! (`symphonia`); Opus and every other kind goes through `ffmpeg`. The content determines the kind, never the name. Channels are mixed
 //! to their mean at the source's own rate; [`resample()`] brings the mix to the rate a model hears.
 //!
 //! | function | gives |
@@ -11,7 +11,7 @@
 //! | [`resample()`] | the same sound at another rate |
 //! | [`LogMel`] | log-mel features `[mels, frames]` |
 //!
-//! What is refused: sound longer than [`Limits::max_audio_secs`] where no end is given, samples that are no numbers, files that end before
+//! Refused: sound longer than [`Limits::max_audio_secs`] if no end is given, samples that are not numbers, files that end before
 //! their header says, files without an audio track (silence is something a caller has to ask for:
 //! [`AudioClip::silence`]).
 //!
@@ -97,7 +97,7 @@ impl AudioRange {
     }
 }
 
-/// What the headers of a sound say.
+/// Header of a sound.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AudioInfo {
     /// Samples per second and channel.
@@ -109,9 +109,6 @@ pub struct AudioInfo {
 }
 
 /// Reads what the headers of a sound file, or of the first audio track of a video file, say. Damage further on stays unseen.
-///
-/// # Errors
-/// As [`read_audio`], as far as the headers tell.
 pub fn probe_audio(path: &Path, limits: &Limits) -> Result<AudioInfo, MediaError> {
     let info = match native::open(path, limits)? {
         Some(track) => track.info,

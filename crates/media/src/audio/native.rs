@@ -179,7 +179,7 @@ impl NativeTrack {
     }
 }
 
-/// What an error on opening means: `None` sends the file to ffmpeg.
+/// Returns the error of opening a file; `None` sends the file to ffmpeg.
 fn unreadable<T>(
     path: &Path,
     error: Error,

@@ -14,7 +14,7 @@ use crate::MediaError;
 /// Least input samples per block: enough for a transition band of 2 % of the lower Nyquist frequency.
 const MIN_BLOCK: usize = 4096;
 
-/// The same sound at `sample_rate_hz`; `ceil(n · new rate / old rate)` samples. A pure function of its input, independent of
+/// Returns the same sound at `sample_rate_hz`, with `ceil(n · new rate / old rate)` samples. A pure function of its input, independent of
 /// threads.
 ///
 /// # Errors

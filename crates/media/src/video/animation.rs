@@ -12,7 +12,7 @@ use image::codecs::webp::WebPDecoder;
 use image::{AnimationDecoder, DynamicImage, Frames, ImageDecoder, ImageFormat, ImageResult};
 
 use super::{Plan, VideoFrames, VideoInfo, VideoRequest};
-use crate::image::{check_size, decoder_limits, guarded, rgb_from_dynamic};
+use crate::image::{check_size, decoder_limits, guarded, rgb_from_dynamic, source};
 use crate::limits::Stopwatch;
 use crate::{Limits, MediaError};
 
@@ -45,11 +45,11 @@ fn open<'a>(
 ) -> ImageResult<((u32, u32), Option<Frames<'a>>)> {
     let limits = decoder_limits(limits);
     Ok(if format == ImageFormat::Gif {
-        let mut decoder = GifDecoder::new(Cursor::new(bytes))?;
+        let mut decoder = GifDecoder::new(source(Cursor::new(bytes)))?;
         decoder.set_limits(limits)?;
         (decoder.dimensions(), Some(decoder.into_frames()))
     } else {
-        let mut decoder = WebPDecoder::new(Cursor::new(bytes))?;
+        let mut decoder = WebPDecoder::new(source(Cursor::new(bytes)))?;
         decoder.set_limits(limits)?;
         let animated = decoder.has_animation();
         (decoder.dimensions(), animated.then(|| decoder.into_frames()))

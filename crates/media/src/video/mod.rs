@@ -50,7 +50,7 @@ impl VideoSource {
     }
 }
 
-/// What to take from a video.
+/// Frames and sizes to take from a video.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoRequest {
     /// Which frames.
@@ -65,7 +65,7 @@ pub struct VideoRequest {
 /// How large the frames become.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FrameSize {
-    /// As they are.
+    /// The sizes of the file.
     Native,
     /// This size, whatever the shape was.
     Exact {
@@ -92,9 +92,6 @@ pub enum FrameSize {
 
 impl FrameSize {
     /// `(width, height)` of `num_frames` frames that were `width x height`.
-    ///
-    /// # Errors
-    /// As the budgets.
     pub fn resolve(&self, num_frames: usize, width: u32, height: u32) -> Result<(u32, u32), MediaError> {
         match self {
             Self::Native => Ok((width, height)),
@@ -148,9 +145,6 @@ impl VideoFrames {
 
 /// Reads the extent of a video from its headers. Cheap for video files whose header holds the frame count; others
 /// are scanned, animations decoded. Damage further on stays unseen.
-///
-/// # Errors
-/// As [`decode_video`], as far as the headers tell.
 pub fn probe_video(
     source: &VideoSource,
     listed_fps: Option<f64>,

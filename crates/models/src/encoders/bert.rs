@@ -136,9 +136,6 @@ pub struct Bert {
 impl Bert {
     /// Builds the encoder. Names below `prefix` are those of `BertModel`, such as
     /// `embeddings.word_embeddings.weight`; `pooler` says whether the checkpoint has one.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: BertConfig,
         pooler: bool,
@@ -173,7 +170,7 @@ impl Bert {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &BertConfig {
         &self.config
@@ -217,9 +214,6 @@ impl Bert {
     }
 
     /// The first row of each sequence of the last block's output, `[n, c]`: that of `[CLS]`.
-    ///
-    /// # Errors
-    /// As [`Self::hidden`].
     pub fn first(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let x = self.hidden(sequences, self.config.sizes.layers, pass, tape)?;
         let mut at = 0;
@@ -232,9 +226,6 @@ impl Bert {
     }
 
     /// `pooler_output` `[n, c]`: a layer and tanh on the row of `[CLS]`.
-    ///
-    /// # Errors
-    /// As [`Self::hidden`]; an encoder that was built without pooler.
     pub fn pooled(&self, sequences: &[&[u32]], pass: &Pass, tape: &mut Tape) -> Result<Var> {
         let Some(pooler) = &self.pooler else {
             return Err(ModelError::weights("BERT: pooled output asked for, but there is no pooler"));

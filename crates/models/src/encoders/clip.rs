@@ -84,9 +84,6 @@ pub struct Clip {
 
 impl Clip {
     /// Builds the model; names below `prefix` are those of `CLIPModel`.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: ClipConfig,
         prefix: &str,
@@ -150,7 +147,7 @@ impl Clip {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &ClipConfig {
         &self.config

@@ -33,7 +33,7 @@ pub struct EncoderSizes {
     pub layers: usize,
     /// Attention heads; queries, keys and values have the same number.
     pub heads: AttentionHeads,
-    /// Of the feed-forward layer.
+    /// Activation of the feed-forward layer.
     pub activation: Activation,
     /// Added to variances.
     pub norm_eps: f32,
@@ -82,11 +82,11 @@ impl EncoderSizes {
 pub(crate) struct LayerNames {
     prefix: &'static str,
     order: NormOrder,
-    /// Of attention; then query, key, value, output.
+    /// Norm of attention; then query, key, value, output.
     norm1: &'static str,
     qkv: [&'static str; 3],
     out: &'static str,
-    /// Of the feed-forward layer; then its two layers.
+    /// Norm of the feed-forward layer; then its two layers.
     norm2: &'static str,
     fc: [&'static str; 2],
     /// Whether the key projection has a bias; the others always do.

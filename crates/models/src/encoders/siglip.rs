@@ -88,9 +88,6 @@ pub struct Siglip {
 impl Siglip {
     /// Builds the tower. Names below `prefix` are those of `SiglipVisionModel`, such as
     /// `embeddings.patch_embedding.weight`; the prefix is `vision_model.` in the hub's files.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: SiglipConfig,
         prefix: &str,
@@ -127,7 +124,7 @@ impl Siglip {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &SiglipConfig {
         &self.config

@@ -77,9 +77,6 @@ pub struct Whisper {
 impl Whisper {
     /// Builds the encoder. Names below `prefix` are those of `WhisperEncoder`, such as `conv1.weight`; the prefix is
     /// `model.encoder.` in the hub's files.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: WhisperConfig,
         prefix: &str,
@@ -106,7 +103,7 @@ impl Whisper {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &WhisperConfig {
         &self.config

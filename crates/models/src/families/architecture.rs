@@ -1,4 +1,4 @@
-//! What builds networks.
+//! Construction of networks.
 
 use omnigrpo_ops::{Pass, Tape, Var};
 
@@ -16,9 +16,6 @@ pub trait Architecture: Send + Sync {
     fn initializer_range(&self) -> f32;
 
     /// The network, with weights from `source`.
-    ///
-    /// # Errors
-    /// As the source.
     fn network(&self, source: &mut dyn WeightSource) -> Result<Network>;
 }
 

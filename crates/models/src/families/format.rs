@@ -1,4 +1,4 @@
-//! What a family's checkpoints look like in files.
+//! Files of a family's checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,7 +54,7 @@ pub struct Companion {
     pub dir: Option<PathBuf>,
     /// The option that gives it.
     pub option: &'static str,
-    /// What its tensors are called in the checkpoint, before [`Self::published`].
+    /// Prefix of its tensors in the checkpoint, before [`Self::published`].
     pub prefix: &'static str,
     /// The name of a tensor of that directory below the prefix, or `None` for what is not part of the tower.
     pub published: fn(&str) -> Option<String>,

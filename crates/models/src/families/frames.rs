@@ -25,12 +25,12 @@ pub(crate) fn file(medium: &MediumRef) -> Result<&Path> {
     }
 }
 
-/// What is said about a picture or clip whose header does not tell how large it is.
+/// Returns the error of a picture or clip whose header does not give its size.
 pub(crate) fn no_size(medium: &MediumRef) -> ModelError {
     ModelError::Medium { kind: medium.kind, what: "its header gives no size" }
 }
 
-/// What a family without ears says to sound.
+/// Returns the error of a family that cannot read sound.
 pub(crate) fn no_audio() -> ModelError {
     ModelError::MediumKind { kind: MediumKind::Audio, what: "this model takes images and videos" }
 }
@@ -44,7 +44,7 @@ pub(crate) struct FramePlan {
 }
 
 impl FramePlan {
-    /// What row and settings ask of a video.
+    /// Combines the request of a row with the settings of a video.
     #[must_use]
     pub fn new(medium: &MediumRef, settings: &MediaSettings) -> Self {
         let source = match &medium.source {

@@ -55,7 +55,7 @@ pub fn probe_medium(medium: &MediumRef, limits: &Limits) -> Result<MediumInfo> {
     }
 }
 
-/// What the numbers of a prepared medium are. Each family makes and reads the shapes of its own towers.
+/// Shape of a prepared medium's numbers. Each family makes and reads the shapes of its own towers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MediumShape {
     /// Rows of vision patches, `[t · h · w, patch_len]`.
@@ -64,16 +64,16 @@ pub enum MediumShape {
     Pictures {
         /// How many.
         count: usize,
-        /// Of each, px.
+        /// Height of each, px.
         height_px: usize,
-        /// Of each, px.
+        /// Width of each, px.
         width_px: usize,
     },
     /// Squares with masks of real pixels, `[count, 4, side, side]`: three colours and the mask.
     Masked {
         /// How many.
         count: usize,
-        /// Of each, px.
+        /// Side of each, px.
         side_px: usize,
     },
     /// A log-mel spectrogram, `[mels, frames]`.
@@ -141,7 +141,7 @@ impl fmt::Display for MediumShape {
 pub struct MediumInput {
     /// Image, video or audio.
     pub kind: MediumKind,
-    /// What `data` holds.
+    /// Shape of `data`.
     pub shape: MediumShape,
     /// The numbers, normalised as the tower expects them.
     pub data: Vec<f32>,
@@ -151,12 +151,12 @@ pub struct MediumInput {
     pub frame_times_secs: Vec<f64>,
 }
 
-/// What a medium will become, known from its header alone.
+/// Prepared form of a medium, known from its header alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MediumPlan {
     /// Image, video or audio.
     pub kind: MediumKind,
-    /// What it will be prepared to.
+    /// Shape of the prepared medium.
     pub shape: MediumShape,
     /// Tokens in the prompt, counting features only.
     pub tokens: usize,
@@ -165,7 +165,7 @@ pub struct MediumPlan {
 }
 
 impl MediumPlan {
-    /// What a prompt shows of it: its kind, its shape, the times of its frames in seconds.
+    /// Returns the parts that a prompt shows: kind, shape, and times of the frames in seconds.
     pub(crate) fn shown(&self) -> (MediumKind, &MediumShape, &[f64]) {
         (self.kind, &self.shape, &self.frame_times_secs)
     }

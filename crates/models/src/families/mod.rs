@@ -32,7 +32,7 @@ use crate::config_json::ConfigJson;
 use crate::error::{ModelError, Result};
 pub(crate) use table::family_of;
 
-/// What a family does, one value for each of its trades. Configurations are shared between them.
+/// Roles of a family, one value each. Configurations are shared between them.
 pub struct Roles {
     /// Reads media and writes prompts.
     pub processor: Box<dyn Processor>,
@@ -53,37 +53,37 @@ impl Family {
         Ok(Self { row, roles: (row.open)(dir, json)? })
     }
 
-    /// Its row in the table.
+    /// Returns the row in the table.
     #[must_use]
     pub fn row(&self) -> &'static FamilyRow {
         self.row
     }
 
-    /// Its name in messages.
+    /// Returns the name in messages.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.row.name
     }
 
-    /// What reads media and writes prompts.
+    /// Returns the role that reads media and writes prompts.
     #[must_use]
     pub fn processor(&self) -> &dyn Processor {
         self.roles.processor.as_ref()
     }
 
-    /// What builds networks.
+    /// Returns the role that builds networks.
     #[must_use]
     pub fn architecture(&self) -> &dyn Architecture {
         self.roles.architecture.as_ref()
     }
 
-    /// What knows the files.
+    /// Returns the role that knows the files.
     #[must_use]
     pub fn format(&self) -> &dyn Format {
         self.roles.format.as_ref()
     }
 
-    /// What ends a completion of the checkpoint in `dir`: what its files say, the family's tokens, which stop as strings where
+    /// Returns the stop rules of the checkpoint in `dir`: those of its files, the family's tokens, which stop as strings where
     /// the vocabulary does not have them, and further strings.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! What reads media and writes prompts. It needs neither weights nor a device.
+//! Reading of media and writing of prompts. It needs neither weights nor a device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,12 @@ pub trait Processor: Send + Sync {
         false
     }
 
-    /// What makes a medium of this kind shorter, for prompts that are too long. `None`: its length is fixed.
+    /// Returns true if the family takes sound.
+    fn hears(&self) -> bool {
+        false
+    }
+
+    /// Returns advice to shorten a medium of this kind, for prompts that are too long. `None`: its length is fixed.
     fn shorten(&self, kind: MediumKind) -> Option<&'static str>;
 
     /// Whether a limit on the length of prompts counts a medium as one token, as the family's own trainer does, which
@@ -29,7 +34,7 @@ pub trait Processor: Send + Sync {
         false
     }
 
-    /// What a medium will become, given its header (see [`super::probe_medium`]).
+    /// Plans a medium from its header (see [`super::probe_medium`]).
     ///
     /// # Errors
     /// Options that exclude every choice, a kind this family does not take.
@@ -38,10 +43,22 @@ pub trait Processor: Send + Sync {
     /// Decodes a medium: a function of its files' content, its kind and options, and the settings. Their key may count through the
     /// number of frames and their order alone, and the path may not count, for the result is kept for other rows and later passes
     /// over the data ([`MediaStore`](crate::MediaStore)).
-    ///
-    /// # Errors
-    /// As [`Self::plan`], and whatever only decoding shows.
     fn prepare(&self, medium: &MediumRef, settings: &MediaSettings) -> Result<MediumInput>;
+
+    /// Returns how many numbers a prepared medium of this shape has.
+    fn numbers(&self, shape: &MediumShape) -> usize {
+        match *shape {
+            MediumShape::Patches(grid) => grid.t * grid.h * grid.w * self.patch_len(),
+            MediumShape::Pictures { count, height_px, width_px } => 3 * count * height_px * width_px,
+            MediumShape::Masked { count, side_px } => 4 * count * side_px * side_px,
+            MediumShape::Mel { mels, frames } => mels * frames,
+        }
+    }
+
+    /// Returns the numbers of a row of [`MediumShape::Patches`]; 0 for families without patches.
+    fn patch_len(&self) -> usize {
+        0
+    }
 
     /// How a medium of this shape, with frames at these times, appears in the prompt.
     ///
@@ -71,8 +88,8 @@ pub trait Processor: Send + Sync {
         turns.to_vec()
     }
 
-    /// What the projector reads of the question (see [`super::Encoder::project`]), as ids of a vocabulary of its own. Most
-    /// projectors read nothing of it.
+    /// Returns the ids of the question that the projector reads (see [`super::Encoder::project`]), in a vocabulary of its own. Most
+    /// projectors do not read the question.
     ///
     /// # Errors
     /// Text that cannot be encoded.

@@ -29,9 +29,6 @@ pub fn plan(
 }
 
 /// Decodes a sound to features. What is longer than the window is cut, what is shorter is followed by silence.
-///
-/// # Errors
-/// As [`plan`], and whatever only decoding shows.
 pub fn prepare(medium: &MediumRef, mel: &LogMel, settings: &MediaSettings) -> Result<MediumInput> {
     let clip = match read_audio(file(medium)?, &range(medium, mel), &settings.limits) {
         Err(MediaError::NoAudioTrack { .. }) if settings.missing_audio == MissingAudio::Silence => {

@@ -16,12 +16,12 @@ use crate::peft;
 /// Bytes at each end of a tensor that are looked at.
 const SAMPLE_BYTES: u64 = 4096;
 
-/// What a checkpoint or adapter directory holds.
+/// Digests of a checkpoint or adapter directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceDigest {
-    /// Of the weights: sizes, headers and both ends of each tensor. `None` without weights.
+    /// Digest of the weights: sizes, headers and both ends of each tensor. `None` without weights.
     pub weights: Option<String>,
-    /// Of the configuration, tokenizer and processor files, whole.
+    /// Digest of the complete configuration, tokenizer and processor files.
     pub files: String,
 }
 

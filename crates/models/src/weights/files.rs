@@ -24,10 +24,10 @@ use super::{WeightDtype, named_in};
 use crate::error::{ModelError, Result};
 use crate::families::Companion;
 
-/// Of `model.safetensors.index.json`; the largest published ones have about 10 MB.
+/// Size of `model.safetensors.index.json`; the largest published ones have about 10 MB.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Of a file's header, as the safetensors library has it.
+/// Size of a file's header; the limit of the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Elements of a piece: small enough for the second-level cache.
@@ -181,10 +181,18 @@ impl WeightFiles {
         Ok(this)
     }
 
-    /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
+    /// Opens one file, whose keys are the names.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// An unreadable or truncated file.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let dir = path.parent().unwrap_or(Path::new(".")).to_path_buf();
+        let mut this = Self { dir, shards: Vec::new(), tensors: HashMap::new() };
+        this.add_file(path, |key| Some(key.to_owned()), &mut HashMap::new())?;
+        Ok(this)
+    }
+
+    /// Adds the tensors of a file. `seen` has the keys of the tensors so far by published name.
     pub(crate) fn add_file(
         &mut self,
         path: &Path,
@@ -206,9 +214,6 @@ impl WeightFiles {
 
     /// Adds the tensors of towers that this checkpoint leaves to directories of their own, and names them. A directory is
     /// not opened where the checkpoint has any tensor of that tower.
-    ///
-    /// # Errors
-    /// As [`Self::open`]; a tower that is nowhere.
     pub(crate) fn add_companions(&mut self, companions: &[Companion]) -> Result<HashSet<String>> {
         let mut added = HashSet::new();
         for companion in companions {
@@ -405,7 +410,7 @@ impl WeightFiles {
     }
 }
 
-/// What is wrong with numbers that are not all finite. All threads look, and so have the file's pages at hand.
+/// Describes the first number that is not finite. All threads search, while the file's pages are in memory.
 fn first_not_finite<T: Copy + Display + Sync>(
     data: &[T],
     finite: impl Fn(T) -> bool + Sync,

@@ -27,7 +27,7 @@ use crate::error::{ModelError, Result};
 /// In which dtype weights are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum WeightDtype {
-    /// As stored: bf16 stays bf16, f32 stays f32, f16 becomes f32.
+    /// The stored dtype: bf16 stays bf16, f32 stays f32, f16 becomes f32.
     #[default]
     Auto,
     /// Everything f32.
@@ -129,7 +129,7 @@ pub trait WeightSource {
     ///
     /// # Errors
     /// A device that is out of memory. Missing and mis-shaped tensors are collected and reported together by
-    /// whoever made the source.
+    /// the maker of the source.
     fn get(&mut self, name: &str, part: Part, shape: &[usize], init: Init) -> Result<Arc<Param>>;
 
     /// Whether input embedding and output head are one tensor, given what the configuration says.
@@ -164,32 +164,23 @@ impl<'s> Scope<'s> {
         Scope { source: &mut *self.source, prefix, part }
     }
 
-    /// The same weights as another part of the model.
+    /// Returns a scope of the same weights as another part of the model.
     pub fn of(&mut self, part: Part) -> Scope<'_> {
         Scope { source: &mut *self.source, prefix: self.prefix.clone(), part }
     }
 
     /// The weight with this name and shape.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn get(&mut self, name: &str, shape: &[usize], init: Init) -> Result<Arc<Param>> {
         self.source.get(&format!("{}{name}", self.prefix), self.part, shape, init)
     }
 
     /// The linear layer `name`, `[n, k]`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn linear(&mut self, name: &str, n: usize, k: usize, bias: bool) -> Result<Linear> {
         let (weight, bias) = self.weight_and_bias(name, &[n, k], bias)?;
         Ok(Linear::new(weight, bias)?)
     }
 
     /// A convolution whose windows arrive as rows of numbers in the order of its published `shape`, `[n, k…]`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn convolution(&mut self, name: &str, shape: &[usize], bias: bool) -> Result<Linear> {
         let (n, k) = (shape[0], shape[1..].iter().product());
         let (weight, bias) = self.weight_and_bias(name, shape, bias)?;
@@ -208,9 +199,6 @@ impl<'s> Scope<'s> {
     }
 
     /// The layer norm `name` over rows of `c`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn layer_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         let weight = self.get(&format!("{name}.weight"), &[c], Init::Ones)?;
         let bias = self.get(&format!("{name}.bias"), &[c], Init::Zeros)?;
@@ -218,9 +206,6 @@ impl<'s> Scope<'s> {
     }
 
     /// The RMS norm `name` over rows of `c`.
-    ///
-    /// # Errors
-    /// As [`WeightSource::get`].
     pub fn rms_norm(&mut self, name: &str, c: usize, eps: f32) -> Result<Norm> {
         Ok(Norm::Rms { weight: self.get(&format!("{name}.weight"), &[c], Init::Ones)?, eps })
     }
@@ -326,7 +311,7 @@ impl WeightSource for FileSource<'_> {
         Ok(self.hand_out(param))
     }
 
-    /// As `transformers` 5.23 decides: two tensors that are both present are tied where the configuration says so and they
+    /// Decides as `transformers` 5.23 does: two tensors that are both present are tied if the configuration says so and they
     /// are equal. Where only one is present they are tied whatever the configuration says; there the other would be
     /// made up.
     fn tied(&mut self, embed: &str, head: &str, config: bool) -> Result<bool> {

@@ -104,7 +104,7 @@ fn a_file_that_changes_is_decoded_again_and_errors_are_not_kept() {
     let (a, b) = (kept.build(&picture).unwrap(), kept.build(&row(dir.path(), "image", &["b.png"])).unwrap());
     let path = dir.path().join("a.png");
     let content = std::fs::read(&path).unwrap();
-    // As long as before, and a time of change says nothing to those who do not look.
+    // The length is unchanged, and a time of change says nothing to a reader that ignores it.
     let mut broken = content.clone();
     broken[20..40].fill(0);
     std::fs::write(&path, &broken).unwrap();
@@ -140,7 +140,7 @@ fn chance_has_the_result_it_has_without_a_store() {
             }
         }
     }
-    // Of each clip at most the four numbers of frames, and an order for each seed, were decoded.
+    // At most the four numbers of frames of each clip, and an order for each seed, were decoded.
     let usage = open.media_store().usage();
     assert_eq!(usage.asked, 36);
     assert!((24..36).contains(&usage.found), "{usage:?}");

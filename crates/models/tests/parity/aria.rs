@@ -311,7 +311,7 @@ fn names_in_memory_and_those_of_the_models_own_code_are_read() {
     });
     let again = Model::load(in_memory.path(), WeightDtype::Auto).unwrap();
     assert!(weight_bits(&again) == weight_bits(&model));
-    // What PEFT calls the modules.
+    // PEFT's names of the modules.
     let format = model.family().format();
     for (published, module) in [
         ("language_model.model.layers.0.self_attn.q_proj", "model.language_model.layers.0.self_attn.q_proj"),
@@ -413,14 +413,14 @@ fn experts_of_few_bits() {
         let ((got, few_grads), (want, wide_grads)) = (run(&mut few), run(&mut wide));
         assert!(max_diff(&got, &want) <= 1e-4, "{bits:?}: {}", max_diff(&got, &want));
         assert_close(&few_grads, &wide_grads, 1e-3, "quantised");
-        // The same with the kernels of a GPU, which round to bf16 what they multiply.
+        // The kernels of a GPU round to bf16 what they multiply.
         let (got, grads) = run(&mut on_card);
         assert!(max_diff(&got, &want) <= 0.03, "{bits:?} on a card: {}", max_diff(&got, &want));
         assert_close(&grads, &wide_grads, 0.1, "quantised, on a card");
     }
 }
 
-/// What the published size takes, known from its configuration: 4.5 or 8.5 bits for each weight of a linear layer or an expert.
+/// Memory of the published size, from its configuration: 4.5 or 8.5 bits for each weight of a linear layer or an expert.
 #[test]
 fn the_published_size_fits_where_it_is_quantised() {
     let dir = TempDir::new().unwrap();

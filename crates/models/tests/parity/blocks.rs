@@ -25,7 +25,7 @@ struct Case {
     scales: bool,
     /// Whether queries, keys and values are one layer.
     fused: bool,
-    /// Of queries, keys, values, attention's output layer, the feed-forward layer.
+    /// Whether queries, keys, values, attention's output layer, the feed-forward layer have biases.
     biases: [bool; 5],
     /// `None` for SwiGLU.
     plain: Option<Activation>,
@@ -42,7 +42,7 @@ struct Case {
 #[derive(Clone, Copy)]
 struct Together(bool);
 
-/// Qwen2's decoder; the others are told by how they differ.
+/// Returns Qwen2's decoder; the other cases differ from it.
 fn qwen2() -> Case {
     Case {
         what: "qwen2",

@@ -155,7 +155,7 @@ fn configurations_are_those_of_their_classes() {
         DecoderConfig::parse(&json, &json, class)
     };
     let none = || serde_json::json!({});
-    // What the classes assume where a file is silent.
+    // Defaults of the classes where a file is silent.
     let qwen = parse(TextDefaults { kv_heads: Some(4), ..TextDefaults::QWEN3 }, none()).unwrap();
     assert_eq!((qwen.heads, qwen.max_positions), (AttentionHeads { q: 8, kv: 4, dim: 128 }, 32768));
     let llama = parse(TextDefaults::LLAMA, none()).unwrap();
@@ -248,7 +248,7 @@ fn greedy_text_equals_transformers() {
     }
 }
 
-/// What sampling sees of each completion, decoded in one batch behind one prompt, is what training computes of the packed
+/// Each completion, decoded in one batch after one prompt, has the numbers that training computes from the packed
 /// stream; and a completion decoded alone has the same bits.
 #[test]
 fn caches_equal_the_full_forward_pass() {

@@ -58,7 +58,7 @@ impl Run {
             weight_decay: 0.01,
             grad_scale: 1.0,
             master: true,
-            // What has no effect on the CPU is an error there.
+            // On the CPU, a setting without effect is an error.
             offload: self.spares_memory && model.device() != Device::Cpu,
         };
         for (param, moments) in model.params().iter().zip(&mut self.moments) {

@@ -161,7 +161,7 @@ fn parts_and_names_are_those_of_the_modules() {
     }
 }
 
-/// What a processor file does not say is as in the class of `transformers` that reads it.
+/// Missing keys of a processor file have the defaults of the class of `transformers` that reads it.
 #[test]
 fn a_video_processor_file_may_be_short() {
     let dir = TempDir::new().unwrap();

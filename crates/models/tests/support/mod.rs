@@ -16,7 +16,7 @@ use omnigrpo_ops::{AttentionLayout, Card, Device, Param, Tape};
 use omnigrpo_text::{MediumKind, Span};
 use safetensors::{Dtype, SafeTensors};
 
-/// Those of the cases in `cases/`.
+/// Checkpoints of the cases in `cases/`.
 pub const CHECKPOINTS: [&str; 2] = ["qwen2_vl_tied", "qwen2_5_vl_tied"];
 /// One of each family and of each kind of decoder and tower, with a case of [`case_prompt`].
 pub const FAMILIES: [(&str, &str); 8] = [
@@ -242,7 +242,7 @@ pub fn check_gradients(model: &Model, golden: &Golden, prefix: &str, rel: f64) -
     check_gradients_of(model.params(), golden, prefix, rel)
 }
 
-/// As [`check_gradients`], of these weights.
+/// Checks gradients as [`check_gradients`] does, of these weights.
 pub fn check_gradients_of(params: &[Arc<Param>], golden: &Golden, prefix: &str, rel: f64) -> usize {
     let norms: Vec<f64> = golden
         .f
@@ -381,7 +381,7 @@ pub fn lengthened(mut prompt: Prompt, tokens: u32) -> Prompt {
     prompt
 }
 
-/// What stands in for the backward pass of each of these prompts reaches the weights that the pass reaches, with zeros.
+/// The replacement of the backward pass reaches, for each of these prompts, the weights that the pass reaches, with zeros.
 /// Returns how many these are, by prompt.
 pub fn check_reach(model: &Model, prompts: &[Prompt], completion: &[u32]) -> Vec<usize> {
     train_all(model);

@@ -21,24 +21,24 @@ fn no_hub_rows(s: &Settings) -> Option<&'static str> {
 pub const FLAGS: &[Flag] = &[
     row("train_file", Paths(&[',']), at!(data.train_file), TRAIN_ROWS)
         .help(
-            "JSON, JSONL or parquet files of training rows, or the name of a dataset of the hub with \
-             parquet tables (`ORG/NAME`); one that is not in the local cache is fetched.",
+            "JSON, JSONL or parquet files of training rows, or the name of a dataset on the hub with parquet \
+             tables (`ORG/NAME`), which is fetched if the local cache lacks it.",
         )
         .free(LOOP),
     row("dataset_config", Text, at!(data.config), EVAL_ROWS)
-        .help("Part of a dataset of the hub: what it calls a configuration or subset.")
+        .help("Configuration (subset) of a dataset on the hub.")
         .unset("`default`, or the only one")
         .idle(|s, _| no_hub_rows(s)),
     row("dataset_train_split", Text, at!(data.train_split), TRAIN_ROWS)
-        .help("Split of a dataset of the hub that `--train_file` names.")
+        .help("Split of the hub dataset in `--train_file`.")
         .idle(|s, _| no_hub_rows(s)),
     row("dataset_test_split", Text, at!(data.test_split), EVAL_ROWS)
-        .help("Split of a dataset of the hub that `--eval_file` names.")
+        .help("Split of the hub dataset in `--eval_file`.")
         .idle(|s, _| no_hub_rows(s)),
     row("dataset_use", Words, at!(data.dataset_use), TRAIN_ROWS)
         .help(
-            "Names from the registry with optional shares: `a%50,b`. A name with \"no_think\" turns \
-             thinking off for its rows.",
+            "Dataset names from the registry, with optional shares: `a%50,b`. A name that contains \"no_think\" \
+             turns thinking off for its rows.",
         )
         .idle(|s, _| {
             (!s.data.train_file.is_empty() || !s.data.data_file_paths.is_empty())
@@ -53,23 +53,23 @@ pub const FLAGS: &[Flag] = &[
                 .then_some("neither `dataset_use` nor `eval_dataset_use` names a dataset")
         }),
     row("data_file_paths", Paths(&[',', ':']), at!(data.data_file_paths), TRAIN_ROWS)
-        .help("Training files with one image folder each, joined by colons (the form of VLM-R1).")
+        .help("Training files with one image folder each, joined by colons, as VLM-R1 writes them.")
         .alias(&["data_paths"])
         .free(LOOP)
         .idle(|s, _| (!s.data.train_file.is_empty()).then_some("`train_file` gives the training data")),
     row("filter_low", float(-BIG, BIG), at!(run.lessons.low), GRPO)
-        .help("Leave rows out of a pass over the data whose completions earned less on average in the pass before.")
+        .help("Skip rows whose completions earned less than this on average in the pass before.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
     row("filter_high", float(-BIG, BIG), at!(run.lessons.high), GRPO)
-        .help("The same for rows whose completions earned more.")
+        .help("Skip rows whose completions earned more than this on average in the pass before.")
         .unset("off")
         .idle(|s, _| one_pass(s)),
     row("curriculum", Choice(words::<Curriculum>), at!(run.lessons.curriculum), GRPO)
-        .help("Which rows of a pass over the data come first, by what they earned in the pass before.")
+        .help("Order of the rows in a pass, by the rewards that they earned in the pass before.")
         .idle(|s, _| one_pass(s)),
     row("eval_file", Paths(&[',']), at!(data.eval_file), EVAL_ROWS)
-        .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset of the hub.")
+        .help("JSON, JSONL or parquet files of evaluation rows, or the name of a dataset on the hub.")
         .free(LOOP),
     row("eval_dataset_use", Words, at!(data.eval_dataset_use), EVAL_ROWS)
         .help("Registry names of evaluation data, as in `--dataset_use`.")
@@ -83,15 +83,15 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("prompt_column", Text, at!(read.columns.prompt), READS_ROWS)
         .help(
-            "Column with the prompt: a text or a list of messages. A name with dots leads into \
-             objects, here and in the next three.",
+            "Column with the prompt: a text or a list of messages. Dots lead into objects, here and in the \
+             other column settings.",
         )
         .alias(&["prompt_key"])
         .unset("by the row's format"),
     row("solution_column", Text, at!(read.columns.solution), READS_ROWS)
         .help(
-            "Column with the ground truth; no other is then taken for it. `reward_model.ground_truth` \
-             is verl's, which is found by itself.",
+            "Column with the ground truth; no other column is used in its place. verl's \
+             `reward_model.ground_truth` is found without it.",
         )
         .alias(&["answer_key"])
         .unset("`solution`, `answer`, …, the final turn"),
@@ -104,30 +104,30 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["video_key"])
         .unset("`video` or `videos`"),
     row("image_folders", Paths(&[',', ':']), at!(data.roots.images), READS_ROWS)
-        .help("Roots of relative image paths, joined by colons; a path that leaves its root is refused."),
-    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Roots of relative video paths."),
-    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Roots of relative audio paths."),
+        .help("Directories that relative image paths start from, joined by colons. A path that leaves its \
+             directory is refused."),
+    row("video_folders", Paths(&[',', ':']), at!(data.roots.videos), READS_ROWS).help("Directories that relative video paths start from."),
+    row("audio_folders", Paths(&[',', ':']), at!(data.roots.audios), READS_ROWS).help("Directories that relative audio paths start from."),
     row("use_audio_in_video", Bool, at!(read.use_audio_in_video), ROWS).help(
-        "Hear video files too: the audio track of each becomes a medium behind it, in rows that \
-             name no sound. Rows that mention `<audio>` and list none mean it anyway.",
+        "Also read the audio track of each video, in rows that name no sound of their own. Rows that \
+             mention `<audio>` without listing a sound always do.",
     ),
     row("missing_audio", Choice(words::<MissingAudio>), at!(prompts.media.missing_audio), ROWS).help(
-        "What a file without an audio track gives where its sound is asked for: a bad row \
-             (error), or silence.",
+        "What to do when a file has no audio track: a bad row (error), or silence.",
     ),
     row("allow_urls", Choice(words::<AllowUrls>), at!(data.allow_urls), READS_ROWS)
         .help(
-            "Whether media may be named by http(s) address, and of which hosts; they are fetched once \
-             into the cache. `data:` addresses always may.",
+            "Hosts from which media with an http(s) address may be fetched. Each is fetched once into the \
+             cache; `data:` addresses are always allowed.",
         )
         .free(LOOP),
     row("media_timeout_secs", float(0.01, 86_400.0), at!(prompts.media.limits.timeout), ROWS)
-        .help("Seconds that reading one medium may take; the row is bad when they have passed.")
+        .help("Seconds in which one medium has to be read; after that the row is bad.")
         .free(Verb::ALL),
     row("mm_processor_cache_gb", float(0.0, BIG), at!(data.mm_processor_cache_gb), PLACED)
         .help(
-            "GiB of memory for decoded media, by the content of their files, so that they are not decoded again in \
-             the next pass over the data; at most what the run leaves free. 0 decodes each time.",
+            "GiB of memory for decoded media, so that later passes over the data do not decode them again; at \
+             most the memory that the run leaves free. 0 decodes them in each pass.",
         )
         .unset("a quarter of what the run leaves free, at most 4")
         .free(Verb::ALL),
@@ -136,12 +136,11 @@ pub const FLAGS: &[Flag] = &[
         .free(Verb::ALL),
     row("max_skipped", Fraction, at!(run.skip.max_share), BAD_ROWS)
         .help(
-            "Share of bad rows above which the run stops: a broken dataset should not look like a \
-             small one.",
+            "Share of bad rows above which the run stops. A broken dataset should not look like a small one.",
         )
         .free(Verb::ALL)
         .idle(|s, _| s.run.skip.strict.then_some("`strict_media` stops at the first bad row")),
     row("skip_data_check", Bool, at!(data.skip_check), &[Train, Sft])
-        .help("Start without reading every row and medium header first.")
+        .help("Start without first reading every row and every medium header.")
         .free(LOOP),
 ];

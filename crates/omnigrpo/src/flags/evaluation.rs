@@ -6,12 +6,12 @@ use Kind::{Bool, Choice, Text, Words};
 use omnigrpo_rewards::{LabelSet, Labels};
 use omnigrpo_train::EvalWhen;
 
-/// When to evaluate.
+/// Returns the times at which to evaluate.
 fn evaluations() -> Vec<(&'static str, &'static str)> {
     vec![("no", "Never."), ("steps", "Every `eval_steps`."), ("epoch", "After each epoch.")]
 }
 
-/// `--label_set`.
+/// Reads `--label_set`.
 fn labels(words: &[String]) -> Result<Labels, Problem> {
     match words {
         [] => Ok(Labels::None),
@@ -72,27 +72,27 @@ pub const FLAGS: &[Flag] = &[
             .or_else(|| (!matches!(s.run.eval, EvalWhen::Steps(_))).then_some("`eval_strategy` is not steps"))
     }),
     row("eval_on_start", Bool, at!(run.eval_on_start), PERIODIC)
-        .help("Evaluate before the first step too, for a comparison of before and after.")
+        .help("Also evaluate before the first step, to compare before and after.")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
     row("num_generations_eval", int(1, 4096), at!(eval.num_generations), PERIODIC)
-        .help("Completions per prompt in evaluation during training; more than 1 are sampled.")
+        .help("Completions per prompt in evaluations during training; more than 1 are sampled.")
         .unset("1, greedy")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
     row("metric_for_best_model", Text, at!(run.best_metric), PERIODIC)
-        .help("Metric of the evaluation that names the best checkpoint; higher is better.")
+        .help("Evaluation metric that decides which checkpoint is best; higher is better.")
         .free(LOOP)
         .idle(|s, _| s.no_eval_rows()),
     row("category_column", Text, at!(eval.category), SUMS_UP)
-        .help("Column of the rows by which accuracy is listed apart.")
+        .help("Column whose values get a line of accuracy each.")
         .unset("no table")
         .free(LOOP)
         .idle(in_training),
     row("accuracy_threshold", float(0.0, 1.0), at!(eval.measures.accuracy_threshold), SUMS_UP)
         .help(
-            "Share of the accuracy reward's largest value from which an answer counts as right, in \
-             accuracy and pass@k; 0.5 for overlaps of boxes.",
+            "Share of the accuracy reward's largest value from which an answer counts as right, in accuracy and \
+             pass@k; 0.5 for overlaps of boxes.",
         )
         .free(LOOP)
         .idle(in_training),
@@ -110,8 +110,7 @@ pub const FLAGS: &[Flag] = &[
         SUMS_UP,
     )
     .help(
-        "Labels of a classification, for WAR, UAR and the confusion matrix; `auto` takes the \
-             ground truths.",
+        "Labels of a classification, for WAR, UAR and the confusion matrix; `auto` uses the ground truths.",
     )
     .free(LOOP)
     .idle(in_training),

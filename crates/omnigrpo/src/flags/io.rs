@@ -1,11 +1,11 @@
-//! What commands read and write, and the workload of `bench`.
+//! Input and output of commands, and the workload of `bench`.
 
 use super::*;
 use crate::settings::{Keep, Settings};
 use Kind::{Choice, Path, Text, Texts};
 use verb::Verb::{Completions, DataConvert, Man, Push, Report, Watch};
 
-/// The datasets `data convert` reads.
+/// Returns the datasets that `data convert` reads.
 fn conversions() -> Vec<(&'static str, &'static str)> {
     vec![
         ("vivqa-x", "the JSON files of ViVQA-X"),
@@ -13,7 +13,7 @@ fn conversions() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// The shells `completions` writes for.
+/// Returns the shells that `completions` writes for.
 fn shells() -> Vec<(&'static str, &'static str)> {
     vec![
         ("bash", "eval \"$(omnigrpo completions bash)\" in ~/.bashrc"),
@@ -42,30 +42,30 @@ pub const FLAGS: &[Flag] = &[
         .positional(),
     row("directory", Path, at!(io.directory), &[Push, Man])
         .help(
-            "For `push` the run directory, checkpoint or adapter to push. For `man` the directory to \
-             write into, which is made if it is not there; `man -l DIR/omnigrpo-train.1` shows a page.",
+            "For `push`, the run directory, checkpoint or adapter to push. For `man`, the directory to write \
+             to, created if it is missing; `man -l DIR/omnigrpo-train.1` shows a page.",
         )
         .unset("")
         .required(&[Push, Man])
         .positional(),
     row("run_dirs", Texts, at!(io.run_dirs), &[Watch, Report])
         .help(
-            "Run directories. `watch` also takes directories of run directories, and shows several \
-             runs on top of each other.",
+            "Run directories. `watch` also takes a directory of run directories and draws several runs in the \
+             same charts.",
         )
         .unset("")
         .required(&[Watch, Report])
         .positional(),
     row("input", Path, at!(io.input), &[Generate, Score, DataConvert, RewardsRun])
         .help(
-            "Rows to read, in any format `data check` reads, `-` for standard input; `score` and \
-             `rewards run` want `completions` in each.",
+            "Rows to read, in any format that `data check` reads; `-` is standard input, and a run directory \
+             stands for its rollouts. `score` and `rewards run` need `completions` in each row.",
         )
         .unset("")
         .required(&[Score, DataConvert, RewardsRun])
         .idle(|s, _| s.io.prompt.is_some().then_some("`prompt` asks a single question")),
     row("output", Path, at!(io.output), &[Generate, Score, Eval, DataConvert, RewardsRun])
-        .help("File to write, one JSON object per row; written whole or not at all.")
+        .help("File to write, one JSON object per row. It is written completely or not at all.")
         .unset("nothing is written")
         .required(&[Score, DataConvert, RewardsRun])
         .free(Verb::ALL)
@@ -87,43 +87,42 @@ pub const FLAGS: &[Flag] = &[
         &[RewardsRun],
     )
     .help(
-        "Write rows for `sft` instead: the best completion of each row (`best`), every one that \
-             counts as right (`passed`, see `accuracy_threshold`), or every one whose reward is at \
-             least a number.",
+        "Write rows for `sft` instead of scores: the best completion of each row (`best`), every completion \
+             that counts as right (`passed`, see `accuracy_threshold`), or every completion whose reward is at \
+             least this number.",
     )
     .unset("every row with its scores"),
     row("prompt", Text, at!(io.prompt), &[Generate])
-        .help("Question to answer on the terminal instead of rows from `--input`.")
+        .help("Question to answer on the terminal, instead of rows from `--input`.")
         .unset(""),
     row("image", Texts, at!(io.image), &[Generate])
-        .help("Image of `--prompt`, a file or an address; repeat or list for several, in order.")
+        .help("Image of `--prompt`, a file or an address. Repeat the flag or list several, in order.")
         .idle(no_prompt),
     row("video", Texts, at!(io.video), &[Generate])
-        .help("Video of `--prompt`: a file, GIF or directory of frames; repeat or list for several.")
+        .help("Video of `--prompt`: a file, a GIF or a directory of frames. Repeat the flag or list several.")
         .idle(no_prompt),
     row("audio", Texts, at!(io.audio), &[Generate])
         .help(
-            "Sound of `--prompt`: a sound file, or a video file for its audio track; repeat or list \
-             for several.",
+            "Sound of `--prompt`: a sound file, or a video file for its audio track. Repeat the flag or list \
+             several.",
         )
         .idle(no_prompt),
-    row("row", int(0, MANY), at!(io.row), &[DataShow]).help("Row to show, counted from 0 over all files."),
-    row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show from `--row` on."),
+    row("row", int(0, MANY), at!(io.row), &[DataShow]).help("First row to show, counted from 0 over all files."),
+    row("num_rows", int(1, COUNT), at!(io.num_rows), &[DataShow]).help("Rows to show."),
     row("num_images", int(0, COUNT), at!(bench.num_images), BENCH).help("Images of each prompt."),
     row("image_px", int(28, 16_384), at!(bench.image_px), BENCH)
         .help("Width and height of each image, pixels."),
     row("prompt_tokens", int(1, COUNT), at!(bench.prompt_tokens), BENCH).help(
-        "Tokens of each prompt besides those of its images; what the chat template adds is the \
-             least.",
+        "Tokens of each prompt besides those of its images, at least those of the chat template.",
     ),
     row("completion_tokens", int(2, COUNT), at!(bench.completion_tokens), BENCH)
         .help("Tokens of each completion."),
     row("num_prompts", int(1, COUNT), at!(bench.num_prompts), BENCH).help("Prompts of a step."),
     row("num_steps", int(1, COUNT), at!(bench.num_steps), BENCH)
-        .help("Steps to measure, after one that is not; the median counts."),
+        .help("Steps to measure after a first one that is not; the result is the median."),
     row("json", Path, at!(io.json), &[Train, Sft, Bench])
-        .help("File for the numbers of `bench` or of a dry run as JSON.")
+        .help("File for the numbers of `bench` or `plan`, as JSON.")
         .unset("nothing is written")
         .free(TUNES)
-        .idle(|s, verb| (verb != Bench && !s.io.dry_run).then_some("only `--dry_run` has numbers for it")),
+        .idle(|s, verb| (verb != Bench && !s.io.dry_run).then_some("only `plan` and `--dry_run` write it")),
 ];

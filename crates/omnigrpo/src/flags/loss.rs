@@ -8,9 +8,9 @@ use Kind::{Bool, Choice};
 use omnigrpo_grpo::{AdvantageKind, Aggregation, CorrectionKind, Kl, RatioLevel, Recipe, Surrogate};
 use omnigrpo_train::SyncReference;
 
-/// Deviations that centred rewards are divided by.
+/// Returns the deviations that centred rewards can be divided by.
 fn deviations() -> Vec<(&'static str, &'static str)> {
-    vec![("group", "That of the group."), ("batch", "That of the batch."), ("none", "None.")]
+    vec![("group", "Deviation of the group."), ("batch", "Deviation of the batch."), ("none", "No division.")]
 }
 
 fn no_clip(s: &Settings) -> Option<&'static str> {
@@ -19,7 +19,7 @@ fn no_clip(s: &Settings) -> Option<&'static str> {
         Surrogate::Ratio => Some("the recipe of `loss_type` does not clip the ratio"),
         Surrogate::Sapo { .. } => Some("the recipe of `loss_type` has a smooth gate and no clip"),
         Surrogate::LogProb => Some("the recipe of `loss_type` has no ratio and no clip"),
-        Surrogate::Custom(_) => Some("the loss is a function of its own"),
+        Surrogate::Custom(_) => Some("the loss is a custom function"),
     }
 }
 
@@ -28,13 +28,17 @@ fn no_lower_clip(s: &Settings) -> Option<&'static str> {
     no_clip(s).or_else(|| capped.then_some("the recipe of `loss_type` caps the ratio from above only"))
 }
 
+fn no_gate(s: &Settings) -> Option<&'static str> {
+    (!matches!(s.algorithm.loss.surrogate, Surrogate::Sapo { .. })).then_some("`loss_type` is not sapo")
+}
+
 fn no_kl(s: &Settings) -> Option<&'static str> {
     (s.algorithm.loss.beta == 0.0).then_some("`beta` is 0, so there is no KL term")
 }
 
 fn each_reward_alone(s: &Settings) -> Option<&'static str> {
     (s.algorithm.normalize_then_sum)
-        .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward by itself")
+        .then_some("`multi_objective_aggregation normalize_then_sum` normalises each reward separately")
 }
 
 fn still(s: &Settings) -> Option<&'static str> {
@@ -60,9 +64,9 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Recipe: names an advantage, a surrogate, an aggregation and a KL estimator at once."),
+    .help("Recipe: sets the advantage, the surrogate, the aggregation and the KL estimator together."),
     row("beta", float(0.0, BIG), at!(algorithm.loss.beta), &[Train, Demo, Bench])
-        .help("Weight of the KL to the starting model; at 0 no reference is kept.")
+        .help("Weight of the KL to the starting model. At 0 no reference is stored.")
         .alias(&["grpo_beta"])
         .unset("the recipe's; 0.04 for grpo")
         .of_recipe(),
@@ -86,11 +90,11 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Divide centred rewards by the deviation of the group, of the batch, or not at all.")
+    .help("Divide centred rewards by the deviation of the group, by that of the batch, or not at all.")
     .unset("the recipe's; group for grpo")
     .idle(|s, _| each_reward_alone(s)),
     row("advantage", Choice(words::<AdvantageKind>), at!(algorithm.advantage), GRPO)
-        .help("How rewards become advantages; says more than `scale_rewards`.")
+        .help("How rewards become advantages; has more choices than `scale_rewards`.")
         .unset("the recipe's; group_std for grpo")
         .of_recipe()
         .idle(|s, _| each_reward_alone(s)),
@@ -113,8 +117,8 @@ pub const FLAGS: &[Flag] = &[
         GRPO,
     )
     .help(
-        "KL estimator: per token and never negative (k3), or the signed difference of whole \
-             completions (k1_seq).",
+        "KL estimator: per token and never negative (k3), or the signed difference of complete completions \
+             (k1_seq).",
     )
     .unset("the recipe's; k3 for grpo")
     .of_recipe()
@@ -139,19 +143,20 @@ pub const FLAGS: &[Flag] = &[
     }),
     row("router_aux_loss_coef", float(0.0, BIG), at!(algorithm.router.aux), &[Train, Sft, Demo])
         .help(
-            "Weight of the loss that makes a model's routers use all experts alike, which is 1 where \
-             they do; for families with experts.",
+            "Weight of the loss that makes routers use all experts equally (it is 1 when they do); for families \
+             with experts.",
         )
         .alias(&["moe_aux_loss_coeff"]),
     row("router_z_loss_coef", float(0.0, BIG), at!(algorithm.router.z), &[Train, Sft, Demo])
-        .help("Weight of the loss on the size of routers' logits (their squared log-sum-exp).")
+        .help("Weight of the loss on the size of router logits (their squared log-sum-exp); for families with \
+             experts.")
         .alias(&["moe_z_loss_coeff"]),
     row("loss_agg", Choice(words::<Aggregation>), at!(algorithm.loss.aggregation), GRPO)
-        .help("How token losses become one number.")
+        .help("How the losses of tokens become one number.")
         .unset("the recipe's; seq_mean for grpo")
         .of_recipe(),
     row("importance_sampling_level", Choice(words::<RatioLevel>), at!(algorithm.loss.ratio), GRPO)
-        .help("Ratio per token, or one per completion (GSPO).")
+        .help("One ratio per token, or one per completion (GSPO).")
         .unset("the recipe's; token for grpo")
         .of_recipe()
         .idle(|s, _| {
@@ -164,7 +169,7 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "algorithm.loss.surrogate.low",
             set: |s, v| {
                 let epsilon = take(v)?;
-                // One given bound stands for both, as in TRL.
+                // One bound sets both, as in TRL.
                 if let Surrogate::Clip { low, high, .. } = &mut s.algorithm.loss.surrogate {
                     (*low, *high) = (epsilon, epsilon);
                 }
@@ -201,7 +206,7 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Upper clip distance of the ratio from 1; for cispo the cap itself.")
+    .help("Upper clip distance of the ratio from 1; for cispo the largest ratio itself.")
     .unset("`epsilon`, or the recipe's")
     .of_recipe()
     .idle(|s, _| no_clip(s)),
@@ -222,10 +227,55 @@ pub const FLAGS: &[Flag] = &[
     .help("Upper bound of the unclipped ratio, for negative advantages.")
     .unset("off")
     .idle(|s, _| no_lower_clip(s)),
+    row(
+        "sapo_temperature_pos",
+        float(1e-6, BIG),
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Surrogate::Sapo { pos, .. } = &mut s.algorithm.loss.surrogate {
+                    *pos = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Sapo { pos, .. } => pos.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Steepness of the gate of sapo for positive advantages.")
+    .unset("the recipe's; 1 for sapo")
+    .of_recipe()
+    .idle(|s, _| no_gate(s)),
+    row(
+        "sapo_temperature_neg",
+        float(1e-6, BIG),
+        Place {
+            field: "",
+            set: |s, v| {
+                if let Surrogate::Sapo { neg, .. } = &mut s.algorithm.loss.surrogate {
+                    *neg = take(v)?;
+                }
+                Ok(())
+            },
+            get: |s| match s.algorithm.loss.surrogate {
+                Surrogate::Sapo { neg, .. } => neg.value(),
+                _ => None,
+            },
+        },
+        GRPO,
+    )
+    .help("Steepness of the gate of sapo for the other advantages; steeper ones learn less from unlikely tokens.")
+    .unset("the recipe's; 1.05 for sapo")
+    .of_recipe()
+    .idle(|s, _| no_gate(s)),
     row("num_iterations", int(1, 1024), at!(run.num_iterations), GRPO)
         .help("Optimizer passes over the completions of each rollout."),
     row("steps_per_generation", int(1, 1024), at!(run.steps_per_generation), GRPO)
-        .help("Optimizer steps that share one rollout of as many times the prompts, each with prompts of its own."),
+        .help("Optimizer steps that share one rollout. The rollout has that many times the prompts, and each step \
+             takes its own part of them."),
     row(
         "sync_ref_model",
         Bool,
@@ -238,7 +288,7 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Let the reference follow the policy (TR-DPO); without adapters.")
+    .help("Let the reference follow the policy (TR-DPO); not with adapters.")
     .idle(|s, _| no_kl(s)),
     row(
         "ref_model_sync_steps",
@@ -254,7 +304,7 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Steps between two moves of the reference.")
+    .help("Optimizer steps between two updates of the reference.")
     .idle(|s, _| still(s)),
     row(
         "ref_model_mixup_alpha",
@@ -270,14 +320,16 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Share of the policy in the reference's weights after a move.")
+    .help("Share of the policy in the reference after such an update.")
     .idle(|s, _| still(s)),
     row("mask_truncated_completions", Bool, at!(algorithm.loss.mask_truncated_completions), GRPO)
-        .help("Leave completions that hit the length limit out of the loss."),
+        .help("Leave completions that reached the length limit out of the loss."),
     row("top_entropy_quantile", float(1e-6, 1.0), at!(algorithm.loss.top_entropy), GRPO)
-        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term and the entropy bonus keep in all updates."),
+        .help("Share of the tokens of a step, those with the highest entropy when sampled, that the policy term \
+             and the entropy bonus use in all updates."),
     row("importance_sampling_correction", Choice(words::<CorrectionKind>), at!(algorithm.loss.correction.kind), GRPO)
-        .help("Weigh what decoding, with other kernels or fewer bits, thought likelier or less likely than training does.")
+        .help("Correct for the difference between sampling and training, which use other kernels or fewer bits: \
+             weight the loss by the ratio of their probabilities.")
         .alias(&["vllm_importance_sampling_mode"]),
     row("importance_sampling_clip_max", float(0.0, BIG), at!(algorithm.loss.correction.max), GRPO)
         .help("Largest weight of the correction.")

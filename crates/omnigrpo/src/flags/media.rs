@@ -23,27 +23,21 @@ fn by_processor(s: &Settings) -> Option<&'static str> {
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("min_pixels", int(1, MANY), at!(prompts.media.image.min_pixels), ROWS)
-        .help("Fewest pixels of an image after resizing; sets the fewest vision tokens.")
+        .help("Fewest pixels of an image after resizing; sets the smallest number of vision tokens.")
         .unset("the checkpoint's; 3136 for Qwen2.5-VL, 65536 for Qwen3-VL"),
     row("max_pixels", int(1, MANY), at!(prompts.media.image.max_pixels), ROWS)
         .help(
-            "Most pixels of an image after resizing; sets the most vision tokens and with them memory \
-             and time.",
+            "Most pixels of an image after resizing; sets the largest number of vision tokens, and with it \
+             memory and time.",
         )
         .unset("the checkpoint's; 12845056 for Qwen2.5-VL, 16777216 for Qwen3-VL"),
-    row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
-        .help(
-            "Most tiles of an image, for models that cut images into tiles (InternVL): each costs \
-             vision tokens. The whole image comes as one more.",
-        )
-        .unset("the checkpoint's; 12 for InternVL"),
     row("frame_sampling", Choice(words::<FrameRule>), at!(prompts.media.rule), ROWS).help(
-        "Rule that picks video frames: by rate (qwen_vl_utils, or processor, that of Qwen3-VL's video \
-             processor), by interval (base_interval, as qwen-vl-finetune), or per segment from the \
-             row's `meta`.",
+        "Rule that picks the frames of a video: by rate (`qwen_vl_utils`, or `processor` for Qwen3-VL's \
+             video processor), by interval (`base_interval`, as qwen-vl-finetune), or per segment of the row's \
+             `meta`.",
     ),
     row("fps", float(1e-3, 1e3), at!(prompts.media.video.fps), ROWS)
-        .help("Frames per second to sample from videos.")
+        .help("Frames to sample per second of video.")
         .idle(|s, _| {
             not_by_rate(s)
                 .or_else(|| s.prompts.media.video.nframes.map(|_| "`nframes` gives the number of frames"))
@@ -62,7 +56,7 @@ pub const FLAGS: &[Flag] = &[
         },
         ROWS,
     )
-    .help("Frames per video, instead of a rate.")
+    .help("Frames of each video, instead of a rate.")
     .unset("from `fps`")
     .idle(|s, _| not_by_qwen(s)),
     row("video_min_frames", int(1, COUNT), at!(prompts.media.video.min_frames), ROWS)
@@ -87,8 +81,7 @@ pub const FLAGS: &[Flag] = &[
         .unset("the rule's: 602112, for Qwen3-VL 786432; base_interval 25088"),
     row("total_pixels", int(1, MANY), at!(prompts.media.video.total_pixels), ROWS)
         .help(
-            "Most pixels of all frames of a video together; lowers the bound per frame of long \
-             videos.",
+            "Most pixels of all frames of a video together; lowers the limit per frame in long videos.",
         )
         .unset("90316800, for Qwen3-VL 117964800")
         .idle(|s, _| not_by_rate(s)),

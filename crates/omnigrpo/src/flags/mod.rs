@@ -2,11 +2,12 @@
 //!
 //! The parser, `--help`, the keys of `--config` files and presets, `--print_config`, `docs/flags.md` and "did you
 //! mean" all read this table. Names are those of `transformers` and TRL with underscores; the names of the source
-//! systems are aliases. A row says which field of [`Settings`] it fills, which for most is a field of a library's plan:
-//! its default is the one that the library gives.
+//! systems are aliases. A row names the field of [`Settings`] that it fills. Most are fields of a library's plan, whose
+//! default is that of the library.
 
 mod data;
 mod evaluation;
+mod family;
 mod io;
 mod logging;
 mod loss;
@@ -31,7 +32,7 @@ use verb::Verb::{
     Bench, DataCheck, DataShow, Demo, Doctor, Eval, Export, Generate, RewardsRun, Score, Sft, Train,
 };
 
-/// Every setting, by the heading of the help it stands under.
+/// Every setting, by its heading in the help.
 pub const TABLE: &[(Section, &[Flag])] = &[
     (Section::Io, io::FLAGS),
     (Section::Model, model::FLAGS),
@@ -46,14 +47,15 @@ pub const TABLE: &[(Section, &[Flag])] = &[
     (Section::Evaluation, evaluation::FLAGS),
     (Section::Logging, logging::FLAGS),
     (Section::Program, program::FLAGS),
+    (Section::Family, family::FLAGS),
 ];
 
-/// Every setting, in the order of the help.
+/// Returns every setting, in the order of the help.
 pub fn all() -> impl Iterator<Item = &'static Flag> {
     TABLE.iter().flat_map(|(_, rows)| rows.iter())
 }
 
-/// The flag of a name or alias; dashes count as underscores.
+/// Returns the flag with this name or alias; dashes count as underscores.
 pub fn find(name: &str) -> Option<&'static Flag> {
     let name = name.replace('-', "_");
     all().find(|flag| flag.name == name || flag.aliases.contains(&name.as_str()))
@@ -62,7 +64,7 @@ pub fn find(name: &str) -> Option<&'static Flag> {
 /// Names and their help.
 pub type Names = fn() -> Vec<(&'static str, &'static str)>;
 
-/// What a setting holds, and how text becomes it.
+/// Type of a setting's value, and how text becomes one.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
     /// `--flag`, or true, false, yes, no, 1, 0.
@@ -85,11 +87,11 @@ pub enum Kind {
     Words,
     /// Numbers; spaces or commas between them.
     Floats,
-    /// Paths; spaces (several arguments) or one of these characters between them. A path that exists is taken whole.
+    /// Paths; spaces (several arguments) or one of these characters between them. A path that exists is never split.
     Paths(&'static [char]),
-    /// Names of rewards as `Words`, but a program (`cmd:…`) or an address (`http://…`) is kept whole.
+    /// Names of rewards as `Words`; a program (`cmd:…`) or an address (`http://…`) is never split.
     Specs,
-    /// Texts taken whole, one per argument.
+    /// Texts, one per argument.
     Texts,
     /// A JSON object, or a mapping in YAML.
     Object,
@@ -108,23 +110,23 @@ impl Kind {
 /// A heading of the help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
-    /// What the verb reads and writes.
+    /// Input and output of the verb.
     Io,
-    /// The checkpoint and its precision.
+    /// Checkpoint and precision.
     Model,
-    /// Where rows come from.
+    /// Sources of rows.
     Data,
-    /// How images and videos are sized and sampled.
+    /// Sizes and frames of images and videos.
     Media,
-    /// How rows become prompts.
+    /// Making prompts from rows.
     Prompt,
-    /// How completions are scored.
+    /// Scoring of completions.
     Rewards,
-    /// How completions are sampled.
+    /// Sampling of completions.
     Rollout,
     /// The GRPO objective.
     Loss,
-    /// What is trained and how fast.
+    /// Trained parts and learning rates.
     Optimizer,
     /// Length, checkpoints, resuming.
     Run,
@@ -134,6 +136,8 @@ pub enum Section {
     Logging,
     /// The program itself.
     Program,
+    /// Settings that one family of models reads.
+    Family,
 }
 
 impl Section {
@@ -152,14 +156,15 @@ impl Section {
         Self::Evaluation,
         Self::Logging,
         Self::Program,
+        Self::Family,
     ];
 
-    /// Its settings.
+    /// Returns the settings of the section.
     pub fn rows(self) -> &'static [Flag] {
         TABLE.iter().find(|(section, _)| *section == self).map_or(&[], |(_, rows)| rows)
     }
 
-    /// The heading.
+    /// Returns the heading.
     pub const fn title(self) -> &'static str {
         match self {
             Self::Io => "Input and output",
@@ -175,22 +180,23 @@ impl Section {
             Self::Evaluation => "Evaluation",
             Self::Logging => "Logging",
             Self::Program => "Program",
+            Self::Family => "Settings of one model family",
         }
     }
 }
 
-/// Where the value of a setting goes.
+/// Destination of a setting's value.
 #[derive(Clone, Copy)]
 pub struct Place {
-    /// The field of [`Settings`] that it is, or begins with; empty where it is more than one.
+    /// Field of [`Settings`] that holds it, or its beginning; empty if there are several.
     pub field: &'static str,
-    /// Puts it there.
+    /// Stores the value.
     pub set: fn(&mut Settings, &Value) -> Result<(), Problem>,
-    /// What is there; `None` where nothing is.
+    /// Reads the value; `None` if there is none.
     pub get: fn(&Settings) -> Option<Value>,
 }
 
-/// The place of a setting that is a field.
+/// Place of a setting that is one field.
 macro_rules! at {
     ($($field:ident).+) => {
         Place {
@@ -205,7 +211,7 @@ macro_rules! at {
 }
 use at;
 
-/// The place of an option of the model's family ([`omnigrpo_models::FamilyRow::options`]).
+/// Place of an option of the model's family ([`omnigrpo_models::FamilyRow::options`]).
 macro_rules! of_family {
     ($name:literal) => {
         Place {
@@ -220,18 +226,18 @@ macro_rules! of_family {
 }
 use of_family;
 
-/// The place of what acts before there are settings, or together with others at the end.
+/// Place of a setting that acts before the others are read, or together with them at the end.
 const NOWHERE: Place = Place { field: "", set: |_, _| Ok(()), get: |_| None };
 
-/// A setting as a name.
+/// Wraps a name as a value.
 fn text(name: &str) -> Option<Value> {
     Some(Value::Text(name.to_owned()))
 }
 
-/// Why a setting has no effect in a run of that verb, if it has none.
+/// Returns the reason if a setting has no effect in a run of that verb.
 ///
-/// Given by flag or file with a value other than its default it is an error then: the user expects something that
-/// will not happen. From a preset it is dropped.
+/// It is then an error to give it by flag or file with a value other than its default, since the user expects an effect. From
+/// a preset it is dropped.
 pub type Idle = fn(&Settings, Verb) -> Option<&'static str>;
 
 /// One setting.
@@ -241,35 +247,34 @@ pub struct Flag {
     pub name: &'static str,
     /// Other accepted names.
     pub aliases: &'static [&'static str],
-    /// What it holds.
+    /// Type of its value.
     pub kind: Kind,
-    /// Where it goes.
+    /// Destination of its value.
     pub place: Place,
-    /// What happens where nobody gives it and it has no value then.
+    /// Behaviour without a value, in words.
     pub unset: Option<&'static str>,
     /// Other defaults for some verbs.
     pub verb_defaults: &'static [(Verb, &'static str)],
-    /// What it does, in which unit, and why.
+    /// Effect, unit and reason, for the help.
     pub help: &'static str,
-    /// The verbs that take it.
+    /// Verbs that take it.
     pub verbs: &'static [Verb],
-    /// The verbs that cannot run without it.
+    /// Verbs that cannot run without it.
     pub required: &'static [Verb],
-    /// A word in its place instead of `--name`.
+    /// True for a word without `--name`.
     pub positional: bool,
-    /// Meaningful on the command line only, not as a key of a file.
+    /// True if it belongs on the command line only, not in a file.
     pub command_line_only: bool,
-    /// It comes before the others, since defaults of theirs depend on it.
+    /// True if it is applied first, since defaults of others depend on it.
     pub first: bool,
-    /// Where nobody gives it, it is the recipe's.
+    /// True if its default is that of the recipe.
     pub of_recipe: bool,
-    /// The verbs whose work can go on after it has changed: it says where inputs lie (which are told apart by what they
-    /// hold), how much is done at a time, or how long a run is, not what comes out.
+    /// Verbs whose runs can resume with another value: it names the place of inputs (which are identified by content), the amount of
+    /// work at a time or the length of a run, and does not change results.
     pub free: &'static [Verb],
-    /// Why it has no effect, if it has none.
+    /// Reason for having no effect, if it has none.
     pub idle: Idle,
-    /// As `idle`, where another setting overrides it in `transformers`, whose scripts give both: a note instead of an
-    /// error.
+    /// Reason if another setting overrides it in `transformers`, whose scripts give both: a note instead of an error.
     pub overridden: Idle,
 }
 
@@ -279,25 +284,30 @@ impl std::fmt::Debug for Flag {
     }
 }
 
-/// The value of a setting nobody gave.
+/// Value of a setting that nobody gave.
 pub enum Fallback {
-    /// This one.
+    /// This value.
     Is(Value),
-    /// No value; the words say what happens then.
+    /// No value; the words describe the behaviour.
     Unset(&'static str),
 }
 
 impl Flag {
-    /// The default for a verb.
+    /// Returns true if the verb takes the setting. `plan` takes those of `train`, whose memory it prints.
+    pub fn is_of(&self, verb: Verb) -> bool {
+        self.verbs.contains(&verb.runs()) && !(verb == Verb::Plan && self.name == "dry_run")
+    }
+
+    /// Returns the default for a verb.
     pub fn default_for(&self, verb: Verb) -> Fallback {
-        let own = self.verb_defaults.iter().find(|(of, _)| *of == verb);
+        let own = self.verb_defaults.iter().find(|(of, _)| *of == verb.runs());
         match own.and_then(|(_, text)| explain::default_value(&self.kind, text)) {
             Some(value) => Fallback::Is(value),
             None => self.default(),
         }
     }
 
-    /// The default, which is the library's.
+    /// Returns the default, which is the library's.
     pub fn default(&self) -> Fallback {
         match (self.unset, (self.place.get)(&Settings::default())) {
             (None, Some(value)) => Fallback::Is(value),
@@ -366,7 +376,7 @@ impl Flag {
     }
 }
 
-/// A row; its help and what is special about it follow.
+/// Makes a row; methods add its help and options.
 const fn row(name: &'static str, kind: Kind, place: Place, verbs: &'static [Verb]) -> Flag {
     Flag {
         name,
@@ -396,14 +406,14 @@ const fn float(min: f64, max: f64) -> Kind {
     Kind::Float { min, max }
 }
 
-/// The bound of sizes and counts that have no natural one: far above use, below overflow.
+/// Bound of sizes and counts without a natural one: far above use, below overflow.
 pub(super) const MANY: i64 = 1 << 40;
-/// The bound of counts held in 32 bits.
+/// Bound of counts in 32 bits.
 pub(super) const COUNT: i64 = 1 << 30;
-/// The bound of rates and weights that have no natural one.
+/// Bound of rates and weights without a natural one.
 pub(super) const BIG: f64 = 1e9;
 
-/// Verbs with settings worth a file: all but the last ones, which show runs or write files for shells.
+/// Verbs that take a file of settings: all but the last ones, which show runs or write files for shells.
 pub(super) const SET: &[Verb] = Verb::ALL.split_at(Verb::ALL.len() - 4).0;
 /// Verbs that load a model, or its processor if it is given.
 pub(super) const MODEL: &[Verb] =
@@ -412,13 +422,13 @@ pub(super) const MODEL: &[Verb] =
 pub(super) const RUNS_MODEL: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export, Demo, Bench];
 /// Verbs that multiply with the weights of a model.
 pub(super) const MULTIPLIES: &[Verb] = &[Train, Sft, Generate, Score, Eval, Doctor, Demo, Bench];
-/// Verbs whose model runs where it is told to.
+/// Verbs with a choice of device.
 pub(super) const PLACED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Demo];
-/// Verbs that take a model with an adapter.
+/// Verbs that take an adapter.
 pub(super) const ADAPTED: &[Verb] = &[Train, Sft, Generate, Score, Eval, Export];
-/// Verbs that hold a model for use.
+/// Verbs that can quantise a model.
 pub(super) const QUANTISED: &[Verb] = &[Train, Sft, Generate, Score, Eval];
-/// Verbs that train a model of the user's.
+/// Verbs that train the user's model.
 pub(super) const TUNES: &[Verb] = &[Train, Sft];
 /// Verbs that read training rows.
 pub(super) const TRAIN_ROWS: &[Verb] = &[Train, Sft, DataCheck, DataShow];
@@ -428,7 +438,7 @@ pub(super) const EVAL_ROWS: &[Verb] = &[Train, Sft, Eval, DataCheck, DataShow];
 pub(super) const ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
 /// Verbs that read rows of any format.
 pub(super) const READS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow, RewardsRun];
-/// Verbs that decide per row what to do with a bad one.
+/// Verbs that can skip bad rows.
 pub(super) const BAD_ROWS: &[Verb] = &[Train, Sft, Eval];
 /// Verbs with the GRPO objective.
 pub(super) const GRPO: &[Verb] = &[Train, Demo];
@@ -436,7 +446,7 @@ pub(super) const GRPO: &[Verb] = &[Train, Demo];
 pub(super) const BENCH: &[Verb] = &[Bench];
 /// Verbs that score completions with rewards.
 pub(super) const REWARDED: &[Verb] = &[Train, Sft, Eval, Demo, RewardsRun];
-/// Those, and the one that asks the rewards about rows without completions.
+/// Verbs that use rewards, also on rows without completions.
 pub(super) const ASKS_REWARDS: &[Verb] = &[Train, Sft, Eval, DataCheck, Demo, RewardsRun];
 /// Verbs that sample.
 pub(super) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
@@ -444,16 +454,16 @@ pub(super) const SAMPLES: &[Verb] = &[Train, Generate, Eval, Demo];
 pub(super) const BOUNDED: &[Verb] = &[Train, Sft, Generate, Eval, DataCheck, DataShow, RewardsRun, Demo];
 /// Verbs that take optimizer steps.
 pub(super) const STEPS: &[Verb] = &[Train, Sft, Demo];
-/// Verbs with anything random.
+/// Verbs that use random numbers.
 pub(super) const RANDOM: &[Verb] = &[Train, Sft, Generate, Eval, RewardsRun, Demo, Bench];
-/// Verbs that run the whole loop with checkpoints.
+/// Verbs that train with checkpoints.
 pub(super) const LOOP: &[Verb] = &[Train, Sft, Demo];
 /// Verbs that sum up scored completions.
 pub(super) const SUMS_UP: &[Verb] = &[Train, Sft, Eval, RewardsRun];
-/// Verbs that evaluate now and then.
+/// Verbs that evaluate during training.
 pub(super) const PERIODIC: &[Verb] = &[Train, Sft];
 
-/// Verbs that hold a rendered prompt against a limit.
+/// Verbs that limit the length of prompts.
 pub(super) const RUNS_ROWS: &[Verb] = &[Train, Sft, Generate, Score, Eval, DataCheck, DataShow];
 
 #[cfg(test)]
@@ -493,8 +503,8 @@ mod tests {
         }
     }
 
-    /// A default that comes from a library is a value of the row's kind, written and read as any other, and goes back to where
-    /// it came from; what has none is said in words.
+    /// A default from a library is a value of the row's kind, reads back as written, and lands in its own field; a setting
+    /// without a default describes its behaviour in words.
     #[test]
     fn defaults_are_the_libraries_and_fit_their_kind() {
         let untouched = Settings::default();
@@ -525,7 +535,7 @@ mod tests {
         }
     }
 
-    /// Every value that a row's kind lets pass can be put where the row says.
+    /// Every value that the kind of a row accepts can be stored in the row's place.
     #[test]
     fn every_row_takes_the_values_of_its_kind() {
         for flag in all() {

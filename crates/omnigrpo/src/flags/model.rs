@@ -7,20 +7,12 @@ use crate::values::Field as _;
 use Kind::{Bool, Choice, Path, Text};
 use omnigrpo_models::WeightDtype;
 
-/// How a checkpoint is written, where its family is published in two layouts.
-fn layouts() -> Vec<(&'static str, &'static str)> {
-    vec![
-        ("hf", "For transformers, vLLM and TRL."),
-        ("original", "For the code of the model's own repository."),
-    ]
-}
-
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("model_name_or_path", Text, at!(model.name), MODEL)
         .help(
-            "Checkpoint directory in the published Hugging Face layout, or the name of a model of the \
-             hub; one that is not in the local cache is fetched.",
+            "Checkpoint directory in the published Hugging Face layout, or the name of a model on the hub, \
+             which is fetched if the local cache lacks it.",
         )
         .alias(&["model", "model_path"])
         .unset("")
@@ -28,8 +20,8 @@ pub const FLAGS: &[Flag] = &[
         .free(LOOP),
     row("torch_dtype", Choice(words::<WeightDtype>), at!(model.dtype), RUNS_MODEL)
         .help(
-            "Precision of the weights; `auto` takes that of the checkpoint. With bfloat16 the \
-             optimizer keeps float32 masters, and products on AMX tiles round activations too.",
+            "Precision of the weights; `auto` keeps that of the checkpoint. With bfloat16 the optimizer keeps \
+             float32 masters, and products on AMX tiles round activations as well.",
         )
         .alias(&["dtype"]),
     row(
@@ -46,9 +38,9 @@ pub const FLAGS: &[Flag] = &[
         PLACED,
     )
     .help(
-        "Where the model runs: `cpu`, or `cuda:N` for an NVIDIA GPU by the driver's number (`cuda` is the \
-             first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU there is, else the CPU, and \
-             says which and why.",
+        "Where the model runs: `cpu`, or `cuda:N` for the NVIDIA GPU with that number in the driver's list \
+             (`cuda` is the first; CUDA_VISIBLE_DEVICES hides some). `auto` takes the first GPU, else the CPU, \
+             and prints which and why.",
     )
     .free(LOOP),
     row(
@@ -65,7 +57,7 @@ pub const FLAGS: &[Flag] = &[
         },
         GRPO,
     )
-    .help("Where the reference of the KL term runs; `cpu` leaves the memory of a GPU to the policy.")
+    .help("Where the reference of the KL term runs. `cpu` leaves the memory of a GPU to the policy.")
     .unset("`device`")
     .idle(|s, _| (!s.algorithm.loss.needs_reference()).then_some("`beta` is 0, so there is no reference"))
     .free(LOOP),
@@ -84,30 +76,27 @@ pub const FLAGS: &[Flag] = &[
         ADAPTED,
     )
     .help(
-        "LoRA adapter in PEFT's format, made for the checkpoint: training goes on from it, with \
-             its rank and scale; other commands use it.",
+        "LoRA adapter in PEFT's format that was trained on this checkpoint. Training continues it, with its \
+             rank and scale; other commands apply it.",
     )
     .alias(&["adapter_path"])
     .unset("none")
     .first()
     .free(LOOP),
     row("merge", Bool, at!(model.merge), &[Export])
-        .help("Add the adapter to the weights and write a whole checkpoint."),
-    row("layout", Choice(layouts), at!(model.layout), &[Export])
-        .help("Layout to write, for families that are published in two (InternVL).")
-        .unset("as it is"),
+        .help("Add the adapter to the weights and write a complete checkpoint."),
     row("load_in_8bit", Bool, at!(model.load_in_8bit), QUANTISED).help(
-        "Hold frozen linear weights in 8 bits (8.5 with scales), quantised tensor by tensor as \
-             they are read. Training then needs adapters.",
+        "Store frozen linear weights in 8 bits (8.5 with scales), quantised one tensor at a time while they \
+             are read. Training then needs adapters.",
     ),
     row("load_in_4bit", Bool, at!(model.load_in_4bit), QUANTISED).help(
-        "The same in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the rounding \
-             error of 8 bits.",
+        "Store frozen linear weights in 4 bits (4.5 with scales): a quarter of bfloat16, with 16 times the \
+             rounding error of 8 bits. Training then needs adapters.",
     ),
     row("quantized_activations", Choice(words::<QuantizedActivations>), at!(model.quantized_activations), QUANTISED)
         .help(
-            "What products with frozen weights of few bits make of activations. `float32` decodes and trains slower \
-             on CPUs that multiply 8 bits or bfloat16.",
+            "Form of the activations in products with frozen 8-bit or 4-bit weights. `float32` is slower on \
+             CPUs that multiply 8-bit integers or bfloat16.",
         )
         .idle(|s, _| {
             (!s.model.load_in_8bit && !s.model.load_in_4bit)
@@ -115,8 +104,8 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("bf16_products", Choice(words::<Bf16Products>), at!(model.bf16_products), MULTIPLIES)
         .help(
-            "How the CPU multiplies with bfloat16 weights, and with weights of few bits where rows are many. `doctor` measures \
-             each. A run is resumed with what it began with.",
+            "How the CPU multiplies with bfloat16 weights, and with 8-bit or 4-bit weights when there are many \
+             rows. `doctor` measures each way. A resumed run keeps the way that it began with.",
         )
         .free(LOOP)
         .idle(|s, verb| {
@@ -125,38 +114,19 @@ pub const FLAGS: &[Flag] = &[
         }),
     row("init_weights", int(0, i64::MAX), at!(model.init_weights), &[Train, Sft])
         .help(
-            "Start from random weights with this seed instead; the directory then needs no weight \
-             files.",
+            "Start from random weights with this seed; the checkpoint directory then needs no weight files.",
         )
         .unset("the checkpoint's weights"),
-    row("vision_tower", Text, of_family!("vision_tower"), MODEL)
-        .help(
-            "Directory of a HumanOmni checkpoint's SigLIP tower, or a name in the local Hugging Face \
-             cache. Weights in the checkpoint itself win.",
-        )
-        .unset("config.json's mm_vision_tower")
-        .free(LOOP),
-    row("audio_tower", Text, of_family!("audio_tower"), MODEL)
-        .help("The same for its Whisper encoder.")
-        .unset("config.json's mm_audio_tower")
-        .free(LOOP),
-    row("bert", Text, of_family!("bert"), MODEL)
-        .help("The same for the BERT that reads the question; its tokenizer is always taken from here.")
-        .unset("config.json's mm_text_tower, else bert-base-uncased")
-        .free(LOOP),
-    row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
-        .help("Thin out HumanOmni's visual tokens: all frames at half the side, every fourth as it is.")
-        .unset("config.json's, else false"),
     row("pure_bf16", Bool, at!(optimizer.pure_bf16), STEPS)
         .help(
-            "Update bfloat16 weights without float32 masters. Saves memory, but at small learning \
-             rates most updates round to nothing.",
+            "Update bfloat16 weights without float32 masters. This saves memory, but at small learning rates \
+             most updates round to nothing.",
         )
         .idle(|s, _| (s.model.dtype == WeightDtype::Float32).then_some("`torch_dtype` is float32")),
     row("max_stream_tokens", int(16, COUNT), at!(algorithm.max_stream_tokens), &[Train, Sft, Score, Demo])
         .help(
-            "Most tokens in one forward pass; a larger group is split over passes that share its \
-             prompt, with the same result.",
+            "Most tokens in one forward pass. A larger group is split into passes that share its prompt, with \
+             the same result.",
         )
         .unset("4096; a whole group in `score`")
         .free(LOOP),

@@ -1,4 +1,4 @@
-//! What is trained and how fast.
+//! Trained parts and learning rates.
 
 use super::*;
 use crate::names::{BatchUnit, words};
@@ -9,12 +9,12 @@ use omnigrpo_train::ScheduleKind;
 
 fn no_new_adapter(s: &Settings) -> Option<&'static str> {
     if s.model.adapter.is_some() {
-        return Some("the adapter of `adapter_name_or_path` has its own");
+        return Some("the adapter in `adapter_name_or_path` has its own value");
     }
     (!s.model.use_peft).then_some("`use_peft` is false")
 }
 
-/// Whether no adapter can be outside of the language model.
+/// Returns true if all adapters are in the language model.
 fn llm_adapters(s: &Settings) -> bool {
     !s.model.use_peft || s.model.adapter.is_none() && s.lora.targets == ["all-linear"]
 }
@@ -31,26 +31,26 @@ pub const FLAGS: &[Flag] = &[
         .alias(&["lr"])
         .per_verb(&[(Sft, "2e-5")]),
     row("lr_scheduler_type", Choice(words::<ScheduleKind>), at!(run.schedule), STEPS)
-        .help("Course of the learning rate after warm-up.")
+        .help("Course of the learning rate after the warm-up.")
         .alias(&["lr_scheduler"]),
     row("warmup_ratio", Fraction, at!(run.warmup_ratio), STEPS)
-        .help("Share of all steps over which the learning rate rises from 0.")
+        .help("Share of all steps in which the learning rate rises from 0.")
         .overridden(|s, _| (s.run.warmup_steps > 0).then_some("`warmup_steps` overrides it"))
         .idle(|s, _| flat(s)),
     row("warmup_steps", int(0, COUNT), at!(run.warmup_steps), STEPS)
-        .help("Steps over which the learning rate rises from 0; wins over the ratio.")
+        .help("Steps in which the learning rate rises from 0; takes precedence over the ratio.")
         .idle(|s, _| flat(s)),
     row("weight_decay", float(0.0, BIG), at!(optimizer.weight_decay), STEPS)
-        .help("Decoupled decay, not applied to norms and biases."),
-    row("adam_beta1", float(0.0, 1.0), at!(optimizer.beta1), STEPS).help("Decay of AdamW's mean."),
-    row("adam_beta2", float(0.0, 1.0), at!(optimizer.beta2), STEPS).help("Decay of AdamW's squared mean."),
-    row("adam_epsilon", float(0.0, 1.0), at!(optimizer.epsilon), STEPS).help("Added to AdamW's denominator."),
+        .help("Decoupled weight decay; not applied to norms and biases."),
+    row("adam_beta1", float(0.0, 1.0), at!(optimizer.beta1), STEPS).help("Decay of AdamW's mean of gradients."),
+    row("adam_beta2", float(0.0, 1.0), at!(optimizer.beta2), STEPS).help("Decay of AdamW's mean of squared gradients."),
+    row("adam_epsilon", float(0.0, 1.0), at!(optimizer.epsilon), STEPS).help("Number added to AdamW's denominator."),
     row("max_grad_norm", float(0.0, BIG), at!(optimizer.max_grad_norm), STEPS)
-        .help("Norm the gradient is clipped to; 0 is off."),
+        .help("Largest norm of the gradient, which is clipped to it; 0 is off."),
     row("offload_optimizer", Bool, at!(optimizer.offload), STEPS)
         .help(
-            "Keep the optimizer's state of weights on a GPU in main memory, from where it travels for each \
-             step: of 16 bytes a trained bfloat16 weight the GPU holds 6, and results are the same to the bit.",
+            "Keep the optimizer state of weights on a GPU in main memory and copy it for each step: of 16 bytes \
+             per trained bfloat16 weight the GPU holds 6. Results are the same to the bit.",
         )
         .idle(|s, _| (s.model.device == DeviceChoice::Cpu).then_some("`device` is cpu"))
         .free(LOOP),
@@ -58,34 +58,26 @@ pub const FLAGS: &[Flag] = &[
         .help("Learning rate of the projector between tower and language model.")
         .unset("`learning_rate`")
         .idle(|s, _| {
-            (!s.selection.projector && llm_adapters(s)).then_some("nothing of the projector is trained")
+            (!s.selection.projector && llm_adapters(s)).then_some("the projector is frozen")
         }),
     row("vision_tower_lr", float(0.0, 100.0), at!(optimizer.tower_lr), STEPS)
-        .help("Learning rate of the towers: vision, audio, and the encoder of the question (HumanOmni).")
+        .help("Learning rate of the towers: vision, audio, and the text encoder of HumanOmni.")
         .unset("`learning_rate`")
         .idle(|s, _| {
-            (!s.selection.towers && llm_adapters(s)).then_some("nothing of the vision tower is trained")
+            (!s.selection.towers && llm_adapters(s)).then_some("the vision tower is frozen")
         }),
     row("tune_mm_llm", Bool, at!(selection.llm), STEPS)
         .help("Train the language model.")
         .unset("true; false with adapters"),
     row("tune_mm_mlp", Bool, at!(selection.projector), STEPS)
-        .help("Train the projector; with adapters it is trained whole beside them.")
+        .help("Train the projector; with adapters, all of its weights besides them.")
         .unset("true; false with adapters"),
-    row("tune_gate", Bool, at!(selection.gate), STEPS)
-        .help(
-            "Train the gate between the branches of HumanOmni's projector; it can be trained without \
-             the projector, or stay as it is.",
-        )
-        .unset("`tune_mm_mlp`"),
     row("tune_mm_vision", Bool, at!(selection.towers), STEPS)
         .help(
-            "Train the vision tower, and the audio tower where there is one. A frozen tower runs once \
-             per step and medium.",
+            "Train the vision tower, and the audio tower if the model has one. A frozen tower runs once per \
+             step and medium.",
         )
         .unset("true with `freeze_vision_modules` false and no adapters, else false"),
-    row("tune_bert", Bool, at!(selection.instruction), STEPS)
-        .help("Train the text encoder that steers HumanOmni's projector."),
     row(
         "freeze_vision_modules",
         Bool,
@@ -100,20 +92,19 @@ pub const FLAGS: &[Flag] = &[
         STEPS,
     )
     .help(
-        "Freeze what VLM-R1 calls the vision modules: the towers, and of all families but \
-             InternVL the projector too. With false the towers are trained, as there, unless adapters \
-             are.",
+        "Freeze what VLM-R1 calls the vision modules: the towers and, except for InternVL, the projector. \
+             With false the towers are trained, unless adapters are.",
     )
     .unset("the `tune_mm_` settings decide")
     .first(),
     row("trainable_patterns", Texts, at!(selection.patterns), TUNES)
         .help(
-            "Of the parts that are trained whole, only weights whose published name matches one of \
-             these regular expressions. One that matches nothing is an error.",
+            "Regular expressions: of the parts that are trained as a whole, train only weights whose published \
+             name matches one of them. A pattern that matches nothing is an error.",
         )
         .idle(|s, _| {
             (!(s.selection.llm || s.selection.projector || s.selection.towers)).then_some(
-                "no part is trained whole: turn on `tune_mm_llm`, `tune_mm_mlp` or `tune_mm_vision`",
+                "no part is trained as a whole: turn on `tune_mm_llm`, `tune_mm_mlp` or `tune_mm_vision`",
             )
         }),
     row(
@@ -131,9 +122,8 @@ pub const FLAGS: &[Flag] = &[
         TUNES,
     )
     .help(
-        "Train LoRA adapters on frozen weights. Outputs, checkpoints included, then hold the \
-             adapters and whatever is trained whole; the reference is the same weights with adapters \
-             off.",
+        "Train LoRA adapters on frozen weights. Checkpoints and the final model then hold the adapters and \
+             the parts that are trained as a whole; the reference is the same model without adapters.",
     )
     .alias(&["use_lora", "lora_enable"])
     .first(),
@@ -141,25 +131,25 @@ pub const FLAGS: &[Flag] = &[
         .help("Rank of the adapters.")
         .idle(|s, _| no_new_adapter(s)),
     row("lora_alpha", float(0.0, BIG), at!(lora.alpha), TUNES)
-        .help("Adapters are scaled by alpha over rank.")
+        .help("Scale of the adapters: alpha divided by the rank.")
         .idle(|s, _| no_new_adapter(s)),
     row("lora_dropout", float(0.0, 0.999), at!(lora.dropout), TUNES)
         .help(
-            "Share of an adapter's inputs dropped in policy passes; sampling, scoring and the \
-             reference drop nothing.",
+            "Share of an adapter's inputs that is dropped in policy passes. Sampling, scoring and the reference \
+             drop nothing.",
         )
         .idle(|s, _| no_new_adapter(s)),
     row("lora_target_modules", Words, at!(lora.targets), TUNES)
         .help(
-            "Layers that get an adapter: `all-linear` for those of the language model, or ends of \
-             module names (looked up there first, then in tower and projector), or regular \
-             expressions over whole names; `experts` for every expert of a mixture, each with an adapter \
-             of its own (`lora_dropout 0`). Never the head.",
+            "Layers that get an adapter: `all-linear` for those of the language model; ends of module names, \
+             looked up there first, then in tower and projector; regular expressions over complete names; or \
+             `experts` for every expert of a mixture, each with its own adapter (`lora_dropout 0`). The head \
+             never gets one.",
         )
         .alias(&["lora_targets"])
         .idle(|s, _| no_new_adapter(s)),
     row("use_rslora", Bool, at!(lora.rslora), TUNES)
-        .help("Scale adapters by alpha over the root of the rank, which keeps high ranks learning.")
+        .help("Scale adapters by alpha divided by the square root of the rank, which keeps high ranks learning.")
         .idle(|s, _| no_new_adapter(s)),
     row(
         "per_device_train_batch_size",
@@ -167,9 +157,9 @@ pub const FLAGS: &[Flag] = &[
         Place { field: "algorithm.prompts_per_micro_batch", ..at!(batch.per_device) },
         STEPS,
     )
-    .help("Prompts worked on at a time; completions where `batch_unit` says so."),
+    .help("Prompts processed at a time; completions if `batch_unit` says so."),
     row("batch_unit", Choice(words::<BatchUnit>), at!(batch.unit), &[Train])
-        .help("What `per_device_train_batch_size` counts. A preset brings the unit of its source."),
+        .help("Unit of `per_device_train_batch_size`. A preset sets the unit of its source."),
     row(
         "gradient_accumulation_steps",
         int(1, 65_536),

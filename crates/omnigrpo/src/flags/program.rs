@@ -7,14 +7,14 @@ use Kind::{Bool, Choice, Path};
 pub const FLAGS: &[Flag] = &[
     row("config", Path, NOWHERE, SET)
         .help(
-            "YAML file of settings under the same names; flags win. Settings of other verbs in it are \
-             left alone, so one file can serve `data check` and `train`.",
+            "YAML file of settings with the same names; flags take precedence. Settings of other commands in it \
+             are ignored, so one file can serve `data check` and `train`.",
         )
         .unset("")
         .command_line_only()
         .free(Verb::ALL),
     row("preset", Choice(crate::presets::words), NOWHERE, SET)
-        .help("Settings of a source system; `--config` and flags win over it.")
+        .help("Settings of a source system; `--config` and flags take precedence.")
         .unset("none")
         .free(Verb::ALL),
     row(
@@ -24,8 +24,8 @@ pub const FLAGS: &[Flag] = &[
         SET,
     )
     .help(
-        "Print every setting of this run, where it comes from, and stop. The output is a \
-             `--config` file.",
+        "Print every setting of this run and where it comes from, then stop. The output is a `--config` \
+             file.",
     )
     .command_line_only()
     .free(Verb::ALL),

@@ -18,15 +18,15 @@ pub const FLAGS: &[Flag] = &[
         &[Train, Generate, Eval, Demo, Bench],
     )
     .help(
-        "Completions sampled per prompt (G). Training compares them with each other; one alone \
-             has no advantage.",
+        "Completions sampled per prompt (G). Training compares them with each other; a single one has no \
+             advantage.",
     )
     .alias(&["grpo_sample_size", "num_samples", "g"])
     .per_verb(&[(Generate, "1"), (Eval, "1")]),
     row("max_resample_times", int(0, 64), at!(algorithm.max_resample_times), GRPO)
         .help(
-            "Dynamic sampling (DAPO): how often groups whose completions all earned the same give their places to other rows; \
-             0 keeps them.",
+            "Dynamic sampling (DAPO): how many times a group whose completions all earned the same is replaced \
+             by another row; 0 keeps such groups.",
         ),
     row("temperature", float(0.0, 100.0), at!(algorithm.sampling.temperature), SAMPLES)
         .help("Sampling temperature; 0 takes the most likely token.")
@@ -38,15 +38,15 @@ pub const FLAGS: &[Flag] = &[
         .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
     row("top_k", int(0, COUNT), at!(algorithm.sampling.top_k), SAMPLES)
         .help(
-            "Sample among this many likeliest tokens; 0 is off. Never read from the checkpoint's \
-             generation_config.json.",
+            "Sample among this many likeliest tokens; 0 is off. The checkpoint's generation_config.json is \
+             never used.",
         )
         .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
     row("min_p", float(0.0, 1.0), at!(algorithm.sampling.min_p), SAMPLES)
-        .help("Drop tokens below this share of the likeliest token's probability; 0 is off.")
+        .help("Drop tokens less likely than this share of the likeliest token's probability; 0 is off.")
         .idle(|s, _| greedy(s).or_else(|| s.not_sampled())),
     row("repetition_penalty", float(0.01, 100.0), at!(algorithm.sampling.repetition_penalty), SAMPLES)
-        .help("Divide the score of tokens already seen; 1 is off.")
+        .help("Divide the score of tokens that occurred already; 1 is off.")
         .idle(|s, _| s.not_sampled()),
     row(
         "logprob_temperature",
@@ -55,9 +55,9 @@ pub const FLAGS: &[Flag] = &[
         &[Train, Generate, Score, Eval, Demo],
     )
     .help(
-        "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. \
-             The gap to the sampling distribution is logged as \
-             `sampling/distribution_logp_difference`, in nats.",
+        "Temperature of log-probabilities, entropy and KL; 1 is the form of the source systems. The \
+             difference from the sampling distribution is logged as `sampling/distribution_logp_difference`, in \
+             nats.",
     )
     .unset("`temperature`, or 1 when that is 0"),
     row(
@@ -73,19 +73,18 @@ pub const FLAGS: &[Flag] = &[
         BOUNDED,
     )
     .help(
-        "Most tokens of a completion; rewards of length measure by it, and a prompt has to leave \
-             room for it.",
+        "Most tokens of a completion. Rewards of length refer to it, and a prompt has to leave room for it.",
     )
     .alias(&["generation_max_length"]),
     row("min_completion_length", int(0, COUNT), at!(algorithm.sampling.min_completion_length), SAMPLES)
-        .help("No stop token before this many tokens; benchmarks set it to the maximum.")
+        .help("Tokens before which no stop token is sampled; benchmarks set it to the maximum.")
         .idle(|s, _| s.not_sampled()),
     row("stop_strings", Texts, at!(prompts.stop_strings), SAMPLES)
         .help("Texts that end a completion, besides the model's stop tokens.")
         .alias(&["stop"])
         .idle(|s, _| s.not_sampled()),
     row("batch_size", int(1, 65_536), at!(eval.batch_rows), &[Generate, Score, Eval])
-        .help("Prompts worked on at a time; changes memory and speed, never the result.")
+        .help("Prompts processed at a time; changes memory and speed, never the result.")
         .free(Verb::ALL)
         .idle(|s, verb| (verb == Generate && s.io.prompt.is_some()).then_some("`prompt` is one question")),
     row(
@@ -102,8 +101,8 @@ pub const FLAGS: &[Flag] = &[
         &[Train],
     )
     .help(
-        "Take completions and rewards from these rows instead of sampling, to compare with \
-             another trainer step by step.",
+        "Take completions and rewards from these rows instead of sampling, to compare with another trainer \
+             step by step.",
     )
     .unset("off"),
 ];

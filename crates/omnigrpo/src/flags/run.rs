@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use verb::Verb::Push;
 
-/// When to write a checkpoint.
+/// Returns the times at which to write a checkpoint.
 fn savings() -> Vec<(&'static str, &'static str)> {
     vec![
         ("no", "Only the model at the end."),
@@ -20,7 +20,7 @@ fn savings() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-// `true` and `false` are what users of other trainers pass; taken as paths they would name a missing folder.
+// Users of other trainers pass `true` and `false`, which as paths would name missing directories.
 fn resume(text: &str) -> ResumeFrom {
     match text.to_ascii_lowercase().as_str() {
         "never" | "false" | "no" => ResumeFrom::Start,
@@ -35,44 +35,44 @@ fn never_saves(s: &Settings) -> Option<&'static str> {
 }
 
 fn no_push(s: &Settings, verb: Verb) -> Option<&'static str> {
-    (verb != Push && !s.push.enabled).then_some("there is no `push_to_hub`")
+    (verb != Push && !s.push.enabled).then_some("`push_to_hub` is off")
 }
 
 /// The settings.
 pub const FLAGS: &[Flag] = &[
     row("output_dir", Path, at!(io.output_dir), &[Train, Sft, Export, Demo])
         .help(
-            "Run directory: metrics, rollouts, checkpoints, and at the end the model. For `export` \
-             the directory to write, new or empty.",
+            "Run directory: metrics, rollouts, checkpoints and the final model. For `export`, the directory to \
+             write, new or empty.",
         )
         .unset("")
         .per_verb(&[(Demo, "runs/demo")])
         .free(LOOP),
     row("dry_run", Bool, at!(io.dry_run), TUNES)
         .help(
-            "Check the rows and print what memory the run takes and what else would fit, before a \
-             weight is loaded; then stop. `omnigrpo plan` is `train --dry_run`.",
+            "Check the rows, print the memory of the run and the settings that lower it, and stop before a \
+             weight is loaded. `omnigrpo plan` does this for `train`.",
         )
         .command_line_only()
         .free(TUNES),
     row("exp_name", Text, at!(io.exp_name), &[Train, Sft])
         .help(
-            "Name instead of a directory: the run directory is `checkpoints/rl/NAME`, the log \
+            "Name of the run instead of a directory: the run directory is `checkpoints/rl/NAME`, the log \
              `runs/NAME/log/log.txt`.",
         )
         .unset("")
         .free(LOOP),
     row("deepspeed", Path, at!(io.deepspeed), &[Train, Sft])
         .help(
-            "A settings file of DeepSpeed, such as zero2.json: each field is compared with this run's \
-             settings and explained; nothing is sharded in one process.",
+            "Settings file of DeepSpeed, such as zero2.json. The run compares each field with its own settings \
+             and explains it; one process shards nothing.",
         )
         .unset("")
         .free(LOOP),
     row("num_train_epochs", float(0.0, 1e6), at!(run.num_epochs), &[Train, Sft, Demo])
         .help(
-            "Passes over the training rows. A step takes rows across the end of a pass; the last step \
-             takes what is left of the last one.",
+            "Passes over the training rows. A step may take rows from two passes; the last step takes the rows \
+             that are left of the last pass.",
         )
         .free(LOOP)
         .overridden(|s, _| s.run.max_steps.map(|_| "`max_steps` overrides it")),
@@ -89,7 +89,7 @@ pub const FLAGS: &[Flag] = &[
         },
         STEPS,
     )
-    .help("Optimizer steps, instead of epochs, which it overrides; -1 is off.")
+    .help("Optimizer steps; overrides the number of epochs. -1 is off.")
     .free(LOOP),
     row(
         "seed",
@@ -104,7 +104,7 @@ pub const FLAGS: &[Flag] = &[
         },
         RANDOM,
     )
-    .help("Seed of everything random; the same seed gives the same run."),
+    .help("Seed of all random numbers; the same seed gives the same run."),
     row(
         "data_seed",
         int(0, i64::MAX),
@@ -118,7 +118,7 @@ pub const FLAGS: &[Flag] = &[
         },
         &[Train, Sft, Demo],
     )
-    .help("Seed of the order of rows and of the held-out share.")
+    .help("Seed of the order of rows and of the rows held out for evaluation.")
     .unset("`seed`"),
     row(
         "save_strategy",
@@ -175,20 +175,19 @@ pub const FLAGS: &[Flag] = &[
         LOOP,
     )
     .help(
-        "Also write a checkpoint when this many minutes have gone by since the last one; for runs \
-             whose steps take long.",
+        "Also write a checkpoint when the last one is this many minutes old; for runs with long steps.",
     )
     .unset("off")
     .free(LOOP),
     row("save_total_limit", int(1, COUNT), at!(run.save_limit), LOOP)
-        .help("Checkpoints to keep; the oldest goes first, the best stays.")
+        .help("Checkpoints to keep. The oldest is removed first; the best one stays.")
         .unset("keep all")
         .free(LOOP)
         .idle(|s, _| never_saves(s)),
     row("save_only_model", Bool, at!(run.save_only_model), LOOP)
         .help(
-            "Write checkpoints without optimizer state: smaller, but they can only start a run. The \
-             one of an interruption has it.",
+            "Write checkpoints without the state of the optimizer: they are smaller and can start a run, but \
+             not resume one. An interrupted run still writes the state.",
         )
         .free(LOOP)
         .idle(|s, _| never_saves(s)),
@@ -206,25 +205,33 @@ pub const FLAGS: &[Flag] = &[
         LOOP,
     )
     .help(
-        "`auto` resumes the newest checkpoint that can be loaded if its settings and inputs are \
-             those of this run, else starts anew; `must` is an error instead of starting anew; \
-             `never` starts anew; a path resumes exactly that one. What an earlier run left is moved \
-             to `superseded-N`, never removed.",
+        "`auto` resumes from the newest checkpoint that loads, if its settings and inputs are those of this \
+             run, and starts from the beginning otherwise; `must` fails instead of starting; `never` starts; a \
+             path resumes from that checkpoint. Files of an earlier run move to `superseded-N` and are never \
+             removed.",
     )
     .free(LOOP),
+    row("stop_on_collapse", Bool, at!(run.stop_on_collapse), &[Train, Demo])
+        .help(
+            "End the run, with a checkpoint, when its policy runs away or its entropy collapses (the \
+             rules `ran_away` and `entropy_collapsed`). The message names the setting to change and \
+             the last checkpoint before it; the exit code is 1.",
+        )
+        .free(LOOP),
     row("push_to_hub", Bool, at!(push.enabled), &[Train, Sft])
         .help(
-            "Push the trained model with its card to a repository of the Hugging Face hub, which is \
-             made before training begins. HF_TOKEN, or what `hf auth login` keeps, says whose.",
+            "Push the trained model and its card to a repository of the Hugging Face hub, which is created \
+             before training begins. HF_TOKEN, or the token that `hf auth login` stored, names the account.",
         )
         .free(LOOP),
     row("hub_model_id", Text, at!(push.model_id), &[Train, Sft, Push])
-        .help("Repository, `ORG/NAME`, or `NAME` for one of the token's account.")
+        .help("Repository, `ORG/NAME`; `NAME` alone belongs to the account of the token.")
         .unset("the name of the run directory")
         .free(LOOP)
         .idle(no_push),
     row("hub_private_repo", Bool, at!(push.private), &[Train, Sft, Push])
-        .help("Make the repository private. One that is there stays as it is; a public one is then an error.")
+        .help("Make a new repository private. An existing repository keeps its visibility; an existing public one \
+             is an error.")
         .free(LOOP)
         .idle(no_push),
     row("hub_strategy", Choice(words::<HubStrategy>), at!(push.strategy), &[Train, Sft])
@@ -233,8 +240,8 @@ pub const FLAGS: &[Flag] = &[
         .idle(no_push),
     row("allow_changed_settings", Bool, at!(run.allow_changed), LOOP)
         .help(
-            "Go on from a checkpoint although settings or inputs differ from those it was written \
-             with, for instance with a lower learning rate. The console names them.",
+            "Resume from a checkpoint although settings or inputs differ from those that it was written with, \
+             for instance with a lower learning rate. The console names the differences.",
         )
         .free(LOOP)
         .idle(|s, _| (s.run.resume == ResumeFrom::Start).then_some("`resume_from_checkpoint` is never")),

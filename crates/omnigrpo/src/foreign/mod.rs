@@ -1,25 +1,25 @@
-//! Settings of other trainers, and what becomes of each here.
+//! Settings of other trainers, and their meaning here.
 //!
-//! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] is full of settings that say how *that* program is
-//! to work. One that has a counterpart is read as it, one that nothing here depends on is dropped and listed in a note,
-//! one that asks for what there is not is an error that says what to do.
+//! A launch script of transformers, TRL, VLM-R1, qwen-vl-finetune or a program of [`peers`] has many settings of *that* program.
+//! A setting with a counterpart is read as it, a setting without effect here is dropped and listed in a note,
+//! an unsupported one is an error that says what to do.
 
 use omnigrpo_data::QUESTION_TEMPLATES;
 
-/// What becomes of a setting.
+/// Meaning of a setting here.
 // Only fates without a function are compared.
 #[allow(unpredictable_function_pointer_comparisons)]
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It is read as this setting with this value, unless that one is given itself.
+    /// Another name of this setting with this value, unless that setting is given.
     Becomes(&'static str, String),
-    /// It is read as several settings, each unless it is given itself.
+    /// Several settings, each unless it is given.
     BecomesAll(Vec<(&'static str, String)>),
-    /// Decided together with another setting of the same source; `None` where that one is not given.
+    /// Depends on another setting of the same source; `None` if that one is not given.
     Depends(&'static str, fn(&str, Option<&str>) -> Fate),
-    /// Nothing depends on it, for the reason given.
+    /// It has no effect, for the reason given.
     Dropped(&'static str),
-    /// It asks for what there is not; what to do.
+    /// It is unsupported; the advice says what to do instead.
     Refused(&'static str),
     /// The name and the value are this program's own.
     Own,
@@ -28,12 +28,13 @@ pub enum Fate {
 use Fate::{Becomes, BecomesAll, Depends, Dropped, Own, Refused};
 
 mod peers;
+mod trainers;
 
-/// Names and what becomes of a value, whose words have a space between them; a bare flag is `true`. A name that ends in
-/// `*` stands for all that begin with it and have no row before.
+/// Names, and the meaning of a value, whose words are separated by spaces; a bare flag is `true`. A name that ends in `*`
+/// stands for all names that begin with it and have no earlier row.
 type Row = (&'static [&'static str], fn(&str) -> Fate);
 
-/// Places that transformers can report to, and this program cannot.
+/// Trackers of transformers that are unsupported.
 const TRACKERS: &[&str] = &[
     "aim",
     "azure_ml",
@@ -49,7 +50,7 @@ const TRACKERS: &[&str] = &[
     "trackio",
 ];
 
-const ONE_PROCESS: &str = "there is one process";
+const ONE_PROCESS: &str = "the run is one process";
 const IN_PROCESS: &str = "completions are sampled in the same process with the trained weights";
 const OWN_KERNELS: &str = "the kernels are this program's own";
 const READ_AHEAD: &str = "rows are read ahead on other threads";
@@ -61,9 +62,9 @@ const TABLE: &[Row] = &[
     }),
     (&["fp16"], |v| match on(v) {
         Some(false) => Dropped("`torch_dtype` says how weights are held"),
-        _ => Refused("there is no fp16 training; use `torch_dtype` bfloat16"),
+        _ => Refused("fp16 training is unsupported; use `torch_dtype` bfloat16"),
     }),
-    (&["tf32"], |_| Dropped("products are as exact as `torch_dtype` says")),
+    (&["tf32"], |_| Dropped("`torch_dtype` sets the precision of products")),
     (&["optim"], |v| match v {
         "adamw" | "adamw_hf" | "adamw_torch" | "adamw_torch_fused" | "adamw_apex_fused" => {
             Dropped("the optimizer is AdamW")
@@ -74,12 +75,15 @@ const TABLE: &[Row] = &[
     (&["dataset_name"], |v| Becomes("train_file", v.into())),
     (&["overwrite_output_dir"], |v| match on(v) {
         Some(true) => Becomes("resume_from_checkpoint", "never".into()),
-        _ => Dropped("earlier checkpoints are moved aside, never written over"),
+        _ => Dropped("earlier checkpoints are moved aside, never overwritten"),
     }),
     (&["attn_implementation"], |_| Dropped("there is one attention implementation")),
     (&["use_liger_kernel", "use_liger_loss", "torch_compile"], |_| Dropped(OWN_KERNELS)),
     (&["gradient_checkpointing_kwargs"], |_| Dropped("blocks are recomputed in one way only")),
-    (&["data_flatten", "data_packing", "padding_free"], |_| Dropped("groups are packed without padding")),
+    (&["data_flatten", "padding_free"], |_| Dropped("groups are packed without padding")),
+    (&["data_packing"], |_| {
+        Dropped("each row of a packed list is a row of its own; groups are packed without padding")
+    }),
     (
         &[
             "dataloader_num_workers",
@@ -91,7 +95,7 @@ const TABLE: &[Row] = &[
     ),
     (&["remove_unused_columns"], |_| Dropped("rewards see every column of a row")),
     (&["cache_dir", "arrow_cache_dir"], |_| {
-        Dropped("models and rows are read where they are; HF_HOME moves the local cache of models")
+        Dropped("models and rows are read in place; HF_HOME moves the local cache of models")
     }),
     (&["trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
     (&["save_safetensors"], |_| Dropped("checkpoints are always safetensors")),
@@ -103,13 +107,14 @@ const TABLE: &[Row] = &[
         ),
     }),
     (&["lora_task_type"], |_| Dropped("adapters are those of a causal language model")),
-    (&["lora_modules_to_save"], |_| {
-        Refused(
-            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are trained whole",
+    (&["lora_modules_to_save", "modules_to_save"], |v| {
+        off(
+            v,
+            "use `tune_mm_mlp` (or another part) with `trainable_patterns`: those weights are trained as a whole",
         )
     }),
     (&["per_device_eval_batch_size", "eval_accumulation_steps"], |_| {
-        Dropped("evaluation takes as many rows at a time as it has room for, with the same result")
+        Dropped("an evaluation processes as many rows at a time as fit into memory, with the same result")
     }),
     (&["generation_batch_size"], |_| {
         Refused(
@@ -117,12 +122,12 @@ const TABLE: &[Row] = &[
         )
     }),
     (&["vllm_importance_sampling_correction"], |v| match on(v) {
-        Some(false) => Dropped("`importance_sampling_correction` is off by itself"),
+        Some(false) => Dropped("`importance_sampling_correction` is off by default"),
         _ => Becomes("importance_sampling_correction", "sequence_mask".to_owned()),
     }),
     (&["num_beams", "generation_num_beams"], |v| match v {
         "1" => Dropped("completions are sampled"),
-        _ => Refused("leave it out: completions are sampled, there is no beam search"),
+        _ => Refused("leave it out: completions are sampled, beam search is unsupported"),
     }),
     // `select_reward_func` of VLM-R1's model modules has rewards of its own for `rec` alone and raises for any other task.
     (&["is_reward_customized_from_vlm_module"], |v| match on(v) {
@@ -141,12 +146,12 @@ const TABLE: &[Row] = &[
     (&["external_judge"], |_| Refused("use `reward_funcs` judge:http://… and `judge_model`")),
     (&["report_to"], |v| {
         match v.split([',', ' ']).any(|word| TRACKERS.contains(&word.to_ascii_lowercase().as_str())) {
-            true => Dropped("there is no such tracker here; metrics.jsonl has every number"),
+            true => Dropped("this tracker is unsupported; metrics.jsonl has every number"),
             false => Own,
         }
     }),
     (&["logging_dir"], |_| Dropped("logs are in the run directory")),
-    (&["disable_tqdm"], |_| Dropped("progress bars are shown on terminals only")),
+    (&["disable_tqdm"], |_| Dropped("a terminal always shows the bar; a pipe or a file gets lines")),
     (&["ddp_timeout", "ddp_find_unused_parameters", "ds3_gather_for_generation", "local_rank"], |_| {
         Dropped(ONE_PROCESS)
     }),
@@ -161,32 +166,43 @@ fn on(value: &str) -> Option<bool> {
     }
 }
 
-/// Tells what becomes of a setting, if it is another trainer's. Dashes count as underscores. `others` looks up the text
+/// A setting that asks for what is unsupported unless its value turns it off.
+fn off(value: &str, advice: &'static str) -> Fate {
+    let none = matches!(
+        value.to_ascii_lowercase().as_str(),
+        "" | "none" | "null" | "false" | "no" | "0" | "0.0" | "-1" | "{}" | "[]"
+    );
+    if none { Dropped("it is off here as well") } else { Refused(advice) }
+}
+
+/// Returns the meaning of a setting if it belongs to another trainer. Dashes count as underscores. `others` looks up the text
 /// of another setting of the same source by its name.
 pub fn fate<'t>(name: &str, value: &str, others: impl Fn(&str) -> Option<&'t str>) -> Option<Fate> {
+    let unset = matches!(value.to_ascii_lowercase().as_str(), "none" | "null");
     let fate = match row(name).map(|(_, fate)| fate(value))? {
+        Becomes(..) | BecomesAll(_) | Depends(..) if unset => Dropped("it has no value"),
         Depends(other, fate) => fate(value, others(other)),
         fate => fate,
     };
     (fate != Own).then_some(fate)
 }
 
-/// The row of a setting. A name of this program's own is never taken for the beginning of another one.
+/// Returns the row of a setting. A name of this program never matches the beginning of another one.
 fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('-', "_");
     let fits = |pattern: &&str| match pattern.strip_suffix('*') {
         Some(start) => name.starts_with(start) && crate::flags::find(&name).is_none(),
         None => **pattern == name,
     };
-    TABLE.iter().chain(peers::TABLE).find(|(names, _)| names.iter().any(fits))
+    TABLE.iter().chain(trainers::TABLE).chain(peers::TABLE).find(|(names, _)| names.iter().any(fits))
 }
 
-/// The name and the value of a word that verl or EasyR1 would take, `group.name=value`.
+/// Splits a word of verl or EasyR1, `group.name=value`, into name and value.
 pub fn dotted(word: &str) -> Option<(&str, &str)> {
     peers::dotted(word)
 }
 
-/// Whether another trainer has a setting of this name.
+/// Returns true if another trainer has a setting of this name.
 pub fn knows(name: &str) -> bool {
     row(name).is_some()
 }
@@ -199,7 +215,7 @@ mod tests {
     #[test]
     fn no_name_is_a_setting_here_but_where_values_decide() {
         let mut seen = std::collections::BTreeSet::new();
-        for name in TABLE.iter().chain(peers::TABLE).flat_map(|(names, _)| *names) {
+        for name in TABLE.iter().chain(trainers::TABLE).chain(peers::TABLE).flat_map(|(names, _)| *names) {
             assert!(seen.insert(name), "`{name}` is in two rows");
             assert_eq!(flags::find(name).is_some(), *name == "report_to", "{name}");
         }
@@ -237,6 +253,41 @@ mod tests {
         assert!(matches!(alone("task_type", "vqa"), Some(Dropped(_))));
     }
 
+    /// Every field in the source of another trainer is a setting here or has an answer.
+    #[test]
+    fn every_field_of_other_trainers_has_an_answer() {
+        let lists = [
+            ("transformers", include_str!("fields/transformers.txt"), 114),
+            ("trl", include_str!("fields/trl.txt"), 110),
+            ("ms-swift", include_str!("fields/ms_swift.txt"), 393),
+            ("unsloth", include_str!("fields/unsloth.txt"), 71),
+            ("verl", include_str!("fields/verl.txt"), 820),
+            ("easy-r1", include_str!("fields/easy_r1.txt"), 176),
+        ];
+        for (trainer, list, count) in lists {
+            let fields: Vec<&str> = list.lines().filter(|line| !line.starts_with('#')).collect();
+            assert_eq!(fields.len(), count, "{trainer}");
+            let unknown: Vec<&str> = fields
+                .iter()
+                .copied()
+                .filter(|field| !knows(field) && flags::find(field).is_none())
+                .collect();
+            assert!(unknown.is_empty(), "{trainer}: {unknown:?}");
+            // A name with dots has to be recognised on the command line too.
+            for field in fields.iter().filter(|field| field.contains('.')) {
+                assert_eq!(dotted(&format!("{field}=1")), Some((*field, "1")), "{trainer}");
+            }
+            // The answer to any value is a sentence of one line.
+            for (field, value) in
+                fields.iter().flat_map(|field| ["true", "none", "0.5"].map(|value| (field, value)))
+            {
+                if let Some(Dropped(why) | Refused(why)) = fate(field, value, |_| None) {
+                    assert!(!why.is_empty() && !why.contains('\n') && why.len() < 200, "{field}: {why}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn rewards_of_a_model_module_depend_on_the_task() {
         let with = |task| fate("is_reward_customized_from_vlm_module", "True", move |_| task);
@@ -247,7 +298,7 @@ mod tests {
         assert!(matches!(with(None), Some(Refused(_))));
     }
 
-    /// Each row of the peers gives a setting that exists and a value that its kind reads.
+    /// Each row names a setting that exists and a value that its kind accepts.
     #[test]
     fn settings_of_peers_are_read() {
         use crate::values::{Raw, parse};
@@ -265,11 +316,25 @@ mod tests {
             "1",
             "0.5",
             "low_var_kl",
+            "vanilla",
+            "-1",
+            "-0.5",
+            "3",
+            "main",
+            "[0.9,0.999]",
+            "{}",
+            "cosine",
+            "auto",
             "token-mean",
             "seq",
             "['console','wandb']",
         ];
-        for name in peers::TABLE.iter().flat_map(|(names, _)| *names).filter(|name| !name.ends_with('*')) {
+        for name in trainers::TABLE
+            .iter()
+            .chain(peers::TABLE)
+            .flat_map(|(names, _)| *names)
+            .filter(|name| !name.ends_with('*'))
+        {
             let fits = |value: &&str| match fate(name, value, |_| None) {
                 Some(Becomes(setting, value)) => is_read(setting, &value),
                 Some(BecomesAll(settings)) => settings.iter().all(|(setting, value)| is_read(setting, value)),

@@ -1,17 +1,25 @@
 //! Settings of ms-swift (4.6), Unsloth (2026.10), verl (0.9) and EasyR1, as their launch scripts write them.
 //!
-//! verl and EasyR1 take `group.name=value` words, which [`dotted`] finds on a command line. Sources:
+//! verl and EasyR1 take words `group.name=value`, which [`dotted`] splits. Sources:
 //! `examples/train/grpo` of ms-swift, `examples/grpo_trainer` of verl, `examples/config.yaml` and the scripts beside it of
 //! EasyR1, `FastVisionModel.get_peft_model` of Unsloth.
 
 use super::Fate::{self, Becomes, BecomesAll, Depends, Dropped, Refused};
-use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, on};
+use super::{IN_PROCESS, ONE_PROCESS, OWN_KERNELS, READ_AHEAD, Row, off, on};
 
-const WHOLE_ROWS: &str = "a row that is too long is a bad row; `max_prompt_length` sets the limit";
+const WHOLE_ROWS: &str = "a row that is too long is skipped; `max_prompt_length` sets the limit";
 const NO_SPLIT: &str =
-    "memory decides how much is computed at a time; `max_stream_tokens` bounds it, with the same result";
+    "the batch of one pass follows from memory; `max_stream_tokens` bounds it, with the same result";
 const WHERE: &str = "the run directory is `output_dir`";
-const ADAPTED: &str = "`lora_target_modules` says which layers get an adapter";
+const ADAPTED: &str = "`lora_target_modules` names the layers that get an adapter";
+const OTHER_METHOD: &str = "it belongs to another method than GRPO";
+const OTHER_ADAPTER: &str = "it belongs to another kind of adapter than LoRA";
+const NO_TEACHER: &str = "leave it out: training with a teacher is unsupported";
+const NO_TURNS: &str = "leave it out: conversations of several sampled turns are unsupported";
+const TEMPLATE: &str = "prompts are written by the checkpoint's chat template";
+const IN_CHECKPOINT: &str = "the checkpoint's files say it";
+const PARTS: &str = "use the `tune_mm_` settings, and `trainable_patterns` for some weights of a part";
+const LENGTHS: &str = "leave it out: the reward has the numbers of its source (`omnigrpo rewards list`)";
 const ONE_MACHINE: &str = "the run is one process on one machine";
 
 /// Rows of the table of settings.
@@ -45,7 +53,7 @@ pub(super) const TABLE: &[Row] = &[
             Some(_) => Dropped("`max_resample_times` is given"),
             None => Becomes("max_resample_times", "3".into()),
         }),
-        _ => Dropped("groups are sampled again with `max_resample_times` alone"),
+        _ => Dropped("only `max_resample_times` replaces groups"),
     }),
     (&["quant_bits"], |v| match v {
         "4" => Becomes("load_in_4bit", "true".into()),
@@ -67,12 +75,232 @@ pub(super) const TABLE: &[Row] = &[
     ),
     (&["async_generate"], |v| match on(v) {
         Some(false) => Dropped(IN_PROCESS),
-        _ => Refused("leave it out: completions are of the weights they train, never of older ones"),
+        _ => Refused("leave it out: completions are always sampled with the current weights"),
     }),
     (&["max_length", "truncation_strategy", "max_seq_length"], |_| Dropped(WHOLE_ROWS)),
     (&["dataset_num_proc", "load_from_cache_file", "streaming"], |_| Dropped(READ_AHEAD)),
     (&["sequence_parallel_size", "deepspeed_autotp_size"], |_| Dropped(ONE_PROCESS)),
     (&["add_version", "check_model", "create_checkpoint_symlink", "strict"], |_| Dropped(WHERE)),
+    (&["ref_model", "ref_adapters", "ref_model_type", "ref_model_revision"], |v| {
+        off(v, "leave it out: the reference is the model that training begins with")
+    }),
+    (
+        &[
+            "rpo_alpha",
+            "ld_alpha",
+            "discopop_tau",
+            "loss_weights",
+            "cpo_alpha",
+            "simpo_gamma",
+            "desirable_weight",
+            "undesirable_weight",
+            "center_rewards_coefficient",
+            "sft_alpha",
+            "lmbda",
+            "seq_kd",
+            "gkd_logits_topk",
+            "num_ppo_epochs",
+            "whiten_rewards",
+            "kl_coef",
+            "cliprange",
+            "cliprange_value",
+            "vf_coef",
+            "gamma",
+            "lam",
+            "num_mini_batches",
+            "local_rollout_forward_batch_size",
+            "num_sample_generations",
+            "response_length",
+            "missing_eos_penalty",
+            "mrl_dims",
+            "decision_*",
+            "num_labels",
+            "problem_type",
+        ],
+        |_| Dropped(OTHER_METHOD),
+    ),
+    (&["loss_scale", "is_binary_loss_scale"], |_| Dropped("all tokens of a completion weigh alike")),
+    (
+        &[
+            "teacher_model",
+            "teacher_adapters",
+            "teacher_model_type",
+            "teacher_model_revision",
+            "teacher_deepspeed",
+            "teacher_model_server",
+            "offload_teacher_model",
+            "teacher_kl_coef",
+            "advantage_reweight",
+        ],
+        |v| off(v, NO_TEACHER),
+    ),
+    (&["teacher_tag_key", "rlsd_*", "sdar_*"], |_| {
+        Dropped("it belongs to training with a teacher, which is unsupported")
+    }),
+    (&["chord_sft_dataset"], |v| {
+        off(v, "run `sft` first: supervised rows within GRPO (CHORD) are unsupported")
+    }),
+    (&["chord_*"], |_| Dropped("it belongs to `chord_sft_dataset`, which is unsupported")),
+    // The numbers of the reward `cosine`, which are TRL's.
+    (&["cosine_min_len_value_wrong"], |v| given(v, &["-1", "-1.0"])),
+    (&["cosine_max_len_value_wrong"], |v| given(v, &["-0.5"])),
+    (&["cosine_min_len_value_correct"], |v| given(v, &["1", "1.0"])),
+    (&["cosine_max_len_value_correct"], |v| given(v, &["0.5"])),
+    (&["cosine_max_len", "soft_max_length"], |_| Dropped("rewards of length go by `max_completion_length`")),
+    (&["soft_cache_length"], |v| off(v, LENGTHS)),
+    (&["repetition_n_grams"], |v| match v {
+        "3" => Dropped("the reward `repetition_tokens` counts 3-grams"),
+        _ => Refused(LENGTHS),
+    }),
+    (&["repetition_max_penalty"], |v| given(v, &["-1", "-1.0"])),
+    (&["reward_model_plugin"], |v| off(v, "give a function of a file to `reward_funcs` as FILE.py:FUNCTION")),
+    (&["reward_adapters", "reward_model_type", "reward_model_revision", "reward_template"], |_| {
+        Dropped("the directory of a reward model in `reward_funcs` says it")
+    }),
+    (&["multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env"], |v| off(v, NO_TURNS)),
+    (&["completion_length_limit_scope"], |_| Dropped("a completion is one turn")),
+    (&["log_entropy", "log_rollout_offpolicy_metrics"], |_| Dropped("it is always logged")),
+    (&["tau_pos"], |v| Becomes("sapo_temperature_pos", v.into())),
+    (&["tau_neg"], |v| Becomes("sapo_temperature_neg", v.into())),
+    (&["advantage_estimator"], |v| match v {
+        "grpo" => Dropped("advantages are those of the group"),
+        _ => Refused("leave it out: advantages are those of the group (`advantage`)"),
+    }),
+    (&["kl_in_reward"], |v| off(v, "leave it out: the KL is part of the loss, with weight `beta`")),
+    (&["real_tau", "fipo_*"], |_| {
+        Dropped("the losses REAL and FIPO are unsupported; `omnigrpo help loss_type` lists the losses")
+    }),
+    (&["rollout_importance_sampling_mode"], |v| Becomes("importance_sampling_correction", v.into())),
+    (&["rollout_importance_sampling_threshold"], |v| Becomes("importance_sampling_clip_max", v.into())),
+    (&["stop_words"], |v| match v.trim_start_matches('[').trim_end_matches(']') {
+        "" => Dropped("it is off here as well"),
+        _ => Becomes("stop_strings", listed(v)),
+    }),
+    (&["structured_outputs_regex"], |v| off(v, "leave it out: completions are not bound to a grammar")),
+    (&["enable_flattened_weight_sync"], |_| Dropped(IN_PROCESS)),
+    (&["load_args", "load_data_args", "ignore_args_error", "safe_serialization", "max_shard_size"], |_| {
+        Dropped(WHERE)
+    }),
+    (&["swanlab_*"], |_| Dropped("SwanLab is unsupported; metrics.jsonl has every number")),
+    (
+        &["freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters"],
+        |v| off(v, PARTS),
+    ),
+    (&["trainable_parameters_regex"], |v| Becomes("trainable_patterns", v.into())),
+    (&["target_regex"], |v| Becomes("lora_target_modules", v.into())),
+    (&["lora_bias", "bias"], |v| match v {
+        "none" => Dropped("adapters have no bias"),
+        v => off(v, "leave it out: adapters have no bias"),
+    }),
+    (&["lora_dtype"], |_| Dropped("adapters are trained in float32")),
+    (&["lorap_lr_ratio"], |v| off(v, "leave it out: both halves of an adapter have the same learning rate")),
+    (
+        &[
+            "lora_ga_*",
+            "fourier_*",
+            "boft_*",
+            "vera_*",
+            "adapter_act",
+            "adapter_length",
+            "adalora_*",
+            "llamapro_*",
+            "reft_*",
+            "loftq_config",
+            "tuner_backend",
+            "use_swift_lora",
+        ],
+        |_| Dropped(OTHER_ADAPTER),
+    ),
+    (&["use_galore", "lisa_activated_layers"], |v| {
+        off(v, "use `use_peft`: every selected weight has its own AdamW state")
+    }),
+    (&["galore_*", "lisa_*"], |_| Dropped("GaLore and LISA are unsupported")),
+    (&["adapters"], |v| Becomes("adapter_name_or_path", listed(v))),
+    (&["custom_register_path", "custom_dataset_info"], |v| {
+        off(v, "write the rows as JSON lines: no code or registry of ms-swift is read")
+    }),
+    (&["columns"], |v| off(v, "use `prompt_column`, `solution_column`, `image_column` and `video_column`")),
+    (&["disable_auto_column_mapping"], |_| Dropped("`prompt_column` and its like name columns")),
+    (&["enable_npu_model_patch", "experts_impl", "use_logits_to_keep"], |_| Dropped(OWN_KERNELS)),
+    (&["packing", "packing_length", "packing_num_proc", "packing_strategy"], |_| {
+        Dropped("groups are packed without padding")
+    }),
+    (
+        &[
+            "lazy_tokenize",
+            "cached_dataset",
+            "cached_val_dataset",
+            "shuffle_buffer_size",
+            "val_dataset_shuffle",
+        ],
+        |_| Dropped(READ_AHEAD),
+    ),
+    (&["interleave_prob"], |v| off(v, "give shares in `dataset_use`, such as a%50,b")),
+    (&["stopping_strategy"], |_| Dropped("each pass draws all rows of all files")),
+    (&["use_hf", "download_mode"], |_| Dropped("models and datasets come from the Hugging Face hub")),
+    (&["stream", "logprobs", "top_logprobs"], |_| Dropped("`generate` and `score` write them")),
+    (&["hqq_axis"], |_| Dropped("`load_in_4bit` and `load_in_8bit` have one form each")),
+    (&["model_author", "model_name"], |v| match v.contains('/') {
+        true => Becomes("model_name_or_path", v.into()),
+        false => Dropped("no rows about the model itself are added"),
+    }),
+    (
+        &[
+            "template",
+            "agent_template",
+            "template_backend",
+            "norm_bbox",
+            "preserve_thinking",
+            "add_non_thinking_prefix",
+            "disable_ignore_empty_think",
+        ],
+        |_| Dropped(TEMPLATE),
+    ),
+    (&["use_chat_template"], |v| match on(v) {
+        Some(false) => Refused("leave it out: prompts are written by the checkpoint's chat template"),
+        _ => Dropped(TEMPLATE),
+    }),
+    (&["response_prefix"], |v| off(v, "leave it out: completions begin where the chat template ends")),
+    (&["enable_thinking"], |v| match on(v) {
+        Some(on) => Becomes("chat_template_kwargs", format!("{{\"enable_thinking\": {on}}}")),
+        None => Dropped(TEMPLATE),
+    }),
+    (&["new_special_tokens"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
+    (&["rope_scaling"], |v| off(v, "write it into config.json of the checkpoint")),
+    (&["device_map", "device_map_planner_kwargs", "max_memory"], |_| {
+        Dropped("`device` says where the model runs")
+    }),
+    (&["max_model_len"], |_| Dropped(WHOLE_ROWS)),
+    (&["local_repo_path"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["init_strategy"], |v| off(v, "use `init_weights` with a seed")),
+    (&["vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs"], |_| {
+        Dropped("`gradient_checkpointing` recomputes the blocks of all parts")
+    }),
+    (&["enable_dft_loss", "enable_channel_loss"], |v| off(v, "leave it out: `loss_type` names the loss")),
+    (&["acc_strategy", "eval_metric"], |_| {
+        Dropped("an evaluation samples completions and scores them with the rewards")
+    }),
+    (&["max_epochs"], |v| Becomes("num_train_epochs", v.into())),
+    (&["aligner_lr"], |v| Becomes("mm_projector_lr", v.into())),
+    (&["vit_lr"], |v| Becomes("vision_tower_lr", v.into())),
+    (&["resume_only_model"], |v| {
+        off(v, "give the checkpoint to `model_name_or_path`, which begins a new run from it")
+    }),
+    (&["callbacks", "early_stop_interval"], |v| {
+        off(v, "leave it out: there are no callbacks; `save_strategy best` keeps the best")
+    }),
+    (
+        &[
+            "eval_use_evalscope",
+            "eval_dataset",
+            "eval_dataset_args",
+            "eval_limit",
+            "eval_generation_config",
+            "extra_eval_args",
+        ],
+        |v| off(v, "use `eval_file`: benchmarks of EvalScope are unsupported"),
+    ),
+    (&["use_flash_ckpt", "use_ray", "ray_exp_name", "device_groups"], |_| Dropped(ONE_MACHINE)),
     // Unsloth.
     (&["fast_inference", "unsloth_*", "gpu_memory_utilization"], |_| Dropped(IN_PROCESS)),
     (&["use_gradient_checkpointing"], |v| match v {
@@ -88,10 +316,51 @@ pub(super) const TABLE: &[Row] = &[
         ],
         |_| Dropped(ADAPTED),
     ),
+    (&["r"], |v| Becomes("lora_r", v.into())),
+    (&["full_finetuning"], |v| match on(v) {
+        Some(true) => Becomes("use_peft", "false".into()),
+        _ => Dropped("`use_peft` trains adapters"),
+    }),
+    (&["load_in_16bit", "float32_mixed_precision"], |_| Dropped("`torch_dtype` says how weights are held")),
+    (&["load_in_fp8"], |v| off(v, "use `load_in_8bit`")),
+    (
+        &[
+            "model_types",
+            "tokenizer_name",
+            "auto_model",
+            "auto_config",
+            "auto_config_from_caller",
+            "whisper_language",
+            "whisper_task",
+            "fix_tokenizer",
+            "text_intent",
+            "text_only",
+            "text_only_decoder",
+            "use_exact_model_name",
+            "on_model_resolved",
+            "ensure_weight_tying",
+        ],
+        |_| Dropped(IN_CHECKPOINT),
+    ),
+    (&["supports_sdpa", "return_logits", "fullgraph"], |_| Dropped(OWN_KERNELS)),
+    (&["offload_embedding", "offload_layers", "checkpoint_skip_layers", "temporary_location"], |_| {
+        Dropped("`omnigrpo plan` names the settings that save memory")
+    }),
+    (&["float8_kv_cache", "disable_log_stats"], |_| Dropped(IN_PROCESS)),
+    (&["finetune_last_n_layers", "layers_to_transform", "layers_pattern"], |v| {
+        off(v, "use `lora_target_modules` with a regular expression over whole names")
+    }),
+    (&["init_lora_weights"], |v| match on(v) {
+        Some(true) => Dropped("adapters begin as PEFT's do"),
+        _ => Refused("leave it out: adapters begin as PEFT's do by default"),
+    }),
+    (&["qat_scheme"], |v| off(v, "leave it out: training for quantised weights is unsupported")),
+    (&["finetune_audio_layers"], |_| Dropped(ADAPTED)),
+    (&["resize_model_vocab"], |v| off(v, "add the tokens to the checkpoint first: its vocabulary is fixed")),
     (&["random_state"], |v| Becomes("seed", v.into())),
     // verl and EasyR1: the data.
     (&["easyr1.config"], |_| {
-        Dropped("the file is not read; what it sets and this line does not has this program's default")
+        Dropped("the file is not read; settings that are only in it have this program's defaults")
     }),
     (&["data.train_files"], rows),
     (&["data.val_files"], |v| match listed(v).split_once('@') {
@@ -118,6 +387,18 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.ppo_mini_batch_size", "worker.actor.global_batch_size"], |v| {
         Becomes("gradient_accumulation_steps", v.into())
     }),
+    (&["data.shuffle"], |v| match on(v) {
+        Some(false) => Refused("leave it out: each pass draws the rows in an order of `data_seed`"),
+        _ => Dropped("each pass draws all rows in an order of `data_seed`"),
+    }),
+    (&["data.train_max_samples", "data.val_max_samples"], |v| {
+        off(v, "give a share in `dataset_use`, such as rows%50")
+    }),
+    (&["data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"], |v| {
+        off(v, "write the rows as JSON lines: no code of datasets is run")
+    }),
+    (&["data.trust_remote_code"], |_| Dropped("no code of a checkpoint is ever run")),
+    (&["data.reward_fn_key"], |_| Dropped("a reward gets every column of a row")),
     (&["data.*"], |_| Dropped(READ_AHEAD)),
     // The model.
     (&["actor_rollout_ref.model.path", "worker.actor.model.model_path"], |v| {
@@ -161,6 +442,45 @@ pub(super) const TABLE: &[Row] = &[
     (&["actor_rollout_ref.actor.grad_clip", "worker.actor.max_grad_norm"], |v| {
         Becomes("max_grad_norm", v.into())
     }),
+    (&["actor_rollout_ref.actor.optim.clip_grad"], |_| Dropped("actor.grad_clip says it")),
+    (&["actor_rollout_ref.actor.optim.betas", "worker.actor.optim.betas"], |v| {
+        match listed(v).split_once(',') {
+            Some((mean, square)) => {
+                BecomesAll(vec![("adam_beta1", mean.to_owned()), ("adam_beta2", square.to_owned())])
+            }
+            None => Refused("give two numbers, such as [0.9,0.999]"),
+        }
+    }),
+    (
+        &["actor_rollout_ref.actor.optim.lr_scheduler_type", "worker.actor.optim.lr_scheduler_type"],
+        |v| match v {
+            "constant" => Dropped("the rate is constant after its warm-up"),
+            v => Becomes("lr_scheduler_type", v.into()),
+        },
+    ),
+    (&["actor_rollout_ref.actor.optim.lr_warmup_steps", "worker.actor.optim.lr_warmup_steps"], |v| match v {
+        "-1" | "0" => Dropped("the share of all steps says it"),
+        v => BecomesAll(vec![
+            ("warmup_steps", v.to_owned()),
+            ("lr_scheduler_type", "constant_with_warmup".to_owned()),
+        ]),
+    }),
+    (&["actor_rollout_ref.actor.optim.optimizer", "worker.actor.optim.strategy"], |v| {
+        match v.to_ascii_lowercase().as_str() {
+            "adamw" | "adamw_bf16" => Dropped("the optimizer is AdamW"),
+            _ => Refused("leave it out: the only optimizer is AdamW"),
+        }
+    }),
+    (&["actor_rollout_ref.actor.policy_loss.loss_mode"], |v| match v {
+        "vanilla" => Dropped("the loss is GRPO's, as `loss_type` says"),
+        "gspo" | "sapo" => Becomes("loss_type", v.into()),
+        _ => Refused("use `loss_type`: grpo, dapo, gspo, cispo or sapo"),
+    }),
+    (&["actor_rollout_ref.actor.clip_ratio_c", "worker.actor.clip_ratio_dual"], |v| {
+        Becomes("delta", v.into())
+    }),
+    (&["actor_rollout_ref.actor.tau_pos"], |v| Becomes("sapo_temperature_pos", v.into())),
+    (&["actor_rollout_ref.actor.tau_neg"], |v| Becomes("sapo_temperature_neg", v.into())),
     (
         &["actor_rollout_ref.actor.fsdp_config.optimizer_offload", "worker.actor.offload.offload_optimizer"],
         |v| Becomes("offload_optimizer", v.into()),
@@ -223,18 +543,64 @@ pub(super) const TABLE: &[Row] = &[
     }),
     (&["algorithm.online_filtering"], |v| match on(v) {
         Some(true) => Becomes("max_resample_times", "3".into()),
-        _ => Dropped("groups are sampled again with `max_resample_times` alone"),
+        _ => Dropped("only `max_resample_times` replaces groups"),
     }),
+    (&["algorithm.filter_groups.enable"], |v| match on(v) {
+        Some(true) => Becomes("max_resample_times", "3".into()),
+        _ => Dropped("only `max_resample_times` replaces groups"),
+    }),
+    (
+        &[
+            "algorithm.filter_groups.*",
+            "algorithm.filter_key",
+            "algorithm.filter_low",
+            "algorithm.filter_high",
+        ],
+        |_| Dropped("`max_resample_times` replaces groups whose completions all earned the same"),
+    ),
+    (&["algorithm.norm_adv_by_std_in_grpo"], |v| match on(v) {
+        Some(false) => Becomes("scale_rewards", "none".into()),
+        _ => Dropped("`scale_rewards` group is the default"),
+    }),
+    (&["algorithm.kl_ctrl.*", "algorithm.kl_type", "algorithm.kl_horizon", "algorithm.kl_target"], |_| {
+        Dropped("the KL is part of the loss, with the fixed weight `beta`")
+    }),
+    (&["algorithm.rollout_correction.rollout_is"], |v| match v {
+        "token" => Becomes("importance_sampling_correction", "token_truncate".into()),
+        "sequence" => Becomes("importance_sampling_correction", "sequence_truncate".into()),
+        v => off(v, "use token or sequence"),
+    }),
+    (&["algorithm.rollout_correction.rollout_is_threshold"], |_| {
+        Depends("algorithm.rollout_correction.rollout_is", |most, mode| match mode {
+            Some("token" | "sequence") => Becomes("importance_sampling_clip_max", most.into()),
+            _ => Dropped("`rollout_is` is off"),
+        })
+    }),
+    (&["algorithm.rollout_correction.rollout_rs"], |v| {
+        off(v, "use `importance_sampling_correction` token_mask or sequence_mask")
+    }),
+    (&["algorithm.use_pf_ppo"], |v| off(v, "leave it out: rows are not drawn again by their rewards")),
+    (&["algorithm.rollout_correction.*"], |_| {
+        Dropped("`importance_sampling_correction` weighs the difference between sampling and training")
+    }),
+    (&["algorithm.pf_ppo.*"], |_| Dropped(OTHER_METHOD)),
     // Sampling.
     (&["actor_rollout_ref.rollout.n", "worker.rollout.n"], |v| Becomes("num_generations", v.into())),
     (&["actor_rollout_ref.rollout.temperature", "worker.rollout.temperature"], |v| {
         Becomes("temperature", v.into())
     }),
     (&["actor_rollout_ref.rollout.top_p", "worker.rollout.top_p"], |v| Becomes("top_p", v.into())),
+    (&["actor_rollout_ref.rollout.top_k", "worker.rollout.top_k"], |v| match v {
+        "-1" => Becomes("top_k", "0".into()),
+        v => Becomes("top_k", v.into()),
+    }),
+    (&["actor_rollout_ref.rollout.val_kwargs.n"], |v| Becomes("num_generations_eval", v.into())),
+    (&["actor_rollout_ref.rollout.multi_turn.enable"], |v| off(v, NO_TURNS)),
     (&["actor_rollout_ref.rollout.*", "worker.rollout.*"], |_| Dropped(IN_PROCESS)),
     (&["actor_rollout_ref.ref.*", "worker.ref.*"], |_| {
         Dropped("the reference is scored in the same process")
     }),
+    (&["actor_rollout_ref.*", "worker.hybrid_engine"], |_| Dropped(ONE_MACHINE)),
     // Rewards.
     (&["worker.reward.reward_function", "worker.reward.score_function"], |v| {
         Becomes("reward_funcs", v.into())
@@ -247,7 +613,22 @@ pub(super) const TABLE: &[Row] = &[
     (&["custom_reward_function.name", "reward.custom_reward_function.name"], |_| {
         Dropped("it goes with custom_reward_function.path")
     }),
-    (&["worker.reward.*", "reward_model.*", "critic.*"], |_| Dropped("rewards are those of `reward_funcs`")),
+    (&["reward.num_workers"], |v| Becomes("reward_workers", v.into())),
+    (&["reward.reward_model.enable"], |v| off(v, "give the directory of the reward model to `reward_funcs`")),
+    (&["reward.sandbox_fusion.url", "sandbox_fusion.url"], |v| {
+        off(v, "call the sandbox in a reward of your own, given to `reward_funcs` as FILE.py:FUNCTION")
+    }),
+    (
+        &["worker.reward.*", "reward_model.*", "reward.*", "sandbox_fusion.*", "custom_reward_function.*"],
+        |_| Dropped("rewards are those of `reward_funcs`"),
+    ),
+    (&["critic.*", "worker.critic.*", "algorithm.gamma", "algorithm.lam"], |_| {
+        Dropped("GRPO has no critic: advantages are those of the group")
+    }),
+    (&["distillation.enabled"], |v| off(v, NO_TEACHER)),
+    (&["distillation.*"], |_| Dropped("it belongs to training with a teacher, which is unsupported")),
+    (&["transfer_queue.*", "skip.*"], |_| Dropped(ONE_MACHINE)),
+    (&["global_profiler.*"], |_| Dropped("`profile` shows where the time goes")),
     // The run.
     (&["trainer.total_epochs", "trainer.total_episodes"], |v| Becomes("num_train_epochs", v.into())),
     (&["trainer.max_steps", "trainer.total_training_steps"], |v| Becomes("max_steps", v.into())),
@@ -270,14 +651,23 @@ pub(super) const TABLE: &[Row] = &[
         true => Becomes("report_to", "wandb".into()),
         false => Dropped("metrics.jsonl has every number"),
     }),
+    (&["trainer.resume_mode"], |v| match v {
+        "disable" => Becomes("resume_from_checkpoint", "never".into()),
+        "resume_path" => Depends("trainer.resume_from_path", |_, path| match path {
+            Some(path) => Becomes("resume_from_checkpoint", path.to_owned()),
+            None => Refused("give the path to `resume_from_checkpoint`"),
+        }),
+        _ => Dropped("a run resumes by itself"),
+    }),
+    (&["trainer.val_only"], |v| off(v, "use `omnigrpo eval`")),
     (&["trainer.n_gpus_per_node", "trainer.nnodes", "trainer.*", "ray_kwargs.*", "ray_init.*"], |_| {
         Dropped(ONE_MACHINE)
     }),
 ];
 
-/// The name and the value of a `group.name=value` word, as verl and EasyR1 take them.
+/// Splits a word `group.name=value` of verl or EasyR1.
 pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
-    const GROUPS: [&str; 9] = [
+    const GROUPS: [&str; 16] = [
         "data",
         "algorithm",
         "worker",
@@ -287,6 +677,13 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
         "reward_model",
         "custom_reward_function",
         "reward",
+        "distillation",
+        "transfer_queue",
+        "global_profiler",
+        "skip",
+        "sandbox_fusion",
+        "ray_kwargs",
+        "ray_init",
     ];
     let (name, value) = word.split_once('=')?;
     let name = name.trim_start_matches('+');
@@ -297,13 +694,11 @@ pub(super) fn dotted(word: &str) -> Option<(&str, &str)> {
     GROUPS.contains(&group).then_some((name, value))
 }
 
-/// Rows by file, by a name of the hub with its split (`NAME@train`), or by a list of these.
+/// Reads rows given as a file, as a name of the hub with its split (`NAME@train`), or as a list of these.
 fn rows(v: &str) -> Fate {
     let files = listed(v);
     if files.contains('#') {
-        return Refused(
-            "give the rows themselves: a number of rows behind `#` is unsupported here, use `dataset_use` with `%`",
-        );
+        return Refused("a number of rows behind `#` is unsupported; use `dataset_use` with `%`");
     }
     match files.split_once('@') {
         Some((name, split)) => {
@@ -313,14 +708,19 @@ fn rows(v: &str) -> Fate {
     }
 }
 
-/// The items of a list in Python's or YAML's form with commas between them; other text as it is.
+/// Returns the items of a list in Python's or YAML's form with commas between them; other text unchanged.
 fn listed(v: &str) -> String {
     let inner = v.trim().trim_start_matches('[').trim_end_matches(']');
     let items = inner.split(',').map(|item| item.trim().trim_matches(['\'', '"']));
     items.collect::<Vec<_>>().join(",")
 }
 
-/// The switch that trains a part, from one that freezes it.
+/// Drops a number of a reward if it equals the fixed number here.
+fn given(v: &str, fixed: &[&str]) -> Fate {
+    if fixed.contains(&v) { Dropped("the reward has this number") } else { Refused(LENGTHS) }
+}
+
+/// Turns a switch that freezes a part into one that trains it.
 fn tune(setting: &'static str, frozen: &str) -> Fate {
     match on(frozen) {
         Some(frozen) => Becomes(setting, (!frozen).to_string()),
@@ -328,7 +728,7 @@ fn tune(setting: &'static str, frozen: &str) -> Fate {
     }
 }
 
-/// Prompts of a generation over prompts of an update are the updates that share it.
+/// Computes the updates that share a generation: its prompts divided by the prompts of an update.
 fn generation(rollout: &str, update: Option<&str>) -> Fate {
     let (Ok(rollout), Some(Ok(update))) = (rollout.parse::<u64>(), update.map(str::parse::<u64>)) else {
         return Becomes("gradient_accumulation_steps", rollout.into());

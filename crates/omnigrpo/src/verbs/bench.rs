@@ -1,12 +1,12 @@
-//! `bench`: a GRPO step of a model with random weights, beside what the machine can do.
+//! `bench`: a GRPO step of a model with random weights, compared with the limits of the machine.
 //!
 //! The step is that of `train`: prompts with images, sampling, reference, policy forward and backward, optimizer; every
-//! weight is trained. Two rates of the machine are measured with all threads: that of matrix products of the model's own
-//! shapes (the three of every layer: output, input gradient, weight gradient) before and after every step, and that of
-//! reading memory before the first and after the last. Their medians count; the policy pass of a step is compared with the
-//! rates just before and after it, and the median of these shares is printed.
+//! weight is trained. Two rates of the machine are measured with all threads: matrix products of the model's own shapes
+//! (three per layer: output, input gradient, weight gradient) before and after every step, and reads of memory before the
+//! first and after the last step. The medians are printed. The policy pass of a step is compared with the rates just before
+//! and after it, and the median of these shares is printed.
 //!
-//! [`omnigrpo_train::roofline`] says what counts as useful work and what decoding has to read.
+//! [`omnigrpo_train::roofline`] defines useful work and the bytes that decoding has to read.
 
 use std::path::Path;
 use std::time::Instant;
@@ -35,10 +35,10 @@ use crate::settings::Settings;
 
 /// A Qwen2.5-VL of 28 million parameters, for a bench without `--model_name_or_path`.
 const CONFIG: &[u8] = include_bytes!("../../assets/bench/config.json");
-/// Its image processor, also for directories that have none.
+/// Image processor of that model, also for directories without one.
 const PREPROCESSOR: &[u8] = include_bytes!("../../assets/bench/preprocessor_config.json");
 
-/// The phase that is compared with the rates around it.
+/// Phase that is compared with the rates around it.
 const POLICY: &str = "policy, forward and backward";
 
 /// Measures and prints.
@@ -61,12 +61,12 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     let group = algorithm.num_generations;
     let stream_rows = rows.len() * (prompt_rows + group * (settings.bench.completion_tokens - 1));
     context.console.line("measuring this machine");
-    // What a machine does for us changes while we measure, so its rates are taken more than once.
+    // The speed of a shared machine varies, so its rates are measured several times.
     let mut memory_rates = vec![memory_rate()];
     let mut gemm_rates = Vec::new();
     let mut steps: Vec<(f64, Profile)> = Vec::new();
     for index in 0..=settings.bench.num_steps {
-        // The first step pays for first touches of memory.
+        // The first step includes first touches of memory.
         profile::enable(false);
         gemm_rates.push(gemm_rate(&model, stream_rows));
         profile::enable(index > 0);
@@ -92,7 +92,7 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     gemm_rates.push(gemm_rate(&model, stream_rows));
     let peak = peak_memory_bytes().unwrap_or(0);
     memory_rates.push(memory_rate());
-    // A step's share is that of the rates just before and after it.
+    // A step's share refers to the rates just before and after it.
     let shares = steps.iter().zip(gemm_rates[1..].windows(2)).map(|((_, of_step), rates)| {
         let time = secs(of_step, "forward") + secs(of_step, "backward");
         policy_flops(of_step) / time / median(rates.to_vec())
@@ -184,9 +184,9 @@ pub fn bench(settings: &Settings, context: &Context) -> Result<()> {
     print(&out)
 }
 
-/// A directory with everything but weights: the given one's files, else the embedded ones.
+/// Writes a directory with everything but weights: the files of the given directory, else the embedded ones.
 fn checkpoint(settings: &Settings, dir: &Path) -> Result<()> {
-    // A template file would win over the one that a given tokenizer's settings hold.
+    // A template file would override the template in the settings of a given tokenizer.
     let left_out: &[&str] = match settings.model.name {
         Some(_) => &[".safetensors", ".jinja"],
         None => &[".safetensors"],
@@ -223,7 +223,7 @@ fn algorithm(settings: &Settings) -> Algorithm {
         ..SamplingParams::default()
     };
     if algorithm.num_generations == 1 {
-        // Nothing to compare with; the step computes the same for the KL alone.
+        // There is nothing to compare with; the step computes the same for the KL alone.
         algorithm.alpha = 0.0;
     }
     algorithm
@@ -241,7 +241,7 @@ fn prompts(settings: &Settings, start: &Checkpoint) -> Result<PromptBuilder> {
     Ok(PromptBuilder::open(start, prompt)?)
 }
 
-/// Prompts of the wanted length with pictures of noise.
+/// Makes prompts of the given length with pictures of noise.
 fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<PreparedRow>> {
     let b = &settings.bench;
     let names: Vec<String> = (0..b.num_images).map(|i| format!("{i}.bmp")).collect();
@@ -261,7 +261,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
         };
         (0..dataset.len()).map(made).collect()
     };
-    // A letter more is at most a token more, so this ends.
+    // One letter more is at most one token more, so this ends.
     let text_tokens =
         |row: &PreparedRow| row.prompt.ids.len() - row.prompt.spans.iter().map(|s| s.len).sum::<usize>();
     let mut words = 1;
@@ -274,7 +274,7 @@ fn rows(settings: &Settings, prompts: &PromptBuilder, dir: &Path) -> Result<Vec<
     }
 }
 
-/// A picture of noise, 24 bits per pixel.
+/// Makes a picture of noise, 24 bits per pixel.
 fn bitmap(px: u32, seed: u32) -> Vec<u8> {
     let stride = (px * 3).next_multiple_of(4);
     let mut out = Vec::with_capacity(54 + (stride * px) as usize);

@@ -7,26 +7,29 @@ use omnigrpo_data::{Dataset, Report};
 use omnigrpo_models::PromptBuilder;
 use omnigrpo_rewards::RewardSet;
 use omnigrpo_text::MediumKind;
-use omnigrpo_train::{RowCheck, Survey};
+use omnigrpo_train::{Objective, RowCheck, Survey};
 
+use super::memory::{self, Longest};
 use super::survey::{idle, warnings};
-use super::{Context, print, setup};
+use super::{Context, plan, print, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
+use crate::values::Resolved;
 
-/// Prompts whose length is shown.
+/// Number of prompts whose length is shown.
 const SHOWN_LONGEST: usize = 5;
-/// Prompts that are known to be the longest: enough for a large step.
+/// Number of longest prompts to find, enough for a large step.
 const LONGEST: usize = 64;
-/// Problems that are printed; the file of a run has all of them.
+/// Number of problems to print; the file of a run has all of them.
 const SHOWN: usize = 20;
 
-/// Which rows are checked, as messages name them.
+/// Kinds of rows, as messages name them.
 const TRAINING: &str = "rows";
 const EVALUATION: &str = "evaluation rows";
 
 /// Reads every row and medium header; fails if any row cannot be used.
-pub fn check(settings: &Settings, context: &Context) -> Result<()> {
+pub fn check(resolved: &Resolved, context: &Context) -> Result<()> {
+    let settings = &resolved.settings;
     let held_out = setup::eval_data(settings)?.map(|rows| (EVALUATION, rows));
     let trained = match setup::train_data(settings) {
         Ok(rows) => Some((TRAINING, rows)),
@@ -44,8 +47,11 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         let survey = rewards.as_ref().map(Survey::new);
         let report = report(settings, context, &dataset, prompts.as_ref(), Some(&cache), survey.as_ref())?;
         let mut out = describe(which, &report, &dataset, prompts.is_some());
+        if let Some(prompts) = &prompts {
+            out.push_str(&media_cost(resolved, context, prompts, &dataset, &report)?);
+        }
         if let Some(survey) = &survey {
-            // Rows for supervised training are no mistake for want of a ground truth.
+            // Rows for supervised training may lack a ground truth.
             let idle = idle(&survey.seen(), &dataset)
                 .map(|problem| problem.to_string().replacen("error: ", "warning: ", 1));
             for line in warnings(&survey.seen(), settings).into_iter().chain(idle) {
@@ -66,16 +72,58 @@ pub fn check(settings: &Settings, context: &Context) -> Result<()> {
         .into())
 }
 
-/// What the check of training rows found.
+/// Returns lines about the longest prompt if most of it stands for media: what they cost, and which settings change that.
+fn media_cost(
+    resolved: &Resolved,
+    context: &Context,
+    prompts: &PromptBuilder,
+    dataset: &Dataset,
+    report: &Report,
+) -> Result<String> {
+    /// Media of fewer tokens are not worth a line.
+    const LARGE: u64 = 2048;
+    let Some(row) = report.longest.first().filter(|row| row.media_tokens >= LARGE.max(row.num_tokens / 2))
+    else {
+        return Ok(String::new());
+    };
+    let longest = Longest::prepare(prompts, dataset, &[row.row], Objective::Reinforce);
+    let mut out = format!(
+        "row {}: {} of its {} tokens are media, {} decoded\n",
+        row.id,
+        row.media_tokens,
+        row.num_tokens,
+        memory::size(longest.media_bytes())
+    );
+    let checkpoint = context.checkpoint()?;
+    for flags in plan::media_flags(&resolved.settings, &longest) {
+        let Some(settings) = plan::changed(resolved, &flags) else { continue };
+        let Ok(prompts) = setup::prompts(&settings, checkpoint, false) else { continue };
+        let Some(smaller) = longest.with(&prompts, Objective::Reinforce) else { continue };
+        let tokens = smaller.prompt_tokens();
+        if tokens < longest.prompt_tokens() {
+            let share = tokens as f64 / longest.prompt_tokens() as f64;
+            out.push_str(&format!(
+                "  `{}` makes that {tokens} tokens: {:.0} % of the time and memory of its prompt\n",
+                plan::typed(&flags),
+                100.0 * share
+            ));
+        }
+    }
+    Ok(out)
+}
+
+/// Result of the check of training rows.
 #[derive(Default)]
 pub struct Checked {
     /// Rows that must never be drawn, with their reasons.
     pub bad: Vec<(u64, String, String)>,
-    /// The rows with the longest prompts, longest first.
+    /// Rows with the longest prompts, longest first.
     pub longest: Vec<u64>,
+    /// Mean memory of the decoded media of a usable row, bytes; `None` where rows were not checked.
+    pub row_media_bytes: Option<f64>,
 }
 
-/// The check of training rows. With `rewards` each is asked about every row.
+/// Checks training rows. With `rewards`, every reward is asked about every row.
 pub fn check_before(
     settings: &Settings,
     context: &Context,
@@ -95,24 +143,32 @@ pub fn check_before(
     let bad = |p: omnigrpo_data::Problem| {
         (p.row, dataset.id(p.row), format!("{}:{}: {}", p.file.display(), p.line, p.what))
     };
+    let row_media_bytes = Some(mean_media_bytes(&report));
     Ok(Checked {
         bad: report.problems.into_iter().map(bad).collect(),
         longest: report.longest.iter().map(|prompt| prompt.row).collect(),
+        row_media_bytes,
     })
 }
 
-/// The check of rows that a training run evaluates on. Each evaluation skips those that cannot be used.
+fn mean_media_bytes(report: &Report) -> f64 {
+    report.media_bytes as f64 / report.counts.rows.saturating_sub(report.counts.bad_rows).max(1) as f64
+}
+
+/// Checks the rows that a training run evaluates on. Each evaluation skips those that cannot be used. Returns the mean memory of a
+/// row's decoded media, bytes.
 pub fn check_held_out(
     settings: &Settings,
     context: &Context,
     dataset: &Dataset,
     prompts: &PromptBuilder,
     cache: &Path,
-) -> Result<()> {
-    tolerable(EVALUATION, settings, context, dataset, prompts, cache, None).map(drop)
+) -> Result<f64> {
+    tolerable(EVALUATION, settings, context, dataset, prompts, cache, None)
+        .map(|report| mean_media_bytes(&report))
 }
 
-/// The report, unless too many rows cannot be used.
+/// Returns the report, or an error if too many rows are unusable.
 fn tolerable(
     which: &str,
     settings: &Settings,
@@ -140,7 +196,7 @@ fn tolerable(
     Ok(report)
 }
 
-/// Where not one medium of a kind was found, its folder is wrong rather than the rows.
+/// Returns advice about a folder if no medium of a kind was found: the folder is then wrong rather than the rows.
 fn folders_help(report: &Report) -> Option<String> {
     let c = &report.counts;
     [(MediumKind::Image, c.images), (MediumKind::Video, c.videos), (MediumKind::Audio, c.audios)]
@@ -153,13 +209,12 @@ fn folders_help(report: &Report) -> Option<String> {
         })
 }
 
-/// A reward that applies to none of the rows, where these are not checked: rows are read until each applies to one.
+/// Reports a reward that applies to none of the rows, if the rows were not checked: reads rows until each reward applies to one.
 pub fn ask_unchecked(dataset: &Dataset, rows: &[u64], rewards: &RewardSet) -> Option<Problem> {
     idle(&Survey::new(rewards).ask_until_none_is_idle(dataset, rows), dataset)
 }
 
-/// Asks the rewards about evaluation rows. Rows that they cannot score are shown, a reward that applies to none is
-/// returned.
+/// Asks the rewards about evaluation rows. Prints rows that they cannot score, and returns a reward that applies to none.
 pub fn ask_before_evaluation(
     context: &Context,
     dataset: &Dataset,
@@ -229,7 +284,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
             .longest
             .iter()
             .take(SHOWN_LONGEST)
-            .map(|p| format!("{} (row {})", p.num_tokens, p.id))
+            .map(|p| format!("{} (row {}, id {})", p.num_tokens, p.row, p.id))
             .collect();
         out.push_str(&format!("longest prompts, in tokens: {}\n", longest.join(", ")));
     }
@@ -242,8 +297,10 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
             problem.what
         ));
     }
-    if !report.problems.is_empty() {
-        out.push_str("rows are counted from 0, as by `data show --row`, and lines from 1\n");
+    if !report.problems.is_empty() || with_lengths && !report.longest.is_empty() {
+        out.push_str(
+            "rows count from 0, as in `data show --row`; lines, and the ids of rows without one, from 1\n",
+        );
     }
     if report.problems.len() > SHOWN {
         out.push_str(&format!("… and {} more bad rows\n", report.problems.len() - SHOWN));
@@ -251,7 +308,7 @@ fn describe(which: &str, report: &Report, dataset: &Dataset, with_lengths: bool)
     out
 }
 
-/// Prints what the model will see of a row.
+/// Prints the prompt of a row as the model gets it.
 pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     let prompts = setup::prompts(settings, context.checkpoint()?, false)?;
     let dataset = match setup::train_data(settings) {
@@ -260,7 +317,7 @@ pub fn show(settings: &Settings, context: &Context) -> Result<()> {
     };
     for row in settings.io.row..settings.io.row + settings.io.num_rows {
         if row >= dataset.len() {
-            return Err(Problem::usage(format!("there is no row {row}"))
+            return Err(Problem::usage(format!("row {row} does not exist"))
                 .expected(format!("0 to {}", dataset.len().saturating_sub(1)))
                 .at("--row")
                 .into());
@@ -297,7 +354,7 @@ pub fn convert(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(format), Some(input), Some(output)) =
         (&settings.io.format, &settings.io.input, &settings.io.output)
     else {
-        return Err(Problem::usage("something to convert is missing")
+        return Err(Problem::usage("nothing to convert")
             .expected("`data convert FORMAT --input FILE --output FILE`")
             .into());
     };

@@ -16,12 +16,12 @@ use crate::flags::{Verb, find};
 use crate::problem::Problem;
 use crate::values::{Given, Origin, Raw, Resolved};
 
-/// The settings of the run, a file any user could pass to `train --config`.
+/// Settings of the run, a file for `train --config`.
 const RECIPE: &str = include_str!("../../assets/demo.yaml");
-/// Seed of the generated data. The seeds of training are the user's.
+/// Seed of the generated data. The user sets the seeds of training.
 const DATA_SEED: u64 = 1;
 
-/// Trains the embedded model and shows before and after.
+/// Trains the embedded model and prints its accuracy before and after.
 pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     let Some(output_dir) = settings.io.output_dir.clone() else {
@@ -53,9 +53,9 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
             given.push(Given::read(flag, &Raw::Arguments(vec![text]), Origin::Flag)?);
         }
     }
-    // What the user gave wins over the recipe.
+    // Settings of the user override the recipe.
     for own in resolved.values.given() {
-        if own.flag.verbs.contains(&Verb::Train) && own.flag.name != "output_dir" {
+        if own.flag.is_of(Verb::Train) && own.flag.name != "output_dir" {
             given.retain(|g| g.flag.name != own.flag.name);
             given.push(own);
         }
@@ -67,7 +67,7 @@ pub fn demo(resolved: &Resolved, context: &Context) -> Result<()> {
     print(&verdict(summary.before.as_ref(), summary.after.as_ref(), &permuted))
 }
 
-/// Evaluates the trained model with each question's medium exchanged for another of its type.
+/// Evaluates the trained model with the medium of each question exchanged for another one of its type.
 fn permuted(run: &Resolved, context: &Context, data: &std::path::Path) -> Result<Evaluation> {
     let settings = &run.settings;
     let mut trained = settings.clone();
@@ -107,7 +107,7 @@ fn verdict(before: Option<&Evaluation>, after: Option<&Evaluation>, permuted: &E
     )
 }
 
-/// The accuracy of always giving one answer to every question of the same wording: what can be had without looking.
+/// Computes the accuracy of the best constant answer to each wording of the question, which is reached without looking.
 fn best_constant(evaluation: &Evaluation) -> f64 {
     let mut by_form: BTreeMap<bool, BTreeMap<&str, BTreeMap<&str, usize>>> = BTreeMap::new();
     for row in &evaluation.rows {

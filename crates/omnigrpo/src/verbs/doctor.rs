@@ -1,4 +1,4 @@
-//! `doctor`: what this machine and a checkpoint offer.
+//! `doctor`: the abilities of this machine, and a check of a checkpoint.
 
 use std::path::Path;
 use std::process::Command;
@@ -58,9 +58,9 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
                 check("memory it takes", needed(opened, settings));
                 check("chat template", template(opened));
             }
-            // A flag that this checkpoint has no use for.
+            // A flag without effect on this checkpoint.
             Err(error) if error.is::<Problem>() => return Err(error),
-            // What cannot be told without the family would only repeat why there is none.
+            // The other checks would only repeat why the family is unknown.
             Err(error) => check("family", Err(error)),
         }
     }
@@ -71,7 +71,7 @@ pub fn doctor(settings: &Settings, context: &Context) -> Result<()> {
     Err(Problem::failure("the checkpoint cannot be used").got(problems.join("\n")).into())
 }
 
-/// The driver, its cards, the libraries that kernels need, and what `--device auto` makes of them.
+/// Describes the driver, its cards, the libraries of kernels, and the choice of `--device auto`.
 fn gpu(settings: &Settings) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     let survey = omnigrpo_gpu::survey();
@@ -110,7 +110,7 @@ fn gpu(settings: &Settings) -> Vec<(String, String)> {
         Ok(survey) if survey.usable(0).is_ok() && libraries.iter().all(|library| library.found) => {
             "cuda:0, which `--device auto` takes"
         }
-        _ => "none: `--device auto` fails until the GPU can be used; `--device cpu` does without",
+        _ => "none: `--device auto` fails until the GPU can be used; `--device cpu` needs no GPU",
     };
     lines.push(("device".to_owned(), took.to_owned()));
     lines
@@ -148,7 +148,7 @@ fn weights(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     ))
 }
 
-/// What each way of training takes, one a line: with a full stream of text, but for the program itself.
+/// Lists the memory of each way of training, one per line: with a full stream of text and without the program itself.
 fn needed(checkpoint: &Checkpoint, settings: &Settings) -> Result<String> {
     let full = Selection { llm: true, projector: true, ..Selection::NONE };
     let ways = [

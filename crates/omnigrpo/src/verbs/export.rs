@@ -6,7 +6,7 @@ use super::{Context, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Writes the checkpoint to `--output_dir`, whole or not at all: with its adapter merged into it, in the layout asked for.
+/// Writes the checkpoint to `--output_dir`, completely or not at all: with its adapter merged into it, in the given layout.
 pub fn export(settings: &Settings, context: &Context) -> Result<()> {
     let Some(target) = &settings.io.output_dir else {
         return Err(Problem::usage("no directory to write to is given")
@@ -41,7 +41,7 @@ pub fn export(settings: &Settings, context: &Context) -> Result<()> {
         std::fs::rename(&temporary, target).with_context(|| target.display().to_string())
     });
     if written.is_err() {
-        // Best effort: the error that counts is the one above.
+        // Best effort: the error above is the one to report.
         let _ = std::fs::remove_dir_all(&temporary);
     }
     written?;

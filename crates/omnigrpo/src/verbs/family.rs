@@ -1,21 +1,24 @@
-//! Settings that the family of the model does not read: which one it is only its `config.json` tells, so they are looked at
-//! when a command starts.
+//! Settings that the family of the model does not read. Only `config.json` names the family, so they are checked when a command
+//! starts.
 
 use anyhow::Result;
 
 use super::Context;
 use crate::explain::yaml;
-use crate::flags::{Flag, Section};
+use crate::flags::{Flag, Section, find};
 use crate::presets;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::{Origin, Resolved, Value, Values};
 use crate::wording::{flag_at, worded};
 
-/// The settings without those that have no effect on this model. From a preset they are dropped, which a note says.
+/// Settings about sound, without effect on a family that takes no sound.
+const SOUND: [&str; 3] = ["use_audio_in_video", "missing_audio", "audio_folders"];
+
+/// Removes settings without effect on this model if they come from a preset, with a note.
 ///
 /// # Errors
-/// A setting without effect that was given by flag or file, with a value other than its default and the preset's.
+/// A setting without effect that was given by flag or file, with a value other than its default and that of the preset.
 pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> {
     let mut out = resolved.clone();
     let settings = &resolved.settings;
@@ -23,27 +26,28 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         let set = resolved.values.lookup(flag.name);
         set.is_some_and(|(_, origin)| *origin != Origin::Default)
     };
-    if settings.model.name.is_none() || !Section::Media.rows().iter().any(given) {
+    let sections = [Section::Media, Section::Family].into_iter().flat_map(Section::rows);
+    let mut asked = sections.chain(SOUND.iter().filter_map(|name| find(name)));
+    if settings.model.name.is_none() || !asked.any(given) {
         return Ok(out);
     }
     let family = context.checkpoint()?.family();
     let idle = family.processor().idle_settings();
-    let why = worded(idle.why);
+    let fields = idle.fields.iter().filter_map(|field| flag_at(&format!("prompts.media.{field}")));
+    let mut unread: Vec<(&str, String)> = fields.map(|flag| (flag.name, worded(idle.why))).collect();
+    if !family.processor().hears() {
+        unread.extend(SOUND.map(|name| (name, "the family takes no sound".to_owned())));
+    }
     let defaults = Values::defaults(resolved.verb);
     let (mut preset, mut dropped) = ("", Vec::new());
-    for flag in idle
-        .fields
-        .iter()
-        .filter_map(|field| flag_at(&format!("prompts.media.{field}")))
-        .map(|flag| flag.name)
-    {
+    for (flag, why) in unread {
         let Some((value, origin)) = resolved.values.lookup(flag) else { continue };
         if defaults.lookup(flag).is_some_and(|(default, _)| default == value) {
             continue;
         }
         let name = match (origin, preset_of(resolved)) {
             (Origin::Preset(name), _) => Some(name.as_str()),
-            // Launch scripts repeat what their preset says.
+            // Launch scripts repeat values of their preset.
             (_, Some(name)) => presets::layer(name, resolved.verb)
                 .given
                 .iter()
@@ -64,7 +68,7 @@ pub fn without_idle(resolved: &Resolved, context: &Context) -> Result<Resolved> 
         preset = name;
         dropped.push(format!("`{flag}` {}", yaml(value)));
         out.values.reset(flag, resolved.verb);
-        out.idle.push((flag, why.clone()));
+        out.idle.push((flag, why));
     }
     if !dropped.is_empty() {
         out.notes.push(format!(

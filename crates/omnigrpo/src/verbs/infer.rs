@@ -20,10 +20,10 @@ use serde_json::{Value, json};
 use super::{Context, memory, print, print_data, profile, resume, setup};
 use crate::problem::Problem;
 use crate::settings::Settings;
-use crate::values::Resolved;
+use crate::values::{Origin, Resolved, Value as Setting};
 use crate::wording::worded;
 
-/// Writes JSON lines whole or not at all.
+/// Writes JSON lines completely or not at all.
 pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<Item = T>) -> Result<()> {
     let mut lines = lines.into_iter();
     Ok(omnigrpo_observe::write_atomic(path, |out| {
@@ -34,7 +34,7 @@ pub fn write_lines<T: std::fmt::Display>(path: &Path, lines: impl IntoIterator<I
     })?)
 }
 
-/// An error if any row failed; their places in the output say why.
+/// Returns an error if any row failed; the output holds the reasons.
 pub fn all_rows(failed: u64, rows: u64) -> Result<()> {
     if failed == 0 {
         return Ok(());
@@ -61,7 +61,7 @@ fn output(settings: &Settings) -> Result<&Path> {
     Ok(output)
 }
 
-/// An error if a file cannot be written there, before hours of work are put into its content.
+/// Returns an error if a file cannot be written there, before hours of work on its content.
 pub fn can_write(path: &Path) -> Result<()> {
     let problem = |got: String| {
         Problem::failure("the output cannot be written")
@@ -84,7 +84,7 @@ pub fn can_write(path: &Path) -> Result<()> {
         .map_err(|e| problem(e.to_string()).into())
 }
 
-/// An error if what is written would replace what was read, by whatever path or link.
+/// Returns an error if the output would replace an input, by any path or link.
 pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>) -> Result<()> {
     let written = [output.to_owned(), output.with_extension("summary.json")];
     for input in inputs {
@@ -99,13 +99,13 @@ pub fn keep_inputs<'a>(output: &Path, inputs: impl IntoIterator<Item = &'a Path>
     Ok(())
 }
 
-/// Log-probabilities of given completions.
+/// Computes the log-probabilities of given completions.
 pub fn score(settings: &Settings, context: &Context) -> Result<()> {
     let (output, dataset) = (output(settings)?, input(settings)?);
     keep_inputs(output, settings.io.input.as_deref().into_iter().chain(dataset.files()))?;
     let checkpoint = context.checkpoint()?;
     let model = setup::model(settings, checkpoint, context.device()?)?;
-    // No room is kept for new tokens: what counts is how long the given completions are.
+    // No room is reserved for new tokens: the given completions have their own lengths.
     let mut no_new_tokens = settings.clone();
     no_new_tokens.prompts.max_completion_length = 0;
     let prompts = setup::prompts(&no_new_tokens, checkpoint, false)?;
@@ -153,8 +153,8 @@ fn scored_row(prompts: &PromptBuilder, scored: &Recorded) -> Result<Value, Train
     Ok(json!({ "id": sample.id, "prompt_tokens": prompt.ids.len(), "completions": completions }))
 }
 
-/// The row's own columns, of what was recorded about its completions the columns named, and what was made of it: a line
-/// that every command reads as the row with its completions.
+/// Joins the row's own columns, the named columns about its completions, and new results: a line that every command reads as
+/// the row with its completions.
 pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made: Value) -> Value {
     let mut line = dataset.portable_row(sample);
     let recorded = recorded.iter().filter_map(|name| sample.columns.get_key_value(*name));
@@ -165,10 +165,15 @@ pub fn with_columns(dataset: &Dataset, sample: &Sample, recorded: &[&str], made:
     Value::Object(line)
 }
 
-/// Completions for rows, or for one prompt.
+/// Samples completions for rows or for one prompt.
 pub fn generate(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     profile::enable(settings.log.profile);
+    if let Some((Setting::Float(temperature), Origin::Default)) = resolved.values.lookup("temperature") {
+        context.console.line(&format!(
+            "sampling at temperature {temperature}; `--temperature 0` takes the likeliest token each time, as `eval` does"
+        ));
+    }
     match &settings.io.prompt {
         Some(prompt) => generate_one(settings, context, prompt),
         None => generate_rows(resolved, context),
@@ -190,7 +195,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     let mut partial = resume::open(resolved, context, output, model.dir(), &dataset)?;
     let mut progress = context.console.progress("generating", dataset.len());
     progress.advance(partial.done().len() as u64);
-    // Rows that fail are not kept: a second try may succeed.
+    // Rows that fail are not stored: a second try may succeed.
     let mut failed: BTreeMap<u64, String> = BTreeMap::new();
     let rows: Vec<u64> = (0..dataset.len()).filter(|row| !partial.done().contains_key(row)).collect();
     let activity = context.console.activity();
@@ -224,7 +229,7 @@ fn generate_rows(resolved: &Resolved, context: &Context) -> Result<()> {
     all_rows(failed.len() as u64, dataset.len())
 }
 
-/// How these commands sample: as their flags say.
+/// Returns the sampling options of these commands.
 fn sampled(settings: &Settings) -> EvalOptions {
     EvalOptions {
         num_generations: settings.algorithm.num_generations,
@@ -243,7 +248,7 @@ fn completion_line(c: &Completion) -> Value {
     })
 }
 
-/// One question on the terminal, streamed.
+/// Answers one question on the terminal, streamed.
 fn generate_one(settings: &Settings, context: &Context, question: &str) -> Result<()> {
     let absolute = |path: &String| -> Result<String> {
         if ["http://", "https://", "data:"].iter().any(|scheme| path.starts_with(scheme)) {
@@ -259,7 +264,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     if !images.is_empty() {
         row["images"] = json!(images);
     }
-    // One path is a clip or a folder of frames; several are frames, or several clips.
+    // One path is a clip or a directory of frames; several paths are frames or several clips.
     match videos.as_slice() {
         [] => {}
         [video] => row["video"] = json!(video),
@@ -268,7 +273,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     if !audios.is_empty() {
         row["audios"] = json!(audios);
     }
-    // The row is made here, under the names that need no setting.
+    // The row has the default names of columns.
     let options = ReadOptions { columns: ColumnNames::default(), ..setup::read_options(settings) };
     let folder = std::env::current_dir().context("the working directory")?;
     let sample = Sample::from_row(row, "prompt", &folder, &options)?;
@@ -281,13 +286,13 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     let generator = Generator::new(&model, &prompts, &algorithm.sampling, algorithm.max_live);
     let row = [row];
     let requests = requests(&row, &features, settings.algorithm.num_generations, 0);
-    // Several completions are printed when they are done, since their tokens come interleaved. So is one with stop
-    // strings, whose end is only known afterwards.
+    // Several completions are printed at the end, since their tokens are interleaved, and so is one with stop strings, whose
+    // end is known only afterwards.
     let live = settings.algorithm.num_generations == 1 && settings.prompts.stop_strings.is_empty();
     let mut decoder = StreamDecoder::new(true);
     let completions = generator.generate(&requests, |event| {
         if live {
-            // A failed write shows again at the final newline.
+            // A failed write fails again at the final newline.
             let _ = print_data(&decoder.push(prompts.tokenizer(), event.id));
             let _ = std::io::stdout().flush();
         }
@@ -302,7 +307,7 @@ fn generate_one(settings: &Settings, context: &Context, question: &str) -> Resul
     Ok(())
 }
 
-/// Evaluation on a dataset.
+/// Evaluates a model on a dataset.
 pub fn eval(resolved: &Resolved, context: &Context) -> Result<()> {
     let settings = &resolved.settings;
     let dataset = setup::eval_data(settings)?

@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use anyhow::Result;
-use omnigrpo_data::Dataset;
-use omnigrpo_models::{Checkpoint, Model, Prompt, PromptBuilder, SftExample};
+use omnigrpo_data::{Dataset, MediumKind, Sample};
+use omnigrpo_models::{Checkpoint, MediumShape, Model, Prompt, PromptBuilder, SftExample};
 use omnigrpo_ops::Device;
 use omnigrpo_train::{
     Memory, MemoryOf, MemoryPlan, Objective, PreparedRow, ReferenceKept, Work, media_bytes,
@@ -60,52 +60,70 @@ pub fn parts(memory: &Memory) -> String {
     some.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect::<Vec<_>>().join(", ")
 }
 
-/// Rows that are prepared to count with at most; the longest stand for the others of a step.
+/// Rows that stand for the others of a step at most: the longest.
 pub const PREPARED: usize = 64;
-/// Of rows with media, which take time to decode.
-const PREPARED_WITH_MEDIA: usize = 4;
+/// The same for rows with media, whose numbers take address space.
+const PREPARED_WITH_MEDIA: usize = 8;
 
-/// The longest rows of a run.
+/// The longest rows of a run, in outline: their media have a size and no content.
 pub struct Longest {
+    samples: Vec<Sample>,
     rows: Vec<PreparedRow>,
     examples: Vec<SftExample>,
     versions: u64,
 }
 
 impl Longest {
-    /// Prepares some of the rows. One that cannot be used is left out: it is told when it is drawn.
+    /// Reads some rows and the headers of their media. A row that cannot be used is left out: it is reported when it is drawn.
     pub fn prepare(prompts: &PromptBuilder, dataset: &Dataset, rows: &[u64], objective: Objective) -> Self {
-        let mut this = Self { rows: Vec::new(), examples: Vec::new(), versions: 1 };
         let mut with_media = 0;
-        for sample in rows.iter().filter_map(|&row| dataset.get(row).ok()) {
+        let few = |sample: &Sample| {
             with_media += usize::from(!sample.media.is_empty());
+            with_media <= PREPARED_WITH_MEDIA
+        };
+        let samples = rows.iter().filter_map(|&row| dataset.get(row).ok()).take_while(few).collect();
+        Self::of(prompts, samples, objective)
+    }
+
+    fn of(prompts: &PromptBuilder, samples: Vec<Sample>, objective: Objective) -> Self {
+        let mut this = Self { samples: Vec::new(), rows: Vec::new(), examples: Vec::new(), versions: 1 };
+        for sample in samples {
             for segments in sample.media.iter().filter_map(|medium| medium.options.segments.as_ref()) {
                 if segments.dynamic_sample {
                     let more = segments.max_frames.saturating_sub(segments.min_frames);
                     this.versions = this.versions.max(1 + u64::from(more));
                 }
             }
-            if with_media > PREPARED_WITH_MEDIA {
-                break;
-            }
             match objective {
-                Objective::Imitate => this.examples.extend(prompts.build_sft(&sample, 0)),
-                Objective::Reinforce => this.rows.extend(PreparedRow::new(prompts, sample, 0)),
+                Objective::Imitate => {
+                    let outline = prompts.outline(&sample);
+                    this.examples.extend(outline.and_then(|prompt| prompts.with_answer(&sample, prompt)));
+                }
+                Objective::Reinforce => this.rows.extend(PreparedRow::outline(prompts, sample.clone())),
             }
+            this.samples.push(sample);
         }
         // Prompts were compared, answers were not.
         this.examples.sort_by_key(|example| Reverse(example.prompt.ids.len() + example.target.len()));
         this
     }
 
+    /// Returns the same rows as other settings of media make them; `None` if none of them can be used then.
+    pub fn with(&self, prompts: &PromptBuilder, objective: Objective) -> Option<Self> {
+        let other = Self::of(prompts, self.samples.clone(), objective);
+        let any = other.prompts().next().is_some();
+        any.then_some(other)
+    }
+
+    /// Shapes of the media of the longest row.
+    pub fn media(&self) -> Vec<(MediumKind, MediumShape)> {
+        let longest = self.prompts().max_by_key(|prompt| prompt.ids.len());
+        longest.map_or(Vec::new(), |prompt| prompt.media.iter().map(|m| (m.kind, m.shape)).collect())
+    }
+
     /// Tokens of the longest prompt.
     pub fn prompt_tokens(&self) -> usize {
         self.prompts().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
-    }
-
-    /// What their decoded media take, until the run begins, bytes.
-    pub fn held(&self) -> u64 {
-        self.prompts().map(media_bytes).sum()
     }
 
     /// In how many numbers of frames a clip of these rows may be drawn, at most.
@@ -132,8 +150,13 @@ impl Longest {
     }
 }
 
-/// What a run with these settings takes where the model is. The program itself is not in it.
-pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Memory> {
+/// What a run with these settings and rows takes where the model is. The program itself is not in it.
+pub fn of_run(
+    settings: &Settings,
+    checkpoint: &Checkpoint,
+    prepared: &Prepared,
+    longest: &Longest,
+) -> Result<Memory> {
     let Prepared { objective, devices: [device, reference_device], .. } = *prepared;
     let outline = setup::trained_outline(settings, checkpoint)?;
     let prompts = settings.run.prompts_per_step;
@@ -143,7 +166,7 @@ pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared)
     };
     let evaluation = prepared.eval.as_ref().map(|plan| {
         let rows = plan.rows.len().min(plan.options.batch_rows);
-        let prompts: Vec<Arc<Prompt>> = prepared.longest.prompts().map(|p| Arc::new(p.clone())).collect();
+        let prompts: Vec<Arc<Prompt>> = longest.prompts().map(|p| Arc::new(p.clone())).collect();
         (prompts.into_iter().cycle().take(rows).collect(), plan.options.num_generations)
     });
     let needed = objective == Objective::Reinforce && settings.algorithm.loss.needs_reference();
@@ -159,7 +182,7 @@ pub fn of_run(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared)
     let plan = MemoryPlan {
         algorithm: &settings.algorithm,
         optimizer: &settings.optimizer,
-        work: prepared.longest.work(rows, objective),
+        work: longest.work(rows, objective),
         prompts_per_step: prompts,
         evaluation,
         reference,

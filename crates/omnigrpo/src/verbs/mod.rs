@@ -1,4 +1,4 @@
-//! The commands. Each turns settings into the plans of the crates below and calls one function there.
+//! The commands. Each turns settings into plans of the libraries and calls one function there.
 
 mod bench;
 mod data;
@@ -40,13 +40,13 @@ use crate::settings::Settings;
 use crate::values::Resolved;
 use crate::wording::worded;
 
-/// What every command gets beside its settings.
+/// Context of a command besides its settings.
 pub struct Context {
     /// Progress and messages.
     pub console: Console,
     /// Set when the user or the system asks the program to stop.
     pub stop: Arc<AtomicBool>,
-    /// These name the checkpoint.
+    /// Settings that name the checkpoint.
     settings: Settings,
     checkpoint: OnceCell<Checkpoint>,
     device: Arc<OnceLock<Device>>,
@@ -58,23 +58,23 @@ impl Context {
         Self { console, stop, settings: settings.clone(), checkpoint, device }
     }
 
-    /// That of a command inside of this one, with settings and hence a checkpoint of its own, on the same device.
+    /// Returns the context of a command within this one, with its own settings and checkpoint, on the same device.
     fn with(&self, settings: &Settings) -> Self {
         let device = Arc::clone(&self.device);
         Self { device, ..Self::new(settings, self.console.clone(), Arc::clone(&self.stop)) }
     }
 
-    /// Where the model of the command runs. It is opened, and told, at the first call.
+    /// Returns the device of the model. The first call opens it and prints it.
     pub fn device(&self) -> Result<Device> {
         if let Some(opened) = self.device.get() {
             return Ok(*opened);
         }
         let (opened, why) = setup::open_device(self.settings.model.device, "--device", &self.settings)?;
-        self.console.line(&format!("device {opened}: {why}"));
+        self.console.line(&format!("device: {opened}{}", in_brackets(&why)));
         Ok(*self.device.get_or_init(|| opened))
     }
 
-    /// Where the reference runs.
+    /// Returns the device of the reference.
     pub fn reference_device(&self) -> Result<Device> {
         let model = &self.settings.model;
         let device = self.device()?;
@@ -85,11 +85,11 @@ impl Context {
             return Ok(device);
         }
         let (opened, why) = setup::open_device(choice, "--reference_device", &self.settings)?;
-        self.console.line(&format!("the reference on device {opened}: {why}"));
+        self.console.line(&format!("device of the reference: {opened}{}", in_brackets(&why)));
         Ok(opened)
     }
 
-    /// The checkpoint that the settings of the command name. It is opened at the first call.
+    /// Returns the checkpoint that the settings name. The first call opens it.
     pub fn checkpoint(&self) -> Result<&Checkpoint> {
         if let Some(opened) = self.checkpoint.get() {
             return Ok(opened);
@@ -99,12 +99,16 @@ impl Context {
     }
 }
 
+fn in_brackets(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(" ({why})") }
+}
+
 /// Runs a command.
 ///
 /// # Errors
-/// Whatever it fails with.
+/// The failure of the command.
 pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
-    // Before there are threads: trials of instructions run in a child.
+    // Before threads start: instructions are tried in a child process.
     let doubts = omnigrpo_kernels::probe::doubts();
     let activations = resolved.settings.model.quantized_activations;
     omnigrpo_kernels::quant::keep_inputs(activations == QuantizedActivations::Float32);
@@ -116,14 +120,13 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     };
     omnigrpo_kernels::paths::choose(path).map_err(|error| {
         Problem::failure(error.to_string())
-            .help("`doctor` shows what works; `--bf16_products auto` takes what does")
+            .help("`doctor` shows the ways that work; `--bf16_products auto` takes one of them")
     })?;
-    if let Some(threads) = resolved.settings.threads {
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global()
-            .context("the thread pool could not be made")?;
-    }
+    // Made here and not at its first use, where a thread that cannot be started would be a panic. 0: one for each core.
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(resolved.settings.threads.unwrap_or(0))
+        .build_global()
+        .context("the threads of the pool could not be started")?;
     let context = Context::new(&resolved.settings, console.clone(), Arc::default());
     let mut resolved = family::without_idle(resolved, &context)?;
     resolved.notes.extend(doubts);
@@ -132,12 +135,12 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
         context.console.line(note);
     }
     match resolved.verb {
-        Verb::Train => train::train(resolved, &context),
+        Verb::Train | Verb::Plan => train::train(resolved, &context),
         Verb::Sft => train::sft(resolved, &context),
         Verb::Generate => infer::generate(resolved, &context),
         Verb::Score => infer::score(&resolved.settings, &context),
         Verb::Eval => infer::eval(resolved, &context),
-        Verb::DataCheck => data::check(&resolved.settings, &context),
+        Verb::DataCheck => data::check(resolved, &context),
         Verb::DataShow => data::show(&resolved.settings, &context),
         Verb::DataConvert => data::convert(&resolved.settings, &context),
         Verb::RewardsList => rewards::list(),
@@ -154,7 +157,7 @@ pub fn run(resolved: &Resolved, console: &Console) -> Result<()> {
     }
 }
 
-/// Writes a table or a report to standard output: nothing in it acts on a terminal, and there lines break between words.
+/// Writes a table or a report to standard output. Control characters are escaped; on a terminal, lines break between words.
 pub(crate) fn print(text: &str) -> Result<()> {
     let text = worded(text);
     let text = escape(&text);
@@ -167,7 +170,7 @@ pub(crate) fn print(text: &str) -> Result<()> {
     }
 }
 
-/// Writes what a model said to standard output: as it is into a pipe, harmless to a terminal.
+/// Writes text of a model to standard output: unchanged to a pipe, escaped to a terminal.
 pub(crate) fn print_data(text: &str) -> Result<()> {
     if std::io::stdout().is_terminal() { print_raw(&escape(text)) } else { print_raw(text) }
 }

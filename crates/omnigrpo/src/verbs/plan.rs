@@ -1,14 +1,15 @@
 //! `plan`, and what `train` knows of memory before it loads a model: by part, and with which flags a run would take less.
 
 use anyhow::{Context as _, Result};
-use omnigrpo_models::Checkpoint;
+use omnigrpo_data::MediumKind;
+use omnigrpo_models::{Checkpoint, MediumShape};
 use omnigrpo_ops::Device;
 use omnigrpo_train::{Memory, Phase};
 use serde_json::{Map, Value as Json, json};
 
-use super::memory::{self, size};
+use super::memory::{self, Longest, size};
 use super::train::Prepared;
-use super::{Context, print};
+use super::{Context, print, setup};
 use crate::flags;
 use crate::problem::Problem;
 use crate::rules;
@@ -37,20 +38,37 @@ struct Forecast {
 impl Forecast {
     fn new(settings: &Settings, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Self> {
         let device = prepared.devices[0];
-        let mut memory = with_program(memory::of_run(settings, checkpoint, prepared)?, prepared);
         // What this process has already is in both.
         let own = if device == Device::Cpu { memory::resident() } else { 0 };
         let limit = memory::free_on(device).map(|(free, whose)| (free + own, whose));
-        let left = match device {
-            Device::Cpu => limit.map(|(limit, _)| limit.saturating_sub(memory.total())),
+        let mut this = Self { memory: Memory::default(), limit, for_media: 0 };
+        (this.memory, this.for_media) = this.complete(settings, checkpoint, prepared, &prepared.longest)?;
+        Ok(this)
+    }
+
+    /// What a run with these settings and longest rows takes in all, and its room for decoded media, bytes.
+    fn complete(
+        &self,
+        settings: &Settings,
+        checkpoint: &Checkpoint,
+        prepared: &Prepared,
+        longest: &Longest,
+    ) -> Result<(Memory, u64)> {
+        let mut memory = memory::of_run(settings, checkpoint, prepared, longest)?;
+        if prepared.devices[0] != Device::Cpu {
             // The rest is for what the run keeps beside the card: moments, a reference, rewards, media of two steps.
-            _ => memory::free().map(|free| free / 2),
-        };
-        let for_media = memory::for_media(settings, left);
-        if device == Device::Cpu {
-            memory.media_store = memory::kept(prepared.media_bytes(&settings.run), for_media, memory.media);
+            return Ok((memory, memory::for_media(settings, memory::free().map(|free| free / 2))));
         }
-        Ok(Self { memory, limit, for_media })
+        memory.program = memory::resident().saturating_sub(prepared.reward_bytes);
+        memory.rewards = prepared.reward_bytes;
+        let left = self.limit.map(|(limit, _)| limit.saturating_sub(memory.total()));
+        let room = memory::for_media(settings, left);
+        // Other settings of media change all rows about as they change the longest.
+        let of_longest = |longest: &Longest| longest.media_bytes().max(1) as f64;
+        let scale = of_longest(longest) / of_longest(&prepared.longest);
+        let all = prepared.media_bytes(&settings.run) as f64 * scale;
+        memory.media_store = memory::kept(all as u64, room, memory.media);
+        Ok((memory, room))
     }
 
     fn fits(&self, memory: &Memory) -> bool {
@@ -58,21 +76,11 @@ impl Forecast {
     }
 }
 
-/// Adds what stands in this process already, where the model comes to the same memory.
-fn with_program(mut memory: Memory, prepared: &Prepared) -> Memory {
-    if prepared.devices[0] == Device::Cpu {
-        // Rows that were prepared to count with are gone when the model comes.
-        memory.program = memory::resident().saturating_sub(prepared.reward_bytes + prepared.longest.held());
-        memory.rewards = prepared.reward_bytes;
-    }
-    memory
-}
-
 /// Prints what a run takes; an error where it does not fit.
 pub fn show(resolved: &Resolved, context: &Context, prepared: &Prepared) -> Result<()> {
     let checkpoint = context.checkpoint()?;
     let forecast = Forecast::new(&resolved.settings, checkpoint, prepared)?;
-    let ways = ways(resolved, checkpoint, prepared)?;
+    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
     if let Some(path) = &resolved.settings.io.json {
         let text = serde_json::to_string_pretty(&as_json(&forecast, &ways))?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
@@ -91,7 +99,7 @@ pub fn foresee(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared
     if forecast.fits(&forecast.memory) {
         return Ok(());
     }
-    let ways = ways(resolved, checkpoint, prepared)?;
+    let ways = ways(resolved, checkpoint, prepared, &forecast)?;
     let Some(problem) = too_much(&forecast, &ways) else { return Ok(()) };
     if forecast.limit.is_some_and(|(limit, _)| forecast.memory.lasting() > limit) {
         return Err(problem.into());
@@ -107,7 +115,7 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     let help = match ways.iter().find(|way| forecast.fits(&way.memory)) {
         Some(way) => format!("with `{}` it takes {}", way.flags, size(way.memory.total())),
         None => {
-            "no flag that `omnigrpo plan` knows of makes it fit: take a smaller model, or shorter rows".into()
+            "no flag that `omnigrpo plan` tries makes it fit: take a smaller model, or shorter rows".into()
         }
     };
     Some(
@@ -118,26 +126,96 @@ fn too_much(forecast: &Forecast, ways: &[Way]) -> Option<Problem> {
     )
 }
 
-/// The run with flags that make it smaller, those first that change least of what comes out.
-fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Result<Vec<Way>> {
+/// Flags with their values.
+pub type Flags = Vec<(&'static str, String)>;
+
+/// Returns flags as they are typed.
+pub fn typed(flags: &[(&'static str, String)]) -> String {
+    let one = |(name, value): &(&str, String)| match value.as_str() {
+        "true" => format!("--{name}"),
+        value => format!("--{name} {value}"),
+    };
+    flags.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// Flags that make media smaller: of pictures first, then of clips. Those that a family rejects are sorted out later.
+pub fn media_flags(s: &Settings, longest: &Longest) -> Vec<Flags> {
+    /// Pixels of a picture whose details most questions need: 1,280 tokens of 28 × 28.
+    const ENOUGH: usize = 1_003_520;
+    let mut flags: Vec<Flags> = Vec::new();
+    let mut one = |name, value: usize| {
+        if !flags.iter().any(|have| have[0].0 == name) {
+            flags.push(vec![(name, value.to_string())]);
+        }
+    };
+    // Sides of a patch are at least 14.
+    let pixels = |shape: &MediumShape| match *shape {
+        MediumShape::Patches(grid) => grid.h * grid.w * 14 * 14,
+        MediumShape::Masked { side_px, .. } => side_px * side_px,
+        _ => 0,
+    };
+    for (kind, shape) in longest.media() {
+        match (kind, shape) {
+            (MediumKind::Image, MediumShape::Pictures { count, .. }) if count > 2 => {
+                one("max_anyres_num", count / 2)
+            }
+            (MediumKind::Image, shape) if pixels(&shape) > 2 * ENOUGH => one("max_pixels", ENOUGH),
+            (MediumKind::Image, shape) if pixels(&shape) >= 1 << 17 => {
+                one("max_pixels", pixels(&shape) / 2 / 784 * 784);
+            }
+            (MediumKind::Video, shape) => {
+                let frames = match shape {
+                    MediumShape::Patches(grid) => 2 * grid.t,
+                    MediumShape::Pictures { count, .. } | MediumShape::Masked { count, .. } => count,
+                    MediumShape::Mel { .. } => 0,
+                };
+                if frames >= 8 {
+                    let fixed = s.prompts.media.video.nframes.is_some();
+                    one(if fixed { "nframes" } else { "video_max_frames" }, frames / 4 * 2);
+                }
+                if pixels(&shape) >= 1 << 16 {
+                    one("video_max_frame_pixels", pixels(&shape) / 2 / 784 * 784);
+                }
+            }
+            _ => {}
+        }
+    }
+    flags
+}
+
+/// The run with flags that make it smaller: media first, then those that change least of the results.
+fn ways(
+    resolved: &Resolved,
+    checkpoint: &Checkpoint,
+    prepared: &Prepared,
+    forecast: &Forecast,
+) -> Result<Vec<Way>> {
     let s = &resolved.settings;
     let on_a_card = prepared.devices[0] != Device::Cpu;
     let completion = s.algorithm.sampling.max_completion_length;
     let one = |name: &'static str, value: String| vec![(name, value)];
     let on = |name: &'static str| one(name, "true".into());
-    let mut single = Vec::new();
+    let media = media_flags(s, &prepared.longest);
+    // Flags that change no result.
+    let mut exact = Vec::new();
     if !s.algorithm.recompute {
-        single.push(on("gradient_checkpointing"));
+        exact.push(on("gradient_checkpointing"));
     }
     // A stream holds a prompt with one completion at least.
     let least = (prepared.longest.prompt_tokens() + completion).next_multiple_of(64);
     if 2 * least <= s.algorithm.stream_rows() {
-        single.push(one("max_stream_tokens", least.to_string()));
+        exact.push(one("max_stream_tokens", least.to_string()));
     }
     if on_a_card && !s.optimizer.offload {
-        single.push(on("offload_optimizer"));
+        exact.push(on("offload_optimizer"));
     }
-    single.push(one("torch_dtype", "bfloat16".into()));
+    if forecast.memory.media_store > 0 {
+        exact.push(one("mm_processor_cache_gb", "0".into()));
+    }
+    let mut single = vec![one("torch_dtype", "bfloat16".into())];
+    if s.batch.accumulation >= 2 {
+        single.push(one("gradient_accumulation_steps", (s.batch.accumulation / 2).to_string()));
+    }
     if s.algorithm.num_generations >= 4 {
         single.push(one("num_generations", (s.algorithm.num_generations / 2).to_string()));
     }
@@ -160,39 +238,49 @@ fn ways(resolved: &Resolved, checkpoint: &Checkpoint, prepared: &Prepared) -> Re
         single.push(adapted("load_in_8bit"));
         single.push(adapted("load_in_4bit"));
     }
-    // Together: what changes nothing of the result, then with adapters, then with few bits.
-    let exact: Vec<_> =
-        single.iter().take_while(|flags| flags[0].0 != "torch_dtype").flatten().cloned().collect();
-    let mut all = single;
-    if exact.len() > 1 {
-        all.push(exact.clone());
-    }
-    if !exact.is_empty() && !s.model.use_peft {
-        all.push([on("use_peft"), exact.clone()].concat());
-    }
-    if !exact.is_empty() && !quantised {
-        all.push([adapted("load_in_4bit"), exact].concat());
+    // Together: media, what changes no result, adapters, few bits. Each row adds to the one before.
+    let together = |parts: &[&[Flags]]| parts.iter().flat_map(|part| part.concat()).collect::<Flags>();
+    let peft = if s.model.use_peft { Vec::new() } else { vec![on("use_peft")] };
+    let few = if quantised { Vec::new() } else { vec![on("load_in_4bit")] };
+    let mut all = [media.clone(), exact.clone(), single].concat();
+    for parts in [
+        &[&exact[..]][..],
+        &[&media, &exact],
+        &[&exact, &peft],
+        &[&exact, &peft, &few],
+        &[&media, &exact, &peft],
+        &[&media, &exact, &peft, &few],
+    ] {
+        let flags = together(parts);
+        if flags.len() > 1 && !all.contains(&flags) {
+            all.push(flags);
+        }
     }
     let mut ways = Vec::new();
     for flags in all {
         // What contradicts another setting of the run is no way.
         let Some(settings) = changed(resolved, &flags) else { continue };
-        let memory = with_program(memory::of_run(&settings, checkpoint, prepared)?, prepared);
-        let typed = |(name, value): &(&str, String)| match value.as_str() {
-            "true" => format!("--{name}"),
-            value => format!("--{name} {value}"),
+        let of_media = flags.iter().any(|(name, _)| media.iter().any(|flags| flags[0].0 == *name));
+        let longest = match of_media.then(|| setup::prompts(&settings, checkpoint, true)) {
+            None => None,
+            Some(Ok(prompts)) => prepared.longest.with(&prompts, prepared.objective),
+            Some(Err(_)) => continue,
         };
-        ways.push(Way { flags: flags.iter().map(typed).collect::<Vec<_>>().join(" "), memory });
+        let longest = longest.as_ref().unwrap_or(&prepared.longest);
+        if of_media && longest.prompt_tokens() >= prepared.longest.prompt_tokens() {
+            continue;
+        }
+        let (memory, _) = forecast.complete(&settings, checkpoint, prepared, longest)?;
+        ways.push(Way { flags: typed(&flags), memory });
     }
-    let forecast = memory::of_run(s, checkpoint, prepared)?;
-    let base = with_program(forecast, prepared).total();
-    // A flag that saves less than one percent is none worth a line.
+    let base = forecast.memory.total();
+    // A flag that saves less than one percent is not worth a line.
     ways.retain(|way| way.memory.total() < base - base / 100);
     Ok(ways)
 }
 
 /// The settings with other values of some flags; `None` where that contradicts the others.
-fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<Settings> {
+pub fn changed(resolved: &Resolved, flags: &[(&'static str, String)]) -> Option<Settings> {
     let mut values = resolved.values.clone();
     for (name, text) in flags {
         let flag = flags::find(name).filter(|flag| flag.verbs.contains(&resolved.verb))?;
@@ -249,6 +337,7 @@ fn as_json(forecast: &Forecast, ways: &[Way]) -> Json {
         json!({
             "flags": way.flags,
             "total": way.memory.total(),
+            "parts": parts(&way.memory),
             "fits": forecast.fits(&way.memory),
         })
     });

@@ -4,7 +4,7 @@ use omnigrpo_kernels::profile::Profile;
 
 pub use omnigrpo_kernels::profile::{enable, take};
 
-/// Time by phase and kind of work, per step, or with one step as it is, and how many threads worked in a phase on average.
+/// Writes the time by phase and kind of work, per step, and the average number of threads that worked in a phase.
 pub fn table(profile: &Profile, steps: u64) -> String {
     let steps = steps.max(1) as f64;
     let mut out = format!(

@@ -1,4 +1,4 @@
-//! `push`, and what `push_to_hub` does beside a training run: a model to a repository of the hub.
+//! `push`, and `push_to_hub` during training: a model to a repository of the hub.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,11 +20,11 @@ use crate::names::HubStrategy;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// The file that says which weight files a model consists of.
+/// File that lists the weight files of a model.
 const INDEX: &str = "model.safetensors.index.json";
-/// Most bytes of a text that is read for the names in it.
+/// Most bytes of a text that is searched for names.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
-/// The folder of templates beside the default one.
+/// Directory of templates besides the default one.
 const TEMPLATES: &str = "additional_chat_templates";
 
 /// Pushes a directory with a model.
@@ -36,33 +36,36 @@ pub fn push(settings: &Settings, context: &Context) -> Result<()> {
             .expected("a run directory, checkpoint or adapter: `config.json` or `adapter_config.json` in it")
             .into());
     }
-    // What cannot be sent makes no repository.
+    // A repository is created only if the files can be sent.
     model_files(dir)?;
     let pusher = Pusher::to_repository(settings, context, dir)?;
     pusher.send(dir, concat!("Model pushed by omnigrpo ", env!("CARGO_PKG_VERSION"))).map_err(|error| {
         let problem = Problem::failure("the model could not be pushed").at(pusher.repo.clone());
-        problem.got(told(error.as_ref())).help("the same command goes on where this one broke off").into()
+        problem
+            .got(told(error.as_ref()))
+            .help("the same command continues where this one was interrupted")
+            .into()
     })
 }
 
-/// The step of a checkpoint that is pushed, and who does it.
+/// Step of the checkpoint being pushed, and the thread that pushes it.
 type Beside = Arc<Mutex<Option<(u64, JoinHandle<()>)>>>;
 
-/// Sends what a run makes to a repository.
+/// Sends the models of a run to a repository.
 pub struct Pusher {
     hub: Arc<Hub>,
     /// `ORG/NAME`.
     repo: String,
-    /// The run directory.
+    /// Run directory.
     dir: PathBuf,
     every_save: bool,
     console: Console,
-    /// The push of a checkpoint that goes on beside training.
+    /// Push of a checkpoint during training.
     beside: Beside,
 }
 
 impl Pusher {
-    /// Makes the repository, so that a wrong token or name is found out before training; nothing without `push_to_hub`.
+    /// Creates the repository, so that a wrong token or name is found before training; does nothing without `push_to_hub`.
     pub fn before(settings: &Settings, context: &Context) -> Result<Option<Self>> {
         let Some(dir) = settings.io.output_dir.as_deref().filter(|_| settings.push.enabled) else {
             return Ok(None);
@@ -81,7 +84,7 @@ impl Pusher {
         let own_name = || Some(std::path::absolute(dir).ok()?.file_name()?.to_string_lossy().into_owned());
         let name = settings.push.model_id.clone().or_else(own_name).unwrap_or_default();
         if !is_repo_name(&name) {
-            return Err(Problem::usage("this is no name for a repository of the hub")
+            return Err(Problem::usage("wrong name for a repository of the hub")
                 .at("--hub_model_id")
                 .got(format!("`{name}`"))
                 .expected("`ORG/NAME` or `NAME`, of letters, digits, `-`, `_` and `.`")
@@ -89,13 +92,13 @@ impl Pusher {
         }
         let hub = hub(env);
         let repo = hub.create(&name, settings.push.private).map_err(|error| {
-            let problem = Problem::failure("the repository on the hub cannot be made").at(name.clone());
+            let problem = Problem::failure("the repository on the hub cannot be created").at(name.clone());
             let problem = problem.got(told(&error));
             match error {
                 FetchError::Public { .. } => {
                     problem.help("choose another `--hub_model_id`, or make it private in its settings")
                 }
-                _ => problem.expected("a name and a token that may write there"),
+                _ => problem.expected("a name, and a token that may write there"),
             }
         })?;
         Ok(Self {
@@ -108,7 +111,7 @@ impl Pusher {
         })
     }
 
-    /// Who pushes each checkpoint of the run, where that is wanted.
+    /// Returns the observer that pushes each checkpoint, if that is set.
     pub fn observer(&self) -> Box<dyn Observer> {
         if !self.every_save {
             return Box::new(());
@@ -121,17 +124,17 @@ impl Pusher {
         })
     }
 
-    /// Pushes the trained model. It lies in the run directory whatever comes of it.
+    /// Pushes the trained model, which stays in the run directory if the push fails.
     pub fn last(self, steps: u64) -> Result<()> {
         let beside = self.beside.lock().map(|mut beside| beside.take()).unwrap_or_default();
-        // One that panicked has told.
+        // A thread that panicked has reported it.
         beside.map_or(Ok(()), |(_, push)| push.join()).unwrap_or_default();
         self.send(&self.dir, &format!("Model after step {steps}")).map_err(|error| {
             Problem::failure("the model is trained and saved, but could not be pushed")
                 .at(self.repo.clone())
                 .got(told(error.as_ref()))
                 .help(format!(
-                    "`omnigrpo push {} --hub_model_id {}` goes on where this broke off",
+                    "`omnigrpo push {} --hub_model_id {}` continues where this was interrupted",
                     self.dir.display(),
                     self.repo
                 ))
@@ -152,7 +155,7 @@ impl Pusher {
     }
 }
 
-/// Pushes checkpoints beside training.
+/// Pushes checkpoints during training.
 struct Saved {
     hub: Arc<Hub>,
     repo: String,
@@ -169,7 +172,9 @@ impl Observer for Saved {
     fn saved(&mut self, step: u64, checkpoint: &Path) {
         let Ok(mut beside) = self.beside.lock() else { return };
         if beside.as_ref().is_some_and(|(_, push)| !push.is_finished()) {
-            self.console.line(&format!("the last push goes on; the checkpoint of step {step} is not pushed"));
+            self.console.line(&format!(
+                "the last push is still running; the checkpoint of step {step} is not pushed"
+            ));
             return;
         }
         let (hub, repo, console) = (Arc::clone(&self.hub), self.repo.clone(), self.console.clone());
@@ -194,9 +199,9 @@ impl Observer for Saved {
     }
 }
 
-/// Files of a directory that make up a model, by name in a repository and path: weights, settings, tokenizer, templates, code,
-/// licence, card. Nothing else goes, whatever it is called: a model may lie among somebody's own files, and what has been public
-/// once stays so. For the same reason no link is followed out of the directory.
+/// Lists the files of a model in a directory, by name in a repository and path: weights, settings, tokenizer, templates, code,
+/// licence, card. Other files are never pushed: a model may be among private files, and a published file stays public. For the
+/// same reason links out of the directory are not followed.
 fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     const WEIGHTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
     const OTHERS: [&str; 10] = [
@@ -214,7 +219,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut names: BTreeSet<String> = WEIGHTS.iter().chain(&OTHERS).map(|name| (*name).to_owned()).collect();
     names.extend(COMPANIONS.map(str::to_owned));
     names.retain(|name| dir.join(name).is_file());
-    // A shard that the index names and the directory lacks is an error of the push.
+    // A shard that the index names and the directory lacks makes the push fail.
     let shards = shards(dir)?;
     if !shards.is_empty() {
         names.remove(WEIGHTS[0]);
@@ -237,7 +242,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     }
     let real = |name: String| {
         let path = dir.join(&name);
-        // A file that is missing is named by the push.
+        // The push names a missing file.
         match path.exists().then(|| resolve(dir, &name)).transpose() {
             Ok(real) => Ok((name, real.unwrap_or(path))),
             Err(error) => Err(Problem::failure("a file of the model cannot be pushed")
@@ -250,7 +255,7 @@ fn model_files(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
     names.into_iter().map(real).collect()
 }
 
-/// The weight files that an index names, if there is one.
+/// Returns the weight files that an index names, if there is one.
 fn shards(dir: &Path) -> Result<Vec<String>> {
     let path = dir.join(INDEX);
     if !path.is_file() {
@@ -277,7 +282,7 @@ fn shards(dir: &Path) -> Result<Vec<String>> {
     Ok(shards)
 }
 
-/// The Python files that the settings of a model name in `auto_map`, and those that these import from beside them.
+/// Returns the Python files that a model names in `auto_map`, and the files beside them that they import.
 fn code(dir: &Path) -> BTreeSet<String> {
     const SETTINGS: [&str; 5] = [
         "config.json",

@@ -1,4 +1,4 @@
-//! How fast this machine multiplies with weights of every kind, for `doctor`.
+//! Speed of products with every kind of weights on this machine, for `doctor`.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,10 @@ const ROWS: usize = 256;
 const FEW_ROWS: usize = 8;
 const INPUTS: usize = 1024;
 const OUTPUTS: usize = 1024;
-/// Kinds of weights take turns, since what a machine does for us changes while we measure.
+/// Rounds of the measurement: kinds of weights take turns, since the speed of a shared machine varies.
 const TURNS: usize = 6;
 const TURN: Duration = Duration::from_millis(20);
-/// How much faster than the path in use another has to be before the table is doubted. Rates of shared machines differ by a fifth.
+/// Factor by which another path has to be faster before the table is doubted. Rates of shared machines vary by a fifth.
 const DOUBT: f64 = 1.25;
 
 /// Measures every kind for about a second. Returns lines of name and text.
@@ -52,7 +52,7 @@ pub fn lines() -> Vec<(String, String)> {
                 *rate = Some(best.max(turn(Weight::bf16(&narrow, OUTPUTS, INPUTS), ROWS)));
             }
         }
-        // What worked before works again.
+        // It worked before.
         let _ = paths::choose(chosen);
         for (few, rate) in few.iter().flatten().zip(&mut few_rates) {
             *rate = rate.max(turn(few.rows().into(), FEW_ROWS));
@@ -83,7 +83,7 @@ pub fn lines() -> Vec<(String, String)> {
     out
 }
 
-/// What to say where another path than the one in use is clearly faster.
+/// Returns a remark if another path than the one in use is clearly faster.
 fn doubt(used: Path, rates: &[(Path, f64)]) -> Option<String> {
     let own = rates.iter().find(|(path, _)| *path == used)?.1;
     let (path, rate) = rates.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1))?;

@@ -1,4 +1,4 @@
-//! `generate` and `eval` go on where they were stopped: see [`Partial`].
+//! `generate` and `eval` resume where they were stopped: see [`Partial`].
 
 use std::fs::File;
 use std::io::Read as _;
@@ -16,10 +16,10 @@ use super::Context;
 use crate::settings::Settings;
 use crate::values::Resolved;
 
-/// Bytes that are read of a file of a reward; programs are text.
+/// Most bytes that are read of a reward's file; programs are text.
 const MAX_REWARD_FILE_BYTES: u64 = 16 << 20;
 
-/// Opens what is left of an earlier try at this output, and says what it found.
+/// Opens the rest of an earlier attempt at this output, and prints what it found.
 pub fn open(
     resolved: &Resolved,
     context: &Context,
@@ -33,12 +33,12 @@ pub fn open(
         Found::Nothing => {}
         Found::Rows(rows) => context
             .console
-            .line(&format!("going on after {rows} of {} rows, which are in {beside}", dataset.len())),
+            .line(&format!("resuming after {rows} of {} rows, which are in {beside}", dataset.len())),
         Found::Other { differences, moved_to } => {
             let kept =
-                moved_to.map_or(String::new(), |path| format!("; its rows are kept in {}", path.display()));
+                moved_to.map_or(String::new(), |path| format!("; its rows are now in {}", path.display()));
             context.console.line(&format!(
-                "{beside} was made with other settings ({}){kept}; starting anew",
+                "{beside} was written with other settings ({}){kept}; starting again",
                 differences.join("; ")
             ));
         }
@@ -46,7 +46,7 @@ pub fn open(
     Ok(partial)
 }
 
-/// All that the rows of an output depend on.
+/// Returns everything on which the rows of an output depend.
 fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map<String, Value>> {
     let settings = &resolved.settings;
     let mut out = Map::new();
@@ -60,7 +60,7 @@ fn made_with(resolved: &Resolved, model: &Path, dataset: &Dataset) -> Result<Map
     Ok(out)
 }
 
-/// What rows, media and files of rewards hold. A file that a reward's file imports is not looked at.
+/// Digests rows, media and files of rewards. Files that a reward's file imports are not read.
 pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     out.insert("dataset".into(), dataset.fingerprint()?.into());
@@ -76,7 +76,7 @@ pub fn inputs(settings: &Settings, dataset: &Dataset) -> Result<Map<String, Valu
     Ok(out)
 }
 
-/// A file's length and when it was changed.
+/// Returns the length of a file and the time of its last change.
 fn stamp(path: &Path) -> Value {
     let Ok(metadata) = std::fs::metadata(path) else { return Value::Null };
     let changed = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());

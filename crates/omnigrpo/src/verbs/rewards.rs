@@ -4,8 +4,9 @@ use anyhow::{Context as _, Result};
 use omnigrpo_data::{Dataset, Sample};
 use omnigrpo_guard::told;
 use omnigrpo_observe::{stdout_columns, wrap};
-use omnigrpo_rewards::{EvalRow, Measures, RewardSet, answer_reward, summarize};
+use omnigrpo_rewards::{EvalRow, Measures, RewardError, RewardSet, answer_reward, summarize};
 use omnigrpo_rollout::{Completion, FinishReason};
+use omnigrpo_train::TrainError;
 use serde_json::json;
 
 use super::infer::with_columns;
@@ -14,7 +15,7 @@ use crate::problem::Problem;
 use crate::settings::{Keep, Settings};
 use crate::wording::worded;
 
-/// The table of rewards.
+/// Prints the table of rewards.
 pub fn list() -> Result<()> {
     let mut out = String::new();
     let columns = stdout_columns().unwrap_or(80);
@@ -23,19 +24,19 @@ pub fn list() -> Result<()> {
     let rows: Vec<_> = rewards.chain(scorers).collect();
     let width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
     for (mut name, doc, source) in rows {
-        // What goes on below is indented by two columns.
+        // Continuation lines are indented by two columns.
         for line in wrap(&format!("{doc} [{source}]"), columns.saturating_sub(width + 2)).lines() {
             let gap = if name.is_empty() { "" } else { "  " };
             out.push_str(&format!("{name:width$}{gap}{line}\n"));
             name = "";
         }
     }
-    let others = "Also the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
+    let others = "A reward can also be the directory or hub name of a reward model, `FILE.py:FUNCTION`, `cmd:PROGRAM …`, `http(s)://ADDRESS` and `judge:http(s)://ADDRESS`: see docs/rewards.md.";
     out.push_str(&format!("\n{}\n", wrap(others, columns)));
     print(&out)
 }
 
-/// Scores rows that carry completions, and sums them up as an evaluation.
+/// Scores rows with completions and summarises them as an evaluation.
 pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let (Some(input), Some(output)) = (&settings.io.input, &settings.io.output) else {
         return Err(Problem::usage("nothing to score")
@@ -43,7 +44,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
             .into());
     };
     super::infer::can_write(output)?;
-    // A reward that looks at media says itself what it cannot open.
+    // A reward that reads media reports the files that it cannot open.
     let dataset = setup::input_rows(settings, input, true)?;
     super::infer::keep_inputs(output, [input.as_path()].into_iter().chain(dataset.files()))?;
     let keep = settings.io.keep;
@@ -51,12 +52,13 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     let measures = settings.eval.measures.clone();
     let right = answer_reward(&rewards).map(|(name, best)| (name, measures.accuracy_threshold * best - 1e-9));
     if keep == Some(Keep::Passed) && right.is_none() {
-        return Err(Problem::usage("no reward looks at answers, so none can tell which are right")
+        return Err(Problem::usage("no reward compares answers, so none can tell which are right")
             .at("--keep")
             .got(format!("`reward_funcs` {}", settings.rewards.funcs.join(", ")))
             .expected("`accuracy` or one of its rules among them, or `best`, or a number")
             .into());
     }
+    probe(&rewards, &dataset)?;
     let category = settings.eval.category.as_deref();
     let mut progress = context.console.progress("scoring", dataset.len());
     let mut lines = Vec::new();
@@ -66,7 +68,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
         let read: Vec<_> = numbers.iter().map(|&row| read_row(&dataset, row)).collect();
         let good: Vec<Scored<'_>> = read.iter().flatten().map(|(s, c)| (s, c.as_slice())).collect();
         let mut scored =
-            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures).into_iter();
+            score_rows(&good, &rewards, settings.algorithm.seed, category, &measures)?.into_iter();
         for (&number, read) in numbers.iter().zip(&read) {
             let row = match read {
                 Ok((sample, _)) => {
@@ -117,7 +119,7 @@ pub fn run(settings: &Settings, context: &Context) -> Result<()> {
     super::infer::all_rows(dataset.len() - rows.len() as u64, dataset.len())
 }
 
-/// The completions of a row that are kept; `right` is the reward that looks at answers, and from when on they are right.
+/// Returns the completions of a row that are kept; `right` is the reward that compares answers, and its threshold.
 fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<Item = usize> {
     let scores: &[Option<f64>] = match (keep, right) {
         (Keep::Passed, Some((name, _))) => row.rewards.get(name).map_or(&[], Vec::as_slice),
@@ -133,8 +135,7 @@ fn kept(row: &EvalRow, keep: Keep, right: Option<(&str, f64)>) -> impl Iterator<
     good.map(|(index, _)| index).take(most).collect::<Vec<_>>().into_iter()
 }
 
-/// Rows that are scored together, so that a program or an endpoint gets its requests filled and spread over its
-/// workers.
+/// Rows that are scored together, so that requests to a program or an address are full and spread over its workers.
 const BATCH_ROWS: usize = 64;
 
 type Scored<'a> = (&'a Sample, &'a [Completion]);
@@ -160,15 +161,32 @@ fn read_row(dataset: &Dataset, row: u64) -> Result<(Sample, Vec<Completion>)> {
     Ok((sample, completions))
 }
 
-/// Scores rows together; where that fails each alone, so that an error is that of its row.
+/// Asks the rewards about the first row that can be read, so that a reward that cannot be started or reached fails the command
+/// immediately instead of each row.
+fn probe(rewards: &RewardSet, dataset: &Dataset) -> Result<()> {
+    let Some((sample, completions)) = (0..dataset.len()).find_map(|row| read_row(dataset, row).ok()) else {
+        return Ok(());
+    };
+    let Some(first) = completions.into_iter().next() else { return Ok(()) };
+    omnigrpo_train::probe(rewards, &sample, first.text, first.ids).map_err(|error| {
+        let help = "it was asked for one score before the others; nothing is written";
+        Problem::of(&error).at("--reward_funcs").help(help).into()
+    })
+}
+
+/// Number of consecutive rows with the same failure after which a reward outside of this process counts as gone.
+const GIVEN_UP_AFTER: usize = 3;
+
+/// Scores rows together; if that fails, each alone, so that an error belongs to its row. A reward that no longer answers is an
+/// error of the command.
 fn score_rows(
     rows: &[Scored<'_>],
     rewards: &RewardSet,
     seed: u64,
     category: Option<&str>,
     measures: &Measures,
-) -> Vec<Result<EvalRow>> {
-    match omnigrpo_train::score(rewards, rows, seed, 0) {
+) -> Result<Vec<Result<EvalRow>>> {
+    Ok(match omnigrpo_train::score(rewards, rows, seed, 0) {
         Ok(scores) => {
             let mut from = 0;
             let each = |(sample, completions): &Scored<'_>| {
@@ -180,6 +198,40 @@ fn score_rows(
             rows.iter().map(each).collect()
         }
         Err(error) if rows.len() == 1 => vec![Err(error.into())],
-        Err(_) => rows.chunks(1).flat_map(|row| score_rows(row, rewards, seed, category, measures)).collect(),
+        Err(_) => {
+            let mut all = Vec::with_capacity(rows.len());
+            let mut refusals: Vec<String> = Vec::new();
+            for row in rows.chunks(1) {
+                let one = score_rows(row, rewards, seed, category, measures)?;
+                let refusal = one.iter().find_map(|row| refusal(row.as_ref().err()?));
+                refusals.retain(|earlier| Some(earlier) == refusal.as_ref());
+                refusals.extend(refusal);
+                if refusals.len() == GIVEN_UP_AFTER {
+                    return Err(Problem::failure(format!("{GIVEN_UP_AFTER} consecutive rows failed alike"))
+                        .at("--reward_funcs")
+                        .got(refusals.swap_remove(0))
+                        .help("the reward is asked about no more rows, and nothing is written")
+                        .into());
+                }
+                all.extend(one);
+            }
+            all
+        }
+    })
+}
+
+/// Returns the words of a program or address that gave no score, without the row that they are about.
+fn refusal(error: &anyhow::Error) -> Option<String> {
+    let reward = match error.downcast_ref::<TrainError>()? {
+        TrainError::Reward(error) => error,
+        TrainError::Unscored { source, .. } => source,
+        _ => return None,
+    };
+    match reward {
+        RewardError::External { reward, what, .. } => Some(format!("`{reward}`: {what}")),
+        RewardError::TimedOut { reward, limit, .. } => {
+            Some(format!("`{reward}`: no answer within {limit:?}"))
+        }
+        _ => None,
     }
 }

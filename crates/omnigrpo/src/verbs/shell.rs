@@ -1,4 +1,4 @@
-//! `completions` and `man`: the flag table for shells and for `man`.
+//! `completions` and `man`: the flag table for shells and as manual pages.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub fn completions(settings: &Settings) -> Result<()> {
     let name = settings.io.shell.as_deref().unwrap_or_default();
     let shell: Shell = name.parse().map_err(|e| Problem::usage("unknown shell").got(e))?;
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut cli::command(false), "omnigrpo", &mut script);
+    clap_complete::generate(shell, &mut cli::command(cli::Shown::All), "omnigrpo", &mut script);
     print(&String::from_utf8_lossy(&script))
 }
 
@@ -23,12 +23,12 @@ pub fn completions(settings: &Settings) -> Result<()> {
 pub fn man(settings: &Settings) -> Result<()> {
     let directory = settings.io.directory.as_deref().unwrap_or(Path::new("."));
     std::fs::create_dir_all(directory)
-        .and_then(|()| clap_mangen::generate_to(cli::command(false), directory))
+        .and_then(|()| clap_mangen::generate_to(cli::command(cli::Shown::All), directory))
         .map_err(|e| {
             Problem::failure("the manual pages cannot be written")
                 .at(directory.display().to_string())
                 .got(e.to_string())
                 .expected("a directory that can be written to")
         })?;
-    print(&format!("manual pages are in {}; `man -l` shows one\n", directory.display()))
+    print(&format!("the manual pages are in {}; `man -l` shows one\n", directory.display()))
 }

@@ -1,25 +1,25 @@
-//! The numbers of an evaluation, on the terminal and in a file.
+//! Results of an evaluation, on the terminal and in a file.
 
 use std::path::Path;
 
 use anyhow::Result;
-use omnigrpo_observe::{columns, stdout_columns};
+use omnigrpo_observe::{columns, is_alias, stdout_columns};
 use omnigrpo_rewards::{MEASURES, Summary};
 
 use super::infer::write_lines;
 
-/// Writes the numbers beside the rows: `<output>.summary.json` without the output's own ending.
+/// Writes the results beside the rows: `<output>.summary.json`, without the ending of the output.
 pub fn write(output: &Path, summary: &Summary) -> Result<()> {
     write_lines(&output.with_extension("summary.json"), &[format!("{:#}", summary.to_json())])
 }
 
-/// Metrics, then the tables by category, by label and of explanations.
+/// Writes metrics, then the tables by category, by label and of explanations.
 pub fn tables(summary: &Summary) -> String {
     let mut out = String::new();
     for (name, value) in &summary.metrics {
         let Some(value) = value else { continue };
-        // Explanations have a table; what ends in `_reward` repeats a number under another program's name.
-        if name.starts_with("eval_explanation/") || name.ends_with("_reward") && name != "eval_reward" {
+        // Explanations have a table.
+        if name.starts_with("eval_explanation/") || is_alias(name) {
             continue;
         }
         out.push_str(&format!("{name:<36} {value:.4}"));
@@ -46,8 +46,9 @@ fn categories(summary: &Summary, out: &mut String) {
     if summary.categories.is_empty() {
         return;
     }
-    let names = summary.reward_names.iter().map(String::as_str);
-    let header: Vec<&str> = ["category", "rows", "accuracy", "no answer"].into_iter().chain(names).collect();
+    let names: Vec<String> = summary.reward_names.iter().map(|name| format!("mean {name}")).collect();
+    let own = ["category", "rows", "right", "no answer"];
+    let header: Vec<&str> = own.into_iter().chain(names.iter().map(String::as_str)).collect();
     let rows: Vec<Vec<String>> = summary
         .categories
         .iter()
@@ -100,6 +101,6 @@ fn explanations(summary: &Summary, out: &mut String) {
         .collect();
     out.push_str(&format!("\n{}", columns(&header, &rows, width())));
     if report.unfiltered.iter().any(Option::is_none) {
-        out.push_str("BERTScore needs --bertscore_model and the reward bertscore, which may weigh 0\n");
+        out.push_str("BERTScore needs --bertscore_model and the reward bertscore, whose weight may be 0\n");
     }
 }

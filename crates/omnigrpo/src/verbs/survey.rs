@@ -1,4 +1,4 @@
-//! What is said about rows before there is a completion: rewards that apply to no row, tags that nobody asks for.
+//! Remarks about rows before training: rewards that apply to no row, tags that no question asks for.
 
 use omnigrpo_data::Dataset;
 use omnigrpo_train::Surveyed;
@@ -6,7 +6,7 @@ use omnigrpo_train::Surveyed;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// Columns that other programs keep the ground truth in, and that are not read as one.
+/// Columns in which other programs store the ground truth, and which are not read as one.
 const TRUTH_COLUMNS: [&str; 12] = [
     "groundtruth",
     "gt",
@@ -21,10 +21,10 @@ const TRUTH_COLUMNS: [&str; 12] = [
     "correct_answer",
     "final_answer",
 ];
-/// Columns that are listed.
+/// Number of columns to list.
 const LISTED: usize = 20;
 
-/// What to say about the rows that were asked about, a line each.
+/// Returns remarks about the checked rows, one per line.
 pub fn warnings(seen: &Surveyed, settings: &Settings) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, applies) in &seen.applies {
@@ -50,7 +50,7 @@ pub fn warnings(seen: &Surveyed, settings: &Settings) -> Vec<String> {
     lines
 }
 
-/// A reward that applies to no row of the dataset.
+/// Reports a reward that applies to no row of the dataset.
 pub fn idle(seen: &Surveyed, dataset: &Dataset) -> Option<Problem> {
     let name = seen.idle()?;
     let problem = Problem::failure(format!("the reward `{name}` applies to no row"));

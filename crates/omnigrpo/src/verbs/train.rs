@@ -23,12 +23,13 @@ use super::memory::Longest;
 use super::push::Pusher;
 use super::{Context, data, memory, plan, print, profile, resume, setup, watch};
 use crate::deepspeed;
-use crate::explain::print_config;
+use crate::explain::{self, print_config};
 use crate::flags::Kind;
 use crate::names::BatchUnit;
 use crate::problem::Problem;
 use crate::settings::Settings;
 use crate::values::Resolved;
+use crate::wording::worded;
 
 /// GRPO.
 pub fn train(resolved: &Resolved, context: &Context) -> Result<()> {
@@ -50,13 +51,13 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
         return Err(Problem::usage("no run directory is given").expected("`--output_dir DIR`").into());
     };
     let real = |path: &Path| std::fs::canonicalize(path).ok();
-    // Before anything is written.
+    // Checked before anything is written.
     let start = settings.model.name.as_deref().map(Path::new);
     if start.is_some_and(|start| start.is_dir() && real(start) == real(output_dir)) {
         return Err(Problem::usage("the run directory is the model's directory")
             .got(output_dir.display().to_string())
             .expected(
-                "a directory of its own: the trained model is written there and must not replace the start",
+                "another directory: the trained model is written there and must not replace the original",
             )
             .at("--output_dir")
             .into());
@@ -65,11 +66,11 @@ fn start(resolved: &Resolved, context: &Context, objective: Objective) -> Result
     let lock = take(output_dir)?;
     let summary = run(resolved, context, objective, lock, pusher.as_ref())?;
     finish(&summary, resolved)?;
-    // Last: whatever becomes of it, the model is there and told.
+    // Last: the model is written and reported even if the push fails.
     pusher.map_or(Ok(()), |pusher| pusher.last(summary.steps))
 }
 
-/// Takes the run directory for this process.
+/// Locks the run directory for this process.
 pub fn take(output_dir: &Path) -> Result<RunLock> {
     let now = jiff::Timestamp::now().round(jiff::Unit::Second).unwrap_or_default();
     let holder = format!("process {} on {} since {now}", std::process::id(), host());
@@ -88,21 +89,21 @@ fn unwritable(output_dir: &Path, error: &LogError) -> anyhow::Error {
     Problem::failure("the run directory cannot be written")
         .at(output_dir.display().to_string())
         .got(told(error))
-        .expected("a directory that can be written to, or a name where one can be made")
+        .expected("a writable directory, or a name where one can be created")
         .help("choose another --output_dir")
         .into()
 }
 
-/// The name of this machine, which tells holders apart on a shared file system.
+/// Returns the name of this machine, which distinguishes holders on a shared file system.
 fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the buffer is as long as the call is told, and one byte more than it may fill is left 0.
+    // SAFETY: the call gets the length of the buffer less one byte, which stays 0.
     let failed = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) } != 0;
     let end = name.iter().position(|&byte| byte == 0).unwrap_or(0);
     if failed { "this host".to_owned() } else { String::from_utf8_lossy(&name[..end]).into_owned() }
 }
 
-/// Prints the report; a run that was stopped is an error with an exit code of its own.
+/// Prints the report; a stopped run is an error with its own exit code.
 pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     print(&format!("{}", summary.report))?;
     if !summary.interrupted {
@@ -110,23 +111,34 @@ pub fn finish(summary: &RunSummary, resolved: &Resolved) -> Result<()> {
     }
     let again = match resolved.settings.run.resume {
         ResumeFrom::Newest | ResumeFrom::Must => {
-            "start it again to go on from the checkpoint that was just written"
+            "start it again to resume from the checkpoint that was just written"
         }
         _ => {
-            "start it again with --resume_from_checkpoint auto to go on from the checkpoint that was just written"
+            "start it again with --resume_from_checkpoint auto to resume from the checkpoint that was just written"
         }
     };
+    if let Some(collapse) = &summary.collapsed {
+        return Err(Problem::failure("the run collapsed and was stopped")
+            .got(worded(collapse))
+            .expected("a run that goes on learning")
+            .help(
+                "change that setting and start from a checkpoint before it, `--resume_from_checkpoint DIR \
+                 --allow_changed_settings`, or from the beginning, `--resume_from_checkpoint never`; without --stop_on_collapse the \
+                 same command goes on as it is",
+            )
+            .into());
+    }
     Err(match &summary.machine {
         Some(how) => Problem::stopped("the machine failed, so the run was stopped before its end")
             .got(how.as_str())
-            .expected("a machine that is well: no row was skipped for it, and none is lost")
-            .help(format!("put it right, then {again}")),
+            .expected("a working machine: no row was skipped or lost because of the failure")
+            .help(format!("repair it, then {again}")),
         None => Problem::stopped("the run was stopped before its end").help(again),
     }
     .into())
 }
 
-/// Builds everything from the settings and trains. What is shown goes to the run's log as well, errors included.
+/// Builds everything from the settings and trains. Console output, errors included, also goes to the run's log.
 pub fn run(
     resolved: &Resolved,
     context: &Context,
@@ -146,15 +158,29 @@ pub fn run(
         );
     }
     let page = watch::beside(&resolved.settings, lock.root(), context)?;
-    let summary = run_logged(resolved, context, objective, lock, pusher)?;
-    if page.is_some() {
+    let outcome = run_logged(resolved, context, objective, lock, pusher);
+    if let Some(page) = &page {
+        page.end(&ending(&outcome));
         let dir = resolved.settings.io.output_dir.as_deref().unwrap_or(Path::new("RUN_DIR"));
         context.console.line(&format!("`omnigrpo watch {}` shows the page again", dir.display()));
     }
-    Ok(summary)
+    outcome
 }
 
-/// What a run is made of, but for its model.
+/// Says how a run ended.
+fn ending(outcome: &Result<RunSummary>) -> String {
+    match outcome {
+        Err(error) => format!("it failed: {error}"),
+        Ok(RunSummary { collapsed: Some(collapse), steps, .. }) => {
+            format!("stopped after step {steps}: {}", worded(collapse))
+        }
+        Ok(RunSummary { machine: Some(how), steps, .. }) => format!("stopped after step {steps}: {how}"),
+        Ok(RunSummary { interrupted: true, steps, .. }) => format!("stopped after step {steps}"),
+        Ok(RunSummary { steps, .. }) => format!("all {steps} steps are done"),
+    }
+}
+
+/// Parts of a run except its model.
 pub struct Prepared {
     pub objective: Objective,
     pub devices: [Device; 2],
@@ -163,30 +189,36 @@ pub struct Prepared {
     dataset: Arc<Dataset>,
     rows: Vec<u64>,
     rewards: RewardSet,
-    /// Memory of models among them, bytes.
+    /// Memory of reward models, bytes.
     pub reward_bytes: u64,
     corpus: Option<Corpus>,
     pub eval: Option<EvalPlan>,
     bad_rows: Vec<(u64, String, String)>,
     pub longest: Longest,
+    /// Mean memory of a row's decoded media, bytes, of training and of held-out rows; `None` where rows were not checked.
+    row_media_bytes: Option<f64>,
+    eval_media_bytes: Option<f64>,
 }
 
 impl Prepared {
-    /// The most that the decoded media of all rows that such a run draws may take, bytes: as if each had those of the longest.
+    /// Returns an upper bound of the bytes of all decoded media of a run: those that the check summed up, as many times as each may be
+    /// kept.
     pub fn media_bytes(&self, run: &RunPlan) -> u64 {
         let rows = self.rows.len() as u64;
         let by_epochs = (rows as f64 * run.num_epochs).ceil() as u64;
         let draws =
             run.max_steps.map_or(by_epochs, |steps| steps.saturating_mul(run.prompts_per_step as u64));
         let orders = 1 + u64::from(self.shuffled.is_some());
-        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len() as u64);
-        let kept = kept_rows([rows, draws], self.longest.versions(), orders).saturating_add(evaluated);
-        kept.saturating_mul(self.longest.media_bytes())
+        let kept = kept_rows([rows, draws], self.longest.versions(), orders);
+        let mean = self.row_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
+        let evaluated = self.eval.as_ref().map_or(0, |plan| plan.rows.len());
+        let held_out = self.eval_media_bytes.unwrap_or(self.longest.media_bytes() as f64);
+        (kept as f64 * mean + evaluated as f64 * held_out) as u64
     }
 }
 
-/// How often the media of a row may come to be kept, when so many are drawn of so many: a row with `meta.dynamic_sample` may be drawn
-/// with another number of frames, of so many `versions`, in each pass, and each of them in several orders.
+/// Returns how many times media of rows may be stored, given the rows and the draws: a row with `meta.dynamic_sample` may be
+/// drawn with another number of frames, out of `versions`, in each pass, and each of these in several orders.
 fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
     let drawn = rows.min(draws);
     let each = versions.min(draws.div_ceil(drawn.max(1)));
@@ -197,6 +229,9 @@ fn kept_rows([rows, draws]: [u64; 2], versions: u64, orders: u64) -> u64 {
 fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: &Path) -> Result<Prepared> {
     environment(context);
     let devices = [context.device()?, context.reference_device()?];
+    if devices[0] == Device::Cpu && settings.optimizer.offload {
+        context.console.line("`offload_optimizer` has no effect: the model is on the CPU");
+    }
     let checkpoint = context.checkpoint()?;
     setup::check_router(settings, checkpoint)?;
     if let Some(path) = &settings.io.deepspeed {
@@ -217,12 +252,12 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
     let corpus = setup::corpus(settings, &dataset, rows.iter().copied());
     let before = memory::resident();
     let rewards = setup::rewards(settings, corpus.as_ref())?;
-    // What is less is no model.
+    // A smaller difference is no model.
     let reward_bytes =
         Some(memory::resident().saturating_sub(before)).filter(|&bytes| bytes > 16 << 20).unwrap_or(0);
     let shuffled = if settings.rewards.temporal_order_bonus {
         if answer_reward(&rewards).is_none() {
-            return Err(Problem::usage("no reward looks at answers, so none can need the order of frames")
+            return Err(Problem::usage("no reward compares answers, so none can need the order of frames")
                 .at("--temporal_order_bonus")
                 .got(format!(
                     "`reward_funcs` {}",
@@ -241,16 +276,18 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         false => Some(Arc::new(setup::prompts(settings, checkpoint, false)?)),
     };
     let scored = objective == Objective::Reinforce && !settings.run.replay;
-    let Checked { bad: bad_rows, longest } = if settings.data.skip_check {
+    let mut eval_media_bytes = None;
+    let Checked { bad: bad_rows, longest, row_media_bytes } = if settings.data.skip_check {
         if scored && let Some(problem) = data::ask_unchecked(&dataset, &rows, &rewards) {
             return Err(problem.into());
         }
-        // Nobody knows which are the longest.
-        Checked { bad: Vec::new(), longest: rows.iter().copied().take(memory::PREPARED).collect() }
+        // The longest rows are unknown.
+        let longest = rows.iter().copied().take(memory::PREPARED).collect();
+        Checked { bad: Vec::new(), longest, row_media_bytes: None }
     } else {
-        // Rows that are split off are among those of `dataset`.
+        // Held-out rows of a split are among those of `dataset`.
         if let (Some(held_out), Some(prompts)) = (&held_out, &eval_prompts) {
-            data::check_held_out(settings, context, held_out, prompts, cache)?;
+            eval_media_bytes = Some(data::check_held_out(settings, context, held_out, prompts, cache)?);
         }
         let asked = scored.then_some(&rewards);
         data::check_before(settings, context, &dataset, &prompts, cache, asked)?
@@ -293,10 +330,12 @@ fn prepare(settings: &Settings, context: &Context, objective: Objective, cache: 
         eval,
         bad_rows,
         longest,
+        row_media_bytes,
+        eval_media_bytes: eval_media_bytes.or(row_media_bytes),
     })
 }
 
-/// Fails if a reward cannot read the longest completion behind the longest prompt that it was asked about: such completions would
+/// Fails if a reward cannot read the longest completion after the longest prompt that it was asked about: such completions would
 /// have no value.
 fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
     let longest = settings.algorithm.sampling.max_completion_length;
@@ -311,13 +350,13 @@ fn rewards_read_all(settings: &Settings, rewards: &RewardSet) -> Result<()> {
              {longest} allows {longest} more",
             limit.most, limit.longest_prompt
         ))
-        .expected("prompt and completion within the limit; a token of the policy is taken for one of the reward")
+        .expected("prompt and completion within the limit; a token of the policy counts as one of the reward")
         .help(format!("{lower}leave out the longest prompts, or take a reward model that reads more"))
         .into())
 }
 
-/// Fails if none of the evaluation rows can be used, which the first evaluation would find out hours later. Rows are read until
-/// one can be used; mostly that is the first.
+/// Fails if none of the evaluation rows can be used, which the first evaluation would find hours later. Reads rows until one can
+/// be used; usually that is the first.
 fn any_usable(dataset: &Dataset, rows: &[u64], prompts: &PromptBuilder, rewards: &RewardSet) -> Result<()> {
     let mut first = None;
     for &row in rows {
@@ -349,7 +388,7 @@ fn run_logged(
     let Prepared {
         devices, prompts, shuffled, dataset, rows, rewards, corpus, eval, bad_rows, longest, ..
     } = prepared;
-    // Its decoded media would be held as long as the run lasts.
+    // It would hold its decoded media during the complete run.
     drop(longest);
     let model = setup::trained_model(settings, checkpoint, devices[0])?;
     let selection = setup::selection(settings, checkpoint.family());
@@ -370,6 +409,7 @@ fn run_logged(
         files: files.collect(),
         fingerprint: fingerprint(resolved, &model, &dataset)?,
         bad_rows,
+        command: Some(explain::command(resolved)),
         curves: Some(omnigrpo_watch::curves),
         ..settings.run.clone()
     };
@@ -398,7 +438,7 @@ fn run_logged(
     Ok(summary)
 }
 
-/// A checkpoint that is asked for and not there is found out before the model is loaded.
+/// Fails if the requested checkpoint is missing, before the model is loaded.
 fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem> {
     let list = || {
         let found = omnigrpo_train::checkpoint::list(output_dir);
@@ -410,7 +450,7 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem
             .at(place.display().to_string())
             .got(if found.is_empty() { "none in the run directory".into() } else { found.join(", ") })
             .expected("a directory `checkpoint-N` with `trainer_state.json`")
-            .help("`--resume_from_checkpoint auto` starts anew where there is none")
+            .help("`--resume_from_checkpoint auto` starts from the beginning if there is none")
     };
     match &settings.run.resume {
         ResumeFrom::Must if list()?.is_empty() => Err(absent(output_dir, Vec::new())),
@@ -419,7 +459,7 @@ fn find_checkpoint(settings: &Settings, output_dir: &Path) -> Result<(), Problem
     }
 }
 
-/// The evaluation of a training run: greedy for one completion a row, sampled as in training for more.
+/// Returns the options of evaluations in training: greedy for one completion per row, sampled as in training for several.
 fn eval_options(settings: &Settings) -> EvalOptions {
     let mut options = settings.eval.clone();
     let sampling = settings.algorithm.sampling.clone();
@@ -434,7 +474,7 @@ fn eval_options(settings: &Settings) -> EvalOptions {
     EvalOptions { batch_rows: MAX_LIVE, ..options }
 }
 
-/// Every setting that is not free to change, and what the models, the dataset and the files of rewards hold.
+/// Returns every setting that must not change, and digests of the models, the dataset and the files of rewards.
 fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<Map<String, Value>> {
     let mut out = Map::new();
     for (flag, value) in resolved.values.binding(resolved.verb) {
@@ -448,7 +488,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     }
     for (name, dir) in sources {
         let digest = source_digest(&dir)?;
-        // Weights that are drawn at random are those of the seed.
+        // Random weights follow from the seed.
         if let (Some(weights), None) = (digest.weights, resolved.settings.model.init_weights) {
             out.insert(format!("weights of {name}"), weights.into());
         }
@@ -459,7 +499,7 @@ fn fingerprint(resolved: &Resolved, model: &Model, dataset: &Dataset) -> Result<
     Ok(out)
 }
 
-/// How the CPU multiplies with the weights of a model that are not f32, where that decides about bits.
+/// Records how the CPU multiplies with weights other than f32, if that changes results.
 fn products(model: &Model) -> Map<String, Value> {
     let mut out = Map::new();
     let params =
@@ -474,7 +514,7 @@ fn products(model: &Model) -> Map<String, Value> {
     out
 }
 
-/// Paths as the system knows them, however they were written.
+/// Returns paths as the system knows them, in any spelling.
 fn real_paths(value: Value) -> Value {
     match value {
         Value::String(path) => {
@@ -486,7 +526,7 @@ fn real_paths(value: Value) -> Value {
     }
 }
 
-/// First in the log: the program and the machine.
+/// Writes the first line of the log: the program and the machine.
 fn environment(context: &Context) {
     let threads = rayon::current_num_threads();
     context.console.line(&format!(
@@ -499,7 +539,7 @@ fn environment(context: &Context) {
     ));
 }
 
-/// Second: the model and the data.
+/// Writes the next lines: the model and the data.
 fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, prompts: &PromptBuilder) {
     let console = &context.console;
     console.line(&format!("model {} ({})", model.dir().display(), prompts.family().name()));
@@ -509,30 +549,33 @@ fn describe(context: &Context, model: &Model, dataset: &Dataset, rows: usize, pr
 fn step_takes(settings: &Settings, objective: Objective) -> String {
     let prompts = settings.run.prompts_per_step;
     let plural = if prompts == 1 { "" } else { "s" };
-    let each = settings.algorithm.num_generations;
+    let each = match settings.algorithm.num_generations {
+        1 => "1 completion".to_owned(),
+        each => format!("{each} completions"),
+    };
     match (objective, settings.batch.unit) {
         (Objective::Imitate, _) => format!("a step takes {prompts} answer{plural}"),
         (Objective::Reinforce, BatchUnit::Prompts) => {
-            format!("a step takes {prompts} prompt{plural} of {each} completions")
+            format!("a step takes {prompts} prompt{plural} of {each}")
         }
         (Objective::Reinforce, BatchUnit::Completions) => {
             format!(
-                "a step takes {prompts} prompt{plural} of {each} completions, as the source: its batch of {} counts completions",
-                prompts * each
+                "a step takes {prompts} prompt{plural} of {each}, as the source: its batch of {} counts completions",
+                prompts * settings.algorithm.num_generations
             )
         }
     }
 }
 
-/// Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint, and are answered at once. A second
-/// one of the first three ends it at once, with the exit code that shells give to that signal. SIGUSR1 is a scheduler's warning,
-/// which SIGTERM follows: it counts neither as the first of the two nor as the second.
+/// Installs signal handlers. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the run after the current step, with a checkpoint, and are
+/// answered immediately. A second one of the first three ends the process immediately, with the exit code that shells give to
+/// that signal. SIGUSR1 is a scheduler's warning that SIGTERM follows: it counts neither as the first nor as the second signal.
 fn install_signals(context: &Context) -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
     let unable = "signals cannot be handled";
     context.stop.store(false, Ordering::Relaxed);
     let told = Arc::new(AtomicBool::new(false));
-    // A run under `nohup` is to survive its terminal.
+    // A run under `nohup` survives its terminal.
     let handled: Vec<i32> =
         [SIGINT, SIGTERM, SIGUSR1, SIGHUP].into_iter().filter(|&s| s != SIGHUP || !is_ignored(s)).collect();
     for &signal in &handled {
@@ -546,12 +589,12 @@ fn install_signals(context: &Context) -> Result<()> {
     }
     let mut signals = signal_hook::iterator::Signals::new(&handled).context(unable)?;
     let console = context.console.clone();
-    // It waits until the process ends. Without it a signal is obeyed all the same.
+    // The thread waits until the process ends. Signals work without it.
     let answer = move || {
         for signal in &mut signals {
             let what = match console.activity().step() {
                 Some(step) => format!("finishing step {step}, then saving"),
-                None => "finishing what is under way".to_owned(),
+                None => "finishing the current work".to_owned(),
             };
             let more = if signal == SIGUSR1 { "" } else { "; press Ctrl-C again to stop now" };
             console.line(&format!("{what}{more}"));
@@ -561,9 +604,9 @@ fn install_signals(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Whether the process was started with a signal ignored, as `nohup` does.
+/// Returns true if the process was started with a signal ignored, as by `nohup`.
 fn is_ignored(signal: i32) -> bool {
-    // SAFETY: a null action only asks for the present one, which is written to a value of its type.
+    // SAFETY: a null action only reads the current one, which is written to a value of its type.
     unsafe {
         let mut action = std::mem::zeroed::<libc::sigaction>();
         libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction == libc::SIG_IGN

@@ -52,7 +52,7 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
             report.media_folders.iter().map(|folder| folder.display().to_string()).collect();
         if !folders.is_empty() {
             context.console.line(&format!(
-                "it holds pictures or sounds of {}: look at them before you hand it on",
+                "it holds pictures or sounds of {}: look at them before you share it",
                 folders.join(", ")
             ));
         }
@@ -60,7 +60,7 @@ pub fn report(settings: &Settings, context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Starts those who are told a run's numbers. One that cannot begin is left out with a warning.
+/// Starts the trackers of a run. One that cannot start is left out with a warning.
 pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box<dyn FnOnce() -> Trackers> {
     use names::Tracker::{All, Prometheus as Scraped, Tensorboard, Wandb as Sent};
     let settings = &resolved.settings;
@@ -82,7 +82,7 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
         let mut all: Vec<Box<dyn Tracker>> = Vec::new();
         let mut add = |name: &str, made: Result<Box<dyn Tracker>, String>| match made {
             Ok(tracker) => all.push(tracker),
-            Err(why) => console.warning(&format!("{name} is told nothing: {why}")),
+            Err(why) => console.warning(&format!("{name} gets no metrics: {why}")),
         };
         if wanted(Tensorboard) {
             let made = TensorBoard::begin(&run.directory.join("tensorboard"), &name, &run.settings);
@@ -101,14 +101,14 @@ pub fn trackers(resolved: &Resolved, directory: &Path, context: &Context) -> Box
     })
 }
 
-/// The page of a run that is about to begin, where one is wanted.
+/// Serves the page of a run that is about to begin, if it is set.
 pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Result<Option<Server>> {
     if !settings.log.dashboard {
         return Ok(None);
     }
     let directory = std::fs::canonicalize(directory)?;
     let server = Server::start_live(directory, settings.log.dashboard_port).map_err(problem)?;
-    // The address has a token, and others may read the log.
+    // The address contains a token, and others may read the log.
     let file = server.address_file().unwrap_or(Path::new("")).display().to_string();
     context.console.log(&format!("the address of the run's page is in {file}"));
     match is_read_by_others(std::io::stderr()) {
@@ -118,7 +118,7 @@ pub fn beside(settings: &Settings, directory: &Path, context: &Context) -> Resul
     Ok(Some(server))
 }
 
-/// Whether an output goes to a file that other accounts may read, such as the log of a batch system.
+/// Returns true if an output goes to a file that other accounts may read, such as the log of a batch system.
 fn is_read_by_others(output: impl std::os::fd::AsFd) -> bool {
     use std::os::unix::fs::MetadataExt as _;
     let file = output.as_fd().try_clone_to_owned().map(std::fs::File::from);

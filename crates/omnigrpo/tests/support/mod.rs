@@ -1,4 +1,4 @@
-//! A folder with a few rows and the tiny checkpoints of the `models` tests, and the real program on them.
+//! A directory with a few rows and the tiny checkpoints of the `models` tests, and the real program on them.
 #![allow(clippy::unwrap_used, clippy::panic, dead_code, missing_docs)]
 
 use std::fs;
@@ -22,7 +22,7 @@ pub const ROWS: &str = concat!(
     "\n",
 );
 
-/// What the program left.
+/// Exit code and output of the program.
 pub struct Ran {
     pub code: Option<i32>,
     pub stdout: String,
@@ -93,13 +93,13 @@ impl Place {
         names
     }
 
-    /// The program, with words separated by spaces; `M` is the tiny checkpoint.
+    /// Returns the command of a line of words; `M` is the tiny checkpoint.
     pub fn command(&self, line: &str) -> Command {
         let model = golden("checkpoints/qwen2_5_vl_tied").display().to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_omnigrpo"));
         command.args(line.split_whitespace().map(|word| if word == "M" { model.as_str() } else { word }));
         command.current_dir(self.0.path()).stdin(Stdio::null());
-        // Nothing of the user's is read or written, and no network asked.
+        // No file of the user and no network is used.
         command.env("XDG_CACHE_HOME", self.path(".cache")).env("HF_HUB_OFFLINE", "1").env_remove("HF_HOME");
         command
     }
@@ -108,12 +108,12 @@ impl Place {
         self.run_with(line, &[])
     }
 
-    /// As `run`, with arguments that hold spaces.
+    /// Runs the program like `run`, with additional arguments that may contain spaces.
     pub fn run_with(&self, line: &str, more: &[&str]) -> Ran {
         ran(self.command(line).args(more))
     }
 
-    /// A copy of the tiny checkpoint.
+    /// Copies the tiny checkpoint.
     pub fn copied_checkpoint(&self, name: &str) {
         let from = golden("checkpoints/qwen2_5_vl_tied");
         fs::create_dir(self.path(name)).unwrap();
@@ -123,7 +123,7 @@ impl Place {
         }
     }
 
-    /// [`Self::copied_checkpoint`] with its weight file changed: its header and its tensors' bytes.
+    /// Copies the tiny checkpoint with changes to the header and the bytes of its weight file.
     pub fn checkpoint(&self, name: &str, change: impl FnOnce(&mut Map<String, Value>, &mut Vec<u8>)) {
         self.copied_checkpoint(name);
         let path = self.path(name).join("model.safetensors");
@@ -149,7 +149,7 @@ pub fn ran(command: &mut Command) -> Ran {
     }
 }
 
-/// A server on this machine that answers a path with `content`, or with 404. Ends with the test process.
+/// Starts a server on this machine that answers a path with `content`, or with 404. It ends with the test process.
 pub fn server(
     content: impl Fn(&str) -> Option<Vec<u8>> + Send + 'static,
 ) -> (std::net::SocketAddr, Arc<Mutex<Vec<String>>>) {
@@ -174,7 +174,7 @@ pub fn server(
     (address, asked)
 }
 
-/// The tensor whose bytes end the file, and where they start.
+/// Returns the last tensor of the file, and where its bytes start.
 pub fn last_tensor(header: &Map<String, Value>) -> (String, usize) {
     let at = |value: &Value, i: usize| value["data_offsets"][i].as_u64().unwrap_or(0);
     let (name, value) = header.iter().max_by_key(|(_, value)| at(value, 1)).unwrap();
@@ -185,7 +185,7 @@ pub fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
 
-/// Whether a path is there within 20 seconds.
+/// Returns true if a path appears within 20 seconds.
 pub fn appears(path: &Path) -> bool {
     (0..4000).any(|_| {
         if !path.exists() {

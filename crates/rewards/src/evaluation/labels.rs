@@ -62,9 +62,6 @@ impl LabelSet {
     }
 
     /// The labels among ground truths, sorted.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
     pub fn of_ground_truths<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, RewardError> {
         let mut seen = BTreeSet::new();
         let mut names = BTreeSet::new();

@@ -27,7 +27,7 @@ const MAX_TAG_TOKENS: usize = 2_000;
 /// Multiplications in a template. Those of constants happen while it is compiled, and each can make 100 MB.
 const MAX_PRODUCTS: usize = 8;
 const MAX_DEPTH: usize = 100;
-/// What a run may take: values looked at, and blocks of 64 bytes of text; bytes of all strings and lists it makes.
+/// Budget of a run: values looked at, and blocks of 64 bytes of text; bytes of all strings and lists it makes.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
     work: u64,
@@ -38,7 +38,7 @@ pub(super) struct Bounds {
 pub(super) const RENDER: Bounds = Bounds { work: 1 << 23, memory: 256 << 20 };
 /// For trials with conversations of a few words.
 pub(super) const TRIAL: Bounds = Bounds { work: 1 << 20, memory: 16 << 20 };
-/// What `map`, `select` and their kin may apply to each item: results are no longer than a few times the item.
+/// Functions that `map`, `select` and similar filters may apply to each item: results are no longer than a few times the item.
 const SIMPLE: [&str; 12] = [
     "trim",
     "upper",
@@ -236,7 +236,7 @@ fn check_growth(name: &str, args: &[Value]) -> Result<()> {
     fits(result)
 }
 
-/// What takes the place of an operator, and what the engine itself evaluates.
+/// Functions that replace operators, and operators that the engine itself evaluates.
 const OPERATORS: [(&str, &str); 10] = [
     ("+", "a + b"),
     ("~", "a ~ b"),
@@ -348,7 +348,7 @@ pub(super) fn install(env: &mut Environment) {
     });
     add(env, EACH, |_, args| {
         let [of] = exactly(args)?;
-        // Its characters are counted before the first is taken.
+        // The characters are counted before the first is taken.
         work(of.as_str().map_or(0, str::len) as u64 / 64)?;
         Ok(of.clone())
     });
@@ -376,7 +376,7 @@ pub(super) fn install(env: &mut Environment) {
     add(env, METHOD, |state, args| {
         let (args, name) = named(args)?;
         match args {
-            // Separator and items stand the other way round than in the filter.
+            // Separator and items are in reverse order in the filter.
             [at, items] if name == "join" => check_growth(name, &[items.clone(), at.clone()])?,
             _ => check_growth(name, args)?,
         }
@@ -453,7 +453,7 @@ pub(super) fn check_source(source: &str, syntax: &SyntaxConfig) -> Result<()> {
     Ok(())
 }
 
-/// The same instructions with bounds.
+/// Returns the same instructions with bounds.
 pub(super) fn guarded<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>> {
     use Instruction as I;
     let mut list: Vec<(u32, Instruction<'s>)> = Vec::new();

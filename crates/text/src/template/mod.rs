@@ -31,7 +31,7 @@ const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const FUEL: u64 = 2_000_000;
 const MAX_JSON_DEPTH: usize = 64;
 const MAX_JSON_INDENT: usize = 16;
-/// Of a message about a template that fails; its own words may be in it.
+/// Length of a message about a template that fails; the message may contain its own words.
 const MAX_MESSAGE_CHARS: usize = 1_000;
 
 const BUILT_IN: &str = include_str!("qwen.jinja");
@@ -233,7 +233,7 @@ impl ChatTemplate {
     }
 
     fn error(&self, error: &Error) -> TextError {
-        // As text, not as a source: a template is a stranger's, and its messages have no bound of their own.
+        // Kept as text, not as a source: a template is a stranger's, and its messages are unbounded.
         let mut problem = omnigrpo_guard::told(error);
         if let Some((end, _)) = problem.char_indices().nth(MAX_MESSAGE_CHARS) {
             problem.truncate(end);
@@ -680,7 +680,7 @@ mod tests {
         assert!(error.contains(":2)"), "the line is named: {error}");
     }
 
-    /// As the templates of Llama 3 and Qwen3 go through tools and a long conversation.
+    /// Goes through tools and a long conversation as the templates of Llama 3 and Qwen3 do.
     #[test]
     fn long_conversations_with_tools_stay_within_the_bounds() {
         let source = "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\

@@ -96,7 +96,7 @@ fn a_folder_that_stays_away_ends_the_run_with_a_checkpoint() {
     }))
     .unwrap();
     let machine = summary.machine.unwrap();
-    assert!(machine.contains("was there before and is away"), "{machine}");
+    assert!(machine.contains("held media before and is missing or empty now"), "{machine}");
     // In the second step, when the rows of the third may have been read.
     assert!(summary.interrupted && (2..6).contains(&summary.steps), "{}", summary.steps);
     assert!(
@@ -140,4 +140,50 @@ fn rows_that_cannot_be_prepared_now_are_no_bad_rows() {
     assert_eq!(error.fault(), Fault::Machine);
     // Text needs no folder.
     assert!(omnigrpo_train::prepare(&setup.dataset, &setup.prompts, None, 4, 0).unwrap().is_ok());
+}
+
+/// Keeps this thread from starting another one: the kernel answers `EAGAIN`, as it does at a limit. That ends with the thread.
+#[cfg(target_os = "linux")]
+fn deny_threads() {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const EQUALS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let line = |code, k| libc::sock_filter { code, jt: 0, jf: u8::from(code == EQUALS), k };
+    let refuse = |error: i32| libc::SECCOMP_RET_ERRNO | error as u32;
+    // glibc asks for `clone` where `clone3` does not exist.
+    let mut filter = [
+        line(LOAD, 0),
+        line(EQUALS, libc::SYS_clone3 as u32),
+        line(ANSWER, refuse(libc::ENOSYS)),
+        line(EQUALS, libc::SYS_clone as u32),
+        line(ANSWER, refuse(libc::EAGAIN)),
+        line(ANSWER, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: both calls only read their arguments.
+    let refused = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            + libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program)
+    };
+    assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
+    let error = std::thread::Builder::new().spawn(|| ()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+}
+
+/// Rows are then prepared and rewards computed on the thread that needs them.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_gets_no_more_threads_gives_the_same_bits() {
+    let place = Place::new();
+    run(new(&place, "whole", true, |_| {})).unwrap();
+    std::thread::scope(|scope| {
+        let limited = || {
+            let setup = new(&place, "cut", true, |_| {});
+            deny_threads();
+            run(setup).unwrap()
+        };
+        let summary = scope.spawn(limited).join().unwrap();
+        assert_eq!((summary.steps, summary.interrupted, summary.machine), (6, false, None));
+    });
+    same(&place, "whole", "cut");
 }

@@ -1,6 +1,6 @@
 // The page: runs, their metrics as they come, and which view is shown.
 
-import { apiJson, api, duration, el, failure, number, place, remember } from './shared.js';
+import { again, api, apiJson, duration, el, failure, place, quoted, remember, visible } from './shared.js';
 import * as charts from './charts.js';
 import * as rollouts from './rollouts.js';
 import * as evaluations from './evaluations.js';
@@ -8,8 +8,8 @@ import * as evaluations from './evaluations.js';
 const VIEWS = { charts, rollouts, evaluations, settings: { show: showSettings } };
 const COLOURS = 8;
 const main = document.getElementById('main');
-const failures = el('div');
-const state = { runs: [], view: null, shown: null };
+const notices = document.getElementById('notices');
+const state = { runs: [], view: null, ended: null };
 
 class Run {
   constructor(at, given) {
@@ -24,6 +24,8 @@ class Run {
     this.rows = [];
     this.evals = [];
     this.seconds = 0;
+    this.warnings = [];
+    this.warned = 0;
   }
 
   /// Takes whole lines of metrics.jsonl.
@@ -49,6 +51,11 @@ class Run {
     if (this.file !== null && metrics.id !== this.file) this.clear();
     if (metrics.bytes < this.next) this.clear();
     let news = false;
+    if (metrics.warnings !== this.warned) {
+      this.warned = metrics.warnings;
+      this.warnings = paired(await (await api('warnings', { run: this.at })).text());
+      news = true;
+    }
     while (this.next < metrics.bytes) {
       const response = await api('metrics', { run: this.at, from: this.next });
       const file = Number(response.headers.get('x-file'));
@@ -61,6 +68,7 @@ class Run {
       this.add(text);
       news = true;
     }
+    this.loaded = true;
     return news;
   }
 
@@ -74,12 +82,22 @@ class Run {
   }
 }
 
-export const shownRuns = () => state.runs.filter((run) => run.shown);
+/// The problems of `warnings.jsonl`, each with the step at which it ended.
+function paired(text) {
+  const found = [];
+  for (const line of text.split('\n')) {
+    let row;
+    try { row = JSON.parse(line); } catch { continue; }
+    if (typeof row?.step !== 'number' || typeof row.text !== 'string') continue;
+    if (row.begins) found.push({ ...row, until: null });
+    else { const own = found.findLast((other) => other.rule === row.rule); if (own) own.until = row.step; }
+  }
+  return found;
+}
 
 async function start() {
   state.runs = (await apiJson('runs')).map((given, at) => new Run(at, given));
   named();
-  main.before(failures);
   addEventListener('hashchange', route);
   addEventListener('keydown', keys);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => VIEWS.charts.repaint());
@@ -96,10 +114,46 @@ function listen() {
   events.onmessage = (event) => {
     queue = queue.then(() => arrived(JSON.parse(event.data))).catch(() => { /* the next event asks again */ });
   };
-  events.onerror = status;
-  events.onopen = status;
+  events.addEventListener('end', (event) => { state.ended = JSON.parse(event.data).how; notify(); status(); });
+  events.onerror = () => {
+    // The browser tries again by itself, but not after an answer that is an error.
+    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
+    state.gone = true;
+    notify();
+    status();
+  };
+  events.onopen = () => {
+    const back = state.gone;
+    Object.assign(state, { gone: false, ended: null });
+    if (back) describe().then(route).catch(() => { /* the next event asks again */ });
+    notify();
+    status();
+  };
   state.events = events;
 }
+
+/// Tells what is wrong: runs that cannot be read, the end of the server, problems of the training.
+function notify() {
+  const several = state.runs.length > 1;
+  again.command = `omnigrpo watch ${state.runs.map((run) => quoted(run.dir)).join(' ')}`;
+  const parts = state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`));
+  if (state.ended || (state.gone && state.drawn)) {
+    parts.push(el('div', { class: 'notice', role: 'status' },
+      el('p', {}, el('b', {}, state.ended ? 'The run has ended: ' : 'Nobody serves this page any more'), state.ended ? [visible(state.ended), '.'] : ': the run was killed, or `watch` was ended.', ' Charts and texts that are loaded stay.'),
+      el('p', {}, el('code', {}, again.command), ' serves it again, and this tab connects by itself.')));
+  }
+  for (const run of shownRuns()) {
+    const line = (own) => el('p', {}, several ? el('b', {}, `${run.name}: `) : '', visible(own.text));
+    const lasting = run.warnings.filter((own) => own.until === null);
+    const over = run.warnings.filter((own) => own.until !== null);
+    if (!lasting.length && !over.length) continue;
+    parts.push(el('div', { class: 'notice warning' }, lasting.map(line),
+      over.length ? el('details', {}, el('summary', {}, `${over.length} earlier ${over.length > 1 ? 'problems' : 'problem'}`), over.map((own) => el('p', {}, several ? `${run.name}: ` : '', visible(own.text), ` Over at step ${own.until}.`))) : ''));
+  }
+  notices.replaceChildren(...parts);
+}
+
+const shownRuns = () => state.runs.filter((run) => run.shown);
 
 async function arrived(metrics) {
   if (state.runs.some((run) => !run.settings.length && !run.rows.length)) await describe();
@@ -112,7 +166,7 @@ async function arrived(metrics) {
       return false;
     }
   }));
-  failures.replaceChildren(...state.runs.filter((run) => run.failure).map((run) => failure(`${run.name}: ${run.failure.message}`)));
+  notify();
   status();
   if (news.some(Boolean) || !state.drawn) {
     state.drawn = true;
@@ -135,9 +189,9 @@ function named() {
 
 function status() {
   const live = document.getElementById('live');
-  if (state.events?.readyState === EventSource.CLOSED || state.events?.readyState === EventSource.CONNECTING) {
-    live.textContent = state.drawn ? 'not connected' : '';
-    live.className = 'off';
+  if (state.gone) {
+    live.textContent = state.ended ? `ended · step ${state.runs[0]?.last?.step ?? 0}` : state.drawn ? 'not connected' : '';
+    live.className = state.ended ? '' : 'off';
     return;
   }
   const running = state.runs.filter((run) => run.isLive);
@@ -156,7 +210,7 @@ function progress(run) {
 
 function chips() {
   document.getElementById('runs').replaceChildren(...(state.runs.length < 2 ? [el('b', {}, state.runs[0]?.name ?? 'no run')] : state.runs.map((run) => {
-    const box = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = box.checked; state.view?.update?.(state.runs); } });
+    const box = el('input', { type: 'checkbox', checked: run.shown, onchange: () => { run.shown = box.checked; notify(); state.view?.update?.(state.runs); } });
     const swatch = el('span', { class: 'swatch' });
     swatch.style.background = run.colour;
     return el('label', { class: 'chip', title: run.dir }, box, swatch, run.name);
@@ -178,7 +232,7 @@ function route() {
 }
 
 function keys(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea, .chart')) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input:not([type=checkbox], [type=range]), select, textarea')) return;
   const view = { 1: 'charts', 2: 'rollouts', 3: 'evaluations', 4: 'settings' }[event.key];
   if (view) location.hash = `#/${view}`;
   else if (event.key === 't') nextTheme();

@@ -1,8 +1,10 @@
 // The charts: which metrics belong together, smoothing, axes, runs on top of each other.
 
-import { duration, el, number, remember } from './shared.js';
+import { distinct, duration, el, number, remember, settled } from './shared.js';
 
-const LIVE_POINTS = 2000;
+// A longer run shows the least and the greatest value of each bucket of steps.
+const MOST_POINTS = 2000;
+const BUCKETS = 400;
 const PER_REWARD = /^rewards\/(.+)\/mean$/;
 
 // A line is a metric and its label; `band` are the metrics of its edges, `spread` is a distance to either side.
@@ -12,17 +14,17 @@ const CHARTS = [
   { title: 'Groups without variance', lines: [['frac_reward_zero_std', 'share']], zero: true, help: 'Share of prompts whose completions all got the same reward: nothing is learned from them' },
   { title: 'KL', lines: [['kl', 'kl']], help: 'Distance from the reference, in nats' },
   { title: 'Entropy', lines: [['entropy', 'entropy']], help: 'Mean entropy at completion tokens, in nats' },
-  { title: 'Loss', lines: [['loss', 'loss']], help: 'Near 0 for GRPO, whatever is learned' },
-  { title: 'Gradient norm', lines: [['grad_norm', 'norm']], help: 'Before clipping' },
+  { title: 'Loss', lines: [['loss', 'loss']], help: 'What is minimised; near 0 for GRPO, whatever is learned' },
+  { title: 'Gradient norm', lines: [['grad_norm', 'norm']], help: 'Norm of all gradients before clipping' },
   { title: 'Clip ratio', lines: [['clip_ratio/region_mean', 'all'], ['clip_ratio/low_mean', 'low'], ['clip_ratio/high_mean', 'high']], zero: true, help: 'Share of tokens whose ratio is clipped' },
   { title: 'Completion length', lines: [['completions/mean_length', 'mean']], band: ['completions/min_length', 'completions/max_length'], help: 'Tokens: mean, least and most' },
   { title: 'Cut off', lines: [['completions/clipped_ratio', 'share']], zero: true, help: 'Share of completions that hit the length limit' },
-  { title: 'Rollout and training', lines: [['sampling/sampling_logp_difference/mean', 'mean'], ['sampling/sampling_logp_difference/max', 'max']], help: '|log p(rollout) − log p(training)| per token' },
+  { title: 'Rollout and training', lines: [['sampling/sampling_logp_difference/mean', 'mean'], ['sampling/sampling_logp_difference/max', 'max']], help: 'Difference of log-probabilities between rollout and training per token, in nats' },
   { title: 'Step time by phase', stack: /^time\//, help: 'Seconds of a step' },
   { title: 'Tokens per second', lines: [['\0tokens_per_second', 'tokens/s']], zero: true, help: 'Tokens that went through the model in training, by the time of the step' },
-  { title: 'Memory', lines: [['memory/peak_mb', 'MB']], zero: true, help: 'Peak of the process, in MB' },
+  { title: 'Memory', stack: /^(memory\/media_store_mb|\0memory_rest)$/, names: { 'memory/media_store_mb': 'media kept', '\0memory_rest': 'rest of the peak' }, help: 'MB: decoded media that are kept for later passes, and the rest of the peak of the process' },
   { title: 'Learning rate', lines: [['learning_rate', 'rate']] },
-  { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'On held-out rows' },
+  { title: 'Evaluation', lines: [['eval_accuracy', 'accuracy'], ['eval_reward', 'reward']], evals: true, help: 'Share of right answers and mean reward on held-out rows' },
 ];
 
 const STACK_COLOURS = 9;
@@ -77,7 +79,8 @@ function layout() {
   const own = names(false);
   const evals = names(true);
   if (own.has('num_tokens') && own.has('step_time')) own.add('\0tokens_per_second');
-  const used = new Set(['step', 'epoch', '\0seconds', '\0tokens_per_second']);
+  if (own.has('memory/peak_mb')) own.add('\0memory_rest');
+  const used = new Set(['step', 'epoch', '\0seconds', '\0tokens_per_second', '\0memory_rest']);
   const out = [];
   for (const chart of CHARTS) {
     if (chart.each) {
@@ -86,8 +89,8 @@ function layout() {
         if (match) out.push({ title: `Reward: ${match[1]}`, lines: [[name, match[1]]], spread: `rewards/${match[1]}/std`, help: 'Mean and standard deviation' });
       }
     } else if (chart.stack) {
-      const phases = [...own].filter((name) => chart.stack.test(name));
-      if (phases.length) out.push({ ...chart, lines: phases.map((name) => [name, name.replace(chart.stack, '')]), stacked: true });
+      const parts = [...own].filter((name) => chart.stack.test(name));
+      if (parts.length) out.push({ ...chart, lines: parts.map((name) => [name, chart.names?.[name] ?? name.replace(chart.stack, '')]), stacked: true });
     } else {
       const lines = chart.lines.filter(([name]) => (chart.evals ? evals : own).has(name));
       if (lines.length) out.push({ ...chart, lines });
@@ -95,8 +98,9 @@ function layout() {
   }
   if (axis.all) {
     out.forEach((chart) => chart.lines.forEach(([name]) => used.add(name)));
-    for (const name of [...own].sort()) if (!used.has(name)) out.push({ title: name, lines: [[name, name]] });
-    for (const name of [...evals].sort()) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: true });
+    const rows = (of) => shown().map((run) => run[of].at(-1)).filter(Boolean);
+    for (const name of distinct([...own].sort(), rows('rows'))) if (!used.has(name)) out.push({ title: name, lines: [[name, name]] });
+    for (const name of distinct([...evals].sort(), rows('evals'))) if (!used.has(name)) out.push({ title: name, lines: [[name, name]], evals: true });
   }
   return out;
 }
@@ -107,7 +111,8 @@ function rebuild() {
   const specs = layout();
   charts = specs.map((spec) => new Chart(spec, shown()));
   grid.replaceChildren(...charts.map((chart) => chart.figure));
-  if (!specs.length) grid.replaceChildren(el('p', { class: 'quiet' }, 'No step is done yet. Charts appear with the first one.'));
+  const waiting = runs.some((run) => run.shown && !run.loaded) ? 'Loading the metrics …' : 'No step is done yet. Charts appear with the first one.';
+  if (!specs.length) grid.replaceChildren(el('p', { class: 'quiet', role: 'status' }, waiting));
   charts.forEach((chart) => chart.draw());
 }
 
@@ -115,6 +120,7 @@ function data() { charts.forEach((chart) => chart.set()); }
 
 function value(row, name) {
   if (name === '\0tokens_per_second') return row.num_tokens / row.step_time;
+  if (name === '\0memory_rest') return row['memory/peak_mb'] - (row['memory/media_store_mb'] ?? 0);
   return row[name] ?? null;
 }
 
@@ -131,10 +137,33 @@ function smoothed(values, weight) {
   });
 }
 
-/// Of long runs every n-th row, so that drawing stays quick; the last one always.
-function thinned(rows) {
-  const every = Math.ceil(rows.length / LIVE_POINTS);
-  return every < 2 ? rows : rows.filter((_, at) => (rows.length - 1 - at) % every === 0);
+/// Places of long columns, x before lines, that are drawn: the ends, and of each bucket those of the least and the greatest value of
+/// every line. The visible range has buckets of its own.
+function places([x, ...lines], visible) {
+  const kept = new Set([0, x.length - 1]);
+  const add = (from, until) => {
+    const size = until - from > MOST_POINTS ? Math.ceil((until - from) / BUCKETS) : 1;
+    for (let begin = from; begin < until; begin += size) {
+      const end = Math.min(until, begin + size);
+      if (size === 1) { kept.add(begin); continue; }
+      for (const line of lines) {
+        let [low, high] = [-1, -1];
+        for (let at = begin; at < end; at += 1) {
+          if (line[at] === null || line[at] === undefined) continue;
+          if (low < 0 || line[at] < line[low]) low = at;
+          if (high < 0 || line[at] > line[high]) high = at;
+        }
+        if (low >= 0) kept.add(low).add(high);
+      }
+    }
+  };
+  add(0, x.length);
+  if (visible && x.length > MOST_POINTS) {
+    const from = x.findIndex((own) => own >= visible[0]);
+    const until = x.findLastIndex((own) => own <= visible[1]) + 1;
+    if (from >= 0) add(from, until);
+  }
+  return [...kept].filter((at) => at >= 0).sort((a, b) => a - b);
 }
 
 class Chart {
@@ -145,8 +174,12 @@ class Chart {
     this.body = el('div', { class: 'plot' });
     this.said = el('span', { class: 'said' });
     const whose = spec.stacked && of.length > 1 ? ` (${of[0].name})` : '';
-    this.figure = el('figure', { class: 'chart', tabindex: '0', title: spec.help, onkeydown: (event) => this.key(event) },
-      el('figcaption', {}, el('b', {}, spec.title + whose), this.said), this.body);
+    const help = el('p', { class: 'help', hidden: true }, spec.help);
+    const about = spec.help && el('button', { type: 'button', class: 'about', 'aria-expanded': 'false', 'aria-label': `about ${spec.title}`, onclick: () => { help.hidden = !help.hidden; about.setAttribute('aria-expanded', String(!help.hidden)); } }, '?');
+    this.figure = el('figure', { class: 'chart', tabindex: '0', onkeydown: (event) => this.key(event) },
+      el('figcaption', {}, el('span', {}, el('b', {}, spec.title + whose), about), this.said), help, this.body);
+    this.visible = null;
+    this.finer = settled(60, () => { if (this.plot) this.set(); });
     this.resize = new ResizeObserver(() => this.plot?.setSize({ width: this.body.clientWidth, height: this.height() }));
   }
 
@@ -158,7 +191,8 @@ class Chart {
     const tables = [];
     this.series = [];
     for (const run of this.of) {
-      const rows = thinned(spec.evals ? run.evals : run.rows);
+      const rows = spec.evals ? run.evals : run.rows;
+      const mine = this.series.length;
       const x = rows.map((row) => (axis.time ? row['\0seconds'] : row.step));
       const out = [x];
       const raw = (name) => rows.map((row) => value(row, name));
@@ -177,7 +211,7 @@ class Chart {
           const mean = smoothed(values, weight);
           const edges = spec.band?.map((edge) => smoothed(raw(edge), weight))
             ?? (spec.spread && rows.some((row) => spec.spread in row) ? [-1, 1].map((side) => smoothed(raw(spec.spread), weight).map((own, i) => (own === null || mean[i] === null ? null : mean[i] + side * own))) : null);
-          if (edges && at === 0 && this.of.length < 3) {
+          if (edges && at === 0) {
             out.push(edges[1], edges[0]);
             this.series.push({ run, at, kind: 'edge' }, { run, at, kind: 'edge' });
           }
@@ -186,7 +220,12 @@ class Chart {
           this.series.push({ run, label, at, kind: 'line' });
         });
       }
-      tables.push(out);
+      const kept = places(out, this.visible);
+      for (const own of this.series.slice(mine)) {
+        own.until = x.at(-1);
+        if (own.own) own.own = kept.map((at) => own.own[at]);
+      }
+      tables.push(out.map((column) => kept.map((at) => column[at])));
     }
     return tables.length > 1 ? uPlot.join(tables) : tables[0];
   }
@@ -207,12 +246,12 @@ class Chart {
       const stroke = this.colour(own);
       if (own.kind === 'edge') return { show: true, width: 0, points: { show: false } };
       if (own.kind === 'raw') return { stroke: `${stroke}55`, width: 1, points: { show: false } };
-      const dash = this.of.length > 1 && own.at ? [4, 3] : undefined;
+      const dash = this.of.length > 1 ? [undefined, [6, 4], [2, 3]][own.at % 3] : undefined;
       return { stroke, width: own.kind === 'stack' ? 1 : 1.75, dash, fill: own.kind === 'stack' ? `${stroke}66` : undefined, points: { show: this.spec.evals, size: 5 }, spanGaps: true };
     });
     const bands = [];
     this.series.forEach((own, at) => {
-      if (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge') bands.push({ series: [at + 1, at + 2], fill: `${this.colour(own)}26` });
+      if (own.kind === 'edge' && this.series[at + 1]?.kind === 'edge') bands.push({ series: [at + 1, at + 2], fill: `${this.colour(own)}${this.of.length < 3 ? '26' : '14'}` });
       if (own.kind === 'stack' && own.at > 0) bands.push({ series: [at + 1, at], fill: `${this.colour(own)}66` });
     });
     if (this.spec.stacked) series.forEach((own, at) => { if (at > 0) delete own.fill; });
@@ -228,10 +267,37 @@ class Chart {
       ],
       series: [{}, ...series],
       bands,
-      hooks: { setCursor: [(plot) => this.say(plot.cursor.idx)] },
+      hooks: {
+        setCursor: [(plot) => this.say(plot.cursor.idx)],
+        setScale: [(plot, key) => { if (key === 'x') this.zoom(plot); }],
+        drawClear: [(plot) => this.mark(plot, style.getPropertyValue('--warm').trim())],
+      },
     }, columns, this.body);
     this.resize.observe(this.body);
     this.say(null);
+  }
+
+  /// Takes the rows of a range that is looked at closer.
+  zoom(plot) {
+    const { min, max } = plot.scales.x;
+    const x = plot.data[0];
+    const visible = min > x[0] || max < x.at(-1) ? [min, max] : null;
+    if (String(visible) === String(this.visible)) return;
+    this.visible = visible;
+    if (this.of.some((run) => run.rows.length > MOST_POINTS)) this.finer();
+  }
+
+  /// Shades the steps of a problem.
+  mark(plot, colour) {
+    const { left, top, width, height } = plot.bbox;
+    for (const run of this.of) {
+      const x = (step) => (axis.time ? run.rows.find((row) => row.step >= step)?.['\0seconds'] ?? run.seconds : step);
+      for (const own of run.warnings) {
+        const [from, to] = [own.since, own.until ?? run.last?.step ?? own.step].map((step) => Math.max(left, Math.min(left + width, plot.valToPos(x(step), 'x', true))));
+        plot.ctx.fillStyle = `${colour}22`;
+        plot.ctx.fillRect(from, top, Math.max(2, to - from), height);
+      }
+    }
   }
 
   /// New numbers in the same lines.
@@ -257,10 +323,10 @@ class Chart {
     const parts = [];
     this.series.forEach((own, i) => {
       if (own.kind !== 'line' && own.kind !== 'stack') return;
-      let row = here;
-      // Where runs share x a run may have nothing at this place: what it had before holds.
+      // Where runs share x a run may have nothing at this place: its value before holds, but not behind its end.
+      let row = columns[0][here] > own.until && at !== null && at !== undefined ? -1 : here;
       while (row > 0 && (columns[i + 1][row] === null || columns[i + 1][row] === undefined)) row -= 1;
-      const found = own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
+      const found = row < 0 ? null : own.kind === 'stack' ? own.own[row] : columns[i + 1][row];
       const mark = el('i', {});
       mark.style.background = this.colour(own);
       const label = this.spec.lines.length > 1 ? `${own.label} ` : '';
@@ -278,7 +344,7 @@ class Chart {
     event.preventDefault();
     const x = this.plot.data[0];
     const at = Math.max(0, Math.min(x.length - 1, (this.plot.cursor.idx ?? x.length - 1) + move));
-    this.plot.setCursor({ left: this.plot.valToPos(x[at], 'x'), top: 10 });
+    this.plot.setCursor({ left: this.plot.valToPos(x[at], 'x'), top: 10 }, true, true);
   }
 
   destroy() {

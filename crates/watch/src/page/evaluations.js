@@ -1,6 +1,6 @@
 // Evaluations: their numbers over the run, by category with intervals, confusion, and each question before and after.
 
-import { apiJson, el, failure, number, signed, visible } from './shared.js';
+import { apiJson, distinct, el, failure, number, signed, visible } from './shared.js';
 import { gallery } from './media.js';
 
 const PAGE = 20;
@@ -44,7 +44,8 @@ function interval(share, count) {
 function sectionOf(run, evaluations) {
   const first = evaluations[0];
   const last = evaluations.at(-1);
-  const names = [...new Set(evaluations.flatMap(({ summary }) => Object.keys(summary)))].filter((name) => evaluations.some(({ summary }) => typeof summary[name] === 'number'));
+  const all = [...new Set(evaluations.flatMap(({ summary }) => Object.keys(summary)))].filter((name) => evaluations.some(({ summary }) => typeof summary[name] === 'number'));
+  const names = distinct(all, evaluations.map(({ summary }) => summary));
   const rows = names.map((name) => {
     const [a, b] = [first.summary[name], last.summary[name]];
     return el('tr', {}, el('th', { scope: 'row' }, name.replace(/^eval_/, '')), evaluations.map(({ summary }) => el('td', {}, number(summary[name]))),
@@ -88,7 +89,7 @@ function confusion({ step, summary }) {
   const most = Math.max(1, ...counts.flat());
   const cell = (count, truth, answer) => {
     const node = el('td', { title: `truth ${labels[truth]}, answer ${labels[answer] ?? 'none of them'}: ${count}` }, count ? String(count) : '');
-    node.style.background = count ? `color-mix(in oklab, var(${truth === answer ? '--good' : '--bad'}) ${Math.round((70 * count) / most)}%, transparent)` : '';
+    node.style.background = count ? `color-mix(in oklab, var(${truth === answer ? '--good' : '--bad'}) ${Math.round((45 * count) / most)}%, transparent)` : '';
     return node;
   };
   return el('div', {}, el('h3', {}, `Confusion at step ${step}: truth by row, answer by column`),

@@ -277,7 +277,7 @@ function card(own, where, scale) {
   const rewards = Object.entries(own.rewards).map(([name, value]) => el('span', { class: 'reward' }, `${name} `, el('b', {}, number(value, 2))));
   const columns = Object.entries(own.columns).map(([name, value]) => [el('dt', {}, visible(name)), el('dd', {}, visible(typeof value === 'string' ? value : JSON.stringify(value)))]);
   const node = el('section', { class: 'card', 'data-sample': String(own.sample), 'data-current': current.sample === String(own.sample) ? 'true' : null },
-    el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : 'good', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
+    el('header', {}, link, el('b', { class: 'total' }, number(own.reward, 2)), el('span', { class: own.advantage < 0 ? 'bad' : own.advantage > 0 ? 'good' : 'quiet', title: 'advantage' }, `A ${signed(own.advantage)}`), el('span', { class: 'quiet' }, `${own.length} tokens`), marks),
     el('div', { class: 'rewards' }, rewards), body, columns.length ? el('dl', {}, columns) : '');
   let numbers = null;
   const paint = async (how) => {
@@ -322,7 +322,7 @@ function tokens(numbers, how, advantage) {
       const span = el('span', { 'data-at': String(i) }, visible(numbers.tokens[i].replace(/^$/, '␀')));
       const strength = { probability: 1 - own.probability, entropy: Math.min(1, (own.entropy ?? 0) / 3), kl: Math.min(1, (own.kl ?? 0) / 0.5) }[how];
       if (how === 'ratio') span.style.background = tint(own.ratio === undefined ? 0 : Math.log(own.ratio) * 5);
-      else if (strength > 0.01) span.style.background = `color-mix(in oklab, var(--warm) ${Math.round(strength * 75)}%, transparent)`;
+      else if (strength > 0.01) span.style.background = `color-mix(in oklab, var(--warm) ${Math.round(strength * 45)}%, transparent)`;
       spans.push(span);
     }
     box.append(...spans);

@@ -1,8 +1,12 @@
 // What every view uses: the server's answers, elements without markup, text that cannot hide anything, numbers.
 
+/// The command that serves this page again.
+export const again = { command: 'omnigrpo watch RUN_DIR' };
+
 export async function api(path, params = {}) {
   const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== '');
-  const response = await fetch(`api/${path}?${new URLSearchParams(given)}`);
+  let response;
+  try { response = await fetch(`api/${path}?${new URLSearchParams(given)}`); } catch { throw new Error(`This part was not loaded before the program that serves the page ended. \`${again.command}\` serves it again.`); }
   if (response.ok) return response;
   let what = `${response.status} ${response.statusText}`;
   try { what = (await response.json()).error ?? what; } catch { /* not ours: the status says it */ }
@@ -55,6 +59,22 @@ export function number(value, digits = 3) {
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
   return String(Number(value.toFixed(size >= 100 ? 1 : digits)));
 }
+
+// Names that repeat a number under the name of another program.
+const ALIASES = [/^rewards\/[^/]+$/, /^clip_ratio$/, /^completion_length$/, /^grpo\/(kl_div|format_reward|accuracy_reward|total_reward|total_loss)$/, /^eval_(?!reward$).*_reward$/];
+
+/// Names without those that repeat a number of `rows`.
+export function distinct(names, rows) {
+  const known = new Set(names);
+  const repeats = (name) => {
+    const plain = name.replace(/rewards\/([^/]+)\/mean$/, '$1');
+    return plain !== name && known.has(plain) && rows.every((row) => row[plain] === row[name]);
+  };
+  return names.filter((name) => !ALIASES.some((alias) => alias.test(name)) && !repeats(name));
+}
+
+/// A text as one word of a shell.
+export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 export const signed = (value, digits = 2) =>
   value === null || value === undefined ? '–' : `${value < 0 ? '−' : '+'}${number(Math.abs(value), digits)}`;

@@ -108,7 +108,7 @@ impl MediaReader {
         MediumShape::Masked { count, side_px: pictures.side_px as usize }
     }
 
-    /// What a medium will become, given its header.
+    /// Plans a medium from its header.
     pub fn plan(
         &self,
         medium: &MediumRef,

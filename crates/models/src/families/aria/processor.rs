@@ -10,7 +10,7 @@ use super::{AriaConfig, media};
 use crate::error::{ModelError, Result};
 use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, MediumShape, Processor};
 
-/// What a template writes for a picture, and what stands around it.
+/// Text that a template writes for a picture, and the text around it.
 const MARKER: &str = "<|img|>";
 const BETWEEN: &str = "<fim_suffix><fim_prefix>";
 

@@ -42,7 +42,7 @@ struct Projector {
     query: Arc<Param>,
     query_norm: Norm,
     patch_norm: Norm,
-    /// Of queries, keys and values, before [`Self::inner`].
+    /// Projections of queries, keys and values, before [`Self::inner`].
     outer: [Linear; 3],
     /// `[3c, c]`: once more for queries, keys and values.
     inner: Linear,
@@ -59,9 +59,6 @@ type Real = [usize; 2];
 
 impl VisionTower {
     /// Builds tower and projector from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(config: &Arc<AriaConfig>, source: &mut dyn WeightSource) -> Result<Self> {
         let (tower, c, h) = (&config.tower, config.tower.sizes.hidden, config.decoder.hidden);
         // Published files carry a norm that no feature goes through; the model's own code has none.
@@ -138,9 +135,6 @@ impl VisionTower {
     }
 
     /// Tower output `[t, c]` → features `[s · q, h]`.
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; a tower output of another medium.
     pub fn project(
         &self,
         tower: &Var,
@@ -230,7 +224,7 @@ struct CrossAttention {
     patches: usize,
 }
 
-/// What attention keeps: its packed input, its output and log-sum-exps.
+/// Arrays that attention keeps: its packed input, its output and log-sum-exps.
 struct Attended {
     packed: Rows,
     out: Rows,
@@ -257,7 +251,7 @@ impl CrossAttention {
         Self { heads, layout: Arc::new(layout.into()), queries: all, patches: lengths.iter().sum() }
     }
 
-    /// Where queries, keys and values stand in the input: their rows and columns, and their rows as attention packs them.
+    /// Returns the places of queries, keys and values in the input: their rows and columns, and their rows as attention packs them.
     fn places(&self) -> [(Range<usize>, Range<usize>, usize); 3] {
         let (c, q, p) = (self.heads.q_width(), self.queries, self.patches);
         [(0..q, 0..c, 0), (q..q + p, c..2 * c, q), (q + p..q + 2 * p, 2 * c..3 * c, q)]

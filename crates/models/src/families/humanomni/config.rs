@@ -50,9 +50,9 @@ impl ProjectorConfig {
 /// An encoder and where its files are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Component<T> {
-    /// Its sizes.
+    /// Sizes of the tower.
     pub config: T,
-    /// Its directory, if there is one.
+    /// Directory of the tower, if there is one.
     pub dir: Option<PathBuf>,
 }
 
@@ -78,7 +78,7 @@ pub struct HumanOmniConfig {
     pub vision_blocks: usize,
     /// The audio tower; a checkpoint may have none.
     pub audio: Option<Component<WhisperConfig>>,
-    /// What reads the question.
+    /// Encoder of the question.
     pub text: Component<BertConfig>,
     /// Frames of a video.
     pub num_frames: usize,

@@ -38,7 +38,7 @@ pub(super) const IDLE: IdleSettings = IdleSettings {
     why: "pictures have the size of its tower, and MediaSettings::video.nframes is the number of frames of a clip",
 };
 
-/// What a checkpoint without an audio tower says to sound.
+/// Returns the error of a checkpoint without an audio tower for sound.
 pub(super) fn no_audio_tower() -> ModelError {
     ModelError::MediumKind {
         kind: MediumKind::Audio,
@@ -89,7 +89,7 @@ impl MediaReader {
         Ok(Self { pictures, mel, num_frames: config.num_frames })
     }
 
-    /// What a medium will become, given its header.
+    /// Plans a medium from its header.
     pub(super) fn plan(
         &self,
         medium: &MediumRef,

@@ -14,7 +14,7 @@ use crate::families::{IdleSettings, MediaSettings, MediumInput, MediumPlan, Medi
 /// Written at the positions of features.
 const FEATURE_ID: u32 = 0;
 
-/// What the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
+/// Text that the original GRPO trainer's template leaves in front of the media: a video of Qwen2-VL without features.
 const EMPTY_QWEN_VIDEO: &str = "<|vision_start|><|video_pad|><|vision_end|>";
 
 pub(super) struct HumanOmniProcessor {
@@ -35,6 +35,10 @@ impl HumanOmniProcessor {
 
 impl Processor for HumanOmniProcessor {
     fn counts_medium_as_one(&self) -> bool {
+        true
+    }
+
+    fn hears(&self) -> bool {
         true
     }
 

@@ -1,5 +1,5 @@
-//! What maps tower features to the language model: three branches over the frames of a clip, mixed by what the question
-//! asks for, and a small one for sound.
+//! Projectors from tower features to the language model: three branches over the frames of a clip, mixed by the
+//! question, and a small one for sound.
 //!
 //! * `video` and `body`: RegNet blocks, a 3-D convolution that halves height and width, RegNet blocks, two layers.
 //! * `face`: two layers per patch, then bilinear interpolation to the same grid.
@@ -22,7 +22,7 @@ use super::config::ProjectorConfig;
 use crate::error::Result;
 use crate::weights::{Init, Scope, WeightSource};
 
-/// Of `LayerNormAct2d`, whatever norm the stage was asked to use.
+/// Epsilon of `LayerNormAct2d`, whatever norm the stage requests.
 const NORM_EPS: f32 = 1e-5;
 
 /// Width between the two layers of the gate, the same for every size of model.

@@ -21,7 +21,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// What [`Model::save_as`](crate::Model::save_as) calls it.
+    /// Returns the layout's name in [`Model::save_as`](crate::Model::save_as).
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -48,7 +48,7 @@ pub struct VisionConfig {
     pub heads: AttentionHeads,
     /// Width of the feed-forward layer.
     pub intermediate: usize,
-    /// Of the feed-forward layer.
+    /// Activation of the feed-forward layer.
     pub activation: Activation,
     /// Side of a patch, px.
     pub patch: usize,
@@ -73,7 +73,7 @@ pub struct InternVlConfig {
     pub decoder: DecoderConfig,
     /// The tower.
     pub vision: VisionConfig,
-    /// Of the projector.
+    /// Activation of the projector.
     pub projector_activation: Activation,
     /// Patches per side that become one token.
     pub merge: usize,

@@ -86,7 +86,7 @@ impl MediaReader {
         MediumShape::Pictures { count, height_px: side, width_px: side }
     }
 
-    /// What a medium will become, given its header.
+    /// Plans a medium from its header.
     pub fn plan(
         &self,
         medium: &MediumRef,

@@ -30,7 +30,7 @@ pub(super) fn original(name: &str) -> Option<String> {
     Some(ORIGINAL.replace("@SYSTEM@", system).replace("@END@", end).replace("@IMAGE@", "<image>"))
 }
 
-/// The same prompt for a processor of the hf layout, which looks for another image placeholder.
+/// Returns the same prompt for a processor of the hf layout, which looks for another image placeholder.
 pub(super) fn original_for_hf(name: &str) -> Option<String> {
     let (_, system, end) = NAMES.iter().find(|(known, ..)| *known == name)?;
     Some(ORIGINAL.replace("@SYSTEM@", system).replace("@END@", end).replace("@IMAGE@", super::CONTEXT))

@@ -83,9 +83,6 @@ pub struct VisionTower {
 
 impl VisionTower {
     /// Builds the tower from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(config: &InternVlConfig, source: &mut dyn WeightSource) -> Result<Self> {
         let (names, v) = (Names::of(config.layout), &config.vision);
         let (c, i) = (v.hidden, v.intermediate);

@@ -17,7 +17,7 @@ pub enum Generation {
     Qwen2,
     /// RMS norm, SwiGLU, windows, absolute time in positions.
     Qwen25,
-    /// As [`Self::Qwen2`], with learned positions beside the rotation, biases of patches, and deep features; times of video
+    /// [`Self::Qwen2`] with learned positions beside the rotation, biases of patches, and deep features; times of video
     /// frames are text.
     Qwen3,
 }

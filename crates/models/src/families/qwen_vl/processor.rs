@@ -57,6 +57,10 @@ impl Processor for QwenVlProcessor {
         self.media.prepare(medium, settings)
     }
 
+    fn patch_len(&self) -> usize {
+        self.config.vision.patch_len()
+    }
+
     fn tokens(&self, kind: MediumKind, shape: &MediumShape, times_secs: &[f64]) -> Result<MediumTokens> {
         let grid = shape.patches()?;
         let count = grid.num_tokens(self.config.vision.merge);

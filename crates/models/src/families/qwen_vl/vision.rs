@@ -53,9 +53,6 @@ struct Names {
 
 impl VisionTower {
     /// Builds the tower from a source of weights.
-    ///
-    /// # Errors
-    /// As the source.
     pub fn build(
         config: VisionConfig,
         generation: Generation,

@@ -1,4 +1,6 @@
-//! Where a model runs.
+//! Devices of models.
+
+use std::path::Path;
 
 use omnigrpo_gpu::Error as GpuError;
 use omnigrpo_ops::{Card, Device};
@@ -6,41 +8,60 @@ use omnigrpo_ops::{Card, Device};
 use crate::problem::Problem;
 use crate::settings::{DeviceChoice, Settings};
 
-/// Opens a device; with it a few words on what it is, or why it was taken. A device that was asked for and cannot be had is an
-/// error, and so is a GPU that is there and cannot be used: nothing else is taken in its place.
+/// Opens a device. Returns it with a few words on what it is or why it was taken; the words are empty where nothing needs
+/// saying: a CPU that the user chose, or that is all the machine has.
+///
+/// # Errors
+/// The device is unavailable, or `auto` finds a GPU that cannot be used. No other device replaces it.
 pub fn open_device(
     choice: DeviceChoice,
     flag: &str,
     settings: &Settings,
 ) -> Result<(Device, String), Problem> {
     match choice {
-        DeviceChoice::Cpu => Ok((Device::Cpu, "as the settings say".into())),
+        DeviceChoice::Cpu => Ok((Device::Cpu, String::new())),
         DeviceChoice::Cuda(ordinal) => {
             let (device, card) = open(ordinal, settings)
                 .map_err(|error| cannot(&error).at(format!("{flag} cuda:{ordinal}")))?;
             Ok((device, card))
         }
         DeviceChoice::Auto => match omnigrpo_gpu::survey() {
-            Err(error @ GpuError::NoDriver) => Ok((Device::Cpu, error.to_string())),
+            Err(error @ GpuError::NoDriver) => {
+                let lacks_driver = lists_nvidia_gpu(Path::new("/sys/bus/pci/devices"));
+                Ok((Device::Cpu, if lacks_driver { error.to_string() } else { String::new() }))
+            }
             Ok(survey) if survey.cards.is_empty() => Ok((Device::Cpu, no_cards(settings))),
             found => {
                 let opened = found.map_err(omnigrpo_ops::Error::from).and_then(|_| open(0, settings));
                 let (device, card) = opened.map_err(|error| {
-                    cannot(&error).at(format!("{flag} auto")).help("`--device cpu` does without the GPU")
+                    cannot(&error).at(format!("{flag} auto")).help("`--device cpu` needs no GPU")
                 })?;
-                Ok((device, format!("{card}, the first GPU there is")))
+                Ok((device, format!("{card}, the first GPU")))
             }
         },
         DeviceChoice::Emulated => match Device::emulator() {
             Some(device) => Ok((device, "a GPU's kernels on the CPU, for tests".into())),
-            None => Err(Problem::usage("this build has no emulator of GPUs, which is for tests")
+            None => Err(Problem::usage("this build has no emulator of GPUs, which only tests use")
                 .at(format!("{flag} emulated"))
                 .expected("`auto`, `cpu`, `cuda`, or `cuda:N`")),
         },
     }
 }
 
-/// Why `auto` takes the CPU where there is a driver.
+/// Returns true if the PCI bus lists an NVIDIA display or compute card. `devices` is the kernel's list: a directory per device
+/// with the files `vendor` and `class`.
+fn lists_nvidia_gpu(devices: &Path) -> bool {
+    let is_gpu = |device: &Path| {
+        let reads = |file: &str, start: &str| {
+            std::fs::read_to_string(device.join(file)).is_ok_and(|text| text.starts_with(start))
+        };
+        reads("vendor", "0x10de") && reads("class", "0x03")
+    };
+    let Ok(entries) = std::fs::read_dir(devices) else { return false };
+    entries.flatten().any(|entry| is_gpu(&entry.path()))
+}
+
+/// Returns the reason why `auto` takes the CPU although there is a driver.
 pub fn no_cards(settings: &Settings) -> String {
     match &settings.env.cuda_visible_devices {
         Some(visible) if visible.is_empty() => {
@@ -61,12 +82,35 @@ fn cannot(error: &omnigrpo_ops::Error) -> Problem {
     Problem::failure("the GPU cannot be used").got(error.to_string())
 }
 
-/// Whether `device` is what `choice` names.
+/// Returns true if `device` is the one that `choice` names.
 pub fn is_at(device: Device, choice: DeviceChoice) -> bool {
     match (device, choice) {
         (Device::Cpu, DeviceChoice::Cpu) => true,
         (Device::Gpu(card), DeviceChoice::Cuda(ordinal)) => card.ordinal() == Some(ordinal.into()),
         (Device::Gpu(card), DeviceChoice::Emulated) => card.ordinal().is_none(),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_is_a_display_controller_of_nvidia() {
+        let bus = tempfile::tempdir().unwrap();
+        let add = |name: &str, vendor: &str, class: &str| {
+            let device = bus.path().join(name);
+            std::fs::create_dir(&device).unwrap();
+            std::fs::write(device.join("vendor"), format!("{vendor}\n")).unwrap();
+            std::fs::write(device.join("class"), format!("{class}\n")).unwrap();
+        };
+        assert!(!lists_nvidia_gpu(&bus.path().join("none")));
+        add("0000:00:02.0", "0x8086", "0x030000");
+        add("0000:01:00.1", "0x10de", "0x040300");
+        assert!(!lists_nvidia_gpu(bus.path()), "a display of Intel and the sound of a card");
+        add("0000:01:00.0", "0x10de", "0x030200");
+        assert!(lists_nvidia_gpu(bus.path()));
     }
 }

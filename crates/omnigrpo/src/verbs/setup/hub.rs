@@ -12,7 +12,7 @@ use crate::environment::HubEnvironment;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// A directory, or a model of the Hugging Face hub, which is fetched unless it is in the local cache.
+/// Returns a directory, or that of a model of the Hugging Face hub, which is fetched unless it is in the local cache.
 pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf, Problem> {
     let path = PathBuf::from(name);
     if path.is_dir() {
@@ -20,7 +20,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
         if let (false, Some(base)) = (path.join("config.json").is_file(), adapter) {
             return Err(Problem::usage("the directory holds an adapter, not a checkpoint")
                 .at(path.display().to_string())
-                .expected("the checkpoint it was trained on, and the adapter beside it")
+                .expected("the checkpoint that it was trained on, and the adapter in its own setting")
                 .help(format!("--model_name_or_path {base} --adapter_name_or_path {}", path.display())));
         }
         return Ok(path);
@@ -52,7 +52,7 @@ pub fn named_dir(what: &str, name: &str, settings: &Settings) -> Result<PathBuf,
     })
 }
 
-/// A client of the hub that the environment names, as whom it names.
+/// Returns a client of the hub and the account that the environment names.
 pub fn hub(env: &HubEnvironment) -> Hub {
     let kept = || {
         let text = std::fs::read_to_string(&env.token_file).ok()?;
@@ -65,7 +65,7 @@ pub fn hub(env: &HubEnvironment) -> Hub {
     })
 }
 
-/// Shows a transfer: a line with `what` before it, then a bar.
+/// Shows a transfer: a line with `what`, then a bar.
 pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<'a> {
     const MB: u64 = 1_000_000;
     let what = what.to_owned();
@@ -88,7 +88,7 @@ pub fn progress<'a>(console: &'a Console, what: &str) -> impl FnMut(Step) + use<
     }
 }
 
-/// Fetches a model of the hub into the local cache. What is missing of one that is partly there is added.
+/// Fetches a model of the hub into the local cache, or the missing files of one that is partly there.
 fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     let console = Console::stderr(false);
     hub(env).download(
@@ -98,7 +98,7 @@ fn fetch(name: &str, env: &HubEnvironment) -> Result<PathBuf, FetchError> {
     )
 }
 
-/// The table files of a split of a dataset, fetched unless they are in the local cache.
+/// Returns the table files of a split of a dataset, fetched unless they are in the local cache.
 pub fn tables(
     name: &str,
     part: Option<&str>,

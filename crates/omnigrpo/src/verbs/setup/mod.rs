@@ -1,4 +1,4 @@
-//! Settings to plans: what several commands build alike.
+//! From settings to plans: parts that several commands share.
 
 mod device;
 mod hub;

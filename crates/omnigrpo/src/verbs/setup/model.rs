@@ -1,4 +1,4 @@
-//! The model of a command: from where, in what form, what of it is trained.
+//! The model of a command: its source, its form and its trained parts.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use super::hub::named_dir;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// The checkpoint directory that `--model_name_or_path` names: a directory, or a model in the local Hugging Face cache.
+/// Returns the checkpoint directory of `--model_name_or_path`: a directory, or a model in the local Hugging Face cache.
 pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
     let Some(name) = &settings.model.name else {
         return Err(Problem::usage("no model is given").expected("`--model_name_or_path DIR`").into());
@@ -23,13 +23,13 @@ pub fn checkpoint_dir(settings: &Settings) -> Result<PathBuf> {
     Ok(named_dir("the model", name, settings)?)
 }
 
-/// Opens that checkpoint, with what flags change about it.
+/// Opens that checkpoint with the changes that flags make to it.
 pub fn checkpoint(settings: &Settings) -> Result<Checkpoint> {
     let dir = checkpoint_dir(settings)?;
     Checkpoint::open_with(&dir, |config| options::replaced(settings, &dir, config))
 }
 
-/// What is trained whole.
+/// Returns the parts that are trained as a whole.
 pub fn selection(settings: &Settings, family: &Family) -> Selection {
     let mut selection = settings.selection.clone();
     if settings.model.freeze_vision_modules {
@@ -40,18 +40,18 @@ pub fn selection(settings: &Settings, family: &Family) -> Selection {
     selection
 }
 
-/// Loads the model with its adapter, or makes a random one from its configuration. It is only read: weights stay in their files
-/// where they can.
+/// Loads the model with its adapter, or makes a random one from its configuration, for reading only: weights stay in their files
+/// if possible.
 pub fn model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
     load(settings, checkpoint, &Selection::NONE, device, true)
 }
 
-/// As [`model`], for weights that will be written.
+/// Loads the model like [`model`], for weights that will be written.
 pub fn model_to_change(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
     load(settings, checkpoint, &Selection::NONE, Device::Cpu, false)
 }
 
-/// What is asked of routers fits the model.
+/// Checks that settings about routers fit the model.
 pub fn check_router(settings: &Settings, checkpoint: &Checkpoint) -> Result<()> {
     let experts = checkpoint.family().architecture().decoder_config().experts;
     if experts.is_none() && !settings.algorithm.router.is_off() {
@@ -60,13 +60,13 @@ pub fn check_router(settings: &Settings, checkpoint: &Checkpoint) -> Result<()> 
             "router_aux_loss_coef and router_z_loss_coef have no effect on this model",
         )
         .got(format!("{name}, which has no experts"))
-        .expected("a family with experts, such as aria; or remove the two")
+        .expected("a family with experts, such as aria; otherwise remove the two settings")
         .into());
     }
     Ok(())
 }
 
-/// The model to train: as [`model`], with a new adapter where one is asked for.
+/// Loads the model to train, with a new adapter if one is set.
 pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, device: Device) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
     let mut model = load(settings, checkpoint, &selection, device, false)?;
@@ -76,12 +76,12 @@ pub fn trained_model(settings: &Settings, checkpoint: &Checkpoint, device: Devic
     Ok(model)
 }
 
-/// Adapters to begin with.
+/// Adds new adapters.
 fn new_adapters(settings: &Settings) -> Option<&LoraConfig> {
     Some(&settings.lora).filter(|_| settings.model.use_peft && settings.model.adapter.is_none())
 }
 
-/// The outline of the model to train, with its adapters, and with what is trained marked.
+/// Returns the outline of the model to train, with its adapters, and with trained weights marked.
 pub fn trained_outline(settings: &Settings, checkpoint: &Checkpoint) -> Result<Model> {
     let selection = selection(settings, checkpoint.family());
     let mut outline = with_options(settings, checkpoint, &selection, (Device::Outline, false), |options| {
@@ -97,7 +97,7 @@ pub fn trained_outline(settings: &Settings, checkpoint: &Checkpoint) -> Result<M
     Ok(outline)
 }
 
-/// Calls `f` with how the settings have the model loaded.
+/// Calls `f` with the load options of the settings.
 fn with_options<R>(
     settings: &Settings,
     checkpoint: &Checkpoint,
@@ -117,7 +117,7 @@ fn with_options<R>(
     let trained = trained.matcher()?;
     let keep = |name: &str, part: Part| whole.contains(name) || trained(name, part);
     let quantization = bits.map(|bits| Quantization { bits, keep: &keep });
-    // Short commands that only read: files change under long runs, and a changed weight there would go unnoticed.
+    // Only for short commands that only read: files may change during long runs, and a changed weight would go unnoticed.
     let in_place = in_place && device == Device::Cpu && whole.is_empty();
     f(&LoadOptions { dtype: settings.model.dtype, quantization, device, in_place })
 }
@@ -144,7 +144,7 @@ fn load(
             let left = params.filter(|p| quantization.leaves(p.name(), p.part(), p.shape())).count();
             if left > 0 {
                 tracing::warn!(
-                    "{left} linear weights are not held in few bits: their rows are shorter than a group of {} numbers",
+                    "{left} linear weights stay unquantised: their rows are shorter than a group of {} numbers",
                     Quantization::GROUP
                 );
             }

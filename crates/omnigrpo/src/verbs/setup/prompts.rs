@@ -1,16 +1,16 @@
-//! How prompts are made.
+//! Prompts of a command.
 
 use anyhow::Result;
 use omnigrpo_models::{Checkpoint, MediaSettings, PromptBuilder, PromptSettings};
 
 use crate::settings::Settings;
 
-/// Makes prompts for a checkpoint. `training` lets rows draw their number of frames.
+/// Returns the builder of prompts for a checkpoint. `training` lets rows draw their number of frames.
 pub fn prompts(settings: &Settings, checkpoint: &Checkpoint, training: bool) -> Result<PromptBuilder> {
     prompts_with(settings, checkpoint, training, false)
 }
 
-/// As [`prompts`] of training, with the frames of videos in another order.
+/// Returns the builder of training prompts with the frames of videos in another order.
 pub fn shuffled_prompts(settings: &Settings, checkpoint: &Checkpoint) -> Result<PromptBuilder> {
     prompts_with(settings, checkpoint, true, true)
 }

@@ -1,4 +1,4 @@
-//! The rewards of a command and what they are measured against.
+//! The rewards of a command and their references.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::hub::named_dir;
 use crate::problem::Problem;
 use crate::settings::Settings;
 
-/// The references of these rows, where a reward asks for them.
+/// Returns the references of these rows, if a reward needs them.
 pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<Item = u64>) -> Option<Corpus> {
     let wants = |name: &str| !settings.lacks_reward(name);
     let weigh_tokens = wants("bertscore") && settings.rewards.scorers.bertscore_idf;
     (wants("cider") || wants("explanation") || weigh_tokens).then(|| {
-        // A row that cannot be read is reported where it would be used.
+        // An unreadable row is reported when it is used.
         let samples = rows.into_iter().filter_map(|row| dataset.get(row).ok());
         let own = |sample: Sample| {
             let references = references(&sample.columns, sample.solution.as_deref());
@@ -29,7 +29,7 @@ pub fn corpus(settings: &Settings, dataset: &Dataset, rows: impl IntoIterator<It
     })
 }
 
-/// The rewards.
+/// Builds the rewards.
 pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet> {
     let asked = &settings.rewards;
     let wants = |name: &str| !settings.lacks_reward(name);
@@ -76,7 +76,7 @@ pub fn rewards(settings: &Settings, corpus: Option<&Corpus>) -> Result<RewardSet
         .map_err(|e| Problem::usage(told(&e)).at("--reward_funcs").into())
 }
 
-/// What a judge is asked, from a file.
+/// Reads the question to a judge from a file.
 fn judge_prompt(path: &Path) -> Result<String> {
     const MAX_BYTES: u64 = 64 << 10;
     let problem = |got: String| {
@@ -94,12 +94,12 @@ fn judge_prompt(path: &Path) -> Result<String> {
         return Err(problem(format!("more than {MAX_BYTES} bytes")).into());
     }
     if !text.contains("{answer}") && !text.contains("{completion}") {
-        return Err(problem("a text that shows the judge nothing to grade".to_owned()).into());
+        return Err(problem("a text without an answer to grade".to_owned()).into());
     }
     Ok(text)
 }
 
-/// Those of the rewards that need neither a model nor another program, if there are any: enough to ask about rows.
+/// Builds the rewards that need neither a model nor another program, if there are any: enough to check rows.
 pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<RewardSet>> {
     let mut textual = settings.clone();
     let asked = &mut textual.rewards;
@@ -112,8 +112,8 @@ pub fn text_rewards(settings: &Settings, dataset: &Dataset) -> Result<Option<Rew
     rewards(&textual, corpus(&textual, dataset, 0..dataset.len()).as_ref()).map(Some)
 }
 
-/// Has rewards outside of this process score one made-up completion of the first of the rows that can be read, so that
-/// one that cannot be started or reached is found before hours of sampling.
+/// Lets rewards outside of this process score one made-up completion of the first readable row, so that a reward that cannot
+/// be started or reached is found before hours of sampling.
 pub fn probe_rewards(
     rewards: &RewardSet,
     dataset: &Dataset,

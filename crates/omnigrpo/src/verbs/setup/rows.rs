@@ -1,4 +1,4 @@
-//! The rows of a command: which files, how they are read, media by address.
+//! The rows of a command: files, options of reading, media by address.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::names::AllowUrls;
 use crate::problem::Problem;
 use crate::settings::{REGISTRY, Settings, is_on_hub};
 
-/// How rows are read.
+/// Returns the options of reading rows.
 pub fn read_options(settings: &Settings) -> ReadOptions {
     ReadOptions {
         fetch: fetch_media(settings),
@@ -25,7 +25,7 @@ pub fn read_options(settings: &Settings) -> ReadOptions {
 /// Largest medium that is fetched, bytes.
 const MAX_URL_BYTES: u64 = 1 << 30;
 
-/// What brings media by address, where they are allowed.
+/// Returns the function that fetches media by address, if they are allowed.
 fn fetch_media(settings: &Settings) -> Option<Fetch> {
     let allow_private = match settings.data.allow_urls {
         AllowUrls::Off => return None,
@@ -41,14 +41,36 @@ fn fetch_media(settings: &Settings) -> Option<Fetch> {
     Some(Fetch(Arc::new(move |url| Ok(media.fetch(url)?))))
 }
 
-/// The rows of `--input`; `-` is standard input. With `missing_media` those are read, too, whose media are not there.
+/// Returns the rows of `--input`; `-` is standard input, and a directory stands for the rollouts of a run in it. With
+/// `missing_media` rows are read whose media are missing.
 pub fn input_rows(settings: &Settings, input: &Path, missing_media: bool) -> Result<Arc<Dataset>> {
     let input = if input == Path::new("-") { PathBuf::from("/dev/stdin") } else { input.to_owned() };
     let options = ReadOptions { missing_media, ..read_options(settings) };
-    open_with(&DatasetSpec::from_files(&[input], &settings.data.roots)?, &options)
+    let files = if input.is_dir() { rollout_logs(&input)? } else { vec![input] };
+    open_with(&DatasetSpec::from_files(&files, &settings.data.roots)?, &options)
 }
 
-/// The training rows.
+/// Returns the rollout logs in a run directory, or in its directory `rollouts`, in the order of their steps.
+fn rollout_logs(dir: &Path) -> Result<Vec<PathBuf>> {
+    let step = |path: &Path| -> Option<u64> {
+        path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(".jsonl")?.parse().ok()
+    };
+    for dir in [dir.to_owned(), dir.join("rollouts")] {
+        let Ok(entries) = std::fs::read_dir(&dir) else { continue };
+        let files = entries.flatten().filter_map(|entry| Some((step(&entry.path())?, entry.path())));
+        let mut files: Vec<(u64, PathBuf)> = files.collect();
+        files.sort();
+        if !files.is_empty() {
+            return Ok(files.into_iter().map(|(_, path)| path).collect());
+        }
+    }
+    Err(Problem::failure("the directory has no rollouts")
+        .at(dir.display().to_string())
+        .expected("a file of rows, or a run directory with `rollouts/step-N.jsonl`")
+        .into())
+}
+
+/// Opens the training rows.
 pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     let data = &settings.data;
     let roots = &data.roots;
@@ -76,7 +98,7 @@ pub fn train_data(settings: &Settings) -> Result<Arc<Dataset>> {
     open(&specs, settings)
 }
 
-/// Files of rows, and datasets of the hub in their tables' place.
+/// Returns the specs of files of rows; a dataset of the hub becomes its tables.
 fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec<DatasetSpec>> {
     let roots = &settings.data.roots;
     let mut specs = Vec::new();
@@ -97,12 +119,12 @@ fn from_files(settings: &Settings, files: &[PathBuf], split: &str) -> Result<Vec
     Ok(specs)
 }
 
-/// Opens rows as they are read everywhere.
+/// Opens rows with the usual options.
 fn open(specs: &[DatasetSpec], settings: &Settings) -> Result<Arc<Dataset>> {
     open_with(specs, &read_options(settings))
 }
 
-/// Opens rows. A file that is not there may be one that `data convert` makes.
+/// Opens rows. A missing file may be one that `data convert` writes.
 fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset>> {
     let dataset = Dataset::open(specs, options).map_err(|e| match &e {
         DataError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
@@ -126,7 +148,7 @@ fn open_with(specs: &[DatasetSpec], options: &ReadOptions) -> Result<Arc<Dataset
     Ok(Arc::new(dataset))
 }
 
-/// The evaluation rows, if any are given apart from the training rows.
+/// Opens the evaluation rows, if any are given besides the training rows.
 pub fn eval_data(settings: &Settings) -> Result<Option<Arc<Dataset>>> {
     let data = &settings.data;
     let roots = &data.roots;

@@ -1,0 +1,590 @@
+//! Says what is wrong with a run, from the metrics that it logs.
+//!
+//! [`RULES`] is one table. A rule reads the last steps, and the best of what came before them; it says when its problem begins and
+//! when it is over. The first rule that holds explains the others, so it alone is told: a policy that ran away also cuts off its
+//! completions and earns nothing.
+
+use std::collections::VecDeque;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Metric;
+
+/// A problem that metrics show.
+#[derive(Debug)]
+pub struct Rule {
+    /// Name in `warnings.jsonl`.
+    pub name: &'static str,
+    /// The problem in a few words, as a message begins.
+    pub title: &'static str,
+    /// One line for the reference: when the rule holds.
+    pub doc: &'static str,
+    /// Steps that the rule looks at. So many steps without the problem end it.
+    pub window: usize,
+    /// The setting to change first, as a field of a plan.
+    pub setting: &'static str,
+    /// Advice, in whole sentences. It names the setting.
+    pub advice: &'static str,
+    /// Whether the run is ruined by going on.
+    pub collapse: bool,
+    /// Whether a later rule would only tell a consequence.
+    explains: bool,
+    sign: fn(&Seen<'_>) -> Option<String>,
+}
+
+/// Every rule, causes before consequences.
+pub const RULES: &[Rule] = &[
+    Rule {
+        name: "large_gap",
+        title: "the rollout and training disagree",
+        doc: "the log-probabilities of the rollout and of training differ by more than 0.02 nats in the mean, and no correction is on",
+        window: 3,
+        setting: "Algorithm::loss.correction.kind",
+        advice: "The loss takes both for the same policy. Set Algorithm::loss.correction.kind, which weighs each token or completion \
+                 by the difference",
+        collapse: false,
+        explains: false,
+        sign: |seen| {
+            let gap = seen.median(|step| step.gap)?;
+            let most = seen.most(|step| step.largest_gap).unwrap_or(gap);
+            (gap > LARGE_GAP && !seen.aims.corrected).then(|| {
+                format!(
+                    "their log-probabilities differ by {gap:.3} nats in the mean and {most:.2} at most; up to {LARGE_GAP} is ordinary"
+                )
+            })
+        },
+    },
+    Rule {
+        name: "ran_away",
+        title: "the policy ran away",
+        doc: "the mean reward fell by half a standard deviation and more than by chance, and KL, gradient norm, clip ratio, cut-off \
+              completions or groups without variance jumped; or KL is above 5 nats",
+        window: 5,
+        setting: "AdamWConfig::learning_rate",
+        advice: "Lower AdamWConfig::learning_rate, or raise Algorithm::loss.beta",
+        collapse: true,
+        explains: true,
+        sign: ran_away,
+    },
+    Rule {
+        name: "cut_off",
+        title: "all completions are cut off",
+        doc: "at least 95 % of the completions reach the length limit",
+        window: 5,
+        setting: "SamplingParams::max_completion_length",
+        advice: "An answer that is cut off earns nothing. Raise SamplingParams::max_completion_length, or ask for shorter answers",
+        collapse: false,
+        explains: true,
+        sign: |seen| {
+            let share = seen.mean(|step| step.cut_off)?;
+            let length = seen.mean(|step| step.length)?;
+            (share >= 0.95).then(|| {
+                format!(
+                    "{:.0} % of them reach the length limit, at {length:.0} tokens in the mean",
+                    100.0 * share
+                )
+            })
+        },
+    },
+    Rule {
+        name: "solved",
+        title: "every completion has the best reward",
+        doc: "no group has variance and the mean reward is the best that the rewards can give",
+        window: 10,
+        setting: "RunPlan::max_steps",
+        advice: "Nothing is left to learn from these rows. Lower RunPlan::max_steps, or take harder rows (RunPlan::lessons.high leaves \
+                 out those that are solved)",
+        collapse: false,
+        explains: true,
+        sign: |seen| {
+            let reward = seen.alike(0.999)?;
+            (seen.level(reward)? > 0.999)
+                .then(|| format!("the mean reward is {reward:.3} and no group has variance"))
+        },
+    },
+    Rule {
+        name: "hopeless",
+        title: "no completion earns anything",
+        doc: "no group has variance and the mean reward is the least that the rewards can give",
+        window: 10,
+        setting: "TrainSetup::rewards",
+        advice: "The rows are too hard, or the rewards never apply: compare completions and solutions in `rollouts/`, then change \
+                 TrainSetup::rewards or take easier rows",
+        collapse: false,
+        explains: true,
+        sign: |seen| {
+            let reward = seen.alike(0.999)?;
+            (seen.level(reward)? < 0.001)
+                .then(|| format!("the mean reward is {reward:.3} and no group has variance"))
+        },
+    },
+    Rule {
+        name: "reward_never_fires",
+        title: "a reward never fires",
+        doc: "one of several rewards gave every completion its least value",
+        window: 20,
+        setting: "TrainSetup::rewards",
+        advice: "Look at completions in `rollouts/`: the answers are not in the form that it reads, or the rows are too hard. Correct \
+                 TrainSetup::rewards, or leave that reward out",
+        collapse: false,
+        explains: false,
+        sign: never_fires,
+    },
+    Rule {
+        name: "entropy_collapsed",
+        title: "the entropy collapsed",
+        doc: "the mean entropy is below 0.01 nats and a twentieth of its best, nine groups of ten have no variance, and the mean \
+              reward is in the lower four fifths of its range",
+        window: 10,
+        setting: "SamplingParams::temperature",
+        advice: "The completions of a prompt are all the same, and not the best ones. Raise SamplingParams::temperature or \
+                 Algorithm::loss.entropy_coef, or lower AdamWConfig::learning_rate",
+        collapse: true,
+        explains: true,
+        sign: |seen| {
+            let entropy = seen.mean(|step| step.entropy)?;
+            let best = seen.before.entropy?;
+            let reward = seen.alike(0.9).and(seen.median(|step| step.reward))?;
+            // Where nobody knows the best reward, this may be it.
+            let learned = seen.level(reward)? >= 0.8;
+            (entropy < 0.01 && entropy < 0.05 * best && !learned)
+                .then(|| format!("it is {entropy:.4} nats, from {best:.3}, at a mean reward of {reward:.3}"))
+        },
+    },
+    Rule {
+        name: "no_variance",
+        title: "the completions of a prompt all earn the same",
+        doc: "nine groups of ten have no variance, and the mean reward is in the lower four fifths of its range",
+        window: 10,
+        setting: "RunPlan::lessons.curriculum",
+        advice: "Nothing is learned from such groups: each row is too easy or too hard. Let RunPlan::lessons.curriculum choose rows, \
+                 raise Algorithm::num_generations or SamplingParams::temperature",
+        collapse: false,
+        explains: true,
+        sign: |seen| {
+            let reward = seen.alike(0.9).and(seen.median(|step| step.reward))?;
+            let learned = seen.level(reward).is_some_and(|level| level >= 0.8);
+            let share = seen.mean(|step| step.without_variance)?;
+            (!learned).then(|| {
+                format!(
+                    "{:.0} % of the groups have no variance, at a mean reward of {reward:.3}",
+                    100.0 * share
+                )
+            })
+        },
+    },
+];
+
+/// The most steps that a rule looks at.
+const LONGEST: usize = 20;
+/// Mean difference of log-probabilities between rollout and training, in nats, that is ordinary.
+const LARGE_GAP: f64 = 0.02;
+/// Gradient norms of the first steps that later ones are compared with.
+const FIRST_NORMS: usize = 50;
+
+fn ran_away(seen: &Seen<'_>) -> Option<String> {
+    let before = seen.before;
+    // Without a step before there is nothing to compare with.
+    before.reward?;
+    let mut signs = Vec::new();
+    let kl = seen.median(|step| step.kl).filter(|&kl| kl > 1.0);
+    signs.extend(kl.map(|kl| format!("KL is {kl:.1} nats")));
+    let norm = seen
+        .median(|step| step.grad_norm)
+        .zip(median(&mut before.norms.clone()))
+        .filter(|(now, then)| *now > 20.0 * then);
+    signs.extend(norm.map(|(now, then)| format!("the gradient norm is {now:.3}, from {then:.3}")));
+    let clipped = seen.median(|step| step.ratio_clipped).filter(|&share| share > 0.5);
+    signs.extend(clipped.map(|share| format!("{:.0} % of the ratios are clipped", 100.0 * share)));
+    let jumped =
+        |now: Option<f64>, then: Option<f64>| now.zip(then).filter(|(now, then)| *now >= 0.9 && *then < 0.5);
+    let cut_off = jumped(seen.mean(|step| step.cut_off), before.cut_off);
+    signs.extend(cut_off.map(|(share, _)| format!("{:.0} % of the completions are cut off", 100.0 * share)));
+    let alike = jumped(seen.mean(|step| step.without_variance), before.without_variance);
+    signs.extend(alike.map(|(share, _)| format!("{:.0} % of the groups have no variance", 100.0 * share)));
+    let fell = || {
+        let (now, best) = (seen.mean(|step| step.reward)?, before.reward?);
+        let (mean, deviation) = before.rewards.mean_and_deviation();
+        // Steps of few prompts differ by chance.
+        let by_chance = 3.0 * deviation / (seen.steps.len() as f64).sqrt();
+        let mostly = seen.median(|step| step.reward)?;
+        let fell = now < mean - by_chance && mostly < best - 0.5 * before.reward_std?.max(1e-6);
+        fell.then(|| format!("the mean reward fell from {best:.3} to {now:.3}"))
+    };
+    let fell = fell();
+    if signs.is_empty() || fell.is_none() && kl.is_none_or(|kl| kl < 5.0) {
+        return None;
+    }
+    Some(fell.into_iter().chain(signs).collect::<Vec<_>>().join(", "))
+}
+
+fn never_fires(seen: &Seen<'_>) -> Option<String> {
+    let silent: Vec<String> = seen
+        .aims
+        .rewards
+        .iter()
+        .enumerate()
+        .filter_map(|(at, (name, (least, best)))| {
+            // A reward without a least value gives nothing at 0.
+            let least = if least.is_finite() { *least } else { 0.0 };
+            let is_silent = |step: &&Step| step.rewards.get(at).copied().flatten() == Some((least, 0.0));
+            (least < *best && seen.steps.iter().all(is_silent))
+                .then(|| format!("`{name}` gave every completion {least}"))
+        })
+        .collect();
+    (!silent.is_empty() && seen.aims.rewards.len() > 1).then(|| silent.join(" and "))
+}
+
+/// Range of a run's rewards, and whether its loss corrects the gap.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Aims {
+    /// Least and best value of the weighted sum.
+    pub range: Option<(f64, f64)>,
+    /// Name, least and best value of each reward.
+    pub rewards: Vec<(String, (f64, f64))>,
+    /// Whether the loss corrects the difference between rollout and training.
+    pub corrected: bool,
+}
+
+/// The numbers of a step that rules read.
+#[derive(Clone, Debug, Default)]
+struct Step {
+    at: u64,
+    reward: Option<f64>,
+    reward_std: Option<f64>,
+    without_variance: Option<f64>,
+    kl: Option<f64>,
+    entropy: Option<f64>,
+    grad_norm: Option<f64>,
+    ratio_clipped: Option<f64>,
+    cut_off: Option<f64>,
+    length: Option<f64>,
+    gap: Option<f64>,
+    largest_gap: Option<f64>,
+    /// Mean and standard deviation of each reward.
+    rewards: Vec<Option<(f64, f64)>>,
+}
+
+impl Step {
+    fn of(at: u64, metrics: &[Metric], aims: &Aims) -> Self {
+        let get = |name: &str| metrics.iter().find(|(own, _)| own == name).and_then(|(_, value)| *value);
+        let reward =
+            |name: &str| Some((get(&format!("rewards/{name}/mean"))?, get(&format!("rewards/{name}/std"))?));
+        Self {
+            at,
+            reward: get("reward"),
+            reward_std: get("reward_std"),
+            without_variance: get("frac_reward_zero_std"),
+            // What a JSON number cannot say is no reason to be calm.
+            kl: get("kl").map(|kl| if kl.is_nan() { f64::INFINITY } else { kl }),
+            entropy: get("entropy"),
+            grad_norm: get("grad_norm"),
+            ratio_clipped: get("clip_ratio/region_mean"),
+            cut_off: get("completions/clipped_ratio"),
+            length: get("completions/mean_length"),
+            gap: get("sampling/sampling_logp_difference/mean"),
+            largest_gap: get("sampling/sampling_logp_difference/max"),
+            rewards: aims.rewards.iter().map(|(name, _)| reward(name)).collect(),
+        }
+    }
+}
+
+/// The best of the steps before a window.
+#[derive(Clone, Debug, Default)]
+struct Before {
+    reward: Option<f64>,
+    reward_std: Option<f64>,
+    entropy: Option<f64>,
+    cut_off: Option<f64>,
+    without_variance: Option<f64>,
+    rewards: Moments,
+    /// The first gradient norms that are not 0.
+    norms: Vec<f64>,
+}
+
+impl Before {
+    fn add(&mut self, step: &Step) {
+        keep(&mut self.reward, step.reward, f64::max);
+        step.reward.into_iter().for_each(|reward| self.rewards.add(reward));
+        keep(&mut self.reward_std, step.reward_std, f64::max);
+        keep(&mut self.entropy, step.entropy, f64::max);
+        keep(&mut self.cut_off, step.cut_off, f64::min);
+        keep(&mut self.without_variance, step.without_variance, f64::min);
+        if let Some(norm) = step.grad_norm.filter(|&norm| norm > 0.0 && self.norms.len() < FIRST_NORMS) {
+            self.norms.push(norm);
+        }
+    }
+}
+
+/// Mean and spread of numbers that come one by one (Welford).
+#[derive(Clone, Copy, Debug, Default)]
+struct Moments {
+    count: f64,
+    mean: f64,
+    squares: f64,
+}
+
+impl Moments {
+    fn add(&mut self, value: f64) {
+        self.count += 1.0;
+        let by = value - self.mean;
+        self.mean += by / self.count;
+        self.squares += by * (value - self.mean);
+    }
+
+    fn mean_and_deviation(&self) -> (f64, f64) {
+        (self.mean, (self.squares / self.count.max(1.0)).sqrt())
+    }
+}
+
+/// Keeps one of two numbers where there are two.
+fn keep(kept: &mut Option<f64>, new: Option<f64>, choose: fn(f64, f64) -> f64) {
+    *kept = kept.zip(new).map(|(a, b)| choose(a, b)).or(*kept).or(new);
+}
+
+fn median(values: &mut [f64]) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// The steps that a rule reads.
+struct Seen<'a> {
+    /// The last steps, as many as the rule reads.
+    steps: Vec<&'a Step>,
+    before: &'a Before,
+    aims: &'a Aims,
+}
+
+impl Seen<'_> {
+    /// The values of the steps that have one; `None` without any. A step that reuses a rollout has no gap.
+    fn all(&self, of: fn(&Step) -> Option<f64>) -> Option<Vec<f64>> {
+        let all: Vec<f64> = self.steps.iter().filter_map(|step| of(step)).collect();
+        (!all.is_empty()).then_some(all)
+    }
+
+    fn mean(&self, of: fn(&Step) -> Option<f64>) -> Option<f64> {
+        let all = self.all(of)?;
+        Some(all.iter().sum::<f64>() / all.len() as f64)
+    }
+
+    fn median(&self, of: fn(&Step) -> Option<f64>) -> Option<f64> {
+        median(&mut self.all(of)?)
+    }
+
+    fn most(&self, of: fn(&Step) -> Option<f64>) -> Option<f64> {
+        self.all(of)?.into_iter().reduce(f64::max)
+    }
+
+    /// The mean reward, if at least that share of the groups has no variance.
+    fn alike(&self, share: f64) -> Option<f64> {
+        let alike = self.mean(|step| step.without_variance)? >= share;
+        self.mean(|step| step.reward).filter(|_| alike)
+    }
+
+    /// Where a reward lies in its range, 0 at its least and 1 at its best; `None` in a range without ends.
+    fn level(&self, reward: f64) -> Option<f64> {
+        let (least, best) = self.aims.range?;
+        let width = best - least;
+        (width.is_finite() && width > 0.0).then(|| (reward - least) / width)
+    }
+}
+
+/// A problem that began or ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Warning {
+    /// The step after which it was found.
+    pub step: u64,
+    /// Name of the [`Rule`].
+    pub rule: String,
+    /// Whether it begins; else it is over.
+    pub begins: bool,
+    /// The first step that the rule looked at when it began.
+    pub since: u64,
+    /// The message.
+    pub text: String,
+}
+
+/// A problem that lasts.
+#[derive(Debug)]
+struct Lasting {
+    since: u64,
+    /// Steps since the rule held last.
+    calm: usize,
+}
+
+/// The state of a run.
+#[derive(Debug)]
+pub struct Health {
+    aims: Aims,
+    last: VecDeque<Step>,
+    /// The best of the steps that are in no window any more.
+    before: Before,
+    lasting: Vec<Option<Lasting>>,
+}
+
+impl Health {
+    /// A run before its first step.
+    #[must_use]
+    pub fn new(aims: Aims) -> Self {
+        Self {
+            aims,
+            last: VecDeque::new(),
+            before: Before::default(),
+            lasting: RULES.iter().map(|_| None).collect(),
+        }
+    }
+
+    /// Takes the metrics of a step, and returns what begins or ends with it.
+    pub fn add(&mut self, step: u64, metrics: &[Metric]) -> Vec<Warning> {
+        self.last.push_back(Step::of(step, metrics, &self.aims));
+        // A run is compared with its time before a collapse.
+        let ruined = self.collapse();
+        let is_sound = |step: &Step| ruined.is_none_or(|(_, since)| step.at < since);
+        let mut told = Vec::new();
+        let mut explained = false;
+        for (rule, lasting) in RULES.iter().zip(&mut self.lasting) {
+            if explained {
+                // Nobody knows whether it would hold.
+                continue;
+            }
+            let sign = self.last.len().checked_sub(rule.window).and_then(|from| {
+                let mut before = self.before.clone();
+                self.last.range(..from).filter(|step| is_sound(step)).for_each(|step| before.add(step));
+                let steps = self.last.range(from..).collect();
+                (rule.sign)(&Seen { steps, before: &before, aims: &self.aims })
+            });
+            let name = rule.name.to_owned();
+            match (lasting.as_mut(), sign) {
+                (None, Some(sign)) => {
+                    let since = (step + 1).saturating_sub(rule.window as u64);
+                    let text = format!("{} (steps {since} to {step}): {sign}. {}", rule.title, rule.advice);
+                    told.push(Warning { step, rule: name, begins: true, since, text });
+                    *lasting = Some(Lasting { since, calm: 0 });
+                }
+                (Some(own), Some(_)) => own.calm = 0,
+                (Some(own), None) => {
+                    own.calm += 1;
+                    if own.calm >= rule.window {
+                        let since = own.since;
+                        let text = format!("over at step {step}: {} (since step {since})", rule.title);
+                        told.push(Warning { step, rule: name, begins: false, since, text });
+                        *lasting = None;
+                    }
+                }
+                (None, None) => {}
+            }
+            explained = rule.explains && lasting.is_some();
+        }
+        if self.last.len() > LONGEST
+            && let Some(oldest) = self.last.pop_front()
+            && is_sound(&oldest)
+        {
+            self.before.add(&oldest);
+        }
+        told
+    }
+
+    /// The collapse that lasts, and its first step.
+    #[must_use]
+    pub fn collapse(&self) -> Option<(&'static Rule, u64)> {
+        let mut all = RULES.iter().zip(&self.lasting).filter(|(rule, _)| rule.collapse);
+        all.find_map(|(rule, lasting)| Some((rule, lasting.as_ref()?.since)))
+    }
+
+    /// The first step of the oldest problem that lasts.
+    #[must_use]
+    pub fn since(&self) -> Option<u64> {
+        self.lasting.iter().flatten().map(|own| own.since).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(
+        health: &mut Health,
+        steps: std::ops::RangeInclusive<u64>,
+        metrics: &[(&str, f64)],
+    ) -> Vec<Warning> {
+        let metrics: Vec<Metric> =
+            metrics.iter().map(|(name, value)| ((*name).to_owned(), Some(*value))).collect();
+        steps.flat_map(|step| health.add(step, &metrics)).collect()
+    }
+
+    #[test]
+    fn rules_name_their_setting_and_no_name_comes_twice() {
+        for (at, rule) in RULES.iter().enumerate() {
+            assert!(rule.advice.contains(rule.setting), "{}", rule.name);
+            assert!(rule.window <= LONGEST && !rule.doc.is_empty(), "{}", rule.name);
+            assert!(RULES[..at].iter().all(|other| other.name != rule.name), "{}", rule.name);
+        }
+    }
+
+    /// The gap of a run whose rollouts read 4 bits of a model with outliers.
+    #[test]
+    fn a_gap_is_told_once_and_its_end_too() {
+        let gap = |mean: f64| {
+            [
+                ("sampling/sampling_logp_difference/mean", mean),
+                ("sampling/sampling_logp_difference/max", 1.25),
+            ]
+        };
+        let mut health = Health::new(Aims::default());
+        assert_eq!(told(&mut health, 1..=2, &gap(0.0312)), []);
+        let begins = told(&mut health, 3..=9, &gap(0.0312));
+        assert_eq!(begins.len(), 1);
+        assert_eq!((begins[0].step, begins[0].since, begins[0].begins), (3, 1, true));
+        let text = "the rollout and training disagree (steps 1 to 3): their log-probabilities differ by 0.031 nats in the mean \
+                    and 1.25 at most; up to 0.02 is ordinary. The loss takes both for the same policy. Set \
+                    Algorithm::loss.correction.kind, which weighs each token or completion by the difference";
+        assert_eq!(begins[0].text, text);
+        assert_eq!(health.since(), Some(1));
+        // The median of three steps is below the bound from the second on.
+        let ends = told(&mut health, 10..=20, &gap(0.001));
+        assert_eq!(ends.len(), 1);
+        assert_eq!((ends[0].step, ends[0].begins, ends[0].rule.as_str()), (13, false, "large_gap"));
+        assert_eq!(ends[0].text, "over at step 13: the rollout and training disagree (since step 1)");
+        assert_eq!((health.since(), health.collapse().is_none()), (None, true));
+        let mut corrected = Health::new(Aims { corrected: true, ..Aims::default() });
+        assert_eq!(told(&mut corrected, 1..=9, &gap(0.5)), []);
+    }
+
+    #[test]
+    fn what_a_collapse_causes_is_not_told_and_it_ends_when_the_reward_is_back() {
+        let step = |reward: f64, kl: f64, cut: f64| {
+            [
+                ("reward", reward),
+                ("reward_std", 0.4),
+                ("kl", kl),
+                ("completions/clipped_ratio", cut),
+                ("completions/mean_length", 7.0),
+                ("frac_reward_zero_std", cut),
+            ]
+        };
+        let mut health = Health::new(Aims { range: Some((0.0, 1.0)), ..Aims::default() });
+        // A run with a learning rate of 0.5 logs one good step.
+        assert_eq!(told(&mut health, 1..=1, &step(0.375, 0.0, 0.0)), []);
+        let begins = told(&mut health, 2..=60, &step(0.0, 16.8, 1.0));
+        let found: Vec<_> = begins.iter().map(|one| (one.step, one.rule.as_str())).collect();
+        assert_eq!(found, [(6, "ran_away")], "neither that all are cut off nor that none earns anything");
+        assert!(begins[0].text.contains(
+            "the mean reward fell from 0.375 to 0.000, KL is 16.8 nats, 100 % of the completions are cut off"
+        ));
+        assert_eq!(health.collapse().map(|(rule, since)| (rule.name, since)), Some(("ran_away", 2)));
+        let ends = told(&mut health, 61..=80, &step(0.4, 0.1, 0.0));
+        assert_eq!(
+            ends.iter().map(|one| (one.begins, one.rule.as_str())).collect::<Vec<_>>(),
+            [(false, "ran_away")]
+        );
+    }
+
+    #[test]
+    fn a_single_spike_is_no_collapse() {
+        let mut health = Health::new(Aims::default());
+        for at in 1..=40 {
+            let kl = if at % 10 == 0 { 12.4 } else { 0.1 };
+            assert_eq!(told(&mut health, at..=at, &[("reward", 0.9), ("reward_std", 0.3), ("kl", kl)]), []);
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Settings that only one family of models reads.
+
+use super::*;
+use Kind::{Bool, Choice, Text};
+
+/// How a checkpoint is written, where its family is published in two layouts.
+fn layouts() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("hf", "For transformers, vLLM and TRL."),
+        ("original", "For the code of the model's own repository."),
+    ]
+}
+
+/// How HumanOmni prompts are written.
+fn prompt_forms() -> Vec<(&'static str, &'static str)> {
+    vec![
+        ("sft", "As in supervised training and inference."),
+        ("r1omni_grpo", "As the original GRPO trainer: an empty Qwen2-VL video before the media."),
+    ]
+}
+
+/// The settings.
+pub const FLAGS: &[Flag] = &[
+    row("vision_tower", Text, of_family!("vision_tower"), MODEL)
+        .help(
+            "HumanOmni: directory of the SigLIP tower, or its name in the local Hugging Face cache. Weights in \
+             the checkpoint itself take precedence.",
+        )
+        .unset("config.json's mm_vision_tower")
+        .free(LOOP),
+    row("audio_tower", Text, of_family!("audio_tower"), MODEL)
+        .help("HumanOmni: directory of the Whisper encoder, or its name in the local Hugging Face cache. Weights \
+             in the checkpoint itself take precedence.")
+        .unset("config.json's mm_audio_tower")
+        .free(LOOP),
+    row("bert", Text, of_family!("bert"), MODEL)
+        .help("HumanOmni: directory of the BERT that reads the question, or its name in the local Hugging Face \
+             cache. Weights in the checkpoint take precedence; the tokenizer always comes from here.")
+        .unset("config.json's mm_text_tower, else bert-base-uncased")
+        .free(LOOP),
+    row("mm_dynamic_compressor", Bool, of_family!("mm_dynamic_compressor"), MODEL)
+        .help("HumanOmni: compress visual tokens. Every fourth frame stays as it is, the others are reduced to \
+             half the side.")
+        .unset("config.json's, else false"),
+    row("prompt_form", Choice(prompt_forms), of_family!("prompt_form"), ROWS)
+        .help(
+            "HumanOmni: write prompts as in its supervised training and inference, or as the original GRPO \
+             trainer did.",
+        )
+        .unset("config.json's, else sft"),
+    row("tune_gate", Bool, at!(selection.gate), STEPS)
+        .help(
+            "HumanOmni: train the gate between the branches of the projector. It can be trained without the \
+             projector, or stay fixed while the projector is trained.",
+        )
+        .unset("`tune_mm_mlp`"),
+    row("tune_bert", Bool, at!(selection.instruction), STEPS)
+        .help("HumanOmni: train the text encoder that steers the projector."),
+    row("max_anyres_num", int(1, 1024), at!(prompts.media.max_tiles), ROWS)
+        .help(
+            "Families that cut images into tiles (InternVL): most tiles of an image, each of which costs \
+             vision tokens. The complete image is one tile more.",
+        )
+        .unset("the checkpoint's; 12 for InternVL"),
+    row("layout", Choice(layouts), at!(model.layout), &[Export])
+        .help("Layout to write, for families that are published in two layouts (InternVL).")
+        .unset("as it is"),
+];

@@ -1,0 +1,188 @@
+//! Runs that go wrong say so: each rule of [`RULES`](omnigrpo_observe::RULES) is met by a run of the demo's checkpoint.
+
+use omnigrpo_rewards::reward as scored;
+use omnigrpo_train::RunSummary;
+
+use super::*;
+
+/// A run of the demo's checkpoint, which ends its completions, with this reward.
+fn setup(place: &Place, name: &str, rewards: Vec<Box<dyn Reward>>, steps: u64) -> TrainSetup {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/assets/model");
+    let mut setup = place.setup(name);
+    setup.model = Model::load(&dir, WeightDtype::Float32).unwrap();
+    setup.prompts = Arc::new(prompts(&dir, 24));
+    setup.algorithm = algorithm(4, 24);
+    setup.rewards = RewardSet::new(rewards, &[]).unwrap();
+    setup.optimizer.learning_rate = 0.0;
+    setup.run.max_steps = Some(steps);
+    setup
+}
+
+fn warnings(place: &Place, name: &str) -> Vec<(u64, String, bool)> {
+    let told = |row: &Value| {
+        let text = |key: &str| row[key].as_str().unwrap().to_owned();
+        (row["step"].as_u64().unwrap(), text("rule"), row["begins"].as_bool().unwrap())
+    };
+    lines(&place.out(name).join("warnings.jsonl")).iter().map(told).collect()
+}
+
+fn begins(step: u64, rule: &str) -> (u64, String, bool) {
+    (step, rule.to_owned(), true)
+}
+
+/// A number from 0 to 1 that differs between completions.
+fn varied(text: &str) -> f64 {
+    let sum = text.bytes().enumerate().map(|(at, byte)| (at as u64 + 1) * u64::from(byte)).sum::<u64>();
+    (sum % 7) as f64 / 6.0
+}
+
+const UNIT: (f64, f64) = (0.0, 1.0);
+
+#[test]
+fn rewards_that_say_nothing_are_told_apart() {
+    let place = Place::new();
+    let constant = |value: f64| scored("same", UNIT, move |_| value);
+    let by_row = || scored("by row", UNIT, |row| f64::from(row.prompt.len() % 2 == 0));
+    for (name, reward, rule) in [
+        ("solved", constant(1.0), "solved"),
+        ("hopeless", constant(0.0), "hopeless"),
+        ("middling", constant(0.5), "no_variance"),
+        ("by row", by_row(), "no_variance"),
+    ] {
+        run(setup(&place, name, vec![reward], 12)).unwrap();
+        assert_eq!(warnings(&place, name), [begins(10, rule)], "{name}");
+    }
+    let text = lines(&place.out("hopeless").join("warnings.jsonl"))[0]["text"].as_str().unwrap().to_owned();
+    assert!(
+        text.starts_with("no completion earns anything (steps 1 to 10): the mean reward is 0.000"),
+        "{text}"
+    );
+    assert!(
+        text.contains("TrainSetup::rewards") && text.ends_with("No checkpoint is from before it"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_reward_that_never_fires_is_named() {
+    let place = Place::new();
+    let rewards = vec![scored("varied", UNIT, |row| varied(row.completion)), scored("format", UNIT, |_| 0.0)];
+    run(setup(&place, "run", rewards, 21)).unwrap();
+    assert_eq!(warnings(&place, "run"), [begins(20, "reward_never_fires")]);
+    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    assert!(row["text"].as_str().unwrap().contains("`format` gave every completion 0."), "{row}");
+}
+
+#[test]
+fn completions_that_are_cut_off_are_told_with_the_limit_to_raise() {
+    let place = Place::new();
+    let mut cut = setup(&place, "run", vec![scored("varied", UNIT, |row| varied(row.completion))], 6);
+    cut.algorithm = algorithm(4, 2);
+    run(cut).unwrap();
+    assert_eq!(warnings(&place, "run"), [begins(5, "cut_off")]);
+    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    assert!(
+        row["text"].as_str().unwrap().contains("100 % of them reach the length limit, at 2 tokens"),
+        "{row}"
+    );
+}
+
+/// A run whose rate is far too high from step 7 on: the model forgets how to close its answer.
+fn away(place: &Place, name: &str, stop_on_collapse: bool) -> RunSummary {
+    let start = |steps: u64, learning_rate: f64| {
+        let closed = scored("closed", UNIT, |row| {
+            0.9 * f64::from(row.completion.ends_with("</answer>")) + 0.1 * varied(row.completion)
+        });
+        let mut setup = setup(place, name, vec![closed], steps);
+        setup.optimizer.learning_rate = learning_rate;
+        setup.run.save = SaveWhen::Steps(2);
+        setup.run.save_limit = Some(3);
+        setup.run.allow_changed = true;
+        setup.run.stop_on_collapse = stop_on_collapse;
+        run(setup).unwrap()
+    };
+    if !place.out(name).join("checkpoint-6").exists() {
+        start(6, 0.0);
+    }
+    start(18, 0.5)
+}
+
+#[test]
+fn a_policy_that_runs_away_is_told_and_the_checkpoint_before_it_stays() {
+    let place = Place::new();
+    let summary = away(&place, "run", false);
+    let told = warnings(&place, "run");
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!((told[0].1.as_str(), summary.collapsed, summary.steps), ("ran_away", None, 18));
+    let row = &lines(&place.out("run").join("warnings.jsonl"))[0];
+    let text = row["text"].as_str().unwrap();
+    assert!(
+        text.contains("the mean reward fell from ") && text.contains("Lower AdamWConfig::learning_rate"),
+        "{text}"
+    );
+    let good = place.out("run").join("checkpoint-4");
+    assert!(text.ends_with(&format!("The last checkpoint before it is {}", good.display())), "{text}");
+    // Three are kept, and the one that the warning names.
+    assert_eq!(
+        checkpoints(&place.out("run")),
+        ["checkpoint-14", "checkpoint-16", "checkpoint-18", "checkpoint-4"]
+    );
+}
+
+#[test]
+fn a_run_that_is_to_stop_on_collapse_ends_with_a_checkpoint_and_goes_on_no_further() {
+    let place = Place::new();
+    let summary = away(&place, "run", true);
+    let at = warnings(&place, "run")[0].0;
+    assert_eq!((summary.steps, summary.interrupted), (at, true));
+    let collapsed = summary.collapsed.unwrap();
+    assert!(collapsed.starts_with("the policy ran away (since step "), "{collapsed}");
+    assert!(checkpoints(&place.out("run")).contains(&format!("checkpoint-{at}")));
+    // Started again it still is where it was.
+    assert_eq!(away(&place, "run", true).steps, at + 1);
+    assert_eq!(warnings(&place, "run").len(), 1, "what was told is not told again");
+}
+
+#[test]
+fn a_resumed_run_tells_what_an_uninterrupted_one_tells() {
+    let place = Place::new();
+    let start = |name: &str, stop_at: Option<u64>| {
+        let mut setup = setup(&place, name, vec![scored("same", UNIT, |_| 0.0)], 14);
+        setup.observer = Box::new(StopAt(stop_at));
+        run(setup).unwrap()
+    };
+    start("whole", None);
+    for at in [6, 11] {
+        let name = format!("part-{at}");
+        assert!(start(&name, Some(at)).interrupted);
+        start(&name, None);
+        assert_eq!(
+            lines(&place.out(&name).join("warnings.jsonl")),
+            lines(&place.out("whole").join("warnings.jsonl"))
+        );
+    }
+}
+
+struct StopAt(Option<u64>);
+
+impl Observer for StopAt {
+    fn step(&mut self, step: u64, _: &[Metric]) -> ControlFlow<()> {
+        if self.0 == Some(step) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
+/// The policy is pushed to one answer, whatever it earns.
+#[test]
+fn an_entropy_that_collapses_is_told() {
+    let place = Place::new();
+    let rewards = vec![scored("varied", (0.0, 10.0), |row| varied(row.completion))];
+    let mut sure = setup(&place, "run", rewards, 40);
+    sure.optimizer.learning_rate = 3e-4;
+    sure.algorithm.loss.entropy_coef = -1.0;
+    sure.algorithm.loss.beta = 0.0;
+    run(sure).unwrap();
+    let told = warnings(&place, "run");
+    let rules: Vec<&str> =
+        told.iter().filter(|(.., begins)| *begins).map(|(_, rule, _)| rule.as_str()).collect();
+    assert_eq!(rules, ["no_variance", "entropy_collapsed"]);
+}
