@@ -95,27 +95,30 @@ def estimates():
 
 
 def estimate_page():
-    weights = ", ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in MODELS)
+    weights = " and ".join(f"{m.weights / 1e9:.2f} billion ({m.name.upper()})" for m in MODELS)
     return "\n".join(
         [
-            "**Nothing here has run on a GPU: none was available. Every figure below is an estimate, marked (est.), with its formula.**",
+            "**Nothing here was run on a GPU. Every figure below is an estimate, marked (est.), with its formula.**",
             "",
             "# GPU results",
             "",
-            f"For one H200 and Qwen2.5-VL's decoders. W is the number of weights that a token is multiplied by: {weights}; q and kv are the",
-            "widths of all query heads and of all key heads. 700 TFLOP/s, 4.3 TB/s and 0.85 are rates that other programs reached on that GPU.",
-            "250 TFLOP/s is a guess for our attention, from FlashAttention-2, which uses the same instructions. Further guesses: 1 µs between the",
-            "kernels of a CUDA graph, 2 µs between kernels that the host launches individually, 20 µs per token for upload, launch and read.",
+            f"The estimates are for one H200 and Qwen2.5-VL's decoders. W is the number of weights that multiply a token: {weights}.",
+            "q and kv are the widths of all query heads and of all key heads. Other programs reached 700 TFLOP/s, 4.3 TB/s and a fraction of",
+            "0.85 on that GPU. Four numbers are guesses: 250 TFLOP/s for attention (FlashAttention-2 uses the same instructions), 1 µs between the",
+            "kernels of a CUDA graph, 2 µs between kernels that the host launches one by one, and 20 µs per token for upload, launch and read.",
             "",
             *estimates(),
             "",
-            "The goals are 50 % MFU in training at prompts of 2k, which the first row reaches by its formula, and 60 % of the memory's",
-            "bandwidth in decoding. By their formulas 7B reaches the latter, and 3B reaches it only at 64 rows.",
+            "The goals are 50 % MFU in training at prompts of 2k and 60 % of the memory's bandwidth in decoding. By these formulas, training",
+            "reaches its goal in the first row. Decoding reaches it with 7B, and with 3B only at 64 rows.",
             "",
-            "Checked without a GPU: every kernel against f64 on an emulator, under several schedules; complete steps, evaluations",
-            "and rollouts of a tiny model of each family; that all kernels compile for six architectures within bounds of registers and shared",
-            "memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)). Not checked: speed, the behaviour of cuBLASLt, and races finer than a",
-            "step between barriers.",
+            "Checked without a GPU:",
+            "",
+            "- Every kernel equals f64 on an emulator, under several schedules.",
+            "- Complete steps, evaluations and rollouts of a tiny model of each family equal the CPU's on that emulator.",
+            "- All kernels compile for six architectures within bounds of registers and shared memory ([tools/gpu/nvrtc](../tools/gpu/nvrtc)).",
+            "",
+            "Not checked: speed, the behaviour of cuBLASLt, and races finer than a step between barriers.",
             "",
             "[bench/gpu/README.md](../bench/gpu/README.md) explains how to create this page on a GPU.",
             "",

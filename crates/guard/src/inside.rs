@@ -90,6 +90,27 @@ pub fn open(dir: &Path, name: impl AsRef<Path>) -> Result<File> {
     }
 }
 
+/// Opens a file of a run for writing, with the given options. The last component of `path` must not be a link, which
+/// would redirect the output.
+///
+/// # Errors
+/// If the path is a link or anything else that is not a regular file, or cannot be opened.
+pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    if std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) {
+        let message = format!("{} is a link, which is not followed; remove it", path.display());
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
+    }
+    // NOFOLLOW guards against a link that appears after the check, NONBLOCK against a pipe without a reader.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(
+        options,
+        (rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits().cast_signed(),
+    );
+    let file = options.open(path)?;
+    regular(file.metadata()?)?;
+    Ok(file)
+}
+
 /// Opens a file like [`open`], in the directory of its path.
 pub fn open_path(path: &Path) -> Result<File> {
     let (dir, name) = split(path);

@@ -10,19 +10,21 @@ use crate::host::Host;
 const PART: usize = 512;
 const OPERATIONS: usize = 16;
 
-/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outline of a step never
-/// does, and they would be most of its time.
+/// The angles of every row of a stream. Cosines and sines are computed when a device first reads them: an outlined step
+/// never does, and they would take most of its time.
 ///
-/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with `i +
-/// half`.
-#[derive(Clone, Debug, PartialEq)]
+/// One table serves all layers and heads. The rotation is the "rotate half" form, which pairs element `i` with
+/// `i + half`, where `half = head width / 2`.
+#[derive(Clone, Debug)]
 pub struct RopeTable {
     /// Number of pairs per head.
     pub half: usize,
-    /// Cosines `[rows, half]`.
-    pub cos: Vec<f32>,
-    /// Sines `[rows, half]`.
-    pub sin: Vec<f32>,
+    rows: usize,
+    /// Angles `[rows, half]` in radians.
+    angles: Vec<f32>,
+    factor: f32,
+    /// Cosines and sines, `[rows, half]` each.
+    waves: OnceLock<[Vec<f32>; 2]>,
     /// Devices' forms of the table.
     pub(crate) copies: Host<()>,
 }
@@ -34,12 +36,13 @@ impl RopeTable {
         for (row, out) in angles.chunks_exact_mut(half.max(1)).enumerate() {
             fill(row, out);
         }
-        // Like PyTorch, rounds the angle to f32 and computes its cosine exactly to f32.
-        let of_each = |f: fn(f64) -> f64| {
-            let some = |part: &[f32]| part.iter().map(|&a| f(f64::from(a)) as f32).collect::<Vec<_>>();
-            parallel::map(angles.chunks(PART), OPERATIONS * angles.len(), some).concat()
-        };
-        Self { half, cos: of_each(f64::cos), sin: of_each(f64::sin), copies: Host::default() }
+        Self { half, rows, angles, factor: 1.0, waves: OnceLock::new(), copies: Host::default() }
+    }
+
+    /// Creates a table from cosines and sines, `[rows, half]` each, that a device already has.
+    pub(crate) fn of_waves(half: usize, waves: [Vec<f32>; 2], copies: Host<()>) -> Self {
+        let rows = waves[0].len().checked_div(half).unwrap_or(0);
+        Self { half, rows, angles: Vec::new(), factor: 1.0, waves: waves.into(), copies }
     }
 
     /// Multiplies the rotation by `factor`; its transpose is multiplied as well.
